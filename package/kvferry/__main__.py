@@ -1,0 +1,6 @@
+"""`python -m kvferry`: the command line."""
+
+from kvferry.daemon.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

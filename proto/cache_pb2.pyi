@@ -1,0 +1,184 @@
+from kvferry.proto import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatsReply(_message.Message):
+    __slots__ = ("daemon", "uptime_seconds", "sides")
+    DAEMON_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SIDES_FIELD_NUMBER: _ClassVar[int]
+    daemon: str
+    uptime_seconds: float
+    sides: _containers.RepeatedCompositeFieldContainer[SideStats]
+    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ...) -> None: ...
+
+class SideStats(_message.Message):
+    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_TO_READY_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    role: _common_pb2.Role
+    requests: RequestStats
+    pool: PoolStats
+    transfers: TransferStats
+    admit_to_ready: LatencyStats
+    peers: _containers.RepeatedCompositeFieldContainer[PeerStats]
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ...) -> None: ...
+
+class RequestStats(_message.Message):
+    __slots__ = ("admitted", "waiting", "running", "finished", "aborted", "failed", "refused", "queried_tokens", "hit_tokens", "hit_rate", "recent_hit_rate", "recent_requests")
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    RECENT_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    RECENT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    admitted: int
+    waiting: int
+    running: int
+    finished: int
+    aborted: int
+    failed: int
+    refused: int
+    queried_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    recent_hit_rate: float
+    recent_requests: int
+    def __init__(self, admitted: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., recent_hit_rate: _Optional[float] = ..., recent_requests: _Optional[int] = ...) -> None: ...
+
+class PoolStats(_message.Message):
+    __slots__ = ("pages", "page_bytes", "free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned", "evictable", "promised", "locks", "evicted", "tree_nodes")
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    ARRIVING_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    SPILLING_FIELD_NUMBER: _ClassVar[int]
+    RESTORING_FIELD_NUMBER: _ClassVar[int]
+    ORPHANED_FIELD_NUMBER: _ClassVar[int]
+    EVICTABLE_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
+    LOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    TREE_NODES_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    page_bytes: int
+    free: int
+    leased: int
+    arriving: int
+    cached: int
+    spilling: int
+    restoring: int
+    orphaned: int
+    evictable: int
+    promised: int
+    locks: int
+    evicted: int
+    tree_nodes: int
+    def __init__(self, pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., arriving: _Optional[int] = ..., cached: _Optional[int] = ..., spilling: _Optional[int] = ..., restoring: _Optional[int] = ..., orphaned: _Optional[int] = ..., evictable: _Optional[int] = ..., promised: _Optional[int] = ..., locks: _Optional[int] = ..., evicted: _Optional[int] = ..., tree_nodes: _Optional[int] = ...) -> None: ...
+
+class TransferStats(_message.Message):
+    __slots__ = ("active", "completed", "failed", "aborted", "delta_pages", "delta_bytes", "wire_bytes", "parts", "saved_bytes", "saved_pages", "asked_again", "dropped_parts")
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    DELTA_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DELTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ASKED_AGAIN_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_PARTS_FIELD_NUMBER: _ClassVar[int]
+    active: int
+    completed: int
+    failed: int
+    aborted: int
+    delta_pages: int
+    delta_bytes: int
+    wire_bytes: int
+    parts: int
+    saved_bytes: int
+    saved_pages: int
+    asked_again: int
+    dropped_parts: int
+    def __init__(self, active: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., aborted: _Optional[int] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., parts: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., saved_pages: _Optional[int] = ..., asked_again: _Optional[int] = ..., dropped_parts: _Optional[int] = ...) -> None: ...
+
+class LatencyStats(_message.Message):
+    __slots__ = ("count", "p50_ms", "p99_ms", "stages")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    P50_MS_FIELD_NUMBER: _ClassVar[int]
+    P99_MS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    p50_ms: float
+    p99_ms: float
+    stages: _containers.RepeatedCompositeFieldContainer[StageStats]
+    def __init__(self, count: _Optional[int] = ..., p50_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageStats, _Mapping]]] = ...) -> None: ...
+
+class StageStats(_message.Message):
+    __slots__ = ("stage", "mean_ms")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_MS_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    mean_ms: float
+    def __init__(self, stage: _Optional[str] = ..., mean_ms: _Optional[float] = ...) -> None: ...
+
+class PeerStats(_message.Message):
+    __slots__ = ("name", "address", "state", "free_credits", "slots", "error")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FREE_CREDITS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    state: str
+    free_credits: int
+    slots: int
+    error: str
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., free_credits: _Optional[int] = ..., slots: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("namespace_id", "digests")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    digests: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("matched_tokens", "running", "waiting", "free_pages", "pages")
+    MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    matched_tokens: int
+    running: int
+    waiting: int
+    free_pages: int
+    pages: int
+    def __init__(self, matched_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ...) -> None: ...
