@@ -1,0 +1,177 @@
+"""The daemon's side of worker.proto without a cache: pages are handed out once, in order. For unit tests only."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import numpy as np
+from kvferry.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from kvferry.transfer.geometry import KVGeometry
+
+Message = worker_pb2.WorkerMessage
+Event = worker_pb2.WorkerEvent
+
+
+class FakeDaemon(worker_pb2_grpc.WorkerServicer):
+    """One session. `received` has all messages; `override[kind]` replaces the default answer to such messages."""
+
+    def __init__(self, folder: Path, geometry: KVGeometry, *, pages: int = 64, max_tokens: int = 4096) -> None:
+        self.socket = str(folder / "daemon.sock")
+        self.geometry = geometry
+        self.page_bytes = geometry.page_bytes
+        self.max_tokens = max_tokens
+        self.received: list[Message] = []
+        self.override: dict[str, Callable[[Message], list[Event]]] = {}
+        self.prefix_tokens = 0  # what Admitted, Begun call matched, in pages 0..: fill them in the test
+        self.aux = b""
+        self.events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self.lock_was_held = False
+        self.refuse: str | None = None
+        self._segment = folder / "segment"
+        self._session_file = folder / "session"
+        self._session_file.touch()
+        with self._segment.open("w+b") as file:
+            file.truncate(pages * self.page_bytes)
+            self._map = mmap.mmap(file.fileno(), pages * self.page_bytes)
+        self.pool = np.frombuffer(self._map, dtype=np.uint8).reshape(pages, self.page_bytes)
+        self._next_page = 0
+        self._pages: dict[bytes, list[int]] = {}
+        self._arrived = asyncio.Condition()
+
+    async def __aenter__(self) -> FakeDaemon:
+        self._server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{self.socket}")
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._server.stop(0)
+
+    def kinds(self) -> list[str]:
+        return [str(message.WhichOneof("kind")) for message in self.received]
+
+    def last(self, kind: str) -> Message:
+        return next(message for message in reversed(self.received) if message.WhichOneof("kind") == kind)
+
+    async def wait_for(self, kind: str, count: int = 1) -> Message:
+        async def arrived() -> None:
+            async with self._arrived:
+                await self._arrived.wait_for(lambda: self.kinds().count(kind) >= count)
+
+        await asyncio.wait_for(arrived(), 10)
+        return self.last(kind)
+
+    def lock_is_held(self) -> bool:
+        with self._session_file.open("r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+    def pages_of(self, name: common_pb2.RequestName) -> list[int]:
+        return self._pages[name.request_id]
+
+    def fail(self, name: common_pb2.RequestName, code: common_pb2.ErrorCode, message: str) -> None:
+        error = common_pb2.Error(code=code, message=message)
+        self.events.put_nowait(Event(failed=worker_pb2.Failed(name=name, error=error)))
+
+    async def Session(
+        self, request_iterator: AsyncIterator[Message], context: grpc.aio.ServicerContext[Message, Event]
+    ) -> AsyncIterator[Event]:
+        if self.refuse is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuse)
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            while (event := await self.events.get()) is not None:
+                yield event
+        finally:
+            reader.cancel()
+
+    async def _read(self, messages: AsyncIterator[Message]) -> None:
+        async for message in messages:
+            kind = str(message.WhichOneof("kind"))
+            answer = self.override.get(kind, getattr(self, f"_on_{kind}", lambda message: []))
+            for event in answer(message):
+                self.events.put_nowait(event)
+            async with self._arrived:
+                self.received.append(message)
+                self._arrived.notify_all()
+        self.events.put_nowait(None)
+
+    def _on_hello(self, message: Message) -> list[Event]:
+        return [
+            Event(
+                welcome=worker_pb2.Welcome(
+                    protocol=1,
+                    daemon="fake",
+                    incarnation=bytes(16),
+                    namespace_id=bytes(32),
+                    geometry=self.geometry.to_proto(),
+                    epoch=1,
+                    pages=len(self.pool),
+                    segment=str(self._segment),
+                    session_file=str(self._session_file),
+                    peer_address="127.0.0.1:7070",
+                    max_tokens=self.max_tokens,
+                )
+            )
+        ]
+
+    def _on_attached(self, message: Message) -> list[Event]:
+        self.lock_was_held = self.lock_is_held()
+        return []
+
+    def _allocate(self, name: common_pb2.RequestName, tokens: int) -> list[int]:
+        pages = self._pages.setdefault(name.request_id, [])
+        first = len(pages)
+        if first == 0:
+            pages.extend(range(self.prefix_tokens // self.geometry.page_size))
+            self._next_page = max(self._next_page, len(pages))
+        while len(pages) * self.geometry.page_size < tokens:
+            pages.append(self._next_page)
+            self._next_page += 1
+        return pages[first:]
+
+    def _on_admit(self, message: Message) -> list[Event]:
+        admit = message.admit
+        matched = self.prefix_tokens
+        admitted = worker_pb2.Admitted(
+            name=admit.name,
+            matched_tokens=matched,
+            pages=self._allocate(admit.name, admit.tokens),
+            local_tokens=0 if admit.prefill else matched,
+        )
+        ready = worker_pb2.Ready(
+            name=admit.name, aux=self.aux, delta_pages=1, delta_bytes=self.page_bytes, elapsed_us=7
+        )
+        return [Event(admitted=admitted), Event(ready=ready)]
+
+    def _on_begin(self, message: Message) -> list[Event]:
+        begin = message.begin
+        pages = self._allocate(begin.name, begin.tokens)
+        return [Event(begun=worker_pb2.Begun(name=begin.name, matched_tokens=self.prefix_tokens, pages=pages))]
+
+    def _on_grow(self, message: Message) -> list[Event]:
+        first = len(self._pages[message.grow.name.request_id])
+        pages = self._allocate(message.grow.name, message.grow.tokens)
+        return [Event(grown=worker_pb2.Grown(name=message.grow.name, first_page=first, pages=pages))]
+
+    def _on_aux(self, message: Message) -> list[Event]:
+        return [Event(ended=worker_pb2.Ended(name=message.aux.name))]
+
+    def _on_finish(self, message: Message) -> list[Event]:
+        return [Event(ended=worker_pb2.Ended(name=message.finish.name))]
+
+    def _on_abort(self, message: Message) -> list[Event]:
+        return [Event(ended=worker_pb2.Ended(name=message.abort.name))]
+
+    def _on_quiesced(self, message: Message) -> list[Event]:
+        return []

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from fake_daemon import FakeDaemon
+from kvferry.proto import common_pb2, worker_pb2
+from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.workers.client import DaemonClient
+from kvferry.workers.requests import DaemonGone, HandshakeFailed, RequestFailed, RequestName
+
+GEOMETRY = KVGeometry(layers=2, kv_heads=1, head_dim=4, dtype="float32", page_size=4, layout=Layout.PAGE_NHD)
+FACTS = common_pb2.NamespaceFacts(model="m", geometry=GEOMETRY.to_proto())
+
+
+def name() -> RequestName:
+    return RequestName(os.urandom(16), 1)
+
+
+def session(folder: Path, scenario: Callable[[FakeDaemon, DaemonClient], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with FakeDaemon(folder, GEOMETRY) as daemon:
+            client = await DaemonClient.connect(daemon.socket, common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=10)
+            try:
+                await scenario(daemon, client)
+            finally:
+                await client.close()
+
+    asyncio.run(run())
+
+
+async def admit(client: DaemonClient, request: RequestName, tokens: int = 9) -> tuple[int, ...]:
+    digests = bytes(32 * (tokens // 4))
+    admitted = await client.admit(
+        request, digests=digests, tokens=tokens, tail_digest=bytes(32), prefill="p", max_new_tokens=8, deadline_s=5
+    )
+    return admitted.pages
+
+
+def test_decode_request_from_admit_to_finish(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        request = name()
+        daemon.aux = b"first"
+        pages = await admit(client, request)
+        assert pages == (0, 1, 2)
+        assert (await client.ready(request)).aux == b"first"
+        client.pool[pages[2], :4] = 7
+        assert daemon.pool[2, :4].tolist() == [7, 7, 7, 7]
+        assert await client.grow(request, 13) == (3,)
+        await client.finish(request, tokens=13, digests=bytes(32))
+        assert client.open_requests == 0
+        assert daemon.last("finish").finish.tokens == 13
+
+    session(tmp_path, scenario)
+
+
+def test_lock_is_taken_before_attached_and_held_until_close(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        await daemon.wait_for("attached")
+        assert daemon.lock_was_held
+        await client.close()
+        assert not daemon.lock_is_held()
+        assert daemon.kinds()[-1] == "quiesced"
+
+    session(tmp_path, scenario)
+
+
+def test_prefill_request(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        request = name()
+        begun = await client.begin(request, digests=bytes(64), tokens=9, tail_digest=bytes(32), deadline_s=5)
+        assert begun.pages == (0, 1, 2)
+        client.progress(request, 8)
+        client.progress(request, 9)
+        client.aux(request, b"blob")
+        await client.ended(request, 5)
+        assert daemon.kinds()[-3:] == ["progress", "progress", "aux"]
+        assert client.open_requests == 0
+
+    session(tmp_path, scenario)
+
+
+def test_failed_raises_in_waiters_and_is_answered_by_abort(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        request = name()
+        daemon.override["admit"] = lambda message: []
+        waiting = asyncio.create_task(admit(client, request))
+        await daemon.wait_for("admit")
+        daemon.fail(request.to_proto(), common_pb2.ERROR_RESOURCE_EXHAUSTED, "pool has 4 pages")
+        with pytest.raises(RequestFailed, match="pool has 4 pages") as failed:
+            await waiting
+        assert failed.value.code == common_pb2.ERROR_RESOURCE_EXHAUSTED
+        with pytest.raises(RequestFailed):
+            client.check(request)
+        await client.abort(request, "answer")
+        await daemon.wait_for("abort")
+        assert client.open_requests == 0
+
+    session(tmp_path, scenario)
+
+
+def test_events_for_a_name_that_is_over_are_ignored(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        request = name()
+        await admit(client, request)
+        await client.abort(request, "front end left")
+        daemon.fail(request.to_proto(), common_pb2.ERROR_ABORTED, "late")
+        await admit(client, other := name())
+        await client.abort(other, "")
+
+    session(tmp_path, scenario)
+
+
+def test_daemon_that_leaves_breaks_every_wait(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        daemon.override["admit"] = lambda message: []
+        waiting = [asyncio.create_task(admit(client, name())) for _ in range(3)]
+        await daemon.wait_for("admit", 3)
+        daemon.events.put_nowait(None)
+        for task in waiting:
+            with pytest.raises(DaemonGone):
+                await task
+        assert isinstance(await asyncio.wait_for(client.gone, 5), DaemonGone)
+        with pytest.raises(DaemonGone):
+            await admit(client, name())
+
+    session(tmp_path, scenario)
+
+
+def test_no_answer_ends_by_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.workers.client.ANSWER_SLACK_S", 0.05)
+
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        daemon.override["admit"] = lambda message: []
+        request = name()
+        with pytest.raises(RequestFailed, match="did not say Admitted"):
+            await client.admit(
+                request, digests=b"", tokens=1, tail_digest=bytes(32), prefill="", max_new_tokens=1, deadline_s=0.05
+            )
+        await client.abort(request, "")
+
+    session(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(("pages", "message"), [([0, 1], "has 2 ids"), ([0, 1, 64], "names page 64")])
+def test_wrong_page_ids_break_the_session(tmp_path: Path, pages: list[int], message: str) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        daemon.override["admit"] = lambda order: [
+            worker_pb2.WorkerEvent(admitted=worker_pb2.Admitted(name=order.admit.name, pages=pages))
+        ]
+        with pytest.raises(DaemonGone, match=message):
+            await admit(client, name())
+
+    session(tmp_path, scenario)
+
+
+def test_refusal_names_the_reason(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with FakeDaemon(tmp_path, GEOMETRY) as daemon:
+            daemon.refuse = "facts.geometry.dtype: daemon has bfloat16, worker has float32"
+            with pytest.raises(HandshakeFailed, match="daemon has bfloat16"):
+                await DaemonClient.connect(daemon.socket, common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=10)
+
+    asyncio.run(run())
+
+
+def test_absent_daemon_is_an_error_within_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(HandshakeFailed, match="no daemon answered"):
+        asyncio.run(DaemonClient.connect(str(tmp_path / "none"), common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=0.3))

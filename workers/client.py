@@ -1,0 +1,414 @@
+"""A worker's session with its daemon: a stream on the daemon's Unix socket (proto/worker.proto) and the pool's memory.
+
+decode:  admit -> ready -> grow* -> finish
+prefill: begin -> progress* -> aux -> ended
+Any of them: abort. A request that failed is answered with abort too, once nothing of the worker touches its pages.
+
+All methods belong to the event loop that called `connect`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+from kvferry.proto import common_pb2, worker_pb2
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.workers.attachment import Attachment
+from kvferry.workers.requests import Admitted, Begun, DaemonGone, HandshakeFailed, Ready, RequestFailed, RequestName
+
+PROTOCOL = 1
+MAX_AUX_BYTES = 64 * 1024
+MAX_REASON_CHARS = 1024
+MAX_UNSENT_MESSAGES = 8192
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+ANSWER_SLACK_S = 5.0  # the daemon keeps a request's deadline itself; the client waits this much longer for its word
+ANSWER_DEADLINE_S = 30.0  # for answers that wait for nothing but the daemon
+
+_SESSION_METHOD = "/kvferry.v1.Worker/Session"
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),  # several clients of one process must not share a connection
+)
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Call = grpc.aio.StreamStreamCall[worker_pb2.WorkerMessage, worker_pb2.WorkerEvent]
+
+
+@dataclass(slots=True)
+class _Request:
+    """What the daemon has said, and is still to say, about one request."""
+
+    tokens: int
+    deadline_s: float
+    admitted: asyncio.Future[Admitted] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    begun: asyncio.Future[Begun] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ready: asyncio.Future[Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    grown: asyncio.Future[tuple[int, ...]] | None = None
+    pages: int = 0
+    failure: RequestFailed | None = None
+
+    def fail(self, error: Exception) -> None:
+        for future in (self.admitted, self.begun, self.ready, self.ended, self.grown):
+            if future is not None and not future.done():
+                future.set_exception(error)
+                future.exception()  # marked as seen: whoever does not wait for it need not hear of it
+
+
+class DaemonClient:
+    """One worker's session. `DaemonClient.connect` makes it; `close` ends it."""
+
+    def __init__(
+        self,
+        call: _Call,
+        channel: grpc.aio.Channel,
+        outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None],
+        welcome: worker_pb2.Welcome,
+        attachment: Attachment,
+        geometry: KVGeometry,
+    ) -> None:
+        self.welcome = welcome
+        self.geometry = geometry
+        self.pool = attachment.pool
+        """uint8 (pages, page_bytes): the daemon's pool. Only pages of this worker's living requests may be touched."""
+        self.gone: asyncio.Future[DaemonGone] = asyncio.get_running_loop().create_future()
+        """Done when the session is broken; not when it was closed from here."""
+        self._call = call
+        self._channel = channel
+        self._outgoing = outgoing
+        self._attachment = attachment
+        self._requests: dict[RequestName, _Request] = {}
+        self._broken: DaemonGone | None = None
+        self._closing = False
+        self._reader = asyncio.create_task(self._read(), name="daemon session")
+
+    @classmethod
+    async def connect(
+        cls,
+        socket: str,
+        role: common_pb2.Role,
+        facts: common_pb2.NamespaceFacts,
+        worker: str,
+        *,
+        deadline_s: float = 30.0,
+    ) -> DaemonClient:
+        """Opens the session on the Unix socket `socket`, waiting up to `deadline_s` for the daemon to be there.
+
+        facts.geometry.page_size may be 0 and its layout unspecified: the daemon's are taken (`.geometry` has them).
+        Raises HandshakeFailed when the daemon refuses, is not there in time or its memory cannot be mapped.
+        """
+        channel = grpc.aio.insecure_channel(f"unix:{socket}", options=_CHANNEL_OPTIONS)
+        outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None] = asyncio.Queue(MAX_UNSENT_MESSAGES)
+        hello = worker_pb2.WorkerHello(protocol=PROTOCOL, role=role, worker=worker, facts=facts)
+        outgoing.put_nowait(worker_pb2.WorkerMessage(hello=hello))
+        session = channel.stream_stream(  # the generated stub does the same, without types
+            _SESSION_METHOD,
+            request_serializer=worker_pb2.WorkerMessage.SerializeToString,
+            response_deserializer=worker_pb2.WorkerEvent.FromString,
+        )
+        call: _Call = session(_drain(outgoing), wait_for_ready=True)
+        try:
+            welcome = await asyncio.wait_for(_read_welcome(call), deadline_s)
+            geometry = KVGeometry.from_proto(welcome.geometry)
+            attachment = Attachment(
+                welcome.session_file, welcome.segment, pages=welcome.pages, page_bytes=geometry.page_bytes
+            )
+        except BaseException as error:
+            call.cancel()
+            await channel.close(None)
+            if isinstance(error, asyncio.TimeoutError):
+                raise HandshakeFailed(f"no daemon answered on {socket} within {deadline_s} s") from None
+            if isinstance(error, (OSError, ValueError)):
+                raise HandshakeFailed(f"cannot attach to the pool of daemon {welcome.daemon!r}: {error}") from error
+            raise
+        client = cls(call, channel, outgoing, welcome, attachment, geometry)
+        client._send(worker_pb2.WorkerMessage(attached=worker_pb2.Attached()))
+        return client
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    async def admit(
+        self,
+        name: RequestName,
+        *,
+        digests: bytes,
+        tokens: int,
+        tail_digest: bytes,
+        prefill: str,
+        max_new_tokens: int,
+        deadline_s: float,
+    ) -> Admitted:
+        """Asks the daemon to hold this prompt until Ready, within `deadline_s`. Raises RequestFailed, DaemonGone."""
+        request = self._open(name, tokens, deadline_s)
+        self._send(
+            worker_pb2.WorkerMessage(
+                admit=worker_pb2.Admit(
+                    name=name.to_proto(),
+                    digests=digests,
+                    tokens=tokens,
+                    tail_digest=tail_digest,
+                    prefill=prefill,
+                    max_new_tokens=max_new_tokens,
+                    deadline_ms=_milliseconds(deadline_s),
+                )
+            )
+        )
+        return await self._wait(name, request.admitted, deadline_s + ANSWER_SLACK_S, "Admitted")
+
+    async def ready(self, name: RequestName) -> Ready:
+        """Waits until every prompt page is readable, at most for the deadline given to `admit`."""
+        request = self._of(name)
+        return await self._wait(name, request.ready, request.deadline_s + ANSWER_SLACK_S, "Ready")
+
+    async def grow(self, name: RequestName, tokens: int) -> tuple[int, ...]:
+        """Room for `tokens` tokens in all, inside the promise of max_new_tokens. Returns the ids of the added pages, in
+        order; they follow those the request has. One call at a time for a request."""
+        request = self._of(name)
+        assert request.grown is None, f"request {name} is already growing"
+        request.grown = asyncio.get_running_loop().create_future()
+        self._send(worker_pb2.WorkerMessage(grow=worker_pb2.Grow(name=name.to_proto(), tokens=tokens)))
+        try:
+            return await self._wait(name, request.grown, ANSWER_DEADLINE_S, "Grown")
+        finally:
+            request.grown = None
+
+    async def finish(self, name: RequestName, *, tokens: int, digests: bytes) -> None:
+        """The worker touches the request's pages no more. `tokens`: with KV in the pool; `digests`: of the full pages
+        behind the prompt's full pages."""
+        request = self._of(name)
+        self._send(
+            worker_pb2.WorkerMessage(finish=worker_pb2.Finish(name=name.to_proto(), tokens=tokens, digests=digests))
+        )
+        await self._wait(name, request.ended, ANSWER_DEADLINE_S, "Ended")
+        self._requests.pop(name, None)
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    async def begin(
+        self, name: RequestName, *, digests: bytes, tokens: int, tail_digest: bytes, deadline_s: float
+    ) -> Begun:
+        """Asks the daemon for pages for this prompt. Raises RequestFailed, DaemonGone."""
+        request = self._open(name, tokens, deadline_s)
+        self._send(
+            worker_pb2.WorkerMessage(
+                begin=worker_pb2.Begin(
+                    name=name.to_proto(),
+                    digests=digests,
+                    tokens=tokens,
+                    tail_digest=tail_digest,
+                    deadline_ms=_milliseconds(deadline_s),
+                )
+            )
+        )
+        return await self._wait(name, request.begun, deadline_s + ANSWER_SLACK_S, "Begun")
+
+    def progress(self, name: RequestName, tokens: int) -> None:
+        """The KV of the prompt's first `tokens` tokens is in the pool. Raises RequestFailed if the request failed."""
+        self.check(name)
+        self._send(worker_pb2.WorkerMessage(progress=worker_pb2.Progress(name=name.to_proto(), tokens=tokens)))
+
+    def aux(self, name: RequestName, blob: bytes) -> None:
+        """The worker's last word: it touches the request's pages no more."""
+        assert len(blob) <= MAX_AUX_BYTES
+        self.check(name)
+        self._send(worker_pb2.WorkerMessage(aux=worker_pb2.Aux(name=name.to_proto(), blob=blob)))
+
+    async def ended(self, name: RequestName, deadline_s: float) -> None:
+        """Waits until the daemon needs nothing more of the request and forgets it. Raises RequestFailed, DaemonGone."""
+        await self._wait(name, self._of(name).ended, deadline_s, "Ended")
+        self._requests.pop(name, None)
+
+    # -- both ------------------------------------------------------------------------------------------------------
+
+    def check(self, name: RequestName) -> None:
+        """Raises RequestFailed or DaemonGone when the request's pages must not be touched any more."""
+        request = self._of(name)
+        if request.failure is not None:
+            raise request.failure
+
+    async def abort(self, name: RequestName, reason: str) -> None:
+        """Ends the request, or answers its failure; nothing of the worker touches its pages any more. Never raises
+        RequestFailed; does nothing for a name that is over, or when the daemon is gone."""
+        request = self._requests.get(name)
+        if request is None or self._broken is not None:
+            return
+        message = worker_pb2.Abort(name=name.to_proto(), reason=reason[:MAX_REASON_CHARS])
+        try:
+            self._send(worker_pb2.WorkerMessage(abort=message))
+            if request.failure is None:
+                await self._wait(name, request.ended, ANSWER_DEADLINE_S, "Ended")
+        except (RequestFailed, DaemonGone) as error:
+            _log.info("request %s: abort was not acknowledged: %s", name, error)
+        finally:
+            self._requests.pop(name, None)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that neither ended nor were aborted."""
+        return len(self._requests)
+
+    async def close(self, deadline_s: float = 5.0) -> None:
+        """Says that the worker writes no more, and lets the stream, the memory and the lock go."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._broken is None:
+            with contextlib.suppress(DaemonGone):
+                self._send(worker_pb2.WorkerMessage(quiesced=worker_pb2.Quiesced()))
+                self._outgoing.put_nowait(None)
+            await asyncio.wait({self._reader}, timeout=deadline_s)  # the daemon ends the stream once it has heard it
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._call.cancel()
+        await self._channel.close(None)
+        self._break("the session was closed")
+        self.pool = self.pool[:0]
+        self._attachment.close()
+
+    # -- the stream ------------------------------------------------------------------------------------------------
+
+    def _open(self, name: RequestName, tokens: int, deadline_s: float) -> _Request:
+        self._raise_if_broken()
+        assert name not in self._requests, f"request {name} is open already"
+        request = _Request(tokens=tokens, deadline_s=deadline_s)
+        self._requests[name] = request
+        return request
+
+    def _of(self, name: RequestName) -> _Request:
+        self._raise_if_broken()
+        request = self._requests.get(name)
+        assert request is not None, f"request {name} is not open"
+        return request
+
+    def _send(self, message: worker_pb2.WorkerMessage) -> None:
+        self._raise_if_broken()
+        try:
+            self._outgoing.put_nowait(message)
+        except asyncio.QueueFull:
+            self._break(f"the daemon takes no messages: {MAX_UNSENT_MESSAGES} are waiting")
+            self._raise_if_broken()
+
+    async def _wait(self, name: RequestName, future: asyncio.Future[_T], deadline_s: float, what: str) -> _T:
+        try:
+            return await asyncio.wait_for(asyncio.shield(future), deadline_s)
+        except asyncio.TimeoutError:
+            raise RequestFailed(
+                common_pb2.ERROR_DEADLINE_EXCEEDED, f"the daemon did not say {what} of {name} within {deadline_s:g} s"
+            ) from None
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _break(self, message: str) -> None:
+        if self._broken is not None:
+            return
+        self._broken = DaemonGone(message)
+        for request in self._requests.values():
+            request.fail(self._broken)
+        if not self._closing and not self.gone.done():
+            self.gone.set_result(self._broken)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                event = await self._call.read()
+                if not isinstance(event, worker_pb2.WorkerEvent):  # grpc.aio.EOF
+                    self._break(f"the daemon ended the session: {await self._call.details() or 'no reason given'}")
+                    return
+                self._take(event)
+        except grpc.aio.AioRpcError as error:
+            self._break(f"the session with the daemon broke: {error.code().name}: {error.details()}")
+        except ValueError as error:
+            _log.error("the daemon broke the protocol: %s", error)
+            self._break(f"the daemon broke the protocol: {error}")
+            self._call.cancel()
+
+    def _take(self, event: worker_pb2.WorkerEvent) -> None:
+        kind = event.WhichOneof("kind")
+        if kind is None:
+            return  # of a newer protocol
+        if kind == "welcome":
+            raise ValueError("a second Welcome")
+        name = RequestName.from_proto(getattr(event, kind).name)
+        request = self._requests.get(name)
+        if request is None:
+            return  # over on this side: its Abort and this event crossed
+        if kind == "admitted":
+            admitted = event.admitted
+            pages = self._new_pages(request, admitted.pages, self._pages_for(request.tokens), "Admitted.pages")
+            _resolve(request.admitted, Admitted(admitted.matched_tokens, pages, admitted.local_tokens))
+        elif kind == "begun":
+            pages = self._new_pages(request, event.begun.pages, self._pages_for(request.tokens), "Begun.pages")
+            _resolve(request.begun, Begun(event.begun.matched_tokens, pages))
+        elif kind == "ready":
+            ready = event.ready
+            _resolve(request.ready, Ready(ready.aux, ready.delta_pages, ready.delta_bytes, ready.elapsed_us))
+        elif kind == "grown":
+            if event.grown.first_page != request.pages:
+                raise ValueError(f"Grown.first_page is {event.grown.first_page}; the request has {request.pages} pages")
+            pages = self._new_pages(request, event.grown.pages, len(event.grown.pages), "Grown.pages")
+            if request.grown is not None:
+                _resolve(request.grown, pages)
+        elif kind == "ended":
+            _resolve(request.ended, None)
+        elif kind == "failed":
+            error = event.failed.error
+            request.failure = RequestFailed(error.code, error.message)
+            request.fail(request.failure)
+
+    def _new_pages(self, request: _Request, pages: Sequence[int], count: int, field_name: str) -> tuple[int, ...]:
+        """Checked here, because a wrong id would overwrite another request's memory."""
+        if len(pages) != count:
+            raise ValueError(f"{field_name} has {len(pages)} ids; the request needs {count}")
+        for page in pages:
+            if page >= self.welcome.pages:
+                raise ValueError(f"{field_name} names page {page}; the pool has {self.welcome.pages}")
+        request.pages += count
+        return tuple(pages)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.geometry.page_size)
+
+
+async def _drain(
+    outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None],
+) -> AsyncIterator[worker_pb2.WorkerMessage]:
+    while (message := await outgoing.get()) is not None:
+        yield message
+
+
+async def _read_welcome(call: _Call) -> worker_pb2.Welcome:
+    try:
+        event = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise HandshakeFailed(f"the daemon refused the worker: {error.code().name}: {error.details()}") from None
+    if not isinstance(event, worker_pb2.WorkerEvent):
+        raise HandshakeFailed(f"the daemon refused the worker: {(await call.code()).name}: {await call.details()}")
+    if event.WhichOneof("kind") != "welcome":
+        raise HandshakeFailed(f"the daemon's first word is {event.WhichOneof('kind')}; it must be welcome")
+    if event.welcome.protocol != PROTOCOL:
+        raise HandshakeFailed(
+            f"protocol: the daemon chose {event.welcome.protocol}, this worker speaks {PROTOCOL}; upgrade the older one"
+        )
+    return event.welcome
+
+
+def _resolve(future: asyncio.Future[_T], value: _T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

@@ -1,0 +1,66 @@
+"""A worker's view of its requests: their names, how they fail, and what the daemon answers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvferry.proto import common_pb2
+
+REQUEST_ID_BYTES = 16
+
+
+class RequestName(NamedTuple):
+    """A request's name: 16 random bytes and the number of the try, from 1."""
+
+    request_id: bytes
+    attempt: int
+
+    @classmethod
+    def from_proto(cls, message: common_pb2.RequestName) -> RequestName:
+        """Raises ValueError that names the field when the name is not well formed."""
+        if len(message.request_id) != REQUEST_ID_BYTES:
+            raise ValueError(f"name.request_id has {len(message.request_id)} bytes; it must have {REQUEST_ID_BYTES}")
+        if message.attempt < 1:
+            raise ValueError(f"name.attempt is {message.attempt}; it must be at least 1")
+        return cls(message.request_id, message.attempt)
+
+    def to_proto(self) -> common_pb2.RequestName:
+        return common_pb2.RequestName(request_id=self.request_id, attempt=self.attempt)
+
+    def __str__(self) -> str:
+        return f"{self.request_id.hex()}#{self.attempt}"
+
+
+class RequestFailed(Exception):
+    """One request is over; `code` is kvferry.v1.ErrorCode (numbers as gRPC's status codes)."""
+
+    def __init__(self, code: common_pb2.ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class DaemonGone(Exception):
+    """The session with the daemon is broken: the pool's pages must not be touched any more."""
+
+
+class HandshakeFailed(Exception):
+    """The daemon refused the worker, or could not be reached in time."""
+
+
+class Admitted(NamedTuple):
+    matched_tokens: int  # readable or arriving for someone else; a multiple of the page size
+    pages: tuple[int, ...]  # ids of all prompt pages in order, the partial one too
+    local_tokens: int  # without a prefill daemon: readable tokens, from which the worker computes
+
+
+class Begun(NamedTuple):
+    matched_tokens: int  # at most floor((tokens - 1) / page size) * page size
+    pages: tuple[int, ...]  # ids of all prompt pages in order
+
+
+class Ready(NamedTuple):
+    aux: bytes  # as the prefill worker gave it; empty when the worker computes the prompt itself
+    delta_pages: int
+    delta_bytes: int
+    elapsed_us: int  # admit to ready
