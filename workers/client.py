@@ -12,37 +12,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import grpc
 import grpc.aio
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.workers.attachment import Attachment
 from kvferry.workers.requests import Admitted, Begun, DaemonGone, HandshakeFailed, Ready, RequestFailed, RequestName
+from kvferry.workers.stream import MAX_UNSENT_MESSAGES, PROTOCOL, Stream, open_stream, read_welcome
 
-PROTOCOL = 1
 MAX_AUX_BYTES = 64 * 1024
 MAX_REASON_CHARS = 1024
-MAX_UNSENT_MESSAGES = 8192
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 ANSWER_SLACK_S = 5.0  # the daemon keeps a request's deadline itself; the client waits this much longer for its word
 ANSWER_DEADLINE_S = 30.0  # for answers that wait for nothing but the daemon
 
-_SESSION_METHOD = "/kvferry.v1.Worker/Session"
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.use_local_subchannel_pool", 1),  # several clients of one process must not share a connection
-)
-
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Call = grpc.aio.StreamStreamCall[worker_pb2.WorkerMessage, worker_pb2.WorkerEvent]
 
 
 @dataclass(slots=True)
@@ -70,13 +57,7 @@ class DaemonClient:
     """One worker's session. `DaemonClient.connect` makes it; `close` ends it."""
 
     def __init__(
-        self,
-        call: _Call,
-        channel: grpc.aio.Channel,
-        outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None],
-        welcome: worker_pb2.Welcome,
-        attachment: Attachment,
-        geometry: KVGeometry,
+        self, stream: Stream, welcome: worker_pb2.Welcome, attachment: Attachment, geometry: KVGeometry
     ) -> None:
         self.welcome = welcome
         self.geometry = geometry
@@ -84,9 +65,9 @@ class DaemonClient:
         """uint8 (pages, page_bytes): the daemon's pool. Only pages of this worker's living requests may be touched."""
         self.gone: asyncio.Future[DaemonGone] = asyncio.get_running_loop().create_future()
         """Done when the session is broken; not when it was closed from here."""
-        self._call = call
-        self._channel = channel
-        self._outgoing = outgoing
+        self._call = stream.call
+        self._channel = stream.channel
+        self._outgoing = stream.outgoing
         self._attachment = attachment
         self._requests: dict[RequestName, _Request] = {}
         self._broken: DaemonGone | None = None
@@ -108,31 +89,24 @@ class DaemonClient:
         facts.geometry.page_size may be 0 and its layout unspecified: the daemon's are taken (`.geometry` has them).
         Raises HandshakeFailed when the daemon refuses, is not there in time or its memory cannot be mapped.
         """
-        channel = grpc.aio.insecure_channel(f"unix:{socket}", options=_CHANNEL_OPTIONS)
-        outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None] = asyncio.Queue(MAX_UNSENT_MESSAGES)
+        stream = open_stream(socket)
         hello = worker_pb2.WorkerHello(protocol=PROTOCOL, role=role, worker=worker, facts=facts)
-        outgoing.put_nowait(worker_pb2.WorkerMessage(hello=hello))
-        session = channel.stream_stream(  # the generated stub does the same, without types
-            _SESSION_METHOD,
-            request_serializer=worker_pb2.WorkerMessage.SerializeToString,
-            response_deserializer=worker_pb2.WorkerEvent.FromString,
-        )
-        call: _Call = session(_drain(outgoing), wait_for_ready=True)
+        stream.outgoing.put_nowait(worker_pb2.WorkerMessage(hello=hello))
         try:
-            welcome = await asyncio.wait_for(_read_welcome(call), deadline_s)
+            welcome = await asyncio.wait_for(read_welcome(stream.call), deadline_s)
             geometry = KVGeometry.from_proto(welcome.geometry)
             attachment = Attachment(
                 welcome.session_file, welcome.segment, pages=welcome.pages, page_bytes=geometry.page_bytes
             )
         except BaseException as error:
-            call.cancel()
-            await channel.close(None)
+            stream.call.cancel()
+            await stream.channel.close(None)
             if isinstance(error, asyncio.TimeoutError):
                 raise HandshakeFailed(f"no daemon answered on {socket} within {deadline_s} s") from None
             if isinstance(error, (OSError, ValueError)):
                 raise HandshakeFailed(f"cannot attach to the pool of daemon {welcome.daemon!r}: {error}") from error
             raise
-        client = cls(call, channel, outgoing, welcome, attachment, geometry)
+        client = cls(stream, welcome, attachment, geometry)
         client._send(worker_pb2.WorkerMessage(attached=worker_pb2.Attached()))
         return client
 
@@ -380,29 +354,6 @@ class DaemonClient:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.geometry.page_size)
-
-
-async def _drain(
-    outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None],
-) -> AsyncIterator[worker_pb2.WorkerMessage]:
-    while (message := await outgoing.get()) is not None:
-        yield message
-
-
-async def _read_welcome(call: _Call) -> worker_pb2.Welcome:
-    try:
-        event = await call.read()
-    except grpc.aio.AioRpcError as error:
-        raise HandshakeFailed(f"the daemon refused the worker: {error.code().name}: {error.details()}") from None
-    if not isinstance(event, worker_pb2.WorkerEvent):
-        raise HandshakeFailed(f"the daemon refused the worker: {(await call.code()).name}: {await call.details()}")
-    if event.WhichOneof("kind") != "welcome":
-        raise HandshakeFailed(f"the daemon's first word is {event.WhichOneof('kind')}; it must be welcome")
-    if event.welcome.protocol != PROTOCOL:
-        raise HandshakeFailed(
-            f"protocol: the daemon chose {event.welcome.protocol}, this worker speaks {PROTOCOL}; upgrade the older one"
-        )
-    return event.welcome
 
 
 def _resolve(future: asyncio.Future[_T], value: _T) -> None:
