@@ -1,0 +1,54 @@
+"""Read-only questions: statistics and look-ups. Shell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.prefill_side import PrefillSide
+from kvferry.daemon.side import Side
+from kvferry.daemon.stats import load_of, side_stats
+from kvferry.proto import cache_pb2 as cache
+from kvferry.proto import cache_pb2_grpc
+from kvferry.radix.digests import DIGEST_BYTES
+
+NAMESPACE_BYTES = 32
+
+
+class CacheService(cache_pb2_grpc.CacheServicer):
+    def __init__(self, name: str, sides: dict[str, Side], now: Callable[[], float]) -> None:
+        self._name = name
+        self._sides = sides
+        self._now = now
+        self._started = now()
+
+    async def Stats(self, request: cache.StatsRequest, context: grpc.aio.ServicerContext) -> cache.StatsReply:  # type: ignore[override,type-arg]
+        sides = [side_stats(side) for side in self._sides.values()]
+        return cache.StatsReply(daemon=self._name, uptime_seconds=self._now() - self._started, sides=sides)
+
+    async def Lookup(self, request: cache.LookupRequest, context: grpc.aio.ServicerContext) -> cache.LookupReply:  # type: ignore[override,type-arg]
+        """Of the decode side where there is one."""
+        if len(request.namespace_id) != NAMESPACE_BYTES:
+            bytes_ = len(request.namespace_id)
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"namespace_id has {bytes_} bytes; it must have {NAMESPACE_BYTES}"
+            )
+        if len(request.digests) % DIGEST_BYTES:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"digests has {len(request.digests)} bytes, not a multiple of {DIGEST_BYTES}",
+            )
+        side = self._sides.get("decode") or self._sides["prefill"]
+        reply = cache.LookupReply()
+        if not side.has_pool.is_set():
+            return reply
+        assert isinstance(side, DecodeSide | PrefillSide)
+        core, store = side.ready_core, side.store
+        reply.matched_tokens = core.matched_tokens(request.namespace_id, request.digests)
+        reply.waiting, reply.running = load_of(side)
+        promised = side.ready_core.promised if isinstance(side, DecodeSide) else 0
+        reply.free_pages = store.pool.free + store.evictable - promised
+        reply.pages = store.pool.pages
+        return reply

@@ -1,0 +1,126 @@
+"""What `kvferry serve` is told. Sizes are bytes, times seconds."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import secrets
+import tempfile
+from dataclasses import dataclass, field
+
+from kvferry.daemon.limits import MAX_NAME_CHARS
+
+_SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be, named."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4096", "64MiB", "8GiB", "2GB". Raises ConfigError."""
+    found = _SIZE.match(text)
+    if found is None:
+        raise ConfigError(f"size {text!r} is not a number of bytes, like 4096, 64MiB or 8GiB")
+    return int(found.group(1)) * _UNITS[(found.group(2) or "").upper()]
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """(host, port) of "host:port" or "[v6]:port". Raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ConfigError(f"address {text!r} is not HOST:PORT with a port of 0 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def runtime_dir() -> str:
+    """Where sockets lie unless told otherwise: XDG_RUNTIME_DIR, else the temporary folder."""
+    return os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    roles: tuple[str, ...]  # "decode", "prefill"
+    name: str
+    listen: str  # HOST:PORT of peers, statistics, look-ups; port 0: any free one
+    socket: str  # Unix socket of the workers
+    peers: dict[str, str] = field(default_factory=dict)  # prefill daemon's name -> HOST:PORT
+    pool_bytes: int = 1 << 30  # of each role's pool
+    page_size: int = 64  # tokens
+    shm_dir: str = "/dev/shm"
+    slots: int = 16  # receive slots of a session, and sending slots of one
+    slot_bytes: int = 8 << 20
+    max_tokens: int = 1 << 20  # of a request
+    queue: int = 1024  # requests waiting for admission, or in the rendezvous table
+    max_peers: int = 64
+    max_workers: int = 64
+    admission_seconds: float = 30.0
+    transfer_seconds: float = 60.0
+    heartbeat_seconds: float = 0.5
+    peer_lost_seconds: float = 3.0
+    grace_seconds: float = 30.0
+    copy_threads: int = 1
+    reuse: str = "on"
+    insecure: bool = False
+    reflection: bool = False
+    ucx_ports: tuple[int, int] = (21000, 21063)
+
+    def __post_init__(self) -> None:
+        host, _ = parse_address(self.listen)
+        if not is_loopback(host) and not self.insecure:
+            raise ConfigError(
+                f"listen is {self.listen}: sessions are not encrypted, so an address that is not loopback needs --insecure"
+            )
+        for peer, address in self.peers.items():
+            _check_name("peers", peer)
+            parse_address(address)
+        _check_name("name", self.name)
+        if not self.roles or any(role not in ("decode", "prefill") for role in self.roles):
+            raise ConfigError(f"roles is {self.roles}; each must be decode or prefill")
+        if self.reuse not in ("on", "off"):
+            raise ConfigError(f"reuse is {self.reuse!r}; it must be on or off")
+        bounds = (
+            ("pool_bytes", self.pool_bytes, 1, 1 << 48),
+            ("page_size", self.page_size, 1, 4096),
+            ("slots", self.slots, 1, 1024),
+            ("slot_bytes", self.slot_bytes, 4096, 1 << 30),
+            ("max_tokens", self.max_tokens, 1, 1 << 24),
+            ("queue", self.queue, 1, 1 << 16),
+            ("max_peers", self.max_peers, 1, 1024),
+            ("max_workers", self.max_workers, 1, 1024),
+            ("copy_threads", self.copy_threads, 1, 64),
+        )
+        for name, value, low, high in bounds:
+            if not low <= value <= high:
+                raise ConfigError(f"{name} is {value}; it must be {low} to {high}")
+        times = ("admission_seconds", "transfer_seconds", "heartbeat_seconds", "peer_lost_seconds", "grace_seconds")
+        for name in times:
+            seconds: float = getattr(self, name)
+            if not 0.05 <= seconds <= 3600:
+                raise ConfigError(f"{name} is {seconds}; it must be 0.05 to 3600")
+        if len(self.peers) > self.max_peers:
+            raise ConfigError(f"peers names {len(self.peers)}; max_peers is {self.max_peers}")
+
+
+def _check_name(field_name: str, name: str) -> None:
+    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}", name):
+        raise ConfigError(
+            f"{field_name}: {name!r} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.', '-', the first a letter or digit"
+        )
+
+
+def new_incarnation() -> bytes:
+    """16 random bytes that name this process."""
+    return secrets.token_bytes(16)

@@ -1,0 +1,157 @@
+"""The decode role: workers' admissions, and a link to each prefill daemon. Shell around DecodeCore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
+from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
+from kvferry.daemon.effects import Effect, SendDone, StartTransfer, StopTransfer
+from kvferry.daemon.errors import RequestError, precondition, unavailable
+from kvferry.daemon.limits import Name, check_prompt, name_of
+from kvferry.daemon.peer_link import PeerLink
+from kvferry.daemon.side import Side, Worker
+from kvferry.daemon.store import Store
+from kvferry.proto import worker_pb2 as wire
+
+
+class DecodeSide(Side):
+    role = "decode"
+
+    def __init__(self, config: DaemonConfig, incarnation: bytes, now: Callable[[], float]) -> None:
+        super().__init__(config, incarnation, now)
+        self.core: DecodeCore | None = None
+        self.links = {name: PeerLink(name, address, self) for name, address in config.peers.items()}
+
+    def make_core(self, store: Store) -> None:
+        limits = DecodeLimits(max_tokens=self.config.max_tokens, queue=self.config.queue, reuse=self.config.reuse)
+        self.core = DecodeCore(store, limits)
+
+    def take_effects(self) -> list[Effect]:
+        return self.core.take_effects() if self.core is not None else []
+
+    @property
+    def busy(self) -> int:
+        return len(self.core.leases) if self.core is not None else 0
+
+    @property
+    def ready_core(self) -> DecodeCore:
+        assert self.core is not None, "no worker has come yet"
+        return self.core
+
+    @property
+    def store(self) -> Store:
+        return self.ready_core.store
+
+    @property
+    def request_counters(self) -> RequestCounters:
+        return self.ready_core.counters
+
+    @property
+    def transfer_counters(self) -> TransferCounters:
+        return self.ready_core.transfer_counters
+
+    @property
+    def latencies(self) -> Latencies | None:
+        return self.ready_core.latencies
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
+        core, now = self.ready_core, self.now()
+        if kind == "admit":
+            name = name_of(message.admit.name)
+            try:
+                self._admit(worker, name, message.admit, now)
+            except RequestError as error:
+                self.fail(worker, name, error)
+        elif kind == "grow":
+            self._named(worker, message.grow.name, lambda name: core.grow(worker.number, name, message.grow.tokens))
+        elif kind == "finish":
+            finish = message.finish
+            self._named(
+                worker, finish.name, lambda name: core.finish(worker.number, name, finish.tokens, finish.digests, now)
+            )
+        elif kind == "abort":
+            self._named(worker, message.abort.name, lambda name: core.abort(worker.number, name, now))
+        else:
+            raise precondition(f"a decode worker does not send {kind}")
+        self.flush()
+
+    def _named(self, worker: Worker, wire_name: object, step: Callable[[Name], None]) -> None:
+        name = name_of(wire_name)  # type: ignore[arg-type]
+        try:
+            step(name)
+        except RequestError as error:
+            self.fail(worker, name, error)
+
+    def _admit(self, worker: Worker, name: Name, request: wire.Admit, now: float) -> None:
+        if self.draining:
+            raise unavailable("the daemon is shutting down; send the request to another one")
+        check_prompt(
+            tokens=request.tokens,
+            digests=request.digests,
+            tail_digest=request.tail_digest,
+            page_size=self.config.page_size,
+            max_tokens=self.config.max_tokens,
+        )
+        if request.prefill and request.prefill not in self.links:
+            known = ", ".join(sorted(self.links)) or "none"
+            raise precondition(f"prefill is {request.prefill[:128]!r}; the configured peers are: {known}")
+        deadline = self.deadline_of(request.deadline_ms)
+        self.ready_core.admit(worker.number, worker.namespace_id, name, request, deadline, now)
+
+    def worker_lost(self, worker: Worker) -> None:
+        self.ready_core.worker_lost(worker.number, self.now())
+
+    def worker_gone(self, worker: Worker) -> None:
+        self.ready_core.worker_gone(worker.number, self.now())
+
+    # -- effects -------------------------------------------------------------------------------------------------
+
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, StartTransfer):
+            self.links[effect.prefill].start_transfer(effect)
+        elif isinstance(effect, StopTransfer):
+            if self.links[effect.prefill].stop_transfer(effect.transfer, effect.reason):
+                self.on_drained(effect.transfer)
+        elif isinstance(effect, SendDone):
+            self.links[effect.prefill].send_done(effect.name)
+        else:
+            raise AssertionError(f"a decode core left {effect}")
+
+    def remaining_ms(self, name: Name) -> int:
+        lease = self.ready_core.leases.get(name)
+        return 0 if lease is None else max(1, int((lease.deadline - self.now()) * 1000))
+
+    # -- the links' events (ReceivingEvents) ---------------------------------------------------------------------
+
+    def on_pages(self, transfer: int, prompt_pages: Sequence[int]) -> None:
+        self.ready_core.pages_arrived(transfer, prompt_pages, self.now())
+        self.flush()
+
+    def on_complete(self, transfer: int) -> None:
+        self.ready_core.transfer_completed(transfer, self.now())
+        self.flush()
+
+    def on_drained(self, transfer: int) -> None:
+        self.ready_core.transfer_drained(transfer, self.now())
+        self.flush()
+
+    def on_broken(self, transfer: int, message: str) -> None:
+        self.ready_core.transfer_broken(transfer, self.now())
+        self.flush()
+
+    def on_ask_failed(self, transfer: int, error: RequestError) -> None:
+        self.ready_core.transfer_failed(transfer, error, self.now())
+        self.flush()
+
+    def on_aux(self, name: Name, blob: bytes) -> None:
+        self.ready_core.aux(name, blob, self.now())
+        self.flush()
+
+    def on_link_down(self, prefill: str, error: RequestError) -> None:
+        if self.core is not None:
+            self.core.prefill_down(prefill, error, self.now())
+            self.flush()

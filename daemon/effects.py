@@ -1,0 +1,107 @@
+"""What a core wants done: the only way out of it. The shells carry effects out in the order given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvferry.daemon.errors import RequestError
+from kvferry.daemon.limits import Name
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
+
+
+@dataclass(frozen=True, slots=True)
+class ToWorker:
+    """Send an event on a worker's stream."""
+
+    worker: int
+    event: wire.WorkerEvent
+
+
+@dataclass(frozen=True, slots=True)
+class StartTransfer:
+    """Decode: open the transfer at the receiver (`page_ids` are the pool's, in prompt order) and send the Ask to the prefill daemon."""
+
+    prefill: str
+    ask: peer.Ask
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopTransfer:
+    """Decode: want no more of it. `transfer_drained` must follow once no copy into its pages runs."""
+
+    prefill: str
+    transfer: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """Decode: the prefill daemon may unlock the request's pages."""
+
+    prefill: str
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSend:
+    """Prefill: start sending; `page_ids` are the pool's, in prompt order from `first_page`; the first `pages_ready` prompt pages are final."""
+
+    session: int
+    transfer: int
+    first_page: int
+    page_ids: tuple[int, ...]
+    pages_ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendProgress:
+    session: int
+    transfer: int
+    pages_ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndSend:
+    """Prefill: post no more for it. `send_ended` must follow once no gather from its pages runs."""
+
+    session: int
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailAsk:
+    session: int
+    transfer: int
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SendAux:
+    session: int
+    name: Name
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroTail:
+    """Prefill: zero the bytes of `page` behind its first `tokens` tokens, before anything of it is sent."""
+
+    page: int
+    tokens: int
+
+
+Effect: TypeAlias = (
+    ToWorker
+    | StartTransfer
+    | StopTransfer
+    | SendDone
+    | OpenSend
+    | SendProgress
+    | EndSend
+    | FailAsk
+    | SendAux
+    | ZeroTail
+)

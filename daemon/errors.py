@@ -1,0 +1,47 @@
+"""Why a request is refused or fails: one of the wire's error codes and a sentence that names field, value and bound."""
+
+from __future__ import annotations
+
+from kvferry.proto import common_pb2 as common
+
+Code = common.ErrorCode
+
+
+class RequestError(Exception):
+    """Ends one request with `code` (kvferry.v1.ErrorCode) and a message for its worker."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+    def to_proto(self) -> common.Error:
+        return common.Error(code=self.code, message=self.message)
+
+
+def invalid(message: str) -> RequestError:
+    return RequestError(common.ERROR_INVALID_ARGUMENT, message)
+
+
+def exhausted(message: str) -> RequestError:
+    return RequestError(common.ERROR_RESOURCE_EXHAUSTED, message)
+
+
+def precondition(message: str) -> RequestError:
+    return RequestError(common.ERROR_FAILED_PRECONDITION, message)
+
+
+def unavailable(message: str) -> RequestError:
+    return RequestError(common.ERROR_UNAVAILABLE, message)
+
+
+def deadline_exceeded(message: str) -> RequestError:
+    return RequestError(common.ERROR_DEADLINE_EXCEEDED, message)
+
+
+def aborted(message: str) -> RequestError:
+    return RequestError(common.ERROR_ABORTED, message)
+
+
+def not_found(message: str) -> RequestError:
+    return RequestError(common.ERROR_NOT_FOUND, message)

@@ -1,0 +1,88 @@
+"""Hello of two daemons: what must be equal, and the words with which a difference is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.daemon.config import DaemonConfig, parse_address
+from kvferry.daemon.errors import precondition, unavailable
+from kvferry.daemon.limits import MAX_MESSAGE_BYTES
+from kvferry.proto import common_pb2 as common
+from kvferry.proto import peer_pb2 as peer
+from kvferry.transfer.courier_link import CourierConfig
+from kvferry.transfer.namespace import NamespaceFacts, differences
+
+if TYPE_CHECKING:
+    from kvferry.daemon.side import Side
+
+PROTOCOL = 1
+PROTOCOL_MIN = 1
+CAPABILITIES = ("ask-again", "aux")
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def hello_of(side: Side) -> peer.PeerHello:
+    """The side's own Hello. UNAVAILABLE before its first worker."""
+    if side.facts is None:
+        raise unavailable(f"daemon {side.config.name!r} has no {side.role} worker yet, so its model is not known")
+    return peer.PeerHello(
+        protocol=PROTOCOL,
+        protocol_min=PROTOCOL_MIN,
+        daemon=side.config.name,
+        incarnation=side.incarnation,
+        role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL,
+        facts=side.facts.to_proto(),
+        epoch=side.epoch,
+        page_bytes=side.page_bytes,
+        capabilities=CAPABILITIES,
+    )
+
+
+def check_hello(side: Side, hello: peer.PeerHello, where: str) -> None:
+    """FAILED_PRECONDITION with field, both values and remedy, where the two cannot work together."""
+    us, them = f"{side.role} daemon {side.config.name!r}", f"{hello.daemon[:128]!r} at {where}"
+    if hello.protocol < PROTOCOL_MIN or hello.protocol_min > PROTOCOL:
+        raise precondition(
+            f"protocol: {us} speaks {PROTOCOL_MIN} to {PROTOCOL}, {them} {hello.protocol_min} to {hello.protocol}; "
+            "install releases of kvferry at most one protocol apart"
+        )
+    wanted = common.ROLE_PREFILL if side.role == "decode" else common.ROLE_DECODE
+    if hello.role != wanted:
+        raise precondition(
+            f"role: {us} needs {common.Role.Name(wanted)}, {them} is "
+            f"{common.Role.Name(hello.role) if hello.role in common.Role.values() else hello.role}; check --peer and --role"
+        )
+    try:
+        theirs = NamespaceFacts.from_proto(hello.facts)
+    except ValueError as error:
+        raise precondition(f"{them} sent unusable facts: {error}") from error
+    assert side.facts is not None
+    for difference in differences(side.facts, theirs):
+        if difference.field != "tenant_salt_digest":  # tenants share a session; their pages never match
+            raise precondition(f"{us} and {them} do not fit: {difference}")
+    if hello.page_bytes != side.page_bytes:
+        raise precondition(
+            f"page_bytes: {us} has {side.page_bytes}, {them} {hello.page_bytes}; serve the same model on both"
+        )
+
+
+def courier_config(config: DaemonConfig, *, receive_slots: int, send_slots: int) -> CourierConfig:
+    """The courier's sockets follow the address that the daemon listens on."""
+    host, _ = parse_address(config.listen)
+    return CourierConfig(
+        slot_bytes=config.slot_bytes,
+        receive_slots=receive_slots,
+        send_slots=send_slots,
+        bind_host=host,
+        port_range=config.ucx_ports,
+    )

@@ -1,0 +1,167 @@
+"""The decode daemon's link to one prefill daemon: dials, shakes hands, keeps one session, dials again. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvferry.daemon.effects import StartTransfer
+from kvferry.daemon.errors import RequestError, precondition, unavailable
+from kvferry.daemon.handshake import CHANNEL_OPTIONS, check_hello, courier_config, hello_of
+from kvferry.daemon.limits import Name
+from kvferry.daemon.receiving import ReceivingSession
+from kvferry.daemon.session import SessionBroken, SessionTimes
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto.peer_pb2_grpc import PeerStub
+from kvferry.transfer.receiver import Receiver
+
+if TYPE_CHECKING:
+    from kvferry.daemon.decode_side import DecodeSide
+
+log = logging.getLogger(__name__)
+
+BACKOFF_SECONDS = (0.1, 5.0)
+HELLO_SECONDS = 5.0
+
+
+class PeerLink:
+    """State "connecting", "up" or "down"; while down, each new ask starts a try at once."""
+
+    def __init__(self, name: str, address: str, side: DecodeSide) -> None:
+        self.name = name
+        self.address = address
+        self.state = "down"
+        self.error = ""
+        self.session: ReceivingSession | None = None
+        self._side = side
+        self._pending: dict[int, StartTransfer] = {}  # until the session is up
+        self._wake = asyncio.Event()
+        self._copying: dict[int, ReceivingSession] = {}  # transfers whose parts may be copied
+
+    # -- the side's words ----------------------------------------------------------------------------------------
+
+    def start_transfer(self, effect: StartTransfer) -> None:
+        if self.session is not None and self.session.up:
+            self._ask(self.session, effect)
+        else:
+            self._pending[effect.ask.transfer] = effect
+            self._wake.set()
+
+    def stop_transfer(self, transfer: int, reason: str) -> bool:
+        """True: no copy into its pages runs; else on_drained follows."""
+        if self._pending.pop(transfer, None) is not None:
+            return True
+        session = self._copying.pop(transfer, None)
+        return session is None or session.stop(transfer, reason)
+
+    def send_done(self, name: Name) -> None:
+        if self.session is not None and self.session.up:
+            self.session.done(name)
+
+    def _ask(self, session: ReceivingSession, effect: StartTransfer) -> None:
+        effect.ask.remaining_ms = self._side.remaining_ms(Name(effect.ask.name.request_id, effect.ask.name.attempt))
+        if effect.page_ids:
+            self._copying[effect.ask.transfer] = session
+        session.ask(effect.ask, effect.page_ids)
+
+    # -- dialling ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until cancelled: one session after the other."""
+        await self._side.has_pool.wait()
+        backoff = BACKOFF_SECONDS[0]
+        while True:
+            self.state, self._wake = "connecting", asyncio.Event()
+            try:
+                await self._connect_and_serve()
+                error = unavailable(f"prefill daemon {self.name!r} at {self.address}: the session ended")
+            except SessionBroken as broken:
+                error = unavailable(f"prefill daemon {self.name!r} at {self.address}: {broken}")
+            except RequestError as refused:
+                error = refused
+            except grpc.aio.AioRpcError as failed:
+                error = self._refusal(failed)
+            was_up, self.state = self.state == "up", "down"
+            if str(error) != self.error:
+                log.warning("%s", error)
+            self.error = str(error)
+            self._pending.clear()
+            self._side.on_link_down(self.name, error)
+            backoff = BACKOFF_SECONDS[0] if was_up else min(backoff * 2, BACKOFF_SECONDS[1])
+            try:
+                await asyncio.wait_for(self._wake.wait(), backoff)
+            except asyncio.TimeoutError:
+                continue
+
+    def _refusal(self, failed: grpc.aio.AioRpcError) -> RequestError:
+        if failed.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            return precondition(str(failed.details()))
+        return unavailable(
+            f"prefill daemon {self.name!r} at {self.address} cannot be reached: {failed.code().name}: {failed.details()}"
+        )
+
+    async def _connect_and_serve(self) -> None:
+        side = self._side
+        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+            call = PeerStub(channel).Session(wait_for_ready=False)
+            await asyncio.wait_for(call.write(peer.PeerMessage(hello=hello_of(side))), HELLO_SECONDS)
+            answer = await asyncio.wait_for(call.read(), HELLO_SECONDS)
+            if not isinstance(answer, peer.PeerMessage) or answer.WhichOneof("kind") != "hello":
+                # The stream has ended: its status says why.
+                code, details = await call.code(), await call.details()
+                if code is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise precondition(details)
+                raise SessionBroken(f"no hello came: {code.name}: {details}")
+            hello = answer.hello
+            check_hello(side, hello, self.address)
+            config = side.config
+            session = ReceivingSession(
+                remote=hello.daemon,
+                courier=courier_config(config, receive_slots=config.slots, send_slots=0),
+                copier=side.copier,
+                times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
+                receiver=Receiver(
+                    epoch=side.epoch, page_bytes=side.page_bytes, slot_bytes=config.slot_bytes, slots=config.slots
+                ),
+                events=self,
+                counters=side.transfer_counters,
+            )
+            self.session = session
+            try:
+                await session.run(call)
+            finally:
+                self.session = None
+                call.cancel()
+
+    # -- the session's events ------------------------------------------------------------------------------------
+
+    def on_session_up(self) -> None:
+        self.state, self.error = "up", ""
+        pending, self._pending = self._pending, {}
+        assert self.session is not None
+        for effect in pending.values():
+            self._ask(self.session, effect)
+
+    def on_pages(self, transfer: int, prompt_pages: Sequence[int]) -> None:
+        self._side.on_pages(transfer, prompt_pages)
+
+    def on_complete(self, transfer: int) -> None:
+        self._copying.pop(transfer, None)
+        self._side.on_complete(transfer)
+
+    def on_drained(self, transfer: int) -> None:
+        self._side.on_drained(transfer)
+
+    def on_broken(self, transfer: int, message: str) -> None:
+        log.warning("transfer %d from %s is broken: %s", transfer, self.name, message)
+        self._side.on_broken(transfer, message)
+
+    def on_ask_failed(self, transfer: int, error: RequestError) -> None:
+        self._side.on_ask_failed(transfer, error)
+
+    def on_aux(self, name: Name, blob: bytes) -> None:
+        self._side.on_aux(name, blob)

@@ -1,0 +1,51 @@
+"""The prefill daemon's end of sessions: takes a decode daemon's Hello and serves its stream. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+
+from kvferry.daemon.errors import RequestError, unavailable
+from kvferry.daemon.handshake import check_hello, hello_of
+from kvferry.daemon.prefill_side import PrefillSide
+from kvferry.daemon.session import SessionBroken
+from kvferry.daemon.worker_service import HELLO_SECONDS, status_of
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import peer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+class PeerService(peer_pb2_grpc.PeerServicer):
+    def __init__(self, side: PrefillSide) -> None:
+        self._side = side
+
+    async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:  # type: ignore[override,type-arg]
+        del request_iterator
+        side = self._side
+        message = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+        if not isinstance(message, peer.PeerMessage) or message.WhichOneof("kind") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
+        try:
+            if side.draining:
+                raise unavailable("the daemon is shutting down")
+            own = hello_of(side)
+            check_hello(side, message.hello, context.peer())
+        except RequestError as error:
+            await context.abort(status_of(error), error.message)
+        if len(side.sessions) >= side.config.max_peers:
+            bound = side.config.max_peers
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{bound} peers are connected; max_peers is {bound}"
+            )
+        session = side.new_session(message.hello)
+        log.info("decode daemon %s opens a session", message.hello.daemon)
+        try:
+            await context.write(peer.PeerMessage(hello=own))
+            await session.run(context)
+        except SessionBroken as broken:
+            log.info("session with %s is over: %s", session.remote, broken)
+        finally:
+            side.session_over(session)

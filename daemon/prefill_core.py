@@ -1,0 +1,523 @@
+"""The prefill daemon's requests: the rendezvous of a worker's Begin with a decode daemon's Ask, and what is sent. Core: no I/O, time is passed in.
+
+Whichever comes first waits in a bounded table until its deadline. Pages of requests that no decode daemon has asked for hold at most half of the
+pool, so what was asked for always finds room in time. A request's whole path stays locked until its Done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.daemon.counters import RequestCounters, TransferCounters
+from kvferry.daemon.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ToWorker, ZeroTail
+from kvferry.daemon.errors import (
+    RequestError,
+    aborted,
+    deadline_exceeded,
+    exhausted,
+    invalid,
+    precondition,
+    unavailable,
+)
+from kvferry.daemon.limits import MAX_AUX_BYTES, Name, pages_for
+from kvferry.daemon.store import Store
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.pool import PageState
+from kvferry.radix.tree import Lock, PagedRadixTree
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    max_tokens: int
+    table: int  # requests in the rendezvous table, from either side
+    reuse: str = "on"
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """The worker's half: its Begin and, once admitted, its pages."""
+
+    worker: int
+    namespace_id: bytes
+    tree: PagedRadixTree
+    digests: bytes
+    tokens: int
+    tail_digest: bytes
+    lock: Lock | None = None  # None: waits for pages
+    pages: list[int] = field(default_factory=list)
+    private: list[int] = field(default_factory=list)  # of `pages`, those that are not the tree's
+    tree_pages: int = 0  # leading digests that are in the tree and under the lock
+    computed: int = 0  # tokens
+    pages_ready: int = 0
+    aux: bytes | None = None
+    worker_done: bool = False  # it touches the pages no more
+    told_failed: bool = False  # the worker's Abort is awaited
+    unasked: int = 0  # pages counted as held by what nobody asked for
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request in the table: either half may be missing."""
+
+    name: Name
+    deadline: float
+    arrived_at: float
+    prompt: Prompt | None = None
+    session: int | None = None  # of the decode daemon that asked
+    asks: list[peer.Ask] = field(default_factory=list)  # waiting for the prompt to be admitted
+    sends: set[int] = field(default_factory=set)  # transfers open or ending
+    done: bool = False  # nothing more is wanted of it
+    failed: bool = False
+    aux_sent: bool = False
+    acknowledge: bool = False  # a failed one's worker waits for Ended
+
+    @property
+    def asked(self) -> bool:
+        return self.session is not None
+
+
+class PrefillCore:
+    def __init__(self, store: Store, limits: PrefillLimits) -> None:
+        self.store = store
+        self.limits = limits
+        self.counters = RequestCounters()
+        self.transfer_counters = TransferCounters()
+        self.entries: dict[Name, Entry] = {}
+        self._sends: dict[tuple[int, int], Entry] = {}  # (session, transfer)
+        self._waiting: dict[Name, Entry] = {}  # prompts that wait for pages, oldest first
+        self._unasked_pages = 0  # held by admitted prompts that nobody asked for
+        self._effects: list[Effect] = []
+
+    def take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
+        tree = self.store.trees.get(namespace_id)
+        return 0 if tree is None else tree.match(digests).pages * self.store.page_size
+
+    @property
+    def running(self) -> int:
+        return len(self.entries) - len(self._waiting)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def active_transfers(self) -> int:
+        return len(self._sends)
+
+    # -- worker's words ------------------------------------------------------------------------------------------
+
+    def begin(
+        self, worker: int, namespace_id: bytes, name: Name, request: wire.Begin, deadline: float, now: float
+    ) -> None:
+        entry = self.entries.get(name)
+        if entry is not None and entry.prompt is not None:
+            raise precondition(f"name {name} is already in use; a new try takes the next attempt number")
+        error = self._refusal(entry, name, request.tokens)
+        if error is not None:
+            self.counters.refused += 1
+            if entry is not None:
+                self._fail_asks(entry, error)
+                self._drop(entry)
+            raise error
+        if entry is None:
+            entry = self.entries[name] = Entry(name, deadline, now)
+        entry.deadline = max(entry.deadline, deadline)
+        tree = self.store.tree(namespace_id)
+        entry.prompt = Prompt(worker, namespace_id, tree, request.digests, request.tokens, request.tail_digest)
+        self._waiting[name] = entry
+        self._check_asks(entry)
+        self._pump(now)
+
+    def progress(self, worker: int, name: Name, tokens: int, now: float) -> None:
+        entry, prompt = self._prompt_of(worker, name)
+        if prompt.told_failed:
+            return
+        if prompt.lock is None or not prompt.computed <= tokens <= prompt.tokens:
+            self._fail(
+                entry, invalid(f"tokens is {tokens}; it must be {prompt.computed} to {prompt.tokens}, after Begun")
+            )
+            return
+        prompt.computed = tokens
+        page_size = self.store.page_size
+        full, partial = divmod(tokens, page_size)
+        ready = full
+        if tokens == prompt.tokens and partial:
+            self._effects.append(ZeroTail(prompt.pages[full], partial))
+            ready += 1
+        if self.limits.reuse == "on":
+            self._publish(prompt, full)
+        if ready > prompt.pages_ready:
+            prompt.pages_ready = ready
+            for number in sorted(entry.sends):
+                assert entry.session is not None
+                self._effects.append(SendProgress(entry.session, number, ready))
+        self._pump(now)
+
+    def aux(self, worker: int, name: Name, blob: bytes, now: float) -> None:
+        """The worker's last word on the request: it touches the pages no more."""
+        entry, prompt = self._prompt_of(worker, name)
+        if prompt.told_failed:
+            self.abort(worker, name, now)  # it crossed Failed on the way
+            return
+        if len(blob) > MAX_AUX_BYTES:
+            self._fail(entry, invalid(f"blob has {len(blob)} bytes; the bound is {MAX_AUX_BYTES}"))
+        elif prompt.computed != prompt.tokens or prompt.aux is not None:
+            self._fail(
+                entry, precondition(f"aux comes once, after progress to {prompt.tokens} tokens, not {prompt.computed}")
+            )
+        else:
+            prompt.aux = blob
+            prompt.worker_done = True
+            self._send_aux(entry)
+            self._settle(entry)
+        self._pump(now)
+
+    def abort(self, worker: int, name: Name, now: float) -> None:
+        entry = self.entries.get(name)
+        if entry is None or entry.prompt is None:
+            self._tell_ended(worker, name)
+            return
+        _, prompt = self._prompt_of(worker, name)
+        if not prompt.told_failed:
+            self.counters.aborted += 1
+        self._withdraw(entry, aborted("the prefill worker aborted the request"))
+        entry.failed = entry.acknowledge = True
+        prompt.worker_done = True
+        self._settle(entry)
+        self._pump(now)
+
+    def worker_lost(self, worker: int, now: float) -> None:
+        """Its stream broke: it may still write; its pages are orphaned until `worker_gone`."""
+        for entry, prompt in self._of_worker(worker):
+            if prompt.worker_done:
+                continue  # it had said its last word: the pages can still be sent
+            if not entry.done:
+                self.counters.aborted += 1
+            self._withdraw(entry, unavailable("the prefill worker is gone"))
+            entry.failed = prompt.told_failed = True
+            leased = [page for page in prompt.private if self.store.pool.state(page) is PageState.LEASED]
+            self.store.pool.move(leased, PageState.LEASED, PageState.ORPHANED)
+            self._settle(entry)
+        self._pump(now)
+
+    def worker_gone(self, worker: int, now: float) -> None:
+        """Proof that it writes no more."""
+        for entry, prompt in self._of_worker(worker):
+            if not prompt.worker_done:
+                if not entry.done:
+                    self.counters.aborted += 1
+                self._withdraw(entry, unavailable("the prefill worker is gone"))
+                entry.failed = prompt.worker_done = True
+            self._settle(entry)
+        self._pump(now)
+
+    # -- the decode daemon's words -------------------------------------------------------------------------------
+
+    def ask(self, session: int, name: Name, request: peer.Ask, deadline: float, now: float) -> None:
+        """A checked Ask. What is wrong with it fails the ask, never the session."""
+        entry = self.entries.get(name)
+        if entry is None:
+            error = self._table_full()
+            if error is not None:
+                self._effects.append(FailAsk(session, request.transfer, error))
+                return
+            entry = self.entries[name] = Entry(name, deadline, now)
+        if entry.done:
+            self._effects.append(FailAsk(session, request.transfer, aborted(f"name {name} has ended")))
+            return
+        if entry.session not in (None, session):
+            self._effects.append(
+                FailAsk(session, request.transfer, precondition(f"name {name} was asked for by another session"))
+            )
+            return
+        if entry.session is None:
+            entry.session = session
+            self._count_asked(entry)
+        entry.deadline = max(entry.deadline, deadline)
+        entry.asks.append(request)
+        self._check_asks(entry)
+        self._open_asks(entry)
+        self._send_aux(entry)
+        self._pump(now)
+
+    def ask_end(self, session: int, transfer: int) -> None:
+        """Idempotent. Of an unknown transfer nothing is sent, so it has ended."""
+        entry = self._sends.get((session, transfer))
+        if entry is not None:
+            self._effects.append(EndSend(session, transfer))
+            return
+        for waiting in self.entries.values():
+            if waiting.session == session:
+                waiting.asks = [ask for ask in waiting.asks if ask.transfer != transfer]
+        self._effects.append(EndSend(session, transfer))
+
+    def send_completed(self, session: int, transfer: int, now: float) -> None:
+        """Every part of it has reached the other side; no gather of it runs."""
+        if self._send_closed(session, transfer):
+            self.transfer_counters.completed += 1
+        self._pump(now)
+
+    def send_ended(self, session: int, transfer: int, now: float) -> None:
+        """After EndSend: no gather of it runs."""
+        if self._send_closed(session, transfer):
+            self.transfer_counters.aborted += 1
+        self._pump(now)
+
+    def done(self, session: int, name: Name, now: float) -> None:
+        """The decode daemon needs nothing more of this request. Idempotent."""
+        entry = self.entries.get(name)
+        if entry is None or entry.session not in (None, session):
+            return
+        if entry.prompt is None:
+            entry.done = True  # kept until its deadline, so that a worker that comes late is told
+            entry.asks.clear()
+        elif entry.prompt.aux is None and not entry.done:
+            self._fail(entry, aborted("the decode daemon ended the request before it was computed"))
+        else:
+            entry.done = True  # what it still has open it has received, or ends with AskEnd
+            self._settle(entry)
+        self._pump(now)
+
+    def session_down(self, session: int, now: float) -> None:
+        """The session is over and its sender with it; requests that it had asked for end."""
+        for entry in [entry for entry in self.entries.values() if entry.session == session]:
+            entry.asks.clear()
+            if entry.prompt is None:
+                self._drop(entry)
+                continue
+            if not entry.done:
+                self._fail(entry, unavailable("the session to the decode daemon broke"))
+            for number in sorted(entry.sends):
+                self._effects.append(EndSend(session, number))
+        self._pump(now)
+
+    def tick(self, now: float) -> None:
+        for entry in list(self.entries.values()):
+            if entry.deadline > now:
+                continue
+            if entry.done:
+                if entry.prompt is None:
+                    self._drop(entry)
+                continue
+            who = (
+                "worker began it"
+                if entry.prompt is None
+                else "decode daemon asked for it"
+                if not entry.asked
+                else "end came"
+            )
+            self._expire(
+                entry, deadline_exceeded(f"waited {now - entry.arrived_at:.3f} s and no {who}; the deadline is passed")
+            )
+        self._pump(now)
+
+    # -- pages ---------------------------------------------------------------------------------------------------
+
+    def _pump(self, now: float) -> None:
+        """What was asked for goes first; each group is first come, first served."""
+        for asked in (True, False):
+            for entry in [e for e in self._waiting.values() if e.asked is asked]:
+                if not self._try_admit(entry):
+                    break
+
+    def _try_admit(self, entry: Entry) -> bool:
+        prompt, pool = entry.prompt, self.store.pool
+        assert prompt is not None
+        # The last token's logits are needed, so at least one token is computed.
+        most = (prompt.tokens - 1) // self.store.page_size if self.limits.reuse == "on" else 0
+        lock = prompt.tree.lock(prompt.tree.match(prompt.digests[: most * DIGEST_BYTES]))
+        held = prompt.tree.path_pages(lock)
+        need = pages_for(prompt.tokens, self.store.page_size) - len(held)
+        fits = pool.free + self.store.evictable >= need
+        if not entry.asked and self._unasked_pages + len(held) + need > pool.pages // 2:
+            fits = False
+        if not fits:
+            prompt.tree.unlock(lock)
+            return False
+        prompt.private = self.store.take(need)
+        prompt.lock, prompt.pages = lock, held + prompt.private
+        prompt.tree_pages = prompt.pages_ready = len(held)
+        prompt.computed = len(held) * self.store.page_size
+        if not entry.asked:
+            prompt.unasked = len(prompt.pages)
+            self._unasked_pages += prompt.unasked
+        del self._waiting[entry.name]
+        self.counters.lookup(prompt.tokens, prompt.computed)
+        begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=prompt.computed, pages=prompt.pages)
+        self._effects.append(ToWorker(prompt.worker, wire.WorkerEvent(begun=begun)))
+        self._open_asks(entry)
+        return True
+
+    def _publish(self, prompt: Prompt, full: int) -> None:
+        """Computed full pages enter the tree. Where another request was first, its page wins and ours stays private until the end."""
+        if full <= prompt.tree_pages:
+            return
+        digests = prompt.digests[: full * DIGEST_BYTES]
+        fresh = prompt.pages[prompt.tree_pages : full]
+        result = prompt.tree.insert(digests, fresh, start=prompt.tree_pages)
+        assert prompt.lock is not None
+        longer = prompt.tree.lock(result.match)
+        prompt.tree.unlock(prompt.lock)
+        prompt.lock, prompt.tree_pages = longer, full
+        given = set(fresh) - set(result.duplicates)
+        prompt.private = [page for page in prompt.private if page not in given]
+
+    def _count_asked(self, entry: Entry) -> None:
+        if entry.prompt is not None:
+            self._unasked_pages -= entry.prompt.unasked
+            entry.prompt.unasked = 0
+
+    # -- asks ----------------------------------------------------------------------------------------------------
+
+    def _check_asks(self, entry: Entry) -> None:
+        """Both sides must speak of the same tokens, else nothing is sent."""
+        prompt = entry.prompt
+        if prompt is None:
+            return
+        total = pages_for(prompt.tokens, self.store.page_size)
+        for ask in list(entry.asks):
+            for field_name, theirs, ours in (
+                ("namespace_id", ask.namespace_id, prompt.namespace_id),
+                ("tokens", ask.tokens, prompt.tokens),
+                ("last_full_digest", ask.last_full_digest, prompt.digests[-DIGEST_BYTES:]),
+                ("tail_digest", ask.tail_digest, prompt.tail_digest),
+            ):
+                if theirs != ours:
+                    shown = [v.hex()[:16] if isinstance(v, bytes) else v for v in (theirs, ours)]
+                    error = precondition(
+                        f"{field_name} differs: the decode worker has {shown[0]}, the prefill worker {shown[1]}; "
+                        "both must be given the same tokens of the same model"
+                    )
+                    break
+            else:
+                if ask.first_page + ask.pages <= total:
+                    continue
+                error = invalid(f"first_page {ask.first_page} + pages {ask.pages} is past the prompt's {total} pages")
+            entry.asks.remove(ask)
+            assert entry.session is not None
+            self._effects.append(FailAsk(entry.session, ask.transfer, error))
+
+    def _open_asks(self, entry: Entry) -> None:
+        prompt = entry.prompt
+        if prompt is None or prompt.lock is None or entry.done:
+            return
+        for ask in entry.asks:
+            assert entry.session is not None
+            self.transfer_counters.opened += 1
+            entry.sends.add(ask.transfer)
+            self._sends[entry.session, ask.transfer] = entry
+            page_ids = tuple(prompt.pages[ask.first_page : ask.first_page + ask.pages])
+            self._effects.append(OpenSend(entry.session, ask.transfer, ask.first_page, page_ids, prompt.pages_ready))
+        entry.asks.clear()
+
+    def _send_aux(self, entry: Entry) -> None:
+        prompt = entry.prompt
+        if prompt is not None and prompt.aux is not None and entry.asked and not entry.aux_sent and not entry.done:
+            assert entry.session is not None
+            entry.aux_sent = True
+            self._effects.append(SendAux(entry.session, entry.name, prompt.aux))
+
+    def _send_closed(self, session: int, transfer: int) -> bool:
+        entry = self._sends.pop((session, transfer), None)
+        if entry is None:
+            return False
+        entry.sends.discard(transfer)
+        self._settle(entry)
+        return True
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _expire(self, entry: Entry, error: RequestError) -> None:
+        self._fail_asks(entry, error)
+        if entry.prompt is None:
+            self._drop(entry)
+            return
+        self._fail(entry, error)
+
+    def _fail(self, entry: Entry, error: RequestError) -> None:
+        self._tell_failed(entry, error)
+        self._withdraw(entry, error)
+        self._settle(entry)
+
+    def _tell_failed(self, entry: Entry, error: RequestError) -> None:
+        """The worker's Abort is awaited before its pages go, unless it had said its last word or holds none."""
+        prompt = entry.prompt
+        assert prompt is not None
+        self.counters.failed += 1
+        entry.failed = True
+        failed = wire.Failed(name=entry.name.to_proto(), error=error.to_proto())
+        self._effects.append(ToWorker(prompt.worker, wire.WorkerEvent(failed=failed)))
+        prompt.told_failed = True
+
+    def _withdraw(self, entry: Entry, error: RequestError) -> None:
+        """Nothing more is sent for it."""
+        if entry.done:
+            return
+        entry.done = True
+        self._fail_asks(entry, error)
+        for number in sorted(entry.sends):
+            assert entry.session is not None
+            self._effects.append(FailAsk(entry.session, number, error))
+            self._effects.append(EndSend(entry.session, number))
+
+    def _fail_asks(self, entry: Entry, error: RequestError) -> None:
+        for ask in entry.asks:
+            assert entry.session is not None
+            self._effects.append(FailAsk(entry.session, ask.transfer, error))
+        entry.asks.clear()
+
+    def _settle(self, entry: Entry) -> None:
+        """Gives the pages back once nothing is wanted, no gather runs and the worker is done."""
+        prompt = entry.prompt
+        if not entry.done or entry.sends or prompt is None or entry.name not in self.entries:
+            return
+        if prompt.lock is not None:
+            if not prompt.worker_done:
+                return
+            self.store.pool.free_pages(prompt.private)
+            prompt.tree.unlock(prompt.lock)
+            prompt.lock = None
+        if not entry.failed:
+            self.counters.finished += 1
+        if entry.acknowledge or not entry.failed:
+            self._tell_ended(prompt.worker, entry.name)
+        self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        self._waiting.pop(entry.name, None)
+        del self.entries[entry.name]
+        self._count_asked(entry)
+
+    def _refusal(self, entry: Entry | None, name: Name, tokens: int) -> RequestError | None:
+        need = pages_for(tokens, self.store.page_size)
+        if need > self.store.pool.pages:
+            return exhausted(f"prompt of {tokens} tokens needs {need} pages; the pool has {self.store.pool.pages}")
+        if entry is None:
+            return self._table_full()
+        return aborted(f"name {name} was ended by the decode daemon") if entry.done else None
+
+    def _table_full(self) -> RequestError | None:
+        if len(self.entries) < self.limits.table:
+            return None
+        return exhausted(f"{len(self.entries)} requests are in the rendezvous table; the bound is {self.limits.table}")
+
+    def _of_worker(self, worker: int) -> list[tuple[Entry, Prompt]]:
+        return [(e, e.prompt) for e in self.entries.values() if e.prompt is not None and e.prompt.worker == worker]
+
+    def _prompt_of(self, worker: int, name: Name) -> tuple[Entry, Prompt]:
+        entry = self.entries.get(name)
+        if entry is None or entry.prompt is None:
+            raise precondition(f"name {name} is not a running request")
+        if entry.prompt.worker != worker:
+            raise precondition(f"name {name} belongs to another worker")
+        return entry, entry.prompt
+
+    def _tell_ended(self, worker: int, name: Name) -> None:
+        ended = wire.Ended(name=name.to_proto())
+        self._effects.append(ToWorker(worker, wire.WorkerEvent(ended=ended)))

@@ -1,0 +1,199 @@
+"""The prefill role: workers' prompts, and the sessions that decode daemons have opened. Shell around PrefillCore."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from kvferry import _core
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.counters import RequestCounters, TransferCounters
+from kvferry.daemon.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
+from kvferry.daemon.errors import RequestError, precondition, unavailable
+from kvferry.daemon.handshake import courier_config
+from kvferry.daemon.limits import check_prompt, name_of
+from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
+from kvferry.daemon.sending import SendingSession
+from kvferry.daemon.session import SessionTimes
+from kvferry.daemon.side import Side, Worker
+from kvferry.daemon.store import Store
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
+
+
+class PrefillSide(Side):
+    role = "prefill"
+
+    def __init__(self, config: DaemonConfig, incarnation: bytes, now: Callable[[], float]) -> None:
+        super().__init__(config, incarnation, now)
+        self.core: PrefillCore | None = None
+        self.sessions: dict[int, SendingSession] = {}
+        self._numbers = itertools.count(1)
+
+    def make_core(self, store: Store) -> None:
+        limits = PrefillLimits(max_tokens=self.config.max_tokens, table=self.config.queue)
+        self.core = PrefillCore(store, limits)
+
+    def take_effects(self) -> list[Effect]:
+        return self.core.take_effects() if self.core is not None else []
+
+    @property
+    def busy(self) -> int:
+        return len(self.core.entries) if self.core is not None else 0
+
+    @property
+    def ready_core(self) -> PrefillCore:
+        assert self.core is not None, "no worker has come yet"
+        return self.core
+
+    @property
+    def store(self) -> Store:
+        return self.ready_core.store
+
+    @property
+    def request_counters(self) -> RequestCounters:
+        return self.ready_core.counters
+
+    @property
+    def transfer_counters(self) -> TransferCounters:
+        return self.ready_core.transfer_counters
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
+        core, now = self.ready_core, self.now()
+        if kind == "begin":
+            name = name_of(message.begin.name)
+            step = lambda: self._begin(worker, message.begin, now)  # noqa: E731
+        elif kind == "progress":
+            name = name_of(message.progress.name)
+            step = lambda: core.progress(worker.number, name, message.progress.tokens, now)  # noqa: E731
+        elif kind == "aux":
+            name = name_of(message.aux.name)
+            step = lambda: core.aux(worker.number, name, message.aux.blob, now)  # noqa: E731
+        elif kind == "abort":
+            name = name_of(message.abort.name)
+            step = lambda: core.abort(worker.number, name, now)  # noqa: E731
+        else:
+            raise precondition(f"a prefill worker does not send {kind}")
+        try:
+            step()
+        except RequestError as error:
+            self.fail(worker, name, error)
+        self.flush()
+
+    def _begin(self, worker: Worker, request: wire.Begin, now: float) -> None:
+        if self.draining:
+            raise unavailable("the daemon is shutting down; send the request to another one")
+        check_prompt(
+            tokens=request.tokens,
+            digests=request.digests,
+            tail_digest=request.tail_digest,
+            page_size=self.config.page_size,
+            max_tokens=self.config.max_tokens,
+        )
+        deadline = self.deadline_of(request.deadline_ms)
+        name = name_of(request.name)
+        self.ready_core.begin(worker.number, worker.namespace_id, name, request, deadline, now)
+
+    def worker_lost(self, worker: Worker) -> None:
+        self.ready_core.worker_lost(worker.number, self.now())
+
+    def worker_gone(self, worker: Worker) -> None:
+        self.ready_core.worker_gone(worker.number, self.now())
+
+    # -- effects -------------------------------------------------------------------------------------------------
+
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, ZeroTail):
+            self._zero_tail(effect)
+            return
+        assert isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | SendAux)
+        session = self.sessions.get(effect.session)
+        if session is None:
+            # It is over, with all its copies; its sender holds nothing.
+            if isinstance(effect, EndSend):
+                self.ready_core.send_ended(effect.session, effect.transfer, self.now())
+        elif isinstance(effect, OpenSend):
+            session.open(effect)
+        elif isinstance(effect, SendProgress):
+            session.progress(effect.transfer, effect.pages_ready)
+        elif isinstance(effect, EndSend):
+            session.end(effect.transfer)
+        elif isinstance(effect, FailAsk):
+            session.fail(effect.transfer, effect.error)
+        else:
+            session.aux(effect.name, effect.blob)
+
+    def _zero_tail(self, effect: ZeroTail) -> None:
+        assert self.facts is not None
+        geometry = self.facts.geometry
+        _core.zero_ranges(
+            self.pool_buffer,
+            effect.page * geometry.page_bytes,
+            geometry.fragments,
+            geometry.fragment_bytes,
+            geometry.fragment_bytes,
+            effect.tokens * geometry.fragment_token_bytes,
+        )
+
+    # -- sessions (SendingEvents) --------------------------------------------------------------------------------
+
+    def new_session(self, hello: peer.PeerHello) -> SendingSession:
+        """For a decode daemon whose Hello was checked. RESOURCE_EXHAUSTED beyond max_peers."""
+        config = self.config
+        session = SendingSession(
+            number=next(self._numbers),
+            remote=hello.daemon,
+            courier=courier_config(config, receive_slots=0, send_slots=config.slots),
+            copier=self.copier,
+            times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
+            page_bytes=self.page_bytes,
+            remote_epoch=hello.epoch,
+            events=self,
+            counters=self.transfer_counters,
+        )
+        self.sessions[session.number] = session
+        return session
+
+    def session_over(self, session: SendingSession) -> None:
+        """After its `run`: no copy of it runs and its courier is reaped."""
+        self.ready_core.session_down(session.number, self.now())
+        self.flush()
+        del self.sessions[session.number]
+        self.flush()
+
+    def on_ask(self, session: SendingSession, ask: peer.Ask) -> None:
+        try:
+            name = name_of(ask.name)
+        except RequestError as error:
+            session.fail(ask.transfer, error)
+            return
+        self.ready_core.ask(session.number, name, ask, self.deadline_of(ask.remaining_ms), self.now())
+        self.flush()
+
+    def on_ask_end(self, session: SendingSession, transfer: int) -> None:
+        self.ready_core.ask_end(session.number, transfer)
+        self.flush()
+
+    def on_done(self, session: SendingSession, done: peer.Done) -> None:
+        try:
+            name = name_of(done.name)
+        except RequestError:
+            session.break_off("done: a name that cannot be")
+            return
+        self.ready_core.done(session.number, name, self.now())
+        self.flush()
+
+    def on_send_completed(self, session: SendingSession, transfer: int) -> None:
+        self.ready_core.send_completed(session.number, transfer, self.now())
+        self.flush()
+
+    def on_send_ended(self, session: SendingSession, transfer: int) -> None:
+        self.ready_core.send_ended(session.number, transfer, self.now())
+        self.flush()
+
+    def on_send_failed(self, session: SendingSession, transfer: int, message: str) -> None:
+        session.fail(transfer, unavailable(f"the pages could not be read: {message}"))
+        self.ready_core.send_ended(session.number, transfer, self.now())
+        self.flush()

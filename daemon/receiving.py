@@ -1,0 +1,145 @@
+"""The receiving end of a session: transfers opened for the decode core, parts scattered into its pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvferry.daemon.copier import Copier
+from kvferry.daemon.counters import TransferCounters
+from kvferry.daemon.errors import RequestError
+from kvferry.daemon.limits import Name, name_of
+from kvferry.daemon.session import Session, SessionBroken, SessionTimes
+from kvferry.proto import peer_pb2 as peer
+from kvferry.transfer.courier_link import CourierConfig
+from kvferry.transfer.courier_messages import Notification, PostDone
+from kvferry.transfer.receiver import Receiver, Regrant, Scatter, ScatterResult, TransferBroken
+from kvferry.transfer.slots import HEADER_BYTES, Credit
+
+
+class ReceivingEvents(Protocol):
+    """Who owns the transfers."""
+
+    def on_session_up(self) -> None: ...
+
+    def on_pages(self, transfer: int, prompt_pages: Sequence[int]) -> None: ...
+
+    def on_complete(self, transfer: int) -> None: ...
+
+    def on_drained(self, transfer: int) -> None: ...
+
+    def on_broken(self, transfer: int, message: str) -> None: ...
+
+    def on_ask_failed(self, transfer: int, error: RequestError) -> None: ...
+
+    def on_aux(self, name: Name, blob: bytes) -> None: ...
+
+
+class ReceivingSession(Session):
+    def __init__(
+        self,
+        *,
+        remote: str,
+        courier: CourierConfig,
+        copier: Copier,
+        times: SessionTimes,
+        receiver: Receiver,
+        events: ReceivingEvents,
+        counters: TransferCounters,
+    ) -> None:
+        super().__init__(remote=remote, courier=courier, copier=copier, times=times)
+        self.receiver = receiver
+        self._events = events
+        self._counters = counters
+
+    # -- the owner's words ---------------------------------------------------------------------------------------
+
+    def ask(self, ask: peer.Ask, page_ids: Sequence[int]) -> None:
+        """Opens the transfer and sends the Ask. The session must be up."""
+        self.receiver.open(ask.transfer, first_page=ask.first_page, pages=ask.pages, page_ids=page_ids)
+        self.send(peer.PeerMessage(ask=ask))
+        self._expect()
+
+    def stop(self, transfer: int, reason: str) -> bool:
+        """Wants no more of it. True: no copy into its pages runs; False: on_drained follows."""
+        self.send(peer.PeerMessage(ask_end=peer.AskEnd(transfer=transfer, reason=reason)))
+        drained = self.receiver.end(transfer)
+        self._expect()
+        return drained
+
+    def done(self, name: Name) -> None:
+        self.send(peer.PeerMessage(done=peer.Done(name=name.to_proto())))
+
+    # -- the session's events ------------------------------------------------------------------------------------
+
+    def on_up(self) -> None:
+        self._send_credits(self.receiver.initial_credits())
+        self._events.on_session_up()
+
+    def on_message(self, kind: str, message: peer.PeerMessage) -> None:
+        if kind == "aux":
+            try:
+                name = name_of(message.aux.name)
+            except RequestError as error:
+                raise SessionBroken(f"aux: {error}") from error
+            self._events.on_aux(name, message.aux.blob)
+        elif kind == "ask_failed":
+            error = message.ask_failed.error
+            self._events.on_ask_failed(message.ask_failed.transfer, RequestError(error.code, error.message))
+        elif kind == "ask_ended":
+            pass  # the sender posts no more of it; our side had let go already
+        else:
+            super().on_message(kind, message)
+
+    def on_courier(self, event: PostDone | Notification) -> None:
+        assert isinstance(event, Notification), "a receiving session posts nothing"
+        link = self.link
+        dropped = self.receiver.counts.dropped_parts
+        actions = self.receiver.notification(event.payload, lambda slot: link.receive_slot(slot)[:HEADER_BYTES])
+        self._counters.dropped_parts += self.receiver.counts.dropped_parts - dropped
+        for action in actions:
+            if isinstance(action, Scatter):
+                self._scatter(action)
+            elif isinstance(action, Regrant):
+                self._send_credits([action.credit])
+            elif isinstance(action, TransferBroken):
+                self._events.on_broken(action.transfer, action.message)
+
+    def _scatter(self, scatter: Scatter) -> None:
+        slot = scatter.slot
+
+        def done(problem: str) -> None:
+            self.copy_ends()
+            if problem:
+                self._scattered(self.receiver.scatter_failed(slot, problem))
+                return
+            self._counters.parts += 1
+            self._counters.payload_bytes += scatter.nbytes
+            self._counters.wire_bytes += scatter.nbytes + HEADER_BYTES
+            self._scattered(self.receiver.scattered(slot))
+
+        self.copy_begins()
+        view = self.link.receive_slot(slot)
+        self._copier.scatter(view, scatter.page_ids, scatter.byte_offset, scatter.nbytes, done)
+
+    def _scattered(self, result: ScatterResult) -> None:
+        # The credit goes first: the sender can refill the slot while the pages are published.
+        self._send_credits([result.credit])
+        self._counters.pages += len(result.arrived)
+        if result.arrived:
+            self._events.on_pages(result.transfer, result.arrived)
+        if result.broken is not None:
+            self._events.on_broken(result.transfer, result.broken.message)
+        if result.complete:
+            self._events.on_complete(result.transfer)
+            self._expect()
+        if result.drained:
+            self._events.on_drained(result.transfer)
+
+    def _send_credits(self, credits: Sequence[Credit]) -> None:
+        message = peer.Credits(credits=[peer.Credit(slot=c.slot, generation=c.generation) for c in credits])
+        self.send(peer.PeerMessage(credits=message))
+
+    def _expect(self) -> None:
+        if not self.closed and self._link is not None:
+            self._link.expect(len(self.receiver.transfers()))

@@ -1,0 +1,159 @@
+"""The sending end of a session: the decode daemon's asks for the prefill core, parts gathered from its pool."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvferry.daemon.copier import Copier
+from kvferry.daemon.counters import TransferCounters
+from kvferry.daemon.effects import OpenSend
+from kvferry.daemon.errors import RequestError
+from kvferry.daemon.limits import Name
+from kvferry.daemon.session import Session, SessionBroken, SessionTimes
+from kvferry.proto import peer_pb2 as peer
+from kvferry.transfer.courier_link import CourierConfig
+from kvferry.transfer.courier_messages import Notification, PostDone
+from kvferry.transfer.sender import Completed, Ended, Failed, Gather, Sender
+from kvferry.transfer.slots import HEADER_BYTES, Credit
+
+
+class SendingEvents(Protocol):
+    """Who owns the pages."""
+
+    def on_ask(self, session: SendingSession, ask: peer.Ask) -> None: ...
+
+    def on_ask_end(self, session: SendingSession, transfer: int) -> None: ...
+
+    def on_done(self, session: SendingSession, name: peer.Done) -> None: ...
+
+    def on_send_completed(self, session: SendingSession, transfer: int) -> None: ...
+
+    def on_send_ended(self, session: SendingSession, transfer: int) -> None: ...
+
+    def on_send_failed(self, session: SendingSession, transfer: int, message: str) -> None: ...
+
+
+class SendingSession(Session):
+    def __init__(
+        self,
+        *,
+        number: int,
+        remote: str,
+        courier: CourierConfig,
+        copier: Copier,
+        times: SessionTimes,
+        page_bytes: int,
+        remote_epoch: int,
+        events: SendingEvents,
+        counters: TransferCounters,
+    ) -> None:
+        super().__init__(remote=remote, courier=courier, copier=copier, times=times)
+        self.number = number
+        self._page_bytes = page_bytes
+        self._remote_epoch = remote_epoch
+        self._events = events
+        self._counters = counters
+        self.sender: Sender | None = None
+
+    # -- the owner's words ---------------------------------------------------------------------------------------
+
+    def open(self, effect: OpenSend) -> None:
+        sender = self._sender()
+        pages = len(effect.page_ids)
+        sender.open(effect.transfer, first_page=effect.first_page, pages=pages, page_ids=effect.page_ids)
+        sender.progress(effect.transfer, effect.pages_ready)
+        self._pump()
+
+    def progress(self, transfer: int, pages_ready: int) -> None:
+        self._sender().progress(transfer, pages_ready)
+        self._pump()
+
+    def end(self, transfer: int) -> None:
+        """Posts no more of it; on_send_ended follows, and the peer is told."""
+        if self.sender is None:
+            self._ended(transfer)
+            return
+        self.sender.end(transfer)
+        self._pump()
+
+    def fail(self, transfer: int, error: RequestError) -> None:
+        self.send(peer.PeerMessage(ask_failed=peer.AskFailed(transfer=transfer, error=error.to_proto())))
+
+    def aux(self, name: Name, blob: bytes) -> None:
+        self.send(peer.PeerMessage(aux=peer.PeerAux(name=name.to_proto(), blob=blob)))
+
+    # -- the session's events ------------------------------------------------------------------------------------
+
+    def on_up(self) -> None:
+        self.sender = Sender(
+            page_bytes=self._page_bytes,
+            slot_bytes=min(self._courier_config.slot_bytes, self.remote_slot_bytes),
+            send_slots=self._courier_config.send_slots,
+            remote_slots=self.remote_slots,
+            epoch=self._remote_epoch,
+        )
+
+    def on_message(self, kind: str, message: peer.PeerMessage) -> None:
+        if kind == "credits":
+            self._sender().credits([Credit(c.slot, c.generation) for c in message.credits.credits])
+            self._pump()
+        elif kind == "ask":
+            self._sender()
+            self._events.on_ask(self, message.ask)
+        elif kind == "ask_end":
+            self._events.on_ask_end(self, message.ask_end.transfer)
+        elif kind == "done":
+            self._events.on_done(self, message.done)
+        else:
+            super().on_message(kind, message)
+
+    def on_courier(self, event: PostDone | Notification) -> None:
+        if isinstance(event, PostDone):
+            self._sender().posted_done(event.post_id)
+            self._pump()
+        else:
+            raise SessionBroken("the receiving courier sent a notification")
+
+    def _sender(self) -> Sender:
+        if self.sender is None:
+            raise SessionBroken("the peer asked before the session was up")
+        return self.sender
+
+    def _pump(self) -> None:
+        sender = self._sender()
+        if not self.closed:
+            for gather in sender.next_actions():
+                self._gather(gather)
+        for event in sender.poll_events():
+            if isinstance(event, Completed):
+                self._counters.pages += event.payload_bytes // self._page_bytes
+                self._events.on_send_completed(self, event.transfer)
+            elif isinstance(event, Ended):
+                self._ended(event.transfer)
+            elif isinstance(event, Failed):
+                self._events.on_send_failed(self, event.transfer, event.message)
+
+    def _ended(self, transfer: int) -> None:
+        self.send(peer.PeerMessage(ask_ended=peer.AskEnded(transfer=transfer)))
+        self._events.on_send_ended(self, transfer)
+
+    def _gather(self, gather: Gather) -> None:
+        slot = gather.send_slot
+
+        def done(problem: str) -> None:
+            self.copy_ends()
+            sender = self._sender()
+            if problem:
+                sender.gather_failed(slot, problem)
+            else:
+                post = sender.gathered(slot)
+                if post is not None and not self.closed:
+                    self.link.send_slot(slot)[:HEADER_BYTES] = post.header
+                    self._counters.parts += 1
+                    self._counters.payload_bytes += post.nbytes - HEADER_BYTES
+                    self._counters.wire_bytes += post.nbytes
+                    self.link.post(post.post_id, slot, post.remote_slot, post.nbytes, post.notification)
+            self._pump()
+
+        self.copy_begins()
+        self._copier.gather(self.link.send_slot(slot), gather.page_ids, gather.byte_offset, gather.nbytes, done)

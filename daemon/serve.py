@@ -1,0 +1,97 @@
+"""`kvferry serve`: flags to configuration, and the daemon's run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import sys
+
+from kvferry.daemon.config import ConfigError, DaemonConfig, parse_size, runtime_dir
+
+DEFAULT_PORTS = {"decode": 7070, "prefill": 7071, "both": 7070}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(DaemonConfig)}
+    parser.add_argument("--role", choices=("decode", "prefill", "both"), required=True)
+    parser.add_argument("--name", help="by which front ends and peers know this daemon (default: the role)")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="for peers, statistics and look-ups (default: loopback)")
+    parser.add_argument("--socket", metavar="PATH", help="Unix socket of the workers (default: in XDG_RUNTIME_DIR)")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=HOST:PORT", help="a prefill daemon; may be repeated"
+    )
+    parser.add_argument("--pool-bytes", default="1GiB", metavar="SIZE", help="of the KV pool (default: %(default)s)")
+    parser.add_argument("--page-size", type=int, default=defaults["page_size"], metavar="TOKENS")
+    parser.add_argument("--shm-dir", default=defaults["shm_dir"], metavar="DIR")
+    parser.add_argument("--slots", type=int, default=defaults["slots"], help="a session")
+    parser.add_argument("--slot-bytes", default="8MiB", metavar="SIZE")
+    parser.add_argument("--max-tokens", type=int, default=defaults["max_tokens"], help="prompt + output of a request")
+    parser.add_argument("--queue", type=int, default=defaults["queue"], help="requests that may wait")
+    parser.add_argument("--max-peers", type=int, default=defaults["max_peers"])
+    parser.add_argument("--max-workers", type=int, default=defaults["max_workers"])
+    parser.add_argument("--transfer-seconds", type=float, default=defaults["transfer_seconds"])
+    parser.add_argument("--heartbeat-seconds", type=float, default=defaults["heartbeat_seconds"])
+    parser.add_argument("--peer-lost-seconds", type=float, default=defaults["peer_lost_seconds"])
+    parser.add_argument("--grace-seconds", type=float, default=defaults["grace_seconds"])
+    parser.add_argument("--copy-threads", type=int, default=defaults["copy_threads"])
+    parser.add_argument("--reuse", choices=("on", "off"), default="on", help="off: the baseline of comparisons")
+    parser.add_argument("--ucx-ports", default="21000-21063", metavar="FIRST-LAST", help="of NIXL's data plane")
+    parser.add_argument("--insecure", action="store_true", help="allow an address that is not loopback without TLS")
+    parser.add_argument("--reflection", action="store_true", help="serve gRPC reflection")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def config_of(args: argparse.Namespace) -> DaemonConfig:
+    """ConfigError where a flag cannot be."""
+    peers: dict[str, str] = {}
+    for entry in args.peer:
+        name, equals, address = entry.partition("=")
+        if not equals or name in peers:
+            raise ConfigError(f"--peer {entry!r} is not NAME=HOST:PORT, or names a peer twice")
+        peers[name] = address
+    first, _, last = args.ucx_ports.partition("-")
+    if not (first.isdigit() and last.isdigit() and 1024 <= int(first) <= int(last) <= 65535):
+        raise ConfigError(f"--ucx-ports {args.ucx_ports!r} is not FIRST-LAST within 1024-65535")
+    roles = ("decode", "prefill") if args.role == "both" else (args.role,)
+    same = {
+        name: getattr(args, name)
+        for name in (
+            "page_size shm_dir slots max_tokens queue max_peers max_workers transfer_seconds heartbeat_seconds "
+            "peer_lost_seconds grace_seconds copy_threads reuse insecure reflection"
+        ).split()
+    }
+    return DaemonConfig(
+        roles=roles,
+        name=args.name or args.role,
+        listen=args.listen or f"127.0.0.1:{DEFAULT_PORTS[args.role]}",
+        socket=args.socket or os.path.join(runtime_dir(), f"kvferry-{args.role}.sock"),
+        peers=peers,
+        pool_bytes=parse_size(args.pool_bytes),
+        slot_bytes=parse_size(args.slot_bytes),
+        ucx_ports=(int(first), int(last)),
+        **same,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = config_of(args)
+        asyncio.run(_serve(config))
+    except ConfigError as error:
+        print(f"kvferry serve: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _serve(config: DaemonConfig) -> None:
+    # gRPC's core and NIXL are imported only here, so that a wrong flag is answered at once.
+    from kvferry.daemon.server import Daemon
+
+    daemon = Daemon(config)
+    await daemon.start()
+    print(f"ready: daemon {daemon.address}", flush=True)
+    await daemon.run_until_stopped()

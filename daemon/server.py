@@ -1,0 +1,190 @@
+"""The daemon's process: sockets, services, signals, and the order in which it starts and ends. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import stat
+import time
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvferry.daemon.cache_service import CacheService
+from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, parse_address
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.handshake import CHANNEL_OPTIONS
+from kvferry.daemon.peer_service import PeerService
+from kvferry.daemon.prefill_side import PrefillSide
+from kvferry.daemon.side import Side
+from kvferry.daemon.worker_service import WorkerService
+from kvferry.proto import cache_pb2, cache_pb2_grpc, peer_pb2, peer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvferry.transfer.segment import FileLock, reclaim_stale
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.05
+
+
+class Daemon:
+    """`await start()`, then `await run_until_stopped()`; or `stop()` from a signal."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        self.config = config
+        self.incarnation = new_incarnation()
+        self.address = ""  # HOST:PORT once it listens
+        self._stop = asyncio.Event()
+        self._fatal: BaseException | None = None
+        self.sides: dict[str, Side] = {}
+        if "decode" in config.roles:
+            self.sides["decode"] = DecodeSide(config, self.incarnation, time.monotonic)
+        if "prefill" in config.roles:
+            self.sides["prefill"] = PrefillSide(config, self.incarnation, time.monotonic)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def start(self) -> None:
+        """Listens; ConfigError where it cannot."""
+        config = self.config
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
+        reclaimed = reclaim_stale(config.shm_dir)
+        if reclaimed:
+            log.warning("removed %d files that dead daemons left in %s", len(reclaimed), config.shm_dir)
+        self._lock = FileLock.create(os.path.join(config.shm_dir, f"kvferry-{self.incarnation.hex()}-lock"))
+        if not self._lock.try_acquire():
+            raise ConfigError(f"the daemon's own lock in {config.shm_dir} is held by another process")
+        _clear_socket(config.socket)
+        self._health = health.aio.HealthServicer()
+        self._tcp, self._unix = (grpc.aio.server(options=CHANNEL_OPTIONS) for _ in range(2))
+        host, port = parse_address(config.listen)
+        try:
+            bound = self._tcp.add_insecure_port(config.listen)
+        except RuntimeError as error:
+            raise ConfigError(f"listen {config.listen}: {error}") from error
+        if port and bound != port:
+            raise ConfigError(f"listen {config.listen}: the port is taken")
+        self.address = f"{host if ':' not in host else f'[{host}]'}:{bound}"
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.sides, self.address), self._unix)
+        services = [cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name]
+        for server in (self._tcp, self._unix):
+            cache_pb2_grpc.add_CacheServicer_to_server(CacheService(config.name, self.sides, time.monotonic), server)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        prefill = self.sides.get("prefill")
+        if isinstance(prefill, PrefillSide):
+            peer_pb2_grpc.add_PeerServicer_to_server(PeerService(prefill), self._tcp)
+            services.append(peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name)
+        if config.reflection:
+            from grpc_reflection.v1alpha import reflection
+
+            names = [*services, worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name, reflection.SERVICE_NAME]
+            for server in (self._tcp, self._unix):
+                reflection.enable_server_reflection(names, server)
+        before = os.umask(0o177)
+        try:
+            self._unix.add_insecure_port(f"unix:{config.socket}")
+        finally:
+            os.umask(before)
+        await self._tcp.start()
+        await self._unix.start()
+        os.chmod(config.socket, 0o600)
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._tasks = [asyncio.create_task(self._tick())]
+        decode = self.sides.get("decode")
+        if isinstance(decode, DecodeSide):
+            self._tasks += [asyncio.create_task(link.run()) for link in decode.links.values()]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
+
+    async def run_until_stopped(self) -> None:
+        """Until `stop()` or a broken invariant; drains, then ends everything it owns."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        await self._stop.wait()
+        await self._drain()
+        await self._end()
+        if self._fatal is not None:
+            raise self._fatal
+
+    async def _drain(self) -> None:
+        """No new work; what was accepted may finish within the grace period."""
+        await self._health.enter_graceful_shutdown()
+        for side in self.sides.values():
+            side.draining = True
+        busy = sum(side.busy for side in self.sides.values())
+        if busy and self._fatal is None:
+            log.info("draining %d requests for at most %.0f s", busy, self.config.grace_seconds)
+            deadline = time.monotonic() + self.config.grace_seconds
+            while sum(side.busy for side in self.sides.values()) and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(self._unix.stop(0.5), self._tcp.stop(0.5))
+        await asyncio.sleep(0)  # handlers that were cancelled have run their ends
+        prefill = self.sides.get("prefill")
+        if isinstance(prefill, PrefillSide):
+            deadline = time.monotonic() + 15.0
+            while prefill.sessions and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+        for side in self.sides.values():
+            await side.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.config.socket)
+        self._lock.unlink()
+        self._lock.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            for side in self.sides.values():
+                core = side.core if isinstance(side, DecodeSide | PrefillSide) else None
+                if core is not None:
+                    core.tick(time.monotonic())
+                    side.flush()
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(error)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """A broken invariant in a callback: going on could hand out a wrong byte."""
+        error = context.get("exception")
+        if isinstance(error, AssertionError):
+            self._die(error)
+        else:
+            loop.default_exception_handler(context)
+
+    def _die(self, error: BaseException) -> None:
+        log.critical("an invariant is broken; the daemon ends", exc_info=error)
+        self._fatal = self._fatal or error
+        self._stop.set()
+
+
+def _clear_socket(path: str) -> None:
+    """Removes what a dead daemon left; refuses one that answers, and anything that is no socket."""
+    if len(path.encode()) > 107:
+        raise ConfigError(f"socket {path!r} has {len(path.encode())} bytes; Unix sockets take at most 107")
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"socket {path!r} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        code = probe.connect_ex(path)
+    if code == 0:
+        raise ConfigError(f"socket {path!r}: another daemon answers there")
+    if code not in (errno.ECONNREFUSED, errno.ENOENT):
+        raise ConfigError(f"socket {path!r}: {os.strerror(code)}")
+    os.unlink(path)

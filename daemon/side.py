@@ -1,0 +1,262 @@
+"""One role of a daemon: its workers, its pool's memory, and the carrying out of its core's effects. Shell.
+
+The pool is made when the first worker says what model it serves; later workers must fit it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.copier import Copier
+from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
+from kvferry.daemon.effects import Effect, ToWorker
+from kvferry.daemon.errors import RequestError, exhausted, invalid, precondition
+from kvferry.daemon.limits import MAX_NAME_CHARS, Name
+from kvferry.daemon.store import Store
+from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.namespace import NamespaceFacts, differences
+from kvferry.transfer.segment import FileLock, Segment
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = 1
+WORKER_QUEUE = 8192  # events that may wait for a worker's stream
+PROOF_SECONDS = 0.1  # between looks at a lost worker's lock
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    number: int
+    name: str
+    namespace_id: bytes
+    lock: FileLock
+    events: asyncio.Queue[wire.WorkerEvent]
+    attached: bool = False
+    quiesced: bool = False
+    overflown: bool = False
+
+
+class Side:
+    """Base of both roles."""
+
+    role: str
+
+    def __init__(self, config: DaemonConfig, incarnation: bytes, now: Callable[[], float]) -> None:
+        self.config = config
+        self.incarnation = incarnation
+        self.now = now
+        self.epoch = secrets.randbits(63)
+        self.facts: NamespaceFacts | None = None
+        self.workers: dict[int, Worker] = {}
+        self.draining = False
+        self.has_pool = asyncio.Event()
+        self._segment: Segment | None = None
+        self._copier: Copier | None = None
+        self._next_worker = 1
+        self._lost: dict[int, Worker] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- what the roles differ in --------------------------------------------------------------------------------
+
+    def make_core(self, store: Store) -> None:
+        raise AssertionError("a side has a role")
+
+    def perform(self, effect: Effect) -> None:
+        raise AssertionError("a side has a role")
+
+    def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
+        raise AssertionError("a side has a role")
+
+    def worker_lost(self, worker: Worker) -> None:
+        raise AssertionError("a side has a role")
+
+    def worker_gone(self, worker: Worker) -> None:
+        raise AssertionError("a side has a role")
+
+    def take_effects(self) -> list[Effect]:
+        raise AssertionError("a side has a role")
+
+    @property
+    def busy(self) -> int:
+        """Requests that are not over."""
+        raise AssertionError("a side has a role")
+
+    @property
+    def store(self) -> Store:
+        raise AssertionError("a side has a role")
+
+    @property
+    def request_counters(self) -> RequestCounters:
+        raise AssertionError("a side has a role")
+
+    @property
+    def transfer_counters(self) -> TransferCounters:
+        raise AssertionError("a side has a role")
+
+    @property
+    def latencies(self) -> Latencies | None:
+        return None
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def register(self, hello: wire.WorkerHello) -> tuple[Worker, wire.Welcome]:
+        """Takes a worker in, making the pool for the first one. RequestError where it does not fit."""
+        if hello.protocol != PROTOCOL:
+            raise precondition(
+                f"protocol is {hello.protocol}; this daemon speaks {PROTOCOL}: install the same kvferry on both"
+            )
+        if len(hello.worker) > MAX_NAME_CHARS:
+            raise invalid(f"worker has {len(hello.worker)} characters; the bound is {MAX_NAME_CHARS}")
+        if len(self.workers) + len(self._lost) >= self.config.max_workers:
+            raise exhausted(f"{len(self.workers)} workers are here; max_workers is {self.config.max_workers}")
+        page_size = hello.facts.geometry.page_size
+        if page_size not in (0, self.config.page_size):
+            raise precondition(
+                f"page_size: the worker has {page_size}, the daemon {self.config.page_size}; give one of them the other's"
+            )
+        hello.facts.geometry.page_size = self.config.page_size
+        try:
+            facts = NamespaceFacts.from_proto(hello.facts)
+        except ValueError as error:
+            raise invalid(str(error)) from error
+        self._fit(facts)
+        self.store.tree(facts.id)
+        number = self._next_worker
+        self._next_worker += 1
+        path = os.path.join(self.config.shm_dir, f"kvferry-{self.incarnation.hex()}-{self.role}-worker-{number}")
+        worker = Worker(number, hello.worker, facts.id, FileLock.create(path), asyncio.Queue(WORKER_QUEUE))
+        self.workers[number] = worker
+        assert self._segment is not None
+        welcome = wire.Welcome(
+            protocol=PROTOCOL,
+            daemon=self.config.name,
+            incarnation=self.incarnation,
+            namespace_id=facts.id,
+            geometry=facts.geometry.to_proto(),
+            epoch=self.epoch,
+            pages=self.store.pool.pages,
+            segment=self._segment.path,
+            session_file=path,
+            max_tokens=self.config.max_tokens,
+        )
+        return worker, welcome
+
+    def _fit(self, facts: NamespaceFacts) -> None:
+        if self.facts is not None:
+            for difference in differences(self.facts, facts):
+                if difference.field != "tenant_salt_digest":
+                    raise precondition(f"this daemon serves another model: {difference}")
+            return
+        page_bytes = facts.geometry.page_bytes
+        pages = self.config.pool_bytes // page_bytes
+        if not 1 <= pages < 1 << 31:
+            raise exhausted(
+                f"pool_bytes is {self.config.pool_bytes}, a page of this model {page_bytes}; the pool must hold 1 to 2^31 - 1 pages"
+            )
+        name = f"kvferry-{self.incarnation.hex()}-{self.role}-pool"
+        try:
+            self._segment = Segment.create(self.config.shm_dir, name, pages * page_bytes)
+        except OSError as error:
+            raise exhausted(f"pool of {pages * page_bytes} bytes in {self.config.shm_dir}: {error}") from error
+        self.facts = facts
+        self._copier = Copier(self._segment.buffer, page_bytes, self.config.copy_threads)
+        self.make_core(Store(pages, self.config.page_size))
+        self.has_pool.set()
+        log.info("%s pool: %d pages of %d bytes for %s", self.role, pages, page_bytes, facts.model)
+
+    def attach(self, worker: Worker) -> None:
+        """The worker says that it holds its lock; it is looked at."""
+        if worker.lock.try_acquire():
+            worker.lock.release()
+            raise precondition("attached: the session file is not locked; flock it before mapping the pool")
+        worker.attached = True
+
+    def leave(self, worker: Worker) -> None:
+        """Its stream has ended."""
+        del self.workers[worker.number]
+        if worker.quiesced or not worker.attached:
+            self._proved(worker)
+            return
+        self.worker_lost(worker)
+        self.flush()
+        self._lost[worker.number] = worker
+        task = asyncio.get_running_loop().create_task(self._await_proof(worker))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _await_proof(self, worker: Worker) -> None:
+        """Until the kernel has released the lost worker's lock it may still write."""
+        while not worker.lock.try_acquire():
+            await asyncio.sleep(PROOF_SECONDS)
+        del self._lost[worker.number]
+        self._proved(worker)
+
+    def _proved(self, worker: Worker) -> None:
+        worker.lock.close()
+        worker.lock.unlink()
+        self.worker_gone(worker)
+        self.flush()
+
+    # -- effects -------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Carries out what the core left, until it leaves nothing more."""
+        while effects := self.take_effects():
+            for effect in effects:
+                if isinstance(effect, ToWorker):
+                    self.tell(effect.worker, effect.event)
+                else:
+                    self.perform(effect)
+
+    def tell(self, number: int, event: wire.WorkerEvent) -> None:
+        worker = self.workers.get(number)
+        if worker is None:
+            return
+        try:
+            worker.events.put_nowait(event)
+        except asyncio.QueueFull:
+            worker.overflown = True  # its stream is ended by its reader
+
+    def fail(self, worker: Worker, name: Name, error: RequestError) -> None:
+        failed = wire.Failed(name=name.to_proto(), error=error.to_proto())
+        self.tell(worker.number, wire.WorkerEvent(failed=failed))
+
+    @property
+    def copier(self) -> Copier:
+        assert self._copier is not None
+        return self._copier
+
+    @property
+    def page_bytes(self) -> int:
+        assert self.facts is not None
+        return self.facts.geometry.page_bytes
+
+    @property
+    def pool_buffer(self) -> memoryview:
+        assert self._segment is not None
+        return self._segment.buffer
+
+    def deadline_of(self, milliseconds: int) -> float:
+        """A request's deadline: its own if it names one, never past the configured transfer time."""
+        most = self.config.transfer_seconds
+        return self.now() + (min(milliseconds / 1000, most) if milliseconds else most)
+
+    async def close(self) -> None:
+        """Ends what this side owns; the sessions must have ended before."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._copier is not None:
+            self._copier.close()
+        for worker in [*self.workers.values(), *self._lost.values()]:
+            worker.lock.close()
+            worker.lock.unlink()
+        if self._segment is not None:
+            self._segment.unlink()
+            self._segment.close()

@@ -1,0 +1,83 @@
+"""One snapshot of a side, as the wire's SideStats. Everything is read in one go on the event loop's thread, so the counts agree."""
+
+from __future__ import annotations
+
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.prefill_side import PrefillSide
+from kvferry.daemon.side import Side
+from kvferry.proto import cache_pb2 as cache
+from kvferry.proto import common_pb2 as common
+
+
+def side_stats(side: Side) -> cache.SideStats:
+    """Zeros before the first worker has come."""
+    stats = cache.SideStats(role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL)
+    if not side.has_pool.is_set():
+        return stats
+    _requests(side, stats.requests)
+    _pool(side, stats.pool)
+    _transfers(side, stats.transfers)
+    latencies = side.latencies
+    if latencies is not None:
+        stats.admit_to_ready.count = latencies.count
+        stats.admit_to_ready.p50_ms = latencies.quantile(0.50) * 1e3
+        stats.admit_to_ready.p99_ms = latencies.quantile(0.99) * 1e3
+        for stage, values in latencies.stages.items():
+            stats.admit_to_ready.stages.add(stage=stage, mean_ms=sum(values) / len(values) * 1e3)
+    if isinstance(side, DecodeSide):
+        for link in side.links.values():
+            peer = stats.peers.add(name=link.name, address=link.address, state=link.state, error=link.error)
+            if link.session is not None:
+                peer.slots = side.config.slots
+                peer.free_credits = link.session.receiver.free_credits
+    elif isinstance(side, PrefillSide):
+        for session in side.sessions.values():
+            peer = stats.peers.add(name=session.remote, state="up" if session.up else "connecting")
+            peer.slots = session.remote_slots
+            if session.sender is not None:
+                peer.free_credits = session.sender.free_credits
+    return stats
+
+
+def _requests(side: Side, stats: cache.RequestStats) -> None:
+    counters = side.request_counters
+    stats.admitted, stats.finished = counters.admitted, counters.finished
+    stats.aborted, stats.failed, stats.refused = counters.aborted, counters.failed, counters.refused
+    stats.queried_tokens, stats.hit_tokens = counters.queried_tokens, counters.hit_tokens
+    stats.hit_rate, stats.recent_hit_rate = counters.hit_rate, counters.recent_hit_rate
+    stats.recent_requests = len(counters.recent)
+    stats.waiting, stats.running = load_of(side)
+
+
+def load_of(side: Side) -> tuple[int, int]:
+    """(waiting, running) requests."""
+    if isinstance(side, DecodeSide) and side.core is not None:
+        return len(side.core.waiting), side.core.running
+    if isinstance(side, PrefillSide) and side.core is not None:
+        return side.core.waiting, side.core.running
+    return 0, 0
+
+
+def _pool(side: Side, stats: cache.PoolStats) -> None:
+    store = side.store
+    counts = store.pool.counts()
+    stats.pages, stats.page_bytes = store.pool.pages, side.page_bytes
+    stats.free, stats.leased, stats.arriving = counts.free, counts.leased, counts.arriving
+    stats.cached, stats.spilling = counts.cached, counts.spilling
+    stats.restoring, stats.orphaned = counts.restoring, counts.orphaned
+    stats.evictable, stats.locks = store.evictable, store.locks
+    stats.evicted, stats.tree_nodes = store.evicted, store.nodes
+    if isinstance(side, DecodeSide):
+        stats.promised = side.ready_core.promised
+
+
+def _transfers(side: Side, stats: cache.TransferStats) -> None:
+    counters = side.transfer_counters
+    stats.completed, stats.failed, stats.aborted = counters.completed, counters.failed, counters.aborted
+    stats.delta_pages, stats.delta_bytes, stats.wire_bytes = counters.pages, counters.payload_bytes, counters.wire_bytes
+    stats.parts, stats.dropped_parts = counters.parts, counters.dropped_parts
+    stats.saved_pages = side.request_counters.saved_pages
+    stats.saved_bytes = stats.saved_pages * side.page_bytes
+    stats.asked_again = side.request_counters.asked_again
+    if isinstance(side, DecodeSide | PrefillSide):
+        stats.active = side.ready_core.active_transfers

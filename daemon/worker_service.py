@@ -1,0 +1,90 @@
+"""The workers' gRPC service on the Unix socket. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+
+from kvferry.daemon.errors import RequestError
+from kvferry.daemon.side import Side, Worker
+from kvferry.proto import common_pb2 as common
+from kvferry.proto import worker_pb2 as wire
+from kvferry.proto import worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 10.0
+
+
+def status_of(error: RequestError) -> grpc.StatusCode:
+    """The wire's error codes carry gRPC's numbers."""
+    return next((code for code in grpc.StatusCode if code.value[0] == int(error.code)), grpc.StatusCode.INTERNAL)
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, sides: dict[str, Side], peer_address: str) -> None:
+        self._sides = sides
+        self._peer_address = peer_address
+
+    async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:  # type: ignore[override,type-arg]
+        del request_iterator  # context.read() it is, for its deadline
+        try:
+            side, worker = await self._hello(context)
+        except RequestError as error:
+            await context.abort(status_of(error), error.message)
+        except asyncio.TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_SECONDS} s")
+        log.info("%s worker %s is here", side.role, worker.name)
+        writer = asyncio.create_task(self._write(worker, context))
+        try:
+            await self._read(side, worker, context)
+        except RequestError as error:
+            await context.abort(status_of(error), error.message)
+        finally:
+            writer.cancel()
+            side.leave(worker)
+            log.info("%s worker %s has %s", side.role, worker.name, "left" if worker.quiesced else "broken off")
+
+    async def _hello(self, context: grpc.aio.ServicerContext) -> tuple[Side, Worker]:  # type: ignore[type-arg]
+        message = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+        if not isinstance(message, wire.WorkerMessage) or message.WhichOneof("kind") != "hello":
+            raise RequestError(common.ERROR_INVALID_ARGUMENT, "the first message must be hello")
+        role = {common.ROLE_DECODE: "decode", common.ROLE_PREFILL: "prefill"}.get(message.hello.role, "")
+        side = self._sides.get(role)
+        if side is None:
+            have = ", ".join(sorted(self._sides))
+            raise RequestError(
+                common.ERROR_FAILED_PRECONDITION, f"role: the worker is {role or 'of none'}, this daemon {have}"
+            )
+        if side.draining:
+            raise RequestError(common.ERROR_UNAVAILABLE, "the daemon is shutting down")
+        worker, welcome = side.register(message.hello)
+        welcome.peer_address = self._peer_address
+        worker.events.put_nowait(wire.WorkerEvent(welcome=welcome))
+        return side, worker
+
+    async def _read(self, side: Side, worker: Worker, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
+        while True:
+            message = await context.read()
+            if not isinstance(message, wire.WorkerMessage):
+                return  # the worker closed its half
+            if worker.overflown:
+                raise RequestError(common.ERROR_RESOURCE_EXHAUSTED, "the worker does not read its events")
+            kind = message.WhichOneof("kind")
+            if kind == "attached":
+                side.attach(worker)
+            elif kind == "quiesced":
+                worker.quiesced = True
+                return
+            elif kind is None or kind == "hello":
+                raise RequestError(common.ERROR_INVALID_ARGUMENT, f"a message of kind {kind} cannot be here")
+            elif not worker.attached:
+                raise RequestError(common.ERROR_FAILED_PRECONDITION, f"{kind} before attached")
+            else:
+                side.handle(worker, kind, message)
+
+    async def _write(self, worker: Worker, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
+        while True:
+            await context.write(await worker.events.get())
