@@ -1,7 +1,8 @@
 """Single flight: who brings each page that is on its way, and who waits for it. Core: no I/O.
 
-An arriving page is brought by one lease (its filler) and may be waited for by others that matched it. When the filler goes, the oldest waiter
-takes over by asking again; with no waiter the page has no filler until a new admission matches it or its path is pruned.
+An arriving page is brought by one lease (its filler) and may be waited for by others that matched it. When the filler
+goes, the oldest waiter takes over by asking again; with no waiter the page has no filler until a new admission
+matches it or its path is pruned.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Arrivals:
         filler.missing.add(page)
 
     def follow(self, page: int, lease: Lease) -> bool:
-        """`lease` waits for an arriving page. True: nobody brings it, so the lease has become its filler and must ask for it."""
+        """`lease` waits for an arriving page. True: nobody brings it, so the lease has become its filler and must ask
+        for it.
+        """
         self._waiters[page][lease] = None
         lease.missing.add(page)
         if self._filler[page] is None:
@@ -54,14 +57,17 @@ class Arrivals:
         return waiters
 
     def leave(self, lease: Lease) -> None:
-        """The lease waits no more. It stays the filler of its pages until `hand_over`, since copies into them may run."""
+        """The lease waits no more. It stays the filler of its pages until `hand_over`, since copies into them may
+        run.
+        """
         for page in lease.missing:
             if page in self._waiters:
                 self._waiters[page].pop(lease, None)
         lease.missing.clear()
 
     def hand_over(self, lease: Lease) -> dict[Lease, list[int]]:
-        """No copy of `lease`'s transfers runs any more: the oldest waiter of each page that it was to bring becomes the filler and must ask
+        """No copy of `lease`'s transfers runs any more: the oldest waiter of each page that it was to bring becomes
+        the filler and must ask
         for it. Returns new filler -> pages."""
         heirs: dict[Lease, list[int]] = {}
         for page in sorted(lease.filling):

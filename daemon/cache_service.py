@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -16,6 +17,9 @@ from kvferry.radix.digests import DIGEST_BYTES
 
 NAMESPACE_BYTES = 32
 
+if TYPE_CHECKING:
+    from kvferry.daemon.worker_service import Context
+
 
 class CacheService(cache_pb2_grpc.CacheServicer):
     def __init__(self, name: str, sides: dict[str, Side], now: Callable[[], float]) -> None:
@@ -24,11 +28,11 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._now = now
         self._started = now()
 
-    async def Stats(self, request: cache.StatsRequest, context: grpc.aio.ServicerContext) -> cache.StatsReply:  # type: ignore[override,type-arg]
+    async def Stats(self, request: cache.StatsRequest, context: Context) -> cache.StatsReply:  # type: ignore[override]
         sides = [side_stats(side) for side in self._sides.values()]
         return cache.StatsReply(daemon=self._name, uptime_seconds=self._now() - self._started, sides=sides)
 
-    async def Lookup(self, request: cache.LookupRequest, context: grpc.aio.ServicerContext) -> cache.LookupReply:  # type: ignore[override,type-arg]
+    async def Lookup(self, request: cache.LookupRequest, context: Context) -> cache.LookupReply:  # type: ignore[override]
         """Of the decode side where there is one."""
         if len(request.namespace_id) != NAMESPACE_BYTES:
             bytes_ = len(request.namespace_id)

@@ -81,7 +81,7 @@ class DaemonConfig:
         host, _ = parse_address(self.listen)
         if not is_loopback(host) and not self.insecure:
             raise ConfigError(
-                f"listen is {self.listen}: sessions are not encrypted, so an address that is not loopback needs --insecure"
+                f"listen is {self.listen}: sessions are not encrypted; an address that is not loopback needs --insecure"
             )
         for peer, address in self.peers.items():
             _check_name("peers", peer)
@@ -117,7 +117,8 @@ class DaemonConfig:
 def _check_name(field_name: str, name: str) -> None:
     if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}", name):
         raise ConfigError(
-            f"{field_name}: {name!r} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.', '-', the first a letter or digit"
+            f"{field_name}: {name!r} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', "
+            "the first a letter or digit"
         )
 
 

@@ -1,8 +1,9 @@
-"""The decode daemon's requests: admission by promise, single flight, asking again, leases. Core: no I/O, time is passed in.
+"""The decode daemon's requests: admission by promise, single flight, asking again, leases. Core: no I/O, time is passed
+in.
 
-Every public method is one step: it changes the state, then looks at the admission queue again (level-triggered) and leaves effects to be carried
-out. Pages and locks of a lease are given back only when its worker has said that it touches them no more (or is proven gone) and no copy of
-its transfers runs.
+Every public method is one step: it changes the state, then looks at the admission queue again (level-triggered) and
+leaves effects to be carried out. Pages and locks of a lease are given back only when its worker has said that it
+touches them no more (or is proven gone) and no copy of its transfers runs.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class DecodeCore:
         if need > self.store.pool.pages:
             self.counters.refused += 1
             raise exhausted(
-                f"prompt of {request.tokens} + max_new_tokens {request.max_new_tokens} needs {need} pages; the pool has "
-                f"{self.store.pool.pages}"
+                f"prompt of {request.tokens} + max_new_tokens {request.max_new_tokens} needs {need} pages; "
+                f"the pool has {self.store.pool.pages}"
             )
         if len(self.waiting) >= self.limits.queue:
             self.counters.refused += 1
@@ -337,7 +338,9 @@ class DecodeCore:
         return wire.Admitted(name=lease.name.to_proto(), matched_tokens=matched, pages=lease.pages, local_tokens=local)
 
     def _fetch(self, lease: Lease, fresh: list[int], digests: bytes) -> None:
-        """Follows what arrives for others, puts the full delta pages into the tree as arriving, and asks for the delta."""
+        """Follows what arrives for others, puts the full delta pages into the tree as arriving, and asks for the
+        delta.
+        """
         adopted = [p for p in lease.pages[: lease.matched] if p in self._arrivals and self._arrivals.follow(p, lease)]
         for page in fresh:
             self._arrivals.expect(page, lease)
@@ -466,7 +469,9 @@ class DecodeCore:
         self._settle(lease)
 
     def _settle(self, lease: Lease) -> None:
-        """Once no copy of its transfers runs: others take over what it was to bring, and if its worker is done its pages go."""
+        """Once no copy of its transfers runs: others take over what it was to bring, and if its worker is done its
+        pages go.
+        """
         if lease.live or lease.transfers:
             return
         for heir, pages in self._arrivals.hand_over(lease).items():

@@ -21,7 +21,9 @@ class ToWorker:
 
 @dataclass(frozen=True, slots=True)
 class StartTransfer:
-    """Decode: open the transfer at the receiver (`page_ids` are the pool's, in prompt order) and send the Ask to the prefill daemon."""
+    """Decode: open the transfer at the receiver (`page_ids` are the pool's, in prompt order) and send the Ask to the
+    prefill daemon.
+    """
 
     prefill: str
     ask: peer.Ask
@@ -47,7 +49,9 @@ class SendDone:
 
 @dataclass(frozen=True, slots=True)
 class OpenSend:
-    """Prefill: start sending; `page_ids` are the pool's, in prompt order from `first_page`; the first `pages_ready` prompt pages are final."""
+    """Prefill: start sending; `page_ids` are the pool's, in prompt order from `first_page`; the first `pages_ready`
+    prompt pages are final.
+    """
 
     session: int
     transfer: int

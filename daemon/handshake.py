@@ -59,8 +59,7 @@ def check_hello(side: Side, hello: peer.PeerHello, where: str) -> None:
     wanted = common.ROLE_PREFILL if side.role == "decode" else common.ROLE_DECODE
     if hello.role != wanted:
         raise precondition(
-            f"role: {us} needs {common.Role.Name(wanted)}, {them} is "
-            f"{common.Role.Name(hello.role) if hello.role in common.Role.values() else hello.role}; check --peer and --role"
+            f"role: {us} needs {common.Role.Name(wanted)}, {them} is of role {hello.role}; check --peer and --role"
         )
     try:
         theirs = NamespaceFacts.from_proto(hello.facts)

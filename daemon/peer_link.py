@@ -101,7 +101,8 @@ class PeerLink:
         if failed.code() is grpc.StatusCode.FAILED_PRECONDITION:
             return precondition(str(failed.details()))
         return unavailable(
-            f"prefill daemon {self.name!r} at {self.address} cannot be reached: {failed.code().name}: {failed.details()}"
+            f"prefill daemon {self.name!r} at {self.address} cannot be reached: "
+            f"{failed.code().name}: {failed.details()}"
         )
 
     async def _connect_and_serve(self) -> None:

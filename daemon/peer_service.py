@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -17,12 +18,15 @@ from kvferry.proto import peer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    from kvferry.daemon.worker_service import Context
+
 
 class PeerService(peer_pb2_grpc.PeerServicer):
     def __init__(self, side: PrefillSide) -> None:
         self._side = side
 
-    async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:  # type: ignore[override,type-arg]
+    async def Session(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
         del request_iterator
         side = self._side
         message = await asyncio.wait_for(context.read(), HELLO_SECONDS)

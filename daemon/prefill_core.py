@@ -1,7 +1,9 @@
-"""The prefill daemon's requests: the rendezvous of a worker's Begin with a decode daemon's Ask, and what is sent. Core: no I/O, time is passed in.
+"""The prefill daemon's requests: the rendezvous of a worker's Begin with a decode daemon's Ask, and what is sent. Core:
+no I/O, time is passed in.
 
-Whichever comes first waits in a bounded table until its deadline. Pages of requests that no decode daemon has asked for hold at most half of the
-pool, so what was asked for always finds room in time. A request's whole path stays locked until its Done.
+Whichever comes first waits in a bounded table until its deadline. Pages of requests that no decode daemon has asked
+for hold at most half of the pool, so what was asked for always finds room in time. A request's whole path stays
+locked until its Done.
 """
 
 from __future__ import annotations
@@ -355,7 +357,9 @@ class PrefillCore:
         return True
 
     def _publish(self, prompt: Prompt, full: int) -> None:
-        """Computed full pages enter the tree. Where another request was first, its page wins and ours stays private until the end."""
+        """Computed full pages enter the tree. Where another request was first, its page wins and ours stays private
+        until the end.
+        """
         if full <= prompt.tree_pages:
             return
         digests = prompt.digests[: full * DIGEST_BYTES]

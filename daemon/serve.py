@@ -11,6 +11,24 @@ import sys
 
 from kvferry.daemon.config import ConfigError, DaemonConfig, parse_size, runtime_dir
 
+_SAME = [  # flags that are settings as they stand
+    "page_size",
+    "shm_dir",
+    "slots",
+    "max_tokens",
+    "queue",
+    "max_peers",
+    "max_workers",
+    "transfer_seconds",
+    "heartbeat_seconds",
+    "peer_lost_seconds",
+    "grace_seconds",
+    "copy_threads",
+    "reuse",
+    "insecure",
+    "reflection",
+]
+
 DEFAULT_PORTS = {"decode": 7070, "prefill": 7071, "both": 7070}
 
 
@@ -56,13 +74,7 @@ def config_of(args: argparse.Namespace) -> DaemonConfig:
     if not (first.isdigit() and last.isdigit() and 1024 <= int(first) <= int(last) <= 65535):
         raise ConfigError(f"--ucx-ports {args.ucx_ports!r} is not FIRST-LAST within 1024-65535")
     roles = ("decode", "prefill") if args.role == "both" else (args.role,)
-    same = {
-        name: getattr(args, name)
-        for name in (
-            "page_size shm_dir slots max_tokens queue max_peers max_workers transfer_seconds heartbeat_seconds "
-            "peer_lost_seconds grace_seconds copy_threads reuse insecure reflection"
-        ).split()
-    }
+    same = {name: getattr(args, name) for name in _SAME}
     return DaemonConfig(
         roles=roles,
         name=args.name or args.role,

@@ -1,8 +1,9 @@
-"""One session of two daemons after their Hello: a gRPC stream, a courier, and the sending or the receiving state machine.
+"""One session of two daemons after their Hello: a gRPC stream, a courier, and the sending or the receiving state
+machine.
 
-Both ends run the same steps: start the courier, say CourierUp, connect to the other's courier, say CourierConnected. When both have said so the session
-is up; the receiver's first credits follow. A session ends once, for any reason; its courier is then ended and reaped, and what copies still run
-are waited for before their pages are given back.
+Both ends run the same steps: start the courier, say CourierUp, connect to the other's courier, say CourierConnected.
+When both have said so the session is up; the receiver's first credits follow. A session ends once, for any reason;
+its courier is then ended and reaped, and what copies still run are waited for before their pages are given back.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ class Side:
         page_size = hello.facts.geometry.page_size
         if page_size not in (0, self.config.page_size):
             raise precondition(
-                f"page_size: the worker has {page_size}, the daemon {self.config.page_size}; give one of them the other's"
+                f"page_size: the worker has {page_size}, the daemon {self.config.page_size}; "
+                "give one of them the other's"
             )
         hello.facts.geometry.page_size = self.config.page_size
         try:
@@ -157,7 +158,8 @@ class Side:
         pages = self.config.pool_bytes // page_bytes
         if not 1 <= pages < 1 << 31:
             raise exhausted(
-                f"pool_bytes is {self.config.pool_bytes}, a page of this model {page_bytes}; the pool must hold 1 to 2^31 - 1 pages"
+                f"pool_bytes is {self.config.pool_bytes}, a page of this model {page_bytes}; "
+                "the pool must hold 1 to 2^31 - 1 pages"
             )
         name = f"kvferry-{self.incarnation.hex()}-{self.role}-pool"
         try:

@@ -1,4 +1,6 @@
-"""One snapshot of a side, as the wire's SideStats. Everything is read in one go on the event loop's thread, so the counts agree."""
+"""One snapshot of a side, as the wire's SideStats. Everything is read in one go on the event loop's thread, so the
+counts agree.
+"""
 
 from __future__ import annotations
 

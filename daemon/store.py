@@ -10,7 +10,9 @@ MAX_NAMESPACES = 64
 
 
 class Store:
-    """The pool of `pages` pages, shared by the trees of all namespaces; pages are evicted from whichever tree used them last ago."""
+    """The pool of `pages` pages, shared by the trees of all namespaces; pages are evicted from whichever tree used
+    them last ago.
+    """
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
@@ -41,7 +43,9 @@ class Store:
         return sum(tree.nodes for tree in self.trees.values())
 
     def take(self, pages: int) -> list[int]:
-        """Allocates `pages` LEASED pages, evicting what it must. The caller has checked `free + evictable`; it is asserted."""
+        """Allocates `pages` LEASED pages, evicting what it must. The caller has checked `free + evictable`; it is
+        asserted.
+        """
         if self.pool.free < pages:
             self._evict(pages - self.pool.free)
         return self.pool.allocate(pages, PageState.LEASED)

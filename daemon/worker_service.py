@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
@@ -17,6 +18,9 @@ log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0
 
+if TYPE_CHECKING:
+    Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
 
 def status_of(error: RequestError) -> grpc.StatusCode:
     """The wire's error codes carry gRPC's numbers."""
@@ -28,7 +32,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._sides = sides
         self._peer_address = peer_address
 
-    async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:  # type: ignore[override,type-arg]
+    async def Session(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
         del request_iterator  # context.read() it is, for its deadline
         try:
             side, worker = await self._hello(context)
@@ -47,7 +51,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             side.leave(worker)
             log.info("%s worker %s has %s", side.role, worker.name, "left" if worker.quiesced else "broken off")
 
-    async def _hello(self, context: grpc.aio.ServicerContext) -> tuple[Side, Worker]:  # type: ignore[type-arg]
+    async def _hello(self, context: Context) -> tuple[Side, Worker]:
         message = await asyncio.wait_for(context.read(), HELLO_SECONDS)
         if not isinstance(message, wire.WorkerMessage) or message.WhichOneof("kind") != "hello":
             raise RequestError(common.ERROR_INVALID_ARGUMENT, "the first message must be hello")
@@ -65,7 +69,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         worker.events.put_nowait(wire.WorkerEvent(welcome=welcome))
         return side, worker
 
-    async def _read(self, side: Side, worker: Worker, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
+    async def _read(self, side: Side, worker: Worker, context: Context) -> None:
         while True:
             message = await context.read()
             if not isinstance(message, wire.WorkerMessage):
@@ -85,6 +89,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             else:
                 side.handle(worker, kind, message)
 
-    async def _write(self, worker: Worker, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
+    async def _write(self, worker: Worker, context: Context) -> None:
         while True:
             await context.write(await worker.events.get())

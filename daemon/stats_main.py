@@ -1,0 +1,145 @@
+"""`kvferry stats`: a daemon's cache statistics, once or again and again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import grpc
+from google.protobuf import json_format
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from kvferry.daemon.config import ConfigError, parse_address
+from kvferry.proto import cache_pb2 as cache
+from kvferry.proto import common_pb2 as common
+from kvferry.proto.cache_pb2_grpc import CacheStub
+
+TIMEOUT_SECONDS = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "address", nargs="?", default="127.0.0.1:7070", help="HOST:PORT or unix:PATH (default: %(default)s)"
+    )
+    parser.add_argument("--watch", action="store_true", help="again every --interval seconds until interrupted")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0.1 <= args.interval <= 3600:
+        print(f"kvferry stats: --interval is {args.interval}; it must be 0.1 to 3600", file=sys.stderr)
+        return 2
+    try:
+        if not args.address.startswith("unix:"):
+            parse_address(args.address)
+    except ConfigError as error:
+        print(f"kvferry stats: {error}", file=sys.stderr)
+        return 2
+    show = _show_json if args.format == "json" else _show_table
+    with grpc.insecure_channel(args.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            if args.watch:
+                _watch(channel, args.interval, args.format)
+            else:
+                show(fetch(channel))
+        except grpc.RpcError as error:
+            print(f"kvferry stats: {args.address}: {error.code().name}: {error.details()}", file=sys.stderr)  # type: ignore[attr-defined]
+            return 1
+        except KeyboardInterrupt:
+            pass
+    return 0
+
+
+def fetch(channel: grpc.Channel) -> cache.StatsReply:
+    """One snapshot. grpc.RpcError after TIMEOUT_SECONDS."""
+    return CacheStub(channel).Stats(cache.StatsRequest(), timeout=TIMEOUT_SECONDS)
+
+
+def to_json(reply: cache.StatsReply) -> str:
+    """One line, zeros included; 64-bit numbers are strings, as in protobuf's JSON."""
+    return json_format.MessageToJson(
+        reply, always_print_fields_with_no_presence=True, preserving_proto_field_name=True, indent=None
+    )
+
+
+def _show_json(reply: cache.StatsReply) -> None:
+    print(to_json(reply), flush=True)
+
+
+def _show_table(reply: cache.StatsReply) -> None:
+    Console().print(render(reply))
+
+
+def _watch(channel: grpc.Channel, interval: float, form: str) -> None:
+    if form == "json":
+        while True:
+            _show_json(fetch(channel))
+            time.sleep(interval)
+    with Live(render(fetch(channel)), auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            live.update(render(fetch(channel)), refresh=True)
+
+
+def render(reply: cache.StatsReply) -> Group:
+    """A table for each role."""
+    return Group(*(_side_table(reply, side) for side in reply.sides))
+
+
+def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
+    role = common.Role.Name(side.role).removeprefix("ROLE_").lower()
+    table = Table(title=f"{reply.daemon} ({role}), up {reply.uptime_seconds:.0f} s", title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    requests, pool, transfers = side.requests, side.pool, side.transfers
+    rows: list[tuple[str, str]] = [
+        ("requests running / waiting", f"{requests.running} / {requests.waiting}"),
+        (
+            "finished / aborted / failed / refused",
+            f"{requests.finished} / {requests.aborted} / {requests.failed} / {requests.refused}",
+        ),
+        ("tokens queried / hit", f"{requests.queried_tokens} / {requests.hit_tokens}"),
+        (
+            f"hit rate, lifetime / last {requests.recent_requests}",
+            f"{requests.hit_rate:.1%} / {requests.recent_hit_rate:.1%}",
+        ),
+        ("delta pages " + ("received" if role == "decode" else "sent"), f"{transfers.delta_pages}"),
+        ("delta bytes", size(transfers.delta_bytes)),
+        ("bytes saved", size(transfers.saved_bytes)),
+        (
+            "transfers active / completed / failed / aborted",
+            f"{transfers.active} / {transfers.completed} / {transfers.failed} / {transfers.aborted}",
+        ),
+        ("asked again / parts dropped", f"{transfers.asked_again} / {transfers.dropped_parts}"),
+        ("pages", f"{pool.pages} x {size(pool.page_bytes)}"),
+        ("  free", f"{pool.free}"),
+        ("  leased", f"{pool.leased}"),
+        ("  arriving", f"{pool.arriving}"),
+        ("  cached (evictable)", f"{pool.cached} ({pool.evictable})"),
+        ("  spilling / restoring / orphaned", f"{pool.spilling} / {pool.restoring} / {pool.orphaned}"),
+        ("promised / locks / evicted", f"{pool.promised} / {pool.locks} / {pool.evicted}"),
+    ]
+    if role == "decode":
+        latency = side.admit_to_ready
+        rows.append(("admit to ready p50 / p99", f"{latency.p50_ms:.1f} / {latency.p99_ms:.1f} ms"))
+        rows += [(f"  mean {stage.stage}", f"{stage.mean_ms:.2f} ms") for stage in latency.stages]
+    for peer in side.peers:
+        rows.append((f"peer {peer.name} {peer.address}", f"{peer.state}, {peer.free_credits}/{peer.slots} credits"))
+        if peer.error:
+            rows.append(("", peer.error))
+    for what, value in rows:
+        table.add_row(what, value)
+    return table
+
+
+def size(nbytes: float) -> str:
+    """For people: 12.3 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
