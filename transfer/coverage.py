@@ -1,0 +1,103 @@
+"""Which bytes of a transfer were announced, which were written, and which pages that completes.
+
+Bytes are numbered from 0 at the start of the transfer's run of pages, pages from 0 likewise.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+
+class IntervalSet:
+    """A set of integers as sorted disjoint half-open intervals; neighbours are merged."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def intervals(self) -> list[tuple[int, int]]:
+        """(start, end) of each, ascending."""
+        return list(zip(self._starts, self._ends, strict=True))
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Whether any integer of [start, end) is in the set."""
+        if start >= end:
+            return False
+        i = bisect_right(self._ends, start)  # the first interval that ends behind start
+        return i < len(self._starts) and self._starts[i] < end
+
+    def contains(self, start: int, end: int) -> bool:
+        """Whether every integer of [start, end) is in the set."""
+        if start >= end:
+            return True
+        i = bisect_right(self._ends, start)
+        return i < len(self._starts) and self._starts[i] <= start and end <= self._ends[i]
+
+    def add(self, start: int, end: int) -> None:
+        """Adds [start, end)."""
+        if start >= end:
+            return
+        # Intervals low..high-1 touch or overlap the new one and melt into it.
+        low = bisect_left(self._ends, start)
+        high = bisect_right(self._starts, end)
+        if low < high:
+            start = min(start, self._starts[low])
+            end = max(end, self._ends[high - 1])
+        self._starts[low:high] = [start]
+        self._ends[low:high] = [end]
+
+
+class Coverage:
+    """Of one transfer. A range is claimed when its notification is believed, and written when its copy is done."""
+
+    def __init__(self, *, pages: int, page_bytes: int) -> None:
+        if pages < 1:
+            raise ValueError(f"pages is {pages}, must be at least 1")
+        if page_bytes < 1:
+            raise ValueError(f"page_bytes is {page_bytes}, must be at least 1")
+        self._pages = pages
+        self._page_bytes = page_bytes
+        self._claimed = IntervalSet()
+        self._written = IntervalSet()
+        self._reported = bytearray(pages)
+        self._reported_pages = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole transfer."""
+        return self._pages * self._page_bytes
+
+    @property
+    def complete(self) -> bool:
+        """Whether every page was reported."""
+        return self._reported_pages == self._pages
+
+    def overlaps(self, start: int, nbytes: int) -> bool:
+        """Guard: whether some of these bytes were claimed before."""
+        return self._claimed.overlaps(start, start + nbytes)
+
+    def is_covered(self, page: int) -> bool:
+        """Guard: whether every byte of the page was written."""
+        return self._written.contains(page * self._page_bytes, (page + 1) * self._page_bytes)
+
+    def claim(self, start: int, nbytes: int) -> None:
+        """Announces a range that lies in the transfer and overlaps none claimed before."""
+        assert nbytes > 0
+        assert start >= 0
+        assert start + nbytes <= self.nbytes
+        self._claimed.add(start, start + nbytes)
+
+    def written(self, start: int, nbytes: int) -> list[int]:
+        """A claimed range now lies in its pages: the pages which that completes, ascending, each reported once."""
+        assert self._claimed.contains(start, start + nbytes)
+        self._written.add(start, start + nbytes)
+        done = []
+        for page in range(start // self._page_bytes, (start + nbytes - 1) // self._page_bytes + 1):
+            if not self._reported[page] and self.is_covered(page):
+                self._reported[page] = 1
+                done.append(page)
+        self._reported_pages += len(done)
+        return done

@@ -1,0 +1,326 @@
+"""The receiving half of a session: which parts are believed, where their bytes go, and when a page has arrived.
+
+A state machine without I/O. A part is believed only if its notification names the credit that is out for the slot
+(CreditTable.generation_matches), the header in the slot says the same (check_binding), and its range lies in an open
+transfer and was never announced before (range_error, Coverage.overlaps). A page is reported once, when all of its
+bytes were copied (Coverage.is_covered). A part of a transfer that is not open is dropped, and its slot granted anew.
+
+Where notification and header disagree, the peer or its transport does not keep the protocol, and its write may still
+be on the way: SlotError, the slot is granted no more, and the session is to be ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.transfer.coverage import Coverage
+from kvferry.transfer.slots import (
+    HEADER_BYTES,
+    Buffer,
+    Credit,
+    CreditTable,
+    PartHeader,
+    PartNotice,
+    SlotError,
+    check_unsigned,
+)
+
+MAX_PAGES = 1 << 32  # page indexes of a prompt are 32 bits on the wire
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Copy `nbytes` from behind the slot's header to the pages `page_ids`, laid end to end, from byte_offset on.
+
+    page_ids[i] takes prompt page first_page + i; every page named is touched; byte_offset < page_bytes. checksum: of
+    those bytes, 64 bits, 0 for none; the copy verifies it, and a mismatch is a scatter_failed.
+    """
+
+    slot: int
+    transfer: int
+    page_ids: Sequence[int]
+    first_page: int
+    byte_offset: int
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Regrant:
+    """A part was dropped; this credit goes back to the sender."""
+
+    credit: Credit
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferBroken:
+    """Nothing more of this transfer is believed. Pages reported arrived stay so; end() it, ask again for the rest."""
+
+    transfer: int
+    message: str
+
+
+ReceiverAction = Scatter | Regrant | TransferBroken
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterResult:
+    """After a copy. A transfer that is complete or drained is forgotten."""
+
+    transfer: int
+    credit: Credit  # goes back to the sender
+    arrived: list[int]  # prompt page indexes fully here now, ascending; none once the transfer is ended or broken
+    complete: bool  # every page of the transfer has arrived
+    drained: bool  # the transfer was ended, and this was its last copy: its pages may be used again
+    broken: TransferBroken | None = None
+
+
+@dataclass(slots=True)
+class ReceiverCounts:
+    """Of the session so far; bytes are counted when their copy is done."""
+
+    parts: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    dropped_parts: int = 0  # of transfers that were not open, or refused for their range
+    stale_notifications: int = 0  # of another epoch, or a credit that is not out: repeated, late, or made up
+
+
+class _Incoming:
+    """One transfer."""
+
+    __slots__ = ("broken", "coverage", "ended", "first_page", "page_ids", "scatters")
+
+    def __init__(self, first_page: int, page_ids: Sequence[int], page_bytes: int) -> None:
+        self.first_page = first_page
+        self.page_ids = page_ids
+        self.coverage = Coverage(pages=len(page_ids), page_bytes=page_bytes)
+        self.scatters = 0  # running
+        self.ended = False
+        self.broken = False
+
+    @property
+    def closed(self) -> bool:
+        return self.ended or self.broken
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A copy out of a slot."""
+
+    transfer: int
+    incoming: _Incoming
+    start: int  # byte of the transfer's run
+    nbytes: int
+
+
+class Receiver:
+    """One per session and direction. Not thread-safe: one owner calls it.
+
+    epoch: of the own pool. page_bytes: of a page on this rank. slot_bytes: of a receive slot, header included. slots:
+    receive slots, numbered from 0.
+    """
+
+    def __init__(self, *, epoch: int, page_bytes: int, slot_bytes: int, slots: int, rank: int = 0) -> None:
+        if page_bytes < 1:
+            raise ValueError(f"page_bytes is {page_bytes}, must be at least 1")
+        if slot_bytes <= HEADER_BYTES:
+            raise ValueError(f"slot_bytes is {slot_bytes}, must be greater than the header's {HEADER_BYTES}")
+        check_unsigned("epoch", epoch, 64)
+        check_unsigned("rank", rank, 16)
+        self._epoch = epoch
+        self._page_bytes = page_bytes
+        self._capacity = slot_bytes - HEADER_BYTES
+        self._rank = rank
+        self._credits = CreditTable(slots)
+        self._transfers: dict[int, _Incoming] = {}
+        self._newest_transfer = -1
+        self._running: dict[int, _Running] = {}  # by slot
+        self.counts = ReceiverCounts()
+
+    @property
+    def free_credits(self) -> int:
+        """Slots granted and not known to be written."""
+        return self._credits.granted
+
+    @property
+    def scatters_running(self) -> int:
+        """Copies out of slots that were not reported done."""
+        return len(self._running)
+
+    def transfers(self) -> list[int]:
+        """Those neither complete nor drained."""
+        return list(self._transfers)
+
+    def initial_credits(self) -> list[Credit]:
+        """The first credit of every slot; called once."""
+        return [self._credits.grant(slot) for slot in range(self._credits.slots)]
+
+    def open(self, transfer: int, *, first_page: int, pages: int, page_ids: Sequence[int]) -> None:
+        """Awaits prompt pages first_page..first_page+pages-1, to lie in pool pages `page_ids`.
+
+        Nothing is held for pages == 0. Raises ValueError if the numbers disagree, or the transfer's number is not
+        greater than all before: a number that was used again would let parts of the old transfer in.
+        """
+        check_unsigned("transfer", transfer, 64)
+        if transfer <= self._newest_transfer:
+            raise ValueError(f"transfer is {transfer}, must be greater than {self._newest_transfer}, the newest before")
+        if pages < 0 or first_page < 0 or first_page + pages > MAX_PAGES:
+            raise ValueError(
+                f"first_page {first_page} and pages {pages} must not be negative, nor end behind {MAX_PAGES}"
+            )
+        if len(page_ids) != pages:
+            raise ValueError(f"page_ids has {len(page_ids)} entries, must have pages = {pages}")
+        if len(set(page_ids)) != pages:
+            raise ValueError(f"page_ids names a page twice among its {pages}")
+        self._newest_transfer = transfer
+        if pages > 0:
+            self._transfers[transfer] = _Incoming(first_page, list(page_ids), self._page_bytes)
+
+    def notification(self, payload: bytes, read_header: Callable[[int], Buffer]) -> list[ReceiverAction]:
+        """A notification of the courier: what to do, in order. read_header(slot) gives the slot's first HEADER_BYTES.
+
+        Nothing for one that repeats or is stale. Raises SlotError (end the session) as the module says.
+        """
+        notice = PartNotice.unpack(payload)
+        slot = notice.slot
+        if not slot < self._credits.slots:
+            raise SlotError("notification.slot", slot, f"in 0..{self._credits.slots - 1}")
+        if notice.epoch != self._epoch or not self._credits.take(slot, notice.generation):
+            self.counts.stale_notifications += 1
+            return []
+        # Also for a part that will be dropped: its slot may be granted anew only if the write is known to be in it.
+        try:
+            header = PartHeader.unpack(read_header(slot))
+            self.check_binding(notice, header)
+        except SlotError:
+            self._credits.withhold(slot)
+            raise
+        incoming = self._transfers.get(notice.transfer)
+        if incoming is None or incoming.closed:
+            return [self._drop(notice)]
+        message = self.range_error(incoming, header)
+        if message is not None:
+            incoming.broken = True
+            return [TransferBroken(notice.transfer, message), self._drop(notice)]
+        start = (header.first_page - incoming.first_page) * self._page_bytes + header.byte_offset
+        incoming.coverage.claim(start, header.nbytes)
+        incoming.scatters += 1
+        self._running[slot] = _Running(notice.transfer, incoming, start, header.nbytes)
+        page = start // self._page_bytes
+        last_page = (start + header.nbytes - 1) // self._page_bytes
+        return [
+            Scatter(
+                slot=slot,
+                transfer=notice.transfer,
+                page_ids=incoming.page_ids[page : last_page + 1],
+                first_page=header.first_page,
+                byte_offset=header.byte_offset,
+                nbytes=header.nbytes,
+                checksum=header.checksum,
+            )
+        ]
+
+    def check_binding(self, notice: PartNotice, header: PartHeader) -> None:
+        """Guard: the slot's content is that of which the notification speaks. Raises SlotError naming the field."""
+        for field in ("epoch", "transfer", "slot", "generation"):
+            value, announced = getattr(header, field), getattr(notice, field)
+            if value != announced:
+                raise SlotError(f"part.{field}", value, f"{announced} as in the notification of slot {notice.slot}")
+        if header.rank != self._rank:
+            raise SlotError("part.rank", header.rank, str(self._rank))
+
+    def range_error(self, incoming: _Incoming, header: PartHeader) -> str | None:
+        """Guard: the part lies in its slot and its transfer, and none of it was announced before; else the reason."""
+        first, pages = incoming.first_page, len(incoming.page_ids)
+        if not first <= header.first_page < first + pages:
+            return f"part.first_page is {header.first_page}, must be in {first}..{first + pages - 1}"
+        if header.byte_offset >= self._page_bytes:
+            return f"part.byte_offset is {header.byte_offset}, must be less than page_bytes = {self._page_bytes}"
+        start = (header.first_page - first) * self._page_bytes + header.byte_offset
+        limit = min(self._capacity, incoming.coverage.nbytes - start)
+        if not 1 <= header.nbytes <= limit:
+            return f"part.nbytes is {header.nbytes}, must be in 1..{limit} for a part at byte {start} of the transfer"
+        if incoming.coverage.overlaps(start, header.nbytes):
+            end = start + header.nbytes
+            return f"part.byte_offset: bytes {start}..{end - 1} of the transfer came twice, must come once"
+        return None
+
+    def scattered(self, slot: int) -> ScatterResult:
+        """The copy out of this slot is done and, where there was a checksum, verified."""
+        running = self._scatter_done(slot)
+        incoming = running.incoming
+        self.counts.parts += 1
+        self.counts.payload_bytes += running.nbytes
+        self.counts.wire_bytes += running.nbytes + HEADER_BYTES
+        arrived: list[int] = []
+        complete = False
+        if not incoming.closed:
+            pages = incoming.coverage.written(running.start, running.nbytes)
+            arrived = [incoming.first_page + page for page in pages]
+            complete = incoming.coverage.complete and incoming.scatters == 0
+            if complete:
+                del self._transfers[running.transfer]
+        return ScatterResult(
+            transfer=running.transfer,
+            credit=self._credits.give_back(slot),
+            arrived=arrived,
+            complete=complete,
+            drained=self._forget_if_drained(running.transfer, incoming),
+        )
+
+    def scatter_failed(self, slot: int, message: str) -> ScatterResult:
+        """The copy out of this slot is over and its pages do not hold the bytes: the transfer is broken."""
+        running = self._scatter_done(slot)
+        incoming = running.incoming
+        broken = None
+        if not incoming.closed:
+            broken = TransferBroken(running.transfer, message)
+        incoming.broken = True
+        return ScatterResult(
+            transfer=running.transfer,
+            credit=self._credits.give_back(slot),
+            arrived=[],
+            complete=False,
+            drained=self._forget_if_drained(running.transfer, incoming),
+            broken=broken,
+        )
+
+    def end(self, transfer: int) -> bool:
+        """Wants no more of it: later parts are dropped. Idempotent.
+
+        True: no copy into its pages runs (or it is not open any more), and they may be used again at once. False:
+        they may be after the ScatterResult that says drained.
+        """
+        incoming = self._transfers.get(transfer)
+        if incoming is None:
+            return True
+        incoming.ended = True
+        return self._forget_if_drained(transfer, incoming)
+
+    def check(self) -> None:
+        """Recounts everything; for tests."""
+        self._credits.check()
+        for transfer, incoming in self._transfers.items():
+            assert incoming.scatters == sum(running.transfer == transfer for running in self._running.values())
+            assert not incoming.ended or incoming.scatters > 0
+            assert transfer <= self._newest_transfer
+
+    def _drop(self, notice: PartNotice) -> Regrant:
+        self.counts.dropped_parts += 1
+        return Regrant(self._credits.give_back(notice.slot), notice.transfer)
+
+    def _scatter_done(self, slot: int) -> _Running:
+        if slot not in self._running:
+            raise ValueError(f"slot is {slot}, must be one of the {len(self._running)} being scattered")
+        running = self._running.pop(slot)
+        running.incoming.scatters -= 1
+        return running
+
+    def _forget_if_drained(self, transfer: int, incoming: _Incoming) -> bool:
+        if not incoming.ended or incoming.scatters > 0:
+            return False
+        self._transfers.pop(transfer, None)
+        return True

@@ -1,0 +1,262 @@
+"""The slot protocol: what a part looks like in a slot, what its notification says, and who may write a slot when.
+
+A slot holds one part: HEADER_BYTES of header, then the payload, a byte range of a transfer's pages taken in prompt
+order. The receiver grants a slot as a credit (slot, generation). The sender spends a credit on one write and its
+notification. The receiver takes the slot when the notification names the generation that it granted, copies the
+payload out, and grants the slot anew under the next generation, so whatever still names an older generation is
+refused.
+
+    receiver's slot:  FREE -> GRANTED -> TAKEN -> GRANTED (generation + 1) ...
+                                           \\-> WITHHELD: not what the notification said; lost to the session
+
+All integers are little-endian and unsigned.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+HEADER_BYTES = 64
+NOTICE_BYTES = 32
+PART_VERSION = 1
+MAX_SLOTS = 1 << 16  # a session has tens; a bound for what peers say
+
+_HEADER_MAGIC = 0x5046564B  # b"KVFP" in memory
+_NOTICE_MAGIC = 0x4E46564B  # b"KVFN" in memory
+_HEADER = struct.Struct("<IHHQQQIIQQQ")
+_NOTICE = struct.Struct("<IIQQQ")
+assert _HEADER.size == HEADER_BYTES
+assert _NOTICE.size == NOTICE_BYTES
+
+Buffer = bytes | bytearray | memoryview
+
+
+class SlotError(ValueError):
+    """A value that the slot protocol forbids, named by `field`. From a peer: the session is to be ended."""
+
+    def __init__(self, field: str, value: object, bound: str) -> None:
+        super().__init__(f"{field} is {value}, must be {bound}")
+        self.field = field
+
+
+def check_unsigned(field: str, value: int, bits: int) -> None:
+    """Raises SlotError unless the value fits so many bits."""
+    if not 0 <= value < 1 << bits:
+        raise SlotError(field, value, f"in 0..2^{bits}-1")
+
+
+@dataclass(frozen=True, slots=True)
+class PartHeader:
+    """The first HEADER_BYTES of a slot.
+
+    The part's payload is the bytes [byte_offset, byte_offset + nbytes) of the pages from `first_page` on, laid end to
+    end; `first_page` is an index into the prompt's pages and holds the part's first byte, so byte_offset <
+    page_bytes.
+    """
+
+    epoch: int  # of the receiver's pool, 64 bits
+    transfer: int  # 64 bits
+    slot: int  # the receiver's, 32 bits
+    generation: int  # of the credit, 64 bits
+    rank: int  # tensor-parallel rank of the pages, 16 bits
+    first_page: int  # 32 bits
+    byte_offset: int  # 64 bits
+    nbytes: int  # payload without the header, 64 bits
+    checksum: int = 0  # 64 bits; 0: none was made
+
+    def pack(self) -> bytes:
+        """The HEADER_BYTES bytes. Raises SlotError for a field that does not fit its bits."""
+        check_unsigned("part.rank", self.rank, 16)
+        check_unsigned("part.slot", self.slot, 32)
+        check_unsigned("part.first_page", self.first_page, 32)
+        for field in ("epoch", "transfer", "generation", "byte_offset", "nbytes", "checksum"):
+            check_unsigned(f"part.{field}", getattr(self, field), 64)
+        return _HEADER.pack(
+            _HEADER_MAGIC,
+            PART_VERSION,
+            self.rank,
+            self.epoch,
+            self.transfer,
+            self.generation,
+            self.slot,
+            self.first_page,
+            self.byte_offset,
+            self.nbytes,
+            self.checksum,
+        )
+
+    @staticmethod
+    def unpack(buffer: Buffer) -> PartHeader:
+        """Reads the header at the start of `buffer`, each byte once. Raises SlotError for length, magic or version."""
+        if len(buffer) < HEADER_BYTES:
+            raise SlotError("part.length", f"{len(buffer)} bytes", f"at least {HEADER_BYTES}")
+        magic, version, rank, epoch, transfer, generation, slot, first_page, byte_offset, nbytes, checksum = (
+            _HEADER.unpack_from(buffer)
+        )
+        if magic != _HEADER_MAGIC:
+            raise SlotError("part.magic", f"{magic:#010x}", f"{_HEADER_MAGIC:#010x}")
+        if version != PART_VERSION:
+            raise SlotError("part.version", version, str(PART_VERSION))
+        return PartHeader(
+            epoch=epoch,
+            transfer=transfer,
+            slot=slot,
+            generation=generation,
+            rank=rank,
+            first_page=first_page,
+            byte_offset=byte_offset,
+            nbytes=nbytes,
+            checksum=checksum,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartNotice:
+    """The notification that follows a part's write: which slot was written, under which credit, for which transfer."""
+
+    epoch: int
+    transfer: int
+    slot: int
+    generation: int
+
+    def pack(self) -> bytes:
+        """The NOTICE_BYTES bytes. Raises SlotError for a field that does not fit its bits."""
+        check_unsigned("notification.slot", self.slot, 32)
+        for field in ("epoch", "transfer", "generation"):
+            check_unsigned(f"notification.{field}", getattr(self, field), 64)
+        return _NOTICE.pack(_NOTICE_MAGIC, self.slot, self.epoch, self.transfer, self.generation)
+
+    @staticmethod
+    def unpack(payload: Buffer) -> PartNotice:
+        """Raises SlotError for length or magic."""
+        if len(payload) != NOTICE_BYTES:
+            raise SlotError("notification.length", f"{len(payload)} bytes", str(NOTICE_BYTES))
+        magic, slot, epoch, transfer, generation = _NOTICE.unpack(payload)
+        if magic != _NOTICE_MAGIC:
+            raise SlotError("notification.magic", f"{magic:#010x}", f"{_NOTICE_MAGIC:#010x}")
+        return PartNotice(epoch=epoch, transfer=transfer, slot=slot, generation=generation)
+
+
+class Credit(NamedTuple):
+    """The right to write the receiver's slot `slot` once. Generations of a slot start at 1 and only grow."""
+
+    slot: int
+    generation: int
+
+
+class SlotState(enum.Enum):
+    """Of a receive slot."""
+
+    FREE = "free"
+    GRANTED = "granted"
+    TAKEN = "taken"
+    WITHHELD = "withheld"
+
+
+class CreditTable:
+    """The receiver's slots: state and generation of each. Misuse by its owner is an AssertionError."""
+
+    def __init__(self, slots: int) -> None:
+        if not 1 <= slots <= MAX_SLOTS:
+            raise ValueError(f"slots is {slots}, must be in 1..{MAX_SLOTS}")
+        self._states = [SlotState.FREE] * slots
+        self._generations = [0] * slots
+        self._granted = 0
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return len(self._states)
+
+    @property
+    def granted(self) -> int:
+        """Slots whose credit is out and unspent, as far as the receiver knows."""
+        return self._granted
+
+    def state(self, slot: int) -> SlotState:
+        """Of this slot."""
+        return self._states[slot]
+
+    def grant(self, slot: int) -> Credit:
+        """The credit of a FREE slot."""
+        self._move(slot, SlotState.FREE, SlotState.GRANTED)
+        return self._next_credit(slot)
+
+    def take(self, slot: int, generation: int) -> bool:
+        """Takes a slot of which a notification says that it was written: False if that credit is not out."""
+        if self._states[slot] is not SlotState.GRANTED or not self.generation_matches(slot, generation):
+            return False
+        self._move(slot, SlotState.GRANTED, SlotState.TAKEN)
+        self._granted -= 1
+        return True
+
+    def generation_matches(self, slot: int, generation: int) -> bool:
+        """Guard: only the newest credit of a slot is believed."""
+        return self._generations[slot] == generation
+
+    def give_back(self, slot: int) -> Credit:
+        """The next credit of a TAKEN slot, nothing of whose content is needed any more."""
+        self._move(slot, SlotState.TAKEN, SlotState.GRANTED)
+        return self._next_credit(slot)
+
+    def withhold(self, slot: int) -> None:
+        """Keeps a TAKEN slot from being granted again: a write may still be on its way to it."""
+        self._move(slot, SlotState.TAKEN, SlotState.WITHHELD)
+
+    def check(self) -> None:
+        """Recounts everything; for tests."""
+        assert self._granted == self._states.count(SlotState.GRANTED)
+        for state, generation in zip(self._states, self._generations, strict=True):
+            assert (generation == 0) == (state is SlotState.FREE)
+
+    def _next_credit(self, slot: int) -> Credit:
+        self._generations[slot] += 1
+        self._granted += 1
+        return Credit(slot, self._generations[slot])
+
+    def _move(self, slot: int, source: SlotState, target: SlotState) -> None:
+        state = self._states[slot]
+        assert state is source, f"slot {slot} is {state.value}, must be {source.value} to become {target.value}"
+        self._states[slot] = target
+
+
+class CreditPurse:
+    """The sender's unspent credits, oldest first."""
+
+    def __init__(self, slots: int) -> None:
+        if not 1 <= slots <= MAX_SLOTS:
+            raise ValueError(f"slots is {slots}, must be in 1..{MAX_SLOTS}")
+        self._newest = [0] * slots  # by slot, the newest generation seen
+        self._credits: deque[Credit] = deque()
+
+    def __len__(self) -> int:
+        return len(self._credits)
+
+    def add(self, credits: Iterable[Credit]) -> None:
+        """Credits that the peer granted. Raises SlotError for a slot out of range or a generation that is not new."""
+        for credit in credits:
+            if not 0 <= credit.slot < len(self._newest):
+                raise SlotError("credit.slot", credit.slot, f"in 0..{len(self._newest) - 1}")
+            if credit.generation <= self._newest[credit.slot]:
+                bound = f"greater than {self._newest[credit.slot]} for slot {credit.slot}"
+                raise SlotError("credit.generation", credit.generation, bound)
+            check_unsigned("credit.generation", credit.generation, 64)
+            self._newest[credit.slot] = credit.generation
+            self._credits.append(credit)
+
+    def take(self) -> Credit:
+        """Guard: a credit leaves the purse for the one part that may spend it. The purse must not be empty."""
+        return self._credits.popleft()
+
+    def put_back(self, credit: Credit) -> None:
+        """Returns a taken credit of which nothing was written."""
+        self._credits.appendleft(credit)
+
+    def held(self) -> Sequence[Credit]:
+        """A copy, in the order of use."""
+        return tuple(self._credits)
