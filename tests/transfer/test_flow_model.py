@@ -240,7 +240,7 @@ class Loop:
 
     def step_end(self, choice: int) -> None:
         living = [m for m in self.moving.values() if not m.receiver_over and not m.ended]
-        copying = {copy.transfer for copy in (*self.gathers, *self.scatters)}
+        copying = {g.transfer for g in self.gathers} | {s.transfer for s in self.scatters}
         if choice % 4:  # mostly in the middle of something
             living = [m for m in living if m.transfer in copying]
         if living:
