@@ -56,9 +56,7 @@ class Daemon:
         reclaimed = reclaim_stale(config.shm_dir)
         if reclaimed:
             log.warning("removed %d files that dead daemons left in %s", len(reclaimed), config.shm_dir)
-        self._lock = FileLock.create(os.path.join(config.shm_dir, f"kvferry-{self.incarnation.hex()}-lock"))
-        if not self._lock.try_acquire():
-            raise ConfigError(f"the daemon's own lock in {config.shm_dir} is held by another process")
+        self._lock = FileLock.create_held(os.path.join(config.shm_dir, f"kvferry-{self.incarnation.hex()}-lock"))
         _clear_socket(config.socket)
         self._health = health.aio.HealthServicer()
         self._tcp, self._unix = (grpc.aio.server(options=CHANNEL_OPTIONS) for _ in range(2))

@@ -1,0 +1,121 @@
+"""The shape of a page of KV on one rank, and where its bytes lie."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvferry.proto import common_pb2 as common
+
+ITEMSIZES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float64": 8,
+}
+MAX_PAGE_BYTES = 1 << 30
+
+
+class Layout(enum.IntEnum):
+    """Of a page's bytes; both are page-major (a page is one contiguous row)."""
+
+    PAGE_NHD = common.LAYOUT_PAGE_NHD  # (layer, K or V, token, head, head dimension)
+    PAGE_HND = common.LAYOUT_PAGE_HND  # (layer, K or V, head, token, head dimension)
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """`page_size` tokens over all layers: `fragments` runs of equal length in which the tokens follow each other."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str  # torch's name
+    page_size: int  # tokens
+    layout: Layout = Layout.PAGE_NHD
+    tensors: int = 2  # a layer: K and V, or 1 where both are one (MLA)
+
+    def __post_init__(self) -> None:
+        """ValueError names the field, its value and the bound."""
+        if self.dtype not in ITEMSIZES:
+            raise ValueError(f"geometry.dtype is {self.dtype[:64]!r}; it must be one of {', '.join(ITEMSIZES)}")
+        bounds = (
+            ("layers", self.layers, 1, 1024),
+            ("kv_heads", self.kv_heads, 1, 4096),
+            ("head_dim", self.head_dim, 1, 1 << 16),
+            ("page_size", self.page_size, 1, 4096),
+            ("tensors", self.tensors, 1, 2),
+        )
+        for name, value, low, high in bounds:
+            if not low <= value <= high:
+                raise ValueError(f"geometry.{name} is {value}; it must be {low} to {high}")
+        if self.page_bytes > MAX_PAGE_BYTES:
+            raise ValueError(f"geometry: a page has {self.page_bytes} bytes; the bound is {MAX_PAGE_BYTES}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token over all layers."""
+        return self.layers * self.tensors * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        return self.token_bytes * self.page_size
+
+    @property
+    def fragments(self) -> int:
+        """Runs of a page in which the tokens follow each other."""
+        per_layer = self.tensors * (self.kv_heads if self.layout is Layout.PAGE_HND else 1)
+        return self.layers * per_layer
+
+    @property
+    def fragment_token_bytes(self) -> int:
+        """Of one token in one fragment."""
+        heads = 1 if self.layout is Layout.PAGE_HND else self.kv_heads
+        return heads * self.head_dim * self.itemsize
+
+    @property
+    def fragment_bytes(self) -> int:
+        return self.fragment_token_bytes * self.page_size
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        """(layers, tensors, page_size, kv_heads, head_dim), or with kv_heads before page_size for PAGE_HND."""
+        if self.layout is Layout.PAGE_HND:
+            return (self.layers, self.tensors, self.kv_heads, self.page_size, self.head_dim)
+        return (self.layers, self.tensors, self.page_size, self.kv_heads, self.head_dim)
+
+    def to_proto(self) -> common.Geometry:
+        return common.Geometry(
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            page_size=self.page_size,
+            layout=common.Layout.ValueType(self.layout),
+            tensors=self.tensors,
+        )
+
+    @staticmethod
+    def from_proto(message: common.Geometry) -> KVGeometry:
+        """ValueError names the field, its value and the bound. `tensors` 0 means 2, an unspecified layout PAGE_NHD."""
+        layout = message.layout or common.LAYOUT_PAGE_NHD
+        if layout not in tuple(Layout):
+            raise ValueError(f"geometry.layout is {layout}; it must be one of {[int(known) for known in Layout]}")
+        return KVGeometry(
+            layers=message.layers,
+            kv_heads=message.kv_heads,
+            head_dim=message.head_dim,
+            dtype=message.dtype,
+            page_size=message.page_size,
+            layout=Layout(layout),
+            tensors=message.tensors or 2,
+        )

@@ -1,0 +1,118 @@
+"""What two caches must share for their pages to be interchangeable, and the id that stands for it on the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+
+from kvferry.proto import common_pb2 as common
+from kvferry.transfer.geometry import KVGeometry
+
+MAX_TEXT = 512
+DIGEST_BYTES = 32
+
+_REMEDIES = {
+    "model": "serve the same model on both sides",
+    "revision": "serve the same weights on both sides",
+    "digest_algorithm": "configure the same digest algorithm on both sides",
+    "root_digest": "configure the same hash seed on both sides",
+    "tenant_salt_digest": "give both workers the same --tenant-salt",
+    "geometry.page_size": "start both daemons with the same --page-size",
+    "geometry.dtype": "start both workers with the same --dtype",
+    "geometry.layout": "configure the same page layout on both sides",
+}
+_SAME_MODEL = "serve the same model with the same parallelism on both sides"
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFacts:
+    """Model, weights, geometry, digest chain and tenant: pages match only where all are equal."""
+
+    model: str  # fingerprint
+    revision: str  # of the weights
+    geometry: KVGeometry
+    digest_algorithm: str
+    root_digest: bytes  # parent of first pages
+    tenant_salt_digest: bytes = b""  # SHA-256 of the salt; empty without one
+
+    def __post_init__(self) -> None:
+        """ValueError names the field, its value and the bound."""
+        for name in ("model", "revision", "digest_algorithm"):
+            length = len(getattr(self, name))
+            if length > MAX_TEXT or (length == 0 and name != "revision"):
+                raise ValueError(f"facts.{name} has {length} characters; it must have 1 to {MAX_TEXT}")
+        if len(self.root_digest) != DIGEST_BYTES:
+            raise ValueError(f"facts.root_digest has {len(self.root_digest)} bytes; it must have {DIGEST_BYTES}")
+        if len(self.tenant_salt_digest) not in (0, DIGEST_BYTES):
+            length = len(self.tenant_salt_digest)
+            raise ValueError(f"facts.tenant_salt_digest has {length} bytes; it must have 0 or {DIGEST_BYTES}")
+
+    @property
+    def id(self) -> bytes:
+        """SHA-256 over every field with its name and length, 32 bytes."""
+        sha = hashlib.sha256(b"kvferry-namespace-1")
+        for name, value in _flat(self):
+            data = value if isinstance(value, bytes) else str(value).encode()
+            sha.update(f"\n{name}:{len(data)}:".encode() + data)
+        return sha.digest()
+
+    def to_proto(self) -> common.NamespaceFacts:
+        return common.NamespaceFacts(
+            model=self.model,
+            revision=self.revision,
+            geometry=self.geometry.to_proto(),
+            digest_algorithm=self.digest_algorithm,
+            root_digest=self.root_digest,
+            tenant_salt_digest=self.tenant_salt_digest,
+        )
+
+    @staticmethod
+    def from_proto(message: common.NamespaceFacts) -> NamespaceFacts:
+        """ValueError names the field, its value and the bound."""
+        return NamespaceFacts(
+            model=message.model,
+            revision=message.revision,
+            geometry=KVGeometry.from_proto(message.geometry),
+            digest_algorithm=message.digest_algorithm,
+            root_digest=message.root_digest,
+            tenant_salt_digest=message.tenant_salt_digest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which two sides differ."""
+
+    field: str
+    ours: str
+    theirs: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.ours} here and {self.theirs} there; {self.remedy}"
+
+
+def differences(ours: NamespaceFacts, theirs: NamespaceFacts) -> list[Difference]:
+    """All fields in which they differ, in the order of the declaration."""
+    pairs = zip(_flat(ours), _flat(theirs), strict=True)
+    return [
+        Difference(name, _shown(own), _shown(other), _REMEDIES.get(name, _SAME_MODEL))
+        for (name, own), (_, other) in pairs
+        if own != other
+    ]
+
+
+def _flat(facts: NamespaceFacts) -> list[tuple[str, object]]:
+    fields: list[tuple[str, object]] = []
+    for field in dataclasses.fields(facts):
+        value = getattr(facts, field.name)
+        if isinstance(value, KVGeometry):
+            fields += [(f"geometry.{part.name}", getattr(value, part.name)) for part in dataclasses.fields(value)]
+        else:
+            fields.append((field.name, value))
+    return [(name, value.name if hasattr(value, "name") else value) for name, value in fields]
+
+
+def _shown(value: object) -> str:
+    return (value.hex()[:16] or "none") if isinstance(value, bytes) else str(value)
