@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc.aio
+
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.workers.attachment import Attachment

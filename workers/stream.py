@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import grpc
 import grpc.aio
+
 from kvferry.proto import worker_pb2
 from kvferry.workers.requests import HandshakeFailed
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import numpy as np
+
 from kvferry.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from kvferry.transfer.geometry import KVGeometry
 

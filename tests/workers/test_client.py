@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_daemon import FakeDaemon
+
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry import KVGeometry, Layout
 from kvferry.workers.client import DaemonClient

@@ -1,0 +1,57 @@
+"""The one thread in which the model runs, and waits that a cancelled request does not cut short."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class ComputeThread:
+    """Runs calls one at a time, first come first served. A request submits its next call when the last one is done, so
+    requests take turns: a chunk of a prompt or a decode step each."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+
+    async def run(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """The call's result. However this ends, cancelled too, the call is over or never starts: nothing of it touches
+        a page any more."""
+        future = self._executor.submit(call, *args, **kwargs)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancel():
+                await complete(_settled(asyncio.wrap_future(future)))
+            raise
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+async def _settled(future: asyncio.Future[_T]) -> None:
+    await asyncio.gather(future, return_exceptions=True)
+
+
+async def complete(work: Awaitable[_T]) -> _T:
+    """Waits to the end of `work` although the waiting task is cancelled meanwhile; then the cancellation goes on."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancelled = error
+        except Exception:
+            break  # the work's own: raised by result() below
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # marked as seen
+        raise cancelled
+    return task.result()

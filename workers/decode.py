@@ -1,0 +1,146 @@
+"""The decode worker's way of one request: admit, ready, one token after the other, finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry.proto import common_pb2
+from kvferry.workers.client import DaemonClient
+from kvferry.workers.compute import Compute, SequenceCompute, WrongPage
+from kvferry.workers.compute_thread import ComputeThread, complete
+from kvferry.workers.handoff import unpack_first_token
+from kvferry.workers.orders import DecodeOrder
+from kvferry.workers.requests import Ready, RequestFailed
+
+
+class Started(NamedTuple):
+    matched_tokens: int
+    ready: Ready
+
+
+class Ending(NamedTuple):
+    reason: str  # "stop" or "length"
+    output_tokens: int
+
+
+Reply = Started | int | Ending  # int: an output token
+Emit = Callable[[Reply], None]
+
+
+class DecodeWorker:
+    """Decodes requests, each a batch of one; requests take turns. Without a prefill daemon a prompt's missing part is
+    computed here, in chunks of `chunk_tokens`."""
+
+    def __init__(self, client: DaemonClient, compute: Compute, thread: ComputeThread, *, chunk_tokens: int) -> None:
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+        self._client = client
+        self._compute = compute
+        self._thread = thread
+        self._chunk_tokens = chunk_tokens
+
+    async def decode(self, order: DecodeOrder, emit: Emit) -> None:
+        """Emits Started, the output tokens (a stop token too) and Ending. Raises RequestFailed, DaemonGone; whatever it
+        raises, the request is over at the daemon and nothing of this worker touches its pages."""
+        try:
+            ending = await self._decode(order, emit)
+        except WrongPage as error:
+            await complete(self._client.abort(order.name, str(error)))
+            raise RequestFailed(common_pb2.ERROR_INTERNAL, str(error)) from error
+        except BaseException as error:
+            await complete(self._client.abort(order.name, str(error) or type(error).__name__))
+            raise
+        emit(ending)
+
+    async def _decode(self, order: DecodeOrder, emit: Emit) -> Ending:
+        client, prompt = self._client, order.prompt
+        prompt_tokens = len(prompt.tokens)
+        admitted = await client.admit(
+            order.name,
+            digests=prompt.digests,
+            tokens=prompt_tokens,
+            tail_digest=prompt.tail_digest,
+            prefill=order.prefill,
+            max_new_tokens=order.max_new_tokens,
+            deadline_s=order.deadline_s,
+        )
+        ready = await client.ready(order.name)
+        readable = prompt_tokens if order.prefill else admitted.local_tokens
+        # the prompt's full pages that are readable are in the tree: others may read them too
+        shared = readable - readable % client.geometry.page_size
+        sequence = self._compute.sequence(prompt, admitted.pages, order.sampling, shared_tokens=shared)
+        await self._thread.run(sequence.check_pages, readable)
+        emit(Started(admitted.matched_tokens, ready))
+        if order.prefill:
+            try:
+                token = unpack_first_token(ready.aux, self._compute.vocabulary)
+            except ValueError as error:
+                raise RequestFailed(common_pb2.ERROR_INTERNAL, str(error)) from None
+            await self._thread.run(sequence.check_first_token, token)
+        else:
+            token = await self._compute_prompt(order, sequence, readable)
+        output = [token]
+        emit(token)
+        room = _Room(client, order, sequence, len(admitted.pages))
+        try:
+            while token not in order.stop_tokens and len(output) < order.max_new_tokens:
+                position = prompt_tokens + len(output) - 1
+                await room.for_token(position)
+                client.check(order.name)
+                token = await self._thread.run(sequence.step, token, position)
+                output.append(token)
+                emit(token)
+        finally:
+            await room.close()
+        await self._thread.run(sequence.finish)
+        behind = prompt.chain(client.geometry.page_size)
+        behind.extend(output[:-1])  # the last token's KV is never computed
+        await client.finish(order.name, tokens=prompt_tokens + len(output) - 1, digests=behind.digests)
+        return Ending("stop" if token in order.stop_tokens else "length", len(output))
+
+    async def _compute_prompt(self, order: DecodeOrder, sequence: SequenceCompute, start: int) -> int:
+        tokens = len(order.prompt.tokens)
+        if not 0 <= start < tokens:
+            raise RequestFailed(
+                common_pb2.ERROR_INTERNAL, f"Admitted.local_tokens is {start}; it must be below the prompt's {tokens}"
+            )
+        for first in range(start, tokens, self._chunk_tokens):
+            self._client.check(order.name)
+            await self._thread.run(sequence.prompt, first, min(first + self._chunk_tokens, tokens))
+        return await self._thread.run(sequence.first_token)
+
+
+@dataclass(slots=True)
+class _Room:
+    """A request's pages for output. More are asked for half a page ahead, so that no step waits for the daemon."""
+
+    client: DaemonClient
+    order: DecodeOrder
+    sequence: SequenceCompute
+    pages: int
+    growing: asyncio.Task[tuple[int, ...]] | None = field(default=None)
+
+    async def for_token(self, position: int) -> None:
+        """Returns when there is a page for the token at `position`."""
+        page_size = self.client.geometry.page_size
+        capacity = self.pages * page_size
+        most = len(self.order.prompt.tokens) + self.order.max_new_tokens - 1
+        if self.growing is None and capacity < most and position + page_size // 2 >= capacity:
+            wanted = min(capacity + page_size, most)
+            self.growing = asyncio.create_task(self.client.grow(self.order.name, wanted))
+        if position >= capacity:
+            assert self.growing is not None, f"position {position} of {self.order.name} is behind the promise of {most}"
+            pages: Sequence[int] = await self.growing
+            self.growing = None
+            self.sequence.add_pages(pages)
+            self.pages += len(pages)
+            assert position < self.pages * page_size
+
+    async def close(self) -> None:
+        """Forgets an answer that is still to come: what follows ends the request."""
+        if self.growing is not None:
+            self.growing.cancel()
+            await complete(asyncio.wait({self.growing}))

@@ -1,0 +1,133 @@
+"""The gRPC service by which a front end uses a worker (proto/engine.proto)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+
+from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
+from kvferry.workers.decode import DecodeWorker, Ending, Reply, Started
+from kvferry.workers.jobs import Jobs
+from kvferry.workers.orders import Bounds, decode_order, prefill_order
+from kvferry.workers.prefill import PrefillWorker
+from kvferry.workers.requests import DaemonGone, RequestFailed
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # 1 Mi tokens are at most 5 MiB
+
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+_T = TypeVar("_T")
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+_log = logging.getLogger(__name__)
+
+PrefillContext = grpc.aio.ServicerContext[engine_pb2.PrefillRequest, engine_pb2.PrefillReply]
+DecodeContext = grpc.aio.ServicerContext[engine_pb2.DecodeRequest, engine_pb2.DecodeReply]
+DescribeContext = grpc.aio.ServicerContext[engine_pb2.DescribeRequest, engine_pb2.DescribeReply]
+
+
+class EngineService(engine_pb2_grpc.EngineServicer):
+    """Serves one worker: a prefill one or a decode one; the other's call is UNIMPLEMENTED."""
+
+    def __init__(
+        self, description: engine_pb2.DescribeReply, bounds: Bounds, worker: PrefillWorker | DecodeWorker, jobs: Jobs
+    ) -> None:
+        self._description = description
+        self._bounds = bounds
+        self._worker = worker
+        self._jobs = jobs
+
+    async def Describe(self, request: engine_pb2.DescribeRequest, context: DescribeContext) -> engine_pb2.DescribeReply:
+        return self._description
+
+    async def Prefill(self, request: engine_pb2.PrefillRequest, context: PrefillContext) -> engine_pb2.PrefillReply:
+        if not isinstance(self._worker, PrefillWorker):
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a decode worker")
+        try:
+            self._jobs.check()
+            job = self._jobs.start(self._worker.prefill(prefill_order(request, self._bounds)))
+            prefilled = await _outcome(job)
+        except Exception as error:
+            await _abort(context, error)
+        return engine_pb2.PrefillReply(matched_tokens=prefilled.matched_tokens, chunk_ends=prefilled.chunk_ends)
+
+    async def Decode(self, request: engine_pb2.DecodeRequest, context: DecodeContext) -> None:
+        if not isinstance(self._worker, DecodeWorker):
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a prefill worker")
+        # holds at most max_new_tokens replies: a slow reader does not keep the pool's pages longer
+        replies: asyncio.Queue[Reply | None] = asyncio.Queue()
+        try:
+            self._jobs.check()
+            job = self._jobs.start(self._worker.decode(decode_order(request, self._bounds), replies.put_nowait))
+            job.add_done_callback(lambda _: replies.put_nowait(None))
+            try:
+                await _forward(replies, context)
+            except BaseException:
+                job.cancel()  # the reader has left
+                raise
+            await _outcome(job)
+        except Exception as error:
+            await _abort(context, error)
+
+
+async def _outcome(job: asyncio.Task[_T]) -> _T:
+    """The job's result. A caller that is cancelled cancels it; a job that the worker cancelled is UNAVAILABLE."""
+    try:
+        return await asyncio.shield(job)
+    except asyncio.CancelledError:
+        if job.cancelled():
+            raise RequestFailed(common_pb2.ERROR_UNAVAILABLE, "the worker is shutting down") from None
+        job.cancel()
+        raise
+
+
+async def _forward(replies: asyncio.Queue[Reply | None], context: DecodeContext) -> None:
+    """Sends replies until None; tokens that wait together travel together."""
+    ended = False
+    while not ended:
+        batch = [await replies.get()]
+        while not replies.empty():
+            batch.append(replies.get_nowait())
+        tokens: list[int] = []
+        for reply in batch:
+            if isinstance(reply, int):
+                tokens.append(reply)
+                continue
+            if tokens:
+                await context.write(engine_pb2.DecodeReply(generated=engine_pb2.Generated(tokens=tokens)))
+                tokens = []
+            if reply is None:
+                ended = True
+            elif isinstance(reply, Started):
+                await context.write(engine_pb2.DecodeReply(started=_started(reply)))
+            else:
+                await context.write(engine_pb2.DecodeReply(ending=_ending(reply)))
+        if tokens:
+            await context.write(engine_pb2.DecodeReply(generated=engine_pb2.Generated(tokens=tokens)))
+
+
+def _started(reply: Started) -> engine_pb2.Started:
+    return engine_pb2.Started(
+        matched_tokens=reply.matched_tokens,
+        delta_pages=reply.ready.delta_pages,
+        delta_bytes=reply.ready.delta_bytes,
+        admit_to_ready_us=reply.ready.elapsed_us,
+    )
+
+
+def _ending(reply: Ending) -> engine_pb2.Ending:
+    return engine_pb2.Ending(reason=reply.reason, output_tokens=reply.output_tokens)
+
+
+async def _abort(context: grpc.aio.ServicerContext[_Request, _Reply], error: Exception) -> NoReturn:
+    if isinstance(error, RequestFailed):
+        await context.abort(_STATUS.get(int(error.code), grpc.StatusCode.UNKNOWN), error.message)
+    if isinstance(error, DaemonGone):
+        await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+    if isinstance(error, grpc.aio.BaseError):
+        raise error
+    _log.exception("a request failed unexpectedly")
+    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")

@@ -1,0 +1,148 @@
+"""`kvferry worker prefill|decode`: a reference worker around a transformer, or around nothing (`--synthetic`)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvferry.proto import common_pb2
+from kvferry.radix.digests import root_digest
+from kvferry.workers.client import DaemonClient
+from kvferry.workers.compute import Compute
+from kvferry.workers.server import WorkerConfig, serve
+from kvferry.workers.synthetic import SimulatedTime, SyntheticCompute
+
+DTYPES = ("float32", "bfloat16", "float16")
+SYNTHETIC_MAX_TOKENS = 1 << 20
+
+_ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("role", choices=sorted(_ROLES))
+    parser.add_argument("--socket", required=True, metavar="PATH", help="the daemon's Unix socket")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="for front ends; port 0: any")
+    parser.add_argument("--name", default="", help="for the daemon's logs (default: role and process id)")
+    parser.add_argument("--tenant-salt", default="", help="caches are shared only between workers with the same salt")
+    parser.add_argument("--chunk-tokens", type=_at_least_1, default=256, metavar="N", help="of a prompt at once")
+    parser.add_argument("--max-tokens", type=_at_least_1, metavar="N", help="prompt + output (default: the model's)")
+    parser.add_argument("--max-requests", type=_at_least_1, default=1024, metavar="N", help="at a time")
+    parser.add_argument(
+        "--local-prefill-max-tokens",
+        type=_at_least_0,
+        default=0,
+        metavar="N",
+        help="decode: an unmatched part this short needs no prefill server",
+    )
+    parser.add_argument("--connect-timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for the daemon")
+    parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="after SIGTERM")
+    model = parser.add_argument_group("model")
+    source = model.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", metavar="FOLDER", help="a causal language model as transformers saves it")
+    source.add_argument("--synthetic", action="store_true", help="no model: pages follow from their digests")
+    model.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and KV")
+    model.add_argument("--revision", default="", help="of the weights, instead of a hash of their files")
+    model.add_argument("--threads", type=_at_least_1, default=1, metavar="N", help="that compute")
+    synthetic = parser.add_argument_group("synthetic")
+    synthetic.add_argument("--synthetic-layers", type=_at_least_1, default=2, metavar="N")
+    synthetic.add_argument("--synthetic-kv-heads", type=_at_least_1, default=1, metavar="N")
+    synthetic.add_argument("--synthetic-head-dim", type=_at_least_1, default=16, metavar="N")
+    synthetic.add_argument("--synthetic-prefill-us", type=float, default=0.0, metavar="US", help="a prompt token takes")
+    synthetic.add_argument("--synthetic-decode-us", type=float, default=0.0, metavar="US", help="a decode step takes")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not logging.getLogger().handlers:
+        form = "%(asctime)s %(name)s %(levelname)s %(message)s"
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
+    prepare = _prepare_synthetic if args.synthetic else _prepare_model
+    try:
+        config, make_compute = prepare(args)
+    except (OSError, ValueError) as error:
+        print(f"kvferry worker: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(serve(config, make_compute))
+
+
+Prepared = tuple[WorkerConfig, Callable[[DaemonClient], Compute]]
+
+
+def _prepare_synthetic(args: argparse.Namespace) -> Prepared:
+    geometry = common_pb2.Geometry(
+        layers=args.synthetic_layers,
+        kv_heads=args.synthetic_kv_heads,
+        head_dim=args.synthetic_head_dim,
+        dtype=args.dtype,
+        tensors=2,
+    )
+    simulated = SimulatedTime(args.synthetic_prefill_us / 1e6, args.synthetic_decode_us / 1e6)
+    facts = _facts(args, "synthetic", args.revision or "1", geometry)
+    config = _config(args, facts, tokenizer="synthetic", model_max_tokens=SYNTHETIC_MAX_TOKENS)
+    return config, lambda client: SyntheticCompute(client.pool, client.geometry, simulated)
+
+
+def _prepare_model(args: argparse.Namespace) -> Prepared:
+    from kvferry.workers.model import load_model  # torch takes seconds to import: not for --help, not for --synthetic
+
+    folder = Path(args.model)
+    model = load_model(folder, dtype=args.dtype, threads=args.threads, revision=args.revision)
+    facts = _facts(args, model.fingerprint, model.revision, model.geometry)
+    config = _config(args, facts, tokenizer=str(folder.resolve()), model_max_tokens=model.max_tokens)
+    return config, lambda client: model.compute(client.pool, client.geometry)
+
+
+def _facts(
+    args: argparse.Namespace, model: str, revision: str, geometry: common_pb2.Geometry
+) -> common_pb2.NamespaceFacts:
+    salt = args.tenant_salt.encode()
+    return common_pb2.NamespaceFacts(
+        model=model,
+        revision=revision,
+        geometry=geometry,
+        digest_algorithm="sha256_cbor",
+        root_digest=root_digest(),
+        tenant_salt_digest=hashlib.sha256(salt).digest() if salt else b"",
+    )
+
+
+def _config(
+    args: argparse.Namespace, facts: common_pb2.NamespaceFacts, *, tokenizer: str, model_max_tokens: int
+) -> WorkerConfig:
+    return WorkerConfig(
+        role=_ROLES[args.role],
+        name=args.name or f"{args.role}-{os.getpid()}",
+        socket=args.socket,
+        listen=args.listen,
+        facts=facts,
+        tokenizer=tokenizer,
+        model_max_tokens=min(model_max_tokens, args.max_tokens or model_max_tokens),
+        chunk_tokens=args.chunk_tokens,
+        local_prefill_max_tokens=args.local_prefill_max_tokens if args.role == "decode" else 0,
+        max_requests=args.max_requests,
+        grace_s=args.grace,
+        connect_deadline_s=args.connect_timeout,
+    )
+
+
+def _at_least_0(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _at_least_1(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is too small; it must be at least {least}")
+    return value

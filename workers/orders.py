@@ -1,0 +1,101 @@
+"""What a front end asks of a worker, checked: proto/engine.proto's requests with every bound applied."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.proto import common_pb2, engine_pb2
+from kvferry.radix.digests import prompt_digests
+from kvferry.workers.compute import Prompt
+from kvferry.workers.requests import RequestFailed, RequestName
+from kvferry.workers.sampling import Sampling
+
+DEFAULT_DEADLINE_S = 60.0
+MAX_DEADLINE_S = 3600.0
+MAX_STOP_TOKENS = 1024
+MAX_DAEMON_NAME_CHARS = 128
+
+
+class Bounds(NamedTuple):
+    max_tokens: int  # of a request, prompt + output
+    vocabulary: int  # token ids are below this
+    page_size: int
+
+
+class PrefillOrder(NamedTuple):
+    name: RequestName
+    prompt: Prompt
+    sampling: Sampling
+    deadline_s: float
+
+
+class DecodeOrder(NamedTuple):
+    name: RequestName
+    prompt: Prompt
+    sampling: Sampling
+    max_new_tokens: int
+    stop_tokens: frozenset[int]
+    prefill: str  # name of the prefill daemon; empty: compute what is missing here
+    deadline_s: float  # until the first token
+
+
+def prefill_order(request: engine_pb2.PrefillRequest, bounds: Bounds) -> PrefillOrder:
+    """Raises RequestFailed (INVALID_ARGUMENT) naming field, value and bound."""
+    try:
+        name = RequestName.from_proto(request.name)
+        sampling = Sampling.from_proto(request.sampling)
+        tokens = _tokens(request.tokens, 1, bounds)
+    except ValueError as error:
+        raise RequestFailed(common_pb2.ERROR_INVALID_ARGUMENT, str(error)) from None
+    return PrefillOrder(name, _prompt(tokens, bounds), sampling, _deadline(request.deadline_ms))
+
+
+def decode_order(request: engine_pb2.DecodeRequest, bounds: Bounds) -> DecodeOrder:
+    """Raises RequestFailed (INVALID_ARGUMENT) naming field, value and bound."""
+    try:
+        name = RequestName.from_proto(request.name)
+        sampling = Sampling.from_proto(request.sampling)
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
+        if len(request.stop_tokens) > MAX_STOP_TOKENS:
+            raise ValueError(f"stop_tokens has {len(request.stop_tokens)} tokens; it may have {MAX_STOP_TOKENS}")
+        if len(request.prefill) > MAX_DAEMON_NAME_CHARS:
+            raise ValueError(f"prefill has {len(request.prefill)} characters; it may have {MAX_DAEMON_NAME_CHARS}")
+        tokens = _tokens(request.tokens, request.max_new_tokens, bounds)
+    except ValueError as error:
+        raise RequestFailed(common_pb2.ERROR_INVALID_ARGUMENT, str(error)) from None
+    return DecodeOrder(
+        name,
+        _prompt(tokens, bounds),
+        sampling,
+        request.max_new_tokens,
+        frozenset(request.stop_tokens),
+        request.prefill,
+        _deadline(request.deadline_ms),
+    )
+
+
+def _tokens(tokens: object, new_tokens: int, bounds: Bounds) -> NDArray[np.uint32]:
+    prompt = np.asarray(tokens, dtype=np.uint32)
+    if len(prompt) < 1:
+        raise ValueError("tokens is empty; a prompt has at least 1 token")
+    if len(prompt) + new_tokens > bounds.max_tokens:
+        raise ValueError(
+            f"tokens has {len(prompt)} tokens and {new_tokens} may be added; together they may be {bounds.max_tokens}"
+        )
+    largest = int(prompt.argmax())
+    if prompt[largest] >= bounds.vocabulary:
+        raise ValueError(f"tokens[{largest}] is {prompt[largest]}; the vocabulary has {bounds.vocabulary} tokens")
+    return prompt
+
+
+def _prompt(tokens: NDArray[np.uint32], bounds: Bounds) -> Prompt:
+    digests = prompt_digests(tokens, page_size=bounds.page_size)
+    return Prompt(tokens, digests.digests, digests.tail)
+
+
+def _deadline(milliseconds: int) -> float:
+    return min(milliseconds / 1000, MAX_DEADLINE_S) if milliseconds else DEFAULT_DEADLINE_S

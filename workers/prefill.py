@@ -1,0 +1,100 @@
+"""The prefill worker's way of one request: begin, compute chunk by chunk, hand over the first token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import NamedTuple
+
+from kvferry.proto import common_pb2
+from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
+from kvferry.workers.compute import Compute, WrongPage
+from kvferry.workers.compute_thread import ComputeThread, complete
+from kvferry.workers.handoff import pack_first_token
+from kvferry.workers.orders import PrefillOrder
+from kvferry.workers.requests import DaemonGone, RequestFailed
+
+HANDOVER_DEADLINE_S = 120.0  # from the first token until the daemon needs the pages no more
+
+_log = logging.getLogger(__name__)
+
+
+class Prefilled(NamedTuple):
+    matched_tokens: int
+    chunk_ends: tuple[int, ...]
+
+
+class PrefillWorker:
+    """Computes prompts in chunks of `chunk_tokens` from the matched length on."""
+
+    def __init__(self, client: DaemonClient, compute: Compute, thread: ComputeThread, *, chunk_tokens: int) -> None:
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+        self._client = client
+        self._compute = compute
+        self._thread = thread
+        self._chunk_tokens = chunk_tokens
+        self._handing_over: set[asyncio.Task[None]] = set()
+
+    async def prefill(self, order: PrefillOrder) -> Prefilled:
+        """Returns when the first token and all pages are with the daemon. Raises RequestFailed, DaemonGone; whatever it
+        raises, the request is over at the daemon and nothing of this worker touches its pages."""
+        try:
+            prefilled = await self._compute_prompt(order)
+        except WrongPage as error:
+            await complete(self._client.abort(order.name, str(error)))
+            raise RequestFailed(common_pb2.ERROR_INTERNAL, str(error)) from error
+        except BaseException as error:
+            await complete(self._client.abort(order.name, str(error) or type(error).__name__))
+            raise
+        task = asyncio.create_task(self._hand_over(order), name=f"hand over {order.name}")
+        self._handing_over.add(task)
+        task.add_done_callback(self._handing_over.discard)
+        return prefilled
+
+    async def handed_over(self, deadline_s: float) -> None:
+        """Waits, at most so long, until the daemon needs the pages of no request that was answered."""
+        if self._handing_over:
+            await asyncio.wait(self._handing_over, timeout=deadline_s)
+        for task in self._handing_over:
+            task.cancel()
+
+    async def _compute_prompt(self, order: PrefillOrder) -> Prefilled:
+        client, name, prompt = self._client, order.name, order.prompt
+        deadline = time.monotonic() + order.deadline_s
+        tokens = len(prompt.tokens)
+        begun = await client.begin(
+            name, digests=prompt.digests, tokens=tokens, tail_digest=prompt.tail_digest, deadline_s=order.deadline_s
+        )
+        matched = begun.matched_tokens
+        if not 0 <= matched < tokens:
+            raise RequestFailed(
+                common_pb2.ERROR_INTERNAL, f"Begun.matched_tokens is {matched}; the prompt has {tokens}"
+            )
+        sequence = self._compute.sequence(prompt, begun.pages, order.sampling, shared_tokens=matched)
+        await self._thread.run(sequence.check_pages, matched)
+        chunk_ends = []
+        for start in range(matched, tokens, self._chunk_tokens):
+            end = min(start + self._chunk_tokens, tokens)
+            if time.monotonic() >= deadline:
+                raise RequestFailed(
+                    common_pb2.ERROR_DEADLINE_EXCEEDED,
+                    f"{start} of {tokens} prompt tokens were ready after {order.deadline_s:g} s",
+                )
+            client.check(name)
+            await self._thread.run(sequence.prompt, start, end)
+            client.progress(name, end)
+            chunk_ends.append(end)
+        client.aux(name, pack_first_token(await self._thread.run(sequence.first_token)))
+        return Prefilled(matched, tuple(chunk_ends))
+
+    async def _hand_over(self, order: PrefillOrder) -> None:
+        deadline_s = max(HANDOVER_DEADLINE_S, order.deadline_s + ANSWER_SLACK_S)
+        try:
+            await self._client.ended(order.name, deadline_s)
+        except RequestFailed as error:
+            _log.info("request %s ended unfinished: %s", order.name, error)
+            await self._client.abort(order.name, error.message)
+        except DaemonGone:
+            pass

@@ -1,0 +1,156 @@
+"""A worker process from its daemon's Welcome to its last word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
+from kvferry.workers.client import DaemonClient
+from kvferry.workers.compute import Compute
+from kvferry.workers.compute_thread import ComputeThread
+from kvferry.workers.decode import DecodeWorker
+from kvferry.workers.engine_service import MAX_MESSAGE_BYTES, EngineService
+from kvferry.workers.jobs import Jobs
+from kvferry.workers.orders import Bounds
+from kvferry.workers.prefill import PrefillWorker
+from kvferry.workers.requests import HandshakeFailed
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerConfig(NamedTuple):
+    role: common_pb2.Role
+    name: str  # for logs
+    socket: str  # the daemon's Unix socket
+    listen: str  # host:port of the engine service
+    facts: common_pb2.NamespaceFacts  # geometry.page_size 0: the daemon's
+    tokenizer: str  # path of the model's folder, or "synthetic"
+    model_max_tokens: int  # what the model or the operator allows for prompt + output
+    chunk_tokens: int
+    local_prefill_max_tokens: int
+    max_requests: int
+    grace_s: float  # for running requests after SIGTERM
+    connect_deadline_s: float
+
+
+async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Compute]) -> int:
+    """Serves until SIGTERM or SIGINT (returns 0 after draining) or until the daemon is gone (returns 1)."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        client = await _connect(config, stop)
+    except HandshakeFailed as error:
+        _log.error("%s", error)
+        return 1
+    if client is None:
+        return 0
+    thread = ComputeThread()
+    jobs = Jobs(config.max_requests)
+    try:
+        compute = make_compute(client)
+        worker = _worker(config, client, compute, thread)
+        bounds = Bounds(
+            max_tokens=min(config.model_max_tokens, client.welcome.max_tokens),
+            vocabulary=compute.vocabulary,
+            page_size=client.geometry.page_size,
+        )
+        service = EngineService(describe(config, client, bounds.max_tokens), bounds, worker, jobs)
+        serving = await _listen(config, service)
+        print(f"ready: {_what(config.role)} worker {config.listen.rpartition(':')[0]}:{serving.port}", flush=True)
+        stopped = asyncio.create_task(stop.wait())
+        ends: set[asyncio.Future[Any]] = {stopped, client.gone}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if client.gone.done():
+            _log.error("%s", client.gone.result())
+        stopped.cancel()
+        await serving.enter_graceful_shutdown()
+        await jobs.drain(config.grace_s if not client.gone.done() else 0)
+        if isinstance(worker, PrefillWorker):
+            await worker.handed_over(config.grace_s)
+        await serving.server.stop(5)
+    finally:
+        thread.close()  # from here on nothing of this process touches a page
+        await client.close()
+    return 1 if client.gone.done() else 0
+
+
+def describe(config: WorkerConfig, client: DaemonClient, max_tokens: int) -> engine_pb2.DescribeReply:
+    """What the worker says of itself to a front end."""
+    facts = common_pb2.NamespaceFacts()
+    facts.CopyFrom(config.facts)
+    facts.geometry.CopyFrom(client.welcome.geometry)
+    return engine_pb2.DescribeReply(
+        role=config.role,
+        model=config.facts.model,
+        daemon=client.welcome.daemon,
+        daemon_address=client.welcome.peer_address,
+        facts=facts,
+        namespace_id=client.welcome.namespace_id,
+        max_tokens=max_tokens,
+        local_prefill_max_tokens=config.local_prefill_max_tokens,
+        chunk_tokens=config.chunk_tokens,
+        tokenizer=config.tokenizer,
+    )
+
+
+async def _connect(config: WorkerConfig, stop: asyncio.Event) -> DaemonClient | None:
+    """None when the worker is told to stop before the daemon is there."""
+    connecting = asyncio.create_task(
+        DaemonClient.connect(
+            config.socket, config.role, config.facts, config.name, deadline_s=config.connect_deadline_s
+        )
+    )
+    stopped = asyncio.create_task(stop.wait())
+    ends: set[asyncio.Future[Any]] = {connecting, stopped}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not connecting.done():
+        connecting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await connecting
+        return None
+    return connecting.result()
+
+
+def _worker(
+    config: WorkerConfig, client: DaemonClient, compute: Compute, thread: ComputeThread
+) -> PrefillWorker | DecodeWorker:
+    if config.role == common_pb2.ROLE_PREFILL:
+        return PrefillWorker(client, compute, thread, chunk_tokens=config.chunk_tokens)
+    return DecodeWorker(client, compute, thread, chunk_tokens=config.chunk_tokens)
+
+
+class _Serving(NamedTuple):
+    server: grpc.aio.Server
+    port: int
+    enter_graceful_shutdown: Callable[[], Awaitable[None]]  # of the health service
+
+
+async def _listen(config: WorkerConfig, service: EngineService) -> _Serving:
+    server = grpc.aio.server(
+        options=(
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),  # two workers on one port is a mistake: the second must hear of it
+        )
+    )
+    engine_pb2_grpc.add_EngineServicer_to_server(service, server)
+    status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    port = server.add_insecure_port(config.listen)
+    await server.start()
+    await status.set("", health_pb2.HealthCheckResponse.SERVING)
+    return _Serving(server, port, status.enter_graceful_shutdown)
+
+
+def _what(role: common_pb2.Role) -> str:
+    return "prefill" if role == common_pb2.ROLE_PREFILL else "decode"

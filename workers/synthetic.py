@@ -1,0 +1,173 @@
+"""A model without arithmetic: a page's bytes follow from its digest, so every byte that arrives can be checked.
+
+A full page's bytes are a counter-based random stream (Philox) seeded by its digest. A partial page's follow from the
+tail digest in the same way, with zeros behind the last token of every fragment. Output token i of a prompt is a
+function of the prompt's digests and i.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.workers.compute import Prompt, WrongPage
+from kvferry.workers.sampling import Sampling
+
+VOCABULARY = 32_000
+Bytes = NDArray[np.uint8]
+
+
+class SimulatedTime(NamedTuple):
+    """How long the model that is not there would take, in seconds."""
+
+    prefill_token_s: float = 0.0
+    decode_step_s: float = 0.0
+
+
+def page_content(digest: bytes, page_bytes: int) -> Bytes:
+    """The bytes of the full page with this digest."""
+    words = np.frombuffer(digest, dtype=np.uint64)
+    stream = np.random.Philox(key=words[:2], counter=[0, 0, words[2], words[3]])
+    return stream.random_raw(-(-page_bytes // 8)).view(np.uint8)[:page_bytes]
+
+
+def tail_content(tail_digest: bytes, tokens: int, geometry: KVGeometry) -> Bytes:
+    """The bytes of a partial page of `tokens` tokens: zeros behind the last token of every fragment."""
+    content = page_content(tail_digest, geometry.page_bytes)
+    used = tokens * geometry.fragment_token_bytes
+    content.reshape(geometry.fragments, geometry.fragment_bytes)[:, used:] = 0
+    return content
+
+
+def output_token(prompt: Prompt, index: int) -> int:
+    """Output token `index` of a prompt."""
+    identity = prompt.digests[-DIGEST_BYTES:] + prompt.tail_digest
+    word = hashlib.sha256(identity + index.to_bytes(8, "little")).digest()
+    return int.from_bytes(word[:8], "little") % VOCABULARY
+
+
+class SyntheticCompute:
+    """Fills and checks pages of `pool`, uint8 (pages, page_bytes)."""
+
+    def __init__(self, pool: Bytes, geometry: KVGeometry, simulated: SimulatedTime) -> None:
+        self._pool = pool
+        self._geometry = geometry
+        self._simulated = simulated
+
+    @property
+    def vocabulary(self) -> int:
+        return VOCABULARY
+
+    def sequence(
+        self, prompt: Prompt, pages: Sequence[int], sampling: Sampling, *, shared_tokens: int
+    ) -> SyntheticSequence:
+        return SyntheticSequence(self._pool, self._geometry, self._simulated, prompt, list(pages), shared_tokens)
+
+
+class SyntheticSequence:
+    """One request. The page that is being filled with output keeps the prompt's tail until its last token is known:
+    only then has it a digest."""
+
+    def __init__(
+        self,
+        pool: Bytes,
+        geometry: KVGeometry,
+        simulated: SimulatedTime,
+        prompt: Prompt,
+        pages: list[int],
+        shared_tokens: int,
+    ) -> None:
+        self._pool = pool
+        self._geometry = geometry
+        self._simulated = simulated
+        self._prompt = prompt
+        self._pages = pages
+        self._shared_pages = shared_tokens // geometry.page_size
+        self._full_pages, self._tail_tokens = divmod(len(prompt.tokens), geometry.page_size)
+        self._tail_stored = False
+        self._behind = prompt.chain(geometry.page_size)
+        self._stored_pages = 0  # full pages that hold their digest's bytes
+
+    def add_pages(self, pages: Sequence[int]) -> None:
+        self._pages.extend(pages)
+
+    def check_pages(self, tokens: int) -> None:
+        full = tokens // self._geometry.page_size
+        self._stored_pages = full
+        self._tail_stored = self._tail_tokens > 0 and tokens == len(self._prompt.tokens)
+        self._check()
+
+    def prompt(self, start: int, end: int) -> None:
+        _spend(self._simulated.prefill_token_s * (end - start))
+        for index in range(start // self._geometry.page_size, end // self._geometry.page_size):
+            self._store_full(index)
+        if end == len(self._prompt.tokens) and self._tail_tokens:
+            self._store(self._full_pages, tail_content(self._prompt.tail_digest, self._tail_tokens, self._geometry))
+            self._tail_stored = True
+
+    def first_token(self) -> int:
+        return output_token(self._prompt, 0)
+
+    def check_first_token(self, token: int) -> None:
+        if token != (expected := output_token(self._prompt, 0)):
+            raise WrongPage(f"the aux blob gives first token {token}; the prompt's is {expected}")
+
+    def step(self, token: int, position: int) -> int:
+        _spend(self._simulated.decode_step_s)
+        self._behind.extend([token])
+        full_tokens = self._full_pages * self._geometry.page_size
+        assert full_tokens + self._behind.tokens == position + 1, f"{self._behind.tokens} tokens; position {position}"
+        if (position + 1) % self._geometry.page_size == 0:
+            if self._tail_stored:
+                self._check_page(self._full_pages, self._tail_content(), "the prompt's tail")
+                self._tail_stored = False
+            self._store_full(position // self._geometry.page_size)
+        return output_token(self._prompt, position + 1 - len(self._prompt.tokens))
+
+    def finish(self) -> None:
+        self._check()
+
+    def _digest(self, index: int) -> bytes:
+        if index < self._full_pages:
+            return self._prompt.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        behind = (index - self._full_pages) * DIGEST_BYTES
+        return self._behind.digests[behind : behind + DIGEST_BYTES]
+
+    def _tail_content(self) -> Bytes:
+        return tail_content(self._prompt.tail_digest, self._tail_tokens, self._geometry)
+
+    def _store_full(self, index: int) -> None:
+        assert index == self._stored_pages, f"page {index} of the request after {self._stored_pages}"
+        self._store(index, page_content(self._digest(index), self._geometry.page_bytes))
+        self._stored_pages += 1
+
+    def _store(self, index: int, content: Bytes) -> None:
+        assert index >= self._shared_pages, f"page {index} of the request is shared"
+        self._pool[self._pages[index]] = content
+
+    def _check(self) -> None:
+        for index in range(self._stored_pages):
+            self._check_page(index, page_content(self._digest(index), self._geometry.page_bytes), "its digest")
+        if self._tail_stored:
+            self._check_page(self._full_pages, self._tail_content(), "the prompt's tail")
+
+    def _check_page(self, index: int, content: Bytes, source: str) -> None:
+        page = self._pool[self._pages[index]]
+        if not np.array_equal(page, content):
+            wrong = np.flatnonzero(page != content)
+            raise WrongPage(
+                f"page {self._pages[index]} (page {index} of the request) does not hold the bytes of {source}: "
+                f"{len(wrong)} of {len(content)} are wrong, the first at byte {wrong[0]}"
+            )
+
+
+def _spend(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)
