@@ -55,8 +55,6 @@ class Stack:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
         self.close()
 
     def start(self, name: str, words: Sequence[str], *, environment: dict[str, str] | None = None) -> Process:
