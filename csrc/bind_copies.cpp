@@ -1,0 +1,190 @@
+// Checks every bound of a copy before its first byte moves, then copies with the GIL released.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "bindings.h"
+#include "copy_pages.h"
+
+namespace nb = nanobind;
+
+namespace kvferry {
+namespace {
+
+using Access = Buffer::Access;
+using Addresses = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using AnyIds = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr int64_t kMaxThreads = 64;
+constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
+
+template <class T>
+std::vector<int64_t> widen(const AnyIds& ids) {
+  const T* data = static_cast<const T*>(ids.data());
+  return std::vector<int64_t>(data, data + ids.size());
+}
+
+// A 32 or 64 bit integer array is read in place of its items' objects; any other sequence of integers item by item.
+std::vector<int64_t> read_ids(nb::handle object) {
+  AnyIds array;
+  if (nb::try_cast<AnyIds>(object, array)) {
+    if (array.dtype() == nb::dtype<int64_t>()) return widen<int64_t>(array);
+    if (array.dtype() == nb::dtype<uint64_t>()) return widen<uint64_t>(array);  // what is too large turns negative: refused
+    if (array.dtype() == nb::dtype<int32_t>()) return widen<int32_t>(array);
+    if (array.dtype() == nb::dtype<uint32_t>()) return widen<uint32_t>(array);
+    throw nb::type_error("page_ids: an array must hold 32 or 64 bit integers");
+  }
+  const nb::object items = nb::steal(PySequence_Fast(object.ptr(), "page_ids: must be a sequence of integers"));
+  if (!items.is_valid()) throw nb::python_error();
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+  std::vector<int64_t> ids;
+  ids.reserve(size_t(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const long long id = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items.ptr(), i));
+    if (id == -1 && PyErr_Occurred()) throw nb::python_error();
+    ids.push_back(id);
+  }
+  return ids;
+}
+
+void check_ids(const std::vector<int64_t>& ids, size_t pool_pages) {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] >= 0 && uint64_t(ids[i]) < pool_pages) continue;
+    throw nb::index_error(("page_ids[" + std::to_string(i) + "]: " + std::to_string(ids[i]) + ", must be in [0, " +
+                           std::to_string(pool_pages) + ")")
+                              .c_str());
+  }
+}
+
+// [offset, offset + nbytes) must lie in `size` bytes.
+void check_span(const char* field, int64_t offset, int64_t nbytes, size_t size) {
+  check_range(field, offset, 0, kMaxInt64);
+  check_range("nbytes", nbytes, 0, kMaxInt64);
+  if (uint64_t(offset) <= size && uint64_t(nbytes) <= size - uint64_t(offset)) return;
+  refuse(std::string(field) + ": " + std::to_string(offset) + " with nbytes " + std::to_string(nbytes) +
+         " ends behind the " + std::to_string(size) + " bytes there are");
+}
+
+// The pages of `ids` that [byte_offset, byte_offset + nbytes) of their concatenation touches, checked against the pool.
+struct PageRange {
+  PageRange(nb::handle page_ids, const Buffer& pool, int64_t page_bytes, int64_t byte_offset, int64_t nbytes)
+      : ids(read_ids(page_ids)) {
+    check_range("page_bytes", page_bytes, 1, kMaxInt64);
+    check_ids(ids, pool.size() / size_t(page_bytes));
+    if (ids.size() > uint64_t(kMaxInt64) / uint64_t(page_bytes)) refuse("page_ids: more bytes than an address space holds");
+    check_span("byte_offset", byte_offset, nbytes, ids.size() * size_t(page_bytes));
+    if (nbytes == 0) return;
+    first = size_t(byte_offset / page_bytes);
+    last = size_t((byte_offset + nbytes - 1) / page_bytes);
+  }
+
+  bool touches(const uint8_t* pool, size_t page_bytes, const uint8_t* begin, size_t nbytes) const {
+    for (size_t i = first; i <= last; ++i) {
+      const uint8_t* page = pool + size_t(ids[i]) * page_bytes;
+      if (page < begin + nbytes && begin < page + page_bytes) return true;
+    }
+    return false;
+  }
+
+  void check_distinct() const {
+    std::vector<int64_t> sorted(ids.begin() + std::ptrdiff_t(first), ids.begin() + std::ptrdiff_t(last) + 1);
+    std::sort(sorted.begin(), sorted.end());
+    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+    if (twice != sorted.end()) refuse("page_ids: " + std::to_string(*twice) + " is named twice in one scatter");
+  }
+
+  std::vector<int64_t> ids;
+  size_t first = 0, last = 0;  // inclusive
+};
+
+void gather(nb::handle dst, int64_t dst_offset, nb::handle src, nb::handle page_ids, int64_t page_bytes,
+            int64_t byte_offset, int64_t nbytes, int64_t threads) {
+  check_range("threads", threads, 1, kMaxThreads);
+  const Buffer target(dst, "dst", Access::kWrite), pool(src, "src", Access::kRead);
+  check_span("dst_offset", dst_offset, nbytes, target.size());
+  const PageRange range(page_ids, pool, page_bytes, byte_offset, nbytes);
+  if (nbytes == 0) return;
+  uint8_t* out = target.data() + dst_offset;
+  if (range.touches(pool.data(), size_t(page_bytes), out, size_t(nbytes))) refuse("dst: overlaps a page that is gathered");
+  nb::gil_scoped_release release;
+  gather_pages(out, pool.data(), range.ids.data(), size_t(page_bytes), size_t(byte_offset), size_t(nbytes),
+               unsigned(threads));
+}
+
+void scatter(nb::handle dst, nb::handle page_ids, int64_t page_bytes, int64_t byte_offset, nb::handle src,
+             int64_t src_offset, int64_t nbytes, int64_t threads) {
+  check_range("threads", threads, 1, kMaxThreads);
+  const Buffer pool(dst, "dst", Access::kWrite), source(src, "src", Access::kRead);
+  check_span("src_offset", src_offset, nbytes, source.size());
+  const PageRange range(page_ids, pool, page_bytes, byte_offset, nbytes);
+  if (nbytes == 0) return;
+  range.check_distinct();
+  const uint8_t* in = source.data() + src_offset;
+  if (range.touches(pool.data(), size_t(page_bytes), in, size_t(nbytes))) refuse("src: overlaps a page that is scattered to");
+  nb::gil_scoped_release release;
+  scatter_pages(pool.data(), range.ids.data(), size_t(page_bytes), size_t(byte_offset), in, size_t(nbytes),
+                unsigned(threads));
+}
+
+void check_address(const char* field, size_t i, int64_t address, int64_t size) {
+  if (size == 0 || (address > 0 && address <= kMaxInt64 - size)) return;
+  refuse(std::string(field) + "[" + std::to_string(i) + "]: " + std::to_string(address) + " with " + std::to_string(size) +
+         " bytes is no memory of a process");
+}
+
+void copy_items(const Addresses& dst, const Addresses& src, const Addresses& sizes, int64_t threads) {
+  check_range("threads", threads, 1, kMaxThreads);
+  const size_t n = sizes.size();
+  if (dst.size() != n || src.size() != n) {
+    refuse("sizes: " + std::to_string(n) + " items, but dst_addresses has " + std::to_string(dst.size()) +
+           " and src_addresses has " + std::to_string(src.size()));
+  }
+  int64_t total = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t to = dst.data()[i], from = src.data()[i], bytes = sizes.data()[i];
+    check_range(("sizes[" + std::to_string(i) + "]").c_str(), bytes, 0, kMaxInt64 - total);
+    check_address("dst_addresses", i, to, bytes);
+    check_address("src_addresses", i, from, bytes);
+    if (bytes > 0 && to < from + bytes && from < to + bytes) {
+      refuse("dst_addresses[" + std::to_string(i) + "]: overlaps its own source");
+    }
+    total += bytes;
+  }
+  nb::gil_scoped_release release;
+  copy_list(dst.data(), src.data(), sizes.data(), n, unsigned(threads));
+}
+
+void zero(nb::handle dst, int64_t offset, int64_t fragments, int64_t stride, int64_t fragment_bytes, int64_t start) {
+  const Buffer target(dst, "dst", Access::kWrite);
+  const int64_t size = int64_t(target.size());
+  check_range("offset", offset, 0, size);
+  check_range("fragments", fragments, 0, kMaxInt64);
+  check_range("fragment_bytes", fragment_bytes, 0, size);
+  check_range("start", start, 0, fragment_bytes);
+  if (fragments == 0) return;
+  check_range("stride", stride, fragments > 1 ? std::max<int64_t>(fragment_bytes, 1) : 0, kMaxInt64);
+  const int64_t room = size - offset - fragment_bytes;  // for all but the last fragment
+  if (room < 0 || (fragments > 1 && fragments - 1 > room / stride)) {
+    refuse("fragments: " + std::to_string(fragments) + " of stride " + std::to_string(stride) + " from offset " +
+           std::to_string(offset) + " end behind the " + std::to_string(size) + " bytes there are");
+  }
+  nb::gil_scoped_release release;
+  zero_ranges(target.data() + offset, size_t(fragments), size_t(stride), size_t(fragment_bytes), size_t(start));
+}
+
+}  // namespace
+
+void bind_copies(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("gather_pages", &gather, "dst"_a, "dst_offset"_a, "src"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a,
+        "nbytes"_a, "threads"_a = 1);
+  m.def("scatter_pages", &scatter, "dst"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a, "src"_a, "src_offset"_a,
+        "nbytes"_a, "threads"_a = 1);
+  m.def("copy_list", &copy_items, "dst_addresses"_a, "src_addresses"_a, "sizes"_a, "threads"_a = 1);
+  m.def("zero_ranges", &zero, "dst"_a, "offset"_a, "fragments"_a, "stride"_a, "fragment_bytes"_a, "start"_a);
+}
+
+}  // namespace kvferry

@@ -1,0 +1,218 @@
+"""The digest chain: names of pages that are equal exactly when the whole prefixes are.
+
+digest = SHA-256(canonical CBOR of [parent, [token, ...], extra]), 32 raw bytes, page by page; the formula of vLLM's
+`sha256_cbor`. The extra item is null, or the list of a page's extra keys (LoRA, multimodal items, `("cache_salt", salt)`
+in page 0). The hashing is C++ (`csrc/digest_chain.cpp`), one call a prompt with the GIL released.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry import _core
+from kvferry.radix import cbor
+from kvferry.radix.cbor import ExtraKey
+
+DIGEST_BYTES = 32
+MAX_PAGE_SIZE = _core.MAX_PAGE_SIZE
+MAX_TOKEN = 2**32 - 1
+DEFAULT_SEED = "vllm-none-hash"
+
+ExtraKeys: TypeAlias = Sequence[ExtraKey]
+Extra: TypeAlias = ExtraKeys | Mapping[int, ExtraKeys | None] | None
+"""None; keys that each page of a call has; or keys by page index. An empty list of keys is no keys (null), as in vLLM."""
+
+# Whatever numpy turns into uint32 without loss; a C-contiguous uint32 buffer is not copied.
+Tokens: TypeAlias = NDArray[np.integer] | Sequence[int] | Iterable[int] | memoryview
+
+
+class PromptDigests(NamedTuple):
+    digests: bytes  # 32 for each full page, joined
+    tail: bytes  # 32 of the partial last page, or empty
+    tokens: int
+
+
+def root_digest(seed: str | None = None) -> bytes:
+    """The parent of a first page: SHA-256 of the CBOR text string `seed`."""
+    return _core.sha256(cbor.encode(DEFAULT_SEED if seed is None else seed, field="seed"))
+
+
+_ROOT = root_digest()
+
+
+def chain_digests(
+    tokens: Tokens, *, page_size: int, parent: bytes | None = None, extra: Extra = None
+) -> NDArray[np.uint8]:
+    """Digests of the full pages of `tokens`, shape (n, 32); tokens behind the last full page are left out.
+
+    parent: digest of the page before (None: the default root). extra: see `Extra`; page indexes count from this call's
+    first page, and may name the partial page. ValueError or TypeError name the field and its bound.
+    """
+    _check_page_size(page_size)
+    array = _token_array(tokens)
+    encoded = _EncodedExtra.of(extra)
+    encoded.check_pages(-(-len(array) // page_size))
+    return _core.chain_digests(array, page_size, _checked_parent(parent), encoded.common, encoded.by_page)
+
+
+def tail_digest(tokens: Tokens, *, page_size: int, parent: bytes | None = None, extra: Extra = None) -> bytes:
+    """The same formula over a partial page: `tokens` are only those behind the last full page, fewer than `page_size`.
+
+    parent: digest of the last full page. Page 0 of `extra` is the partial page. No tokens: b"".
+    """
+    _check_page_size(page_size)
+    array = _token_array(tokens)
+    if len(array) >= page_size:
+        raise ValueError(f"tokens: {len(array)} of them, must be fewer than page_size ({page_size})")
+    encoded = _EncodedExtra.of(extra)
+    encoded.check_pages(1)
+    return _tail(array, _checked_parent(parent), encoded.page(0))
+
+
+def prompt_digests(tokens: Tokens, *, page_size: int, extra: Extra = None) -> PromptDigests:
+    """All that an admission asks for, of a prompt that begins at the default root."""
+    chain = DigestChain(page_size=page_size, extra=extra)
+    chain.extend(tokens)
+    chain.check_extra()
+    return PromptDigests(chain.digests, chain.tail_digest, chain.tokens)
+
+
+class DigestChain:
+    """A conversation's chain: extended turn by turn, and never hashed again.
+
+    Page indexes in `extra` count from the chain's first page; pages that never come are no error. One owner at a time.
+    """
+
+    def __init__(self, *, page_size: int, parent: bytes | None = None, extra: Extra = None) -> None:
+        _check_page_size(page_size)
+        self._page_size = page_size
+        self._parent = _checked_parent(parent)  # of the partial page
+        self._extra = _EncodedExtra.of(extra)
+        self._digests = bytearray()
+        self._partial: NDArray[np.uint32] = np.empty(0, np.uint32)
+
+    def extend(self, tokens: Tokens) -> None:
+        """Appends tokens. Bad tokens raise and leave the chain as it was."""
+        array = _token_array(tokens)
+        if len(self._partial):
+            array = np.concatenate([self._partial, array])
+        done = len(self._digests) // DIGEST_BYTES
+        by_page = {page - done: item for page, item in self._extra.by_page.items() if page >= done}
+        fresh = _core.chain_digests(array, self._page_size, self._parent, self._extra.common, by_page).tobytes()
+        self._digests += fresh
+        if fresh:
+            self._parent = fresh[-DIGEST_BYTES:]
+        self._partial = array[len(array) - len(array) % self._page_size :].copy()  # the array may be the caller's
+
+    @property
+    def digests(self) -> bytes:
+        """32 bytes for each full page, joined."""
+        return bytes(self._digests)
+
+    @property
+    def tail_digest(self) -> bytes:
+        """Digest of the partial last page; b"" when there is none."""
+        return _tail(self._partial, self._parent, self._extra.page(self.pages))
+
+    @property
+    def tokens(self) -> int:
+        return self.pages * self._page_size + len(self._partial)
+
+    @property
+    def pages(self) -> int:
+        """Full pages."""
+        return len(self._digests) // DIGEST_BYTES
+
+    def check_extra(self) -> None:
+        """ValueError if `extra` names a page that the chain has not reached."""
+        self._extra.check_pages(self.pages + (1 if len(self._partial) else 0))
+
+
+class _EncodedExtra(NamedTuple):
+    common: bytes
+    by_page: dict[int, bytes]
+
+    @classmethod
+    def of(cls, extra: Extra) -> "_EncodedExtra":
+        if isinstance(extra, Mapping):
+            by_page = {}
+            for page, keys in extra.items():
+                if isinstance(page, bool) or not isinstance(page, int):
+                    raise TypeError(f"extra: page index {page!r}, must be an int")
+                if page < 0:
+                    raise ValueError(f"extra: page index {page}, must be >= 0")
+                by_page[page] = _encode_keys(keys, f"extra[{page}]")
+            return cls(cbor.NULL, by_page)
+        return cls(_encode_keys(extra, "extra"), {})
+
+    def page(self, index: int) -> bytes:
+        return self.by_page.get(index, self.common)
+
+    def check_pages(self, pages: int) -> None:
+        for page in self.by_page:
+            if page >= pages:
+                raise ValueError(f"extra: page index {page}, must be < {pages} (pages of the tokens)")
+
+
+def _encode_keys(keys: ExtraKeys | None, field: str) -> bytes:
+    if keys is None:
+        return cbor.NULL
+    if not isinstance(keys, (list, tuple)):
+        raise TypeError(f"{field}: {type(keys).__name__}, must be None or a list of keys")
+    return cbor.encode(keys, field=field) if keys else cbor.NULL
+
+
+def _tail(tokens: NDArray[np.uint32], parent: bytes, extra: bytes) -> bytes:
+    if len(tokens) == 0:
+        return b""
+    return _core.chain_digests(tokens, len(tokens), parent, extra, {}).tobytes()
+
+
+def _check_page_size(page_size: int) -> None:
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ValueError(f"page_size: {page_size}, must be in [1, {MAX_PAGE_SIZE}] tokens")
+
+
+def _checked_parent(parent: bytes | None) -> bytes:
+    if parent is None:
+        return _ROOT
+    if len(parent) != DIGEST_BYTES:
+        raise ValueError(f"parent: {len(parent)} bytes, must be {DIGEST_BYTES}")
+    return bytes(parent)
+
+
+def _token_array(tokens: Tokens) -> NDArray[np.uint32]:
+    """A C-contiguous uint32 view or checked copy."""
+    if isinstance(tokens, (str, bytes, bytearray)):
+        raise TypeError(f"tokens: {type(tokens).__name__}, must be integers")
+    if not hasattr(tokens, "__len__"):
+        tokens = list(cast(Iterable[int], tokens))
+    array = np.asarray(tokens)
+    if array.ndim != 1:
+        raise ValueError(f"tokens: {array.ndim} dimensions, must be 1")
+    if array.size == 0:
+        return np.empty(0, np.uint32)
+    if array.dtype.kind not in "iu":
+        raise _refused_token(tokens, array)
+    if not (array.dtype.kind == "u" and array.itemsize <= 4):
+        wrong = (array < 0) | (array > MAX_TOKEN)
+        if wrong.any():
+            index = int(wrong.argmax())
+            raise _out_of_range(index, int(array[index]))
+    return np.ascontiguousarray(array, dtype=np.uint32)
+
+
+def _refused_token(tokens: Tokens, array: NDArray[np.generic]) -> Exception:
+    """numpy makes floats or objects of a list with integers outside of 64 bits: then one of those is what is wrong."""
+    for index, token in enumerate(tokens):
+        if isinstance(token, (bool, np.bool_)) or not isinstance(token, (int, np.integer)):
+            return TypeError(f"tokens[{index}]: {token!r}, must be an int")
+        if not 0 <= token <= MAX_TOKEN:
+            return _out_of_range(index, int(token))
+    return TypeError(f"tokens: array of {array.dtype}, must hold integers")
+
+
+def _out_of_range(index: int, value: int) -> ValueError:
+    return ValueError(f"tokens[{index}]: {value}, must be in [0, {MAX_TOKEN}]")
