@@ -1,0 +1,90 @@
+"""A whole serving system on loopback: prefill and decode daemons, their workers, and a front end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.daemon.stack import Process, Stack
+
+
+@dataclass(frozen=True, slots=True)
+class SystemSpec:
+    """`model` is a folder of a causal language model; empty: synthetic workers."""
+
+    model: str = ""
+    prefills: int = 1
+    decodes: int = 1
+    decode_pool_bytes: int = 1 << 30
+    prefill_pool_bytes: int = 1 << 30
+    page_size: int = 64
+    decode_flags: Sequence[str] = ()
+    prefill_flags: Sequence[str] = ()
+    worker_flags: Sequence[str] = ()
+    decode_worker_flags: Sequence[str] = ()
+    front_flags: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One daemon and its worker."""
+
+    name: str
+    daemon: Process
+    worker: Process
+    daemon_address: str  # peers, statistics, look-ups
+    worker_address: str  # Engine service
+    socket: str
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    prefills: tuple[Replica, ...]
+    decodes: tuple[Replica, ...]
+    front: Process
+    url: str  # of the front end
+
+
+def start_system(stack: Stack, spec: SystemSpec) -> System:
+    """Starts everything and waits until it serves. StackError where something does not."""
+    prefill_daemons = [
+        _daemon(stack, "prefill", i, spec, ["--pool-bytes", str(spec.prefill_pool_bytes), *spec.prefill_flags])
+        for i in range(spec.prefills)
+    ]
+    addresses = [stack.ready(process) for process, _, _ in prefill_daemons]
+    peers: list[str] = []
+    for (_, name, _), address in zip(prefill_daemons, addresses, strict=True):
+        peers += ["--peer", f"{name}={address}"]
+    decode_words = [*peers, "--pool-bytes", str(spec.decode_pool_bytes), *spec.decode_flags]
+    decode_daemons = [_daemon(stack, "decode", i, spec, decode_words) for i in range(spec.decodes)]
+    addresses += [stack.ready(process) for process, _, _ in decode_daemons]
+    workers = [_worker(stack, "prefill", name, socket, spec, []) for _, name, socket in prefill_daemons]
+    workers += [_worker(stack, "decode", n, socket, spec, spec.decode_worker_flags) for _, n, socket in decode_daemons]
+    daemons = prefill_daemons + decode_daemons
+    replicas = [
+        Replica(name, process, worker, address, stack.ready(worker), socket)
+        for (process, name, socket), worker, address in zip(daemons, workers, addresses, strict=True)
+    ]
+    prefills, decodes = replicas[: spec.prefills], replicas[spec.prefills :]
+    words = ["front", "--listen", "127.0.0.1:0", *spec.front_flags]
+    for replica in prefills:
+        words += ["--prefill", replica.worker_address]
+    for replica in decodes:
+        words += ["--decode", replica.worker_address]
+    front = stack.start("front", words)
+    url = f"http://{stack.ready(front)}"
+    return System(tuple(prefills), tuple(decodes), front, url)
+
+
+def _daemon(stack: Stack, role: str, index: int, spec: SystemSpec, words: Sequence[str]) -> tuple[Process, str, str]:
+    name = f"{role}-{index}"
+    socket = os.path.join(stack.folder, f"{name}.sock")
+    common = ["--name", name, "--listen", "127.0.0.1:0", "--socket", socket, "--page-size", str(spec.page_size)]
+    return stack.start(name, ["serve", "--role", role, *common, *words]), name, socket
+
+
+def _worker(stack: Stack, role: str, name: str, socket: str, spec: SystemSpec, words: Sequence[str]) -> Process:
+    source = ["--model", spec.model] if spec.model else ["--synthetic"]
+    common = ["--socket", socket, "--listen", "127.0.0.1:0", *source, *spec.worker_flags]
+    return stack.start(f"{name}-worker", ["worker", role, *common, *words])
