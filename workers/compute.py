@@ -37,8 +37,9 @@ class SequenceCompute(Protocol):
     def add_pages(self, pages: Sequence[int]) -> None:
         """The request has these pages too, behind those it has."""
 
-    def check_pages(self, tokens: int) -> None:
-        """The KV of the first `tokens` tokens came from elsewhere. Raises WrongPage if it sees that it is wrong."""
+    def resume(self, tokens: int) -> None:
+        """The first call: the KV of the first `tokens` tokens is in the pages. Raises WrongPage if it sees that it is
+        wrong."""
 
     def prompt(self, start: int, end: int) -> None:
         """Computes and stores the KV of the prompt's tokens [start, end); what lies before is in the pool."""

@@ -72,7 +72,7 @@ class DecodeWorker:
         # the prompt's full pages that are readable are in the tree: others may read them too
         shared = readable - readable % client.geometry.page_size
         sequence = self._compute.sequence(prompt, admitted.pages, order.sampling, shared_tokens=shared)
-        await self._thread.run(sequence.check_pages, readable)
+        await self._thread.run(sequence.resume, readable)
         emit(Started(admitted.matched_tokens, ready))
         if order.prefill:
             try:

@@ -73,7 +73,7 @@ class PrefillWorker:
                 common_pb2.ERROR_INTERNAL, f"Begun.matched_tokens is {matched}; the prompt has {tokens}"
             )
         sequence = self._compute.sequence(prompt, begun.pages, order.sampling, shared_tokens=matched)
-        await self._thread.run(sequence.check_pages, matched)
+        await self._thread.run(sequence.resume, matched)
         chunk_ends = []
         for start in range(matched, tokens, self._chunk_tokens):
             end = min(start + self._chunk_tokens, tokens)

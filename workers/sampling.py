@@ -32,7 +32,7 @@ class Sampling(NamedTuple):
 
 def uniform(seed: int, position: int) -> float:
     """A number of [0, 1) that is a function of seed and position (Philox, counter-based)."""
-    return float(np.random.Generator(np.random.Philox(key=[seed, position])).random())
+    return float(np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64))).random())
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:

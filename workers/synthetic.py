@@ -34,7 +34,9 @@ class SimulatedTime(NamedTuple):
 def page_content(digest: bytes, page_bytes: int) -> Bytes:
     """The bytes of the full page with this digest."""
     words = np.frombuffer(digest, dtype=np.uint64)
-    stream = np.random.Philox(key=words[:2], counter=[0, 0, words[2], words[3]])
+    counter = np.zeros(4, dtype=np.uint64)
+    counter[2:] = words[2:]
+    stream = np.random.Philox(key=words[:2], counter=counter)
     return stream.random_raw(-(-page_bytes // 8)).view(np.uint8)[:page_bytes]
 
 
@@ -98,7 +100,7 @@ class SyntheticSequence:
     def add_pages(self, pages: Sequence[int]) -> None:
         self._pages.extend(pages)
 
-    def check_pages(self, tokens: int) -> None:
+    def resume(self, tokens: int) -> None:
         full = tokens // self._geometry.page_size
         self._stored_pages = full
         self._tail_stored = self._tail_tokens > 0 and tokens == len(self._prompt.tokens)

@@ -59,7 +59,7 @@ def test_prefilled_pages_pass_the_check_of_decode_and_of_the_next_turn() -> None
     token = prefill.first_token()
 
     decode = model.sequence(prompt, [3, 1, 2], Sampling(), shared_tokens=8)
-    decode.check_pages(10)
+    decode.resume(10)
     decode.check_first_token(token)
     decode.add_pages([7])
     output = [token]
@@ -70,7 +70,7 @@ def test_prefilled_pages_pass_the_check_of_decode_and_of_the_next_turn() -> None
     assert all(0 <= token < VOCABULARY for token in output)
 
     next_turn = prompt_of([*range(10), *output])
-    model.sequence(next_turn, [3, 1, 2, 7, 9], Sampling(), shared_tokens=16).check_pages(16)
+    model.sequence(next_turn, [3, 1, 2, 7, 9], Sampling(), shared_tokens=16).resume(16)
 
 
 @pytest.mark.parametrize("byte", [0, 77, GEOMETRY.page_bytes - 1])
@@ -82,7 +82,7 @@ def test_one_wrong_byte_is_found_and_its_page_named(page: int, byte: int) -> Non
     sequence.prompt(0, 6)
     pool[[5, 8][page], byte] ^= 1
     with pytest.raises(WrongPage, match=rf"page {[5, 8][page]} \(page {page} of the request\).*first at byte {byte}"):
-        model.sequence(prompt, [5, 8], Sampling(), shared_tokens=4).check_pages(6)
+        model.sequence(prompt, [5, 8], Sampling(), shared_tokens=4).resume(6)
     with pytest.raises(WrongPage):
         sequence.finish()
 

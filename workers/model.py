@@ -1,0 +1,199 @@
+"""A causal language model of transformers, its facts, and its computation over pool pages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kvferry.proto import common_pb2
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.workers.compute import Prompt
+from kvferry.workers.paged_cache import PagedCache, PageTable, pool_view
+from kvferry.workers.sampling import Sampling, sample
+
+UNBOUNDED_TOKENS = 1 << 20  # where a model's configuration names no length
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+_HASH_CHUNK = 4 * 1024 * 1024
+
+
+class KVShape(NamedTuple):
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str  # torch's name
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, and what it says of itself."""
+
+    network: Any  # a transformers causal model in evaluation mode
+    fingerprint: str
+    revision: str
+    shape: KVShape
+    vocabulary: int
+    max_tokens: int
+
+    @property
+    def geometry(self) -> common_pb2.Geometry:
+        """Page size and layout are left to the daemon."""
+        shape = self.shape
+        return common_pb2.Geometry(
+            layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=shape.dtype, tensors=2
+        )
+
+    def compute(self, pool: NDArray[np.uint8], geometry: KVGeometry) -> ModelCompute:
+        """Over `pool`, uint8 (pages, page_bytes). Raises ValueError when `geometry` is not the model's."""
+        given = KVShape(geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype)
+        if given != self.shape or geometry.tensors != 2:
+            raise ValueError(f"geometry is {given}, {geometry.tensors} tensors; the model's is {self.shape}, 2 tensors")
+        return ModelCompute(self, pool_view(pool, geometry), geometry)
+
+
+def load_model(folder: Path, *, dtype: str, threads: int, revision: str = "") -> LoadedModel:
+    """Loads a causal model saved by transformers. `revision` empty: a SHA-256 over its weight files.
+
+    Raises OSError when the folder cannot be read, ValueError when the model's cache is not plain attention.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model: {folder} has no config.json; it must be a folder that transformers saved")
+    torch.set_num_threads(threads)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+    return loaded(network, folder_fingerprint(folder), revision or weights_revision(folder))
+
+
+def loaded(network: Any, fingerprint: str, revision: str) -> LoadedModel:
+    """Facts of a model that is in memory."""
+    network.eval()
+    config = network.config.get_text_config(decoder=True)
+    return LoadedModel(
+        network=network,
+        fingerprint=fingerprint,
+        revision=revision,
+        shape=kv_shape(network),
+        vocabulary=network.get_input_embeddings().num_embeddings,
+        max_tokens=getattr(config, "max_position_embeddings", None) or UNBOUNDED_TOKENS,
+    )
+
+
+def kv_shape(network: Any) -> KVShape:
+    """The shape of the model's KV, from one computed token. Raises ValueError when pages cannot hold it."""
+    cache = DynamicCache(config=network.config)
+    with torch.inference_mode():
+        network(input_ids=torch.zeros((1, 1), dtype=torch.int64), past_key_values=cache, use_cache=True)
+    shapes = set()
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is not DynamicLayer:
+            raise ValueError(
+                f"model: layer {index} keeps a {type(layer).__name__}; pages hold only those of full attention"
+            )
+        assert layer.keys is not None
+        assert layer.values is not None
+        shapes.add((tuple(layer.keys.shape), tuple(layer.values.shape), layer.keys.dtype, layer.values.dtype))
+    if len(shapes) != 1:
+        raise ValueError(f"model: its layers' keys and values differ in shape: {sorted(map(str, shapes))}")
+    keys, values, dtype, _ = shapes.pop()
+    if keys != values:
+        raise ValueError(f"model: keys are {keys}, values {values}; pages hold equal shapes only")
+    return KVShape(len(cache.layers), keys[1], keys[3], str(dtype).removeprefix("torch."))
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Model type and a hash of the configuration: the same for every copy of the model."""
+    config = json.loads((folder / "config.json").read_text())
+    # written by whichever version saved it; they change nothing that is computed
+    for key in ("transformers_version", "_name_or_path", "dtype", "torch_dtype"):
+        config.pop(key, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    return f"{config.get('model_type', 'unknown')}-{digest[:32]}"
+
+
+def weights_revision(folder: Path) -> str:
+    """SHA-256 over the weight files' names and contents: two fine-tunings of a model have files of the same size."""
+    files = next((found for pattern in WEIGHT_FILES if (found := sorted(folder.glob(pattern)))), [])
+    if not files:
+        raise ValueError(f"model: {folder} has no weight files ({', '.join(WEIGHT_FILES)})")
+    total = hashlib.sha256()
+    for path in files:
+        content = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(_HASH_CHUNK):
+                content.update(chunk)
+        total.update(f"{path.name}:{content.hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+class ModelCompute:
+    """The model over a pool, as a `Compute`."""
+
+    def __init__(self, model: LoadedModel, pool: torch.Tensor, geometry: KVGeometry) -> None:
+        self._model = model
+        self._pool = pool
+        self._geometry = geometry
+
+    @property
+    def vocabulary(self) -> int:
+        return self._model.vocabulary
+
+    def sequence(
+        self, prompt: Prompt, pages: Sequence[int], sampling: Sampling, *, shared_tokens: int
+    ) -> ModelSequence:
+        table = PageTable(self._geometry.page_size, pages, shared_tokens=shared_tokens)
+        return ModelSequence(self._model.network, self._pool, table, prompt, sampling)
+
+
+class ModelSequence:
+    """One request, as a `SequenceCompute`."""
+
+    def __init__(self, network: Any, pool: torch.Tensor, table: PageTable, prompt: Prompt, sampling: Sampling) -> None:
+        self._network = network
+        self._pool = pool
+        self._table = table
+        self._tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).unsqueeze(0)
+        self._sampling = sampling
+        self._cache = PagedCache(pool, table, tokens=0)
+        self._logits: torch.Tensor | None = None
+
+    def add_pages(self, pages: Sequence[int]) -> None:
+        self._table.add(pages)
+
+    def resume(self, tokens: int) -> None:
+        self._cache = PagedCache(self._pool, self._table, tokens=tokens)
+
+    def prompt(self, start: int, end: int) -> None:
+        self._forward(self._tokens[:, start:end], start)
+
+    def first_token(self) -> int:
+        return self._next()
+
+    def check_first_token(self, token: int) -> None:
+        """Only the prefill worker has the logits."""
+
+    def step(self, token: int, position: int) -> int:
+        self._forward(torch.tensor([[token]]), position)
+        return self._next()
+
+    def finish(self) -> None:
+        """Nothing to check: a model cannot tell whose bytes a page holds."""
+
+    @torch.inference_mode()
+    def _forward(self, tokens: torch.Tensor, position: int) -> None:
+        assert self._cache.get_seq_length() == position, f"{self._cache.get_seq_length()} tokens; position {position}"
+        output = self._network(input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._logits = output.logits[0, -1]
+
+    @torch.inference_mode()
+    def _next(self) -> int:
+        assert self._logits is not None
+        return sample(self._logits, self._sampling, self._cache.get_seq_length())

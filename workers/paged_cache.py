@@ -1,0 +1,108 @@
+"""A transformers cache whose keys and values lie in the daemon's pool pages.
+
+Every layer writes what the model computes into the request's pages and gives attention the keys and values gathered
+from them, so what a request reads is what the pool holds. One request is one cache, a batch of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvferry.transfer.geometry import KVGeometry, Layout
+
+
+def pool_view(pool: NDArray[np.uint8], geometry: KVGeometry) -> torch.Tensor:
+    """The pool's bytes (pages, page_bytes) as elements, shape (pages, layers, 2, page size, heads, head dimension)
+    whatever the layout; a view."""
+    dtype = getattr(torch, geometry.dtype)
+    assert isinstance(dtype, torch.dtype)
+    elements = torch.from_numpy(pool).view(dtype).view(len(pool), *geometry.page_shape)
+    return elements if geometry.layout is Layout.PAGE_NHD else elements.transpose(3, 4)
+
+
+class PageTable:
+    """The pages of one request, shared by the layers of its cache."""
+
+    def __init__(self, page_size: int, pages: Sequence[int], *, shared_tokens: int) -> None:
+        """The pages of the first `shared_tokens` tokens are read only."""
+        self.page_size = page_size
+        self.shared_tokens = shared_tokens
+        self.pages = torch.tensor(list(pages), dtype=torch.int64)
+
+    def add(self, pages: Sequence[int]) -> None:
+        self.pages = torch.cat([self.pages, torch.tensor(list(pages), dtype=torch.int64)])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the pages hold."""
+        return len(self.pages) * self.page_size
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer's keys and values."""
+
+    def __init__(self, pool: torch.Tensor, layer: int, table: PageTable, tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stored = pool[:, layer]  # (pages, 2, page size, heads, head dimension)
+        self._table = table
+        self._tokens = tokens
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to make: the pool is there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new keys and values, each (1, heads, tokens, head dimension), behind those that are there.
+
+        Returns all keys and all values, each (1, heads, all tokens, head dimension), contiguous as the dynamic cache's
+        are: attention then does the same arithmetic.
+        """
+        new = key_states.shape[-2]
+        start, end = self._tokens, self._tokens + new
+        assert key_states.shape[0] == 1, f"a batch of {key_states.shape[0]}; a paged cache holds one request"
+        assert start >= self._table.shared_tokens, f"token {start} is in a shared page"
+        assert end <= self._table.capacity, f"{end} tokens; the pages hold {self._table.capacity}"
+        positions = torch.arange(start, end)
+        pages = self._table.pages[positions // self._table.page_size]
+        offsets = positions % self._table.page_size
+        self._stored[pages, 0, offsets] = key_states[0].transpose(0, 1)
+        self._stored[pages, 1, offsets] = value_states[0].transpose(0, 1)
+        self._tokens = end
+        return self._gather(0), self._gather(1)
+
+    def _gather(self, tensor: int) -> torch.Tensor:
+        used = -(-self._tokens // self._table.page_size)
+        pages = self._stored[self._table.pages[:used], tensor]  # (used, page size, heads, head dimension), a copy
+        rows = pages.flatten(0, 1)[: self._tokens]
+        return rows.transpose(0, 1).contiguous().unsqueeze(0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        raise NotImplementedError("a paged cache belongs to one request and is not reset")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise NotImplementedError("a paged cache has no beams")
+
+
+class PagedCache(Cache):
+    """The cache of one request; pass it to a model as `past_key_values`."""
+
+    def __init__(self, pool: torch.Tensor, table: PageTable, *, tokens: int) -> None:
+        """`pool`: of `pool_view`. The pages hold the KV of the first `tokens` tokens."""
+        assert 0 <= tokens <= table.capacity
+        super().__init__(layers=[PagedLayer(pool, layer, table, tokens) for layer in range(pool.shape[1])])
