@@ -162,9 +162,9 @@ void zero(nb::handle dst, int64_t offset, int64_t fragments, int64_t stride, int
   const int64_t size = int64_t(target.size());
   check_range("offset", offset, 0, size);
   check_range("fragments", fragments, 0, kMaxInt64);
+  if (fragments == 0) return;
   check_range("fragment_bytes", fragment_bytes, 0, size);
   check_range("start", start, 0, fragment_bytes);
-  if (fragments == 0) return;
   check_range("stride", stride, fragments > 1 ? std::max<int64_t>(fragment_bytes, 1) : 0, kMaxInt64);
   const int64_t room = size - offset - fragment_bytes;  // for all but the last fragment
   if (room < 0 || (fragments > 1 && fragments - 1 > room / stride)) {

@@ -22,34 +22,37 @@ using Tokens = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device
 using Digests = nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>, nb::c_contig>;
 
 std::vector<std::string> implementations() {
-  if (sha_ni_available()) return {"sha-ni", "portable"};
+  if (sha256_sha_ni() != nullptr) return {"sha-ni", "portable"};
   return {"portable"};
 }
 
-HashBlocks choose(const std::string& implementation) {
-  static const bool sha_ni = sha_ni_available();
-  if (implementation == "auto") return sha_ni ? hash_blocks_sha_ni : hash_blocks_portable;
-  if (implementation == "portable") return hash_blocks_portable;
-  if (implementation == "sha-ni" && sha_ni) return hash_blocks_sha_ni;
+const Sha256& choose(const std::string& implementation) {
+  const Sha256* sha_ni = sha256_sha_ni();
+  if (implementation == "auto") return sha_ni != nullptr ? *sha_ni : kSha256Portable;
+  if (implementation == "portable") return kSha256Portable;
+  if (implementation == "sha-ni" && sha_ni != nullptr) return *sha_ni;
   refuse("implementation: '" + implementation + "', must be 'auto' or one of sha256_implementations()");
 }
 
 nb::bytes sha256(nb::handle data, const std::string& implementation) {
-  const HashBlocks hash = choose(implementation);
+  const Sha256& hash = choose(implementation);
   const Buffer buffer(data, "data", Buffer::Access::kRead);
   uint8_t digest[kDigestBytes];
   {
     nb::gil_scoped_release release;
     std::vector<uint8_t> message(padded_blocks(buffer.size()) * kBlockBytes);
     if (buffer.size() != 0) std::memcpy(message.data(), buffer.data(), buffer.size());
-    hash(message.data(), pad_message(message.data(), buffer.size()), digest);
+    Sha256State state;
+    hash.begin(state);
+    hash.compress(state, message.data(), pad_message(message.data(), buffer.size()));
+    hash.finish(state, digest);
   }
   return nb::bytes(digest, sizeof digest);
 }
 
 Digests chain(const Tokens& tokens, int64_t page_size, const nb::bytes& parent, const nb::bytes& extra,
               const nb::dict& page_extras, const std::string& implementation) {
-  const HashBlocks hash = choose(implementation);
+  const Sha256& hash = choose(implementation);
   check_range("page_size", page_size, 1, kMaxPageSize);
   if (parent.size() != kDigestBytes) {
     refuse("parent: " + std::to_string(parent.size()) + " bytes, must be " + std::to_string(kDigestBytes));

@@ -52,20 +52,26 @@ class PageMessage {
     bytes_[2] = kDigestBytes;
   }
 
-  void encode(const uint32_t* tokens, size_t page_size, const std::string& extra) {
-    uint8_t* out = put_array_header(bytes_.data() + kBodyOffset, page_size);
-    for (size_t i = 0; i < page_size; ++i) out = put_token(out, tokens[i]);
-    std::memcpy(out, extra.data(), extra.size());
-    blocks_ = pad_message(bytes_.data(), size_t(out - bytes_.data()) + extra.size());
+  void begin(size_t page_size) { end_ = put_array_header(bytes_.data() + kBodyOffset, page_size); }
+
+  void append(const uint32_t* tokens, size_t count) {
+    uint8_t* out = end_;
+    for (size_t i = 0; i < count; ++i) out = put_token(out, tokens[i]);
+    end_ = out;
   }
 
-  void hash(const uint8_t* parent, HashBlocks hash_blocks, uint8_t* digest) {
-    std::memcpy(bytes_.data() + kParentOffset, parent, kDigestBytes);
-    hash_blocks(bytes_.data(), blocks_, digest);
+  void finish(const std::string& extra) {
+    std::memcpy(end_, extra.data(), extra.size());
+    blocks_ = pad_message(bytes_.data(), size_t(end_ - bytes_.data()) + extra.size());
   }
+
+  void set_parent(const uint8_t* parent) { std::memcpy(bytes_.data() + kParentOffset, parent, kDigestBytes); }
+  size_t blocks() const { return blocks_; }
+  const uint8_t* block(size_t i) const { return bytes_.data() + i * kBlockBytes; }
 
  private:
   std::vector<uint8_t> bytes_;
+  uint8_t* end_ = nullptr;
   size_t blocks_ = 0;
 };
 
@@ -84,17 +90,35 @@ size_t Extras::longest() const {
 }
 
 void chain_digests(const uint32_t* tokens, size_t pages, size_t page_size, const uint8_t* parent, const Extras& extras,
-                   HashBlocks hash, uint8_t* digests) {
+                   const Sha256& sha256, uint8_t* digests) {
   if (pages == 0) return;
-  // Two messages: the next page is encoded before this one is hashed, so that the processor does both at once (hashing is
-  // bound by latency) and no block is loaded right behind the stores that made it.
   const size_t longest_extra = extras.longest();
-  PageMessage now(page_size, longest_extra), next(page_size, longest_extra);
-  now.encode(tokens, page_size, extras.of(0));
+  PageMessage first(page_size, longest_extra), second(page_size, longest_extra);
+  PageMessage *now = &first, *next = &second;
+  now->begin(page_size);
+  now->append(tokens, page_size);
+  now->finish(extras.of(0));
   for (size_t page = 0; page < pages; ++page) {
-    if (page + 1 < pages) next.encode(tokens + (page + 1) * page_size, page_size, extras.of(page + 1));
+    // Hashing is bound by the latency of its instructions and encoding is not: a share of the next page is encoded behind
+    // each block of this one, near enough for the processor to do both at once.
+    const uint32_t* next_tokens = tokens + (page + 1) * page_size;
+    const size_t blocks = now->blocks();
+    const size_t share = (page_size + blocks - 1) / blocks;
+    size_t left = page + 1 < pages ? page_size : 0;
+    Sha256State state;
+    sha256.begin(state);
+    now->set_parent(parent);
+    next->begin(page_size);
+    for (size_t block = 0; block < blocks; ++block) {
+      sha256.compress(state, now->block(block), 1);
+      const size_t count = std::min(share, left);
+      next->append(next_tokens, count);
+      next_tokens += count;
+      left -= count;
+    }
     uint8_t* digest = digests + page * kDigestBytes;
-    now.hash(parent, hash, digest);
+    sha256.finish(state, digest);
+    if (page + 1 < pages) next->finish(extras.of(page + 1));
     parent = digest;
     std::swap(now, next);
   }

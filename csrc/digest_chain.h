@@ -21,6 +21,6 @@ struct Extras {
 
 // Hashes `pages` pages of `page_size` tokens each; writes pages * 32 bytes to `digests`. Touches no Python object.
 void chain_digests(const uint32_t* tokens, size_t pages, size_t page_size, const uint8_t* parent, const Extras& extras,
-                   HashBlocks hash, uint8_t* digests);
+                   const Sha256& sha256, uint8_t* digests);
 
 }  // namespace kvferry

@@ -50,19 +50,21 @@ size_t pad_message(uint8_t* message, size_t length) {
   return blocks;
 }
 
-void hash_blocks_portable(const uint8_t* padded, size_t blocks, uint8_t* digest) {
-  uint32_t state[8];
-  std::memcpy(state, kInitial, sizeof state);
-  for (size_t block = 0; block < blocks; ++block, padded += kBlockBytes) {
+namespace {
+
+void begin_portable(Sha256State& state) { std::memcpy(state.words, kInitial, sizeof kInitial); }
+
+void compress_portable(Sha256State& state, const uint8_t* blocks, size_t count) {
+  uint32_t* s = state.words;
+  for (; count > 0; --count, blocks += kBlockBytes) {
     uint32_t w[64];
-    for (int t = 0; t < 16; ++t) w[t] = load_big_endian(padded + 4 * t);
+    for (int t = 0; t < 16; ++t) w[t] = load_big_endian(blocks + 4 * t);
     for (int t = 16; t < 64; ++t) {
       const uint32_t s0 = rotate_right(w[t - 15], 7) ^ rotate_right(w[t - 15], 18) ^ (w[t - 15] >> 3);
       const uint32_t s1 = rotate_right(w[t - 2], 17) ^ rotate_right(w[t - 2], 19) ^ (w[t - 2] >> 10);
       w[t] = w[t - 16] + s0 + w[t - 7] + s1;
     }
-    uint32_t a = state[0], b = state[1], c = state[2], d = state[3];
-    uint32_t e = state[4], f = state[5], g = state[6], h = state[7];
+    uint32_t a = s[0], b = s[1], c = s[2], d = s[3], e = s[4], f = s[5], g = s[6], h = s[7];
     for (int t = 0; t < 64; ++t) {
       const uint32_t sum1 = rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25);
       const uint32_t t1 = h + sum1 + ((e & f) ^ (~e & g)) + kRound[t] + w[t];
@@ -70,15 +72,26 @@ void hash_blocks_portable(const uint8_t* padded, size_t blocks, uint8_t* digest)
       const uint32_t t2 = sum0 + ((a & b) ^ (a & c) ^ (b & c));
       h = g, g = f, f = e, e = d + t1, d = c, c = b, b = a, a = t1 + t2;
     }
-    state[0] += a, state[1] += b, state[2] += c, state[3] += d;
-    state[4] += e, state[5] += f, state[6] += g, state[7] += h;
+    s[0] += a, s[1] += b, s[2] += c, s[3] += d, s[4] += e, s[5] += f, s[6] += g, s[7] += h;
   }
-  for (int i = 0; i < 8; ++i) store_big_endian(digest + 4 * i, state[i]);
 }
+
+void finish_portable(const Sha256State& state, uint8_t* digest) {
+  for (int i = 0; i < 8; ++i) store_big_endian(digest + 4 * i, state.words[i]);
+}
+
+}  // namespace
+
+const Sha256 kSha256Portable = {begin_portable, compress_portable, finish_portable};
 
 #ifdef KVFERRY_SHA_NI
 
-bool sha_ni_available() {
+namespace {
+
+// Only these functions are compiled for more than the base instruction set; they run only where the processor was asked.
+#define KVFERRY_TARGET_SHA __attribute__((target("sha,sse4.1,ssse3")))
+
+bool has_sha_ni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return false;
   const bool ssse3 = c & (1u << 9), sse41 = c & (1u << 19);
@@ -86,19 +99,24 @@ bool sha_ni_available() {
   return ssse3 && sse41 && (b & (1u << 29));
 }
 
-// The processor keeps the state as two vectors, {F,E,B,A} and {H,G,D,C} from the low word up.
-__attribute__((target("sha,sse4.1,ssse3"))) void hash_blocks_sha_ni(const uint8_t* padded, size_t blocks,
-                                                                    uint8_t* digest) {
-  const __m128i swap_words = _mm_set_epi64x(0x0c0d0e0f08090a0bULL, 0x0405060700010203ULL);
-  __m128i abef = _mm_set_epi32(int(kInitial[0]), int(kInitial[1]), int(kInitial[4]), int(kInitial[5]));
-  __m128i cdgh = _mm_set_epi32(int(kInitial[2]), int(kInitial[3]), int(kInitial[6]), int(kInitial[7]));
-  for (size_t block = 0; block < blocks; ++block, padded += kBlockBytes) {
+KVFERRY_TARGET_SHA inline __m128i swap_mask() { return _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL); }
+
+// The state as the instructions want it: words F, E, B, A, then H, G, D, C.
+void begin_sha_ni(Sha256State& state) {
+  static constexpr int order[8] = {5, 4, 1, 0, 7, 6, 3, 2};
+  for (int i = 0; i < 8; ++i) state.words[i] = kInitial[order[i]];
+}
+
+KVFERRY_TARGET_SHA void compress_sha_ni(Sha256State& state, const uint8_t* blocks, size_t count) {
+  __m128i* vectors = reinterpret_cast<__m128i*>(state.words);
+  __m128i abef = _mm_load_si128(vectors), cdgh = _mm_load_si128(vectors + 1);
+  for (; count > 0; --count, blocks += kBlockBytes) {
     const __m128i abef_before = abef, cdgh_before = cdgh;
     __m128i w[4];  // a ring of the last 16 schedule words
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
       if (i < 4) {
-        w[i] = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(padded + 16 * i)), swap_words);
+        w[i] = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(blocks + 16 * i)), swap_mask());
       } else {
         const __m128i last = w[(i + 3) & 3], middle = _mm_alignr_epi8(last, w[(i + 2) & 3], 4);
         w[i & 3] = _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(w[i & 3], w[(i + 1) & 3]), middle), last);
@@ -111,20 +129,31 @@ __attribute__((target("sha,sse4.1,ssse3"))) void hash_blocks_sha_ni(const uint8_
     abef = _mm_add_epi32(abef, abef_before);
     cdgh = _mm_add_epi32(cdgh, cdgh_before);
   }
-  const __m128i feba = _mm_shuffle_epi32(abef, 0x1b);  // {A,B,E,F} from the low word up
-  const __m128i hgdc = _mm_shuffle_epi32(cdgh, 0x1b);  // {C,D,G,H}
-  const __m128i abcd = _mm_unpacklo_epi64(feba, hgdc), efgh = _mm_unpackhi_epi64(feba, hgdc);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(digest), _mm_shuffle_epi8(abcd, swap_words));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(digest + 16), _mm_shuffle_epi8(efgh, swap_words));
+  _mm_store_si128(vectors, abef);
+  _mm_store_si128(vectors + 1, cdgh);
+}
+
+KVFERRY_TARGET_SHA void finish_sha_ni(const Sha256State& state, uint8_t* digest) {
+  const __m128i* vectors = reinterpret_cast<const __m128i*>(state.words);
+  const __m128i abef = _mm_shuffle_epi32(_mm_load_si128(vectors), 0x1b);
+  const __m128i cdgh = _mm_shuffle_epi32(_mm_load_si128(vectors + 1), 0x1b);
+  const __m128i abcd = _mm_unpacklo_epi64(abef, cdgh), efgh = _mm_unpackhi_epi64(abef, cdgh);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(digest), _mm_shuffle_epi8(abcd, swap_mask()));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(digest + 16), _mm_shuffle_epi8(efgh, swap_mask()));
+}
+
+constexpr Sha256 kSha256ShaNi = {begin_sha_ni, compress_sha_ni, finish_sha_ni};
+
+}  // namespace
+
+const Sha256* sha256_sha_ni() {
+  static const bool available = has_sha_ni();
+  return available ? &kSha256ShaNi : nullptr;
 }
 
 #else
 
-bool sha_ni_available() { return false; }
-
-void hash_blocks_sha_ni(const uint8_t* padded, size_t blocks, uint8_t* digest) {
-  hash_blocks_portable(padded, blocks, digest);
-}
+const Sha256* sha256_sha_ni() { return nullptr; }
 
 #endif
 

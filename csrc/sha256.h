@@ -9,14 +9,21 @@ namespace kvferry {
 constexpr size_t kDigestBytes = 32;
 constexpr size_t kBlockBytes = 64;
 
-// Hashes `blocks` 64-byte blocks that already hold the padding, from the standard initial state; writes the 32-byte digest.
-using HashBlocks = void (*)(const uint8_t* padded, size_t blocks, uint8_t* digest);
+struct alignas(16) Sha256State {
+  uint32_t words[8];  // in the order of the implementation that it was begun with
+};
 
-// True when this processor can run it; hash_blocks_sha_ni must not be called otherwise.
-bool sha_ni_available();
+// One implementation. `compress` takes whole blocks, the last with its padding; `finish` writes 32 bytes.
+struct Sha256 {
+  void (*begin)(Sha256State& state);
+  void (*compress)(Sha256State& state, const uint8_t* blocks, size_t count);
+  void (*finish)(const Sha256State& state, uint8_t* digest);
+};
 
-void hash_blocks_sha_ni(const uint8_t* padded, size_t blocks, uint8_t* digest);
-void hash_blocks_portable(const uint8_t* padded, size_t blocks, uint8_t* digest);
+extern const Sha256 kSha256Portable;
+
+// With the processor's SHA instructions; null where it has none.
+const Sha256* sha256_sha_ni();
 
 // Writes the padding behind a message of `length` bytes at `message`, in place; returns the number of blocks.
 // The buffer must have room up to the next block boundary behind length + 9.

@@ -1,8 +1,8 @@
 """The digest chain: names of pages that are equal exactly when the whole prefixes are.
 
 digest = SHA-256(canonical CBOR of [parent, [token, ...], extra]), 32 raw bytes, page by page; the formula of vLLM's
-`sha256_cbor`. The extra item is null, or the list of a page's extra keys (LoRA, multimodal items, `("cache_salt", salt)`
-in page 0). The hashing is C++ (`csrc/digest_chain.cpp`), one call a prompt with the GIL released.
+`sha256_cbor`. The extra item is null, or the list of a page's extra keys (LoRA, multimodal items, and
+`("cache_salt", salt)` in page 0). The hashing is C++ (`csrc/digest_chain.cpp`), one call a prompt, GIL released.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ DEFAULT_SEED = "vllm-none-hash"
 
 ExtraKeys: TypeAlias = Sequence[ExtraKey]
 Extra: TypeAlias = ExtraKeys | Mapping[int, ExtraKeys | None] | None
-"""None; keys that each page of a call has; or keys by page index. An empty list of keys is no keys (null), as in vLLM."""
+"""None; keys that each page of a call has; or keys by page index. An empty list is no keys (null), as in vLLM."""
 
 # Whatever numpy turns into uint32 without loss; a C-contiguous uint32 buffer is not copied.
 Tokens: TypeAlias = NDArray[np.integer] | Sequence[int] | Iterable[int] | memoryview

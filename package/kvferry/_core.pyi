@@ -63,4 +63,4 @@ def copy_list(
     """
 
 def zero_ranges(dst: Buffer, offset: int, fragments: int, stride: int, fragment_bytes: int, start: int) -> None:
-    """In each fragment f: zeroes bytes [offset + f * stride + start, offset + f * stride + fragment_bytes). GIL released."""
+    """Zeroes bytes [start, fragment_bytes) of each fragment; fragment f begins at offset + f * stride. GIL released."""
