@@ -1,8 +1,9 @@
 """A model without arithmetic: a page's bytes follow from its digest, so every byte that arrives can be checked.
 
 A full page's bytes are a counter-based random stream (Philox) seeded by its digest. A partial page's follow from the
-tail digest in the same way, with zeros behind the last token of every fragment. Output token i of a prompt is a
-function of the prompt's digests and i.
+tail digest in the same way; where they arrive, the bytes behind the last token of every fragment must be zero, and
+where they are made they are not: so it shows that the daemon cleared them. Output token i of a prompt is a function of
+the prompt's digests and i.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def page_content(digest: bytes, page_bytes: int) -> Bytes:
     return stream.random_raw(-(-page_bytes // 8)).view(np.uint8)[:page_bytes]
 
 
-def tail_content(tail_digest: bytes, tokens: int, geometry: KVGeometry) -> Bytes:
-    """The bytes of a partial page of `tokens` tokens: zeros behind the last token of every fragment."""
+def arrived_tail(tail_digest: bytes, tokens: int, geometry: KVGeometry) -> Bytes:
+    """What a partial page of `tokens` tokens holds after a transfer: zeros behind the last token of every fragment."""
     content = page_content(tail_digest, geometry.page_bytes)
     used = tokens * geometry.fragment_token_bytes
     content.reshape(geometry.fragments, geometry.fragment_bytes)[:, used:] = 0
@@ -93,7 +94,7 @@ class SyntheticSequence:
         self._pages = pages
         self._shared_pages = shared_tokens // geometry.page_size
         self._full_pages, self._tail_tokens = divmod(len(prompt.tokens), geometry.page_size)
-        self._tail_stored = False
+        self._tail: Bytes | None = None  # what the prompt's partial page holds, while it is there
         self._behind = prompt.chain(geometry.page_size)
         self._stored_pages = 0  # full pages that hold their digest's bytes
 
@@ -103,7 +104,8 @@ class SyntheticSequence:
     def resume(self, tokens: int) -> None:
         full = tokens // self._geometry.page_size
         self._stored_pages = full
-        self._tail_stored = self._tail_tokens > 0 and tokens == len(self._prompt.tokens)
+        if self._tail_tokens and tokens == len(self._prompt.tokens):
+            self._tail = arrived_tail(self._prompt.tail_digest, self._tail_tokens, self._geometry)
         self._check()
 
     def prompt(self, start: int, end: int) -> None:
@@ -111,8 +113,8 @@ class SyntheticSequence:
         for index in range(start // self._geometry.page_size, end // self._geometry.page_size):
             self._store_full(index)
         if end == len(self._prompt.tokens) and self._tail_tokens:
-            self._store(self._full_pages, tail_content(self._prompt.tail_digest, self._tail_tokens, self._geometry))
-            self._tail_stored = True
+            self._tail = page_content(self._prompt.tail_digest, self._geometry.page_bytes)
+            self._store(self._full_pages, self._tail)
 
     def first_token(self) -> int:
         return output_token(self._prompt, 0)
@@ -127,9 +129,9 @@ class SyntheticSequence:
         full_tokens = self._full_pages * self._geometry.page_size
         assert full_tokens + self._behind.tokens == position + 1, f"{self._behind.tokens} tokens; position {position}"
         if (position + 1) % self._geometry.page_size == 0:
-            if self._tail_stored:
-                self._check_page(self._full_pages, self._tail_content(), "the prompt's tail")
-                self._tail_stored = False
+            if self._tail is not None:
+                self._check_page(self._full_pages, self._tail, "the prompt's tail")
+                self._tail = None
             self._store_full(position // self._geometry.page_size)
         return output_token(self._prompt, position + 1 - len(self._prompt.tokens))
 
@@ -141,9 +143,6 @@ class SyntheticSequence:
             return self._prompt.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
         behind = (index - self._full_pages) * DIGEST_BYTES
         return self._behind.digests[behind : behind + DIGEST_BYTES]
-
-    def _tail_content(self) -> Bytes:
-        return tail_content(self._prompt.tail_digest, self._tail_tokens, self._geometry)
 
     def _store_full(self, index: int) -> None:
         assert index == self._stored_pages, f"page {index} of the request after {self._stored_pages}"
@@ -157,8 +156,8 @@ class SyntheticSequence:
     def _check(self) -> None:
         for index in range(self._stored_pages):
             self._check_page(index, page_content(self._digest(index), self._geometry.page_bytes), "its digest")
-        if self._tail_stored:
-            self._check_page(self._full_pages, self._tail_content(), "the prompt's tail")
+        if self._tail is not None:
+            self._check_page(self._full_pages, self._tail, "the prompt's tail")
 
     def _check_page(self, index: int, content: Bytes, source: str) -> None:
         page = self._pool[self._pages[index]]

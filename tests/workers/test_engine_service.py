@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -17,7 +17,7 @@ from kvferry.radix.digests import prompt_digests
 from kvferry.transfer.geometry import KVGeometry, Layout
 from kvferry.workers.compute import Prompt
 from kvferry.workers.handoff import pack_first_token, unpack_first_token
-from kvferry.workers.synthetic import VOCABULARY, SimulatedTime, output_token, page_content, tail_content
+from kvferry.workers.synthetic import VOCABULARY, SimulatedTime, arrived_tail, output_token, page_content
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=1, head_dim=4, dtype="float32", page_size=4, layout=Layout.PAGE_NHD)
 FACTS = common_pb2.NamespaceFacts(model="synthetic", geometry=GEOMETRY.to_proto())
@@ -41,8 +41,16 @@ def expected_pages(tokens: list[int]) -> list[bytes]:
         for start in range(0, len(prompt.digests), 32)
     ]
     if prompt.tail_digest:
-        pages.append(tail_content(prompt.tail_digest, len(tokens) % 4, GEOMETRY).tobytes())
+        pages.append(arrived_tail(prompt.tail_digest, len(tokens) % 4, GEOMETRY).tobytes())
     return pages
+
+
+def stored(daemon: FakeDaemon, pages: Sequence[int], tokens: int) -> list[bytes]:
+    """What the pages hold when a daemon has cleared what is behind the last token."""
+    content = [daemon.pool[page].copy() for page in pages]
+    if tokens % 4:
+        content[-1].reshape(GEOMETRY.fragments, 4, -1)[:, tokens % 4 :] = 0
+    return [page.tobytes() for page in content]
 
 
 def run(
@@ -94,7 +102,7 @@ def test_prefill_fills_the_pages_chunk_by_chunk(tmp_path: Path, tokens: int) -> 
         assert [message.progress.tokens for message in daemon.received if message.HasField("progress")] == ends
         assert unpack_first_token(blob, VOCABULARY) == output_token(prompt_of(prompt), 0)
         pages = daemon.pages_of(request.name)
-        assert [daemon.pool[page].tobytes() for page in pages] == expected_pages(prompt)
+        assert stored(daemon, pages, tokens) == expected_pages(prompt)
 
     run(tmp_path, common_pb2.ROLE_PREFILL, scenario)
 
@@ -109,7 +117,7 @@ def test_prefill_computes_only_what_is_not_matched(tmp_path: Path) -> None:
         reply = await stack.engine.Prefill(engine_pb2.PrefillRequest(name=name(), tokens=prompt))
         assert reply.matched_tokens == 8
         assert list(reply.chunk_ends) == [14]
-        assert [daemon.pool[page].tobytes() for page in range(4)] == expected_pages(prompt)
+        assert stored(daemon, range(4), 14) == expected_pages(prompt)
 
     run(tmp_path, common_pb2.ROLE_PREFILL, scenario)
 

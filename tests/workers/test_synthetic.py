@@ -13,9 +13,9 @@ from kvferry.workers.synthetic import (
     VOCABULARY,
     SimulatedTime,
     SyntheticCompute,
+    arrived_tail,
     output_token,
     page_content,
-    tail_content,
 )
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=4, dtype="float32", page_size=4, layout=Layout.PAGE_NHD)
@@ -44,19 +44,21 @@ def test_content_follows_from_the_digest() -> None:
 @pytest.mark.parametrize("geometry", [GEOMETRY, HEADS_FIRST])
 def test_tail_is_zero_behind_the_last_token_of_every_fragment(geometry: KVGeometry) -> None:
     digest = hashlib.sha256(b"tail").digest()
-    content = tail_content(digest, 3, geometry).reshape(geometry.fragments, geometry.page_size, -1)
+    content = arrived_tail(digest, 3, geometry).reshape(geometry.fragments, geometry.page_size, -1)
     assert not content[:, 3].any()
     assert content[:, :3].any(axis=2).all()
 
 
 def test_prefilled_pages_pass_the_check_of_decode_and_of_the_next_turn() -> None:
-    model, _ = compute()
+    model, pool = compute()
     prompt = prompt_of(list(range(10)))
     prefill = model.sequence(prompt, [3, 1, 2], Sampling(), shared_tokens=0)
     prefill.prompt(0, 3)
     prefill.prompt(3, 9)
     prefill.prompt(9, 10)
     token = prefill.first_token()
+    assert pool[2].reshape(GEOMETRY.fragments, 4, -1)[:, 2:].any()
+    pool[2].reshape(GEOMETRY.fragments, 4, -1)[:, 2:] = 0  # as a transfer does
 
     decode = model.sequence(prompt, [3, 1, 2], Sampling(), shared_tokens=8)
     decode.resume(10)
@@ -80,6 +82,7 @@ def test_one_wrong_byte_is_found_and_its_page_named(page: int, byte: int) -> Non
     prompt = prompt_of(list(range(6)))
     sequence = model.sequence(prompt, [5, 8], Sampling(), shared_tokens=0)
     sequence.prompt(0, 6)
+    pool[8].reshape(GEOMETRY.fragments, 4, -1)[:, 2:] = 0
     pool[[5, 8][page], byte] ^= 1
     with pytest.raises(WrongPage, match=rf"page {[5, 8][page]} \(page {page} of the request\).*first at byte {byte}"):
         model.sequence(prompt, [5, 8], Sampling(), shared_tokens=4).resume(6)

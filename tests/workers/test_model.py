@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, random_model
+
+from kvferry.workers.model import KVShape, folder_fingerprint, load_model, weights_revision
+from kvferry.workers.smollm import cache_folder
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "mixtral"])
+def test_facts_of_a_saved_model(tmp_path: Path, family: str) -> None:
+    random_model(family).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype="float32", threads=1)
+    heads = 4 if family == "gpt2" else 2
+    assert model.shape == KVShape(3, heads, 8, "float32")
+    assert (model.vocabulary, model.max_tokens) == (VOCABULARY, 256)
+    assert model.geometry.page_size == 0
+    assert model.fingerprint.startswith(f"{family}-")
+    assert load_model(tmp_path, dtype="bfloat16", threads=1).shape.dtype == "bfloat16"
+
+
+def test_other_weights_of_the_same_size_are_another_revision(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    model = random_model("gpt2")
+    model.save_pretrained(first)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1
+    model.save_pretrained(second)
+    assert [path.stat().st_size for path in first.glob("*.safetensors")] == [
+        path.stat().st_size for path in second.glob("*.safetensors")
+    ]
+    assert folder_fingerprint(first) == folder_fingerprint(second)
+    assert weights_revision(first) != weights_revision(second)
+    third = tmp_path / "c"
+    shutil.copytree(first, third)
+    assert weights_revision(first) == weights_revision(third)
+
+
+def test_another_configuration_is_another_model(tmp_path: Path) -> None:
+    random_model("qwen2").save_pretrained(tmp_path)
+    before = folder_fingerprint(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "transformers_version": "0"}))
+    assert folder_fingerprint(tmp_path) == before
+    path.write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    assert folder_fingerprint(tmp_path) != before
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no weight files"):
+        weights_revision(tmp_path)
+
+
+def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/kvferry")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_folder() == Path.home() / ".cache" / "kvferry"

@@ -1,0 +1,136 @@
+"""`kvferry worker` as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import numpy as np
+from fake_daemon import FakeDaemon
+
+from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
+from kvferry.transfer.geometry import KVGeometry, Layout
+
+GEOMETRY = KVGeometry(layers=2, kv_heads=1, head_dim=16, dtype="float32", page_size=64, layout=Layout.PAGE_NHD)
+
+
+@asynccontextmanager
+async def worker(daemon: FakeDaemon, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """The process, killed in the end if it still runs, and the address of its ready line."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvferry", "worker", "decode", "--synthetic", "--listen", "127.0.0.1:0"),
+        *("--socket", daemon.socket, *flags),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
+        assert line[:3] == ["ready:", "decode", "worker"]
+        yield process, line[3]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def request(tokens: int, new_tokens: int) -> engine_pb2.DecodeRequest:
+    name = common_pb2.RequestName(request_id=os.urandom(16), attempt=1)
+    return engine_pb2.DecodeRequest(name=name, tokens=range(tokens), max_new_tokens=new_tokens)
+
+
+async def decode(address: str, order: engine_pb2.DecodeRequest) -> list[int]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        replies = [reply async for reply in engine_pb2_grpc.EngineStub(channel).Decode(order)]
+    assert replies[-1].HasField("ending")
+    return [token for reply in replies for token in reply.generated.tokens]
+
+
+def test_terminated_while_it_decodes_it_finishes_and_says_quiesced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            FakeDaemon(tmp_path, GEOMETRY) as daemon,
+            worker(daemon, "--synthetic-decode-us", "5000") as (process, address),
+        ):
+            await decode(address, request(100, 3))
+            running = asyncio.create_task(decode(address, request(200, 100)))
+            await daemon.wait_for("admit", 2)
+            process.send_signal(signal.SIGTERM)
+            assert len(await running) == 100
+            assert await asyncio.wait_for(process.wait(), 30) == 0
+            assert daemon.kinds()[-2:] == ["finish", "quiesced"]
+            assert not daemon.lock_is_held()
+            assert np.count_nonzero(daemon.pool[0]) > 0
+
+    asyncio.run(scenario())
+
+
+def test_grace_is_bounded_and_what_still_runs_is_aborted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            FakeDaemon(tmp_path, GEOMETRY) as daemon,
+            worker(daemon, "--synthetic-decode-us", "10000", "--grace", "0.2") as (process, address),
+        ):
+            running = asyncio.create_task(decode(address, request(10, 3000)))
+            await daemon.wait_for("admit")
+            process.send_signal(signal.SIGTERM)
+            (error,) = await asyncio.gather(running, return_exceptions=True)
+            assert isinstance(error, grpc.aio.AioRpcError)
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+            assert await asyncio.wait_for(process.wait(), 30) == 0
+            assert daemon.kinds()[-2:] == ["abort", "quiesced"]
+
+    asyncio.run(scenario())
+
+
+def test_killed_its_lock_is_released(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeDaemon(tmp_path, GEOMETRY) as daemon, worker(daemon) as (process, _):
+            assert daemon.lock_is_held()
+            process.kill()
+            await process.wait()
+            assert not daemon.lock_is_held()
+
+    asyncio.run(scenario())
+
+
+def test_it_ends_with_its_daemon(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeDaemon(tmp_path, GEOMETRY) as daemon, worker(daemon) as (process, _):
+            daemon.events.put_nowait(None)
+            assert await asyncio.wait_for(process.wait(), 30) == 1
+
+    asyncio.run(scenario())
+
+
+def test_without_a_daemon_it_ends_with_a_reason(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvferry", "worker", "prefill", "--synthetic", "--listen", "127.0.0.1:0"),
+            *("--socket", str(tmp_path / "none"), "--connect-timeout", "0.2"),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 1
+        assert b"no daemon answered" in errors
+
+    asyncio.run(scenario())
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvferry", "worker", "prefill", "--model", str(tmp_path)),
+            *("--listen", "127.0.0.1:0", "--socket", str(tmp_path / "none")),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await asyncio.wait_for(process.communicate(), 120)
+        assert process.returncode == 2
+        assert f"{tmp_path} has no config.json".encode() in errors
+
+    asyncio.run(scenario())
