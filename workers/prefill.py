@@ -53,12 +53,11 @@ class PrefillWorker:
         task.add_done_callback(self._handing_over.discard)
         return prefilled
 
-    async def handed_over(self, deadline_s: float) -> None:
-        """Waits, at most so long, until the daemon needs the pages of no request that was answered."""
-        if self._handing_over:
-            await asyncio.wait(self._handing_over, timeout=deadline_s)
+    async def close(self) -> None:
+        """Waits no longer for the end of answered requests: the daemon needs nothing of this worker for that."""
         for task in self._handing_over:
             task.cancel()
+        await asyncio.gather(*self._handing_over, return_exceptions=True)
 
     async def _compute_prompt(self, order: PrefillOrder) -> Prefilled:
         client, name, prompt = self._client, order.name, order.prompt

@@ -56,7 +56,11 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
     thread = ComputeThread()
     jobs = Jobs(config.max_requests)
     try:
-        compute = make_compute(client)
+        try:
+            compute = make_compute(client)
+        except ValueError as error:
+            _log.error("the pool of daemon %r does not fit: %s", client.welcome.daemon, error)
+            return 1
         worker = _worker(config, client, compute, thread)
         bounds = Bounds(
             max_tokens=min(config.model_max_tokens, client.welcome.max_tokens),
@@ -75,7 +79,7 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
         await serving.enter_graceful_shutdown()
         await jobs.drain(config.grace_s if not client.gone.done() else 0)
         if isinstance(worker, PrefillWorker):
-            await worker.handed_over(config.grace_s)
+            await worker.close()
         await serving.server.stop(5)
     finally:
         thread.close()  # from here on nothing of this process touches a page

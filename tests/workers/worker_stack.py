@@ -59,7 +59,7 @@ async def worker_stack(
         await channel.close()
         await jobs.drain(0)
         if isinstance(worker, PrefillWorker):
-            await worker.handed_over(0)
+            await worker.close()
         await server.stop(0)
         thread.close()
         await client.close()
