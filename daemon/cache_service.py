@@ -28,11 +28,11 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._now = now
         self._started = now()
 
-    async def Stats(self, request: cache.StatsRequest, context: Context) -> cache.StatsReply:  # type: ignore[override]
+    async def Stats(self, request: cache.StatsRequest, context: Context) -> cache.StatsReply:
         sides = [side_stats(side) for side in self._sides.values()]
         return cache.StatsReply(daemon=self._name, uptime_seconds=self._now() - self._started, sides=sides)
 
-    async def Lookup(self, request: cache.LookupRequest, context: Context) -> cache.LookupReply:  # type: ignore[override]
+    async def Lookup(self, request: cache.LookupRequest, context: Context) -> cache.LookupReply:
         """Of the decode side where there is one."""
         if len(request.namespace_id) != NAMESPACE_BYTES:
             bytes_ = len(request.namespace_id)

@@ -26,7 +26,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     def __init__(self, side: PrefillSide) -> None:
         self._side = side
 
-    async def Session(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+    async def Session(self, request_iterator: object, context: Context) -> None:
         del request_iterator
         side = self._side
         message = await asyncio.wait_for(context.read(), HELLO_SECONDS)

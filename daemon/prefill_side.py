@@ -62,6 +62,7 @@ class PrefillSide(Side):
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
         core, now = self.ready_core, self.now()
+        step: Callable[[], None]
         if kind == "begin":
             name = name_of(message.begin.name)
             step = lambda: self._begin(worker, message.begin, now)  # noqa: E731

@@ -84,8 +84,8 @@ class ReceivingSession(Session):
                 raise SessionBroken(f"aux: {error}") from error
             self._events.on_aux(name, message.aux.blob)
         elif kind == "ask_failed":
-            error = message.ask_failed.error
-            self._events.on_ask_failed(message.ask_failed.transfer, RequestError(error.code, error.message))
+            failed = message.ask_failed
+            self._events.on_ask_failed(failed.transfer, RequestError(failed.error.code, failed.error.message))
         elif kind == "ask_ended":
             pass  # the sender posts no more of it; our side had let go already
         else:

@@ -13,7 +13,8 @@ import stat
 import time
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 
 from kvferry.daemon.cache_service import CacheService
 from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, parse_address
@@ -58,7 +59,7 @@ class Daemon:
             log.warning("removed %d files that dead daemons left in %s", len(reclaimed), config.shm_dir)
         self._lock = FileLock.create_held(os.path.join(config.shm_dir, f"kvferry-{self.incarnation.hex()}-lock"))
         _clear_socket(config.socket)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._tcp, self._unix = (grpc.aio.server(options=CHANNEL_OPTIONS) for _ in range(2))
         host, port = parse_address(config.listen)
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -121,7 +121,7 @@ class Session:
         ]
         try:
             await self._start_courier(tasks)
-            await asyncio.wait([*tasks, self._broken], return_when=asyncio.FIRST_COMPLETED)
+            await self._first(*tasks, self._broken)
             raise SessionBroken(self._reason(tasks))
         finally:
             self.closed, self.up = True, False
@@ -137,7 +137,7 @@ class Session:
 
     async def _start_courier(self, tasks: list[asyncio.Task[None]]) -> None:
         start = asyncio.create_task(CourierLink.start(self._courier_config, self._on_courier, START_SECONDS))
-        await asyncio.wait([start, *tasks, self._broken], return_when=asyncio.FIRST_COMPLETED)
+        await self._first(start, *tasks, self._broken)
         if not start.done():
             # Broken meanwhile: the start has its own deadline, and what it started must be reaped.
             self.break_off(self._reason(tasks))
@@ -155,6 +155,9 @@ class Session:
         )
         self.send(peer.PeerMessage(courier_up=up))
         self._connect_if_known()
+
+    async def _first(self, *futures: asyncio.Future[Any]) -> None:
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
     def _reason(self, tasks: list[asyncio.Task[None]]) -> str:
         if self._broken.done():
@@ -183,7 +186,7 @@ class Session:
                 raise SessionBroken(f"nothing was heard from {self.remote} for {self._times.lost} s") from None
             except grpc.aio.AioRpcError as error:
                 raise SessionBroken(f"{error.code().name}: {error.details()}") from error
-            if message is grpc.aio.EOF or not isinstance(message, peer.PeerMessage):
+            if not isinstance(message, peer.PeerMessage):
                 raise SessionBroken(f"{self.remote} closed the stream")
             self._dispatch(message)
 

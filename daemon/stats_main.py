@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 show(fetch(channel))
         except grpc.RpcError as error:
-            print(f"kvferry stats: {args.address}: {error.code().name}: {error.details()}", file=sys.stderr)  # type: ignore[attr-defined]
+            print(f"kvferry stats: {args.address}: {error.code().name}: {error.details()}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             pass
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 def fetch(channel: grpc.Channel) -> cache.StatsReply:
     """One snapshot. grpc.RpcError after TIMEOUT_SECONDS."""
-    return CacheStub(channel).Stats(cache.StatsRequest(), timeout=TIMEOUT_SECONDS)
+    reply: cache.StatsReply = CacheStub(channel).Stats(cache.StatsRequest(), timeout=TIMEOUT_SECONDS)
+    return reply
 
 
 def to_json(reply: cache.StatsReply) -> str:

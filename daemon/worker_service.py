@@ -32,7 +32,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._sides = sides
         self._peer_address = peer_address
 
-    async def Session(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+    async def Session(self, request_iterator: object, context: Context) -> None:
         del request_iterator  # context.read() it is, for its deadline
         try:
             side, worker = await self._hello(context)

@@ -100,7 +100,7 @@ class KVGeometry:
             head_dim=self.head_dim,
             dtype=self.dtype,
             page_size=self.page_size,
-            layout=common.Layout.ValueType(self.layout),
+            layout=common.Layout.Name(int(self.layout)),
             tensors=self.tensors,
         )
 
@@ -108,7 +108,7 @@ class KVGeometry:
     def from_proto(message: common.Geometry) -> KVGeometry:
         """ValueError names the field, its value and the bound. `tensors` 0 means 2, an unspecified layout PAGE_NHD."""
         layout = message.layout or common.LAYOUT_PAGE_NHD
-        if layout not in tuple(Layout):
+        if int(layout) not in {int(known) for known in Layout}:
             raise ValueError(f"geometry.layout is {layout}; it must be one of {[int(known) for known in Layout]}")
         return KVGeometry(
             layers=message.layers,
