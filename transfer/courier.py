@@ -13,6 +13,7 @@ It imports little, since each session waits for its start.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import mmap
@@ -113,6 +114,7 @@ class Courier:
         self._orders = orders
         self._setup = setup
         self._agent = agent
+        self._memory = memory  # mapped for as long as the process lives
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._remote: Connect | None = None
         self._remote_name = ""
@@ -290,11 +292,9 @@ def main(arguments: list[str]) -> int:
     except BaseException as error:
         message = describe(error)
         print(f"courier: {message}", file=sys.stderr, flush=True)
-        try:
-            orders.setblocking(False)
+        orders.setblocking(False)
+        with contextlib.suppress(OSError):  # the daemon has the line above, or is gone
             orders.send(encode_event(CourierDied(message)))
-        except OSError:
-            pass  # the daemon has the line above, or is gone
     finally:
         os._exit(status)
 

@@ -1,299 +1,396 @@
-"""The daemon's end of a courier: starts the process, gives orders, hears events, ends and reaps it."""
+"""The daemon's side of a courier: its process, its slots, its orders and events.
+
+Owned by one asyncio loop; every method is to be called on that loop's thread. The link believes nothing of the
+courier but what its own records allow, since a peer that reaches the courier's ports may have taken it over: an event
+that cannot be ends the courier.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
+import ipaddress
 import logging
 import mmap
 import os
 import socket
-import struct
-import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from kvferry.transfer.courier_config import (
+    ANY_ADDRESS,
+    CourierConfig,
+    CourierError,
+    check_free_port,
+    courier_environment,
+    make_slot_memory,
+)
 from kvferry.transfer.courier_messages import (
-    MAX_MESSAGE,
+    MAX_EXPECTED,
+    MAX_PACKET_BYTES,
     Connect,
     Connected,
     CourierDied,
     CourierEvent,
     Expect,
     MessageError,
-    Notification,
     Order,
     Post,
     PostDone,
     PostFailed,
-    Up,
-    pack,
-    unpack,
+    Setup,
+    Started,
+    check_range,
+    decode_event,
+    encode_order,
 )
+from kvferry.transfer.interfaces import Address
+
+__all__ = ["CourierConfig", "CourierError", "CourierLink"]
 
 log = logging.getLogger(__name__)
 
-SOCKET_BUFFER = 1 << 20
-MAX_UNSENT = 8192  # orders that wait for a courier that does not read
-EVENTS_A_TURN = 256  # read at once before the event loop has its turn
-_SIOCGIFADDR = 0x8915
-
-
-class CourierError(RuntimeError):
-    """The courier did not start; the message ends with what it said."""
-
-
-@dataclass(frozen=True, slots=True)
-class CourierConfig:
-    slot_bytes: int  # header included
-    receive_slots: int
-    send_slots: int
-    bind_host: str = "127.0.0.1"
-    port_range: tuple[int, int] = (21000, 21063)
-    tls: str = "tcp"
-    tcp_user_timeout_s: float = 3.0  # unacknowledged data breaks the connection
-
-    def __post_init__(self) -> None:
-        if self.receive_slots < 0 or self.send_slots < 0 or self.receive_slots + self.send_slots < 1:
-            raise ValueError(
-                f"receive_slots {self.receive_slots} and send_slots {self.send_slots}: one must be positive"
-            )
-        if self.slot_bytes < 128:
-            raise ValueError(f"slot_bytes is {self.slot_bytes}; it must be at least 128")
+SOCKET_BUFFER_BYTES = 1 << 20
+EVENTS_PER_ROUND = 64
+UNSENT_BESIDE_POSTS = 64  # orders that may wait, beside one post a send slot
+OUTPUT_LIMIT_BYTES = 64 * 1024  # of a courier's output that is logged
+OUTPUT_KEPT_LINES = 4  # for error messages
+REAP_SECONDS = 10.0  # for the end of a process after SIGKILL, where no deadline was given
 
 
 class CourierLink:
-    """`start` makes it, `stop` ends it. Events come on the event loop's thread, none after `stop` was called."""
+    """A running courier. Made by `start`, ended by `stop`."""
 
-    def __init__(
-        self,
-        config: CourierConfig,
-        popen: subprocess.Popen[bytes],
-        orders: socket.socket,
-        memory: mmap.mmap,
-        log_fd: int,
-    ) -> None:
-        self.metadata = b""
-        self.receive_address = 0
+    def __init__(self, config: CourierConfig, on_event: Callable[[CourierEvent], None]) -> None:
+        """Use `start`."""
         self._config = config
-        self._popen = popen
-        self._orders = orders
-        self._memory = memory
-        self._view = memoryview(memory)
-        self._log_fd = log_fd
-        self._on_event: Callable[[CourierEvent], None] | None = None
-        self._unsent: deque[bytes] = deque()
+        self._on_event = on_event
         self._loop = asyncio.get_running_loop()
-        self._up: asyncio.Future[None] = self._loop.create_future()
+        self._started: asyncio.Future[Started] = self._loop.create_future()
+        self._process: asyncio.subprocess.Process | None = None
+        self._output: asyncio.Task[None] | None = None
+        self._last_lines: deque[str] = deque(maxlen=OUTPUT_KEPT_LINES)
+        self._end: asyncio.Task[None] | None = None
+        self._orders: socket.socket | None = None  # None: the courier is gone or going
+        self._unsent: deque[bytes] = deque()
+        self._memory: mmap.mmap | None = None
+        self._view = memoryview(b"")
         self._stopped = False
+        self._remote: Connect | None = None
+        self._connected = False
+        self._posts: dict[int, int] = {}  # post id -> send slot, in flight
+        self._busy_slots: set[int] = set()
+        self.metadata = b""  # for the peer's `connect`, as the next
+        self.receive_address = 0  # of the receive slots, in the courier's process
 
     @classmethod
     async def start(
         cls, config: CourierConfig, on_event: Callable[[CourierEvent], None], deadline_s: float
     ) -> CourierLink:
-        """A courier that listens. CourierError when it does not within `deadline_s`; nothing of it is left then."""
-        environment = _environment(config)
-        nbytes = config.slot_bytes * (config.receive_slots + config.send_slots)
-        memory_fd = os.memfd_create("kvferry-slots", os.MFD_CLOEXEC)
-        # A file, not a pipe: what a courier says when it dies must not depend on somebody reading.
-        log_fd = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Starts a courier and waits, `deadline_s` at most, until its agent is up.
+
+        `on_event` is called on this loop's thread, never after `stop` was called. Raises InterfaceError for a
+        `bind_host` that no interface owns, CourierError where the courier does not start; nothing of it is left then.
+        """
+        link = cls(config, on_event)
         try:
-            os.posix_fallocate(memory_fd, 0, nbytes)
-            memory = mmap.mmap(memory_fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            started = await asyncio.wait_for(link._start(), deadline_s)
+        except BaseException as error:
+            await link.stop(REAP_SECONDS)
+            if isinstance(error, asyncio.TimeoutError):
+                raise CourierError(
+                    f"the courier did not start within {deadline_s} s (ports {config.port_range[0]} to"
+                    f" {config.port_range[1]} may all be taken){link._said()}"
+                ) from error
+            raise
+        link.metadata, link.receive_address = started.metadata, started.receive_address
+        return link
+
+    async def _start(self) -> Started:
+        bind = await self._bind_address()
+        check_free_port(bind, self._config.port_range)
+        environment = courier_environment(self._config, bind, os.environ)
+        memory_fd = await self._make_memory()
+        try:
+            self._memory = mmap.mmap(memory_fd, self._config.memory_bytes)
+            self._view = memoryview(self._memory)
+            await self._spawn(memory_fd, environment)
+        finally:
+            os.close(memory_fd)
+        return await self._started
+
+    async def _make_memory(self) -> int:
+        making = asyncio.create_task(asyncio.to_thread(make_slot_memory, self._config.memory_bytes))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_close_made)
+            raise
+
+    async def _bind_address(self) -> Address | None:
+        host = self._config.bind_host.strip("[]")
+        if host in ANY_ADDRESS:
+            return None
+        try:
+            found = await self._loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            raise CourierError(f"bind_host {host!r} cannot be resolved: {error.strerror}") from error
+        addresses = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found]
+        return min(addresses, key=lambda address: address.version)
+
+    async def _spawn(self, memory_fd: int, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders = ours
+        with theirs:
             for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
             ours.setblocking(False)
-            numbers = (theirs.fileno(), memory_fd, nbytes, config.slot_bytes, os.getpid())
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "kvferry.transfer.courier", *map(str, numbers)],
+            # The kernel ends the courier when the thread that forks it ends: this one, the loop's.
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "kvferry.transfer.courier",
+                str(theirs.fileno()),
+                str(memory_fd),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), memory_fd),
-                stdin=subprocess.DEVNULL,
-                stdout=log_fd,
-                stderr=log_fd,
                 env=environment,
             )
-        except BaseException:
-            ours.close()
-            os.close(log_fd)
-            raise
-        finally:
-            theirs.close()
-            os.close(memory_fd)
-        link = cls(config, popen, ours, memory, log_fd)
-        link._on_event = on_event
-        link._loop.add_reader(ours.fileno(), link._read)
-        try:
-            await asyncio.wait_for(link._up, deadline_s)
-        except BaseException as error:
-            await link.stop(10.0)
-            if isinstance(error, (asyncio.TimeoutError, CourierError)):
-                raise CourierError(f"the courier did not start in {deadline_s} s: {error}") from None
-            raise
-        return link
+        self._output = asyncio.create_task(self._log_output(self._process))
+        self._loop.add_reader(ours, self._read_events)
+        self._order(
+            Setup(self._config.slot_bytes, self._config.receive_slots, self._config.send_slots, parent=os.getpid())
+        )
+
+    # -- slots ---------------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
+        assert self._process is not None, "the courier was not started"
+        return self._process.pid
 
     def receive_slot(self, slot: int) -> memoryview:
-        """Writable, slot_bytes long."""
-        assert 0 <= slot < self._config.receive_slots, f"receive slot {slot} of {self._config.receive_slots}"
+        """The slot's bytes, writable. Not to be used after `stop`."""
+        check_range("receive slot", slot, 0, self._config.receive_slots - 1)
         return self._slot(slot)
 
     def send_slot(self, slot: int) -> memoryview:
-        """Writable, slot_bytes long."""
-        assert 0 <= slot < self._config.send_slots, f"sending slot {slot} of {self._config.send_slots}"
+        """The slot's bytes, writable; not to be written while a post of the slot is in flight, or after `stop`."""
+        check_range("send slot", slot, 0, self._config.send_slots - 1)
         return self._slot(self._config.receive_slots + slot)
 
+    def _slot(self, index: int) -> memoryview:
+        if self._memory is None:
+            raise CourierError("the courier was stopped, and its slots with it")
+        return self._view[index * self._config.slot_bytes : (index + 1) * self._config.slot_bytes]
+
+    # -- orders: after the courier's death they go nowhere, since CourierDied says what became of them --------------
+
     def connect(self, metadata: bytes, receive_address: int, slots: int, slot_bytes: int) -> None:
-        """Connected or PostFailed(0) follows."""
-        self._order(Connect(receive_address, slots, slot_bytes, metadata))
+        """Names the other courier, once: what its link has as `metadata` and `receive_address`, and its receive
+        slots. `Connected` answers; metadata that NIXL does not take end the courier. Raises MessageError."""
+        if self._remote is not None:
+            raise MessageError("connect", "repeated", "called once")
+        connect = Connect(bytes(metadata), receive_address, slots, slot_bytes)
+        packet = encode_order(connect)
+        self._remote = connect
+        self._send(packet)
 
     def post(self, post_id: int, send_slot: int, remote_slot: int, nbytes: int, notification: bytes) -> None:
-        """Writes a sending slot's first `nbytes` into the remote slot. PostDone or PostFailed follows."""
-        assert 0 <= send_slot < self._config.send_slots
-        self._order(Post(post_id, self._config.receive_slots + send_slot, remote_slot, nbytes, notification))
+        """Writes the first `nbytes` of the send slot to the start of the remote slot and notifies; PostDone or
+        PostFailed answers. Ids in flight are distinct, and a slot has one post in flight. Raises MessageError."""
+        remote = self._remote
+        if remote is None or not self._connected:
+            raise MessageError("post", "early", "after Connected")
+        check_range("post_id", post_id, 0, (1 << 64) - 1)
+        check_range("send_slot", send_slot, 0, self._config.send_slots - 1)
+        check_range("remote_slot", remote_slot, 0, remote.slots - 1)
+        check_range("nbytes", nbytes, 1, min(self._config.slot_bytes, remote.slot_bytes))
+        if post_id in self._posts:
+            raise MessageError("post_id", post_id, "of no post in flight")
+        if send_slot in self._busy_slots:
+            raise MessageError("send_slot", send_slot, "of no post in flight")
+        packet = encode_order(Post(post_id, send_slot, remote_slot, nbytes, bytes(notification)))
+        self._posts[post_id] = send_slot
+        self._busy_slots.add(send_slot)
+        self._send(packet)
 
     def expect(self, active: int) -> None:
-        """How many transfers are on their way here: with any, the courier polls often."""
+        """How many transfers may bring parts now. Above 0 the courier polls fast; 0 costs latency, never a part."""
+        check_range("active", active, 0, MAX_EXPECTED)
         self._order(Expect(active))
 
-    async def stop(self, deadline_s: float) -> None:
-        """Kills and reaps the process: after it nothing lands in the slots. Idempotent."""
-        if self._stopped:
-            return
-        self._stopped = True
-        self._loop.remove_reader(self._orders.fileno())
-        self._loop.remove_writer(self._orders.fileno())
-        self._popen.kill()
-        await self._loop.run_in_executor(None, self._popen.wait, deadline_s)
-        self._orders.close()
-        os.close(self._log_fd)
-        self._view.release()
-        with contextlib.suppress(BufferError):  # somebody's view of a slot is alive: the memory goes with it
-            self._memory.close()
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    def _slot(self, index: int) -> memoryview:
-        start = index * self._config.slot_bytes
-        return self._view[start : start + self._config.slot_bytes]
-
     def _order(self, order: Order) -> None:
-        if self._stopped:
-            return
-        data = pack(order)
-        if not self._unsent and self._send(data):
-            return
-        if len(self._unsent) >= MAX_UNSENT:
-            self._died(f"{MAX_UNSENT} orders wait for it")
+        self._send(encode_order(order))
+
+    def _send(self, packet: bytes) -> None:
+        if self._orders is None:
             return
         if not self._unsent:
-            self._loop.add_writer(self._orders.fileno(), self._send_waiting)
-        self._unsent.append(data)
-
-    def _send(self, data: bytes) -> bool:
-        try:
-            self._orders.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True  # it is dead; the reader finds its end
-        return True
-
-    def _send_waiting(self) -> None:
-        while self._unsent and self._send(self._unsent[0]):
-            self._unsent.popleft()
-        if not self._unsent:
-            self._loop.remove_writer(self._orders.fileno())
-
-    def _read(self) -> None:
-        for _ in range(EVENTS_A_TURN):
-            if self._stopped:
-                return
             try:
-                data = self._orders.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
+                self._orders.send(packet)
+                return
+            except BlockingIOError:
+                self._loop.add_writer(self._orders, self._send_unsent)
+            except ConnectionError:
+                return  # the reader finds the end
+        self._unsent.append(packet)
+        if len(self._unsent) > self._config.send_slots + UNSENT_BESIDE_POSTS:
+            self._fail(f"it does not take orders: {len(self._unsent)} wait")
+
+    def _send_unsent(self) -> None:
+        assert self._orders is not None, "writer of a closed socket"
+        while self._unsent:
+            try:
+                self._orders.send(self._unsent[0])
             except BlockingIOError:
                 return
-            except OSError as error:
-                self._died(str(error))
-                return
-            if not data:
-                self._died("it ended")
+            except ConnectionError:
+                break
+            self._unsent.popleft()
+        self._loop.remove_writer(self._orders)
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def _read_events(self) -> None:
+        for _ in range(EVENTS_PER_ROUND):
+            if self._orders is None:  # a handler ended the link
                 return
             try:
-                message = unpack(data)
+                packet = self._orders.recv(MAX_PACKET_BYTES + 1)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                packet = b""
+            if not packet:
+                self._fail("")
+                return
+            try:
+                self._take(decode_event(packet))
             except MessageError as error:
-                self._died(str(error))
-                return
-            if isinstance(message, Up):
-                self.metadata, self.receive_address = message.metadata, message.address
-                if not self._up.done():
-                    self._up.set_result(None)
-            elif isinstance(message, (Connected, PostDone, PostFailed, Notification)):
-                self._tell(message)
+                self._fail(f"it sent what cannot be: {error}")
 
-    def _tell(self, event: CourierEvent) -> None:
-        if self._on_event is not None and not self._stopped:
+    def _take(self, event: Started | CourierEvent) -> None:
+        """Records and hands on an event. Raises MessageError for one that cannot be."""
+        if isinstance(event, CourierDied):
+            self._fail(event.message)
+            return
+        if isinstance(event, Started):
+            if self._started.done():
+                raise MessageError("event", "Started", "any other after the first")
+            self._started.set_result(event)
+            return
+        if isinstance(event, PostDone | PostFailed):
+            slot = self._posts.pop(event.post_id, None)
+            if slot is None:
+                raise MessageError("post_id", event.post_id, "of a post in flight")
+            self._busy_slots.discard(slot)
+        elif isinstance(event, Connected):
+            if self._remote is None or self._connected:
+                raise MessageError("event", "Connected", "the answer to connect")
+            self._connected = True
+        elif not self._connected:
+            raise MessageError("event", "Notification", "none before Connected")
+        self._deliver(event)
+
+    def _deliver(self, event: CourierEvent) -> None:
+        if self._stopped:
+            return
+        try:
             self._on_event(event)
+        except MessageError:  # of the handler's own calls: not the courier's fault
+            log.exception("courier %d: the handler of its event failed", self.pid)
 
-    def _died(self, why: str) -> None:
-        self._loop.remove_reader(self._orders.fileno())
-        self._loop.remove_writer(self._orders.fileno())
-        message = f"courier {self._popen.pid}: {why}: {self._last_words()}"
-        if not self._up.done():
-            self._up.set_exception(CourierError(message))
-        else:
-            self._tell(CourierDied(message))
+    # -- the end -------------------------------------------------------------------------------------------------
 
-    def _last_words(self) -> str:
-        size = os.fstat(self._log_fd).st_size
-        return os.pread(self._log_fd, 2000, max(0, size - 2000)).decode(errors="replace").strip() or "it said nothing"
+    def _fail(self, message: str) -> None:
+        """The courier ended, or must: reap it, then say so."""
+        self._close_orders()
+        if self._end is None:
+            self._end = asyncio.create_task(self._end_process(message))
+
+    async def _end_process(self, message: str) -> None:
+        try:
+            status = await self._reap(REAP_SECONDS)
+        except CourierError as error:
+            status = str(error)
+        text = f"{message or 'its socket was closed'} ({status}){self._said()}"
+        if not self._started.done():
+            self._started.set_exception(CourierError(f"the courier did not start: {text}"))
+            self._started.exception()  # may have no reader any more
+            return
+        self._deliver(CourierDied(text))
+
+    async def stop(self, deadline_s: float) -> None:
+        """Ends the courier: SIGKILL, reaped within `deadline_s` (CourierError if not), its slots unmapped. After it
+        nothing lands any more. No event is delivered once this was called. Idempotent."""
+        self._stopped = True
+        self._close_orders()
+        await self._reap(deadline_s)
+        if self._end is not None:
+            await self._end
+        self._unmap()
+
+    async def _reap(self, deadline_s: float) -> str:
+        """Kills the process, waits for its end; how it ended."""
+        if self._process is None:
+            return "never started"
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        assert self._output is not None
+        try:
+            code = await asyncio.wait_for(self._process.wait(), deadline_s)
+            await asyncio.wait_for(asyncio.shield(self._output), deadline_s)
+        except asyncio.TimeoutError:
+            raise CourierError(f"courier {self.pid} did not end within {deadline_s} s of SIGKILL") from None
+        return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+
+    def _close_orders(self) -> None:
+        orders, self._orders = self._orders, None
+        if orders is not None:
+            self._loop.remove_reader(orders)
+            self._loop.remove_writer(orders)
+            orders.close()
+        self._unsent.clear()
+
+    def _unmap(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        self._view.release()
+        try:
+            memory.close()
+        except BufferError:  # views that callers still hold keep the memory until they go
+            log.debug("courier %d: its slots are still in use", self.pid)
+
+    async def _log_output(self, process: asyncio.subprocess.Process) -> None:
+        """Logs the courier's first OUTPUT_LIMIT_BYTES, drops the rest: a peer may be able to make it talk."""
+        assert process.stdout is not None
+        logged, rest = 0, b""
+        while chunk := await process.stdout.read(4096):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > 4096:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                text = line.decode(errors="backslashreplace").rstrip()
+                self._last_lines.append(text[:500])
+                if logged <= OUTPUT_LIMIT_BYTES:
+                    log.info("courier %d: %s", process.pid, text)
+                    if (logged := logged + len(line) + 1) > OUTPUT_LIMIT_BYTES:
+                        log.warning("courier %d: it said more than %d bytes, the rest is dropped", process.pid, logged)
+        if rest:
+            self._last_lines.append(rest.decode(errors="backslashreplace")[:500])
+
+    def _said(self) -> str:
+        lines = [line for line in self._last_lines if line]
+        return f"; its last words: {' | '.join(lines)}" if lines else ""
 
 
-def _environment(config: CourierConfig) -> dict[str, str]:
-    milliseconds = int(config.tcp_user_timeout_s * 1000)
-    first, last = config.port_range
-    environment = {
-        **os.environ,
-        "UCX_TLS": config.tls,
-        "UCX_TCP_PORT_RANGE": f"{first}-{last}",
-        "UCX_TCP_USER_TIMEOUT": f"{milliseconds}ms",
-        "UCX_TCP_KEEPIDLE": "1s",
-        "UCX_TCP_KEEPINTVL": "1s",
-        "UCX_WARN_UNUSED_ENV_VARS": "n",
-        "PYTHONUNBUFFERED": "1",
-    }
-    interface = interface_of(config.bind_host)
-    if interface:
-        environment["UCX_NET_DEVICES"] = interface
-    else:
-        environment.pop("UCX_NET_DEVICES", None)
-    home = environment.get("HOME", "")
-    if not os.access(home or "/nonexistent", os.R_OK | os.X_OK):
-        environment["HOME"] = tempfile.gettempdir()  # NIXL reads its configuration there and dies if it may not
-    return environment
-
-
-def interface_of(host: str) -> str:
-    """The network interface that owns the address; "" for all of them. CourierError where none does."""
-    address = socket.gethostbyname(host)
-    if address == "0.0.0.0":
-        return ""
-    if address.startswith("127."):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    raise CourierError(f"no network interface has the address {address} of {host!r}")
+def _close_made(making: asyncio.Task[int]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        os.close(making.result())

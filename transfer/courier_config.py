@@ -1,0 +1,113 @@
+"""What a courier is given: its configuration, its environment, its slot memory, and a range of ports with one free."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry.transfer.courier_messages import MessageError, check_range, check_slots
+from kvferry.transfer.interfaces import Address, interface_of
+
+ANY_ADDRESS = ("", "*", "0.0.0.0", "::")
+
+
+class CourierError(RuntimeError):
+    """A courier that did not start, or does not end."""
+
+
+@dataclass(frozen=True, slots=True)
+class CourierConfig:
+    """One courier. Raises MessageError for a value out of bounds, naming the field.
+
+    `bind_host` chooses the network interfaces that UCX listens on and connects from: the one that owns the address,
+    or all for 0.0.0.0. `port_range` is inclusive; a courier takes one port of it per interface. `tls` is UCX_TLS.
+    """
+
+    slot_bytes: int
+    receive_slots: int
+    send_slots: int
+    bind_host: str = "127.0.0.1"
+    port_range: tuple[int, int] = (21000, 21063)
+    tls: str = "tcp"
+    tcp_user_timeout_s: float = 3.0  # unacknowledged bytes for so long are an error; also kills a starved peer
+    tcp_keepalive_idle_s: float = 1.0
+    tcp_keepalive_interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_slots(self.slot_bytes, self.receive_slots, self.send_slots)
+        first, last = self.port_range
+        check_range("port_range's first", first, 1, 65535)
+        check_range("port_range's last", last, first, 65535)
+        if not self.tls:
+            raise MessageError("tls", "empty", "a list of UCX transports")
+        for field in ("tcp_user_timeout_s", "tcp_keepalive_idle_s", "tcp_keepalive_interval_s"):
+            value: float = getattr(self, field)
+            if not 0.001 <= value <= 3600:
+                raise MessageError(field, value, "in 0.001..3600")
+
+    @property
+    def memory_bytes(self) -> int:
+        return (self.receive_slots + self.send_slots) * self.slot_bytes
+
+
+def courier_environment(config: CourierConfig, bind: Address | None, base: Mapping[str, str]) -> dict[str, str]:
+    """The courier's environment: `base`, with our settings of UCX over it. `bind` None means every interface."""
+    environment = dict(base)
+    environment.pop("UCX_NET_DEVICES", None)
+    environment |= {
+        "UCX_TLS": config.tls,
+        "UCX_TCP_PORT_RANGE": f"{config.port_range[0]}-{config.port_range[1]}",
+        "UCX_TCP_USER_TIMEOUT": _milliseconds(config.tcp_user_timeout_s),
+        "UCX_TCP_KEEPIDLE": _milliseconds(config.tcp_keepalive_idle_s),
+        "UCX_TCP_KEEPINTVL": _milliseconds(config.tcp_keepalive_interval_s),
+        "PYTHONSAFEPATH": "1",
+    }
+    if bind is not None:
+        environment["UCX_NET_DEVICES"] = interface_of(bind)
+        environment["UCX_TCP_AF_PRIO"] = "inet,inet6" if bind.version == 4 else "inet6,inet"
+    environment.setdefault("NIXL_LOG_LEVEL", "WARN")
+    home = environment.get("HOME", "")
+    if not home or not os.access(home, os.R_OK | os.X_OK):
+        environment["HOME"] = "/"  # NIXL dies where it cannot look for $HOME/.nixl.cfg; "/" is root's alone to write
+    return environment
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{math.ceil(seconds * 1000)}ms"
+
+
+def make_slot_memory(nbytes: int) -> int:
+    """A memory file of that size, all of it there, that nobody can shrink or grow: neither process can be made to
+    fault. Returns its descriptor. Raises CourierError."""
+    fd = os.memfd_create("kvferry-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(fd)
+        raise CourierError(f"no memory for {nbytes} bytes of slots: {error.strerror}") from error
+    return fd
+
+
+def check_free_port(bind: Address | None, port_range: tuple[int, int]) -> None:
+    """Raises CourierError where no port of the range is free: UCX would try them for ever."""
+    family = socket.AF_INET6 if bind is not None and bind.version == 6 else socket.AF_INET
+    host = "0.0.0.0" if bind is None else str(bind)
+    for port in range(port_range[0], port_range[1] + 1):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                return
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise CourierError(f"bind_host {host}: {error.strerror}") from error
+    raise CourierError(
+        f"no port of {port_range[0]} to {port_range[1]} is free on {host}; each courier needs one: widen port_range,"
+        " or end what listens there"
+    )
