@@ -1,4 +1,4 @@
-"""The digest chain against the design's check vectors and an independent reference (hashlib and a CBOR written here)."""
+"""The digest chain against check vectors and an independent reference (hashlib, and CBOR written here)."""
 
 import array
 import hashlib

@@ -1,0 +1,71 @@
+# make demo      set up and run the demonstration          make test      set up and run the tests
+# make nightly   the long tests                            make lint types proto wheel clean
+#
+# PYTHON=python3.12            the interpreter (>= 3.10) that .venv is made with
+# TORCH_INDEX=https://...      an extra package index, for instance one of CPU builds of torch
+# PIP_FLAGS='...'              more options of pip install
+# PYTEST_FLAGS='...' DEMO_FLAGS='...'
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvferry-installed
+PIP_INSTALL := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_FLAGS)
+PACKAGES := proto radix transfer daemon workers loadgen
+TYPED := build/typed
+
+.PHONY: all venv demo test nightly lint types proto proto-check wheel clean
+all: venv
+
+venv: $(STAMP)
+
+# Python files are live in an editable installation; what is compiled or decides what is installed is not.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else f"$(PYTHON) is Python {v[0]}.{v[1]}; kvferry needs >= 3.10 (make PYTHON=...)")'
+	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "== installing kvferry and what it needs into $(VENV) (some minutes the first time)"
+	$(PIP_INSTALL) -q -c constraints.txt -e '.[demo,test]'
+	@touch $@
+
+demo: venv
+	$(BIN)/kvferry demo $(DEMO_FLAGS)
+
+test: venv proto-check
+	$(BIN)/python -m pytest -m 'not nightly' $(PYTEST_FLAGS)
+
+nightly: venv
+	@mkdir -p bench/results
+	@{ date -u '+%Y-%m-%d %H:%M UTC'; echo "commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown), $$(nproc) cores"; } > bench/results/nightly.txt
+	$(BIN)/python -m pytest -m nightly --no-header --timeout=3600 $(PYTEST_FLAGS) 2>&1 | tee -a bench/results/nightly.txt
+
+lint: venv
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+# The root folders are kvferry.<folder>: mypy is shown them as they are imported.
+types: venv
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvferry
+	@ln -s $(addprefix $(CURDIR)/,$(PACKAGES) $(wildcard package/kvferry/*.py package/kvferry/*.pyi package/kvferry/py.typed)) $(TYPED)/kvferry/
+	cd $(TYPED) && MYPYPATH=. $(abspath $(BIN))/python -m mypy --config-file $(CURDIR)/pyproject.toml -p kvferry
+
+proto: venv
+	PYTHON=$(BIN)/python proto/generate.sh
+
+proto-check: venv
+	PYTHON=$(BIN)/python proto/generate.sh --check
+
+wheel: venv
+	$(BIN)/python -m pip wheel $(PIP_FLAGS) -q --no-deps --wheel-dir dist -C build-dir=build/wheel .
+	@ls dist/*.whl
+
+clean:
+	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
