@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, plain_greedy, random_model
+from tiny_models import VOCABULARY, plain_tokens, random_model
 from transformers.cache_utils import DynamicCache
 
 from kvferry.transfer.geometry import KVGeometry, Layout
@@ -14,6 +14,7 @@ from kvferry.workers.sampling import Sampling
 from kvferry.workers.smollm import converted_model
 
 PAGE_SIZE = 8
+GREEDY = Sampling()
 
 
 def geometry_of(model: LoadedModel, layout: Layout) -> KVGeometry:
@@ -21,8 +22,13 @@ def geometry_of(model: LoadedModel, layout: Layout) -> KVGeometry:
     return KVGeometry(shape.layers, shape.kv_heads, shape.head_dim, shape.dtype, PAGE_SIZE, layout)
 
 
-def greedy_over_pages(
-    model: LoadedModel, layout: Layout, prompt: list[int], new_tokens: int, chunk_tokens: int
+def tokens_over_pages(
+    model: LoadedModel,
+    layout: Layout,
+    prompt: list[int],
+    new_tokens: int,
+    chunk_tokens: int,
+    sampling: Sampling = GREEDY,
 ) -> list[int]:
     """Prefill over one pool, its pages copied to other places of a second pool, decode there."""
     geometry = geometry_of(model, layout)
@@ -33,7 +39,7 @@ def greedy_over_pages(
     prompt_pages = -(-len(prompt) // PAGE_SIZE)
     spec = Prompt(np.array(prompt, dtype=np.uint32), b"", b"")
 
-    prefill = model.compute(pools[0], geometry).sequence(spec, pages[0][:prompt_pages], Sampling(), shared_tokens=0)
+    prefill = model.compute(pools[0], geometry).sequence(spec, pages[0][:prompt_pages], sampling, shared_tokens=0)
     prefill.resume(0)
     for start in range(0, len(prompt), chunk_tokens):
         prefill.prompt(start, min(start + chunk_tokens, len(prompt)))
@@ -41,7 +47,7 @@ def greedy_over_pages(
 
     pools[1][pages[1][:prompt_pages]] = pools[0][pages[0][:prompt_pages]]
     shared = len(prompt) // PAGE_SIZE * PAGE_SIZE
-    decode = model.compute(pools[1], geometry).sequence(spec, pages[1][:prompt_pages], Sampling(), shared_tokens=shared)
+    decode = model.compute(pools[1], geometry).sequence(spec, pages[1][:prompt_pages], sampling, shared_tokens=shared)
     decode.resume(len(prompt))
     decode.add_pages(pages[1][prompt_pages:count])
     while len(output) < new_tokens:
@@ -56,9 +62,19 @@ def test_tokens_equal_those_of_one_process_with_the_dynamic_cache(family: str, l
     network = random_model(family)
     model = loaded(network, family, "1")
     prompt = [int(token) for token in np.random.default_rng(1).integers(0, VOCABULARY, 45)]
-    expected = plain_greedy(network, prompt, 30, chunk_tokens=20)
-    assert greedy_over_pages(model, layout, prompt, 30, chunk_tokens=20) == expected
+    expected = plain_tokens(network, prompt, 30, chunk_tokens=20)
+    assert tokens_over_pages(model, layout, prompt, 30, chunk_tokens=20) == expected
     assert len(set(expected)) > 3  # not a constant
+
+
+def test_sampled_tokens_equal_those_of_one_process() -> None:
+    network = random_model("qwen2")
+    model = loaded(network, "qwen2", "1")
+    sampling = Sampling(temperature=1.5, top_p=0.95, top_k=50, seed=11)
+    prompt = list(range(37))
+    expected = plain_tokens(network, prompt, 30, 20, sampling)
+    assert tokens_over_pages(model, Layout.PAGE_NHD, prompt, 30, 20, sampling) == expected
+    assert expected != plain_tokens(network, prompt, 30, 20, sampling._replace(seed=12))
 
 
 def test_gathered_keys_and_values_are_those_of_the_dynamic_cache_to_the_bit() -> None:
@@ -112,8 +128,8 @@ def test_bfloat16_pages() -> None:
     model = loaded(random_model("qwen2").to(torch.bfloat16), "qwen2", "1")
     assert model.shape.dtype == "bfloat16"
     prompt = list(range(30))
-    expected = plain_greedy(model.network, prompt, 5, chunk_tokens=30)
-    assert greedy_over_pages(model, Layout.PAGE_NHD, prompt, 5, chunk_tokens=30) == expected
+    expected = plain_tokens(model.network, prompt, 5, chunk_tokens=30)
+    assert tokens_over_pages(model, Layout.PAGE_NHD, prompt, 5, chunk_tokens=30) == expected
 
 
 def test_smollm2_equals_one_process() -> None:
@@ -127,8 +143,8 @@ def test_smollm2_equals_one_process() -> None:
     assert model.shape == KVShape(30, 3, 64, "float32")
     prompt = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 28, 7018, 411, 506, 17, 7018, 3063, 2, 198, 1, 4093]
     prompt += [198, 19556, 2, 198, 1, 520, 9531, 198]
-    expected = plain_greedy(model.network, prompt, 12, chunk_tokens=16)
-    assert greedy_over_pages(model, Layout.PAGE_NHD, prompt, 12, chunk_tokens=16) == expected
+    expected = plain_tokens(model.network, prompt, 12, chunk_tokens=16)
+    assert tokens_over_pages(model, Layout.PAGE_NHD, prompt, 12, chunk_tokens=16) == expected
 
 
 def test_a_model_with_sliding_windows_is_refused() -> None:

@@ -14,6 +14,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
+from kvferry.workers.sampling import Sampling, sample
+
 VOCABULARY = 211
 
 
@@ -45,8 +47,10 @@ def random_model(family: str) -> Any:
     return model.eval()
 
 
-def plain_greedy(model: Any, prompt: list[int], new_tokens: int, chunk_tokens: int) -> list[int]:
-    """One process, the dynamic cache, the prompt in chunks."""
+def plain_tokens(
+    model: Any, prompt: list[int], new_tokens: int, chunk_tokens: int, sampling: Sampling | None = None
+) -> list[int]:
+    """One process, the dynamic cache, the prompt in chunks; greedy without `sampling`."""
     cache = DynamicCache(config=model.config)
     output: list[int] = []
     with torch.inference_mode():
@@ -54,7 +58,9 @@ def plain_greedy(model: Any, prompt: list[int], new_tokens: int, chunk_tokens: i
             chunk = torch.tensor([prompt[start : start + chunk_tokens]])
             logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         while True:
-            output.append(int(logits[0, -1].argmax()))
+            position = len(prompt) + len(output)
+            last = logits[0, -1]
+            output.append(int(last.argmax()) if sampling is None else sample(last, sampling, position))
             if len(output) == new_tokens:
                 return output
             logits = model(input_ids=torch.tensor([output[-1:]]), past_key_values=cache, use_cache=True).logits
