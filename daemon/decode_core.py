@@ -28,6 +28,7 @@ from kvferry.radix.pool import PageState
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
     max_tokens: int
+    page_bytes: int
     queue: int  # requests that may wait for admission
     reuse: str = "on"  # "off": nothing is matched and nothing kept, the baseline of comparisons
 
@@ -414,6 +415,7 @@ class DecodeCore:
             name=lease.name.to_proto(),
             aux=lease.aux or b"",
             delta_pages=lease.delta_pages,
+            delta_bytes=lease.delta_pages * self.limits.page_bytes,
             elapsed_us=int(elapsed * 1e6),
         )
         self._tell(lease.worker, wire.WorkerEvent(ready=ready))

@@ -25,7 +25,12 @@ class DecodeSide(Side):
         self.links = {name: PeerLink(name, address, self) for name, address in config.peers.items()}
 
     def make_core(self, store: Store) -> None:
-        limits = DecodeLimits(max_tokens=self.config.max_tokens, queue=self.config.queue, reuse=self.config.reuse)
+        limits = DecodeLimits(
+            max_tokens=self.config.max_tokens,
+            page_bytes=self.page_bytes,
+            queue=self.config.queue,
+            reuse=self.config.reuse,
+        )
         self.core = DecodeCore(store, limits)
 
     def take_effects(self) -> list[Effect]:

@@ -42,12 +42,22 @@ class Replica:
 class System:
     prefills: tuple[Replica, ...]
     decodes: tuple[Replica, ...]
-    front: Process
     url: str  # of the front end
 
 
 def start_system(stack: Stack, spec: SystemSpec) -> System:
     """Starts everything and waits until it serves. StackError where something does not."""
+    prefills, decodes = start_replicas(stack, spec)
+    words = ["front", "--listen", "127.0.0.1:0", *spec.front_flags]
+    for replica in prefills:
+        words += ["--prefill", replica.worker_address]
+    for replica in decodes:
+        words += ["--decode", replica.worker_address]
+    return System(prefills, decodes, f"http://{stack.ready(stack.start('front', words))}")
+
+
+def start_replicas(stack: Stack, spec: SystemSpec) -> tuple[tuple[Replica, ...], tuple[Replica, ...]]:
+    """Daemons and workers without a front end: (prefill, decode)."""
     prefill_daemons = [
         _daemon(stack, "prefill", i, spec, ["--pool-bytes", str(spec.prefill_pool_bytes), *spec.prefill_flags])
         for i in range(spec.prefills)
@@ -66,15 +76,7 @@ def start_system(stack: Stack, spec: SystemSpec) -> System:
         Replica(name, process, worker, address, stack.ready(worker), socket)
         for (process, name, socket), worker, address in zip(daemons, workers, addresses, strict=True)
     ]
-    prefills, decodes = replicas[: spec.prefills], replicas[spec.prefills :]
-    words = ["front", "--listen", "127.0.0.1:0", *spec.front_flags]
-    for replica in prefills:
-        words += ["--prefill", replica.worker_address]
-    for replica in decodes:
-        words += ["--decode", replica.worker_address]
-    front = stack.start("front", words)
-    url = f"http://{stack.ready(front)}"
-    return System(tuple(prefills), tuple(decodes), front, url)
+    return tuple(replicas[: spec.prefills]), tuple(replicas[spec.prefills :])
 
 
 def _daemon(stack: Stack, role: str, index: int, spec: SystemSpec, words: Sequence[str]) -> tuple[Process, str, str]:

@@ -33,7 +33,7 @@ def chain(symbols: list[int]) -> list[bytes]:
 class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.core = DecodeCore(Store(PAGES, PAGE), DecodeLimits(max_tokens=200, queue=8))
+        self.core = DecodeCore(Store(PAGES, PAGE), DecodeLimits(max_tokens=200, page_bytes=64, queue=8))
         self.now = 0.0
         self.count = 0
         self.prompts: dict[Name, tuple[list[bytes], bytes, int]] = {}  # full digests, tail digest, tokens

@@ -1,0 +1,205 @@
+"""`kvferry demo`: a multi-turn chat through the whole system on this machine, decode-side reuse off and then on."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.daemon.stack import Stack, StackError
+from kvferry.daemon.stats_main import fetch, size
+from kvferry.daemon.system import System, SystemSpec, start_system
+from kvferry.proto import cache_pb2 as cache
+from kvferry.proto import common_pb2 as common
+
+LOAD_SECONDS = 240.0
+
+
+class DemoError(RuntimeError):
+    """The demo did not do what it is to show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one run of the load."""
+
+    requests: int
+    seconds: float
+    ttft_ms: float  # mean
+    ttft_p50_ms: float
+    ttft_by_turn_ms: tuple[float, ...]  # means
+    inter_token_ms: float
+    prompt_tokens: int
+    decode: cache.SideStats
+    statuses: dict[str, int]
+
+    @property
+    def matched_share(self) -> float:
+        queried = self.decode.requests.queried_tokens
+        return self.decode.requests.hit_tokens / queried if queried else 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", metavar="FOLDER", help="default: SmolLM2-135M-Instruct from PyPI, converted once")
+    model.add_argument(
+        "--synthetic", action="store_true", help="no model: pages filled from digests, every byte checked"
+    )
+    parser.add_argument("--conversations", type=int, default=4, metavar="N")
+    parser.add_argument("--turns", type=int, default=4, metavar="M")
+    parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="of a reply (default: %(default)s)")
+    parser.add_argument("--user-words", type=int, default=60, metavar="N", help="of a turn (default: %(default)s)")
+    parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.conversations < 1 or args.turns < 1 or args.max_tokens < 1:
+        print("kvferry demo: --conversations, --turns and --max-tokens must be at least 1", file=sys.stderr)
+        return 2
+    console = Console()
+    try:
+        outcomes = {reuse: _run_once(args, reuse, console) for reuse in ("off", "on")}
+    except (StackError, DemoError, grpc.RpcError, ImportError) as error:
+        print(f"kvferry demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    console.print(_table(args, outcomes))
+    problems = _problems(outcomes)
+    for problem in problems:
+        console.print(f"[red]{problem}")
+    return 1 if problems else 0
+
+
+def _run_once(args: argparse.Namespace, reuse: str, console: Console) -> Outcome:
+    model = _model(args, console)
+    spec = SystemSpec(
+        model=model,
+        page_size=args.page_size,
+        decode_pool_bytes=256 << 20,
+        prefill_pool_bytes=256 << 20,
+        decode_flags=["--reuse", reuse],
+        front_flags=["--model-name", os.path.basename(model) or "synthetic"],
+    )
+    before = _shared_memory()
+    with Stack() as stack:
+        console.print(f"decode-side reuse [bold]{reuse}[/]: starting two daemons, two workers and a front end ...")
+        started = time.monotonic()
+        system = start_system(stack, spec)
+        console.print(
+            f"  up in {time.monotonic() - started:.1f} s at {system.url}; {args.conversations} conversations ..."
+        )
+        report = _load(args, system)
+        with grpc.insecure_channel(
+            system.decodes[0].daemon_address, options=[("grpc.enable_http_proxy", 0)]
+        ) as channel:
+            reply = fetch(channel)
+        statuses = stack.close()
+    left = _shared_memory() - before
+    if left:
+        raise DemoError(f"shared memory was left behind: {', '.join(sorted(left))}")
+    decode = next(side for side in reply.sides if side.role == common.ROLE_DECODE)
+    return dataclasses.replace(report, decode=decode, statuses=statuses)
+
+
+def _model(args: argparse.Namespace, console: Console) -> str:
+    if args.synthetic:
+        return ""
+    if args.model:
+        return os.path.abspath(args.model)
+    from kvferry.workers.smollm import converted_model
+
+    console.print("SmolLM2-135M-Instruct (the first time it is converted, about a minute) ...")
+    return str(converted_model())
+
+
+def _load(args: argparse.Namespace, system: System) -> Outcome:
+    words = ["loadgen", "--url", system.url, "--format", "json", "--seed", str(args.seed)]
+    words += ["--conversations", str(args.conversations), "--turns", str(args.turns), "--concurrency", "2"]
+    words += ["--max-tokens", str(args.max_tokens), "--user-words", str(args.user_words), "--system-words", "40"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvferry", *words],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=LOAD_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise DemoError(f"the load did not end in {LOAD_SECONDS:.0f} s") from None
+    if done.returncode != 0:
+        raise DemoError(f"the load ended with {done.returncode}: {done.stdout[-2000:]}")
+    report = json.loads(done.stdout)
+    return Outcome(
+        requests=report["requests"],
+        seconds=report["duration_s"],
+        ttft_ms=report["ttft_ms"]["mean"],
+        ttft_p50_ms=report["ttft_ms"]["p50"],
+        ttft_by_turn_ms=tuple(turn["mean"] for turn in report["ttft_by_turn_ms"]),
+        inter_token_ms=report["inter_token_ms"]["mean"],
+        prompt_tokens=report["prompt_tokens"],
+        decode=cache.SideStats(),
+        statuses={},
+    )
+
+
+def _problems(outcomes: dict[str, Outcome]) -> list[str]:
+    problems: list[str] = []
+    for reuse, outcome in outcomes.items():
+        pool = outcome.decode.pool
+        if pool.locks or pool.leased or pool.arriving or pool.orphaned or pool.free + pool.cached != pool.pages:
+            problems.append(f"reuse {reuse}: pages or locks are still held: {pool}")
+        if any(peer.free_credits != peer.slots for peer in outcome.decode.peers):
+            problems.append(f"reuse {reuse}: slots are still held")
+        for name, status in outcome.statuses.items():
+            if status != 0:
+                problems.append(f"reuse {reuse}: {name} ended with {status}")
+    if outcomes["on"].decode.transfers.delta_bytes >= outcomes["off"].decode.transfers.delta_bytes:
+        problems.append("reuse moved no fewer bytes")
+    return problems
+
+
+def _table(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> Table:
+    off, on = outcomes["off"], outcomes["on"]
+    table = Table(title=f"{args.conversations} conversations x {args.turns} turns", title_justify="left")
+    for column in ("", "reuse off", "reuse on", "off / on"):
+        table.add_column(column, justify="left" if not column else "right")
+    moved = (off.decode.transfers.delta_bytes, on.decode.transfers.delta_bytes)
+    table.add_row("bytes moved over NIXL", size(moved[0]), size(moved[1]), _ratio(*moved))
+    pages = (off.decode.transfers.delta_pages, on.decode.transfers.delta_pages)
+    table.add_row("pages moved", str(pages[0]), str(pages[1]), _ratio(*pages))
+    saved = (off.decode.transfers.saved_bytes, on.decode.transfers.saved_bytes)
+    table.add_row("bytes saved", size(saved[0]), size(saved[1]), "")
+    table.add_row("decode-side hit rate", f"{off.matched_share:.1%}", f"{on.matched_share:.1%}", "")
+    table.add_row("TTFT mean", f"{off.ttft_ms:.1f} ms", f"{on.ttft_ms:.1f} ms", _ratio(off.ttft_ms, on.ttft_ms))
+    table.add_row(
+        "TTFT p50", f"{off.ttft_p50_ms:.1f} ms", f"{on.ttft_p50_ms:.1f} ms", _ratio(off.ttft_p50_ms, on.ttft_p50_ms)
+    )
+    for turn, (a, b) in enumerate(zip(off.ttft_by_turn_ms, on.ttft_by_turn_ms, strict=True), 1):
+        table.add_row(f"  turn {turn}", f"{a:.1f} ms", f"{b:.1f} ms", _ratio(a, b))
+    ready = (off.decode.admit_to_ready.p50_ms, on.decode.admit_to_ready.p50_ms)
+    table.add_row("admit to ready p50", f"{ready[0]:.1f} ms", f"{ready[1]:.1f} ms", _ratio(*ready))
+    table.add_row("inter-token latency", f"{off.inter_token_ms:.1f} ms", f"{on.inter_token_ms:.1f} ms", "")
+    table.add_row("requests", str(off.requests), str(on.requests), "")
+    return table
+
+
+def _ratio(a: float, b: float) -> str:
+    return f"{a / b:.2f}x" if b else "-"
+
+
+def _shared_memory() -> set[str]:
+    try:
+        return {name for name in os.listdir("/dev/shm") if name.startswith("kvferry-")}
+    except FileNotFoundError:
+        return set()

@@ -1,0 +1,130 @@
+"""Drives the workers' Engine services directly, with token ids, as a front end would: both halves at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import grpc
+
+from kvferry.daemon.stats_main import fetch
+from kvferry.daemon.system import Replica
+from kvferry.proto import cache_pb2, common_pb2, engine_pb2
+from kvferry.proto.engine_pb2_grpc import EngineStub
+
+OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20)]
+
+
+@dataclass
+class Turn:
+    output: list[int] = field(default_factory=list)
+    matched: int = 0
+    delta_pages: int = 0
+    delta_bytes: int = 0
+    prefill_matched: int = 0
+    chunk_ends: list[int] = field(default_factory=list)
+    error: grpc.RpcError | None = None
+    reason: str = ""
+
+    @property
+    def code(self) -> grpc.StatusCode | None:
+        return self.error.code() if self.error is not None else None
+
+    @property
+    def details(self) -> str:
+        return self.error.details() if self.error is not None else ""
+
+
+class Engines:
+    """A context over the channels to one prefill and one decode worker."""
+
+    def __init__(self, prefill: Replica | None, decode: Replica) -> None:
+        self.prefill_name = prefill.name if prefill else ""
+        self._channels = [grpc.insecure_channel(r.worker_address, OPTIONS) for r in (prefill, decode) if r]
+        self._prefill = EngineStub(self._channels[0]) if prefill else None
+        self._decode = EngineStub(self._channels[-1])
+        self._pool = ThreadPoolExecutor(300)
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+        for channel in self._channels:
+            channel.close()
+
+    def turn(
+        self,
+        tokens: list[int],
+        max_new: int,
+        *,
+        deadline_s: float = 30.0,
+        sampling: engine_pb2.Sampling | None = None,
+        prefill_tokens: list[int] | None = None,
+    ) -> Turn:
+        """One request to its end; errors are in the result."""
+        name = common_pb2.RequestName(request_id=os.urandom(16), attempt=1)
+        milliseconds = int(deadline_s * 1000)
+        turn = Turn()
+        reply = None
+        if self._prefill is not None:
+            request = engine_pb2.PrefillRequest(
+                name=name, tokens=prefill_tokens or tokens, sampling=sampling, deadline_ms=milliseconds
+            )
+            reply = self._prefill.Prefill.future(request, timeout=deadline_s + 30)
+        decode = engine_pb2.DecodeRequest(
+            name=name,
+            tokens=tokens,
+            sampling=sampling,
+            max_new_tokens=max_new,
+            prefill=self.prefill_name,
+            deadline_ms=milliseconds,
+        )
+        try:
+            for event in self._decode.Decode(decode, timeout=deadline_s + 30):
+                kind = event.WhichOneof("kind")
+                if kind == "started":
+                    turn.matched = event.started.matched_tokens
+                    turn.delta_pages, turn.delta_bytes = event.started.delta_pages, event.started.delta_bytes
+                elif kind == "generated":
+                    turn.output += event.generated.tokens
+                else:
+                    turn.reason = event.ending.reason
+            if reply is not None:
+                done = reply.result()
+                turn.prefill_matched, turn.chunk_ends = done.matched_tokens, list(done.chunk_ends)
+        except grpc.RpcError as error:
+            turn.error = error
+            if reply is not None:
+                reply.cancel()
+        return turn
+
+    def turns(self, prompts: list[list[int]], max_new: int, *, deadline_s: float = 60.0) -> list[Turn]:
+        """All at a time."""
+        return list(self._pool.map(lambda tokens: self.turn(tokens, max_new, deadline_s=deadline_s), prompts))
+
+
+def stats(replica: Replica) -> cache_pb2.SideStats:
+    with grpc.insecure_channel(replica.daemon_address, OPTIONS) as channel:
+        return fetch(channel).sides[0]
+
+
+def settled(replica: Replica, seconds: float = 10.0) -> cache_pb2.SideStats:
+    """Statistics once nothing is held any more; asserts that this comes to pass."""
+    deadline = time.monotonic() + seconds
+    while True:
+        side = stats(replica)
+        pool = side.pool
+        busy = pool.locks + pool.leased + pool.arriving + pool.orphaned + pool.promised
+        busy += side.requests.running + side.requests.waiting + side.transfers.active
+        idle_slots = all(peer.free_credits == peer.slots for peer in side.peers if peer.state == "up")
+        if not busy and idle_slots:
+            assert pool.free + pool.cached == pool.pages
+            assert pool.evictable == pool.cached
+            return side
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still held after {seconds} s:\n{side}")
+        threading.Event().wait(0.05)

@@ -1,0 +1,155 @@
+"""What is lost is lost cleanly: workers, daemons and couriers end, the others serve on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import grpc
+from engines import Engines, Turn, settled, stats
+
+from kvferry.daemon.stack import Stack
+from kvferry.daemon.system import SystemSpec, start_replicas
+
+PAGE = 16
+
+
+def in_background(engines: Engines, tokens: list[int], max_new: int, into: list[Turn]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: into.append(engines.turn(tokens, max_new)))
+    thread.start()
+    return thread
+
+
+def wait_until(condition: object, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def test_prefill_daemon_down_fails_its_requests_and_it_is_met_again(stack: Stack) -> None:
+    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    prompt = list(range(100))
+    with Engines(prefills[0], decodes[0]) as engines:
+        assert engines.turn(prompt, 4).error is None
+        stack.kill(prefills[0].daemon)
+        started = time.monotonic()
+        failed = engines.turn(list(range(1000, 1100)), 4, deadline_s=8)
+        assert failed.error is not None
+        assert failed.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
+        assert time.monotonic() - started < 8
+    with Engines(None, decodes[0]) as alone:
+        served = alone.turn(prompt, 4)
+        assert served.error is None, served.details
+        assert served.matched == 96
+    settled(decodes[0])
+
+
+def test_a_killed_worker_frees_its_leases(stack: Stack) -> None:
+    slow = ["--synthetic-decode-us", "50000"]
+    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_worker_flags=slow))
+    turns: list[Turn] = []
+    with Engines(prefills[0], decodes[0]) as engines:
+        thread = in_background(engines, list(range(100)), 400, turns)
+        wait_until(lambda: stats(decodes[0]).transfers.completed == 1)
+        assert stats(decodes[0]).pool.locks == 1
+        stack.kill(decodes[0].worker)
+        thread.join(20)
+    assert turns[0].code is grpc.StatusCode.UNAVAILABLE
+    side = settled(decodes[0])
+    assert side.requests.aborted == 1
+    assert side.pool.cached == 6  # what arrived stays
+    settled(prefills[0])
+
+
+def test_a_stopped_worker_keeps_its_pages_until_its_lock_is_released(stack: Stack) -> None:
+    """Its stream breaks while it may still write: its pages are orphaned, and freed only with the kernel's proof."""
+    slow = ["--synthetic-decode-us", "50000"]
+    flags = ["--heartbeat-seconds", "0.2"]
+    spec = SystemSpec(page_size=PAGE, decode_worker_flags=slow, decode_flags=flags)
+    prefills, decodes = start_replicas(stack, spec)
+    turns: list[Turn] = []
+    with Engines(prefills[0], decodes[0]) as engines:
+        thread = in_background(engines, list(range(100)), 400, turns)
+        wait_until(lambda: stats(decodes[0]).transfers.completed == 1)
+        pid = decodes[0].worker.popen.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            # The daemon finds the stream broken by its keepalive; until then the lease lives.
+            wait_until(lambda: stats(decodes[0]).pool.orphaned > 0, 25)
+            assert stats(decodes[0]).pool.locks == 1
+            time.sleep(0.5)
+            assert stats(decodes[0]).pool.orphaned > 0
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGCONT)
+        thread.join(30)
+    settled(decodes[0])
+    settled(prefills[0])
+
+
+def test_a_killed_prefill_worker_fails_its_request_cleanly(stack: Stack) -> None:
+    spec = SystemSpec(page_size=PAGE, worker_flags=["--synthetic-prefill-us", "20000", "--chunk-tokens", "16"])
+    prefills, decodes = start_replicas(stack, spec)
+    turns: list[Turn] = []
+    with Engines(prefills[0], decodes[0]) as engines:
+        thread = in_background(engines, list(range(300)), 4, turns)
+        wait_until(lambda: stats(decodes[0]).transfers.delta_pages >= 2)
+        stack.kill(prefills[0].worker)
+        thread.join(20)
+    assert turns[0].code is grpc.StatusCode.UNAVAILABLE
+    side = settled(decodes[0])
+    assert side.pool.cached >= 2  # what arrived stays
+    settled(prefills[0])
+
+
+def test_a_killed_courier_costs_its_session_only(stack: Stack) -> None:
+    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    with Engines(prefills[0], decodes[0]) as engines:
+        assert engines.turn(list(range(100)), 4).error is None
+        for replica in (prefills[0], decodes[0]):
+            couriers = courier_pids(replica.daemon.popen.pid)
+            assert len(couriers) == 1
+            os.kill(couriers[0], signal.SIGKILL)
+            wait_until(lambda old=couriers: courier_pids(decodes[0].daemon.popen.pid) not in ([], old))
+            wait_until(lambda: [peer.state for peer in stats(decodes[0]).peers] == ["up"])
+            turn = engines.turn(list(range(100)), 4)
+            assert turn.error is None, turn.details
+            assert turn.matched == 96  # the tree has lost nothing
+        assert stats(decodes[0]).requests.failed == 0
+    settled(decodes[0])
+    settled(prefills[0])
+
+
+def test_client_that_leaves_aborts_both_halves(stack: Stack) -> None:
+    spec = SystemSpec(page_size=PAGE, worker_flags=["--synthetic-prefill-us", "20000", "--chunk-tokens", "16"])
+    prefills, decodes = start_replicas(stack, spec)
+    with Engines(prefills[0], decodes[0]) as engines:
+        turns: list[Turn] = []
+        threads = [in_background(engines, [i] * 300, 4, turns) for i in range(4)]
+        wait_until(lambda: stats(decodes[0]).transfers.delta_pages >= 1)
+        for channel in engines._channels:
+            channel.close()
+        for thread in threads:
+            thread.join(10)
+    assert all(turn.error is not None for turn in turns)
+    settled(decodes[0])
+    settled(prefills[0])
+
+
+def courier_pids(daemon: int) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/cmdline", "rb") as line, open(f"/proc/{entry}/stat") as stat:
+                    if (
+                        b"kvferry.transfer.courier" in line.read()
+                        and int(stat.read().rsplit(")", 1)[1].split()[1]) == daemon
+                    ):
+                        found.append(int(entry))
+            except (OSError, ValueError):
+                continue
+    return found
