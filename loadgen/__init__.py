@@ -1,1 +1,1 @@
-"""kvferry.loadgen"""
+"""kvferry.loadgen: the multi-turn load generator and its reports."""

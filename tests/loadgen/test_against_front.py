@@ -1,0 +1,143 @@
+"""The load generator against a real front end before scripted servers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from front_stack import PAGE_BYTES, PAGE_SIZE, Fault, Stack
+
+from kvferry.loadgen.main import add_arguments, run
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    with Stack(prefill=1, decode=2) as stack:
+        yield stack
+
+
+def loadgen(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+def report_of(stack: Stack, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    stats = [word for server in stack.decode for word in ("--stats", server.address)]
+    assert loadgen("--url", stack.url, *stats, "--format", "json", *arguments) == code
+    captured = capsys.readouterr()
+    assert captured.err == ""  # no progress bar: nobody looks
+    report: dict[str, Any] = json.loads(captured.out)
+    return report
+
+
+SMALL = ("--conversations", "3", "--turns", "3", "--user-words", "6", "--max-tokens", "8", "--concurrency", "2")
+
+
+def test_chat(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(stack, capsys, *SMALL)
+    assert (report["requests"], report["failed"], report["skipped"], report["errors"]) == (9, 0, 0, [])
+    assert report["output_tokens"] == 9 * 8
+    assert report["ttft_ms"]["count"] == report["latency_ms"]["count"] == 9
+    assert report["inter_token_ms"]["count"] == 9 * 7
+    assert [turn["count"] for turn in report["ttft_by_turn_ms"]] == [3, 3, 3]
+    assert 0 < report["ttft_ms"]["p50"] <= report["ttft_ms"]["p99"] <= report["latency_ms"]["p99"]
+    assert report["cached_tokens"] == report["daemons"]["saved_pages"] * PAGE_SIZE > 0
+    assert report["daemons"]["saved_bytes"] == report["daemons"]["saved_pages"] * PAGE_BYTES
+    moved = sum(server.moved_pages for server in stack.decode)
+    assert report["daemons"]["moved_bytes"] == moved * PAGE_BYTES
+    replies = httpx.get(f"{stack.url}/kvferry/stats").json()["replies"]
+    assert replies["spliced_replies"] == 3 * (1 + 2)
+    again = report_of(stack, capsys, *SMALL, "--seed", "1")
+    assert again["daemons"]["moved_pages"] == sum(server.moved_pages for server in stack.decode) - moved
+
+
+def test_the_same_seed_sends_the_same_requests(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    def prompts() -> list[list[int]]:
+        found = sorted(list(request.tokens) for server in stack.decode for request in server.decodes)
+        for server in stack.decode:
+            server.decodes.clear()
+        return found
+
+    runs = []
+    for seed in ("5", "5", "6"):
+        report_of(stack, capsys, *SMALL, "--system-words", "4", "--seed", seed)
+        runs.append(prompts())
+    assert runs[0] == runs[1] != runs[2]
+    heads = {bytes(prompt[:20]) for prompt in runs[0]}
+    assert len(heads) == 1  # the common system prompt
+    assert heads.pop().startswith(b"[system]\n")
+
+
+def test_token_ids(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    """Turn k matches all pages that turn k - 1 left, and the ids of its reply come back exactly."""
+    for server in stack.decode:
+        server.reply = lambda prompt: [5000 + i for i in range(20)]
+    report = report_of(
+        stack,
+        capsys,
+        *("--api", "completions-tokens", "--user-words", "21", "--max-tokens", "20", "--system-words", "30"),
+        *("--conversations", "2", "--turns", "4", "--concurrency", "1"),
+    )
+    left = [30 + 21 + k * 41 + 20 - 1 for k in range(3)]  # of a turn: prompt + output - 1
+    one = sum(tokens // PAGE_SIZE * PAGE_SIZE for tokens in left)
+    system = report["cached_tokens"] - 2 * one
+    assert system in (0, 30 // PAGE_SIZE * PAGE_SIZE)  # whether the second conversation went to the first one's server
+    assert report["output_tokens"] == 2 * 4 * 20
+    assert report["prompt_tokens"] == 2 * sum(30 + 21 + k * 41 for k in range(4))
+
+
+def test_failures_are_counted_and_end_their_conversation(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    for server in stack.decode:
+        server.fault = Fault(grpc.StatusCode.RESOURCE_EXHAUSTED, "the pool is small")
+    report = report_of(stack, capsys, *SMALL, code=1)
+    assert (report["requests"], report["failed"], report["skipped"]) == (3, 3, 6)
+    assert sum(error["count"] for error in report["errors"]) == 3
+    assert "HTTP 429: decode server" in report["errors"][0]["message"]
+    assert "the pool is small" in report["errors"][0]["message"]
+    assert report["ttft_ms"]["count"] == 0
+
+
+def test_a_failure_inside_a_stream(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    for server in stack.decode:
+        server.reply = lambda prompt: [97, 1 << 40]
+    report = report_of(stack, capsys, *SMALL, code=1)
+    assert report["failed"] == 3
+    assert "decode server" in report["errors"][0]["message"]
+
+
+def test_table(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    assert loadgen("--url", stack.url, "--stats", stack.decode[0].address, *SMALL) == 0
+    out = capsys.readouterr().out
+    for words in ("time to first token", "inter-token latency", "request latency", "bytes moved", "bytes saved", "p90"):
+        assert words in out
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert loadgen("--url", "http://127.0.0.1:9", "--conversations", "1") == 1
+    assert "kvferry loadgen: /v1/models: ConnectError" in capsys.readouterr().err
+
+
+def test_no_daemon(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    assert loadgen("--url", stack.url, "--stats", "127.0.0.1:9", "--conversations", "1") == 1
+    assert "kvferry loadgen: daemon 127.0.0.1:9: UNAVAILABLE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--turns", "0"), "must be a whole number >= 1, got '0'"),
+        (("--system-words", "-1"), "must be a whole number >= 0, got '-1'"),
+        (("--timeout", "0"), "must be > 0, got '0'"),
+        (("--temperature", "nan"), "must be a number >= 0, got 'nan'"),
+    ],
+)
+def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        loadgen("--url", "http://x", *arguments)
+    assert message in capsys.readouterr().err

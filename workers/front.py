@@ -1,0 +1,223 @@
+"""The front end's HTTP: OpenAI's routes over a FrontService.
+
+POST /v1/chat/completions, POST /v1/completions, GET /v1/models[/NAME], GET /health (503 until the servers are up),
+GET /kvferry/stats. A client that leaves ends its request on the prefill and the decode server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from http import HTTPStatus
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from kvferry.workers.front_errors import ApiError, internal, invalid, model_not_found
+from kvferry.workers.front_formats import ChatFormat, CompletionFormat, Format
+from kvferry.workers.front_service import Finished, FrontService, Opened, Piece
+from kvferry.workers.front_stats import StatsReport
+from kvferry.workers.front_text import Delta
+from kvferry.workers.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList, parse_request
+
+MAX_BODY_BYTES = 64 * 2**20  # 1 Mi token ids in JSON are at most 12 MB
+REQUEST_ID_BYTES = 16
+
+_log = logging.getLogger(__name__)
+
+
+def create_app(service: FrontService) -> FastAPI:
+    app = FastAPI(title="kvferry front end", docs_url=None, redoc_url=None, openapi_url=None)
+    created = int(time.time())
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: HttpRequest) -> Response:
+        request = parse_request(ChatRequest, await _body(http))
+        request_id = secrets.token_bytes(REQUEST_ID_BYTES)
+        bodies = ChatFormat(request, request_id, int(time.time()))
+        return _generation(service.run(request, request_id), bodies, request_id, streamed=request.stream)
+
+    @app.post("/v1/completions")
+    async def completions(http: HttpRequest) -> Response:
+        request = parse_request(CompletionRequest, await _body(http))
+        request_id = secrets.token_bytes(REQUEST_ID_BYTES)
+        bodies = CompletionFormat(request, request_id, int(time.time()))
+        return _generation(service.run(request, request_id), bodies, request_id, streamed=request.stream)
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[_model_card(service, created)])
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> ModelCard:
+        card = _model_card(service, created)
+        if name != card.id:
+            raise model_not_found(name, card.id)
+        return card
+
+    @app.get("/health")
+    async def health() -> Response:
+        service.engines.served()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/kvferry/stats")
+    async def stats() -> StatsReport:
+        return service.report()
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: HttpRequest, error: ApiError) -> Response:
+        return _error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: HttpRequest, error: HTTPException) -> Response:
+        message = f"{http.method} {http.url.path}: {error.detail}"
+        return _error_response(ApiError(error.status_code, message, type="invalid_request_error"))
+
+    return app
+
+
+def _model_card(service: FrontService, created: int) -> ModelCard:
+    served = service.engines.served()
+    return ModelCard(
+        id=served.name,
+        created=created,
+        max_model_len=service.engines.max_tokens(),
+        vocab_size=served.tokenizer.vocab_size,
+    )
+
+
+async def _body(http: HttpRequest) -> bytes:
+    """Raises ApiError 413 for a body that is too long, as soon as it is."""
+    body = bytearray()
+    try:
+        async for chunk in http.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                error = invalid(None, f"the body has more than {MAX_BODY_BYTES} bytes")
+                error.status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+                raise error
+    except ClientDisconnect:
+        raise invalid(None, "the client left before its request was complete") from None
+    return bytes(body)
+
+
+def _error_response(error: ApiError) -> Response:
+    return Response(error.json(), status_code=error.status, media_type="application/json")
+
+
+def _generation(
+    pieces: AsyncGenerator[Piece, None], bodies: Format, request_id: bytes, *, streamed: bool
+) -> GenerationResponse:
+    kind = StreamedResponse if streamed else WholeResponse
+    return kind(pieces, bodies, {"x-request-id": request_id.hex()})
+
+
+class GenerationResponse(Response):
+    """Sends a generation as it comes. Nothing is sent before the first token, so that a request that fails before it
+    gets its own HTTP status; a client that leaves at any time closes the generation."""
+
+    def __init__(self, pieces: AsyncGenerator[Piece, None], bodies: Format, headers: dict[str, str]) -> None:
+        super().__init__(headers=headers)
+        self.pieces = pieces
+        self.bodies = bodies
+        self.names = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _while_connected(receive, self._serve(scope, receive, send))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.pieces):
+            try:
+                first = await anext(self.pieces)
+                assert isinstance(first, Opened), f"the first piece of a generation is {first!r}"
+            except Exception as error:
+                await _error_response(_as_api_error(error))(scope, receive, send)
+                return
+            await self.serve(first, scope, receive, send)
+
+    async def serve(self, opened: Opened, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class WholeResponse(GenerationResponse):
+    async def serve(self, opened: Opened, scope: Scope, receive: Receive, send: Send) -> None:
+        texts: list[str] = []
+        tokens: list[int] = []
+        response = None
+        try:
+            async for piece in self.pieces:
+                if isinstance(piece, Delta):
+                    texts.append(piece.text)
+                    tokens += piece.tokens
+                elif isinstance(piece, Finished):
+                    texts.append(piece.rest)
+                    body = self.bodies.whole(opened, "".join(texts), tokens, piece)
+                    response = Response(body, headers=self.names, media_type="application/json")
+            assert response is not None, "a generation ended without Finished"
+        except Exception as error:
+            response = _error_response(_as_api_error(error))
+        await response(scope, receive, send)
+
+
+class StreamedResponse(GenerationResponse):
+    """Server-sent events. A failure after the first token is an event of its own."""
+
+    async def serve(self, opened: Opened, scope: Scope, receive: Receive, send: Send) -> None:
+        head = Response(
+            headers={**self.names, "cache-control": "no-cache", "x-accel-buffering": "no"},
+            media_type="text/event-stream",
+        )
+        del head.headers["content-length"]
+        await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": head.raw_headers})
+        try:
+            await _send_events(send, self.bodies.opened(opened))
+            async for piece in self.pieces:
+                if isinstance(piece, Delta):
+                    await _send_events(send, self.bodies.delta(piece))
+                elif isinstance(piece, Finished):
+                    await _send_events(send, self.bodies.finished(piece))
+        except Exception as error:
+            await _send_events(send, [_as_api_error(error).json()])
+        await _send_events(send, ["[DONE]"])
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_events(send: Send, events: list[str]) -> None:
+    if events:
+        body = "".join(f"data: {event}\n\n" for event in events).encode()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    _log.error("a request failed unexpectedly", exc_info=error)
+    return internal(f"{type(error).__name__}: {error}")
+
+
+async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Runs `work`, and cancels it when the client leaves."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.wait({working, leaving})
+    if not working.cancelled():
+        working.result()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,294 @@
+"""The front end's servers: who they are (Describe), whether they are up, and the calls that it makes to them.
+
+Everything here belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from kvferry.proto import common_pb2, engine_pb2
+from kvferry.workers.chat import Tokenizer, load_tokenizer
+from kvferry.workers.front_errors import ApiError, from_grpc, unavailable
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+DESCRIBE_DEADLINE_S = 2.0
+RECHECK_S = 10.0  # a server that is up is described again this often
+MIN_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 5.0
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+PrefillCall = grpc.aio.UnaryUnaryCall[engine_pb2.PrefillRequest, engine_pb2.PrefillReply]
+DecodeCall = grpc.aio.UnaryStreamCall[engine_pb2.DecodeRequest, engine_pb2.DecodeReply]
+
+_log = logging.getLogger(__name__)
+
+
+class Mismatch(Exception):
+    """A server's description is not usable here."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a server says of itself, checked."""
+
+    model: str
+    daemon: str
+    daemon_address: str
+    namespace_id: bytes
+    page_size: int
+    root_digest: bytes
+    max_tokens: int
+    local_prefill_max_tokens: int
+    tokenizer: str
+
+    @classmethod
+    def from_reply(cls, reply: engine_pb2.DescribeReply, role: common_pb2.Role) -> EngineFacts:
+        """Raises Mismatch naming field, value and bound."""
+        if reply.role != role:
+            raise Mismatch(f"role is {_role(reply.role)}; it must be {_role(role)}")
+        for field, value in (("namespace_id", reply.namespace_id), ("facts.root_digest", reply.facts.root_digest)):
+            if len(value) != 32:
+                raise Mismatch(f"{field} has {len(value)} bytes; it must have 32")
+        if reply.facts.geometry.page_size < 1:
+            raise Mismatch(f"facts.geometry.page_size is {reply.facts.geometry.page_size}; it must be at least 1")
+        if reply.max_tokens < 2:
+            raise Mismatch(f"max_tokens is {reply.max_tokens}; it must be at least 2")
+        return cls(
+            model=reply.model,
+            daemon=reply.daemon,
+            daemon_address=reply.daemon_address,
+            namespace_id=reply.namespace_id,
+            page_size=reply.facts.geometry.page_size,
+            root_digest=reply.facts.root_digest,
+            max_tokens=reply.max_tokens,
+            local_prefill_max_tokens=reply.local_prefill_max_tokens,
+            tokenizer=reply.tokenizer,
+        )
+
+
+def _role(role: common_pb2.Role) -> str:
+    names = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
+    return names.get(role, str(role))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What all servers behind one front end have in common."""
+
+    name: str
+    tokenizer: Tokenizer
+    namespace_id: bytes
+    page_size: int
+    root_digest: bytes
+
+
+class EngineLink:
+    """One server."""
+
+    def __init__(self, address: str, role: common_pb2.Role) -> None:
+        self.address = address
+        self.role = role
+        self.facts: EngineFacts | None = None  # as last described; never forgotten
+        self.answers = False  # whether it described itself when last asked
+        self.up = False
+        self.error = "not asked yet"
+        self.outstanding = 0  # requests of this front end that are not over
+        self.assigned = 0  # requests ever given to it
+        self.recheck = asyncio.Event()
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        # The generated stubs do the same, without types.
+        self._describe = self._channel.unary_unary(
+            "/kvferry.v1.Engine/Describe",
+            request_serializer=engine_pb2.DescribeRequest.SerializeToString,
+            response_deserializer=engine_pb2.DescribeReply.FromString,
+        )
+        self._prefill = self._channel.unary_unary(
+            "/kvferry.v1.Engine/Prefill",
+            request_serializer=engine_pb2.PrefillRequest.SerializeToString,
+            response_deserializer=engine_pb2.PrefillReply.FromString,
+        )
+        self._decode = self._channel.unary_stream(
+            "/kvferry.v1.Engine/Decode",
+            request_serializer=engine_pb2.DecodeRequest.SerializeToString,
+            response_deserializer=engine_pb2.DecodeReply.FromString,
+        )
+
+    @property
+    def label(self) -> str:
+        return f"{_role(self.role)} server {self.address}"
+
+    async def describe(self) -> EngineFacts:
+        """Raises Mismatch, grpc.aio.AioRpcError."""
+        reply = await self._describe(engine_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
+        return EngineFacts.from_reply(reply, self.role)
+
+    def prefill(self, request: engine_pb2.PrefillRequest, *, deadline_s: float) -> PrefillCall:
+        return self._prefill(request, timeout=deadline_s)
+
+    def decode(self, request: engine_pb2.DecodeRequest) -> DecodeCall:
+        return self._decode(request)
+
+    def failed(self, error: grpc.aio.AioRpcError) -> ApiError:
+        """A call ended with this error: what the client is told. An unavailable server is described again."""
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            self.recheck.set()
+        return from_grpc(self.label, error)
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
+class Engines:
+    """All servers. They are found, and found again, in the background.
+
+    The model that is served is the one of which a prefill and a decode server were found first; it stays until the front
+    end ends. Servers of another model, or of the same in another geometry, are not used.
+    """
+
+    def __init__(
+        self, *, prefill: Sequence[str], decode: Sequence[str], model_name: str | None, tokenizer: str | None
+    ) -> None:
+        self.prefill = [EngineLink(address, common_pb2.ROLE_PREFILL) for address in prefill]
+        self.decode = [EngineLink(address, common_pb2.ROLE_DECODE) for address in decode]
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._served: ServedModel | None = None
+        self._settling = asyncio.Lock()  # loading a tokenizer takes seconds: only one may
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def links(self) -> list[EngineLink]:
+        return [*self.prefill, *self.decode]
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep_described(link)) for link in self.links]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self.links:
+            await link.close()
+
+    @property
+    def ready(self) -> bool:
+        return any(link.up for link in self.decode) and any(link.up for link in self.prefill)
+
+    async def wait_ready(self, deadline_s: float) -> bool:
+        """Whether a prefill and a decode server were up before the deadline."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._until_ready(), deadline_s)
+        return self.ready
+
+    async def _until_ready(self) -> None:
+        while not self.ready:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def served(self) -> ServedModel:
+        """Raises ApiError 503 until the servers are up."""
+        if self._served is None or not self.ready:
+            raise unavailable(f"the servers are not up: {self.complaints()}")
+        return self._served
+
+    def complaints(self) -> str:
+        """Why each server that is down is down."""
+        return "; ".join(f"{link.label}: {link.error}" for link in self.links if not link.up)
+
+    def max_tokens(self) -> int:
+        """The most tokens of a request, prompt + output, that every server that is up takes."""
+        return min(link.facts.max_tokens for link in self.links if link.up and link.facts is not None)
+
+    async def _keep_described(self, link: EngineLink) -> None:
+        backoff = MIN_BACKOFF_S
+        while True:
+            link.recheck.clear()
+            was_up = link.up
+            try:
+                link.facts = await link.describe()
+                link.answers = True
+                await self._settle()
+            except grpc.aio.AioRpcError as error:
+                link.answers = False
+                self._set(link, f"{error.code().name}: {error.details() or 'no details'}")
+            except Mismatch as error:
+                link.answers = False
+                self._set(link, str(error))
+            if link.up:
+                backoff = MIN_BACKOFF_S
+                if was_up:
+                    await asyncio.sleep(MIN_BACKOFF_S)  # requests that fail often do not make this a busy loop
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(link.recheck.wait(), RECHECK_S)
+            else:
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_S)
+
+    def _set(self, link: EngineLink, error: str) -> None:
+        """A server without an error is up."""
+        up = not error
+        if up != link.up:
+            _log.info("%s: %s", link.label, error or "up")
+        link.up, link.error = up, error
+        self._changed.set()
+
+    async def _settle(self) -> None:
+        """Decides which of the servers that were described are up."""
+        async with self._settling:
+            error = ""
+            if self._served is None:
+                try:
+                    await self._choose_model()
+                except ValueError as failure:
+                    error = str(failure)
+            for link in self.links:
+                if link.answers and link.facts is not None:
+                    self._set(link, error or self._misfit(link.facts))
+
+    async def _choose_model(self) -> None:
+        """Raises ValueError where the tokenizer cannot be loaded."""
+        prefilled = {link.facts.namespace_id for link in self.prefill if link.facts is not None and link.answers}
+        decoding = [link.facts for link in self.decode if link.facts is not None and link.answers]
+        both = [facts for facts in decoding if facts.namespace_id in prefilled]
+        if both:
+            facts = both[0]
+            self._served = ServedModel(
+                name=self._model_name or facts.model,
+                tokenizer=await asyncio.to_thread(load_tokenizer, self._tokenizer or facts.tokenizer),
+                namespace_id=facts.namespace_id,
+                page_size=facts.page_size,
+                root_digest=facts.root_digest,
+            )
+
+    def _misfit(self, facts: EngineFacts) -> str:
+        """Why a server with these facts cannot be used; "" when it can."""
+        served = self._served
+        if served is None:
+            return "no prefill and decode server of one namespace_id were found yet"
+        for field, ours, theirs in (
+            ("facts.geometry.page_size", served.page_size, facts.page_size),
+            ("facts.root_digest", served.root_digest.hex(), facts.root_digest.hex()),
+            ("namespace_id", served.namespace_id.hex(), facts.namespace_id.hex()),
+        ):
+            if ours != theirs:
+                return (
+                    f"{field} is {theirs}; the model that this front end serves has {ours}: start the server with that "
+                    "model and geometry, or another front end for it"
+                )
+        return ""

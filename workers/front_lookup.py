@@ -1,0 +1,80 @@
+"""Read-only look-ups at the decode servers' daemons: how much of a prompt each holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from kvferry.proto import cache_pb2
+from kvferry.radix.digests import chain_digests
+from kvferry.workers.front_engines import CHANNEL_OPTIONS, EngineLink, ServedModel
+from kvferry.workers.routing import Lookup
+
+SKIP_AFTER_FAILURE_S = 5.0
+
+
+@dataclass(slots=True)
+class LookupCounts:
+    asked: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+class _DaemonLink:
+    def __init__(self, address: str) -> None:
+        self.skip_until = 0.0
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.lookup = self._channel.unary_unary(
+            "/kvferry.v1.Cache/Lookup",
+            request_serializer=cache_pb2.LookupRequest.SerializeToString,
+            response_deserializer=cache_pb2.LookupReply.FromString,
+        )
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
+class Lookups:
+    """A look-up that fails or is late counts as none, and its daemon is not asked again for a while."""
+
+    def __init__(self, *, deadline_s: float, clock: Callable[[], float]) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._daemons: dict[str, _DaemonLink] = {}
+        self.counts = LookupCounts()
+
+    async def ask(self, links: Sequence[EngineLink], served: ServedModel, tokens: Sequence[int]) -> list[Lookup | None]:
+        """What each server's daemon says of this prompt; the digests are computed once, outside the event loop."""
+        digests = await asyncio.to_thread(_digests, tokens, served)
+        request = cache_pb2.LookupRequest(namespace_id=served.namespace_id, digests=digests)
+        return list(await asyncio.gather(*(self._ask(link, request) for link in links)))
+
+    async def close(self) -> None:
+        for daemon in self._daemons.values():
+            await daemon.close()
+
+    async def _ask(self, link: EngineLink, request: cache_pb2.LookupRequest) -> Lookup | None:
+        assert link.facts is not None, f"{link.label} is asked before it was described"
+        address = link.facts.daemon_address
+        daemon = self._daemons.get(address)
+        if daemon is None:
+            daemon = self._daemons[address] = _DaemonLink(address)
+        if self._clock() < daemon.skip_until:
+            self.counts.skipped += 1
+            return None
+        self.counts.asked += 1
+        try:
+            reply = await daemon.lookup(request, timeout=self._deadline_s)
+        except grpc.aio.AioRpcError:
+            self.counts.failed += 1
+            daemon.skip_until = self._clock() + SKIP_AFTER_FAILURE_S
+            return None
+        return Lookup(reply.matched_tokens, reply.running, reply.waiting, reply.free_pages)
+
+
+def _digests(tokens: Sequence[int], served: ServedModel) -> bytes:
+    return chain_digests(tokens, page_size=served.page_size, parent=served.root_digest).tobytes()

@@ -1,0 +1,126 @@
+"""`kvferry front`: the OpenAI-compatible front end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import math
+import signal
+import sys
+
+from kvferry.workers.front_server import FrontConfig, serve
+from kvferry.workers.front_service import ServiceConfig
+from kvferry.workers.routing import RoutingRule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = ServiceConfig(prefill=(), decode=())
+    parser.add_argument(
+        "--listen", type=_address, default=("127.0.0.1", 8000), metavar="HOST:PORT", help="default 127.0.0.1:8000"
+    )
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}", nargs="+", action="extend", required=True, metavar="HOST:PORT", help=f"{role} servers"
+        )
+    parser.add_argument("--model-name", help="as clients call the model (default: as the servers do)")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the folder that the servers name")
+    parser.add_argument(
+        "--chat-max-tokens",
+        type=_whole,
+        default=defaults.chat_max_tokens,
+        metavar="N",
+        help="new tokens of a chat request that names no bound (default %(default)s)",
+    )
+    parser.add_argument(
+        "--max-requests",
+        type=_whole,
+        default=defaults.max_requests,
+        metavar="N",
+        help="at a time; more get 429 (default %(default)s)",
+    )
+    waits = parser.add_argument_group("deadlines, in seconds")
+    waits.add_argument("--wait-seconds", type=_positive, default=60.0, help="for the servers at start (default 60)")
+    waits.add_argument("--first-token-seconds", type=_positive, default=defaults.first_token_s, help="default 60")
+    waits.add_argument("--next-token-seconds", type=_positive, default=defaults.next_token_s, help="default 30")
+    waits.add_argument("--lookup-seconds", type=_positive, default=defaults.lookup_s, help="default 0.2")
+    waits.add_argument("--grace", type=_positive, default=30.0, help="for running requests after SIGTERM (default 30)")
+    memory = parser.add_argument_group("memory of replies, whose exact tokens later prompts of a chat get")
+    memory.add_argument("--reply-memory-entries", type=_whole, default=defaults.reply_entries, metavar="N")
+    memory.add_argument("--reply-memory-tokens", type=_whole, default=defaults.reply_tokens, metavar="N")
+    routing = parser.add_argument_group(
+        "routing: a decode server is passed over when its load is above FACTOR x the mean load + SLACK"
+    )
+    routing.add_argument("--load-factor", type=_positive, default=defaults.rule.load_factor, metavar="FACTOR")
+    routing.add_argument("--load-slack", type=_not_negative, default=defaults.rule.load_slack, metavar="SLACK")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not logging.getLogger().handlers:
+        logging.basicConfig(
+            level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+        )
+    host, port = args.listen
+    config = FrontConfig(
+        host=host,
+        port=port,
+        service=ServiceConfig(
+            prefill=tuple(args.prefill),
+            decode=tuple(args.decode),
+            model_name=args.model_name,
+            tokenizer=args.tokenizer,
+            first_token_s=args.first_token_seconds,
+            next_token_s=args.next_token_seconds,
+            lookup_s=args.lookup_seconds,
+            max_requests=args.max_requests,
+            chat_max_tokens=args.chat_max_tokens,
+            reply_entries=args.reply_memory_entries,
+            reply_tokens=args.reply_memory_tokens,
+            rule=RoutingRule(args.load_factor, args.load_slack),
+        ),
+        wait_s=args.wait_seconds,
+        grace_s=args.grace,
+    )
+    try:
+        asyncio.run(_serve(config))
+    except OSError as error:
+        print(f"kvferry front: --listen {host}:{port}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(config: FrontConfig) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(config, stop=stop, ready=lambda address: print(f"ready: front {address}", flush=True))
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT with a port of 0 to 65535, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    value = _not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"must be > 0, got {text!r}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
+    return value

@@ -1,0 +1,89 @@
+"""The front end's process: a bound socket, uvicorn, and the way to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from kvferry.workers.front import create_app
+from kvferry.workers.front_service import FrontService, ServiceConfig
+
+BACKLOG = 2048
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontConfig:
+    host: str
+    port: int  # 0: any
+    service: ServiceConfig
+    wait_s: float = 60.0  # for the servers, before `ready` is called all the same
+    grace_s: float = 30.0  # for running requests at the end
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, which would end the process by the signal instead of with exit code 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(config: FrontConfig, *, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+    """Serves until `stop` is set and running requests are over, or `grace_s` has passed.
+
+    The socket listens at once: requests get 503 until the servers are up. `ready` is called with host:port then, or
+    after `wait_s` without them. Raises OSError when the address cannot be bound.
+    """
+    listener = _listen(config.host, config.port)
+    host, port = listener.getsockname()[:2]
+    service = FrontService(config.service, clock=time.monotonic)
+    settings = uvicorn.Config(
+        create_app(service),
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=max(1, round(config.grace_s)),
+    )
+    server = _Server(settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    telling = asyncio.create_task(_tell(service, config.wait_s, f"{host}:{port}", ready))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        service.engines.start()
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        telling.cancel()
+        server.should_exit = True
+        await asyncio.wait({serving})
+        await service.close()
+        listener.close()
+    serving.result()
+
+
+async def _tell(service: FrontService, wait_s: float, address: str, ready: Callable[[str], None]) -> None:
+    if not await service.engines.wait_ready(wait_s):
+        _log.warning("after %g s the servers are not up: %s", wait_s, service.engines.complaints())
+    ready(address)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,306 @@
+"""One request through the front end: prompt, route, the two legs, text."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from kvferry.proto import engine_pb2
+from kvferry.workers.chat import ChatMessage, ChatTemplateError, Tokenizer
+from kvferry.workers.front_engines import EngineLink, Engines, ServedModel
+from kvferry.workers.front_errors import invalid, model_not_found, overloaded, unavailable
+from kvferry.workers.front_legs import Generated, LegsRequest, Started, run_legs
+from kvferry.workers.front_lookup import Lookups
+from kvferry.workers.front_stats import FrontStats, LookupsReport, RepliesReport, ServerReport, StatsReport
+from kvferry.workers.front_text import Delta, ReplyText
+from kvferry.workers.openai_types import ChatRequest, CompletionRequest
+from kvferry.workers.reply_memory import ChatPrompt, ChatPrompts, ReplyMemory, SpliceCounts
+from kvferry.workers.routing import (
+    DecodeCandidate,
+    PrefillCandidate,
+    RoutingRule,
+    choose_decode,
+    choose_prefill,
+    pages_needed,
+)
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+Request = ChatRequest | CompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    prefill: tuple[str, ...]  # addresses
+    decode: tuple[str, ...]
+    model_name: str | None = None  # None: as the first server says
+    tokenizer: str | None = None
+    first_token_s: float = 60.0
+    next_token_s: float = 30.0
+    lookup_s: float = 0.2
+    max_requests: int = 1024
+    chat_max_tokens: int = 1024  # where a chat request gives none
+    reply_entries: int = 16_384
+    reply_tokens: int = 8 * 2**20
+    rule: RoutingRule = field(default_factory=RoutingRule)
+
+
+class Opened(NamedTuple):
+    """The first token is there."""
+
+    model: str
+    prompt_tokens: list[int]
+
+
+class Finished(NamedTuple):
+    reason: str  # "stop" or "length"
+    rest: str  # the last of the text
+    prompt_tokens: int
+    output_tokens: int
+    started: Started
+    decode: str
+    prefill: str | None
+    replies: SpliceCounts
+
+
+Piece = Opened | Delta | Finished
+
+
+class Route(NamedTuple):
+    decode: EngineLink
+    prefill: EngineLink | None  # None: the decode server computes what it lacks
+
+
+class FrontService:
+    def __init__(self, config: ServiceConfig, *, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.engines = Engines(
+            prefill=config.prefill, decode=config.decode, model_name=config.model_name, tokenizer=config.tokenizer
+        )
+        self.lookups = Lookups(deadline_s=config.lookup_s, clock=clock)
+        self.stats = FrontStats()
+        self._memory = ReplyMemory(entries=config.reply_entries, tokens=config.reply_tokens)
+        # Owns the memory: prompts are built and replies remembered here, in the order in which they were handed over.
+        self._prompts = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+
+    async def close(self) -> None:
+        await self.engines.close()
+        await self.lookups.close()
+        self._prompts.shutdown()
+
+    async def run(self, request: Request, request_id: bytes) -> AsyncGenerator[Piece, None]:
+        """Opened, Delta..., Finished. Raises ApiError; closing the iterator before its end aborts the request."""
+        stats = self.stats
+        if stats.running >= self.config.max_requests:
+            raise overloaded(f"{stats.running} requests are running, the bound is {self.config.max_requests}")
+        stats.requests += 1
+        stats.running += 1
+        finished = False
+        try:
+            async with aclosing(self._run(request, request_id)) as pieces:
+                async for piece in pieces:
+                    finished = isinstance(piece, Finished)
+                    stats.finished += finished
+                    yield piece
+        except (asyncio.CancelledError, GeneratorExit):
+            stats.cancelled += not finished
+            raise
+        except BaseException:
+            stats.failed += 1
+            raise
+        finally:
+            stats.running -= 1
+
+    async def _run(self, request: Request, request_id: bytes) -> AsyncGenerator[Piece, None]:
+        served = self.engines.served()
+        if request.model is not None and request.model != served.name:
+            raise model_not_found(request.model, served.name)
+        prompt = await self._prompt(request, served.tokenizer)
+        max_new_tokens = self._max_new_tokens(request, len(prompt.tokens))
+        stop_tokens = () if request.ignore_eos else served.tokenizer.stop_tokens
+        route = await self._route(served, prompt.tokens, max_new_tokens)
+        legs = LegsRequest(
+            request_id=request_id,
+            tokens=prompt.tokens,
+            sampling=_sampling(request),
+            max_new_tokens=max_new_tokens,
+            stop_tokens=stop_tokens,
+            first_token_s=self.config.first_token_s,
+            next_token_s=self.config.next_token_s,
+        )
+        self.stats.add_replies(prompt.counts)
+        self.stats.prompt_tokens += len(prompt.tokens)
+        self.stats.local_prefill += route.prefill is None
+        reply = ReplyText(served.tokenizer, stop_tokens=stop_tokens, stops=request.stop)
+        started = Started(0, 0, 0, 0)
+        reason = "stop"
+        async with aclosing(run_legs(legs, route.decode, route.prefill)) as events:
+            async for event in events:
+                if isinstance(event, Started):
+                    started = event
+                    self._count_started(started)
+                elif isinstance(event, Generated):
+                    if not reply.tokens:
+                        yield Opened(served.name, prompt.tokens)
+                    delta = reply.feed(event.tokens)
+                    self.stats.output_tokens += len(delta.tokens)
+                    yield delta
+                    if reply.stopped:
+                        break
+                else:
+                    reason = event.reason
+        if not reply.tokens:  # a server may end a reply before its first token
+            yield Opened(served.name, prompt.tokens)
+        rest = reply.finish()
+        if isinstance(request, ChatRequest):
+            exact = reply.exact()
+            await self._in_prompts(self._memory.remember, prompt.tokens, exact.text, exact.tokens)
+        yield Finished(
+            reason="stop" if reply.stopped else reason,
+            rest=rest,
+            prompt_tokens=len(prompt.tokens),
+            output_tokens=len(reply.tokens),
+            started=started,
+            decode=route.decode.address,
+            prefill=None if route.prefill is None else route.prefill.address,
+            replies=prompt.counts,
+        )
+
+    async def _prompt(self, request: Request, tokenizer: Tokenizer) -> ChatPrompt:
+        if isinstance(request, ChatRequest):
+            messages = [ChatMessage(message.role, message.content) for message in request.messages]
+            try:
+                prompt = await self._in_prompts(ChatPrompts(tokenizer, self._memory).build, messages)
+            except ChatTemplateError as error:
+                raise invalid("messages", str(error)) from error
+        elif isinstance(request.prompt, str):
+            prompt = ChatPrompt(await self._in_prompts(tokenizer.encode_prompt, request.prompt), SpliceCounts())
+        else:
+            _check_tokens(request.prompt, tokenizer.vocab_size)
+            prompt = ChatPrompt(request.prompt, SpliceCounts())
+        if not prompt.tokens:
+            raise invalid(_prompt_field(request), f"{_prompt_field(request)}: must have at least 1 token, got 0")
+        return prompt
+
+    def _max_new_tokens(self, request: Request, prompt_tokens: int) -> int:
+        bound = self.engines.max_tokens()
+        room = bound - prompt_tokens
+        asked = request.output_bound
+        if room < 1:
+            name = _prompt_field(request)
+            message = f"{name}: {prompt_tokens} tokens; prompt and output together may have {bound}"
+            raise invalid(name, message, code="context_length_exceeded")
+        if asked is None:
+            default = self.config.chat_max_tokens if isinstance(request, ChatRequest) else COMPLETION_MAX_TOKENS
+            return min(default, room)
+        if asked > room:
+            message = (
+                f"max_tokens: must be <= {room} behind a prompt of {prompt_tokens} tokens "
+                f"(prompt and output together may have {bound}), got {asked}"
+            )
+            raise invalid("max_tokens", message, code="context_length_exceeded")
+        return asked
+
+    async def _route(self, served: ServedModel, tokens: list[int], max_new_tokens: int) -> Route:
+        links = [link for link in self.engines.decode if link.up]
+        local = min((_local_prefill_max_tokens(link) for link in links), default=0)
+        if len(links) > 1 or (len(links) == 1 and 0 < local < len(tokens)):
+            lookups = await self.lookups.ask(links, served, tokens)
+        else:
+            lookups = [None] * len(links)
+        # No await from here to the counting of the request at its servers: the next one must see it.
+        candidates = [
+            DecodeCandidate(link.outstanding, link.assigned, lookup)
+            for link, lookup in zip(links, lookups, strict=True)
+        ]
+        prefills = [link for link in self.engines.prefill if link.up]
+        if not candidates or not prefills:
+            raise unavailable(f"the servers are not up: {self.engines.complaints()}")
+        pages = pages_needed(len(tokens), max_new_tokens, served.page_size)
+        chosen = choose_decode(candidates, pages=pages, page_size=served.page_size, rule=self.config.rule)
+        unmatched = len(tokens) - candidates[chosen].matched_tokens
+        if unmatched <= _local_prefill_max_tokens(links[chosen]):
+            return Route(links[chosen], None)
+        prefill = choose_prefill([PrefillCandidate(link.outstanding, link.assigned) for link in prefills])
+        return Route(links[chosen], prefills[prefill])
+
+    def _count_started(self, started: Started) -> None:
+        self.stats.matched_tokens += started.matched_tokens
+        self.stats.delta_pages += started.delta_pages
+        self.stats.delta_bytes += started.delta_bytes
+
+    async def _in_prompts(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return await asyncio.wrap_future(self._prompts.submit(function, *args, **kwargs))
+
+    def report(self) -> StatsReport:
+        stats, replies, lookups = self.stats, self.stats.replies, self.lookups.counts
+        ready = self.engines.ready
+        return StatsReport(
+            ready=ready,
+            model=self.engines.served().name if ready else None,
+            requests=stats.requests,
+            running=stats.running,
+            finished=stats.finished,
+            failed=stats.failed,
+            cancelled=stats.cancelled,
+            local_prefill=stats.local_prefill,
+            prompt_tokens=stats.prompt_tokens,
+            matched_tokens=stats.matched_tokens,
+            output_tokens=stats.output_tokens,
+            delta_pages=stats.delta_pages,
+            delta_bytes=stats.delta_bytes,
+            replies=RepliesReport(
+                spliced_replies=replies.spliced_replies,
+                spliced_tokens=replies.spliced_tokens,
+                lost_replies=replies.lost_replies,
+                lost_tokens=replies.lost_tokens,
+                unknown_replies=replies.unknown_replies,
+                unknown_tokens=replies.unknown_tokens,
+                remembered_replies=self._memory.entries,
+                remembered_tokens=self._memory.tokens,
+            ),
+            lookups=LookupsReport(asked=lookups.asked, failed=lookups.failed, skipped=lookups.skipped),
+            prefill=[_server_report(link) for link in self.engines.prefill],
+            decode=[_server_report(link) for link in self.engines.decode],
+        )
+
+
+def _sampling(request: Request) -> engine_pb2.Sampling:
+    seed = secrets.randbits(64) if request.seed is None and request.temperature > 0 else request.seed or 0
+    return engine_pb2.Sampling(
+        temperature=request.temperature, top_p=request.top_p, top_k=max(0, request.top_k), seed=seed % 2**64
+    )
+
+
+def _prompt_field(request: Request) -> str:
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
+
+
+def _check_tokens(tokens: list[int], vocab_size: int) -> None:
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        i, token = next((i, token) for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        raise invalid("prompt", f"prompt: entry {i} must be >= 0 and < {vocab_size}, got {token}")
+
+
+def _local_prefill_max_tokens(link: EngineLink) -> int:
+    assert link.facts is not None, f"{link.label} is used before it was described"
+    return link.facts.local_prefill_max_tokens
+
+
+def _server_report(link: EngineLink) -> ServerReport:
+    return ServerReport(
+        address=link.address,
+        state="up" if link.up else "down",
+        daemon="" if link.facts is None else link.facts.daemon,
+        error=link.error,
+        outstanding=link.outstanding,
+        assigned=link.assigned,
+    )
