@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
 
 import grpc
-from engines import Engines, Turn, settled, stats
+import pytest
+from engines import OPTIONS, Engines, Turn, settled, stats
 
 from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.proto import common_pb2, engine_pb2
+from kvferry.proto.engine_pb2_grpc import EngineStub
+from kvferry.radix.digests import prompt_digests
+from kvferry.workers.client import DaemonClient
+from kvferry.workers.requests import RequestName
 
 PAGE = 16
+pytestmark = pytest.mark.timeout(60)
 
 
 def in_background(engines: Engines, tokens: list[int], max_new: int, into: list[Turn]) -> threading.Thread:
@@ -64,30 +72,36 @@ def test_a_killed_worker_frees_its_leases(stack: Stack) -> None:
     settled(prefills[0])
 
 
-def test_a_stopped_worker_keeps_its_pages_until_its_lock_is_released(stack: Stack) -> None:
-    """Its stream breaks while it may still write: its pages are orphaned, and freed only with the kernel's proof."""
-    slow = ["--synthetic-decode-us", "50000"]
-    flags = ["--heartbeat-seconds", "0.2"]
-    spec = SystemSpec(page_size=PAGE, decode_worker_flags=slow, decode_flags=flags)
-    prefills, decodes = start_replicas(stack, spec)
-    turns: list[Turn] = []
-    with Engines(prefills[0], decodes[0]) as engines:
-        thread = in_background(engines, list(range(100)), 400, turns)
-        wait_until(lambda: stats(decodes[0]).transfers.completed == 1)
-        pid = decodes[0].worker.popen.pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            # The daemon finds the stream broken by its keepalive; until then the lease lives.
-            wait_until(lambda: stats(decodes[0]).pool.orphaned > 0, 25)
-            assert stats(decodes[0]).pool.locks == 1
-            time.sleep(0.5)
-            assert stats(decodes[0]).pool.orphaned > 0
-        finally:
-            os.kill(pid, signal.SIGKILL)
-            os.kill(pid, signal.SIGCONT)
-        thread.join(30)
-    settled(decodes[0])
-    settled(prefills[0])
+def test_a_worker_with_a_broken_stream_keeps_its_pages_until_its_lock_is_released(stack: Stack) -> None:
+    """It may still write: its pages are orphaned, and freed only with the kernel's proof."""
+    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    decode = decodes[0]
+    facts = describe(decode).facts
+
+    async def break_the_stream() -> None:
+        client = await DaemonClient.connect(decode.socket, common_pb2.ROLE_DECODE, facts, "test")
+        prompt = prompt_digests(list(range(100)), page_size=PAGE)
+        name = RequestName(os.urandom(16), 1)
+        await client.admit(
+            name,
+            digests=prompt.digests,
+            tokens=100,
+            tail_digest=prompt.tail,
+            prefill="",
+            max_new_tokens=5,
+            deadline_s=10,
+        )
+        await client.ready(name)
+        assert stats(decode).pool.leased == 7
+        client._call.cancel()
+        await asyncio.to_thread(wait_until, lambda: stats(decode).pool.orphaned > 0)
+        await asyncio.sleep(0.5)
+        pool = stats(decode).pool
+        assert (pool.leased, pool.orphaned, pool.locks) == (0, 7, 1)
+        await client.close()  # lets the file lock go
+
+    asyncio.run(break_the_stream())
+    assert settled(decode, 2.0).pool.free == stats(decode).pool.pages
 
 
 def test_a_killed_prefill_worker_fails_its_request_cleanly(stack: Stack) -> None:
@@ -111,9 +125,10 @@ def test_a_killed_courier_costs_its_session_only(stack: Stack) -> None:
         assert engines.turn(list(range(100)), 4).error is None
         for replica in (prefills[0], decodes[0]):
             couriers = courier_pids(replica.daemon.popen.pid)
+            before = courier_pids(decodes[0].daemon.popen.pid)
             assert len(couriers) == 1
             os.kill(couriers[0], signal.SIGKILL)
-            wait_until(lambda old=couriers: courier_pids(decodes[0].daemon.popen.pid) not in ([], old))
+            wait_until(lambda old=before: courier_pids(decodes[0].daemon.popen.pid) not in ([], old))
             wait_until(lambda: [peer.state for peer in stats(decodes[0]).peers] == ["up"])
             turn = engines.turn(list(range(100)), 4)
             assert turn.error is None, turn.details
@@ -137,6 +152,11 @@ def test_client_that_leaves_aborts_both_halves(stack: Stack) -> None:
     assert all(turn.error is not None for turn in turns)
     settled(decodes[0])
     settled(prefills[0])
+
+
+def describe(replica: Replica) -> engine_pb2.DescribeReply:
+    with grpc.insecure_channel(replica.worker_address, OPTIONS) as channel:
+        return EngineStub(channel).Describe(engine_pb2.DescribeRequest(), timeout=5)
 
 
 def courier_pids(daemon: int) -> list[int]:
