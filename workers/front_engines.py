@@ -156,8 +156,8 @@ class EngineLink:
 class Engines:
     """All servers. They are found, and found again, in the background.
 
-    The model that is served is the one of which a prefill and a decode server were found first; it stays until the front
-    end ends. Servers of another model, or of the same in another geometry, are not used.
+    The model that is served is the one of which a prefill and a decode server were found first; it stays until the
+    front end ends. Servers of another model, or of the same in another geometry, are not used.
     """
 
     def __init__(

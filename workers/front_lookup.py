@@ -14,7 +14,7 @@ from kvferry.radix.digests import chain_digests
 from kvferry.workers.front_engines import CHANNEL_OPTIONS, EngineLink, ServedModel
 from kvferry.workers.routing import Lookup
 
-SKIP_AFTER_FAILURE_S = 5.0
+SKIP_AFTER_FAILURE_S = 2.0
 
 
 @dataclass(slots=True)

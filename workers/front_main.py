@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     waits.add_argument("--wait-seconds", type=_positive, default=60.0, help="for the servers at start (default 60)")
     waits.add_argument("--first-token-seconds", type=_positive, default=defaults.first_token_s, help="default 60")
     waits.add_argument("--next-token-seconds", type=_positive, default=defaults.next_token_s, help="default 30")
-    waits.add_argument("--lookup-seconds", type=_positive, default=defaults.lookup_s, help="default 0.2")
+    waits.add_argument("--lookup-seconds", type=_positive, default=defaults.lookup_s, help="default 0.5")
     waits.add_argument("--grace", type=_positive, default=30.0, help="for running requests after SIGTERM (default 30)")
     memory = parser.add_argument_group("memory of replies, whose exact tokens later prompts of a chat get")
     memory.add_argument("--reply-memory-entries", type=_whole, default=defaults.reply_entries, metavar="N")

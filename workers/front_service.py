@@ -45,7 +45,7 @@ class ServiceConfig:
     tokenizer: str | None = None
     first_token_s: float = 60.0
     next_token_s: float = 30.0
-    lookup_s: float = 0.2
+    lookup_s: float = 0.5
     max_requests: int = 1024
     chat_max_tokens: int = 1024  # where a chat request gives none
     reply_entries: int = 16_384
