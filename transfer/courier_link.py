@@ -56,6 +56,7 @@ EVENTS_PER_ROUND = 64
 UNSENT_BESIDE_POSTS = 64  # orders that may wait, beside one post a send slot
 OUTPUT_LIMIT_BYTES = 64 * 1024  # of a courier's output that is logged
 OUTPUT_KEPT_LINES = 4  # for error messages
+OWN_EXIT_SECONDS = 1.0  # for one that closed its socket to end by itself, so that its status can be told
 REAP_SECONDS = 10.0  # for the end of a process after SIGKILL, where no deadline was given
 
 
@@ -267,7 +268,7 @@ class CourierLink:
             except ConnectionError:
                 packet = b""
             if not packet:
-                self._fail("")
+                self._fail("", OWN_EXIT_SECONDS)
                 return
             try:
                 self._take(decode_event(packet))
@@ -277,7 +278,7 @@ class CourierLink:
     def _take(self, event: Started | CourierEvent) -> None:
         """Records and hands on an event. Raises MessageError for one that cannot be."""
         if isinstance(event, CourierDied):
-            self._fail(event.message)
+            self._fail(event.message, OWN_EXIT_SECONDS)
             return
         if isinstance(event, Started):
             if self._started.done():
@@ -307,13 +308,16 @@ class CourierLink:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, grace_s: float = 0.0) -> None:
         """The courier ended, or must: reap it, then say so."""
         self._close_orders()
         if self._end is None:
-            self._end = asyncio.create_task(self._end_process(message))
+            self._end = asyncio.create_task(self._end_process(message, grace_s))
 
-    async def _end_process(self, message: str) -> None:
+    async def _end_process(self, message: str, grace_s: float) -> None:
+        assert self._process is not None
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._process.wait(), grace_s)
         try:
             status = await self._reap(REAP_SECONDS)
         except CourierError as error:

@@ -1,0 +1,204 @@
+"""The link against couriers that misbehave, and what it gives to one."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import stat
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.transfer.courier_config import courier_environment, make_slot_memory
+from kvferry.transfer.courier_link import OUTPUT_LIMIT_BYTES, CourierConfig, CourierError, CourierLink
+from kvferry.transfer.courier_messages import CourierDied, CourierEvent, MessageError
+from kvferry.transfer.interfaces import InterfaceError, interface_addresses, interface_of
+
+SECONDS = 30.0
+CONFIG = CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1, port_range=(21300, 21363))
+Actor = Callable[[str], None]
+
+
+@pytest.fixture
+def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Actor:
+    """Puts a program in the place of the courier; it finds its socket as `s`."""
+
+    def act(program: str) -> None:
+        head = f"""\
+            #!{sys.executable}
+            import os, socket, struct, sys, time
+            s = socket.socket(fileno=int(sys.argv[3]))
+            started = struct.pack("<BQ", 17, 4096) + b"metadata"
+        """
+        path = tmp_path / "actor"
+        path.write_text(textwrap.dedent(head) + textwrap.dedent(program))
+        path.chmod(stat.S_IRWXU)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return act
+
+
+def start(events: list[CourierEvent], deadline_s: float = SECONDS) -> Any:
+    return CourierLink.start(CONFIG, events.append, deadline_s)
+
+
+async def until_event(events: list[CourierEvent]) -> CourierEvent:
+    async def wait() -> None:
+        while not events:
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), SECONDS)
+    return events[0]
+
+
+def test_one_that_exits_at_once(actor: Actor) -> None:
+    actor("print('no such thing', flush=True); sys.exit(3)")
+    with pytest.raises(CourierError, match=r"did not start: .*exit status 3.*no such thing"):
+        asyncio.run(start([]))
+
+
+def test_one_that_says_nothing_is_ended_at_the_deadline(actor: Actor) -> None:
+    actor("print(os.getpid(), flush=True); time.sleep(600)")
+    with pytest.raises(CourierError, match=r"did not start within 1.0 s .*last words: \d+") as raised:
+        asyncio.run(start([], 1.0))
+    pid = int(str(raised.value).rpartition(" ")[2])
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize(
+    ("packet", "said"),
+    [
+        ("started", "event is Started"),
+        ("struct.pack('<B', 18)", "event is Connected"),
+        ("struct.pack('<BQ', 19, 7)", "post_id is 7"),
+        ("struct.pack('<BQ', 20, 7) + b'text'", "post_id is 7"),
+        ("struct.pack('<B', 21) + b'payload'", "event is Notification"),
+        ("struct.pack('<B', 21) + b'x' * 257", "notification's length is 257"),
+        ("struct.pack('<B', 99)", "event's kind is 99"),
+        ("b'x' * 70000", "packet's length is"),
+        ("struct.pack('<B', 22) + b'I am done'", "I am done"),
+    ],
+)
+def test_one_that_says_what_cannot_be_is_ended(actor: Actor, packet: str, said: str) -> None:
+    actor(f"s.send(started); s.send({packet}); time.sleep(600)")
+
+    async def test() -> None:
+        events: list[CourierEvent] = []
+        link = await start(events)
+        assert link.metadata == b"metadata"
+        assert link.receive_address == 4096
+        died = await until_event(events)
+        assert isinstance(died, CourierDied)
+        assert said in died.message
+        with pytest.raises(ProcessLookupError):
+            os.kill(link.pid, 0)
+        await link.stop(SECONDS)
+        assert events == [died]
+
+    asyncio.run(test())
+
+
+def test_one_that_takes_no_orders_is_ended(actor: Actor) -> None:
+    actor("s.send(started); time.sleep(600)")
+
+    async def test() -> None:
+        events: list[CourierEvent] = []
+        link = await start(events)
+        for _ in range(20000):
+            link.expect(1)
+        died = await until_event(events)
+        assert isinstance(died, CourierDied)
+        assert "does not take orders" in died.message
+        await link.stop(SECONDS)
+
+    asyncio.run(test())
+
+
+def test_one_that_talks_without_end_is_read_and_dropped(actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+    actor(f"for _ in range({OUTPUT_LIMIT_BYTES} // 50): print('x' * 99)\nprint('end', flush=True)\nsys.exit(4)")
+    with caplog.at_level(logging.INFO), pytest.raises(CourierError, match=r"exit status 4.*\| end$"):
+        asyncio.run(start([]))
+    assert (
+        0.9 * OUTPUT_LIMIT_BYTES < sum(len(record.getMessage()) for record in caplog.records) < 2 * OUTPUT_LIMIT_BYTES
+    )
+    assert "the rest is dropped" in caplog.text
+
+
+# -- configuration -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("slot_bytes", {"slot_bytes": 4095}),
+        ("slot_bytes", {"slot_bytes": (1 << 30) + 1}),
+        ("receive_slots", {"receive_slots": -1}),
+        ("send_slots", {"send_slots": 1025}),
+        ("receive_slots + send_slots", {"receive_slots": 0, "send_slots": 0}),
+        ("port_range's first", {"port_range": (0, 10)}),
+        ("port_range's last", {"port_range": (10, 9)}),
+        ("tls", {"tls": ""}),
+        ("tcp_user_timeout_s", {"tcp_user_timeout_s": 0}),
+        ("tcp_keepalive_idle_s", {"tcp_keepalive_idle_s": float("nan")}),
+    ],
+)
+def test_configuration_is_checked(field: str, values: dict[str, Any]) -> None:
+    with pytest.raises(MessageError) as raised:
+        CourierConfig(**{"slot_bytes": 4096, "receive_slots": 1, "send_slots": 1, **values})
+    assert raised.value.field == field
+
+
+def test_environment(tmp_path: Path) -> None:
+    base = {"HOME": str(tmp_path), "UCX_TLS": "all", "UCX_NET_DEVICES": "eth7", "KEPT": "1"}
+    environment = courier_environment(CONFIG, ipaddress.ip_address("127.0.0.1"), base)
+    assert environment["UCX_NET_DEVICES"] == "lo"
+    assert environment["UCX_TLS"] == "tcp"
+    assert environment["UCX_TCP_PORT_RANGE"] == "21300-21363"
+    assert environment["UCX_TCP_USER_TIMEOUT"] == "3000ms"
+    assert environment["HOME"] == str(tmp_path)
+    assert environment["KEPT"] == "1"
+    assert "UCX_NET_DEVICES" not in courier_environment(CONFIG, None, base)
+
+
+@pytest.mark.parametrize("home", [None, "", "/nonexistent/home"])
+def test_home_is_readable(home: str | None) -> None:
+    environment = courier_environment(CONFIG, None, {} if home is None else {"HOME": home})
+    assert environment["HOME"] == "/"
+
+
+def test_interface_of_an_address() -> None:
+    owners = interface_addresses()
+    assert owners[ipaddress.ip_address("127.0.0.1")] == "lo"
+    for address, name in owners.items():
+        assert interface_of(address) == name
+        assert Path(f"/sys/class/net/{name}").exists()
+    assert interface_of(ipaddress.ip_address("127.1.2.3")) == "lo"
+    with pytest.raises(InterfaceError, match=r"bind_host 192\.0\.2\.1 belongs to no network interface"):
+        interface_of(ipaddress.ip_address("192.0.2.1"))
+
+
+@pytest.mark.parametrize(
+    ("bind_host", "said"), [("192.0.2.1", "192.0.2.1"), ("no-such-host.invalid", "cannot be resolved")]
+)
+def test_bind_host_that_is_not_ours(bind_host: str, said: str) -> None:
+    config = CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1, bind_host=bind_host)
+    with pytest.raises((CourierError, InterfaceError), match=said):
+        asyncio.run(CourierLink.start(config, lambda _: None, SECONDS))
+
+
+def test_slot_memory_can_be_neither_shrunk_nor_grown() -> None:
+    fd = make_slot_memory(8192)
+    try:
+        assert os.fstat(fd).st_size == 8192
+        assert os.fstat(fd).st_blocks * 512 >= 8192
+        for size in (0, 16384):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+    finally:
+        os.close(fd)

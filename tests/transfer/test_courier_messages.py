@@ -1,0 +1,100 @@
+"""Packets between a daemon and its courier: each comes back as it went, and nothing else is taken."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.transfer.courier_messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_NOTIFICATION_BYTES,
+    MAX_PACKET_BYTES,
+    Connect,
+    Connected,
+    CourierDied,
+    CourierEvent,
+    Expect,
+    MessageError,
+    Notification,
+    Order,
+    Post,
+    PostDone,
+    PostFailed,
+    Setup,
+    Started,
+    decode_event,
+    decode_order,
+    encode_event,
+    encode_order,
+)
+
+ORDERS: list[Order] = [
+    Setup(slot_bytes=1 << 23, receive_slots=16, send_slots=0, parent=4321),
+    Connect(b"m" * MAX_METADATA_BYTES, 1 << 46, 16, 1 << 30),
+    Connect(b"m", 0, 0, 0),
+    Post((1 << 64) - 1, 3, 5, 1 << 23, b"n" * MAX_NOTIFICATION_BYTES),
+    Expect(0),
+    Expect((1 << 32) - 1),
+]
+EVENTS: list[Started | CourierEvent] = [
+    Started(1 << 46, b"m" * MAX_METADATA_BYTES),
+    Connected(),
+    PostDone(0),
+    PostFailed((1 << 64) - 1, "ü: gone"),
+    PostFailed(1, ""),
+    Notification(b"\0"),
+    CourierDied("x" * MAX_MESSAGE_BYTES),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=repr)
+def test_orders_come_back(order: Order) -> None:
+    packet = encode_order(order)
+    assert len(packet) <= MAX_PACKET_BYTES
+    assert decode_order(packet) == order
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=repr)
+def test_events_come_back(event: Started | CourierEvent) -> None:
+    packet = encode_event(event)
+    assert len(packet) <= MAX_PACKET_BYTES
+    assert decode_event(packet) == event
+
+
+@pytest.mark.parametrize(
+    ("order", "field"),
+    [
+        (Connect(b"", 4096, 1, 4096), "metadata's length"),
+        (Connect(b"m" * (MAX_METADATA_BYTES + 1), 4096, 1, 4096), "metadata's length"),
+        (Connect(b"m", 0, 1, 4096), "remote receive_address"),
+        (Connect(b"m", (1 << 63) - 4095, 1, 4096), "remote receive_address"),
+        (Connect(b"m", 4096, 1025, 4096), "remote slots"),
+        (Connect(b"m", 4096, 1, 1), "remote slot_bytes"),
+        (Post(1, 0, 0, 1, b""), "notification's length"),
+        (Setup(4096, 0, 0, 1), "receive_slots + send_slots"),
+    ],
+)
+def test_orders_out_of_bounds(order: Order, field: str) -> None:
+    with pytest.raises(MessageError) as raised:
+        encode_order(order)
+    assert raised.value.field == field
+
+
+def test_texts_are_cut() -> None:
+    assert decode_event(encode_event(CourierDied("é" * MAX_MESSAGE_BYTES))) == CourierDied(
+        "é" * (MAX_MESSAGE_BYTES // 2)
+    )
+
+
+@given(st.binary(max_size=64) | st.builds(lambda kind, rest: bytes([kind]) + rest, st.integers(1, 22), st.binary()))
+def test_any_bytes_are_taken_whole_or_refused(packet: bytes) -> None:
+    with contextlib.suppress(MessageError):
+        order = decode_order(packet)
+        assert decode_order(encode_order(order)) == order
+    with contextlib.suppress(MessageError):
+        event = decode_event(packet)
+        assert decode_event(encode_event(event)) == event
