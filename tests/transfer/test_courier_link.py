@@ -179,12 +179,12 @@ def test_interface_of_an_address() -> None:
         assert interface_of(address) == name
         assert Path(f"/sys/class/net/{name}").exists()
     assert interface_of(ipaddress.ip_address("127.1.2.3")) == "lo"
-    with pytest.raises(InterfaceError, match=r"bind_host 192\.0\.2\.1 belongs to no network interface"):
-        interface_of(ipaddress.ip_address("192.0.2.1"))
+    with pytest.raises(InterfaceError, match=r"bind_host 240\.0\.0\.1 belongs to no network interface"):
+        interface_of(ipaddress.ip_address("240.0.0.1"))
 
 
 @pytest.mark.parametrize(
-    ("bind_host", "said"), [("192.0.2.1", "192.0.2.1"), ("no-such-host.invalid", "cannot be resolved")]
+    ("bind_host", "said"), [("240.0.0.1", "240.0.0.1"), ("no-such-host.invalid", "cannot be resolved")]
 )
 def test_bind_host_that_is_not_ours(bind_host: str, said: str) -> None:
     config = CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1, bind_host=bind_host)
