@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class LeafUse:
-    """What a policy may look at: times are the tree's clock."""
+class LeafUse(Protocol):
+    """What a policy may look at. Times are the tree's clock."""
 
-    created: float
-    last_access: float
-    hits: int  # locks ever taken on it
-    pages: int
+    @property
+    def created(self) -> float: ...
+
+    @property
+    def last_access(self) -> float:
+        """When it was last locked, unlocked or met by an insert."""
+
+    @property
+    def hits(self) -> int:
+        """Locks ever taken on it or below it."""
+
+    @property
+    def size(self) -> int:
+        """Pages."""
 
 
 class EvictionPolicy(Protocol):
     def key(self, leaf: LeafUse) -> float:
-        """The leaf with the smallest key goes first; asked when a node becomes an unlocked leaf."""
-        ...
+        """The leaf with the smallest key goes first; asked when a node becomes an unlocked leaf or its pages change.
+
+        Trees that share a pool are compared by these keys, so they need the same policy and the same clock.
+        """
 
 
 class LRU:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedList
 
 
 class PageState(enum.IntEnum):
@@ -22,6 +22,7 @@ class PageState(enum.IntEnum):
     ORPHANED = 6  # of a lost worker that may still write
 
 
+# FREE is entered by free_pages only, from any state, and left by allocate only.
 _ALLOWED = {
     (PageState.FREE, PageState.LEASED),
     (PageState.FREE, PageState.ARRIVING),
@@ -35,6 +36,12 @@ _ALLOWED = {
     (PageState.SPILLING, PageState.CACHED),
     (PageState.RESTORING, PageState.CACHED),
 }
+_STATES = tuple(PageState)
+_FREE = int(PageState.FREE)  # plain integers are quicker than members of the enumeration
+_BYTE = tuple(bytes([state]) for state in PageState)
+# A free run is one integer, so that runs sort by length, then start: length << 32 | start.
+_START_BITS = 32
+_START_MASK = (1 << _START_BITS) - 1
 
 
 class PoolExhausted(Exception):
@@ -59,7 +66,11 @@ class PoolCounts:
 
 
 class PagePool:
-    """`pages` pages, named 0 to pages - 1. A page's generation grows each time it is freed."""
+    """`pages` pages, named 0 to pages - 1. A page's generation grows each time it is freed.
+
+    A page id outside the pool is an IndexError; a page in the wrong state, or named twice, an AssertionError. Neither
+    changes anything. Several trees may share a pool. Not thread-safe.
+    """
 
     def __init__(self, pages: int, *, tier: str = "device") -> None:
         if not 1 <= pages < 1 << 31:
@@ -69,65 +80,95 @@ class PagePool:
         self._states = bytearray(pages)
         self._generations = array("Q", bytes(8 * pages))
         self._counts = [0] * len(PageState)
+        # Free runs, no two of them adjacent: by start, by end, and by size.
+        self._length_at: dict[int, int] = {}
+        self._start_before: dict[int, int] = {}
+        self._by_size: SortedList[int] = SortedList()
         self._counts[PageState.FREE] = pages
-        self._runs: SortedDict[int, int] = SortedDict({0: pages})  # start -> length, no two adjacent
-        self._sizes: SortedList[tuple[int, int]] = SortedList([(pages, 0)])  # (length, start) of the same runs
+        self._add_run(0, pages)
 
     @property
     def free(self) -> int:
         """Pages in state FREE."""
-        return self._counts[PageState.FREE]
+        return self._counts[_FREE]
 
     def counts(self) -> PoolCounts:
         return PoolCounts(*self._counts)
 
     def state(self, page: int) -> PageState:
-        return PageState(self._states[page])
+        self._check_ids((page,))
+        return _STATES[self._states[page]]
+
+    def states(self, pages: Sequence[int]) -> bytes:
+        """The PageState of each page, one byte each."""
+        self._check_ids(pages)
+        return bytes(map(self._states.__getitem__, pages))
 
     def generation(self, page: int) -> int:
+        self._check_ids((page,))
         return self._generations[page]
 
     def allocate(self, n: int, state: PageState = PageState.LEASED) -> list[int]:
-        """`n` page ids, ascending: the smallest run that holds them all, else as few runs as can be. PoolExhausted."""
+        """`n` page ids, ascending: the smallest run that holds them all, else as few runs as can be.
+
+        PoolExhausted if fewer are free.
+        """
         if n < 0:
             raise ValueError(f"n is {n}; it must not be negative")
         if n > self.free:
-            raise PoolExhausted(f"{n} pages are wanted, {self.free} of {self.pages} are free")
+            raise PoolExhausted(f"{n} {self.tier} pages are wanted, {self.free} of {self.pages} are free")
         assert (PageState.FREE, state) in _ALLOWED, f"a page does not go from FREE to {state.name}"
         taken: list[int] = []
-        while len(taken) < n:
-            want = n - len(taken)
-            index = self._sizes.bisect_left((want, -1))
-            length, start = self._sizes[index] if index < len(self._sizes) else self._sizes[-1]
+        want, runs, fill = n, self._by_size, _BYTE[state]
+        while want > 0:
+            run = runs[-1]
+            if run >= want << _START_BITS:
+                run = next(runs.irange(want << _START_BITS))
+            start, length = run & _START_MASK, run >> _START_BITS
             self._remove_run(start, length)
             if length > want:
                 self._add_run(start + want, length - want)
                 length = want
+            self._states[start : start + length] = fill * length
             taken.extend(range(start, start + length))
+            want -= length
         taken.sort()
-        self._set(taken, PageState.FREE, state)
+        self._counts[_FREE] -= n
+        self._counts[state] += n
         return taken
 
     def free_pages(self, pages: Iterable[int]) -> None:
         """Any state but FREE -> FREE, with a new generation."""
-        ordered = sorted(pages)
-        for page in ordered:
-            state = self._states[page]
-            assert state != PageState.FREE, f"page {page} is freed twice"
-            self._states[page] = PageState.FREE
-            self._counts[state] -= 1
-            self._generations[page] += 1
-        self._counts[PageState.FREE] += len(ordered)
-        start = 0
-        for i in range(1, len(ordered) + 1):
-            if i == len(ordered) or ordered[i] != ordered[i - 1] + 1:
-                self._merge_run(ordered[start], i - start)
-                start = i
+        runs = self._runs(pages)
+        states, counts, generations = self._states, self._counts, self._generations
+        for start, length in runs:
+            free = states.find(_FREE, start, start + length)
+            assert free < 0, f"page {free} is freed twice"
+        for start, length in runs:
+            end = start + length
+            before = states[start:end]
+            for state in set(before):
+                counts[state] -= before.count(state)
+            counts[_FREE] += length
+            states[start:end] = bytes(length)
+            for page in range(start, end):
+                generations[page] += 1
+            self._merge_run(start, length)
 
-    def move(self, pages: Sequence[int], source: PageState, target: PageState) -> None:
+    def move(self, pages: Iterable[int], source: PageState, target: PageState) -> None:
         """Each page must be in `source`, and the change one that the life of a page has; use free_pages for FREE."""
-        assert (source, target) in _ALLOWED and source != PageState.FREE, f"no page goes {source.name} -> {target.name}"
-        self._set(pages, source, target)
+        assert source != PageState.FREE and (source, target) in _ALLOWED, f"no page goes {source.name} -> {target.name}"
+        runs = self._runs(pages)
+        states, moved, value = self._states, 0, int(source)
+        for start, length in runs:
+            moved += length
+            if states.count(value, start, start + length) != length:
+                wrong = next(page for page in range(start, start + length) if states[page] != source)
+                raise AssertionError(f"page {wrong} is {self.state(wrong).name}, must be {source.name}")
+        for start, length in runs:
+            states[start : start + length] = _BYTE[target] * length
+        self._counts[source] -= moved
+        self._counts[target] += moved
 
     def check(self) -> None:
         """Recounts everything; for tests."""
@@ -135,38 +176,59 @@ class PagePool:
             assert self._counts[state] == self._states.count(state), f"count of {state.name} is wrong"
         in_runs: list[int] = []
         end = -1
-        for start, length in self._runs.items():
+        for start, length in sorted(self._length_at.items()):
             assert length > 0 and start > end, "free runs touch or overlap"
             end = start + length
             in_runs.extend(range(start, end))
         assert in_runs == [page for page in range(self.pages) if self._states[page] == PageState.FREE]
-        assert sorted((length, start) for start, length in self._runs.items()) == list(self._sizes)
+        assert {start + length: start for start, length in self._length_at.items()} == self._start_before
+        sizes = [length << _START_BITS | start for start, length in self._length_at.items()]
+        assert sorted(sizes) == list(self._by_size)
 
-    def _set(self, pages: Sequence[int], source: PageState, target: PageState) -> None:
-        for page in pages:
-            assert self._states[page] == source, f"page {page} is {self.state(page).name}, must be {source.name}"
-            self._states[page] = target
-        self._counts[source] -= len(pages)
-        self._counts[target] += len(pages)
+    def _check_ids(self, pages: Sequence[int]) -> None:
+        # A negative index would silently name a page from the end.
+        if pages and (min(pages) < 0 or max(pages) >= self.pages):
+            wrong = next(page for page in pages if not 0 <= page < self.pages)
+            raise IndexError(f"page is {wrong}; it must be 0 to {self.pages - 1}")
+
+    def _runs(self, pages: Iterable[int]) -> list[tuple[int, int]]:
+        """(start, length) of the runs of neighbours among `pages`, which need no order; each is checked."""
+        ordered = sorted(pages)
+        if not ordered:
+            return []
+        self._check_ids((ordered[0], ordered[-1]))
+        start = ordered[0]
+        if ordered == list(range(start, start + len(ordered))):
+            return [(start, len(ordered))]
+        runs: list[tuple[int, int]] = []
+        last = start - 1
+        for page in ordered:
+            if page != last + 1:
+                assert page != last, f"page {page} is named twice"
+                runs.append((start, last + 1 - start))
+                start = page
+            last = page
+        runs.append((start, last + 1 - start))
+        return runs
 
     def _merge_run(self, start: int, length: int) -> None:
-        index = self._runs.bisect_left(start)
-        if index < len(self._runs):
-            after, after_length = self._runs.peekitem(index)
-            if after == start + length:
-                self._remove_run(after, after_length)
-                length += after_length
-        if index > 0:
-            before, before_length = self._runs.peekitem(index - 1)
-            if before + before_length == start:
-                self._remove_run(before, before_length)
-                start, length = before, before_length + length
+        after = self._length_at.get(start + length)
+        if after is not None:
+            self._remove_run(start + length, after)
+            length += after
+        before = self._start_before.get(start)
+        if before is not None:
+            self._remove_run(before, start - before)
+            length += start - before
+            start = before
         self._add_run(start, length)
 
     def _add_run(self, start: int, length: int) -> None:
-        self._runs[start] = length
-        self._sizes.add((length, start))
+        self._length_at[start] = length
+        self._start_before[start + length] = start
+        self._by_size.add(length << _START_BITS | start)
 
     def _remove_run(self, start: int, length: int) -> None:
-        del self._runs[start]
-        self._sizes.remove((length, start))
+        del self._length_at[start]
+        del self._start_before[start + length]
+        self._by_size.remove(length << _START_BITS | start)

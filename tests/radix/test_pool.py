@@ -1,0 +1,183 @@
+"""Page pool: states and counts, free runs, generations."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.radix.pool import PagePool, PageState, PoolExhausted
+
+
+def test_starts_free() -> None:
+    pool = PagePool(8)
+    assert (pool.pages, pool.free, pool.counts().total) == (8, 8, 8)
+    assert pool.state(7) is PageState.FREE
+    pool.check()
+
+
+@pytest.mark.parametrize("pages", [0, -1, 1 << 31])
+def test_size_is_bounded(pages: int) -> None:
+    with pytest.raises(ValueError, match=f"pages is {pages}"):
+        PagePool(pages)
+
+
+def test_allocates_neighbours_from_the_smallest_run_that_fits() -> None:
+    pool = PagePool(20)
+    pool.allocate(20)
+    pool.free_pages([1, 2, 3, 4, 5, 6, 10, 11, 12, 15, 16])
+    assert pool.allocate(3) == [10, 11, 12]
+    assert pool.allocate(2) == [15, 16]
+    assert pool.allocate(2) == [1, 2]
+    pool.check()
+
+
+def test_allocates_few_runs_ascending_when_none_fits() -> None:
+    pool = PagePool(20)
+    pool.allocate(20)
+    pool.free_pages([1, 2, 5, 8, 9, 10, 15, 18])
+    assert pool.allocate(4) == [5, 8, 9, 10]  # the longest run, then the best fit for the one page left
+    assert pool.allocate(3) == [1, 2, 15]
+    pool.check()
+
+
+def test_exhausted_takes_nothing() -> None:
+    pool = PagePool(4, tier="host")
+    pool.allocate(2)
+    with pytest.raises(PoolExhausted, match="3 host pages are wanted, 2 of 4 are free"):
+        pool.allocate(3)
+    assert pool.free == 2
+    assert pool.allocate(0) == []
+    with pytest.raises(ValueError, match="n is -1"):
+        pool.allocate(-1)
+    pool.check()
+
+
+def test_runs_merge_whatever_the_order() -> None:
+    pool = PagePool(12)
+    pool.allocate(12)
+    for page in (3, 5, 4, 0, 11, 1, 2):
+        pool.free_pages([page])
+        pool.check()
+    assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
+
+
+def test_generation_grows_with_each_free() -> None:
+    pool = PagePool(3)
+    assert pool.generation(0) == 0
+    for expected in (1, 2):
+        pool.free_pages(pool.allocate(1))
+        assert pool.generation(0) == expected
+    assert pool.generation(1) == 0
+
+
+def test_moves_along_the_life_of_a_page() -> None:
+    pool = PagePool(6)
+    pages = pool.allocate(4)
+    pool.move([pages[3], pages[0]], PageState.LEASED, PageState.ARRIVING)
+    pool.move([pages[0]], PageState.ARRIVING, PageState.CACHED)
+    pool.move([pages[1]], PageState.LEASED, PageState.ORPHANED)
+    pool.move([], PageState.LEASED, PageState.CACHED)
+    counts = pool.counts()
+    assert (counts.free, counts.leased, counts.arriving, counts.cached, counts.orphaned) == (2, 1, 1, 1, 1)
+    assert list(pool.states(pages)) == [PageState.CACHED, PageState.ORPHANED, PageState.LEASED, PageState.ARRIVING]
+    pool.check()
+    pool.free_pages(pages)
+    assert pool.free == 6
+    pool.check()
+
+
+def test_restored_page_starts_in_its_state() -> None:
+    pool = PagePool(2)
+    (page,) = pool.allocate(1, PageState.RESTORING)
+    pool.move([page], PageState.RESTORING, PageState.CACHED)
+    pool.move([page], PageState.CACHED, PageState.SPILLING)
+    with pytest.raises(AssertionError, match="FREE to CACHED"):
+        pool.allocate(1, PageState.CACHED)
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (PageState.CACHED, PageState.LEASED),
+        (PageState.ORPHANED, PageState.CACHED),
+        (PageState.LEASED, PageState.FREE),
+        (PageState.FREE, PageState.LEASED),
+    ],
+)
+def test_other_changes_are_refused(source: PageState, target: PageState) -> None:
+    with pytest.raises(AssertionError, match="no page goes"):
+        PagePool(2).move([0], source, target)
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    pool = PagePool(6)
+    a, b, c = pool.allocate(3)
+    pool.move([b], PageState.LEASED, PageState.CACHED)
+    before = pool.counts()
+    for pages in ([a, b], [a, a], [a, c, c]):
+        with pytest.raises(AssertionError):
+            pool.move(pages, PageState.LEASED, PageState.CACHED)
+    for pages in ([a, 5], [c, c], [a, c, c]):
+        with pytest.raises(AssertionError):
+            pool.free_pages(pages)
+    assert pool.counts() == before
+    pool.check()
+
+
+@pytest.mark.parametrize("page", [-1, 6])
+def test_page_outside_the_pool_is_named(page: int) -> None:
+    pool = PagePool(6)
+    pool.allocate(6)
+    for refuse in (
+        lambda: pool.state(page),
+        lambda: pool.generation(page),
+        lambda: pool.states([0, page]),
+        lambda: pool.move([0, page], PageState.LEASED, PageState.CACHED),
+        lambda: pool.free_pages([0, page]),
+    ):
+        with pytest.raises(IndexError, match=f"page is {page}; it must be 0 to 5"):
+            refuse()
+    pool.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.randoms(use_true_random=False)), max_size=30))
+def test_random_use_keeps_runs_and_counts(steps: list[tuple[bool, int, object]]) -> None:
+    pool = PagePool(24)
+    held: list[int] = []
+    for take, n, random in steps:
+        if take and n <= pool.free:
+            free = {page for page in range(24) if pool.state(page) is PageState.FREE}
+            runs = [sum(1 for _ in run) for run in _runs_of(free)]
+            pages = pool.allocate(n)
+            assert pages == sorted(set(pages)) and set(pages) <= free
+            assert len(_runs_of(set(pages))) == _fewest(runs, n)
+            held += pages
+        elif not take:
+            random.shuffle(held)  # type: ignore[attr-defined]
+            pool.free_pages(held[:n])
+            del held[:n]
+        pool.check()
+        assert pool.counts().leased == len(held)
+
+
+def _runs_of(pages: set[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for page in sorted(pages):
+        if runs and runs[-1][-1] == page - 1:
+            runs[-1].append(page)
+        else:
+            runs.append([page])
+    return runs
+
+
+def _fewest(lengths: list[int], n: int) -> int:
+    count = 0
+    for length in sorted(lengths, reverse=True):
+        if n <= 0:
+            break
+        n -= length
+        count += 1
+    return count
