@@ -9,10 +9,12 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 
 import grpc
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvferry.daemon.stack import Stack, StackError
@@ -22,6 +24,12 @@ from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 
 LOAD_SECONDS = 240.0
+REPLY_SECONDS = 120.0
+QUESTIONS = (  # of the conversation that is shown
+    "In one sentence: what is a ferry?",
+    "Where would I meet one?",
+    "And what might it carry?",
+)
 
 
 class DemoError(RuntimeError):
@@ -69,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     try:
         outcomes = {reuse: _run_once(args, reuse, console) for reuse in ("off", "on")}
-    except (StackError, DemoError, grpc.RpcError, ImportError) as error:
+    except (StackError, DemoError, grpc.RpcError, OSError, ImportError) as error:
         print(f"kvferry demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -100,6 +108,8 @@ def _run_once(args: argparse.Namespace, reuse: str, console: Console) -> Outcome
             f"  up in {time.monotonic() - started:.1f} s at {system.url}; {args.conversations} conversations ..."
         )
         report = _load(args, system)
+        if reuse == "on":
+            _show_chat(args, system, console)
         with grpc.insecure_channel(
             system.decodes[0].daemon_address, options=[("grpc.enable_http_proxy", 0)]
         ) as channel:
@@ -119,8 +129,8 @@ def _model(args: argparse.Namespace, console: Console) -> str:
         return os.path.abspath(args.model)
     from kvferry.workers.smollm import converted_model
 
-    console.print("SmolLM2-135M-Instruct (the first time it is converted, about a minute) ...")
-    return str(converted_model())
+    with console.status("SmolLM2-135M-Instruct: the first time it is converted, about a minute ..."):
+        return str(converted_model())
 
 
 def _load(args: argparse.Namespace, system: System) -> Outcome:
@@ -151,6 +161,39 @@ def _load(args: argparse.Namespace, system: System) -> Outcome:
         decode=cache.SideStats(),
         statuses={},
     )
+
+
+def _show_chat(args: argparse.Namespace, system: System, console: Console) -> None:
+    """One conversation to look at, with what each of its turns moved."""
+    messages: list[dict[str, str]] = []
+    with grpc.insecure_channel(system.decodes[0].daemon_address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        moved = fetch(channel).sides[0].transfers.delta_pages
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            request = urllib.request.Request(
+                f"{system.url}/v1/chat/completions",
+                json.dumps({"messages": messages, "max_tokens": args.max_tokens, "temperature": 0}).encode(),
+                {"content-type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=REPLY_SECONDS) as answer:
+                reply = json.load(answer)
+            text = reply["choices"][0]["message"]["content"]
+            messages.append({"role": "assistant", "content": text})
+            before, moved = moved, fetch(channel).sides[0].transfers.delta_pages
+            usage = reply["usage"]
+            held = usage["prompt_tokens_details"]["cached_tokens"]
+            console.print(f"  [bold]user[/]       {escape(question)}")
+            console.print(f"  [bold]assistant[/]  {escape(_printable(text))}")
+            console.print(
+                f"             [dim]prompt {usage['prompt_tokens']} tokens, {held} held by the decode daemon, "
+                f"{moved - before} pages moved[/]"
+            )
+
+
+def _printable(text: str) -> str:
+    """On one line; a synthetic model's reply is no text."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= 160 else line[:157] + "..."
 
 
 def _problems(outcomes: dict[str, Outcome]) -> list[str]:
