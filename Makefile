@@ -52,11 +52,12 @@ lint: venv
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 
-# The root folders are kvferry.<folder>: mypy is shown them as they are imported.
+# The root folders are kvferry.<folder>: mypy is shown them as they are imported. Generated stubs are followed, not judged.
 types: venv
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvferry
 	@ln -s $(addprefix $(CURDIR)/,$(PACKAGES) $(wildcard package/kvferry/*.py package/kvferry/*.pyi package/kvferry/py.typed)) $(TYPED)/kvferry/
-	cd $(TYPED) && MYPYPATH=. $(abspath $(BIN))/python -m mypy --config-file $(CURDIR)/pyproject.toml -p kvferry
+	cd $(TYPED) && MYPYPATH=. $(abspath $(BIN))/python -m mypy --strict --follow-imports=silent --config-file $(CURDIR)/pyproject.toml \
+	  -m kvferry -m kvferry.__main__ -m kvferry._core $(addprefix -p kvferry.,$(filter-out proto,$(PACKAGES)))
 
 proto: venv
 	PYTHON=$(BIN)/python proto/generate.sh
