@@ -130,7 +130,8 @@ def _model(args: argparse.Namespace, console: Console) -> str:
     from kvferry.workers.smollm import converted_model
 
     with console.status("SmolLM2-135M-Instruct: the first time it is converted, about a minute ..."):
-        return str(converted_model())
+        folder: str = os.fspath(converted_model())
+        return folder
 
 
 def _load(args: argparse.Namespace, system: System) -> Outcome:

@@ -188,7 +188,7 @@ class CoreMachine(RuleBasedStateMachine):
         total = lease.tokens + min(output, lease.max_new_tokens) - 1
         self.core.grow(lease.worker, name, total)
         self.run_effects()
-        digests, _, tokens = self.prompts[name]
+        digests, _, _ = self.prompts[name]
         behind: list[bytes] = []
         parent = digests[-1] if digests else b""
         for index in range(len(digests), total // PAGE):
