@@ -64,7 +64,11 @@ class Latencies:
         self.count += 1
         self.values.append(seconds)
         for stage, value in stages.items():
-            self.stages.setdefault(stage, deque(maxlen=RECENT)).append(value)
+            self.add_stage(stage, value)
+
+    def add_stage(self, stage: str, seconds: float) -> None:
+        """One stage alone, which an event may have several times or not at all."""
+        self.stages.setdefault(stage, deque(maxlen=RECENT)).append(seconds)
 
     def quantile(self, q: float) -> float:
         """Nearest-rank quantile in seconds; 0 with no events."""

@@ -409,6 +409,7 @@ class DecodeCore:
                 "queue": lease.admitted_at - lease.arrived_at,
                 "pages": lease.filled_at - lease.admitted_at,
                 "aux": aux_wait,
+                "first_token": max(0.0, lease.aux_at - lease.admitted_at),
             },
         )
         ready = wire.Ready(

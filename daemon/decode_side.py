@@ -106,6 +106,7 @@ class DecodeSide(Side):
             raise precondition(f"prefill is {request.prefill[:128]!r}; the configured peers are: {known}")
         deadline = self.deadline_of(request.deadline_ms)
         self.ready_core.admit(worker.number, worker.namespace_id, name, request, deadline, now)
+        self.ready_core.latencies.add_stage("match", self.now() - now)
 
     def worker_lost(self, worker: Worker) -> None:
         self.ready_core.worker_lost(worker.number, self.now())

@@ -126,12 +126,11 @@ def _model(args: argparse.Namespace, console: Console) -> str:
     if args.synthetic:
         return ""
     if args.model:
-        return os.path.abspath(args.model)
+        return os.path.abspath(str(args.model))
     from kvferry.workers.smollm import converted_model
 
     with console.status("SmolLM2-135M-Instruct: the first time it is converted, about a minute ..."):
-        folder: str = os.fspath(converted_model())
-        return folder
+        return str(converted_model())
 
 
 def _load(args: argparse.Namespace, system: System) -> Outcome:

@@ -130,6 +130,7 @@ class PeerLink:
                 ),
                 events=self,
                 counters=side.transfer_counters,
+                latencies=side.ready_core.latencies,
             )
             self.session = session
             try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvferry import _core
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.counters import RequestCounters, TransferCounters
+from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
 from kvferry.daemon.errors import RequestError, precondition, unavailable
 from kvferry.daemon.handshake import courier_config
@@ -29,6 +29,7 @@ class PrefillSide(Side):
         self.core: PrefillCore | None = None
         self.sessions: dict[int, SendingSession] = {}
         self._numbers = itertools.count(1)
+        self._latencies = Latencies()
 
     def make_core(self, store: Store) -> None:
         limits = PrefillLimits(max_tokens=self.config.max_tokens, table=self.config.queue)
@@ -57,6 +58,11 @@ class PrefillSide(Side):
     @property
     def transfer_counters(self) -> TransferCounters:
         return self.ready_core.transfer_counters
+
+    @property
+    def latencies(self) -> Latencies:
+        """Stages of sending only."""
+        return self._latencies
 
     # -- workers -------------------------------------------------------------------------------------------------
 
@@ -153,6 +159,7 @@ class PrefillSide(Side):
             remote_epoch=hello.epoch,
             events=self,
             counters=self.transfer_counters,
+            latencies=self._latencies,
         )
         self.sessions[session.number] = session
         return session

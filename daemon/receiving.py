@@ -1,12 +1,17 @@
-"""The receiving end of a session: transfers opened for the decode core, parts scattered into its pool."""
+"""The receiving end of a session: transfers opened for the decode core, parts scattered into its pool.
+
+Stages that it times: `first_part`, from the Ask to the notification of the transfer's first part; of each part
+`scatter`, from the notification to the end of the copy, and `publish`, the steps of the core that follow.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.daemon.copier import Copier
-from kvferry.daemon.counters import TransferCounters
+from kvferry.daemon.counters import Latencies, TransferCounters
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.session import Session, SessionBroken, SessionTimes
@@ -46,23 +51,29 @@ class ReceivingSession(Session):
         receiver: Receiver,
         events: ReceivingEvents,
         counters: TransferCounters,
+        latencies: Latencies,
     ) -> None:
         super().__init__(remote=remote, courier=courier, copier=copier, times=times)
         self.receiver = receiver
         self._events = events
         self._counters = counters
+        self._latencies = latencies
+        self._asked: dict[int, float] = {}  # transfers without a part yet
 
     # -- the owner's words ---------------------------------------------------------------------------------------
 
     def ask(self, ask: peer.Ask, page_ids: Sequence[int]) -> None:
         """Opens the transfer and sends the Ask. The session must be up."""
         self.receiver.open(ask.transfer, first_page=ask.first_page, pages=ask.pages, page_ids=page_ids)
+        if ask.pages:
+            self._asked[ask.transfer] = time.monotonic()
         self.send(peer.PeerMessage(ask=ask))
         self._expect()
 
     def stop(self, transfer: int, reason: str) -> bool:
         """Wants no more of it. True: no copy into its pages runs; False: on_drained follows."""
         self.send(peer.PeerMessage(ask_end=peer.AskEnd(transfer=transfer, reason=reason)))
+        self._asked.pop(transfer, None)
         drained = self.receiver.end(transfer)
         self._expect()
         return drained
@@ -106,7 +117,9 @@ class ReceivingSession(Session):
                 self._events.on_broken(action.transfer, action.message)
 
     def _scatter(self, scatter: Scatter) -> None:
-        slot = scatter.slot
+        slot, begin = scatter.slot, time.monotonic()
+        if (asked := self._asked.pop(scatter.transfer, None)) is not None:
+            self._latencies.add_stage("first_part", begin - asked)
 
         def done(problem: str) -> None:
             self.copy_ends()
@@ -116,7 +129,10 @@ class ReceivingSession(Session):
             self._counters.parts += 1
             self._counters.payload_bytes += scatter.nbytes
             self._counters.wire_bytes += scatter.nbytes + HEADER_BYTES
+            copied = time.monotonic()
+            self._latencies.add_stage("scatter", copied - begin)
             self._scattered(self.receiver.scattered(slot))
+            self._latencies.add_stage("publish", time.monotonic() - copied)
 
         self.copy_begins()
         view = self.link.receive_slot(slot)

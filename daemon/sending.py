@@ -1,11 +1,16 @@
-"""The sending end of a session: the decode daemon's asks for the prefill core, parts gathered from its pool."""
+"""The sending end of a session: the decode daemon's asks for the prefill core, parts gathered from its pool.
+
+Stages that it times: `rendezvous`, from an Ask to the gather of its first part, so the worker's computing too; of each
+part `gather`, the copy, and `write`, from the post until the courier says that it is done at the peer.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from kvferry.daemon.copier import Copier
-from kvferry.daemon.counters import TransferCounters
+from kvferry.daemon.counters import Latencies, TransferCounters
 from kvferry.daemon.effects import OpenSend
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.limits import Name
@@ -46,6 +51,7 @@ class SendingSession(Session):
         remote_epoch: int,
         events: SendingEvents,
         counters: TransferCounters,
+        latencies: Latencies,
     ) -> None:
         super().__init__(remote=remote, courier=courier, copier=copier, times=times)
         self.number = number
@@ -53,6 +59,9 @@ class SendingSession(Session):
         self._remote_epoch = remote_epoch
         self._events = events
         self._counters = counters
+        self._latencies = latencies
+        self._asked: dict[int, float] = {}  # transfers of which nothing was gathered yet
+        self._posted: dict[int, float] = {}  # posts in flight
         self.sender: Sender | None = None
 
     # -- the owner's words ---------------------------------------------------------------------------------------
@@ -77,6 +86,7 @@ class SendingSession(Session):
         self._pump()
 
     def fail(self, transfer: int, error: RequestError) -> None:
+        self._asked.pop(transfer, None)
         self.send(peer.PeerMessage(ask_failed=peer.AskFailed(transfer=transfer, error=error.to_proto())))
 
     def aux(self, name: Name, blob: bytes) -> None:
@@ -99,6 +109,7 @@ class SendingSession(Session):
             self._pump()
         elif kind == "ask":
             self._sender()
+            self._asked[message.ask.transfer] = time.monotonic()
             self._events.on_ask(self, message.ask)
         elif kind == "ask_end":
             self._events.on_ask_end(self, message.ask_end.transfer)
@@ -110,6 +121,7 @@ class SendingSession(Session):
     def on_courier(self, event: PostDone | Notification) -> None:
         if isinstance(event, PostDone):
             self._sender().posted_done(event.post_id)
+            self._latencies.add_stage("write", time.monotonic() - self._posted.pop(event.post_id))
             self._pump()
         else:
             raise SessionBroken("the receiving courier sent a notification")
@@ -126,6 +138,7 @@ class SendingSession(Session):
                 self._gather(gather)
         for event in sender.poll_events():
             if isinstance(event, Completed):
+                self._asked.pop(event.transfer, None)  # one without pages
                 self._counters.pages += event.payload_bytes // self._page_bytes
                 self._events.on_send_completed(self, event.transfer)
             elif isinstance(event, Ended):
@@ -134,14 +147,19 @@ class SendingSession(Session):
                 self._events.on_send_failed(self, event.transfer, event.message)
 
     def _ended(self, transfer: int) -> None:
+        self._asked.pop(transfer, None)
         self.send(peer.PeerMessage(ask_ended=peer.AskEnded(transfer=transfer)))
         self._events.on_send_ended(self, transfer)
 
     def _gather(self, gather: Gather) -> None:
-        slot = gather.send_slot
+        slot, begin = gather.send_slot, time.monotonic()
+        if (asked := self._asked.pop(gather.transfer, None)) is not None:
+            self._latencies.add_stage("rendezvous", begin - asked)
 
         def done(problem: str) -> None:
             self.copy_ends()
+            gathered = time.monotonic()
+            self._latencies.add_stage("gather", gathered - begin)
             sender = self._sender()
             if problem:
                 sender.gather_failed(slot, problem)
@@ -152,6 +170,7 @@ class SendingSession(Session):
                     self._counters.parts += 1
                     self._counters.payload_bytes += post.nbytes - HEADER_BYTES
                     self._counters.wire_bytes += post.nbytes
+                    self._posted[post.post_id] = gathered
                     self.link.post(post.post_id, slot, post.remote_slot, post.nbytes, post.notification)
             self._pump()
 

@@ -127,7 +127,7 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
     if role == "decode":
         latency = side.admit_to_ready
         rows.append(("admit to ready p50 / p99", f"{latency.p50_ms:.1f} / {latency.p99_ms:.1f} ms"))
-        rows += [(f"  mean {stage.stage}", f"{stage.mean_ms:.2f} ms") for stage in latency.stages]
+    rows += [(f"  mean {stage.stage}", f"{stage.mean_ms:.2f} ms") for stage in side.admit_to_ready.stages]
     for peer in side.peers:
         rows.append((f"peer {peer.name} {peer.address}", f"{peer.state}, {peer.free_credits}/{peer.slots} credits"))
         if peer.error:
