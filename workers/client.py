@@ -275,12 +275,13 @@ class DaemonClient:
             self._raise_if_broken()
 
     async def _wait(self, name: RequestName, future: asyncio.Future[_T], deadline_s: float, what: str) -> _T:
-        try:
-            return await asyncio.wait_for(asyncio.shield(future), deadline_s)
-        except asyncio.TimeoutError:
+        # not wait_for: before Python 3.12 it swallows a cancellation that comes together with the answer
+        await asyncio.wait({future}, timeout=deadline_s)
+        if not future.done():
             raise RequestFailed(
                 common_pb2.ERROR_DEADLINE_EXCEEDED, f"the daemon did not say {what} of {name} within {deadline_s:g} s"
-            ) from None
+            )
+        return future.result()
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:

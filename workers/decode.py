@@ -44,7 +44,8 @@ class DecodeWorker:
 
     async def decode(self, order: DecodeOrder, emit: Emit) -> None:
         """Emits Started, the output tokens (a stop token too) and Ending. Raises RequestFailed, DaemonGone; whatever it
-        raises, the request is over at the daemon and nothing of this worker touches its pages."""
+        raises, the request is over at the daemon and nothing of this worker touches its pages. Cancelled once the
+        prompt is readable, it leaves what it computed with the daemon, as at a reply's end."""
         try:
             ending = await self._decode(order, emit)
         except WrongPage as error:
@@ -72,34 +73,61 @@ class DecodeWorker:
         # the prompt's full pages that are readable are in the tree: others may read them too
         shared = readable - readable % client.geometry.page_size
         sequence = self._compute.sequence(prompt, admitted.pages, order.sampling, shared_tokens=shared)
-        await self._thread.run(sequence.resume, readable)
-        emit(Started(admitted.matched_tokens, ready))
-        if order.prefill:
-            try:
-                token = unpack_first_token(ready.aux, self._compute.vocabulary)
-            except ValueError as error:
-                raise RequestFailed(common_pb2.ERROR_INTERNAL, str(error)) from None
-            await self._thread.run(sequence.check_first_token, token)
-        else:
-            token = await self._compute_prompt(order, sequence, readable)
-        output = [token]
+        output: list[int] = []
+        try:
+            await self._thread.run(sequence.resume, readable)
+            emit(Started(admitted.matched_tokens, ready))
+            token = await self._first_token(order, sequence, ready, readable)
+            room = _Room(client, order, sequence, len(admitted.pages))
+            await self._generate(order, sequence, room, token, output, emit)
+        except asyncio.CancelledError:
+            # Who asked has enough or is gone; what is computed serves the next turn. Only a prompt that is computed
+            # here and not yet whole in the pool cannot be finished.
+            if order.prefill or output:
+                await complete(self._finish(order, sequence, output))
+            raise
+        await complete(self._finish(order, sequence, output))
+        return Ending("stop" if output[-1] in order.stop_tokens else "length", len(output))
+
+    async def _first_token(self, order: DecodeOrder, sequence: SequenceCompute, ready: Ready, readable: int) -> int:
+        if not order.prefill:
+            return await self._compute_prompt(order, sequence, readable)
+        try:
+            token = unpack_first_token(ready.aux, self._compute.vocabulary)
+        except ValueError as error:
+            raise RequestFailed(common_pb2.ERROR_INTERNAL, str(error)) from None
+        await self._thread.run(sequence.check_first_token, token)
+        return token
+
+    async def _generate(
+        self,
+        order: DecodeOrder,
+        sequence: SequenceCompute,
+        room: _Room,
+        token: int,
+        output: list[int],
+        emit: Emit,
+    ) -> None:
+        """From the first token on. However this ends, the KV of all of `output` but its last token is in the pool."""
+        output.append(token)
         emit(token)
-        room = _Room(client, order, sequence, len(admitted.pages))
         try:
             while token not in order.stop_tokens and len(output) < order.max_new_tokens:
-                position = prompt_tokens + len(output) - 1
+                position = len(order.prompt.tokens) + len(output) - 1
                 await room.for_token(position)
-                client.check(order.name)
+                self._client.check(order.name)
                 token = await self._thread.run(sequence.step, token, position)
                 output.append(token)
                 emit(token)
         finally:
             await room.close()
+
+    async def _finish(self, order: DecodeOrder, sequence: SequenceCompute, output: list[int]) -> None:
         await self._thread.run(sequence.finish)
-        behind = prompt.chain(client.geometry.page_size)
-        behind.extend(output[:-1])  # the last token's KV is never computed
-        await client.finish(order.name, tokens=prompt_tokens + len(output) - 1, digests=behind.digests)
-        return Ending("stop" if token in order.stop_tokens else "length", len(output))
+        kept = output[:-1]  # the last token's KV is not computed
+        behind = order.prompt.chain(self._client.geometry.page_size)
+        behind.extend(kept)
+        await self._client.finish(order.name, tokens=len(order.prompt.tokens) + len(kept), digests=behind.digests)
 
     async def _compute_prompt(self, order: DecodeOrder, sequence: SequenceCompute, start: int) -> int:
         tokens = len(order.prompt.tokens)

@@ -234,8 +234,12 @@ class Engines:
                 backoff = MIN_BACKOFF_S
                 if was_up:
                     await asyncio.sleep(MIN_BACKOFF_S)  # requests that fail often do not make this a busy loop
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(link.recheck.wait(), RECHECK_S)
+                # not wait_for: before Python 3.12 it swallows a cancellation that comes together with the event
+                asked = asyncio.create_task(link.recheck.wait())
+                try:
+                    await asyncio.wait({asked}, timeout=RECHECK_S)
+                finally:
+                    asked.cancel()
             else:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_S)

@@ -234,17 +234,78 @@ def test_a_wrong_byte_fails_the_request_and_names_the_page(tmp_path: Path) -> No
     run(tmp_path, common_pb2.ROLE_DECODE, scenario)
 
 
-def test_a_reader_that_leaves_aborts_the_request_promptly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefill", ["", "p"])
+def test_a_reader_that_leaves_keeps_what_is_computed(tmp_path: Path, prefill: str) -> None:
+    """A reader that has enough, or is gone: full pages of prompt and output go to the tree all the same."""
+    prompt = [1, 2, 3]
+
     async def scenario(daemon: FakeDaemon, stack: WorkerStack) -> None:
-        request = engine_pb2.DecodeRequest(name=name(), tokens=[1, 2, 3], max_new_tokens=4000)
+        daemon.aux = pack_first_token(output_token(prompt_of(prompt), 0))
+        if prefill:
+            daemon.pool[0] = np.frombuffer(expected_pages(prompt)[0], dtype=np.uint8)
+        request = engine_pb2.DecodeRequest(name=name(), tokens=prompt, max_new_tokens=4000, prefill=prefill)
         call = stack.engine.Decode(request)
+        read = 0
         async for reply in call:
-            if reply.generated.tokens:
+            read += len(reply.generated.tokens)
+            if read >= 20:
+                break
+        call.cancel()
+        finish = (await daemon.wait_for("finish")).finish
+        while len(stack.jobs):
+            await asyncio.sleep(0.01)
+        assert daemon.kinds().count("abort") == 0
+        assert stack.client.open_requests == 0
+        stored = len(prompt) + read - 1
+        assert stored <= finish.tokens < stored + 50  # a step or two more while the cancellation was on its way
+        whole = prompt + [output_token(prompt_of(prompt), index) for index in range(finish.tokens - len(prompt))]
+        assert finish.digests == prompt_of(whole).digests
+        full = finish.tokens // 4
+        pages = daemon.pages_of(request.name)[:full]
+        assert [daemon.pool[page].tobytes() for page in pages] == expected_pages(whole)[:full]
+
+    run(tmp_path, common_pb2.ROLE_DECODE, scenario, simulated=SimulatedTime(decode_step_s=0.005))
+
+
+def test_a_reader_that_leaves_before_ready_aborts(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, stack: WorkerStack) -> None:
+        only_admitted = daemon._on_admit
+        daemon.override["admit"] = lambda message: only_admitted(message)[:1]
+        call = stack.engine.Decode(
+            engine_pb2.DecodeRequest(name=name(), tokens=[1, 2, 3], max_new_tokens=5, prefill="p")
+        )
+        reading = asyncio.ensure_future(call.read())
+        await daemon.wait_for("admit")
+        call.cancel()
+        await daemon.wait_for("abort")
+        await asyncio.wait({reading})
+        assert daemon.kinds().count("finish") == 0
+
+    run(tmp_path, common_pb2.ROLE_DECODE, scenario)
+
+
+def test_a_reader_that_leaves_while_the_prompt_is_computed_here_aborts(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, stack: WorkerStack) -> None:
+        call = stack.engine.Decode(engine_pb2.DecodeRequest(name=name(), tokens=list(range(3000)), max_new_tokens=5))
+        async for reply in call:
+            if reply.HasField("started"):
                 break
         call.cancel()
         await daemon.wait_for("abort")
-        while len(stack.jobs):
-            await asyncio.sleep(0.01)
+        assert daemon.kinds().count("finish") == 0
+
+    run(tmp_path, common_pb2.ROLE_DECODE, scenario, simulated=SimulatedTime(prefill_token_s=0.001))
+
+
+def test_a_request_that_fails_while_it_decodes_is_aborted(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, stack: WorkerStack) -> None:
+        request = engine_pb2.DecodeRequest(name=name(), tokens=[1, 2, 3], max_new_tokens=4000)
+        decoding = asyncio.create_task(decode_all(stack, request))
+        await daemon.wait_for("grow")
+        daemon.fail(request.name, common_pb2.ERROR_INTERNAL, "the pool is gone")
+        with pytest.raises(grpc.aio.AioRpcError, match="the pool is gone"):
+            await decoding
+        await daemon.wait_for("abort")
         assert daemon.kinds().count("finish") == 0
 
     run(tmp_path, common_pb2.ROLE_DECODE, scenario, simulated=SimulatedTime(decode_step_s=0.005))
