@@ -322,6 +322,7 @@ def test_policy_decides() -> None:
         tree.insert(chain(path), ids)
     assert tree.evict(2) == pages["bb"]
     assert tree.evict(4) == [*pages["ccc"], pages["aaaa"][3]]
+    tree.check()
     tree.lock(tree.match(chain("aa")))  # a split leaves a smaller leaf
     assert tree.oldest_key() == 1
     tree.check()
@@ -420,6 +421,14 @@ def test_prune_inside_a_node_and_at_its_end(world: World) -> None:
     assert world.tree.evictable == 4
     with pytest.raises(AssertionError, match="start is 5"):
         world.tree.prune(world.hold("abcd"), 5)
+
+
+def test_prune_of_readable_pages(world: World) -> None:
+    pages = world.put("abcd")
+    pages += world.put("abcdef", start=4)
+    assert sorted(world.tree.prune(world.hold("abcd"), 1)) == pages[1:]
+    assert (world.tree.pages, world.tree.evictable, world.tree.nodes) == (1, 1, 1)
+    world.check()
 
 
 def test_prune_refuses_to_leave_arriving_pages_behind(world: World) -> None:

@@ -239,5 +239,5 @@ TestTree.settings = settings(max_examples=50, stateful_step_count=30, deadline=N
 # At least 10^5 steps.
 TestTreeLong = pytest.mark.nightly(pytest.mark.timeout(3600)(LongTreeMachine.TestCase))
 TestTreeLong.settings = settings(
-    max_examples=3000, stateful_step_count=60, deadline=None, suppress_health_check=_CHECKS
+    max_examples=2200, stateful_step_count=60, deadline=None, suppress_health_check=_CHECKS
 )
