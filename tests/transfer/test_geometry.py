@@ -1,0 +1,168 @@
+"""Pages' shapes and sizes, what is refused, and the id that stands for a namespace."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.proto import common_pb2 as common
+from kvferry.transfer.geometry import ITEMSIZES, MAX_PAGE_BYTES, KVGeometry, Layout
+from kvferry.transfer.namespace import NamespaceFacts, differences
+
+GEOMETRY = KVGeometry(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", page_size=16)
+FACTS = NamespaceFacts(
+    model="llama", revision="1", geometry=GEOMETRY, digest_algorithm="sha256_cbor", root_digest=bytes(32)
+)
+
+geometries = st.builds(
+    KVGeometry,
+    layers=st.integers(1, 8),
+    kv_heads=st.integers(1, 8),
+    head_dim=st.integers(1, 64),
+    dtype=st.sampled_from(sorted(ITEMSIZES)),
+    page_size=st.integers(1, 64),
+    layout=st.sampled_from(Layout),
+    tensors=st.integers(1, 2),
+)
+
+
+@given(geometries)
+def test_sizes_agree_with_each_other_and_with_the_shape(geometry: KVGeometry) -> None:
+    elements = int(np.prod(geometry.page_shape))
+    assert geometry.page_bytes == elements * geometry.itemsize
+    assert geometry.page_bytes == geometry.token_bytes * geometry.page_size
+    assert geometry.page_bytes == geometry.fragments * geometry.fragment_bytes
+    assert geometry.token_bytes == geometry.fragments * geometry.fragment_token_bytes
+
+
+@given(geometries, st.data())
+def test_a_fragment_holds_its_tokens_one_after_the_other(geometry: KVGeometry, data: st.DataObject) -> None:
+    """Token t of every fragment is found where the shape says that token t is."""
+    token = data.draw(st.integers(0, geometry.page_size - 1))
+    page = np.arange(int(np.prod(geometry.page_shape))).reshape(geometry.page_shape)
+    of_token = page[:, :, :, token] if geometry.layout is Layout.PAGE_HND else page[:, :, token]
+    length = geometry.fragment_token_bytes // geometry.itemsize
+    by_fragment = page.reshape(geometry.fragments, -1)[:, token * length : (token + 1) * length]
+    assert np.array_equal(np.sort(of_token, axis=None), np.sort(by_fragment, axis=None))
+
+
+@given(geometries)
+def test_it_goes_over_the_wire_unchanged(geometry: KVGeometry) -> None:
+    data = geometry.to_proto().SerializeToString()
+    assert KVGeometry.from_proto(common.Geometry.FromString(data)) == geometry
+
+
+def test_what_the_wire_leaves_out_has_its_stated_meaning() -> None:
+    message = GEOMETRY.to_proto()
+    message.layout, message.tensors = common.LAYOUT_UNSPECIFIED, 0
+    geometry = KVGeometry.from_proto(message)
+    assert (geometry.layout, geometry.tensors) == (Layout.PAGE_NHD, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layers", 0),
+        ("layers", 1025),
+        ("kv_heads", 0),
+        ("head_dim", 1 << 20),
+        ("page_size", 0),
+        ("page_size", 4097),
+        ("tensors", 3),
+        ("dtype", "float31"),
+    ],
+)
+def test_a_value_out_of_bounds_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"geometry\.{field} is '?{value}'?; it must be"):
+        dataclasses.replace(GEOMETRY, **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_page_over_the_bound_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"the bound is {MAX_PAGE_BYTES}"):
+        KVGeometry(layers=1024, kv_heads=128, head_dim=256, dtype="float64", page_size=4096)
+
+
+def test_an_unknown_layout_from_the_wire_is_named() -> None:
+    message = common.Geometry.FromString(GEOMETRY.to_proto().SerializeToString() + bytes([6 << 3, 9]))
+    with pytest.raises(ValueError, match=r"geometry\.layout is 9"):
+        KVGeometry.from_proto(message)
+
+
+# One other value for each field, so that a field added later must be thought of here.
+OTHER: dict[str, object] = {
+    "model": "qwen",
+    "revision": "2",
+    "digest_algorithm": "blake3_cbor",
+    "root_digest": bytes([1]) * 32,
+    "tenant_salt_digest": bytes([2]) * 32,
+}
+OTHER_GEOMETRY: dict[str, object] = {
+    "layers": 4,
+    "kv_heads": 3,
+    "head_dim": 16,
+    "dtype": "float16",
+    "page_size": 32,
+    "layout": Layout.PAGE_HND,
+    "tensors": 1,
+}
+
+
+def test_other_values_are_given_for_every_field() -> None:
+    assert {field.name for field in dataclasses.fields(NamespaceFacts)} == OTHER.keys() | {"geometry"}
+    assert {field.name for field in dataclasses.fields(KVGeometry)} == OTHER_GEOMETRY.keys()
+
+
+def others() -> list[tuple[str, NamespaceFacts]]:
+    """Each differs from FACTS in the field named."""
+    plain = [(name, dataclasses.replace(FACTS, **{name: value})) for name, value in OTHER.items()]  # type: ignore[arg-type]
+    geometries = [
+        (f"geometry.{name}", dataclasses.replace(GEOMETRY, **{name: value}))  # type: ignore[arg-type]
+        for name, value in OTHER_GEOMETRY.items()
+    ]
+    return plain + [(name, dataclasses.replace(FACTS, geometry=geometry)) for name, geometry in geometries]
+
+
+def test_every_field_changes_the_id() -> None:
+    ids = [FACTS.id, *(facts.id for _, facts in others())]
+    assert len(set(ids)) == len(ids)
+    assert all(len(each) == 32 for each in ids)
+
+
+@pytest.mark.parametrize(("field", "theirs"), others())
+def test_a_difference_names_field_both_values_and_remedy(field: str, theirs: NamespaceFacts) -> None:
+    (difference,) = differences(FACTS, theirs)
+    assert difference.field == field
+    assert difference.ours != difference.theirs
+    assert difference.remedy
+    for said in (field, difference.ours, difference.theirs, difference.remedy):
+        assert said in str(difference)
+
+
+def test_equal_facts_have_no_difference_and_one_id() -> None:
+    again = NamespaceFacts.from_proto(common.NamespaceFacts.FromString(FACTS.to_proto().SerializeToString()))
+    assert again == FACTS
+    assert again.id == FACTS.id
+    assert differences(FACTS, again) == []
+
+
+def test_text_does_not_leak_from_one_field_into_the_next() -> None:
+    first = dataclasses.replace(FACTS, model="a", revision="b\ndigest_algorithm:1:c")
+    second = dataclasses.replace(FACTS, model="a\nrevision:1:b", revision="c")
+    assert len({first.id, second.id, FACTS.id}) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("model", "", "facts.model has 0 characters"),
+        ("model", "x" * 513, "facts.model has 513 characters"),
+        ("revision", "x" * 513, "facts.revision has 513 characters"),
+        ("root_digest", b"short", "facts.root_digest has 5 bytes; it must have 32"),
+        ("tenant_salt_digest", b"short", "facts.tenant_salt_digest has 5 bytes; it must have 0 or 32"),
+    ],
+)
+def test_unusable_facts_are_named(field: str, value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(FACTS, **{field: value})  # type: ignore[arg-type]
