@@ -18,7 +18,6 @@ class RequestCounters:
     queried_tokens: int = 0
     hit_tokens: int = 0
     saved_pages: int = 0
-    asked_again: int = 0
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT))  # (queried, hit)
 
     def lookup(self, queried: int, hit: int) -> None:

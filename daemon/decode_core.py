@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.daemon.arrivals import Arrivals
+from kvferry.daemon.asks import Asks
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
-from kvferry.daemon.effects import Effect, SendDone, StartTransfer, StopTransfer, ToWorker
+from kvferry.daemon.effects import Effect, SendDone, ToWorker
 from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
-from kvferry.daemon.lease import Lease, LeaseState, Transfer
+from kvferry.daemon.lease import Lease, LeaseState
 from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, MAX_AUX_BYTES, Name, pages_for
 from kvferry.daemon.store import Store
-from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
@@ -38,16 +38,14 @@ class DecodeCore:
         self.store = store
         self.limits = limits
         self.counters = RequestCounters()
-        self.transfer_counters = TransferCounters()
         self.latencies = Latencies()
         self.leases: dict[Name, Lease] = {}
         self.waiting: deque[Lease] = deque()
         self.promised = 0  # pages, over all leases
         self._arrivals = Arrivals()
-        self._transfers: dict[int, Transfer] = {}
-        self._next_transfer = 1
         self._next_order = 1
         self._effects: list[Effect] = []
+        self._asks = Asks(store.page_size, lambda effect: self._effects.append(effect))
 
     # -- what the shells ask -------------------------------------------------------------------------------------
 
@@ -68,7 +66,15 @@ class DecodeCore:
 
     @property
     def active_transfers(self) -> int:
-        return len(self._transfers)
+        return len(self._asks)
+
+    @property
+    def transfer_counters(self) -> TransferCounters:
+        return self._asks.counters
+
+    @property
+    def asked_again(self) -> int:
+        return self._asks.asked_again
 
     # -- worker's words ------------------------------------------------------------------------------------------
 
@@ -211,7 +217,7 @@ class DecodeCore:
 
     def pages_arrived(self, transfer: int, prompt_pages: Iterable[int], now: float) -> None:
         """Verified bytes of these prompt pages are in the transfer's pool pages."""
-        moving = self._transfers.get(transfer)
+        moving = self._asks.get(transfer)
         if moving is None:
             return
         lease = moving.lease
@@ -228,41 +234,39 @@ class DecodeCore:
 
     def transfer_completed(self, transfer: int, now: float) -> None:
         """Every page of it has arrived; the receiver knows it no more."""
-        moving = self._transfers.pop(transfer, None)
+        moving = self._asks.pop(transfer)
         if moving is not None:
             self.transfer_counters.completed += 1
-            moving.lease.transfers.discard(transfer)
             self._settle(moving.lease)
             self._pump(now)
 
     def transfer_broken(self, transfer: int, now: float) -> None:
         """Parts of it were wrong or lost: what is missing is asked for again once no copy of it runs."""
-        moving = self._transfers.get(transfer)
+        moving = self._asks.get(transfer)
         if moving is None or moving.draining:
             return
         moving.retry = True
-        self._stop(moving, "broken")
+        self._asks.stop(moving, "broken")
         self._pump(now)
 
     def transfer_failed(self, transfer: int, error: RequestError, now: float) -> None:
         """The prefill daemon will send no more of it."""
-        moving = self._transfers.get(transfer)
+        moving = self._asks.get(transfer)
         if moving is None or moving.draining:
             return
         if moving.lease.state is LeaseState.FILLING:
             self._fail(moving.lease, error)
         else:
-            self._stop(moving, error.message)
+            self._asks.stop(moving, error.message)
         self._pump(now)
 
     def transfer_drained(self, transfer: int, now: float) -> None:
         """After StopTransfer: no copy into its pages runs, and none will."""
-        moving = self._transfers.pop(transfer, None)
+        moving = self._asks.pop(transfer)
         if moving is None:
             return
         assert moving.draining, f"transfer {transfer} drained before it was stopped"
         lease = moving.lease
-        lease.transfers.discard(transfer)
         if moving.retry and lease.state is LeaseState.FILLING:
             self.transfer_counters.failed += 1
             still = [page for page in moving.page_ids if page in lease.filling]
@@ -271,7 +275,7 @@ class DecodeCore:
                     lease, exhausted(f"{lease.asks} transfers were asked for; the bound is {MAX_ASKS_PER_REQUEST}")
                 )
             elif still:
-                self._ask_again(lease, still)
+                self._asks.ask_again(lease, still)
         else:
             self.transfer_counters.aborted += 1
         self._settle(lease)
@@ -355,42 +359,9 @@ class DecodeCore:
             longer = lease.tree.lock(result.match)
             lease.tree.unlock(lease.lock)
             lease.lock, lease.tree_pages = longer, full
-        self._ask(lease, lease.matched, len(fresh))
+        self._asks.ask(lease, lease.matched, len(fresh))
         if adopted:
-            self._ask_again(lease, adopted)
-
-    def _ask_again(self, lease: Lease, pages: list[int]) -> None:
-        """Asks for pages of the lease's prompt (pool ids), one transfer a run of neighbours."""
-        wanted = set(pages)
-        indexes = [i for i, page in enumerate(lease.pages) if page in wanted]
-        assert len(indexes) == len(wanted), "asked again for a page that is not of this prompt"
-        start = 0
-        for i in range(1, len(indexes) + 1):
-            if i == len(indexes) or indexes[i] != indexes[i - 1] + 1:
-                self.counters.asked_again += 1
-                self._ask(lease, indexes[start], i - start)
-                start = i
-
-    def _ask(self, lease: Lease, first_page: int, pages: int) -> None:
-        number = self._next_transfer
-        self._next_transfer += 1
-        page_ids = tuple(lease.pages[first_page : first_page + pages])
-        self._transfers[number] = Transfer(number, lease, first_page, page_ids)
-        lease.transfers.add(number)
-        lease.asks += 1
-        self.transfer_counters.opened += 1
-        ask = peer.Ask(
-            transfer=number,
-            name=lease.name.to_proto(),
-            namespace_id=lease.namespace_id,
-            first_page=first_page,
-            pages=pages,
-            promised_tokens=lease.matched * self.store.page_size,
-            tokens=lease.tokens,
-            last_full_digest=lease.digests[-DIGEST_BYTES:],
-            tail_digest=lease.tail_digest,
-        )
-        self._effects.append(StartTransfer(lease.prefill, ask, page_ids))
+            self._asks.ask_again(lease, adopted)
 
     # -- ready, failed, ended ------------------------------------------------------------------------------------
 
@@ -420,12 +391,7 @@ class DecodeCore:
             elapsed_us=int(elapsed * 1e6),
         )
         self._tell(lease.worker, wire.WorkerEvent(ready=ready))
-        for number in list(lease.transfers):
-            # Only a transfer of no pages can be left: it was there for the aux blob.
-            if not self._transfers[number].page_ids:
-                del self._transfers[number]
-                lease.transfers.discard(number)
-                self.transfer_counters.completed += 1
+        self._asks.complete_empty(lease)
         if not lease.local:
             self._effects.append(SendDone(lease.prefill, lease.name))
 
@@ -448,15 +414,9 @@ class DecodeCore:
         if lease.state is LeaseState.FILLING and not lease.local:
             self._effects.append(SendDone(lease.prefill, lease.name))
         self._arrivals.leave(lease)
-        for number in sorted(lease.transfers):
-            self._stop(self._transfers[number], "the request ended")
+        self._asks.stop_all(lease, "the request ended")
         self.promised -= lease.promised
         lease.promised = 0
-
-    def _stop(self, transfer: Transfer, reason: str) -> None:
-        if not transfer.draining:
-            transfer.draining = True
-            self._effects.append(StopTransfer(transfer.lease.prefill, transfer.number, reason))
 
     def _end(self, lease: Lease, acknowledge: wire.Ended | None = None) -> None:
         """The worker touches its pages no more."""
@@ -478,7 +438,7 @@ class DecodeCore:
         if lease.live or lease.transfers:
             return
         for heir, pages in self._arrivals.hand_over(lease).items():
-            self._ask_again(heir, pages)
+            self._asks.ask_again(heir, pages)
         if lease.state is not LeaseState.ENDING:
             return
         own = lease.pages[lease.tree_pages :]

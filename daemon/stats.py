@@ -80,6 +80,7 @@ def _transfers(side: Side, stats: cache.TransferStats) -> None:
     stats.parts, stats.dropped_parts = counters.parts, counters.dropped_parts
     stats.saved_pages = side.request_counters.saved_pages
     stats.saved_bytes = stats.saved_pages * side.page_bytes
-    stats.asked_again = side.request_counters.asked_again
+    if isinstance(side, DecodeSide):
+        stats.asked_again = side.ready_core.asked_again
     if isinstance(side, DecodeSide | PrefillSide):
         stats.active = side.ready_core.active_transfers

@@ -18,6 +18,7 @@ PURE = (
     "kvferry.transfer.sender",
     "kvferry.transfer.slots",
     "kvferry.daemon.arrivals",
+    "kvferry.daemon.asks",
     "kvferry.daemon.counters",
     "kvferry.daemon.decode_core",
     "kvferry.daemon.effects",

@@ -1,0 +1,87 @@
+"""The transfers that leases have asked for: numbers, who asked, and which of them still drain. Core: no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.daemon.counters import TransferCounters
+from kvferry.daemon.effects import Effect, StartTransfer, StopTransfer
+from kvferry.daemon.lease import Lease, Transfer
+from kvferry.proto import peer_pb2 as peer
+from kvferry.radix.digests import DIGEST_BYTES
+
+
+class Asks:
+    """`emit` takes the effects, in order."""
+
+    def __init__(self, page_size: int, emit: Callable[[Effect], None]) -> None:
+        self.counters = TransferCounters()
+        self.asked_again = 0
+        self._page_size = page_size
+        self._emit = emit
+        self._transfers: dict[int, Transfer] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def get(self, number: int) -> Transfer | None:
+        return self._transfers.get(number)
+
+    def ask(self, lease: Lease, first_page: int, pages: int) -> None:
+        """A new transfer of prompt pages from `first_page` on; with no pages, only the aux blob is awaited."""
+        number = self._next
+        self._next += 1
+        page_ids = tuple(lease.pages[first_page : first_page + pages])
+        self._transfers[number] = Transfer(number, lease, first_page, page_ids)
+        lease.transfers.add(number)
+        lease.asks += 1
+        self.counters.opened += 1
+        ask = peer.Ask(
+            transfer=number,
+            name=lease.name.to_proto(),
+            namespace_id=lease.namespace_id,
+            first_page=first_page,
+            pages=pages,
+            promised_tokens=lease.matched * self._page_size,
+            tokens=lease.tokens,
+            last_full_digest=lease.digests[-DIGEST_BYTES:],
+            tail_digest=lease.tail_digest,
+        )
+        self._emit(StartTransfer(lease.prefill, ask, page_ids))
+
+    def ask_again(self, lease: Lease, pages: list[int]) -> None:
+        """Asks for pages of the lease's prompt (pool ids), one transfer a run of neighbours."""
+        wanted = set(pages)
+        indexes = [i for i, page in enumerate(lease.pages) if page in wanted]
+        assert len(indexes) == len(wanted), "asked again for a page that is not of this prompt"
+        start = 0
+        for i in range(1, len(indexes) + 1):
+            if i == len(indexes) or indexes[i] != indexes[i - 1] + 1:
+                self.asked_again += 1
+                self.ask(lease, indexes[start], i - start)
+                start = i
+
+    def stop(self, transfer: Transfer, reason: str) -> None:
+        """It drains from now on. Idempotent."""
+        if not transfer.draining:
+            transfer.draining = True
+            self._emit(StopTransfer(transfer.lease.prefill, transfer.number, reason))
+
+    def stop_all(self, lease: Lease, reason: str) -> None:
+        for number in sorted(lease.transfers):
+            self.stop(self._transfers[number], reason)
+
+    def pop(self, number: int) -> Transfer | None:
+        """The transfer is over: no copy of it runs."""
+        transfer = self._transfers.pop(number, None)
+        if transfer is not None:
+            transfer.lease.transfers.discard(number)
+        return transfer
+
+    def complete_empty(self, lease: Lease) -> None:
+        """Transfers of no pages were there for the aux blob, which is here now."""
+        for number in sorted(lease.transfers):
+            if not self._transfers[number].page_ids:
+                self.pop(number)
+                self.counters.completed += 1
