@@ -1,9 +1,10 @@
 """The prefill daemon's requests: the rendezvous of a worker's Begin with a decode daemon's Ask, and what is sent. Core:
 no I/O, time is passed in.
 
-Whichever comes first waits in a bounded table until its deadline. Pages of requests that no decode daemon has asked
-for hold at most half of the pool, so what was asked for always finds room in time. A request's whole path stays
-locked until its Done.
+Whichever comes first waits in a bounded table until its deadline. Requests that no decode daemon has asked for hold at
+most half of the pool and get no pages while one that was asked for waits for room. So one that needs no more than half
+waits only for what others have asked for; a larger one may wait also for those that nobody asks for, until their
+deadline. A request's whole path stays locked until its Done.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvferry.daemon.errors import (
     precondition,
     unavailable,
 )
-from kvferry.daemon.limits import MAX_AUX_BYTES, Name, pages_for
+from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, MAX_AUX_BYTES, Name, pages_for
 from kvferry.daemon.store import Store
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
@@ -88,6 +89,7 @@ class PrefillCore:
         self.transfer_counters = TransferCounters()
         self.entries: dict[Name, Entry] = {}
         self._sends: dict[tuple[int, int], Entry] = {}  # (session, transfer)
+        self._newest: dict[int, int] = {}  # by session, the greatest transfer number that it has used
         self._waiting: dict[Name, Entry] = {}  # prompts that wait for pages, oldest first
         self._unasked_pages = 0  # held by admitted prompts that nobody asked for
         self._effects: list[Effect] = []
@@ -127,10 +129,10 @@ class PrefillCore:
                 self._fail_asks(entry, error)
                 self._drop(entry)
             raise error
+        tree = self.store.tree(namespace_id)
         if entry is None:
             entry = self.entries[name] = Entry(name, deadline, now)
         entry.deadline = max(entry.deadline, deadline)
-        tree = self.store.tree(namespace_id)
         entry.prompt = Prompt(worker, namespace_id, tree, request.digests, request.tokens, request.tail_digest)
         self._waiting[name] = entry
         self._check_asks(entry)
@@ -140,18 +142,22 @@ class PrefillCore:
         entry, prompt = self._prompt_of(worker, name)
         if prompt.told_failed:
             return
+        if prompt.worker_done:
+            raise precondition(f"name {name} is out of the worker's hands: progress comes before aux or abort")
         if prompt.lock is None or not prompt.computed <= tokens <= prompt.tokens:
             self._fail(
                 entry, invalid(f"tokens is {tokens}; it must be {prompt.computed} to {prompt.tokens}, after Begun")
             )
+            self._pump(now)
             return
         prompt.computed = tokens
         page_size = self.store.page_size
         full, partial = divmod(tokens, page_size)
         ready = full
         if tokens == prompt.tokens and partial:
-            self._effects.append(ZeroTail(prompt.pages[full], partial))
             ready += 1
+            if ready > prompt.pages_ready:
+                self._effects.append(ZeroTail(prompt.pages[full], partial))
         if self.limits.reuse == "on":
             self._publish(prompt, full)
         if ready > prompt.pages_ready:
@@ -167,12 +173,12 @@ class PrefillCore:
         if prompt.told_failed:
             self.abort(worker, name, now)  # it crossed Failed on the way
             return
+        if prompt.worker_done:
+            raise precondition(f"name {name} is out of the worker's hands: aux comes once, and not behind abort")
         if len(blob) > MAX_AUX_BYTES:
             self._fail(entry, invalid(f"blob has {len(blob)} bytes; the bound is {MAX_AUX_BYTES}"))
-        elif prompt.computed != prompt.tokens or prompt.aux is not None:
-            self._fail(
-                entry, precondition(f"aux comes once, after progress to {prompt.tokens} tokens, not {prompt.computed}")
-            )
+        elif prompt.lock is None or prompt.computed != prompt.tokens:
+            self._fail(entry, precondition(f"aux follows progress to {prompt.tokens} tokens, not {prompt.computed}"))
         else:
             prompt.aux = blob
             prompt.worker_done = True
@@ -222,22 +228,15 @@ class PrefillCore:
     # -- the decode daemon's words -------------------------------------------------------------------------------
 
     def ask(self, session: int, name: Name, request: peer.Ask, deadline: float, now: float) -> None:
-        """A checked Ask. What is wrong with it fails the ask, never the session."""
+        """An Ask under a well-formed name. What is wrong with it fails the ask, never the session."""
         entry = self.entries.get(name)
+        error = self._ask_refusal(session, entry, name, request)
+        self._newest[session] = max(request.transfer, self._newest.get(session, -1))
+        if error is not None:
+            self._effects.append(FailAsk(session, request.transfer, error))
+            return
         if entry is None:
-            error = self._table_full()
-            if error is not None:
-                self._effects.append(FailAsk(session, request.transfer, error))
-                return
             entry = self.entries[name] = Entry(name, deadline, now)
-        if entry.done:
-            self._effects.append(FailAsk(session, request.transfer, aborted(f"name {name} has ended")))
-            return
-        if entry.session not in (None, session):
-            self._effects.append(
-                FailAsk(session, request.transfer, precondition(f"name {name} was asked for by another session"))
-            )
-            return
         if entry.session is None:
             entry.session = session
             self._count_asked(entry)
@@ -288,6 +287,7 @@ class PrefillCore:
 
     def session_down(self, session: int, now: float) -> None:
         """The session is over and its sender with it; requests that it had asked for end."""
+        self._newest.pop(session, None)
         for entry in [entry for entry in self.entries.values() if entry.session == session]:
             entry.asks.clear()
             if entry.prompt is None:
@@ -295,8 +295,7 @@ class PrefillCore:
                 continue
             if not entry.done:
                 self._fail(entry, unavailable("the session to the decode daemon broke"))
-            for number in sorted(entry.sends):
-                self._effects.append(EndSend(session, number))
+            self._end_sends(entry)
         self._pump(now)
 
     def tick(self, now: float) -> None:
@@ -306,6 +305,8 @@ class PrefillCore:
             if entry.done:
                 if entry.prompt is None:
                     self._drop(entry)
+                else:
+                    self._end_sends(entry)  # of a decode daemon that said Done and grants no credit for the rest
                 continue
             who = (
                 "worker began it"
@@ -322,15 +323,23 @@ class PrefillCore:
     # -- pages ---------------------------------------------------------------------------------------------------
 
     def _pump(self, now: float) -> None:
-        """What was asked for goes first; each group is first come, first served."""
+        """What was asked for goes first; each group is first come, first served. What nobody asked for and is larger
+        than its half waits for its Ask and holds up nobody.
+        """
         for asked in (True, False):
             for entry in [e for e in self._waiting.values() if e.asked is asked]:
-                if not self._try_admit(entry):
-                    break
+                if not self._try_admit(entry) and (asked or not self._needs_ask(entry)):
+                    return
+
+    def _needs_ask(self, entry: Entry) -> bool:
+        assert entry.prompt is not None
+        return pages_for(entry.prompt.tokens, self.store.page_size) > self.store.pool.pages // 2
 
     def _try_admit(self, entry: Entry) -> bool:
         prompt, pool = entry.prompt, self.store.pool
         assert prompt is not None
+        if not entry.asked and self._needs_ask(entry):
+            return False
         # The last token's logits are needed, so at least one token is computed.
         most = (prompt.tokens - 1) // self.store.page_size if self.limits.reuse == "on" else 0
         lock = prompt.tree.lock(prompt.tree.match(prompt.digests[: most * DIGEST_BYTES]))
@@ -378,6 +387,25 @@ class PrefillCore:
             entry.prompt.unasked = 0
 
     # -- asks ----------------------------------------------------------------------------------------------------
+
+    def _ask_refusal(self, session: int, entry: Entry | None, name: Name, ask: peer.Ask) -> RequestError | None:
+        newest = self._newest.get(session, -1)
+        if ask.transfer <= newest:
+            return invalid(f"transfer is {ask.transfer}; it must be greater than {newest}, the newest of the session")
+        for field_name in ("namespace_id", "last_full_digest", "tail_digest"):
+            length = len(getattr(ask, field_name))
+            if length > DIGEST_BYTES:
+                return invalid(f"{field_name} has {length} bytes; the bound is {DIGEST_BYTES}")
+        if entry is None:
+            return self._table_full()
+        if entry.done:
+            return aborted(f"name {name} has ended")
+        if entry.session not in (None, session):
+            return precondition(f"name {name} was asked for by another session")
+        open_asks = len(entry.asks) + len(entry.sends)
+        if open_asks >= MAX_ASKS_PER_REQUEST:
+            return exhausted(f"{open_asks} transfers of name {name} are open; the bound is {MAX_ASKS_PER_REQUEST}")
+        return None
 
     def _check_asks(self, entry: Entry) -> None:
         """Both sides must speak of the same tokens, else nothing is sent."""
@@ -468,6 +496,11 @@ class PrefillCore:
         for number in sorted(entry.sends):
             assert entry.session is not None
             self._effects.append(FailAsk(entry.session, number, error))
+        self._end_sends(entry)
+
+    def _end_sends(self, entry: Entry) -> None:
+        for number in sorted(entry.sends):
+            assert entry.session is not None
             self._effects.append(EndSend(entry.session, number))
 
     def _fail_asks(self, entry: Entry, error: RequestError) -> None:
