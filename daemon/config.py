@@ -9,7 +9,8 @@ import secrets
 import tempfile
 from dataclasses import dataclass, field
 
-from kvferry.daemon.limits import MAX_NAME_CHARS
+from kvferry.daemon.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
+from kvferry.radix.digests import DIGEST_BYTES
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -110,6 +111,15 @@ class DaemonConfig:
             seconds: float = getattr(self, name)
             if not 0.05 <= seconds <= 3600:
                 raise ConfigError(f"{name} is {seconds}; it must be 0.05 to 3600")
+        digests = self.max_tokens // self.page_size * DIGEST_BYTES
+        if digests + 65536 > MAX_MESSAGE_BYTES:
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens}: at page size {self.page_size} its digests are {digests} bytes; "
+                f"a message takes {MAX_MESSAGE_BYTES}"
+            )
+        first, last = self.ucx_ports
+        if last - first + 1 < len(self.peers):
+            raise ConfigError(f"ucx_ports {first}-{last} are fewer than the {len(self.peers)} peers; each takes one")
         if len(self.peers) > self.max_peers:
             raise ConfigError(f"peers names {len(self.peers)}; max_peers is {self.max_peers}")
 

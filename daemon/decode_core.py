@@ -29,6 +29,7 @@ from kvferry.radix.pool import PageState
 class DecodeLimits:
     max_tokens: int
     page_bytes: int
+    admission_seconds: float  # that a request waits at most
     queue: int  # requests that may wait for admission
     reuse: str = "on"  # "off": nothing is matched and nothing kept, the baseline of comparisons
 
@@ -118,7 +119,7 @@ class DecodeCore:
         self.waiting.append(lease)
         self._pump(now)
 
-    def grow(self, worker: int, name: Name, tokens: int) -> None:
+    def grow(self, worker: int, name: Name, tokens: int, now: float) -> None:
         lease = self._lease_of(worker, name)
         if lease.state is LeaseState.FAILED:
             return  # the worker has not read its Failed yet
@@ -129,6 +130,7 @@ class DecodeCore:
                 lease,
                 invalid(f"tokens {tokens} needs {extra + len(lease.pages)} pages; the promise is {bound}, once ready"),
             )
+            self._pump(now)
             return
         first = len(lease.pages)
         if extra > 0:
@@ -170,7 +172,8 @@ class DecodeCore:
         if lease is None:
             self._tell(worker, wire.WorkerEvent(ended=ended))
             return
-        self._lease_of(worker, name)
+        if lease.worker != worker:
+            raise precondition(f"name {name} belongs to another worker")
         if lease.state is not LeaseState.FAILED and lease.state is not LeaseState.ENDING:
             self.counters.aborted += 1
         self._end(lease, acknowledge=ended)
@@ -203,9 +206,9 @@ class DecodeCore:
 
     # -- the other daemon's words --------------------------------------------------------------------------------
 
-    def aux(self, name: Name, blob: bytes, now: float) -> None:
+    def aux(self, prefill: str, name: Name, blob: bytes, now: float) -> None:
         lease = self.leases.get(name)
-        if lease is None or lease.state is not LeaseState.FILLING or lease.local:
+        if lease is None or lease.state is not LeaseState.FILLING or lease.local or lease.prefill != prefill:
             return
         if len(blob) > MAX_AUX_BYTES:
             self._fail(lease, invalid(f"aux has {len(blob)} bytes; the bound is {MAX_AUX_BYTES}"))
@@ -221,15 +224,12 @@ class DecodeCore:
         if moving is None:
             return
         lease = moving.lease
-        for index in prompt_pages:
-            page = moving.page_ids[index - moving.first_page]
-            if page not in self._arrivals:
-                continue
-            lease.delta_pages += 1
-            if self.store.pool.state(page) is PageState.ARRIVING:
-                lease.tree.arrived([page])
-            for waiter in self._arrivals.arrived(page):
-                self._check_ready(waiter, now)
+        pages = [moving.page_ids[index - moving.first_page] for index in prompt_pages]
+        pages = [page for page in pages if page in self._arrivals]
+        lease.delta_pages += len(pages)
+        lease.tree.arrived(page for page in pages if self.store.pool.state(page) is PageState.ARRIVING)
+        for waiter in {waiter: None for page in pages for waiter in self._arrivals.arrived(page)}:
+            self._check_ready(waiter, now)
         self._pump(now)
 
     def transfer_completed(self, transfer: int, now: float) -> None:
@@ -290,7 +290,10 @@ class DecodeCore:
 
     def tick(self, now: float) -> None:
         for lease in list(self.leases.values()):
-            if lease.deadline <= now and lease.state in (LeaseState.WAITING, LeaseState.FILLING):
+            deadline = lease.deadline
+            if lease.state is LeaseState.WAITING:
+                deadline = min(deadline, lease.arrived_at + self.limits.admission_seconds)
+            if deadline <= now and lease.state in (LeaseState.WAITING, LeaseState.FILLING):
                 waited = now - lease.arrived_at
                 what = (
                     "admission" if lease.state is LeaseState.WAITING else f"{len(lease.missing)} pages or the aux blob"
@@ -307,7 +310,11 @@ class DecodeCore:
     def _try_admit(self, lease: Lease, now: float) -> bool:
         tree, pool = lease.tree, self.store.pool
         digests = lease.digests if self.limits.reuse == "on" else b""
-        lock = tree.lock(tree.match(digests))
+        match = tree.match(digests)
+        total = pages_for(lease.tokens + lease.max_new_tokens - 1, self.store.page_size)
+        if pool.free + self.store.evictable - self.promised < total - match.pages:
+            return False  # locking the match can only make it worse; a request that waits should not look like use
+        lock = tree.lock(match)
         held = tree.path_pages(lock)
         if lease.local:
             # Only what is readable: a request without a prefill server could not take over from a failed filler.
@@ -319,7 +326,7 @@ class DecodeCore:
                 tree.unlock(lock)
                 lock, held = shorter, held[:readable]
         prompt = pages_for(lease.tokens, self.store.page_size)
-        promise = pages_for(lease.tokens + lease.max_new_tokens - 1, self.store.page_size) - len(held)
+        promise = total - len(held)
         if pool.free + self.store.evictable - self.promised < promise:
             tree.unlock(lock)
             return False
@@ -465,7 +472,7 @@ class DecodeCore:
 
     def _lease_of(self, worker: int, name: Name) -> Lease:
         lease = self.leases.get(name)
-        if lease is None:
+        if lease is None or lease.state is LeaseState.ENDING:
             raise precondition(f"name {name} is not a running request")
         if lease.worker != worker:
             raise precondition(f"name {name} belongs to another worker")

@@ -9,7 +9,7 @@ from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
 from kvferry.daemon.effects import Effect, SendDone, StartTransfer, StopTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.limits import Name, check_prompt, name_of
+from kvferry.daemon.limits import Name, check_prompt
 from kvferry.daemon.peer_link import PeerLink
 from kvferry.daemon.side import Side, Worker
 from kvferry.daemon.store import Store
@@ -27,6 +27,7 @@ class DecodeSide(Side):
     def make_core(self, store: Store) -> None:
         limits = DecodeLimits(
             max_tokens=self.config.max_tokens,
+            admission_seconds=self.config.admission_seconds,
             page_bytes=self.page_bytes,
             queue=self.config.queue,
             reuse=self.config.reuse,
@@ -64,32 +65,24 @@ class DecodeSide(Side):
     # -- workers -------------------------------------------------------------------------------------------------
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
-        core, now = self.ready_core, self.now()
-        if kind == "admit":
-            name = name_of(message.admit.name)
-            try:
-                self._admit(worker, name, message.admit, now)
-            except RequestError as error:
-                self.fail(worker, name, error)
-        elif kind == "grow":
-            self._named(worker, message.grow.name, lambda name: core.grow(worker.number, name, message.grow.tokens))
-        elif kind == "finish":
-            finish = message.finish
-            self._named(
-                worker, finish.name, lambda name: core.finish(worker.number, name, finish.tokens, finish.digests, now)
-            )
-        elif kind == "abort":
-            self._named(worker, message.abort.name, lambda name: core.abort(worker.number, name, now))
-        else:
+        core, now, number = self.ready_core, self.now(), worker.number
+        if kind not in ("admit", "grow", "finish", "abort"):
             raise precondition(f"a decode worker does not send {kind}")
-        self.flush()
-
-    def _named(self, worker: Worker, wire_name: object, step: Callable[[Name], None]) -> None:
-        name = name_of(wire_name)  # type: ignore[arg-type]
+        name = self.name_of(worker, getattr(message, kind).name)
+        if name is None:
+            return
         try:
-            step(name)
+            if kind == "admit":
+                self._admit(worker, name, message.admit, now)
+            elif kind == "grow":
+                core.grow(number, name, message.grow.tokens, now)
+            elif kind == "finish":
+                core.finish(number, name, message.finish.tokens, message.finish.digests, now)
+            else:
+                core.abort(number, name, now)
         except RequestError as error:
             self.fail(worker, name, error)
+        self.flush()
 
     def _admit(self, worker: Worker, name: Name, request: wire.Admit, now: float) -> None:
         if self.draining:
@@ -127,6 +120,12 @@ class DecodeSide(Side):
         else:
             raise AssertionError(f"a decode core left {effect}")
 
+    def effect_failed(self, effect: Effect, message: str) -> None:
+        assert isinstance(effect, StartTransfer | StopTransfer | SendDone)
+        link = self.links[effect.prefill]
+        if link.session is not None:
+            link.session.break_off(message)
+
     def remaining_ms(self, name: Name) -> int:
         lease = self.ready_core.leases.get(name)
         return 0 if lease is None else max(1, int((lease.deadline - self.now()) * 1000))
@@ -153,8 +152,8 @@ class DecodeSide(Side):
         self.ready_core.transfer_failed(transfer, error, self.now())
         self.flush()
 
-    def on_aux(self, name: Name, blob: bytes) -> None:
-        self.ready_core.aux(name, blob, self.now())
+    def on_aux(self, prefill: str, name: Name, blob: bytes) -> None:
+        self.ready_core.aux(prefill, name, blob, self.now())
         self.flush()
 
     def on_link_down(self, prefill: str, error: RequestError) -> None:

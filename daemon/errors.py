@@ -6,6 +6,8 @@ from kvferry.proto import common_pb2 as common
 
 Code = common.ErrorCode
 
+MAX_MESSAGE_CHARS = 1024
+
 
 class RequestError(Exception):
     """Ends one request with `code` (kvferry.v1.ErrorCode) and a message for its worker."""
@@ -14,6 +16,12 @@ class RequestError(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
+
+    @staticmethod
+    def from_proto(error: common.Error) -> RequestError:
+        """Of a peer: a code that is none becomes INTERNAL, a long message is cut."""
+        known = error.code in common.ErrorCode.values() and error.code != common.ERROR_UNSPECIFIED
+        return RequestError(error.code if known else common.ERROR_INTERNAL, error.message[:MAX_MESSAGE_CHARS])
 
     def to_proto(self) -> common.Error:
         return common.Error(code=self.code, message=self.message)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.daemon.config import DaemonConfig, parse_address
 from kvferry.daemon.errors import precondition, unavailable
-from kvferry.daemon.limits import MAX_MESSAGE_BYTES
+from kvferry.daemon.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier_link import CourierConfig
@@ -30,6 +30,9 @@ CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+# Without SO_REUSEPORT a second daemon on the same port is refused instead of taking half of its calls.
+SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)]
+
 
 def hello_of(side: Side) -> peer.PeerHello:
     """The side's own Hello. UNAVAILABLE before its first worker."""
@@ -50,7 +53,9 @@ def hello_of(side: Side) -> peer.PeerHello:
 
 def check_hello(side: Side, hello: peer.PeerHello, where: str) -> None:
     """FAILED_PRECONDITION with field, both values and remedy, where the two cannot work together."""
-    us, them = f"{side.role} daemon {side.config.name!r}", f"{hello.daemon[:128]!r} at {where}"
+    if len(hello.daemon) > MAX_NAME_CHARS:
+        raise precondition(f"daemon has {len(hello.daemon)} characters; the bound is {MAX_NAME_CHARS}")
+    us, them = f"{side.role} daemon {side.config.name!r}", f"{hello.daemon!r} at {where}"
     if hello.protocol < PROTOCOL_MIN or hello.protocol_min > PROTOCOL:
         raise precondition(
             f"protocol: {us} speaks {PROTOCOL_MIN} to {PROTOCOL}, {them} {hello.protocol_min} to {hello.protocol}; "

@@ -17,6 +17,7 @@ from kvferry.daemon.receiving import ReceivingSession
 from kvferry.daemon.session import SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.peer_pb2_grpc import PeerStub
+from kvferry.transfer.courier_link import CourierError
 from kvferry.transfer.receiver import Receiver
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class PeerLink:
         self._side = side
         self._pending: dict[int, StartTransfer] = {}  # until the session is up
         self._wake = asyncio.Event()
+        self._asked: dict[int, Name] = {}  # transfers of this session's living requests
         self._copying: dict[int, ReceivingSession] = {}  # transfers whose parts may be copied
 
     # -- the side's words ----------------------------------------------------------------------------------------
@@ -59,11 +61,14 @@ class PeerLink:
         return session is None or session.stop(transfer, reason)
 
     def send_done(self, name: Name) -> None:
+        self._asked = {transfer: asked for transfer, asked in self._asked.items() if asked != name}
         if self.session is not None and self.session.up:
             self.session.done(name)
 
     def _ask(self, session: ReceivingSession, effect: StartTransfer) -> None:
-        effect.ask.remaining_ms = self._side.remaining_ms(Name(effect.ask.name.request_id, effect.ask.name.attempt))
+        name = Name(effect.ask.name.request_id, effect.ask.name.attempt)
+        effect.ask.remaining_ms = self._side.remaining_ms(name)
+        self._asked[effect.ask.transfer] = name
         if effect.page_ids:
             self._copying[effect.ask.transfer] = session
         session.ask(effect.ask, effect.page_ids)
@@ -85,6 +90,9 @@ class PeerLink:
                 error = refused
             except grpc.aio.AioRpcError as failed:
                 error = self._refusal(failed)
+            except (asyncio.TimeoutError, OSError, ValueError, CourierError) as problem:
+                what = str(problem) or "no answer in time"
+                error = unavailable(f"prefill daemon {self.name!r} at {self.address} cannot be reached: {what}")
             was_up, self.state = self.state == "up", "down"
             if str(error) != self.error:
                 log.warning("%s", error)
@@ -111,9 +119,12 @@ class PeerLink:
             call = PeerStub(channel).Session(wait_for_ready=False)
             await asyncio.wait_for(call.write(peer.PeerMessage(hello=hello_of(side))), HELLO_SECONDS)
             answer = await asyncio.wait_for(call.read(), HELLO_SECONDS)
-            if not isinstance(answer, peer.PeerMessage) or answer.WhichOneof("kind") != "hello":
+            if isinstance(answer, peer.PeerMessage) and answer.WhichOneof("kind") != "hello":
+                raise SessionBroken(f"its first message is {answer.WhichOneof('kind')}, not hello")
+            if not isinstance(answer, peer.PeerMessage):
                 # The stream has ended: its status says why.
-                code, details = await call.code(), await call.details()
+                code = await asyncio.wait_for(call.code(), HELLO_SECONDS)
+                details = await asyncio.wait_for(call.details(), HELLO_SECONDS)
                 if code is grpc.StatusCode.FAILED_PRECONDITION:
                     raise precondition(details)
                 raise SessionBroken(f"no hello came: {code.name}: {details}")
@@ -133,6 +144,7 @@ class PeerLink:
                 latencies=side.ready_core.latencies,
             )
             self.session = session
+            self._asked.clear()
             try:
                 await session.run(call)
             finally:
@@ -163,7 +175,9 @@ class PeerLink:
         self._side.on_broken(transfer, message)
 
     def on_ask_failed(self, transfer: int, error: RequestError) -> None:
+        if transfer not in self._asked:
+            return  # ended meanwhile, or another peer's
         self._side.on_ask_failed(transfer, error)
 
     def on_aux(self, name: Name, blob: bytes) -> None:
-        self._side.on_aux(name, blob)
+        self._side.on_aux(self.name, name, blob)

@@ -29,7 +29,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Session(self, request_iterator: object, context: Context) -> None:
         del request_iterator
         side = self._side
-        message = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+        try:
+            message = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+        except asyncio.TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_SECONDS} s")
         if not isinstance(message, peer.PeerMessage) or message.WhichOneof("kind") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
         try:

@@ -33,7 +33,6 @@ from kvferry.radix.tree import Lock, PagedRadixTree
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimits:
-    max_tokens: int
     table: int  # requests in the rendezvous table, from either side
     reuse: str = "on"
 

@@ -11,7 +11,7 @@ from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
 from kvferry.daemon.errors import RequestError, precondition, unavailable
 from kvferry.daemon.handshake import courier_config
-from kvferry.daemon.limits import check_prompt, name_of
+from kvferry.daemon.limits import Name, check_prompt, name_of
 from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
 from kvferry.daemon.sending import SendingSession
 from kvferry.daemon.session import SessionTimes
@@ -32,7 +32,7 @@ class PrefillSide(Side):
         self._latencies = Latencies()
 
     def make_core(self, store: Store) -> None:
-        limits = PrefillLimits(max_tokens=self.config.max_tokens, table=self.config.queue)
+        limits = PrefillLimits(table=self.config.queue, reuse=self.config.reuse)
         self.core = PrefillCore(store, limits)
 
     def take_effects(self) -> list[Effect]:
@@ -67,29 +67,26 @@ class PrefillSide(Side):
     # -- workers -------------------------------------------------------------------------------------------------
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
-        core, now = self.ready_core, self.now()
-        step: Callable[[], None]
-        if kind == "begin":
-            name = name_of(message.begin.name)
-            step = lambda: self._begin(worker, message.begin, now)  # noqa: E731
-        elif kind == "progress":
-            name = name_of(message.progress.name)
-            step = lambda: core.progress(worker.number, name, message.progress.tokens, now)  # noqa: E731
-        elif kind == "aux":
-            name = name_of(message.aux.name)
-            step = lambda: core.aux(worker.number, name, message.aux.blob, now)  # noqa: E731
-        elif kind == "abort":
-            name = name_of(message.abort.name)
-            step = lambda: core.abort(worker.number, name, now)  # noqa: E731
-        else:
+        core, now, number = self.ready_core, self.now(), worker.number
+        if kind not in ("begin", "progress", "aux", "abort"):
             raise precondition(f"a prefill worker does not send {kind}")
+        name = self.name_of(worker, getattr(message, kind).name)
+        if name is None:
+            return
         try:
-            step()
+            if kind == "begin":
+                self._begin(worker, name, message.begin, now)
+            elif kind == "progress":
+                core.progress(number, name, message.progress.tokens, now)
+            elif kind == "aux":
+                core.aux(number, name, message.aux.blob, now)
+            else:
+                core.abort(number, name, now)
         except RequestError as error:
             self.fail(worker, name, error)
         self.flush()
 
-    def _begin(self, worker: Worker, request: wire.Begin, now: float) -> None:
+    def _begin(self, worker: Worker, name: Name, request: wire.Begin, now: float) -> None:
         if self.draining:
             raise unavailable("the daemon is shutting down; send the request to another one")
         check_prompt(
@@ -100,7 +97,6 @@ class PrefillSide(Side):
             max_tokens=self.config.max_tokens,
         )
         deadline = self.deadline_of(request.deadline_ms)
-        name = name_of(request.name)
         self.ready_core.begin(worker.number, worker.namespace_id, name, request, deadline, now)
 
     def worker_lost(self, worker: Worker) -> None:
@@ -131,6 +127,12 @@ class PrefillSide(Side):
             session.fail(effect.transfer, effect.error)
         else:
             session.aux(effect.name, effect.blob)
+
+    def effect_failed(self, effect: Effect, message: str) -> None:
+        assert isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | SendAux)
+        session = self.sessions.get(effect.session)
+        if session is not None:
+            session.break_off(message)
 
     def _zero_tail(self, effect: ZeroTail) -> None:
         assert self.facts is not None
@@ -176,6 +178,9 @@ class PrefillSide(Side):
             name = name_of(ask.name)
         except RequestError as error:
             session.fail(ask.transfer, error)
+            return
+        if self.draining and name not in self.ready_core.entries:
+            session.fail(ask.transfer, unavailable("the prefill daemon is shutting down"))
             return
         self.ready_core.ask(session.number, name, ask, self.deadline_of(ask.remaining_ms), self.now())
         self.flush()

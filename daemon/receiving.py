@@ -96,7 +96,7 @@ class ReceivingSession(Session):
             self._events.on_aux(name, message.aux.blob)
         elif kind == "ask_failed":
             failed = message.ask_failed
-            self._events.on_ask_failed(failed.transfer, RequestError(failed.error.code, failed.error.message))
+            self._events.on_ask_failed(failed.transfer, RequestError.from_proto(failed.error))
         elif kind == "ask_ended":
             pass  # the sender posts no more of it; our side had let go already
         else:

@@ -19,6 +19,7 @@ _SAME = [  # flags that are settings as they stand
     "queue",
     "max_peers",
     "max_workers",
+    "admission_seconds",
     "transfer_seconds",
     "heartbeat_seconds",
     "peer_lost_seconds",
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue", type=int, default=defaults["queue"], help="requests that may wait")
     parser.add_argument("--max-peers", type=int, default=defaults["max_peers"])
     parser.add_argument("--max-workers", type=int, default=defaults["max_workers"])
+    parser.add_argument("--admission-seconds", type=float, default=defaults["admission_seconds"], help="at most")
     parser.add_argument("--transfer-seconds", type=float, default=defaults["transfer_seconds"])
     parser.add_argument("--heartbeat-seconds", type=float, default=defaults["heartbeat_seconds"])
     parser.add_argument("--peer-lost-seconds", type=float, default=defaults["peer_lost_seconds"])

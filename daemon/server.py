@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -19,17 +20,20 @@ from grpc_health.v1._async import HealthServicer
 from kvferry.daemon.cache_service import CacheService
 from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, parse_address
 from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.handshake import CHANNEL_OPTIONS
+from kvferry.daemon.handshake import SERVER_OPTIONS
 from kvferry.daemon.peer_service import PeerService
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.side import Side
 from kvferry.daemon.worker_service import WorkerService
 from kvferry.proto import cache_pb2, cache_pb2_grpc, peer_pb2, peer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvferry.transfer.courier_link import CourierError
 from kvferry.transfer.segment import FileLock, reclaim_stale
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
+DESCRIPTORS_PER_PEER = 16  # stream, socket pair, log and slots of the courier, and while one is being replaced
+DESCRIPTORS_PER_WORKER = 4
 
 
 class Daemon:
@@ -54,13 +58,14 @@ class Daemon:
         """Listens; ConfigError where it cannot."""
         config = self.config
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
+        _check_descriptors(config)
         reclaimed = reclaim_stale(config.shm_dir)
         if reclaimed:
             log.warning("removed %d files that dead daemons left in %s", len(reclaimed), config.shm_dir)
         self._lock = FileLock.create_held(os.path.join(config.shm_dir, f"kvferry-{self.incarnation.hex()}-lock"))
         _clear_socket(config.socket)
         self._health = HealthServicer()
-        self._tcp, self._unix = (grpc.aio.server(options=CHANNEL_OPTIONS) for _ in range(2))
+        self._tcp, self._unix = (grpc.aio.server(options=SERVER_OPTIONS) for _ in range(2))
         host, port = parse_address(config.listen)
         try:
             bound = self._tcp.add_insecure_port(config.listen)
@@ -157,7 +162,7 @@ class Daemon:
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """A broken invariant in a callback: going on could hand out a wrong byte."""
         error = context.get("exception")
-        if isinstance(error, AssertionError):
+        if isinstance(error, (AssertionError, CourierError)):
             self._die(error)
         else:
             loop.default_exception_handler(context)
@@ -166,6 +171,19 @@ class Daemon:
         log.critical("an invariant is broken; the daemon ends", exc_info=error)
         self._fatal = self._fatal or error
         self._stop.set()
+
+
+def _check_descriptors(config: DaemonConfig) -> None:
+    """Raises the soft limit of open files as far as it may; ConfigError where that is not enough."""
+    need = 128 + DESCRIPTORS_PER_PEER * config.max_peers + DESCRIPTORS_PER_WORKER * config.max_workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < need:
+        raise ConfigError(
+            f"max_peers {config.max_peers} and max_workers {config.max_workers} need {need} open files; "
+            f"the limit (RLIMIT_NOFILE) is {hard}"
+        )
+    if soft != resource.RLIM_INFINITY and soft < need:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
 def _clear_socket(path: str) -> None:

@@ -18,7 +18,7 @@ import grpc
 from kvferry.daemon.copier import Copier
 from kvferry.daemon.limits import MAX_METADATA_BYTES
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier_link import CourierConfig, CourierLink
+from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 from kvferry.transfer.courier_messages import (
     Connected,
     CourierDied,
@@ -31,11 +31,18 @@ from kvferry.transfer.courier_messages import (
 log = logging.getLogger(__name__)
 
 OUTGOING = 8192  # messages that may wait for the stream
-START_SECONDS = 20.0  # for a courier to start or to connect
+OUTGOING_BYTES = 32 << 20  # likewise
+START_SECONDS = 20.0  # for both couriers to start and to connect
+STOP_SECONDS = 10.0  # for a killed courier to be reaped
 
 
 class SessionBroken(Exception):
     """The session is over; why, for the log and for the requests that lose by it."""
+
+
+def report_invariant(error: BaseException) -> None:
+    """Hands a broken invariant to the loop's exception handler, by which the daemon ends."""
+    asyncio.get_running_loop().call_exception_handler({"message": "an invariant is broken", "exception": error})
 
 
 class Duplex(Protocol):
@@ -64,7 +71,9 @@ class Session:
         self._times = times
         self._link: CourierLink | None = None
         self._outgoing: asyncio.Queue[peer.PeerMessage] = asyncio.Queue(OUTGOING)
+        self._outgoing_bytes = 0
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._own_connected = False
         self._peer_connected = False
         self.remote_slots = 0
@@ -88,10 +97,12 @@ class Session:
         """Queues a message; a peer that reads too slowly loses the session."""
         if self.closed:
             return
-        try:
-            self._outgoing.put_nowait(message)
-        except asyncio.QueueFull:
-            self.break_off(f"{OUTGOING} messages wait for the peer")
+        size = message.ByteSize()
+        if self._outgoing.full() or self._outgoing_bytes + size > OUTGOING_BYTES:
+            self.break_off(f"{self._outgoing.qsize()} messages of {self._outgoing_bytes} bytes wait for the peer")
+            return
+        self._outgoing_bytes += size
+        self._outgoing.put_nowait(message)
 
     def break_off(self, reason: str) -> None:
         """Ends the session; `run` raises. Idempotent."""
@@ -113,43 +124,73 @@ class Session:
     # -- the life of a session -----------------------------------------------------------------------------------
 
     async def run(self, stream: Duplex) -> None:
-        """Lives until the session breaks; always ends by SessionBroken. The courier is reaped before it raises."""
+        """Lives until the session breaks; ends by SessionBroken, or by cancellation. Whichever it is: no copy runs and
+        the courier is reaped before it returns."""
         tasks = [
             asyncio.create_task(self._write(stream)),
             asyncio.create_task(self._read(stream)),
             asyncio.create_task(self._beat()),
         ]
-        try:
-            await self._start_courier(tasks)
-            await self._first(*tasks, self._broken)
-            raise SessionBroken(self._reason(tasks))
-        finally:
-            self.closed, self.up = True, False
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            # Copies read or write the slots, which go with the courier; their number is bounded and each is short.
-            while self._copies:
-                self._copies_done.clear()
-                await self._copies_done.wait()
-            if self._link is not None:
-                await self._link.stop(10.0)
-
-    async def _start_courier(self, tasks: list[asyncio.Task[None]]) -> None:
         start = asyncio.create_task(CourierLink.start(self._courier_config, self._on_courier, START_SECONDS))
-        await self._first(start, *tasks, self._broken)
-        if not start.done():
-            # Broken meanwhile: the start has its own deadline, and what it started must be reaped.
-            self.break_off(self._reason(tasks))
         try:
-            self._link = await start
-        except Exception as error:
+            await self._serve(tasks, start)
+        finally:
+            await self._finish(asyncio.create_task(self._tear_down(tasks, start)))
+
+    async def _serve(self, tasks: list[asyncio.Task[None]], start: asyncio.Task[CourierLink]) -> None:
+        deadline = asyncio.create_task(asyncio.sleep(START_SECONDS))
+        try:
+            await self._first(start, *tasks, self._broken)
+            if start.done() and not self._broken.done():
+                self._courier_is_up(await start)
+                await self._first(self._up, deadline, *tasks, self._broken)
+                if deadline.done() and not self.up:
+                    self.break_off(f"the couriers were not connected within {START_SECONDS} s")
+                await self._first(*tasks, self._broken)
+        except (CourierError, ValueError) as error:
             raise SessionBroken(f"the courier did not start: {error}") from error
-        if self._broken.done():
-            raise SessionBroken(self._broken.result())
+        finally:
+            deadline.cancel()
+        raise SessionBroken(self._reason(tasks))
+
+    async def _finish(self, teardown: asyncio.Task[None]) -> None:
+        """Waits for the teardown, also where this very task is cancelled meanwhile."""
+        cancelled: asyncio.CancelledError | None = None
+        while not teardown.done():
+            try:
+                await asyncio.shield(teardown)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        teardown.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _tear_down(self, tasks: list[asyncio.Task[None]], start: asyncio.Task[CourierLink]) -> None:
+        self.closed, self.up = True, False
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled() and isinstance(error := task.exception(), AssertionError):
+                report_invariant(error)
+        # Copies read or write the slots, which go with the courier; their number is bounded and each is short.
+        while self._copies:
+            self._copies_done.clear()
+            await self._copies_done.wait()
+        try:
+            link = await start  # it has a deadline of its own, and what it started must be reaped
+        except (CourierError, OSError, ValueError):
+            return
+        try:
+            await link.stop(STOP_SECONDS)
+        except CourierError as error:
+            report_invariant(error)  # a courier that cannot be reaped may still write: nothing may be given back
+
+    def _courier_is_up(self, link: CourierLink) -> None:
+        self._link = link
         up = peer.CourierUp(
-            metadata=self._link.metadata,
-            receive_address=self._link.receive_address,
+            metadata=link.metadata,
+            receive_address=link.receive_address,
             receive_slots=self._courier_config.receive_slots,
             slot_bytes=self._courier_config.slot_bytes,
         )
@@ -169,7 +210,9 @@ class Session:
 
     async def _write(self, stream: Duplex) -> None:
         while True:
-            await stream.write(await self._outgoing.get())
+            message = await self._outgoing.get()
+            self._outgoing_bytes -= message.ByteSize()
+            await stream.write(message)
 
     async def _beat(self) -> None:
         sequence = 0
@@ -179,7 +222,7 @@ class Session:
             self.send(peer.PeerMessage(heartbeat=peer.Heartbeat(sequence=sequence)))
 
     async def _read(self, stream: Duplex) -> None:
-        while True:
+        while not self.closed:
             try:
                 message = await asyncio.wait_for(stream.read(), self._times.lost)
             except asyncio.TimeoutError:
@@ -231,6 +274,12 @@ class Session:
     def _on_courier(self, event: CourierEvent) -> None:
         if self.closed:
             return
+        try:
+            self._hear_courier(event)
+        except (SessionBroken, ValueError) as error:
+            self.break_off(str(error))
+
+    def _hear_courier(self, event: CourierEvent) -> None:
         if isinstance(event, Connected):
             self._own_connected = True
             self.send(peer.PeerMessage(courier_connected=peer.CourierConnected()))
@@ -241,13 +290,11 @@ class Session:
             # It proves nothing about the peer's memory; the session's end does, since both couriers are reaped.
             self.break_off(f"a write failed: {event.message}")
         else:
-            try:
-                self.on_courier(event)
-            except ValueError as error:
-                self.break_off(str(error))
+            self.on_courier(event)
 
     def _check_up(self) -> None:
         if self._own_connected and self._peer_connected and not self.up:
             self.up = True
             log.info("session with %s is up", self.remote)
             self.on_up()
+            self._up.set_result(None)

@@ -9,16 +9,19 @@ import asyncio
 import logging
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.copier import Copier
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.effects import Effect, ToWorker
 from kvferry.daemon.errors import RequestError, exhausted, invalid, precondition
-from kvferry.daemon.limits import MAX_NAME_CHARS, Name
+from kvferry.daemon.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES, Name, name_of
+from kvferry.daemon.session import SessionBroken
 from kvferry.daemon.store import Store
+from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.transfer.segment import FileLock, Segment
@@ -39,7 +42,7 @@ class Worker:
     events: asyncio.Queue[wire.WorkerEvent]
     attached: bool = False
     quiesced: bool = False
-    overflown: bool = False
+    overflown: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Side:
@@ -60,6 +63,9 @@ class Side:
         self._copier: Copier | None = None
         self._next_worker = 1
         self._lost: dict[int, Worker] = {}
+        self._making = asyncio.Lock()
+        self._effects: deque[Effect] = deque()
+        self._flushing = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- what the roles differ in --------------------------------------------------------------------------------
@@ -68,6 +74,10 @@ class Side:
         raise AssertionError("a side has a role")
 
     def perform(self, effect: Effect) -> None:
+        raise AssertionError("a side has a role")
+
+    def effect_failed(self, effect: Effect, message: str) -> None:
+        """The session that it was for must end, and its requests with it."""
         raise AssertionError("a side has a role")
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
@@ -105,7 +115,7 @@ class Side:
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def register(self, hello: wire.WorkerHello) -> tuple[Worker, wire.Welcome]:
+    async def register(self, hello: wire.WorkerHello) -> tuple[Worker, wire.Welcome]:
         """Takes a worker in, making the pool for the first one. RequestError where it does not fit."""
         if hello.protocol != PROTOCOL:
             raise precondition(
@@ -126,7 +136,8 @@ class Side:
             facts = NamespaceFacts.from_proto(hello.facts)
         except ValueError as error:
             raise invalid(str(error)) from error
-        self._fit(facts)
+        async with self._making:
+            await self._fit(facts)
         self.store.tree(facts.id)
         number = self._next_worker
         self._next_worker += 1
@@ -148,7 +159,7 @@ class Side:
         )
         return worker, welcome
 
-    def _fit(self, facts: NamespaceFacts) -> None:
+    async def _fit(self, facts: NamespaceFacts) -> None:
         if self.facts is not None:
             for difference in differences(self.facts, facts):
                 if difference.field != "tenant_salt_digest":
@@ -163,7 +174,8 @@ class Side:
             )
         name = f"kvferry-{self.incarnation.hex()}-{self.role}-pool"
         try:
-            self._segment = Segment.create(self.config.shm_dir, name, pages * page_bytes)
+            # In a thread: the kernel clears the memory, which takes seconds for a large pool.
+            self._segment = await asyncio.to_thread(Segment.create, self.config.shm_dir, name, pages * page_bytes)
         except OSError as error:
             raise exhausted(f"pool of {pages * page_bytes} bytes in {self.config.shm_dir}: {error}") from error
         self.facts = facts
@@ -208,13 +220,35 @@ class Side:
     # -- effects -------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Carries out what the core left, until it leaves nothing more."""
-        while effects := self.take_effects():
-            for effect in effects:
+        """Carries out what the core left, in order, until it leaves nothing more. What an effect brings about on the
+        spot may come back here: its effects go behind those that wait."""
+        self._effects.extend(self.take_effects())
+        if self._flushing:
+            return
+        self._flushing = True
+        try:
+            while self._effects:
+                effect = self._effects.popleft()
                 if isinstance(effect, ToWorker):
                     self.tell(effect.worker, effect.event)
                 else:
-                    self.perform(effect)
+                    try:
+                        self.perform(effect)
+                    except (ValueError, SessionBroken) as error:
+                        self.effect_failed(effect, str(error))
+                self._effects.extend(self.take_effects())
+        finally:
+            self._flushing = False
+
+    def name_of(self, worker: Worker, message: common.RequestName) -> Name | None:
+        """The request's name. One that cannot be is answered with Failed (None), as far as it can be named at all."""
+        try:
+            return name_of(message)
+        except RequestError as error:
+            if len(message.request_id) != REQUEST_ID_BYTES:
+                raise
+            self.fail(worker, Name(message.request_id, message.attempt), error)
+            return None
 
     def tell(self, number: int, event: wire.WorkerEvent) -> None:
         worker = self.workers.get(number)
@@ -223,7 +257,7 @@ class Side:
         try:
             worker.events.put_nowait(event)
         except asyncio.QueueFull:
-            worker.overflown = True  # its stream is ended by its reader
+            worker.overflown.set()  # its stream ends
 
     def fail(self, worker: Worker, name: Name, error: RequestError) -> None:
         failed = wire.Failed(name=name.to_proto(), error=error.to_proto())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from kvferry.daemon.errors import RequestError
+from kvferry.daemon.session import report_invariant
 from kvferry.daemon.side import Side, Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
@@ -41,13 +42,25 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except asyncio.TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_SECONDS} s")
         log.info("%s worker %s is here", side.role, worker.name)
-        writer = asyncio.create_task(self._write(worker, context))
+        tasks = [
+            asyncio.create_task(self._read(side, worker, context)),
+            asyncio.create_task(self._write(worker, context)),
+            asyncio.create_task(worker.overflown.wait()),
+        ]
         try:
-            await self._read(side, worker, context)
-        except RequestError as error:
-            await context.abort(status_of(error), error.message)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if isinstance(problem := task.exception(), AssertionError):
+                    report_invariant(problem)
+                elif isinstance(problem, RequestError):
+                    await context.abort(status_of(problem), problem.message)
+                elif problem is not None:
+                    await context.abort(grpc.StatusCode.INTERNAL, f"{type(problem).__name__}: {problem}"[:1000])
+            if worker.overflown.is_set():
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the worker does not read its events")
         finally:
-            writer.cancel()
+            for task in tasks:
+                task.cancel()
             side.leave(worker)
             log.info("%s worker %s has %s", side.role, worker.name, "left" if worker.quiesced else "broken off")
 
@@ -64,7 +77,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
         if side.draining:
             raise RequestError(common.ERROR_UNAVAILABLE, "the daemon is shutting down")
-        worker, welcome = side.register(message.hello)
+        worker, welcome = await side.register(message.hello)
         welcome.peer_address = self._peer_address
         worker.events.put_nowait(wire.WorkerEvent(welcome=welcome))
         return side, worker
@@ -74,8 +87,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             message = await context.read()
             if not isinstance(message, wire.WorkerMessage):
                 return  # the worker closed its half
-            if worker.overflown:
-                raise RequestError(common.ERROR_RESOURCE_EXHAUSTED, "the worker does not read its events")
             kind = message.WhichOneof("kind")
             if kind == "attached":
                 side.attach(worker)

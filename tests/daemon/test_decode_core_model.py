@@ -33,7 +33,9 @@ def chain(symbols: list[int]) -> list[bytes]:
 class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.core = DecodeCore(Store(PAGES, PAGE), DecodeLimits(max_tokens=200, page_bytes=64, queue=8))
+        self.core = DecodeCore(
+            Store(PAGES, PAGE), DecodeLimits(max_tokens=200, page_bytes=64, admission_seconds=40.0, queue=8)
+        )
         self.now = 0.0
         self.count = 0
         self.prompts: dict[Name, tuple[list[bytes], bytes, int]] = {}  # full digests, tail digest, tokens
@@ -175,7 +177,9 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.core.leases)
     @rule(data=st.data())
     def aux(self, data: st.DataObject) -> None:
-        self.core.aux(data.draw(st.sampled_from(self.names())), b"first token", self.now)
+        name = data.draw(st.sampled_from(self.names()))
+        self.core.aux("q", name, b"not its own", self.now) if self.core.leases[name].prefill != "q" else None
+        self.core.aux(self.core.leases[name].prefill, name, b"first token", self.now)
         self.run_effects()
 
     @precondition(lambda self: self.ready)
@@ -186,7 +190,7 @@ class CoreMachine(RuleBasedStateMachine):
         if lease.worker not in self.workers:
             return
         total = lease.tokens + min(output, lease.max_new_tokens) - 1
-        self.core.grow(lease.worker, name, total)
+        self.core.grow(lease.worker, name, total, self.now)
         self.run_effects()
         digests, _, _ = self.prompts[name]
         behind: list[bytes] = []

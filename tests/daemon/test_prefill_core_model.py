@@ -68,7 +68,7 @@ class Send:
 class PrefillMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.core = PrefillCore(Store(PAGES, PAGE), PrefillLimits(max_tokens=200, table=TABLE))
+        self.core = PrefillCore(Store(PAGES, PAGE), PrefillLimits(table=TABLE))
         self.now = 0.0
         self.count = 0
         self.jobs: dict[Name, Job] = {}
