@@ -341,13 +341,16 @@ class PrefillCore:
             return False
         # The last token's logits are needed, so at least one token is computed.
         most = (prompt.tokens - 1) // self.store.page_size if self.limits.reuse == "on" else 0
-        lock = prompt.tree.lock(prompt.tree.match(prompt.digests[: most * DIGEST_BYTES]))
+        match = prompt.tree.match(prompt.digests[: most * DIGEST_BYTES])
+        total = pages_for(prompt.tokens, self.store.page_size)
+        need = total - match.pages
+        if not entry.asked and self._unasked_pages + total > pool.pages // 2:
+            return False
+        if pool.free + self.store.evictable < need:
+            return False  # locking the match can only make it worse; a request that waits should not look like use
+        lock = prompt.tree.lock(match)
         held = prompt.tree.path_pages(lock)
-        need = pages_for(prompt.tokens, self.store.page_size) - len(held)
-        fits = pool.free + self.store.evictable >= need
-        if not entry.asked and self._unasked_pages + len(held) + need > pool.pages // 2:
-            fits = False
-        if not fits:
+        if pool.free + self.store.evictable < need:
             prompt.tree.unlock(lock)
             return False
         prompt.private = self.store.take(need)

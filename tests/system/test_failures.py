@@ -12,7 +12,7 @@ import grpc
 import pytest
 from engines import OPTIONS, Engines, Turn, settled, stats
 
-from kvferry.daemon.stack import Stack
+from kvferry.daemon.stack import Stack, StackError
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.proto.engine_pb2_grpc import EngineStub
@@ -173,3 +173,42 @@ def courier_pids(daemon: int) -> list[int]:
             except (OSError, ValueError):
                 continue
     return found
+
+
+def test_a_silent_prefill_daemon_costs_its_requests_only(stack: Stack) -> None:
+    """It neither answers nor closes: heard of no more for 3 s, it is lost, and met again when it goes on."""
+    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    with Engines(prefills[0], decodes[0]) as engines, Engines(None, decodes[0]) as alone:
+        assert engines.turn(list(range(100)), 4).error is None
+        pid = prefills[0].daemon.popen.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            turns: list[Turn] = []
+            thread = in_background(engines, list(range(1000, 1100)), 4, turns)
+            wait_until(lambda: stats(decodes[0]).peers[0].state != "up", 10)
+            thread.join(20)
+            assert turns[0].error is not None
+            # Dialling it again finds a port that accepts and never answers.
+            time.sleep(6)
+            assert decodes[0].daemon.popen.poll() is None
+            assert alone.turn(list(range(100)), 4).matched == 96
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: stats(decodes[0]).peers[0].state == "up", 20)
+        again = engines.turn(list(range(1000, 1100)), 4)
+        assert again.error is None, again.details
+    settled(decodes[0])
+    settled(prefills[0])
+
+
+def test_a_port_that_is_taken_is_refused(stack: Stack) -> None:
+    first = stack.ready(
+        stack.start("one", ["serve", "--role", "decode", "--listen", "127.0.0.1:0", *socket_of(stack, 1)])
+    )
+    second = stack.start("two", ["serve", "--role", "decode", "--listen", first, *socket_of(stack, 2)])
+    with pytest.raises(StackError, match=f"listen {first}"):
+        stack.ready(second)
+
+
+def socket_of(stack: Stack, number: int) -> list[str]:
+    return ["--socket", os.path.join(stack.folder, f"{number}.sock")]
