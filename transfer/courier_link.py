@@ -80,8 +80,9 @@ class CourierLink:
         self._stopped = False
         self._remote: Connect | None = None
         self._connected = False
-        self._posts: dict[int, int] = {}  # post id -> send slot, in flight
+        self._posts: dict[int, tuple[int, float]] = {}  # post id -> send slot, when posted; in flight, oldest first
         self._busy_slots: set[int] = set()
+        self._expecting = False  # what the courier was told last
         self.metadata = b""  # for the peer's `connect`, as the next
         self.receive_address = 0  # of the receive slots, in the courier's process
 
@@ -216,14 +217,24 @@ class CourierLink:
         if send_slot in self._busy_slots:
             raise MessageError("send_slot", send_slot, "of no post in flight")
         packet = encode_order(Post(post_id, send_slot, remote_slot, nbytes, bytes(notification)))
-        self._posts[post_id] = send_slot
+        self._posts[post_id] = (send_slot, self._loop.time())
         self._busy_slots.add(send_slot)
         self._send(packet)
 
     def expect(self, active: int) -> None:
         """How many transfers may bring parts now. Above 0 the courier polls fast; 0 costs latency, never a part."""
         check_range("active", active, 0, MAX_EXPECTED)
-        self._order(Expect(active))
+        # Only a change is an order: a burst of transfers would fill the queue.
+        if (active > 0) != self._expecting:
+            self._expecting = active > 0
+            self._order(Expect(active))
+
+    def oldest_post_age(self, now: float) -> float:
+        """Seconds from the oldest unanswered post to `now`, of the loop's clock; 0 if there is none. One that grows
+        tells of a courier that is stopped or stuck, of which no event does."""
+        for _, posted in self._posts.values():
+            return max(now - posted, 0.0)
+        return 0.0
 
     def _order(self, order: Order) -> None:
         self._send(encode_order(order))
@@ -286,10 +297,10 @@ class CourierLink:
             self._started.set_result(event)
             return
         if isinstance(event, PostDone | PostFailed):
-            slot = self._posts.pop(event.post_id, None)
-            if slot is None:
+            post = self._posts.pop(event.post_id, None)
+            if post is None:
                 raise MessageError("post_id", event.post_id, "of a post in flight")
-            self._busy_slots.discard(slot)
+            self._busy_slots.discard(post[0])
         elif isinstance(event, Connected):
             if self._remote is None or self._connected:
                 raise MessageError("event", "Connected", "the answer to connect")

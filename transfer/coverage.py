@@ -36,18 +36,27 @@ class IntervalSet:
         i = bisect_right(self._ends, start)
         return i < len(self._starts) and self._starts[i] <= start and end <= self._ends[i]
 
+    def count_with(self, start: int, end: int) -> int:
+        """How many intervals there would be with [start, end) added."""
+        if start >= end:
+            return len(self)
+        low, high = self._melting(start, end)
+        return len(self) - (high - low) + 1
+
     def add(self, start: int, end: int) -> None:
         """Adds [start, end)."""
         if start >= end:
             return
-        # Intervals low..high-1 touch or overlap the new one and melt into it.
-        low = bisect_left(self._ends, start)
-        high = bisect_right(self._starts, end)
+        low, high = self._melting(start, end)
         if low < high:
             start = min(start, self._starts[low])
             end = max(end, self._ends[high - 1])
         self._starts[low:high] = [start]
         self._ends[low:high] = [end]
+
+    def _melting(self, start: int, end: int) -> tuple[int, int]:
+        """low, high: intervals low..high-1 touch or overlap [start, end) and would melt into it."""
+        return bisect_left(self._ends, start), bisect_right(self._starts, end)
 
 
 class Coverage:
@@ -78,6 +87,10 @@ class Coverage:
     def overlaps(self, start: int, nbytes: int) -> bool:
         """Guard: whether some of these bytes were claimed before."""
         return self._claimed.overlaps(start, start + nbytes)
+
+    def ranges_with(self, start: int, nbytes: int) -> int:
+        """Guard: how many separate ranges would be claimed if these bytes were, too."""
+        return self._claimed.count_with(start, start + nbytes)
 
     def is_covered(self, page: int) -> bool:
         """Guard: whether every byte of the page was written."""

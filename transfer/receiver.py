@@ -2,7 +2,8 @@
 
 A state machine without I/O. A part is believed only if its notification names the credit that is out for the slot
 (CreditTable.generation_matches), the header in the slot says the same (check_binding), and its range lies in an open
-transfer and was never announced before (range_error, Coverage.overlaps). A page is reported once, when all of its
+transfer, was never announced before (range_error, Coverage.overlaps) and does not scatter the transfer over more
+ranges than an honest sender can (Coverage.ranges_with). A page is reported once, when all of its
 bytes were copied (Coverage.is_covered). A part of a transfer that is not open is dropped, and its slot granted anew.
 
 Where notification and header disagree, the peer or its transport does not keep the protocol, and its write may still
@@ -27,6 +28,11 @@ from kvferry.transfer.slots import (
 )
 
 MAX_PAGES = 1 << 32  # page indexes of a prompt are 32 bits on the wire
+
+# A sender's cursor only moves forward, so each gap between the ranges of a transfer is parts whose slots are not back:
+# slots + 1 ranges at most. Each costs time at every part, so that many more are refused.
+RANGES_PER_SLOT = 4
+RANGES_BESIDE_SLOTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +141,7 @@ class Receiver:
         self._capacity = slot_bytes - HEADER_BYTES
         self._rank = rank
         self._credits = CreditTable(slots)
+        self._max_ranges = RANGES_PER_SLOT * slots + RANGES_BESIDE_SLOTS
         self._transfers: dict[int, _Incoming] = {}
         self._newest_transfer = -1
         self._running: dict[int, _Running] = {}  # by slot
@@ -233,7 +240,8 @@ class Receiver:
             raise SlotError("part.rank", header.rank, str(self._rank))
 
     def range_error(self, incoming: _Incoming, header: PartHeader) -> str | None:
-        """Guard: the part lies in its slot and its transfer, and none of it was announced before; else the reason."""
+        """Guard: the part lies in its slot and its transfer, and none of it was announced before, nor are the
+        transfer's ranges too many with it; else the reason."""
         first, pages = incoming.first_page, len(incoming.page_ids)
         if not first <= header.first_page < first + pages:
             return f"part.first_page is {header.first_page}, must be in {first}..{first + pages - 1}"
@@ -246,6 +254,9 @@ class Receiver:
         if incoming.coverage.overlaps(start, header.nbytes):
             end = start + header.nbytes
             return f"part.byte_offset: bytes {start}..{end - 1} of the transfer came twice, must come once"
+        ranges = incoming.coverage.ranges_with(start, header.nbytes)
+        if ranges > self._max_ranges:
+            return f"part.byte_offset: separate ranges of the transfer are {ranges}, must be at most {self._max_ranges}"
         return None
 
     def scattered(self, slot: int) -> ScatterResult:

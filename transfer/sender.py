@@ -256,6 +256,7 @@ class Sender:
             self._close_if_drained(gather.transfer, outgoing)
             return None
         credit = gather.credit
+        self._purse.spend(credit)
         header = PartHeader(
             epoch=self._epoch,
             transfer=gather.transfer,
@@ -318,6 +319,7 @@ class Sender:
         """Recounts everything; for tests."""
         busy = [*self._gathering, *(send_slot for send_slot, _ in self._posted.values())]
         assert sorted([*self._free_slots, *busy]) == list(range(self._send_slots))
+        self._purse.check(gather.credit for gather in self._gathering.values())
         for transfer, outgoing in self._transfers.items():
             assert 0 <= outgoing.sent <= outgoing.ready <= outgoing.nbytes
             assert outgoing.gathers == sum(gather.transfer == transfer for gather in self._gathering.values())

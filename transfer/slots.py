@@ -226,19 +226,26 @@ class CreditTable:
 
 
 class CreditPurse:
-    """The sender's unspent credits, oldest first."""
+    """The sender's unspent credits, oldest first.
+
+    A credit is unspent until its part is posted: from then on the peer may have the notification and grant the slot
+    anew, even before the courier reports the post done. A slot has one unspent credit at most, so neither the purse
+    nor the gathers can outgrow the peer's slots.
+    """
 
     def __init__(self, slots: int) -> None:
         if not 1 <= slots <= MAX_SLOTS:
             raise ValueError(f"slots is {slots}, must be in 1..{MAX_SLOTS}")
         self._newest = [0] * slots  # by slot, the newest generation seen
         self._credits: deque[Credit] = deque()
+        self._unspent: set[int] = set()  # slots whose credit is in the purse, or taken and not yet spent
 
     def __len__(self) -> int:
         return len(self._credits)
 
     def add(self, credits: Iterable[Credit]) -> None:
-        """Credits that the peer granted. Raises SlotError for a slot out of range or a generation that is not new."""
+        """Credits that the peer granted. Raises SlotError for a slot out of range, a generation that is not new, or a
+        slot whose former credit is unspent."""
         for credit in credits:
             if not 0 <= credit.slot < len(self._newest):
                 raise SlotError("credit.slot", credit.slot, f"in 0..{len(self._newest) - 1}")
@@ -246,17 +253,32 @@ class CreditPurse:
                 bound = f"greater than {self._newest[credit.slot]} for slot {credit.slot}"
                 raise SlotError("credit.generation", credit.generation, bound)
             check_unsigned("credit.generation", credit.generation, 64)
+            if credit.slot in self._unspent:
+                raise SlotError("credit.slot", credit.slot, "a slot whose former credit was spent")
             self._newest[credit.slot] = credit.generation
+            self._unspent.add(credit.slot)
             self._credits.append(credit)
 
     def take(self) -> Credit:
         """Guard: a credit leaves the purse for the one part that may spend it. The purse must not be empty."""
         return self._credits.popleft()
 
+    def spend(self, credit: Credit) -> None:
+        """The part of a taken credit is posted: the peer may grant the slot anew."""
+        assert credit.slot in self._unspent, f"{credit} is spent twice"
+        self._unspent.remove(credit.slot)
+
     def put_back(self, credit: Credit) -> None:
         """Returns a taken credit of which nothing was written."""
+        assert credit.slot in self._unspent, f"{credit} was spent"
         self._credits.appendleft(credit)
 
     def held(self) -> Sequence[Credit]:
         """A copy, in the order of use."""
         return tuple(self._credits)
+
+    def check(self, taken: Iterable[Credit]) -> None:
+        """Recounts everything, `taken` being those neither spent nor put back; for tests."""
+        slots = [credit.slot for credit in (*self._credits, *taken)]
+        assert len(slots) == len(self._unspent)
+        assert set(slots) == self._unspent

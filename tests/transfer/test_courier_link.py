@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ipaddress
 import logging
 import os
+import signal
 import stat
 import sys
 import textwrap
@@ -17,7 +19,15 @@ import pytest
 
 from kvferry.transfer.courier_config import courier_environment, make_slot_memory
 from kvferry.transfer.courier_link import OUTPUT_LIMIT_BYTES, CourierConfig, CourierError, CourierLink
-from kvferry.transfer.courier_messages import CourierDied, CourierEvent, MessageError
+from kvferry.transfer.courier_messages import (
+    Connected,
+    CourierDied,
+    CourierEvent,
+    Expect,
+    MessageError,
+    PostDone,
+    encode_order,
+)
 from kvferry.transfer.interfaces import InterfaceError, interface_addresses, interface_of
 
 SECONDS = 30.0
@@ -110,11 +120,74 @@ def test_one_that_takes_no_orders_is_ended(actor: Actor) -> None:
     async def test() -> None:
         events: list[CourierEvent] = []
         link = await start(events)
-        for _ in range(20000):
-            link.expect(1)
+        for number in range(20000):
+            link.expect(number % 2)
         died = await until_event(events)
         assert isinstance(died, CourierDied)
         assert "does not take orders" in died.message
+        await link.stop(SECONDS)
+
+    asyncio.run(test())
+
+
+def test_only_a_change_of_what_is_expected_is_an_order(actor: Actor) -> None:
+    actor("s.send(started); time.sleep(600)")
+
+    async def test() -> None:
+        events: list[CourierEvent] = []
+        link = await start(events)
+        sent: list[bytes] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(link, "_send", sent.append)
+            for active in (0, 1, 2, 20, 1, 0, 0, 7):
+                link.expect(active)
+        assert sent == [encode_order(Expect(active)) for active in (1, 0, 7)]
+        await link.stop(SECONDS)
+        assert events == []
+
+    asyncio.run(test())
+
+
+def test_posts_of_one_that_is_stopped_age(actor: Actor) -> None:
+    actor("""
+        s.send(started)
+        setup, connect = s.recv(4096), s.recv(4096)
+        s.send(struct.pack('<B', 18))
+        first, second = s.recv(4096), s.recv(4096)
+        s.send(struct.pack('<B', 19) + first[1:9])
+        s.recv(4096)
+        s.send(struct.pack('<B', 19) + second[1:9])
+        time.sleep(600)
+    """)
+
+    async def test() -> None:
+        events: list[CourierEvent] = []
+        link = await CourierLink.start(dataclasses.replace(CONFIG, send_slots=2), events.append, SECONDS)
+        clock = asyncio.get_running_loop().time
+        link.connect(b"metadata", 4096, 2, 4096)
+        assert await until_event(events) == Connected()
+        events.clear()
+        assert link.oldest_post_age(clock() + 60) == 0
+
+        os.kill(link.pid, signal.SIGSTOP)
+        before_first = clock()
+        link.post(1, 0, 0, 1, b"first")
+        await asyncio.sleep(0.01)
+        before_second = clock()
+        link.post(2, 1, 1, 1, b"second")
+        after_second = clock()
+        now = after_second + 60
+        assert now - before_second < link.oldest_post_age(now) <= now - before_first
+        assert link.oldest_post_age(before_first - 1) == 0
+        assert events == []
+
+        os.kill(link.pid, signal.SIGCONT)
+        assert await until_event(events) == PostDone(1)
+        assert now - after_second <= link.oldest_post_age(now) <= now - before_second, "the second's"
+        events.clear()
+        link.expect(1)
+        assert await until_event(events) == PostDone(2)
+        assert link.oldest_post_age(clock() + 60) == 0
         await link.stop(SECONDS)
 
     asyncio.run(test())

@@ -216,6 +216,33 @@ def test_a_part_out_of_range_breaks_its_transfer_only(part: tuple[int, int, int]
     receiver.check()
 
 
+def test_parts_that_scatter_a_transfer_over_too_many_ranges_break_it() -> None:
+    bench = Bench(slots=1)
+    receiver = bench.receiver
+    receiver.open(1, first_page=0, pages=1, page_ids=[0])
+    receiver.open(2, first_page=0, pages=1, page_ids=[1])
+
+    def land(transfer: int, start: int, nbytes: int) -> None:
+        assert isinstance(bench.notify(bench.part(transfer, 0, start, nbytes))[0], Scatter)
+        bench.credits.append(receiver.scattered(0).credit)
+
+    limit = 4 * 1 + 16
+    for number in range(limit):
+        land(1, 2 * number, 1)
+    land(1, 1, 1)  # joins two
+    land(1, 2 * limit, 1)
+    land(1, 2 * limit + 1, 1)  # joins one
+    broken, regrant = bench.notify(bench.part(1, 0, 99, 1))
+    assert isinstance(broken, TransferBroken)
+    assert broken.message == "part.byte_offset: separate ranges of the transfer are 21, must be at most 20"
+    assert isinstance(regrant, Regrant)
+    bench.credits.append(regrant.credit)
+    land(2, 0, 100)
+    assert receiver.transfers() == [1]
+    assert receiver.end(1)
+    receiver.check()
+
+
 def test_a_part_larger_than_a_slot_is_refused() -> None:
     bench = Bench()
     bench.receiver.open(1, first_page=0, pages=9, page_ids=range(9))

@@ -109,15 +109,33 @@ def test_a_part_needs_a_credit_and_a_sending_slot() -> None:
     sender.open(1, first_page=0, pages=3, page_ids=range(3))
     sender.progress(1, 3)
     assert len(sender.next_actions()) == 1
-    sender.credits([Credit(0, 2)])
-    assert len(sender.next_actions()) == 1
-    sender.credits([Credit(0, 3)])
-    assert sender.next_actions() == [], "both sending slots are busy"
     post = sender.gathered(0)
     assert post is not None
+    assert sender.next_actions() == [], "no credit"
+    sender.credits([Credit(0, 2)])  # the peer may be quicker than the report of the post
+    (second,) = sender.next_actions()
+    assert sender.gathered(second.send_slot) is not None
+    sender.credits([Credit(0, 3)])
     assert sender.next_actions() == [], "a sending slot is free when its post is done, not when it is posted"
     sender.posted_done(post.post_id)
     assert [g.first_page for g in sender.next_actions()] == [2]
+
+
+def test_a_slot_granted_anew_before_its_credit_is_spent_is_refused() -> None:
+    sender = make(credits=1)
+    sender.open(1, first_page=0, pages=2, page_ids=[0, 1])
+    for generation in range(2, 5):
+        with pytest.raises(SlotError, match=r"credit\.slot is 0"):
+            sender.credits([Credit(0, generation)])
+    sender.progress(1, 2)
+    (gather,) = sender.next_actions()
+    with pytest.raises(SlotError, match=r"credit\.slot is 0"):
+        sender.credits([Credit(0, 5)])
+    sender.check()
+    assert sender.gathered(gather.send_slot) is not None
+    sender.credits([Credit(0, 6)])
+    assert sender.free_credits == 1
+    sender.check()
 
 
 def test_end_keeps_the_credit_of_a_running_gather_for_others() -> None:
@@ -140,12 +158,12 @@ def test_end_keeps_the_credit_of_a_running_gather_for_others() -> None:
 
 
 def test_a_transfer_that_drains_is_cut_no_more() -> None:
-    sender = make(credits=1)
-    sender.open(1, first_page=0, pages=2, page_ids=[0, 1])
-    sender.progress(1, 2)
+    sender = make(credits=2, send_slots=2)
+    sender.open(1, first_page=0, pages=3, page_ids=[0, 1, 2])
+    sender.progress(1, 1)
     (gather,) = sender.next_actions()
+    sender.progress(1, 3)
     sender.end(1)
-    sender.credits([Credit(0, 2)])
     assert sender.next_actions() == []
     assert sender.gathered(gather.send_slot) is None
     assert sender.poll_events() == [Ended(1)]

@@ -175,6 +175,36 @@ def test_purse_refuses_what_cannot_be_a_credit() -> None:
     assert len(purse) == 0
 
 
+def test_purse_refuses_a_slot_whose_credit_is_unspent() -> None:
+    purse = CreditPurse(2)
+    purse.add([Credit(0, 1)])
+    refused = r"credit\.slot is 0, must be a slot whose former credit was spent"
+    with pytest.raises(SlotError, match=refused):
+        purse.add([Credit(0, 2)])
+    credit = purse.take()
+    with pytest.raises(SlotError, match=refused):
+        purse.add([Credit(0, 3)])
+    purse.check([credit])
+    purse.put_back(credit)
+    with pytest.raises(SlotError, match=refused):
+        purse.add([Credit(0, 4)])
+    purse.spend(purse.take())
+    purse.add([Credit(0, 5)])
+    assert purse.held() == (Credit(0, 5),)
+    purse.check([])
+
+
+def test_purse_asserts_that_a_credit_is_spent_once() -> None:
+    purse = CreditPurse(1)
+    purse.add([Credit(0, 1)])
+    credit = purse.take()
+    purse.spend(credit)
+    with pytest.raises(AssertionError, match="spent twice"):
+        purse.spend(credit)
+    with pytest.raises(AssertionError, match="was spent"):
+        purse.put_back(credit)
+
+
 ranges = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 
@@ -182,7 +212,9 @@ ranges = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pai
 def test_interval_set_is_a_set(added: list[tuple[int, int]], asked: tuple[int, int]) -> None:
     intervals, model = IntervalSet(), set[int]()
     for start, end in added:
+        counted = intervals.count_with(start, end)
         intervals.add(start, end)
+        assert len(intervals) == counted
         model |= set(range(start, end))
         found = intervals.intervals()
         assert {i for low, high in found for i in range(low, high)} == model
