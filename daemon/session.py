@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 OUTGOING = 8192  # messages that may wait for the stream
 OUTGOING_BYTES = 32 << 20  # likewise
 START_SECONDS = 20.0  # for both couriers to start and to connect
+POST_SECONDS = 15.0  # for one write of a slot; UCX's own timeout is 3 s
 STOP_SECONDS = 10.0  # for a killed courier to be reaped
 
 
@@ -220,6 +221,10 @@ class Session:
             await asyncio.sleep(self._times.heartbeat)
             sequence += 1
             self.send(peer.PeerMessage(heartbeat=peer.Heartbeat(sequence=sequence)))
+            # A stopped courier says nothing, and its writes neither arrive nor fail.
+            age = self._link.oldest_post_age(asyncio.get_running_loop().time()) if self._link is not None else 0.0
+            if age > POST_SECONDS:
+                raise SessionBroken(f"a write to {self.remote} has not ended for {age:.1f} s")
 
     async def _read(self, stream: Duplex) -> None:
         while not self.closed:
