@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from stacks import running_stack
 
 from kvferry.daemon.stack import Stack
+
+# For tiny_models: pytest's importlib mode leaves sys.path alone.
+sys.path.append(str(Path(__file__).parents[1] / "workers"))
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
-    stack = getattr(item, "funcargs", {}).get("stack")
-    if report.when == "call" and report.failed and isinstance(stack, Stack):
-        for process in stack.processes:
-            report.sections.append((process.name, process.tail(40)))
+    if report.when != "call" or not report.failed:
+        return
+    for value in getattr(item, "funcargs", {}).values():
+        stack = value if isinstance(value, Stack) else getattr(value, "stack", None)
+        if isinstance(stack, Stack):
+            for process in stack.processes:
+                report.sections.append((process.name, process.tail(40)))
 
 
 @pytest.fixture
 def stack() -> Iterator[Stack]:
-    with Stack() as running:
-        yield running
-        ended_before = {process.name for process in running.processes if process.popen.poll() is not None}
-        statuses = running.close()
-    # A worker whose daemon is gone ends with an error, as it should.
-    excused = ended_before | {f"{name}-worker" for name in ended_before}
-    ended_badly = {name: status for name, status in statuses.items() if status != 0 and name not in excused}
-    assert not ended_badly, f"processes ended badly: {ended_badly}"
+    with running_stack() as stack:
+        yield stack

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
@@ -102,9 +103,17 @@ class Engines:
                 reply.cancel()
         return turn
 
-    def turns(self, prompts: list[list[int]], max_new: int, *, deadline_s: float = 60.0) -> list[Turn]:
+    def turns(
+        self,
+        prompts: list[list[int]],
+        max_new: int,
+        *,
+        deadline_s: float = 60.0,
+        sampling: engine_pb2.Sampling | None = None,
+    ) -> list[Turn]:
         """All at a time."""
-        return list(self._pool.map(lambda tokens: self.turn(tokens, max_new, deadline_s=deadline_s), prompts))
+        one = partial(self.turn, max_new=max_new, deadline_s=deadline_s, sampling=sampling)
+        return list(self._pool.map(one, prompts))
 
 
 def stats(replica: Replica) -> cache_pb2.SideStats:
