@@ -4,9 +4,9 @@ Started by `courier_link` as `python -m kvferry.transfer.courier SOCKET_FD MEMOR
 reaches its UCX port can write all that its process maps; so it lives here, where ending the process is the proof that
 nothing lands any more, and costs a session only.
 
-One thread and one loop: it waits for orders for a moment, then polls. NIXL's own progress thread would spin on a
-core; without it data arrive only while this loop polls. A post's handle is polled until it is done or has failed, and
-released then, once: only the poll sends the notification, and a handle released earlier writes on.
+One thread and one loop: it waits for orders or bytes for a moment, then polls. NIXL's own progress thread would spin
+on a core; without it data arrive only while this loop polls. A post's handle is polled until it is done or has failed,
+and released then, once: only the poll sends the notification, and a handle released earlier writes on.
 
 It imports little, since each session waits for its start.
 """
@@ -50,6 +50,7 @@ IDLE_SECONDS = 0.005
 ORDERS_PER_ROUND = 64
 MAX_UNSENT = 4096  # events that may wait for a daemon that does not read
 PR_SET_PDEATHSIG = 1
+SELECT_LIMIT = 1024  # descriptors from here on cannot be given to select()
 
 # The metapackage `nixl` may import torch, seconds long, to choose between these; for host memory either one does.
 NIXL_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
@@ -121,6 +122,7 @@ class Courier:
         self._posts: dict[int, object] = {}  # post id -> handle, not yet done
         self._expected = 0
         self._unsent: deque[bytes] = deque()
+        self._event_sets: list[int] = []
 
     def start(self) -> None:
         """Registers the slots. The metadata are taken between: they give the peer the receive slots only."""
@@ -131,14 +133,19 @@ class Courier:
         metadata = self._agent.get_agent_metadata()
         if send_bytes:
             self._agent.register_memory([(self._address + receive_bytes, send_bytes, 0, "")], "DRAM")
+        self._event_sets = ucx_event_sets()
         self._send(Started(self._address, metadata))
 
     def run(self) -> None:
         """Returns never: raises OrdersEnded when the daemon is gone, anything else when the courier cannot go on."""
         while True:
-            wait = BUSY_SECONDS if self._posts or self._expected else IDLE_SECONDS
-            readable, _, _ = select.select([self._orders], [self._orders] if self._unsent else [], [], wait)
-            if readable:
+            busy = self._posts or self._expected
+            wait = BUSY_SECONDS if busy else IDLE_SECONDS
+            watched: list[socket.socket | int] = [self._orders]
+            if busy:
+                watched += self._event_sets
+            readable, _, _ = select.select(watched, [self._orders] if self._unsent else [], [], wait)
+            if self._orders in readable:
                 self._take_orders()
             self._poll_posts()
             self._poll_notifications()
@@ -239,6 +246,25 @@ class Courier:
             except ConnectionError:
                 raise OrdersEnded from None
             self._unsent.popleft()
+
+
+def ucx_event_sets() -> list[int]:
+    """Descriptors that are readable when UCX's TCP sockets have bytes: its epoll sets, which another of its sets
+    watches.
+
+    They end a wait before its time, several times for each part. NIXL does not name them: where none looks like that
+    (another transport, another UCX), the polls alone do it.
+    """
+    sets: set[int] = set()
+    watched: set[int] = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                    sets.add(int(name))
+                    with open(f"/proc/self/fdinfo/{name}") as info:
+                        watched |= {int(line.split()[1]) for line in info if line.startswith("tfd:")}
+    return sorted(fd for fd in sets & watched if fd < SELECT_LIMIT)
 
 
 class _Step(Protocol):
