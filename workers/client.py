@@ -18,14 +18,25 @@ from typing import TypeVar
 
 import grpc.aio
 
+from kvferry.daemon.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
 from kvferry.proto import common_pb2, worker_pb2
+from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.workers.attachment import Attachment
-from kvferry.workers.requests import Admitted, Begun, DaemonGone, HandshakeFailed, Ready, RequestFailed, RequestName
+from kvferry.workers.requests import (
+    Admitted,
+    Begun,
+    DaemonGone,
+    HandshakeFailed,
+    NotOpened,
+    Ready,
+    RequestFailed,
+    RequestName,
+    name_in_use,
+)
 from kvferry.workers.stream import MAX_UNSENT_MESSAGES, PROTOCOL, Stream, open_stream, read_welcome
 
-MAX_AUX_BYTES = 64 * 1024
-MAX_REASON_CHARS = 1024
+MAX_FINISH_DIGEST_BYTES = MAX_MESSAGE_BYTES - 256  # beside them: a name and two numbers
 ANSWER_SLACK_S = 5.0  # the daemon keeps a request's deadline itself; the client waits this much longer for its word
 ANSWER_DEADLINE_S = 30.0  # for answers that wait for nothing but the daemon
 
@@ -124,21 +135,28 @@ class DaemonClient:
         max_new_tokens: int,
         deadline_s: float,
     ) -> Admitted:
-        """Asks the daemon to hold this prompt until Ready, within `deadline_s`. Raises RequestFailed, DaemonGone."""
-        request = self._open(name, tokens, deadline_s)
-        self._send(
-            worker_pb2.WorkerMessage(
-                admit=worker_pb2.Admit(
-                    name=name.to_proto(),
-                    digests=digests,
-                    tokens=tokens,
-                    tail_digest=tail_digest,
-                    prefill=prefill,
-                    max_new_tokens=max_new_tokens,
-                    deadline_ms=_milliseconds(deadline_s),
-                )
+        """Asks the daemon to hold this prompt until Ready, within `deadline_s`. Raises RequestFailed, DaemonGone;
+        NotOpened when the name is in use or the digests of the prompt or of the output do not fit in a message."""
+        message = worker_pb2.WorkerMessage(
+            admit=worker_pb2.Admit(
+                name=name.to_proto(),
+                digests=digests,
+                tokens=tokens,
+                tail_digest=tail_digest,
+                prefill=prefill,
+                max_new_tokens=max_new_tokens,
+                deadline_ms=_milliseconds(deadline_s),
             )
         )
+        page_size = self.geometry.page_size
+        new_digests = ((tokens + max_new_tokens) // page_size - tokens // page_size) * DIGEST_BYTES
+        if new_digests > MAX_FINISH_DIGEST_BYTES:  # refused now: behind the output it would be too late
+            raise NotOpened(
+                common_pb2.ERROR_INVALID_ARGUMENT,
+                f"max_new_tokens is {max_new_tokens}: the output's digests at page size {page_size} may have "
+                f"{new_digests} bytes; they may have {MAX_FINISH_DIGEST_BYTES}",
+            )
+        request = self._open(name, message, tokens, deadline_s)
         return await self._wait(name, request.admitted, deadline_s + ANSWER_SLACK_S, "Admitted")
 
     async def ready(self, name: RequestName) -> Ready:
@@ -173,19 +191,18 @@ class DaemonClient:
     async def begin(
         self, name: RequestName, *, digests: bytes, tokens: int, tail_digest: bytes, deadline_s: float
     ) -> Begun:
-        """Asks the daemon for pages for this prompt. Raises RequestFailed, DaemonGone."""
-        request = self._open(name, tokens, deadline_s)
-        self._send(
-            worker_pb2.WorkerMessage(
-                begin=worker_pb2.Begin(
-                    name=name.to_proto(),
-                    digests=digests,
-                    tokens=tokens,
-                    tail_digest=tail_digest,
-                    deadline_ms=_milliseconds(deadline_s),
-                )
+        """Asks the daemon for pages for this prompt. Raises RequestFailed, DaemonGone; NotOpened when the name is in
+        use or the prompt's digests do not fit in a message."""
+        message = worker_pb2.WorkerMessage(
+            begin=worker_pb2.Begin(
+                name=name.to_proto(),
+                digests=digests,
+                tokens=tokens,
+                tail_digest=tail_digest,
+                deadline_ms=_milliseconds(deadline_s),
             )
         )
+        request = self._open(name, message, tokens, deadline_s)
         return await self._wait(name, request.begun, deadline_s + ANSWER_SLACK_S, "Begun")
 
     def progress(self, name: RequestName, tokens: int) -> None:
@@ -253,11 +270,20 @@ class DaemonClient:
 
     # -- the stream ------------------------------------------------------------------------------------------------
 
-    def _open(self, name: RequestName, tokens: int, deadline_s: float) -> _Request:
+    def _open(self, name: RequestName, message: worker_pb2.WorkerMessage, tokens: int, deadline_s: float) -> _Request:
         self._raise_if_broken()
-        assert name not in self._requests, f"request {name} is open already"
+        if name in self._requests:
+            raise name_in_use(name)
+        size = message.ByteSize()
+        if size > MAX_MESSAGE_BYTES:
+            raise NotOpened(
+                common_pb2.ERROR_INVALID_ARGUMENT,
+                f"tokens has {tokens} tokens: with their digests at page size {self.geometry.page_size} the message to "
+                f"the daemon has {size} bytes; it may have {MAX_MESSAGE_BYTES}",
+            )
         request = _Request(tokens=tokens, deadline_s=deadline_s)
         self._requests[name] = request
+        self._send(message)
         return request
 
     def _of(self, name: RequestName) -> _Request:

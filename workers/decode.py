@@ -13,7 +13,7 @@ from kvferry.workers.compute import Compute, SequenceCompute, WrongPage
 from kvferry.workers.compute_thread import ComputeThread, complete
 from kvferry.workers.handoff import unpack_first_token
 from kvferry.workers.orders import DecodeOrder
-from kvferry.workers.requests import Ready, RequestFailed
+from kvferry.workers.requests import NotOpened, Ready, RequestFailed
 
 
 class Started(NamedTuple):
@@ -44,10 +44,12 @@ class DecodeWorker:
 
     async def decode(self, order: DecodeOrder, emit: Emit) -> None:
         """Emits Started, the output tokens (a stop token too) and Ending. Raises RequestFailed, DaemonGone; whatever it
-        raises, the request is over at the daemon and nothing of this worker touches its pages. Cancelled once the
+        raises, what it opened is over at the daemon and nothing of this worker touches its pages. Cancelled once the
         prompt is readable, it leaves what it computed with the daemon, as at a reply's end."""
         try:
             ending = await self._decode(order, emit)
+        except NotOpened:
+            raise  # the name may be that of a request that runs: it is not this call's to abort
         except WrongPage as error:
             await complete(self._client.abort(order.name, str(error)))
             raise RequestFailed(common_pb2.ERROR_INTERNAL, str(error)) from error

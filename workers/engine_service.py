@@ -18,7 +18,10 @@ from kvferry.workers.requests import DaemonGone, RequestFailed
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # 1 Mi tokens are at most 5 MiB
 
-_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+MAX_DETAILS_BYTES = 2000  # percent-encoded they are three times as long, and gRPC's peers take 8 KiB of metadata
+
+_FAILURES = frozenset(common_pb2.ErrorCode.values()) - {common_pb2.ERROR_UNSPECIFIED}
+_STATUS = {code.value[0]: code for code in grpc.StatusCode if code.value[0] in _FAILURES}
 _T = TypeVar("_T")
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -48,7 +51,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a decode worker")
         try:
             self._jobs.check()
-            job = self._jobs.start(self._worker.prefill(prefill_order(request, self._bounds)))
+            order = prefill_order(request, self._bounds)
+            job = self._jobs.start(order.name, self._worker.prefill(order))
             prefilled = await _outcome(job)
         except Exception as error:
             await _abort(context, error)
@@ -61,7 +65,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         replies: asyncio.Queue[Reply | None] = asyncio.Queue()
         try:
             self._jobs.check()
-            job = self._jobs.start(self._worker.decode(decode_order(request, self._bounds), replies.put_nowait))
+            order = decode_order(request, self._bounds)
+            job = self._jobs.start(order.name, self._worker.decode(order, replies.put_nowait))
             job.add_done_callback(lambda _: replies.put_nowait(None))
             try:
                 await _forward(replies, context)
@@ -124,10 +129,15 @@ def _ending(reply: Ending) -> engine_pb2.Ending:
 
 async def _abort(context: grpc.aio.ServicerContext[_Request, _Reply], error: Exception) -> NoReturn:
     if isinstance(error, RequestFailed):
-        await context.abort(_STATUS.get(int(error.code), grpc.StatusCode.UNKNOWN), error.message)
+        # never OK, whatever number the daemon sent
+        await context.abort(_STATUS.get(int(error.code), grpc.StatusCode.INTERNAL), _bounded(error.message))
     if isinstance(error, DaemonGone):
-        await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, _bounded(str(error)))
     if isinstance(error, grpc.aio.BaseError):
         raise error
     _log.exception("a request failed unexpectedly")
-    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+    await context.abort(grpc.StatusCode.INTERNAL, _bounded(f"{type(error).__name__}: {error}"))
+
+
+def _bounded(text: str) -> str:
+    return text.encode(errors="replace")[:MAX_DETAILS_BYTES].decode(errors="ignore")

@@ -13,7 +13,7 @@ from kvferry.workers.compute import Compute, WrongPage
 from kvferry.workers.compute_thread import ComputeThread, complete
 from kvferry.workers.handoff import pack_first_token
 from kvferry.workers.orders import PrefillOrder
-from kvferry.workers.requests import DaemonGone, RequestFailed
+from kvferry.workers.requests import DaemonGone, NotOpened, RequestFailed
 
 HANDOVER_DEADLINE_S = 120.0  # from the first token until the daemon needs the pages no more
 
@@ -39,9 +39,11 @@ class PrefillWorker:
 
     async def prefill(self, order: PrefillOrder) -> Prefilled:
         """Returns when the first token and all pages are with the daemon. Raises RequestFailed, DaemonGone; whatever it
-        raises, the request is over at the daemon and nothing of this worker touches its pages."""
+        raises, what it opened is over at the daemon and nothing of this worker touches its pages."""
         try:
             prefilled = await self._compute_prompt(order)
+        except NotOpened:
+            raise  # the name may be that of a request that runs: it is not this call's to abort
         except WrongPage as error:
             await complete(self._client.abort(order.name, str(error)))
             raise RequestFailed(common_pb2.ERROR_INTERNAL, str(error)) from error

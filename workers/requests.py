@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvferry.daemon.limits import MAX_ATTEMPT, REQUEST_ID_BYTES
 from kvferry.proto import common_pb2
-
-REQUEST_ID_BYTES = 16
 
 
 class RequestName(NamedTuple):
@@ -20,8 +19,8 @@ class RequestName(NamedTuple):
         """Raises ValueError that names the field when the name is not well formed."""
         if len(message.request_id) != REQUEST_ID_BYTES:
             raise ValueError(f"name.request_id has {len(message.request_id)} bytes; it must have {REQUEST_ID_BYTES}")
-        if message.attempt < 1:
-            raise ValueError(f"name.attempt is {message.attempt}; it must be at least 1")
+        if not 1 <= message.attempt <= MAX_ATTEMPT:
+            raise ValueError(f"name.attempt is {message.attempt}; it must be 1 to {MAX_ATTEMPT}")
         return cls(message.request_id, message.attempt)
 
     def to_proto(self) -> common_pb2.RequestName:
@@ -38,6 +37,17 @@ class RequestFailed(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+class NotOpened(RequestFailed):
+    """Refused here: the daemon has heard nothing of it, so there is nothing to abort. A request of the same name that
+    runs already goes on."""
+
+
+def name_in_use(name: RequestName) -> NotOpened:
+    return NotOpened(
+        common_pb2.ERROR_FAILED_PRECONDITION, f"name {name} is already in use; a new try takes the next attempt number"
+    )
 
 
 class DaemonGone(Exception):

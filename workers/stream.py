@@ -9,16 +9,17 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
+from kvferry.daemon.limits import MAX_MESSAGE_BYTES
 from kvferry.proto import worker_pb2
 from kvferry.workers.requests import HandshakeFailed
 
 PROTOCOL = 1
 MAX_UNSENT_MESSAGES = 8192
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_RECEIVED_MESSAGE_BYTES = 64 * 1024 * 1024
 
 _SESSION_METHOD = "/kvferry.v1.Worker/Session"
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_RECEIVED_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),

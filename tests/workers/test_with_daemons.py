@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
+import grpc
 import grpc.aio
 import numpy as np
 import pytest
@@ -202,6 +203,47 @@ def test_both_calls_cancelled_while_the_prompt_is_computed(addresses: Addresses)
         prefilling.cancel()
         decoding.cancel()
         await asyncio.gather(prefilling, decoding, return_exceptions=True)
+        await engines.until_nothing_is_held()
+
+    run(addresses, scenario)
+
+
+def test_a_prefill_call_that_is_cancelled_frees_its_pages_at_once(addresses: Addresses) -> None:
+    """The deadlines are far: only the worker's Abort can free them."""
+
+    async def scenario(engines: Engines) -> None:
+        before = (await engines.sides())[0].requests.aborted
+        request = name()
+        prompt = list(range(10_000, 20_000))
+        order = engine_pb2.DecodeRequest(
+            name=request, tokens=prompt, max_new_tokens=5, prefill="prefill", deadline_ms=600_000
+        )
+        decoding = asyncio.ensure_future(engines.decode.Decode(order).read())
+        prefilling = asyncio.ensure_future(
+            engines.prefill.Prefill(engine_pb2.PrefillRequest(name=request, tokens=prompt, deadline_ms=600_000))
+        )
+        while not (await engines.sides())[0].pool.leased:
+            assert not prefilling.done()
+            await asyncio.sleep(0.005)
+        prefilling.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as error:  # the daemons tell the decode worker
+            await asyncio.wait_for(decoding, 20)
+        assert error.value.code() == grpc.StatusCode.ABORTED
+        await engines.until_nothing_is_held()
+        assert (await engines.sides())[0].requests.aborted == before + 1
+
+    run(addresses, scenario)
+
+
+def test_a_prefill_call_that_is_cancelled_while_it_waits_for_pages(addresses: Addresses) -> None:
+    async def scenario(engines: Engines) -> None:
+        # of more than half the pool: it waits until a decode daemon asks for it, and none does
+        order = engine_pb2.PrefillRequest(name=name(), tokens=list(range(10_000)), deadline_ms=600_000)
+        prefilling = asyncio.ensure_future(engines.prefill.Prefill(order))
+        while not (await engines.sides())[0].requests.waiting:
+            assert not prefilling.done()
+            await asyncio.sleep(0.005)
+        prefilling.cancel()
         await engines.until_nothing_is_held()
 
     run(addresses, scenario)
