@@ -9,7 +9,7 @@ import secrets
 import tempfile
 from dataclasses import dataclass, field
 
-from kvferry.daemon.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
+from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)

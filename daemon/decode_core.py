@@ -18,9 +18,10 @@ from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.effects import Effect, SendDone, ToWorker
 from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
 from kvferry.daemon.lease import Lease, LeaseState
-from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, MAX_AUX_BYTES, Name, pages_for
+from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
 from kvferry.daemon.store import Store
 from kvferry.proto import worker_pb2 as wire
+from kvferry.proto.limits import MAX_AUX_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 

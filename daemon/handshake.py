@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from kvferry.daemon.config import DaemonConfig, parse_address
 from kvferry.daemon.errors import precondition, unavailable
-from kvferry.daemon.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
+from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.transfer.courier_link import CourierConfig
 from kvferry.transfer.namespace import NamespaceFacts, differences
 

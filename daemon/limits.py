@@ -6,16 +6,10 @@ from typing import NamedTuple
 
 from kvferry.daemon.errors import invalid
 from kvferry.proto import common_pb2 as common
+from kvferry.proto.limits import MAX_ATTEMPT, REQUEST_ID_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 
-REQUEST_ID_BYTES = 16
-MAX_AUX_BYTES = 64 * 1024
-MAX_REASON_CHARS = 1024
-MAX_NAME_CHARS = 128
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # of a gRPC message: 1 Mi tokens at page 16 are 2 MiB of digests
-MAX_METADATA_BYTES = 64 * 1024
 MAX_ASKS_PER_REQUEST = 16
-MAX_ATTEMPT = 1 << 16
 
 
 class Name(NamedTuple):

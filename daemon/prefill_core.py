@@ -22,10 +22,11 @@ from kvferry.daemon.errors import (
     precondition,
     unavailable,
 )
-from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, MAX_AUX_BYTES, Name, pages_for
+from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
 from kvferry.daemon.store import Store
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
+from kvferry.proto.limits import MAX_AUX_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import Lock, PagedRadixTree

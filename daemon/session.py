@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import grpc
 
 from kvferry.daemon.copier import Copier
-from kvferry.daemon.limits import MAX_METADATA_BYTES
 from kvferry.proto import peer_pb2 as peer
+from kvferry.proto.limits import MAX_METADATA_BYTES
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 from kvferry.transfer.courier_messages import (
     Connected,

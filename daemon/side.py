@@ -18,11 +18,12 @@ from kvferry.daemon.copier import Copier
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.effects import Effect, ToWorker
 from kvferry.daemon.errors import RequestError, exhausted, invalid, precondition
-from kvferry.daemon.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES, Name, name_of
+from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.session import SessionBroken
 from kvferry.daemon.store import Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
+from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
 from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.transfer.segment import FileLock, Segment
 

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import grpc.aio
 
-from kvferry.daemon.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
 from kvferry.proto import common_pb2, worker_pb2
+from kvferry.proto.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.workers.attachment import Attachment

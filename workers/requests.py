@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvferry.daemon.limits import MAX_ATTEMPT, REQUEST_ID_BYTES
 from kvferry.proto import common_pb2
+from kvferry.proto.limits import MAX_ATTEMPT, REQUEST_ID_BYTES
 
 
 class RequestName(NamedTuple):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-from kvferry.daemon.limits import MAX_MESSAGE_BYTES
 from kvferry.proto import worker_pb2
+from kvferry.proto.limits import MAX_MESSAGE_BYTES
 from kvferry.workers.requests import HandshakeFailed
 
 PROTOCOL = 1

@@ -1,0 +1,9 @@
+"""Bounds of the wire contract: what is longer or larger is refused, by whichever side meets it first."""
+
+REQUEST_ID_BYTES = 16
+MAX_ATTEMPT = 1 << 16
+MAX_NAME_CHARS = 128
+MAX_REASON_CHARS = 1024
+MAX_AUX_BYTES = 64 * 1024
+MAX_METADATA_BYTES = 64 * 1024  # of a courier
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # of a gRPC message: 1 Mi tokens at page 16 are 2 MiB of digests
