@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ from kvferry.daemon.system import System, SystemSpec, start_system
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 
+NO_PROXY = [("grpc.enable_http_proxy", 0)]
 LOAD_SECONDS = 240.0
 REPLY_SECONDS = 120.0
+MAX_SHOWN = 120  # characters of a reply
 QUESTIONS = (  # of the conversation that is shown
     "In one sentence: what is a ferry?",
     "Where would I meet one?",
@@ -47,7 +50,8 @@ class Outcome:
     ttft_by_turn_ms: tuple[float, ...]  # means
     inter_token_ms: float
     prompt_tokens: int
-    decode: cache.SideStats
+    decode: cache.SideStats  # when the load had ended
+    end: cache.SideStats  # when everything had ended
     statuses: dict[str, int]
 
     @property
@@ -91,35 +95,43 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_once(args: argparse.Namespace, reuse: str, console: Console) -> Outcome:
     model = _model(args, console)
+    with tempfile.TemporaryDirectory(prefix=".kvferry-demo-", dir=_shared_memory()) as folder:
+        outcome = _run_in(folder, model, args, reuse, console)
+        left = os.listdir(folder)
+    if left:
+        raise DemoError(f"shared memory was left behind: {', '.join(sorted(left))}")
+    return outcome
+
+
+def _run_in(folder: str, model: str, args: argparse.Namespace, reuse: str, console: Console) -> Outcome:
+    """With the daemons' shared memory in `folder`."""
     spec = SystemSpec(
         model=model,
         page_size=args.page_size,
         decode_pool_bytes=256 << 20,
         prefill_pool_bytes=256 << 20,
-        decode_flags=["--reuse", reuse],
+        decode_flags=["--reuse", reuse, "--shm-dir", folder],
+        prefill_flags=["--shm-dir", folder],
         front_flags=["--model-name", os.path.basename(model) or "synthetic"],
     )
-    before = _shared_memory()
     with Stack() as stack:
         console.print(f"decode-side reuse [bold]{reuse}[/]: starting two daemons, two workers and a front end ...")
         started = time.monotonic()
         system = start_system(stack, spec)
-        console.print(
-            f"  up in {time.monotonic() - started:.1f} s at {system.url}; {args.conversations} conversations ..."
-        )
-        report = _load(args, system)
+        took = time.monotonic() - started
+        console.print(f"  up in {took:.1f} s at {system.url}; {args.conversations} conversations ...")
+        outcome = _load(args, system)
+        decode = _decode_stats(system)
         if reuse == "on":
             _show_chat(args, system, console)
-        with grpc.insecure_channel(
-            system.decodes[0].daemon_address, options=[("grpc.enable_http_proxy", 0)]
-        ) as channel:
-            reply = fetch(channel)
+        end = _decode_stats(system)
         statuses = stack.close()
-    left = _shared_memory() - before
-    if left:
-        raise DemoError(f"shared memory was left behind: {', '.join(sorted(left))}")
-    decode = next(side for side in reply.sides if side.role == common.ROLE_DECODE)
-    return dataclasses.replace(report, decode=decode, statuses=statuses)
+    return dataclasses.replace(outcome, decode=decode, end=end, statuses=statuses)
+
+
+def _decode_stats(system: System) -> cache.SideStats:
+    with grpc.insecure_channel(system.decodes[0].daemon_address, NO_PROXY) as channel:
+        return next(side for side in fetch(channel).sides if side.role == common.ROLE_DECODE)
 
 
 def _model(args: argparse.Namespace, console: Console) -> str:
@@ -159,6 +171,7 @@ def _load(args: argparse.Namespace, system: System) -> Outcome:
         inter_token_ms=report["inter_token_ms"]["mean"],
         prompt_tokens=report["prompt_tokens"],
         decode=cache.SideStats(),
+        end=cache.SideStats(),
         statuses={},
     )
 
@@ -166,43 +179,42 @@ def _load(args: argparse.Namespace, system: System) -> Outcome:
 def _show_chat(args: argparse.Namespace, system: System, console: Console) -> None:
     """One conversation to look at, with what each of its turns moved."""
     messages: list[dict[str, str]] = []
-    with grpc.insecure_channel(system.decodes[0].daemon_address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        moved = fetch(channel).sides[0].transfers.delta_pages
-        for question in QUESTIONS:
-            messages.append({"role": "user", "content": question})
-            request = urllib.request.Request(
-                f"{system.url}/v1/chat/completions",
-                json.dumps({"messages": messages, "max_tokens": args.max_tokens, "temperature": 0}).encode(),
-                {"content-type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=REPLY_SECONDS) as answer:
-                reply = json.load(answer)
-            text = reply["choices"][0]["message"]["content"]
-            messages.append({"role": "assistant", "content": text})
-            before, moved = moved, fetch(channel).sides[0].transfers.delta_pages
-            usage = reply["usage"]
-            held = usage["prompt_tokens_details"]["cached_tokens"]
-            console.print(f"  [bold]user[/]       {escape(question)}")
-            console.print(f"  [bold]assistant[/]  {escape(_printable(text))}")
-            console.print(
-                f"             [dim]prompt {usage['prompt_tokens']} tokens, {held} held by the decode daemon, "
-                f"{moved - before} pages moved[/]"
-            )
+    moved = _decode_stats(system).transfers.delta_pages
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        request = urllib.request.Request(
+            f"{system.url}/v1/chat/completions",
+            json.dumps({"messages": messages, "max_tokens": args.max_tokens, "temperature": 0}).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=REPLY_SECONDS) as answer:
+            reply = json.load(answer)
+        text = reply["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": text})
+        before, moved = moved, _decode_stats(system).transfers.delta_pages
+        usage = reply["usage"]
+        held = usage["prompt_tokens_details"]["cached_tokens"]
+        console.print(f"  [bold]user[/]       {escape(question)}")
+        console.print(f"  [bold]assistant[/]  {escape(_printable(text))}")
+        console.print(
+            f"             [dim]prompt {usage['prompt_tokens']} tokens, {held} held by the decode daemon, "
+            f"{moved - before} pages moved[/]"
+        )
 
 
 def _printable(text: str) -> str:
     """On one line; a synthetic model's reply is no text."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return line if len(line) <= 160 else line[:157] + "..."
+    return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 3] + "..."
 
 
 def _problems(outcomes: dict[str, Outcome]) -> list[str]:
     problems: list[str] = []
     for reuse, outcome in outcomes.items():
-        pool = outcome.decode.pool
+        pool = outcome.end.pool
         if pool.locks or pool.leased or pool.arriving or pool.orphaned or pool.free + pool.cached != pool.pages:
             problems.append(f"reuse {reuse}: pages or locks are still held: {pool}")
-        if any(peer.free_credits != peer.slots for peer in outcome.decode.peers):
+        if any(peer.free_credits != peer.slots for peer in outcome.end.peers):
             problems.append(f"reuse {reuse}: slots are still held")
         for name, status in outcome.statuses.items():
             if status != 0:
@@ -241,8 +253,6 @@ def _ratio(a: float, b: float) -> str:
     return f"{a / b:.2f}x" if b else "-"
 
 
-def _shared_memory() -> set[str]:
-    try:
-        return {name for name in os.listdir("/dev/shm") if name.startswith("kvferry-")}
-    except FileNotFoundError:
-        return set()
+def _shared_memory() -> str | None:
+    """Where memory-backed files lie; None: the temporary folder."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
