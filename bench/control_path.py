@@ -339,7 +339,7 @@ def machine() -> str:
     except OSError:
         pass
     cores = len(os.sched_getaffinity(0))
-    return f"{model}, {cores} cores, Linux {platform.release()}, Python {platform.python_version()}"
+    return f"{model}, {cores} cores, Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}"
 
 
 def main() -> None:
