@@ -129,9 +129,11 @@ class Daemon:
                 await asyncio.sleep(0.05)
 
     async def _end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while running := [task for task in self._tasks if not task.done()]:
+            # Again and again: before Python 3.12 wait_for can lose a cancellation that meets its result.
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=1.0)
         await asyncio.gather(self._unix.stop(0.5), self._tcp.stop(0.5))
         await asyncio.sleep(0)  # handlers that were cancelled have run their ends
         prefill = self.sides.get("prefill")

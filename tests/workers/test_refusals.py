@@ -14,8 +14,7 @@ import pytest
 from fake_daemon import Event, FakeDaemon, Message
 from worker_stack import NO_TIME, WorkerStack, worker_stack
 
-from kvferry.daemon import limits
-from kvferry.proto import common_pb2, engine_pb2, worker_pb2
+from kvferry.proto import common_pb2, engine_pb2, limits, worker_pb2
 from kvferry.transfer.geometry import KVGeometry, Layout
 from kvferry.workers.client import MAX_FINISH_DIGEST_BYTES, DaemonClient
 from kvferry.workers.engine_service import MAX_DETAILS_BYTES
