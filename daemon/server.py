@@ -57,7 +57,10 @@ class Daemon:
     async def start(self) -> None:
         """Listens; ConfigError where it cannot."""
         config = self.config
-        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_loop_error)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)  # before anybody hears that it is ready
         _check_descriptors(config)
         reclaimed = reclaim_stale(config.shm_dir)
         if reclaimed:
@@ -107,9 +110,6 @@ class Daemon:
 
     async def run_until_stopped(self) -> None:
         """Until `stop()` or a broken invariant; drains, then ends everything it owns."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
         await self._stop.wait()
         await self._drain()
         await self._end()
