@@ -73,7 +73,9 @@ def check_hello(side: Side, hello: peer.PeerHello, where: str) -> None:
     assert side.facts is not None
     for difference in differences(side.facts, theirs):
         if difference.field != "tenant_salt_digest":  # tenants share a session; their pages never match
-            raise precondition(f"{us} and {them} do not fit: {difference}")
+            raise precondition(
+                f"{difference.field}: {us} has {difference.ours}, {them} has {difference.theirs}; {difference.remedy}"
+            )
     if hello.page_bytes != side.page_bytes:
         raise precondition(
             f"page_bytes: {us} has {side.page_bytes}, {them} {hello.page_bytes}; serve the same model on both"

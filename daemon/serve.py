@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = config_of(args)
         asyncio.run(_serve(config))
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(f"kvferry serve: {error}", file=sys.stderr)
         return 2
     return 0
@@ -106,6 +106,10 @@ async def _serve(config: DaemonConfig) -> None:
     from kvferry.daemon.server import Daemon
 
     daemon = Daemon(config)
-    await daemon.start()
+    try:
+        await daemon.start()
+    except BaseException:
+        daemon.discard()
+        raise
     print(f"ready: daemon {daemon.address}", flush=True)
     await daemon.run_until_stopped()

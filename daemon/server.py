@@ -43,6 +43,7 @@ class Daemon:
         self.config = config
         self.incarnation = new_incarnation()
         self.address = ""  # HOST:PORT once it listens
+        self._lock: FileLock | None = None
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
         self.sides: dict[str, Side] = {}
@@ -108,6 +109,12 @@ class Daemon:
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
 
+    def discard(self) -> None:
+        """Leaves no file behind where `start` failed."""
+        if self._lock is not None:
+            self._lock.unlink()
+            self._lock.close()
+
     async def run_until_stopped(self) -> None:
         """Until `stop()` or a broken invariant; drains, then ends everything it owns."""
         await self._stop.wait()
@@ -145,8 +152,7 @@ class Daemon:
             await side.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.config.socket)
-        self._lock.unlink()
-        self._lock.close()
+        self.discard()
 
     async def _tick(self) -> None:
         while True:
@@ -189,7 +195,7 @@ def _check_descriptors(config: DaemonConfig) -> None:
 
 
 def _clear_socket(path: str) -> None:
-    """Removes what a dead daemon left; refuses one that answers, and anything that is no socket."""
+    """Makes the folder, removes what a dead daemon left; refuses one that answers, and anything that is no socket."""
     if len(path.encode()) > 107:
         raise ConfigError(f"socket {path!r} has {len(path.encode())} bytes; Unix sockets take at most 107")
     try:
