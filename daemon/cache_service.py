@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.side import Side
+from kvferry.daemon.side import AnySide
 from kvferry.daemon.stats import load_of, side_stats
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import cache_pb2_grpc
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CacheService(cache_pb2_grpc.CacheServicer):
-    def __init__(self, name: str, sides: dict[str, Side], now: Callable[[], float]) -> None:
+    def __init__(self, name: str, sides: dict[str, AnySide], now: Callable[[], float]) -> None:
         self._name = name
         self._sides = sides
         self._now = now
@@ -48,7 +47,6 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         reply = cache.LookupReply()
         if not side.has_pool.is_set():
             return reply
-        assert isinstance(side, DecodeSide | PrefillSide)
         core, store = side.ready_core, side.store
         reply.matched_tokens = core.matched_tokens(request.namespace_id, request.digests)
         reply.waiting, reply.running = load_of(side)

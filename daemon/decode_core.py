@@ -67,6 +67,10 @@ class DecodeCore:
         return len(self.leases) - len(self.waiting)
 
     @property
+    def waiting_requests(self) -> int:
+        return len(self.waiting)
+
+    @property
     def active_transfers(self) -> int:
         return len(self._asks)
 
@@ -163,21 +167,22 @@ class DecodeCore:
                 result = lease.tree.insert(lease.digests + digests, fresh, start=lease.tree_pages)
                 self.store.pool.free_pages(result.duplicates)
                 del lease.pages[lease.tree_pages : full]
-            self._end(lease, acknowledge=wire.Ended(name=name.to_proto()))
+            lease.acknowledge = True
+            self._end(lease)
         self._pump(now)
 
     def abort(self, worker: int, name: Name, now: float) -> None:
         """Idempotent: an unknown name is answered with Ended."""
         lease = self.leases.get(name)
-        ended = wire.Ended(name=name.to_proto())
         if lease is None:
-            self._tell(worker, wire.WorkerEvent(ended=ended))
+            self._tell(worker, wire.WorkerEvent(ended=wire.Ended(name=name.to_proto())))
             return
         if lease.worker != worker:
             raise precondition(f"name {name} belongs to another worker")
         if lease.state is not LeaseState.FAILED and lease.state is not LeaseState.ENDING:
             self.counters.aborted += 1
-        self._end(lease, acknowledge=ended)
+        lease.acknowledge = True
+        self._end(lease)
         self._pump(now)
 
     def worker_lost(self, worker: int, now: float) -> None:
@@ -426,10 +431,8 @@ class DecodeCore:
         self.promised -= lease.promised
         lease.promised = 0
 
-    def _end(self, lease: Lease, acknowledge: wire.Ended | None = None) -> None:
+    def _end(self, lease: Lease) -> None:
         """The worker touches its pages no more."""
-        if acknowledge is not None:
-            lease.acknowledge = True
         if lease.state is LeaseState.WAITING:
             self.waiting.remove(lease)
             self._forget(lease)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
+from kvferry.daemon.counters import Latencies
 from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
 from kvferry.daemon.effects import Effect, SendDone, StartTransfer, StopTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
@@ -16,15 +16,14 @@ from kvferry.daemon.store import Store
 from kvferry.proto import worker_pb2 as wire
 
 
-class DecodeSide(Side):
+class DecodeSide(Side[DecodeCore]):
     role = "decode"
 
     def __init__(self, config: DaemonConfig, incarnation: bytes, now: Callable[[], float]) -> None:
         super().__init__(config, incarnation, now)
-        self.core: DecodeCore | None = None
         self.links = {name: PeerLink(name, address, self) for name, address in config.peers.items()}
 
-    def make_core(self, store: Store) -> None:
+    def make_core(self, store: Store) -> DecodeCore:
         limits = DecodeLimits(
             max_tokens=self.config.max_tokens,
             admission_seconds=self.config.admission_seconds,
@@ -32,34 +31,10 @@ class DecodeSide(Side):
             queue=self.config.queue,
             reuse=self.config.reuse,
         )
-        self.core = DecodeCore(store, limits)
-
-    def take_effects(self) -> list[Effect]:
-        return self.core.take_effects() if self.core is not None else []
+        return DecodeCore(store, limits)
 
     @property
-    def busy(self) -> int:
-        return len(self.core.leases) if self.core is not None else 0
-
-    @property
-    def ready_core(self) -> DecodeCore:
-        assert self.core is not None, "no worker has come yet"
-        return self.core
-
-    @property
-    def store(self) -> Store:
-        return self.ready_core.store
-
-    @property
-    def request_counters(self) -> RequestCounters:
-        return self.ready_core.counters
-
-    @property
-    def transfer_counters(self) -> TransferCounters:
-        return self.ready_core.transfer_counters
-
-    @property
-    def latencies(self) -> Latencies | None:
+    def latencies(self) -> Latencies:
         return self.ready_core.latencies
 
     # -- workers -------------------------------------------------------------------------------------------------
@@ -100,12 +75,6 @@ class DecodeSide(Side):
         deadline = self.deadline_of(request.deadline_ms)
         self.ready_core.admit(worker.number, worker.namespace_id, name, request, deadline, now)
         self.ready_core.latencies.add_stage("match", self.now() - now)
-
-    def worker_lost(self, worker: Worker) -> None:
-        self.ready_core.worker_lost(worker.number, self.now())
-
-    def worker_gone(self, worker: Worker) -> None:
-        self.ready_core.worker_gone(worker.number, self.now())
 
     # -- effects -------------------------------------------------------------------------------------------------
 

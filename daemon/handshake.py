@@ -13,7 +13,7 @@ from kvferry.transfer.courier_link import CourierConfig
 from kvferry.transfer.namespace import NamespaceFacts, differences
 
 if TYPE_CHECKING:
-    from kvferry.daemon.side import Side
+    from kvferry.daemon.side import AnySide
 
 PROTOCOL = 1
 PROTOCOL_MIN = 1
@@ -34,7 +34,7 @@ CHANNEL_OPTIONS = [
 SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)]
 
 
-def hello_of(side: Side) -> peer.PeerHello:
+def hello_of(side: AnySide) -> peer.PeerHello:
     """The side's own Hello. UNAVAILABLE before its first worker."""
     if side.facts is None:
         raise unavailable(f"daemon {side.config.name!r} has no {side.role} worker yet, so its model is not known")
@@ -51,7 +51,7 @@ def hello_of(side: Side) -> peer.PeerHello:
     )
 
 
-def check_hello(side: Side, hello: peer.PeerHello, where: str) -> None:
+def check_hello(side: AnySide, hello: peer.PeerHello, where: str) -> None:
     """FAILED_PRECONDITION with field, both values and remedy, where the two cannot work together."""
     if len(hello.daemon) > MAX_NAME_CHARS:
         raise precondition(f"daemon has {len(hello.daemon)} characters; the bound is {MAX_NAME_CHARS}")

@@ -68,4 +68,3 @@ class Transfer:
     page_ids: tuple[int, ...]
     draining: bool = False
     retry: bool = False  # ask again for what is missing once it has drained
-    done: bool = field(default=False)

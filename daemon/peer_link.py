@@ -140,7 +140,7 @@ class PeerLink:
                     epoch=side.epoch, page_bytes=side.page_bytes, slot_bytes=config.slot_bytes, slots=config.slots
                 ),
                 events=self,
-                counters=side.transfer_counters,
+                counters=side.ready_core.transfer_counters,
                 latencies=side.ready_core.latencies,
             )
             self.session = session

@@ -107,7 +107,7 @@ class PrefillCore:
         return len(self.entries) - len(self._waiting)
 
     @property
-    def waiting(self) -> int:
+    def waiting_requests(self) -> int:
         return len(self._waiting)
 
     @property

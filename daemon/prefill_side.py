@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvferry import _core
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
+from kvferry.daemon.counters import Latencies
 from kvferry.daemon.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
 from kvferry.daemon.errors import RequestError, precondition, unavailable
 from kvferry.daemon.handshake import courier_config
@@ -21,43 +21,18 @@ from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 
 
-class PrefillSide(Side):
+class PrefillSide(Side[PrefillCore]):
     role = "prefill"
 
     def __init__(self, config: DaemonConfig, incarnation: bytes, now: Callable[[], float]) -> None:
         super().__init__(config, incarnation, now)
-        self.core: PrefillCore | None = None
         self.sessions: dict[int, SendingSession] = {}
         self._numbers = itertools.count(1)
         self._latencies = Latencies()
 
-    def make_core(self, store: Store) -> None:
+    def make_core(self, store: Store) -> PrefillCore:
         limits = PrefillLimits(table=self.config.queue, reuse=self.config.reuse)
-        self.core = PrefillCore(store, limits)
-
-    def take_effects(self) -> list[Effect]:
-        return self.core.take_effects() if self.core is not None else []
-
-    @property
-    def busy(self) -> int:
-        return len(self.core.entries) if self.core is not None else 0
-
-    @property
-    def ready_core(self) -> PrefillCore:
-        assert self.core is not None, "no worker has come yet"
-        return self.core
-
-    @property
-    def store(self) -> Store:
-        return self.ready_core.store
-
-    @property
-    def request_counters(self) -> RequestCounters:
-        return self.ready_core.counters
-
-    @property
-    def transfer_counters(self) -> TransferCounters:
-        return self.ready_core.transfer_counters
+        return PrefillCore(store, limits)
 
     @property
     def latencies(self) -> Latencies:
@@ -98,12 +73,6 @@ class PrefillSide(Side):
         )
         deadline = self.deadline_of(request.deadline_ms)
         self.ready_core.begin(worker.number, worker.namespace_id, name, request, deadline, now)
-
-    def worker_lost(self, worker: Worker) -> None:
-        self.ready_core.worker_lost(worker.number, self.now())
-
-    def worker_gone(self, worker: Worker) -> None:
-        self.ready_core.worker_gone(worker.number, self.now())
 
     # -- effects -------------------------------------------------------------------------------------------------
 
@@ -160,7 +129,7 @@ class PrefillSide(Side):
             page_bytes=self.page_bytes,
             remote_epoch=hello.epoch,
             events=self,
-            counters=self.transfer_counters,
+            counters=self.ready_core.transfer_counters,
             latencies=self._latencies,
         )
         self.sessions[session.number] = session

@@ -23,7 +23,7 @@ from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.handshake import SERVER_OPTIONS
 from kvferry.daemon.peer_service import PeerService
 from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.side import Side
+from kvferry.daemon.side import AnySide
 from kvferry.daemon.worker_service import WorkerService
 from kvferry.proto import cache_pb2, cache_pb2_grpc, peer_pb2, peer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvferry.transfer.courier_link import CourierError
@@ -46,7 +46,7 @@ class Daemon:
         self._lock: FileLock | None = None
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
-        self.sides: dict[str, Side] = {}
+        self.sides: dict[str, AnySide] = {}
         if "decode" in config.roles:
             self.sides["decode"] = DecodeSide(config, self.incarnation, time.monotonic)
         if "prefill" in config.roles:
@@ -158,10 +158,7 @@ class Daemon:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             for side in self.sides.values():
-                core = side.core if isinstance(side, DecodeSide | PrefillSide) else None
-                if core is not None:
-                    core.tick(time.monotonic())
-                    side.flush()
+                side.tick()
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -12,6 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.copier import Copier
@@ -46,7 +47,39 @@ class Worker:
     overflown: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Side:
+class Core(Protocol):
+    """What both roles' state machines have."""
+
+    store: Store
+    counters: RequestCounters
+
+    @property
+    def transfer_counters(self) -> TransferCounters: ...
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting_requests(self) -> int: ...
+
+    @property
+    def active_transfers(self) -> int: ...
+
+    def take_effects(self) -> list[Effect]: ...
+
+    def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int: ...
+
+    def worker_lost(self, worker: int, now: float) -> None: ...
+
+    def worker_gone(self, worker: int, now: float) -> None: ...
+
+    def tick(self, now: float) -> None: ...
+
+
+CoreT = TypeVar("CoreT", bound=Core)
+
+
+class Side(Generic[CoreT]):
     """Base of both roles."""
 
     role: str
@@ -64,6 +97,7 @@ class Side:
         self._copier: Copier | None = None
         self._next_worker = 1
         self._lost: dict[int, Worker] = {}
+        self.core: CoreT | None = None
         self._making = asyncio.Lock()
         self._effects: deque[Effect] = deque()
         self._flushing = False
@@ -71,7 +105,7 @@ class Side:
 
     # -- what the roles differ in --------------------------------------------------------------------------------
 
-    def make_core(self, store: Store) -> None:
+    def make_core(self, store: Store) -> CoreT:
         raise AssertionError("a side has a role")
 
     def perform(self, effect: Effect) -> None:
@@ -84,35 +118,37 @@ class Side:
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
         raise AssertionError("a side has a role")
 
-    def worker_lost(self, worker: Worker) -> None:
+    @property
+    def latencies(self) -> Latencies:
         raise AssertionError("a side has a role")
 
-    def worker_gone(self, worker: Worker) -> None:
-        raise AssertionError("a side has a role")
+    # -- its core ------------------------------------------------------------------------------------------------
 
-    def take_effects(self) -> list[Effect]:
-        raise AssertionError("a side has a role")
+    @property
+    def ready_core(self) -> CoreT:
+        assert self.core is not None, "no worker has come yet"
+        return self.core
 
     @property
     def busy(self) -> int:
         """Requests that are not over."""
-        raise AssertionError("a side has a role")
+        return self.core.running + self.core.waiting_requests if self.core is not None else 0
 
     @property
     def store(self) -> Store:
-        raise AssertionError("a side has a role")
+        return self.ready_core.store
 
-    @property
-    def request_counters(self) -> RequestCounters:
-        raise AssertionError("a side has a role")
+    def worker_lost(self, worker: Worker) -> None:
+        self.ready_core.worker_lost(worker.number, self.now())
 
-    @property
-    def transfer_counters(self) -> TransferCounters:
-        raise AssertionError("a side has a role")
+    def worker_gone(self, worker: Worker) -> None:
+        self.ready_core.worker_gone(worker.number, self.now())
 
-    @property
-    def latencies(self) -> Latencies | None:
-        return None
+    def tick(self) -> None:
+        """Lets deadlines pass."""
+        if self.core is not None:
+            self.core.tick(self.now())
+            self.flush()
 
     # -- workers -------------------------------------------------------------------------------------------------
 
@@ -181,7 +217,7 @@ class Side:
             raise exhausted(f"pool of {pages * page_bytes} bytes in {self.config.shm_dir}: {error}") from error
         self.facts = facts
         self._copier = Copier(self._segment.buffer, page_bytes, self.config.copy_threads)
-        self.make_core(Store(pages, self.config.page_size))
+        self.core = self.make_core(Store(pages, self.config.page_size))
         self.has_pool.set()
         log.info("%s pool: %d pages of %d bytes for %s", self.role, pages, page_bytes, facts.model)
 
@@ -223,7 +259,7 @@ class Side:
     def flush(self) -> None:
         """Carries out what the core left, in order, until it leaves nothing more. What an effect brings about on the
         spot may come back here: its effects go behind those that wait."""
-        self._effects.extend(self.take_effects())
+        self._take_effects()
         if self._flushing:
             return
         self._flushing = True
@@ -237,9 +273,13 @@ class Side:
                         self.perform(effect)
                     except (ValueError, SessionBroken) as error:
                         self.effect_failed(effect, str(error))
-                self._effects.extend(self.take_effects())
+                self._take_effects()
         finally:
             self._flushing = False
+
+    def _take_effects(self) -> None:
+        if self.core is not None:
+            self._effects.extend(self.core.take_effects())
 
     def name_of(self, worker: Worker, message: common.RequestName) -> Name | None:
         """The request's name. One that cannot be is answered with Failed (None), as far as it can be named at all."""
@@ -297,3 +337,6 @@ class Side:
         if self._segment is not None:
             self._segment.unlink()
             self._segment.close()
+
+
+AnySide: TypeAlias = Side[Any]

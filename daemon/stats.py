@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.side import Side
+from kvferry.daemon.side import AnySide
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 
 
-def side_stats(side: Side) -> cache.SideStats:
+def side_stats(side: AnySide) -> cache.SideStats:
     """Zeros before the first worker has come."""
     stats = cache.SideStats(role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL)
     if not side.has_pool.is_set():
@@ -20,12 +20,11 @@ def side_stats(side: Side) -> cache.SideStats:
     _pool(side, stats.pool)
     _transfers(side, stats.transfers)
     latencies = side.latencies
-    if latencies is not None:
-        stats.admit_to_ready.count = latencies.count
-        stats.admit_to_ready.p50_ms = latencies.quantile(0.50) * 1e3
-        stats.admit_to_ready.p99_ms = latencies.quantile(0.99) * 1e3
-        for stage, values in latencies.stages.items():
-            stats.admit_to_ready.stages.add(stage=stage, mean_ms=sum(values) / len(values) * 1e3)
+    stats.admit_to_ready.count = latencies.count
+    stats.admit_to_ready.p50_ms = latencies.quantile(0.50) * 1e3
+    stats.admit_to_ready.p99_ms = latencies.quantile(0.99) * 1e3
+    for stage, values in latencies.stages.items():
+        stats.admit_to_ready.stages.add(stage=stage, mean_ms=sum(values) / len(values) * 1e3)
     if isinstance(side, DecodeSide):
         for link in side.links.values():
             peer = stats.peers.add(name=link.name, address=link.address, state=link.state, error=link.error)
@@ -41,8 +40,8 @@ def side_stats(side: Side) -> cache.SideStats:
     return stats
 
 
-def _requests(side: Side, stats: cache.RequestStats) -> None:
-    counters = side.request_counters
+def _requests(side: AnySide, stats: cache.RequestStats) -> None:
+    counters = side.ready_core.counters
     stats.admitted, stats.finished = counters.admitted, counters.finished
     stats.aborted, stats.failed, stats.refused = counters.aborted, counters.failed, counters.refused
     stats.queried_tokens, stats.hit_tokens = counters.queried_tokens, counters.hit_tokens
@@ -51,16 +50,14 @@ def _requests(side: Side, stats: cache.RequestStats) -> None:
     stats.waiting, stats.running = load_of(side)
 
 
-def load_of(side: Side) -> tuple[int, int]:
+def load_of(side: AnySide) -> tuple[int, int]:
     """(waiting, running) requests."""
-    if isinstance(side, DecodeSide) and side.core is not None:
-        return len(side.core.waiting), side.core.running
-    if isinstance(side, PrefillSide) and side.core is not None:
-        return side.core.waiting, side.core.running
+    if side.core is not None:
+        return side.core.waiting_requests, side.core.running
     return 0, 0
 
 
-def _pool(side: Side, stats: cache.PoolStats) -> None:
+def _pool(side: AnySide, stats: cache.PoolStats) -> None:
     store = side.store
     counts = store.pool.counts()
     stats.pages, stats.page_bytes = store.pool.pages, side.page_bytes
@@ -73,14 +70,13 @@ def _pool(side: Side, stats: cache.PoolStats) -> None:
         stats.promised = side.ready_core.promised
 
 
-def _transfers(side: Side, stats: cache.TransferStats) -> None:
-    counters = side.transfer_counters
+def _transfers(side: AnySide, stats: cache.TransferStats) -> None:
+    counters = side.ready_core.transfer_counters
     stats.completed, stats.failed, stats.aborted = counters.completed, counters.failed, counters.aborted
     stats.delta_pages, stats.delta_bytes, stats.wire_bytes = counters.pages, counters.payload_bytes, counters.wire_bytes
     stats.parts, stats.dropped_parts = counters.parts, counters.dropped_parts
-    stats.saved_pages = side.request_counters.saved_pages
+    stats.saved_pages = side.ready_core.counters.saved_pages
     stats.saved_bytes = stats.saved_pages * side.page_bytes
     if isinstance(side, DecodeSide):
         stats.asked_again = side.ready_core.asked_again
-    if isinstance(side, DecodeSide | PrefillSide):
-        stats.active = side.ready_core.active_transfers
+    stats.active = side.ready_core.active_transfers

@@ -10,7 +10,7 @@ import grpc
 
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.session import report_invariant
-from kvferry.daemon.side import Side, Worker
+from kvferry.daemon.side import AnySide, Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto import worker_pb2_grpc
@@ -29,7 +29,7 @@ def status_of(error: RequestError) -> grpc.StatusCode:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, sides: dict[str, Side], peer_address: str) -> None:
+    def __init__(self, sides: dict[str, AnySide], peer_address: str) -> None:
         self._sides = sides
         self._peer_address = peer_address
 
@@ -64,7 +64,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             side.leave(worker)
             log.info("%s worker %s has %s", side.role, worker.name, "left" if worker.quiesced else "broken off")
 
-    async def _hello(self, context: Context) -> tuple[Side, Worker]:
+    async def _hello(self, context: Context) -> tuple[AnySide, Worker]:
         message = await asyncio.wait_for(context.read(), HELLO_SECONDS)
         if not isinstance(message, wire.WorkerMessage) or message.WhichOneof("kind") != "hello":
             raise RequestError(common.ERROR_INVALID_ARGUMENT, "the first message must be hello")
@@ -82,7 +82,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         worker.events.put_nowait(wire.WorkerEvent(welcome=welcome))
         return side, worker
 
-    async def _read(self, side: Side, worker: Worker, context: Context) -> None:
+    async def _read(self, side: AnySide, worker: Worker, context: Context) -> None:
         while True:
             message = await context.read()
             if not isinstance(message, wire.WorkerMessage):

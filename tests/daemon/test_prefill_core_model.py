@@ -466,7 +466,7 @@ class PrefillMachine(RuleBasedStateMachine):
         counts = store.pool.counts()
         assert store.locks == 0
         assert counts.free + counts.cached == PAGES, "pages leaked"
-        assert self.core.active_transfers == self.core.waiting == self.core._unasked_pages == 0
+        assert self.core.active_transfers == self.core.waiting_requests == self.core._unasked_pages == 0
         counters = self.core.transfer_counters
         assert counters.opened == counters.completed + counters.failed + counters.aborted
 
