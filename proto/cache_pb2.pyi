@@ -22,23 +22,31 @@ class StatsReply(_message.Message):
     def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ...) -> None: ...
 
 class SideStats(_message.Message):
-    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers")
+    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     ADMIT_TO_READY_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     role: _common_pb2.Role
     requests: RequestStats
     pool: PoolStats
     transfers: TransferStats
     admit_to_ready: LatencyStats
     peers: _containers.RepeatedCompositeFieldContainer[PeerStats]
-    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ...) -> None: ...
+    host: PoolStats
+    tiers: TierStats
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
+    policy: str
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("admitted", "waiting", "running", "finished", "aborted", "failed", "refused", "queried_tokens", "hit_tokens", "hit_rate", "recent_hit_rate", "recent_requests")
+    __slots__ = ("admitted", "waiting", "running", "finished", "aborted", "failed", "refused", "queried_tokens", "hit_tokens", "hit_rate", "recent_hit_rate", "recent_requests", "host_hit_tokens", "retracted", "overtaken", "reserved")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +59,10 @@ class RequestStats(_message.Message):
     HIT_RATE_FIELD_NUMBER: _ClassVar[int]
     RECENT_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
     RECENT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETRACTED_FIELD_NUMBER: _ClassVar[int]
+    OVERTAKEN_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
     admitted: int
     waiting: int
     running: int
@@ -63,7 +75,73 @@ class RequestStats(_message.Message):
     hit_rate: float
     recent_hit_rate: float
     recent_requests: int
-    def __init__(self, admitted: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., recent_hit_rate: _Optional[float] = ..., recent_requests: _Optional[int] = ...) -> None: ...
+    host_hit_tokens: int
+    retracted: int
+    overtaken: int
+    reserved: int
+    def __init__(self, admitted: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., recent_hit_rate: _Optional[float] = ..., recent_requests: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., retracted: _Optional[int] = ..., overtaken: _Optional[int] = ..., reserved: _Optional[int] = ...) -> None: ...
+
+class TierStats(_message.Message):
+    __slots__ = ("spilled_pages", "restored_pages", "backup_pages", "spill_failed_pages", "restore_failed_pages", "mismatched_pages", "dropped_pages", "host_evicted_pages", "spill_seconds", "restore_seconds", "copies", "recovered_pages", "orphan_pages", "discarded_entries", "unverified_pages")
+    SPILLED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_PAGES_FIELD_NUMBER: _ClassVar[int]
+    SPILL_FAILED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FAILED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HOST_EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    SPILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    RECOVERED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    UNVERIFIED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    spilled_pages: int
+    restored_pages: int
+    backup_pages: int
+    spill_failed_pages: int
+    restore_failed_pages: int
+    mismatched_pages: int
+    dropped_pages: int
+    host_evicted_pages: int
+    spill_seconds: float
+    restore_seconds: float
+    copies: int
+    recovered_pages: int
+    orphan_pages: int
+    discarded_entries: int
+    unverified_pages: int
+    def __init__(self, spilled_pages: _Optional[int] = ..., restored_pages: _Optional[int] = ..., backup_pages: _Optional[int] = ..., spill_failed_pages: _Optional[int] = ..., restore_failed_pages: _Optional[int] = ..., mismatched_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ..., host_evicted_pages: _Optional[int] = ..., spill_seconds: _Optional[float] = ..., restore_seconds: _Optional[float] = ..., copies: _Optional[int] = ..., recovered_pages: _Optional[int] = ..., orphan_pages: _Optional[int] = ..., discarded_entries: _Optional[int] = ..., unverified_pages: _Optional[int] = ...) -> None: ...
+
+class NamespaceStats(_message.Message):
+    __slots__ = ("namespace_id", "device_pages", "host_pages", "evictable", "promised", "soft_quota", "hard_quota", "queried_tokens", "hit_tokens", "host_hit_tokens", "evicted", "pinned_pages")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HOST_PAGES_FIELD_NUMBER: _ClassVar[int]
+    EVICTABLE_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
+    SOFT_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    HARD_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    device_pages: int
+    host_pages: int
+    evictable: int
+    promised: int
+    soft_quota: int
+    hard_quota: int
+    queried_tokens: int
+    hit_tokens: int
+    host_hit_tokens: int
+    evicted: int
+    pinned_pages: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., device_pages: _Optional[int] = ..., host_pages: _Optional[int] = ..., evictable: _Optional[int] = ..., promised: _Optional[int] = ..., soft_quota: _Optional[int] = ..., hard_quota: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., evicted: _Optional[int] = ..., pinned_pages: _Optional[int] = ...) -> None: ...
 
 class PoolStats(_message.Message):
     __slots__ = ("pages", "page_bytes", "free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned", "evictable", "promised", "locks", "evicted", "tree_nodes")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.proto import common_pb2 as kvferry_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/proto/worker.proto\x12\nkvferry.v1\x1a\x1akvferry/proto/common.proto\"\x93\x03\n\rWorkerMessage\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.WorkerHelloH\x00\x12(\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.AttachedH\x00\x12\"\n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.AdmitH\x00\x12\"\n\x05\x62\x65gin\x18\x04 \x01(\x0b\x32\x11.kvferry.v1.BeginH\x00\x12(\n\x08progress\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.ProgressH\x00\x12\x1e\n\x03\x61ux\x18\x06 \x01(\x0b\x32\x0f.kvferry.v1.AuxH\x00\x12 \n\x04grow\x18\x07 \x01(\x0b\x32\x10.kvferry.v1.GrowH\x00\x12$\n\x06\x66inish\x18\x08 \x01(\x0b\x32\x12.kvferry.v1.FinishH\x00\x12\"\n\x05\x61\x62ort\x18\t \x01(\x0b\x32\x11.kvferry.v1.AbortH\x00\x12(\n\x08quiesced\x18\n \x01(\x0b\x32\x14.kvferry.v1.QuiescedH\x00\x42\x06\n\x04kind\"\x9d\x02\n\x0bWorkerEvent\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.WelcomeH\x00\x12(\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.AdmittedH\x00\x12\"\n\x05\x62\x65gun\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.BegunH\x00\x12\"\n\x05ready\x18\x04 \x01(\x0b\x32\x11.kvferry.v1.ReadyH\x00\x12\"\n\x05grown\x18\x05 \x01(\x0b\x32\x11.kvferry.v1.GrownH\x00\x12\"\n\x05\x65nded\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.EndedH\x00\x12$\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.FailedH\x00\x42\x06\n\x04kind\"z\n\x0bWorkerHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12)\n\x05\x66\x61\x63ts\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.NamespaceFacts\"\xed\x01\n\x07Welcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x61\x65mon\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x04 \x01(\x0c\x12&\n\x08geometry\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.Geometry\x12\r\n\x05\x65poch\x18\x06 \x01(\x04\x12\r\n\x05pages\x18\x07 \x01(\r\x12\x0f\n\x07segment\x18\x08 \x01(\t\x12\x14\n\x0csession_file\x18\t \x01(\t\x12\x14\n\x0cpeer_address\x18\n \x01(\t\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\"\n\n\x08\x41ttached\"\n\n\x08Quiesced\"\xa2\x01\n\x05\x41\x64mit\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x13\n\x0btail_digest\x18\x04 \x01(\x0c\x12\x0f\n\x07prefill\x18\x05 \x01(\t\x12\x16\n\x0emax_new_tokens\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\"n\n\x08\x41\x64mitted\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x16\n\x0ematched_tokens\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x14\n\x0clocal_tokens\x18\x04 \x01(\r\"y\n\x05Ready\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0b\n\x03\x61ux\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65lta_pages\x18\x03 \x01(\r\x12\x13\n\x0b\x64\x65lta_bytes\x18\x04 \x01(\x04\x12\x12\n\nelapsed_us\x18\x05 \x01(\x04\"=\n\x04Grow\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"Q\n\x05Grown\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\"P\n\x06\x46inish\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\">\n\x05\x41\x62ort\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06reason\x18\x02 \x01(\t\"y\n\x05\x42\x65gin\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x13\n\x0btail_digest\x18\x04 \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\"U\n\x05\x42\x65gun\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x16\n\x0ematched_tokens\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\"A\n\x08Progress\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06tokens\x18\x02 \x01(\r\":\n\x03\x41ux\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0c\n\x04\x62lob\x18\x02 \x01(\x0c\".\n\x05\x45nded\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\"Q\n\x06\x46\x61iled\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.Error2K\n\x06Worker\x12\x41\n\x07Session\x12\x19.kvferry.v1.WorkerMessage\x1a\x17.kvferry.v1.WorkerEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/proto/worker.proto\x12\nkvferry.v1\x1a\x1akvferry/proto/common.proto\"\x93\x03\n\rWorkerMessage\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.WorkerHelloH\x00\x12(\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.AttachedH\x00\x12\"\n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.AdmitH\x00\x12\"\n\x05\x62\x65gin\x18\x04 \x01(\x0b\x32\x11.kvferry.v1.BeginH\x00\x12(\n\x08progress\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.ProgressH\x00\x12\x1e\n\x03\x61ux\x18\x06 \x01(\x0b\x32\x0f.kvferry.v1.AuxH\x00\x12 \n\x04grow\x18\x07 \x01(\x0b\x32\x10.kvferry.v1.GrowH\x00\x12$\n\x06\x66inish\x18\x08 \x01(\x0b\x32\x12.kvferry.v1.FinishH\x00\x12\"\n\x05\x61\x62ort\x18\t \x01(\x0b\x32\x11.kvferry.v1.AbortH\x00\x12(\n\x08quiesced\x18\n \x01(\x0b\x32\x14.kvferry.v1.QuiescedH\x00\x42\x06\n\x04kind\"\xc5\x02\n\x0bWorkerEvent\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.WelcomeH\x00\x12(\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.AdmittedH\x00\x12\"\n\x05\x62\x65gun\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.BegunH\x00\x12\"\n\x05ready\x18\x04 \x01(\x0b\x32\x11.kvferry.v1.ReadyH\x00\x12\"\n\x05grown\x18\x05 \x01(\x0b\x32\x11.kvferry.v1.GrownH\x00\x12\"\n\x05\x65nded\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.EndedH\x00\x12$\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.FailedH\x00\x12&\n\x07retract\x18\x08 \x01(\x0b\x32\x13.kvferry.v1.RetractH\x00\x42\x06\n\x04kind\"z\n\x0bWorkerHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12)\n\x05\x66\x61\x63ts\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.NamespaceFacts\"\xed\x01\n\x07Welcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x61\x65mon\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x04 \x01(\x0c\x12&\n\x08geometry\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.Geometry\x12\r\n\x05\x65poch\x18\x06 \x01(\x04\x12\r\n\x05pages\x18\x07 \x01(\r\x12\x0f\n\x07segment\x18\x08 \x01(\t\x12\x14\n\x0csession_file\x18\t \x01(\t\x12\x14\n\x0cpeer_address\x18\n \x01(\t\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\"\n\n\x08\x41ttached\"\n\n\x08Quiesced\"\xc4\x01\n\x05\x41\x64mit\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x13\n\x0btail_digest\x18\x04 \x01(\x0c\x12\x0f\n\x07prefill\x18\x05 \x01(\t\x12\x16\n\x0emax_new_tokens\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0e\n\x06warmup\x18\t \x01(\x08\"\x83\x01\n\x08\x41\x64mitted\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x16\n\x0ematched_tokens\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x14\n\x0clocal_tokens\x18\x04 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x05 \x01(\r\"y\n\x05Ready\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0b\n\x03\x61ux\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65lta_pages\x18\x03 \x01(\r\x12\x13\n\x0b\x64\x65lta_bytes\x18\x04 \x01(\x04\x12\x12\n\nelapsed_us\x18\x05 \x01(\x04\"0\n\x07Retract\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\"=\n\x04Grow\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"Q\n\x05Grown\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\"P\n\x06\x46inish\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\">\n\x05\x41\x62ort\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x9b\x01\n\x05\x42\x65gin\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x13\n\x0btail_digest\x18\x04 \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0e\n\x06warmup\x18\x07 \x01(\x08\"U\n\x05\x42\x65gun\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x16\n\x0ematched_tokens\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\"A\n\x08Progress\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06tokens\x18\x02 \x01(\r\":\n\x03\x41ux\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0c\n\x04\x62lob\x18\x02 \x01(\x0c\".\n\x05\x45nded\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\"Q\n\x06\x46\x61iled\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.Error2K\n\x06Worker\x12\x41\n\x07Session\x12\x19.kvferry.v1.WorkerMessage\x1a\x17.kvferry.v1.WorkerEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,41 +35,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERMESSAGE']._serialized_start=71
   _globals['_WORKERMESSAGE']._serialized_end=474
   _globals['_WORKEREVENT']._serialized_start=477
-  _globals['_WORKEREVENT']._serialized_end=762
-  _globals['_WORKERHELLO']._serialized_start=764
-  _globals['_WORKERHELLO']._serialized_end=886
-  _globals['_WELCOME']._serialized_start=889
-  _globals['_WELCOME']._serialized_end=1126
-  _globals['_ATTACHED']._serialized_start=1128
-  _globals['_ATTACHED']._serialized_end=1138
-  _globals['_QUIESCED']._serialized_start=1140
-  _globals['_QUIESCED']._serialized_end=1150
-  _globals['_ADMIT']._serialized_start=1153
-  _globals['_ADMIT']._serialized_end=1315
-  _globals['_ADMITTED']._serialized_start=1317
-  _globals['_ADMITTED']._serialized_end=1427
-  _globals['_READY']._serialized_start=1429
-  _globals['_READY']._serialized_end=1550
-  _globals['_GROW']._serialized_start=1552
-  _globals['_GROW']._serialized_end=1613
-  _globals['_GROWN']._serialized_start=1615
-  _globals['_GROWN']._serialized_end=1696
-  _globals['_FINISH']._serialized_start=1698
-  _globals['_FINISH']._serialized_end=1778
-  _globals['_ABORT']._serialized_start=1780
-  _globals['_ABORT']._serialized_end=1842
-  _globals['_BEGIN']._serialized_start=1844
-  _globals['_BEGIN']._serialized_end=1965
-  _globals['_BEGUN']._serialized_start=1967
-  _globals['_BEGUN']._serialized_end=2052
-  _globals['_PROGRESS']._serialized_start=2054
-  _globals['_PROGRESS']._serialized_end=2119
-  _globals['_AUX']._serialized_start=2121
-  _globals['_AUX']._serialized_end=2179
-  _globals['_ENDED']._serialized_start=2181
-  _globals['_ENDED']._serialized_end=2227
-  _globals['_FAILED']._serialized_start=2229
-  _globals['_FAILED']._serialized_end=2310
-  _globals['_WORKER']._serialized_start=2312
-  _globals['_WORKER']._serialized_end=2387
+  _globals['_WORKEREVENT']._serialized_end=802
+  _globals['_WORKERHELLO']._serialized_start=804
+  _globals['_WORKERHELLO']._serialized_end=926
+  _globals['_WELCOME']._serialized_start=929
+  _globals['_WELCOME']._serialized_end=1166
+  _globals['_ATTACHED']._serialized_start=1168
+  _globals['_ATTACHED']._serialized_end=1178
+  _globals['_QUIESCED']._serialized_start=1180
+  _globals['_QUIESCED']._serialized_end=1190
+  _globals['_ADMIT']._serialized_start=1193
+  _globals['_ADMIT']._serialized_end=1389
+  _globals['_ADMITTED']._serialized_start=1392
+  _globals['_ADMITTED']._serialized_end=1523
+  _globals['_READY']._serialized_start=1525
+  _globals['_READY']._serialized_end=1646
+  _globals['_RETRACT']._serialized_start=1648
+  _globals['_RETRACT']._serialized_end=1696
+  _globals['_GROW']._serialized_start=1698
+  _globals['_GROW']._serialized_end=1759
+  _globals['_GROWN']._serialized_start=1761
+  _globals['_GROWN']._serialized_end=1842
+  _globals['_FINISH']._serialized_start=1844
+  _globals['_FINISH']._serialized_end=1924
+  _globals['_ABORT']._serialized_start=1926
+  _globals['_ABORT']._serialized_end=1988
+  _globals['_BEGIN']._serialized_start=1991
+  _globals['_BEGIN']._serialized_end=2146
+  _globals['_BEGUN']._serialized_start=2148
+  _globals['_BEGUN']._serialized_end=2233
+  _globals['_PROGRESS']._serialized_start=2235
+  _globals['_PROGRESS']._serialized_end=2300
+  _globals['_AUX']._serialized_start=2302
+  _globals['_AUX']._serialized_end=2360
+  _globals['_ENDED']._serialized_start=2362
+  _globals['_ENDED']._serialized_end=2408
+  _globals['_FAILED']._serialized_start=2410
+  _globals['_FAILED']._serialized_end=2491
+  _globals['_WORKER']._serialized_start=2493
+  _globals['_WORKER']._serialized_end=2568
 # @@protoc_insertion_point(module_scope)

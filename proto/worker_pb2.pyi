@@ -32,7 +32,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed")
+    __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class WorkerEvent(_message.Message):
     GROWN_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    RETRACT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     admitted: Admitted
     begun: Begun
@@ -47,7 +48,8 @@ class WorkerEvent(_message.Message):
     grown: Grown
     ended: Ended
     failed: Failed
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    retract: Retract
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., retract: _Optional[_Union[Retract, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("protocol", "role", "worker", "facts")
@@ -96,7 +98,7 @@ class Quiesced(_message.Message):
     def __init__(self) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +106,8 @@ class Admit(_message.Message):
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
@@ -111,19 +115,23 @@ class Admit(_message.Message):
     prefill: str
     max_new_tokens: int
     deadline_ms: int
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    priority: int
+    warmup: bool
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("name", "matched_tokens", "pages", "local_tokens")
+    __slots__ = ("name", "matched_tokens", "pages", "local_tokens", "host_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     matched_tokens: int
     pages: _containers.RepeatedScalarFieldContainer[int]
     local_tokens: int
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., matched_tokens: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., local_tokens: _Optional[int] = ...) -> None: ...
+    host_tokens: int
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., matched_tokens: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., local_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("name", "aux", "delta_pages", "delta_bytes", "elapsed_us")
@@ -138,6 +146,12 @@ class Ready(_message.Message):
     delta_bytes: int
     elapsed_us: int
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., aux: _Optional[bytes] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., elapsed_us: _Optional[int] = ...) -> None: ...
+
+class Retract(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: _common_pb2.RequestName
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ...) -> None: ...
 
 class Grow(_message.Message):
     __slots__ = ("name", "tokens")
@@ -176,18 +190,22 @@ class Abort(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "deadline_ms")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "deadline_ms", "priority", "warmup")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TAIL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
     tail_digest: bytes
     deadline_ms: int
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    priority: int
+    warmup: bool
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages")
