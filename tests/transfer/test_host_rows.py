@@ -1,0 +1,236 @@
+"""The host tier's memory: what files may be, who may have them open, and the checksums of rows."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvferry.transfer.host_index import ENTRY_BYTES, HEADER_BYTES
+from kvferry.transfer.host_rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
+
+PAGE, PAGES = 512, 16
+LAYOUT = b"l" * 32
+
+HOLDER = """
+import sys
+from kvferry.transfer.host_rows import FileRows
+rows = FileRows.open(sys.argv[1], pages=16, page_bytes=512, layout=b"l" * 32, role="decode")
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def open_rows(
+    folder: Path, pages: int = PAGES, page_bytes: int = PAGE, layout: bytes = LAYOUT, role: str = "decode"
+) -> FileRows:
+    return FileRows.open(str(folder), pages=pages, page_bytes=page_bytes, layout=layout, role=role)
+
+
+@contextlib.contextmanager
+def opened(folder: Path, **changes: int) -> Iterator[FileRows]:
+    rows = open_rows(folder, **changes)  # type: ignore[arg-type]
+    try:
+        yield rows
+    finally:
+        rows.close()
+
+
+def test_the_files_are_private_and_their_memory_there(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    before = os.umask(0)
+    try:
+        with opened(folder, pages=100, page_bytes=8192) as rows:
+            assert len(rows.buffer) == 819200
+            assert not rows.buffer.readonly
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert sorted(os.listdir(folder)) == ["kvferry-host-decode.index", "kvferry-host-decode.rows"]
+    for name, size in (("rows", 819200), ("index", HEADER_BYTES + 100 * ENTRY_BYTES)):
+        status = os.stat(folder / f"kvferry-host-decode.{name}")
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_size == size
+        assert status.st_blocks * 512 >= size
+
+
+def test_files_that_others_could_read_are_made_private(tmp_path: Path) -> None:
+    open_rows(tmp_path).close()
+    for path in tmp_path.iterdir():
+        path.chmod(0o644)
+    open_rows(tmp_path).close()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_one_holder_at_a_time_and_the_lock_goes_with_its_process(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(BlockingIOError, match=r"in use.*kvferry-host-decode\.rows"):
+            open_rows(tmp_path)
+        open_rows(tmp_path, role="prefill").close()
+        (tmp_path / "kvferry-host-decode.rows").unlink()  # the index alone keeps a second one out
+        with pytest.raises(BlockingIOError, match=r"in use.*kvferry-host-decode\.index"):
+            open_rows(tmp_path)
+        holder.kill()
+        holder.wait(30)
+    open_rows(tmp_path).close()
+
+
+def test_close_lets_the_lock_go_once_nobody_can_write(tmp_path: Path) -> None:
+    rows = open_rows(tmp_path)
+    view = np.frombuffer(rows.buffer, np.uint8)
+    rows.close()
+    rows.close()
+    view[0] = 5
+    with pytest.raises(BlockingIOError):
+        open_rows(tmp_path)
+    del view
+    with opened(tmp_path) as again:
+        assert again.buffer[0] == 5
+        with pytest.raises(BlockingIOError):
+            open_rows(tmp_path)
+
+
+def test_a_closed_one_has_no_rows(tmp_path: Path) -> None:
+    rows = open_rows(tmp_path)
+    rows.close()
+    with pytest.raises(ValueError, match="row 0 is not there"):
+        rows.clear([0])
+
+
+def test_no_descriptor_stays_open(tmp_path: Path) -> None:
+    (tmp_path / "kvferry-host-linked.index").symlink_to(tmp_path / "other")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        open_rows(tmp_path).close()
+        for role, pages in (("linked", 1), ("decode", 1 << 28)):
+            with pytest.raises(OSError):
+                open_rows(tmp_path, pages, 1 << 30, role=role)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["rows", "index"])
+def test_what_is_no_regular_file_of_ours_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"kvferry-host-decode.{name}"
+    target = tmp_path / "target"
+    target.write_bytes(b"theirs")
+    path.symlink_to(target)
+    with pytest.raises(OSError, match=f"symbolic link.*{name}") as caught:
+        open_rows(tmp_path)
+    assert caught.value.errno == errno.ELOOP
+    path.unlink()
+    path.symlink_to(tmp_path / "dangling")
+    with pytest.raises(OSError, match="symbolic link"):
+        open_rows(tmp_path)
+    path.unlink()
+    os.link(target, path)
+    with pytest.raises(OSError, match=f"has 2 names.*{name}"):
+        open_rows(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=f"no regular file.*{name}"):
+        open_rows(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(IsADirectoryError, match=name):
+        open_rows(tmp_path)
+    assert target.read_bytes() == b"theirs"
+    assert not (tmp_path / "dangling").exists()
+
+
+def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_rows(tmp_path).close()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PermissionError, match=r"belongs to user .*kvferry-host-decode\.rows"):
+        open_rows(tmp_path)
+
+
+def test_bad_arguments_are_named(tmp_path: Path) -> None:
+    for role in ("", "../up", "a/b", "Decode", "x" * 33, "decode\n"):
+        with pytest.raises(ValueError, match="role is"):
+            open_rows(tmp_path, role=role)
+    with pytest.raises(ValueError, match="pages is 0"):
+        open_rows(tmp_path, pages=0)
+    with pytest.raises(ValueError, match="layout has 1 bytes; it must have 32"):
+        open_rows(tmp_path, layout=b"l")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(FileNotFoundError):
+        open_rows(tmp_path / "missing" / "below")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        open_rows(tmp_path / "file")
+
+
+def test_checksums_are_of_the_rows_and_tell_which_differ() -> None:
+    data = bytearray(random.Random(2).randbytes(8 * PAGE + 100))  # the last bytes are no whole row
+    view = memoryview(data)
+    sums = checksum_rows(view, np.array([3, 0, 7]), PAGE)
+    assert sums.dtype == np.uint64
+    assert sums.tolist() == [xxhash.xxh3_64_intdigest(data[row * PAGE :][:PAGE]) for row in (3, 0, 7)]
+    assert verify_rows(view, [3, 0, 7], PAGE, sums) == []
+    data[0] ^= 1
+    data[8 * PAGE - 1] ^= 1
+    assert verify_rows(view, [3, 0, 7], PAGE, sums) == [0, 7]
+    assert checksum_rows(view, [], PAGE).shape == (0,)
+    assert verify_rows(view, [], PAGE, np.zeros(0, np.uint64)) == []
+    for row in (-1, 8):
+        with pytest.raises(ValueError, match=f"row {row} is not there; rows are 0 to 7"):
+            checksum_rows(view, [row], PAGE)
+    with pytest.raises(ValueError, match="expected has shape"):
+        verify_rows(view, [1, 2], PAGE, sums)
+
+
+def test_others_run_while_a_row_is_read() -> None:
+    """The lock of the interpreter is let go: counted is how often this thread gets to run meanwhile."""
+    size = 256 << 20
+    row = memoryview(bytearray(size))
+
+    def turns() -> int:
+        reader = threading.Thread(target=checksum_rows, args=(row, [0], size))
+        reader.start()
+        count = 0
+        while reader.is_alive():
+            time.sleep(0.0002)
+            count += 1
+        return count
+
+    assert any(turns() > 5 for _ in range(5))  # one may be slow where other processes are busy
+
+
+def test_anonymous_rows_have_no_name_and_reserve_their_memory(tmp_path: Path) -> None:
+    rows: HostRows = AnonymousRows(str(tmp_path), "kvferry-host", PAGES, PAGE)
+    assert os.listdir(tmp_path) == []
+    assert len(rows.buffer) == PAGES * PAGE
+    rows.buffer[PAGE : PAGE + 3] = b"abc"
+    assert bytes(rows.buffer[PAGE : PAGE + 3]) == b"abc"
+    rows.close()
+    rows.close()
+    with pytest.raises(OSError):
+        AnonymousRows(str(tmp_path), "kvferry-host", 1 << 28, 1 << 30)
+    with pytest.raises(ValueError, match="nbytes is 0"):
+        AnonymousRows(str(tmp_path), "kvferry-host", 0, PAGE)
+    (tmp_path / "kvferry-taken").touch()
+    with pytest.raises(FileExistsError):
+        AnonymousRows(str(tmp_path), "kvferry-taken", PAGES, PAGE)
+    assert os.listdir(tmp_path) == ["kvferry-taken"]
+
+
+def test_file_rows_are_host_rows(tmp_path: Path) -> None:
+    rows: HostRows = open_rows(tmp_path)
+    assert len(rows.buffer) == PAGES * PAGE
+    rows.close()

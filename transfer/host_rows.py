@@ -1,0 +1,285 @@
+"""The host tier's memory: page-major rows (row i is bytes i * page_bytes and on), gone with the daemon or in a file.
+
+A file is one of two, `kvferry-host-<role>.rows` with the rows alone and `kvferry-host-<role>.index`. Who has them open
+holds an exclusive flock on both. They are never unlinked or renamed, only cut and refilled: a lock on a file that has
+lost its name would keep nobody out. Errors of the disk under a mapping (SIGBUS) are out of scope.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import re
+import stat
+from typing import Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvferry.transfer.host_index import (
+    ENTRY,
+    ENTRY_BYTES,
+    HEADER_BYTES,
+    DropReason,
+    Header,
+    Recovered,
+    RecoveryReport,
+    RowIndex,
+    Rows,
+    as_rows,
+)
+from kvferry.transfer.segment import Segment
+
+_ROLE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+_COUNTED_AT_A_TIME = 1 << 13  # entries
+
+
+class HostRows(Protocol):
+    """Memory of a host tier."""
+
+    @property
+    def buffer(self) -> memoryview:
+        """pages * page_bytes bytes, writable."""
+
+    def close(self) -> None:
+        """Unmaps. The memory stays while a view of `buffer` is alive. Idempotent."""
+
+
+class AnonymousRows:
+    """Rows in shared memory that no other process can find, and that end with this one, however it ends."""
+
+    def __init__(self, shm_dir: str, name: str, pages: int, page_bytes: int) -> None:
+        """All of it is reserved now. OSError where there is too little; FileExistsError where the name is taken."""
+        self._segment = Segment.create(shm_dir, name, pages * page_bytes)
+        self._segment.unlink()  # nobody maps it by name, and a killed daemon leaves nothing
+
+    @property
+    def buffer(self) -> memoryview:
+        return self._segment.buffer
+
+    def close(self) -> None:
+        self._segment.close()
+
+
+class FileRows:
+    """Rows in a named file, with the index by which the next daemon finds what is in them.
+
+    Copy threads may write to rows and read them; the index operations are for one thread at a time.
+    """
+
+    def __init__(self, rows: Segment, index: Segment, fds: list[int], opened: Opened) -> None:
+        """Use `open`."""
+        self.buffer = rows.buffer
+        """pages * page_bytes bytes, writable."""
+        self._segments = [rows, index]
+        self._fds = fds
+        self._opened = opened
+        entries = np.frombuffer(index.buffer, ENTRY, opened.header.pages, HEADER_BYTES)
+        index_fd = fds[1]
+        self._index = RowIndex(entries, opened.header, lambda header: _store(index_fd, header))
+
+    @staticmethod
+    def open(directory: str, *, pages: int, page_bytes: int, layout: bytes, role: str) -> FileRows:
+        """Opens, makes, resizes or replaces the two files, 0600; makes the directory, 0700, where it is missing.
+
+        A file that is damaged, or of another layout, is replaced by a fresh one; `recover` tells why. Where the
+        number of pages changed, the rows that are still there keep their entries.
+
+        ValueError for an argument out of bounds. OSError names the file: BlockingIOError where another holds it,
+        ELOOP for a symbolic link, EINVAL for what is no regular file, PermissionError where it is not ours; ENOSPC
+        or EFBIG where the disk has no room for all of it, and then files that can be used keep what they had.
+        """
+        wanted = Header(page_bytes, pages, layout)
+        if _ROLE.fullmatch(role) is None:
+            raise ValueError(f"role is {role[:64]!r}; it must match {_ROLE.pattern}")
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, 0o700)
+        stem = os.path.join(directory, f"kvferry-host-{role}")
+        with contextlib.ExitStack() as undo:
+            fds: list[int] = []
+            for path in (f"{stem}.rows", f"{stem}.index"):
+                fds.append(_open_locked(path))
+                undo.callback(os.close, fds[-1])
+            opened = _prepare(stem, fds[0], fds[1], wanted)
+            rows = Segment(f"{stem}.rows", opened.header.rows_bytes, fds[0])
+            undo.callback(rows.close)
+            index = Segment(f"{stem}.index", opened.header.index_bytes, fds[1])
+            undo.callback(index.close)
+            made = FileRows(rows, index, fds, opened)
+            undo.pop_all()
+            return made
+
+    def clear(self, rows: Rows) -> None:
+        """See `RowIndex.clear`."""
+        self._index.clear(rows)
+
+    def write(
+        self,
+        rows: Rows,
+        namespace_id: bytes,
+        digests: bytes,
+        parents: bytes,
+        checksums: NDArray[np.uint64],
+        flags: int | NDArray[np.uint32] = 0,
+    ) -> None:
+        """See `RowIndex.write`."""
+        self._index.write(rows, namespace_id, digests, parents, checksums, flags)
+
+    def recover(self) -> Recovered:
+        """All valid entries, and what became of the others, at this call and at `open`. Call it once, first."""
+        found = self._index.recover()
+        dropped = {**self._opened.dropped, **found.report.dropped}
+        report = RecoveryReport(found.report.entries_valid, dropped, self._opened.replaced)
+        return dataclasses.replace(found, report=report)
+
+    def close(self) -> None:
+        """Unmaps and lets the locks go. Views of `buffer` keep the memory, and with it the locks. Idempotent."""
+        self._index.close()
+        while self._segments:
+            self._segments.pop().close()  # a mapping has its own duplicate of the descriptor: the lock ends with both
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """What opening the files came to."""
+
+    header: Header
+    dropped: dict[DropReason, int]
+    replaced: DropReason | None
+
+
+def checksum_rows(buffer: memoryview, rows: Rows, page_bytes: int) -> NDArray[np.uint64]:
+    """(n,): XXH3 of the rows' bytes. For copy threads. ValueError for a row that is not there."""
+    at = as_rows(rows, len(buffer) // page_bytes)
+    starts = (at * page_bytes).tolist()
+    # The object and not the function: before xxhash 4 only the object lets the GIL go while it reads.
+    found = [xxhash.xxh3_64(buffer[start : start + page_bytes]).intdigest() for start in starts]
+    return np.array(found, np.uint64)
+
+
+def verify_rows(buffer: memoryview, rows: Rows, page_bytes: int, expected: NDArray[np.uint64]) -> list[int]:
+    """The rows whose bytes do not have the expected checksum. For copy threads. ValueError as for `checksum_rows`."""
+    if expected.shape != (len(rows),):
+        raise ValueError(f"expected has shape {expected.shape}; it must be ({len(rows)},)")
+    differs = checksum_rows(buffer, rows, page_bytes) != expected
+    return [int(row) for row in np.asarray(rows, np.int64)[differs]]
+
+
+def _open_locked(path: str) -> int:
+    """A descriptor that holds the lock; the file is made where it is missing."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a symbolic link; it must be a regular file", path) from None
+        raise
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", path)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"belongs to user {status.st_uid}, not to {os.geteuid()}", path)
+        if status.st_nlink != 1:  # to replace its contents would destroy the other file, too
+            raise OSError(errno.EMLINK, f"has {status.st_nlink} names; it must have 1", path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(errno.EWOULDBLOCK, "is in use: another has it locked", path) from None
+        os.fchmod(fd, 0o600)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _prepare(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> Opened:
+    """Brings both files to the wanted size. Killed half-way, it leaves files that the next `open` understands."""
+    old = Header.decode(os.pread(index_fd, HEADER_BYTES, 0))
+    replaced = _unusable(rows_fd, index_fd, old, wanted)
+    _check_space(stem, rows_fd, index_fd, wanted)
+    dropped: dict[DropReason, int] = {}
+    if old is None or replaced is not None:
+        if old is not None and replaced is not None:
+            dropped[replaced] = _entries_in_use(index_fd, 0, old.pages)
+        kept_index = kept_rows = 0
+        header = wanted if old is None else dataclasses.replace(wanted, generations=old.generations)
+    else:
+        kept = dataclasses.replace(old, pages=min(old.pages, wanted.pages))
+        lost = _entries_in_use(index_fd, kept.pages, old.pages)
+        if lost:
+            dropped[DropReason.PAGES_DIFFER] = lost
+        _store(index_fd, kept)
+        kept_index, kept_rows = kept.index_bytes, kept.rows_bytes
+        header = dataclasses.replace(old, pages=wanted.pages)
+    # Cut first: what is added then is zeros, and no entry of an earlier size comes back.
+    os.ftruncate(index_fd, kept_index)
+    os.ftruncate(rows_fd, kept_rows)
+    try:
+        # Over the whole length: a hole (files that were copied) would be a bus error once the disk is full.
+        _allocate(f"{stem}.rows", rows_fd, header.rows_bytes)
+        _allocate(f"{stem}.index", index_fd, header.index_bytes)
+    except OSError:
+        os.ftruncate(index_fd, kept_index)
+        os.ftruncate(rows_fd, kept_rows)
+        raise
+    _store(index_fd, header)
+    return Opened(header, {reason: count for reason, count in dropped.items() if count}, replaced)
+
+
+def _unusable(rows_fd: int, index_fd: int, old: Header | None, wanted: Header) -> DropReason | None:
+    """Why the files must be replaced; None where they are fine, or new."""
+    rows_size, index_size = os.fstat(rows_fd).st_size, os.fstat(index_fd).st_size
+    if old is None:
+        if index_size >= HEADER_BYTES:
+            return DropReason.BAD_HEADER
+        return DropReason.TRUNCATED if rows_size or index_size else None
+    if old.page_bytes != wanted.page_bytes:
+        return DropReason.PAGE_BYTES_DIFFERS
+    if old.layout != wanted.layout:
+        return DropReason.LAYOUT_DIFFERS
+    if rows_size < old.rows_bytes or index_size < old.index_bytes:
+        return DropReason.TRUNCATED
+    return None
+
+
+def _entries_in_use(index_fd: int, first: int, last: int) -> int:
+    """Of the entries [first, last), as far as the file goes."""
+    count = 0
+    for start in range(first, last, _COUNTED_AT_A_TIME):
+        entries = min(_COUNTED_AT_A_TIME, last - start)
+        data = os.pread(index_fd, entries * ENTRY_BYTES, HEADER_BYTES + start * ENTRY_BYTES)
+        found = np.frombuffer(data, ENTRY, len(data) // ENTRY_BYTES)
+        count += int(np.count_nonzero(found["state"]))
+        if len(found) < entries:
+            break
+    return count
+
+
+def _check_space(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> None:
+    """OSError before anything is touched: an allocation that fails may fill the disk for a while."""
+    disk = os.fstatvfs(rows_fd)
+    if disk.f_blocks == 0:  # without a limit
+        return
+    has = sum(os.fstat(fd).st_blocks * 512 for fd in (rows_fd, index_fd))
+    more = wanted.rows_bytes + wanted.index_bytes - has
+    free = disk.f_bavail * disk.f_frsize
+    if more > free:
+        raise OSError(errno.ENOSPC, f"needs {more} bytes more; the disk has {free}", f"{stem}.rows")
+
+
+def _allocate(path: str, fd: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot have {nbytes} bytes: {error.strerror}", path) from None
+
+
+def _store(index_fd: int, header: Header) -> None:
+    """One write within one page of memory: a killed process has done all of it or nothing."""
+    os.pwrite(index_fd, header.encode(), 0)
