@@ -3,7 +3,9 @@
 #include "bindings.h"
 
 NB_MODULE(_core, m) {
-  m.doc() = "kvferry's C++ core: the digest chain and the copy engine";
+  m.doc() = "kvferry's C++ core: the digest chain, the copy engine, page pools and the radix tree";
   kvferry::bind_digests(m);
   kvferry::bind_copies(m);
+  kvferry::bind_pool(m);
+  kvferry::bind_tree(m);
 }

@@ -1,4 +1,4 @@
-"""What is held: digests, page pools, the radix tree and its eviction. Core: no I/O."""
+"""What is held: digests, page pools, the radix tree of two tiers and its eviction. Core: no I/O."""
 
 from kvferry.radix.digests import (
     DIGEST_BYTES,
@@ -9,26 +9,53 @@ from kvferry.radix.digests import (
     root_digest,
     tail_digest,
 )
-from kvferry.radix.policy import LRU, EvictionPolicy, LeafUse
+from kvferry.radix.policy import Clock, Policy, policy_names
 from kvferry.radix.pool import PagePool, PageState, PoolCounts, PoolExhausted
-from kvferry.radix.tree import InsertResult, Lock, Match, PagedRadixTree
+from kvferry.radix.tree import (
+    BACKUP,
+    OUTPUT,
+    PROMPT,
+    RESTORE,
+    SPILL,
+    Copy,
+    Evicted,
+    Finished,
+    Flushed,
+    InsertResult,
+    Lock,
+    Match,
+    NodeView,
+    PagedRadixTree,
+    Recovered,
+)
 
 __all__ = [
+    "BACKUP",
     "DIGEST_BYTES",
-    "LRU",
+    "OUTPUT",
+    "PROMPT",
+    "RESTORE",
+    "SPILL",
+    "Clock",
+    "Copy",
     "DigestChain",
-    "EvictionPolicy",
+    "Evicted",
+    "Finished",
+    "Flushed",
     "InsertResult",
-    "LeafUse",
     "Lock",
     "Match",
+    "NodeView",
     "PagePool",
     "PageState",
     "PagedRadixTree",
+    "Policy",
     "PoolCounts",
     "PoolExhausted",
     "PromptDigests",
+    "Recovered",
     "chain_digests",
+    "policy_names",
     "prompt_digests",
     "root_digest",
     "tail_digest",

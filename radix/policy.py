@@ -1,39 +1,14 @@
-"""In which order unlocked leaves are evicted: a policy is one small class, by whose keys the tree sorts its leaves."""
+"""In which order unlocked leaves are evicted.
 
-from __future__ import annotations
+lru       least recently used first; the default
+lfu       fewest locks first, then least recently used
+fifo      oldest first
+priority  least important first (the largest number), then least recently used
 
-from typing import Protocol
+Before all of these go orphans of the host tier, then output pages if the policy was made with `evict_output_first`. A
+policy is one small class (`csrc/policy.h`); trees that share a pool share a policy and a clock, and so compare.
+"""
 
+from kvferry._core import Clock, Policy, policy_names
 
-class LeafUse(Protocol):
-    """What a policy may look at. Times are the tree's clock."""
-
-    @property
-    def created(self) -> float: ...
-
-    @property
-    def last_access(self) -> float:
-        """When it was last locked, unlocked or met by an insert."""
-
-    @property
-    def hits(self) -> int:
-        """Locks ever taken on it or below it."""
-
-    @property
-    def size(self) -> int:
-        """Pages."""
-
-
-class EvictionPolicy(Protocol):
-    def key(self, leaf: LeafUse) -> float:
-        """The leaf with the smallest key goes first; asked when a node becomes an unlocked leaf or its pages change.
-
-        Trees that share a pool are compared by these keys, so they need the same policy and the same clock.
-        """
-
-
-class LRU:
-    """Least recently used first."""
-
-    def key(self, leaf: LeafUse) -> float:
-        return leaf.last_access
+__all__ = ["Clock", "Policy", "policy_names"]

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -64,3 +64,327 @@ def copy_list(
 
 def zero_ranges(dst: Buffer, offset: int, fragments: int, stride: int, fragment_bytes: int, start: int) -> None:
     """Zeroes bytes [start, fragment_bytes) of each fragment; fragment f begins at offset + f * stride. GIL released."""
+
+# -- page pools
+
+Pages = Iterable[int] | NDArray[np.int64] | NDArray[np.uint64] | NDArray[np.int32] | NDArray[np.uint32]
+
+class PoolExhausted(Exception):
+    """Fewer pages are free than were asked for; nothing was taken."""
+
+class PagePool:
+    """See `kvferry.radix.pool.PagePool`, which adds the states' names. Page states are the numbers of PageState."""
+
+    def __init__(self, pages: int, tier: str = "device") -> None: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def free(self) -> int:
+        """Pages in state FREE."""
+    log_frees: bool
+    """Whether freed ids are collected for `take_freed`. Off at first; turning it off drops what was collected."""
+
+    def take_freed(self) -> list[int]:
+        """Ids freed since the last call, in that order; one that was freed twice is there twice."""
+    def allocate(self, n: int, state: int = 1) -> list[int]:
+        """`n` page ids, ascending: the smallest run that holds them all, else as few runs as can be. They become
+        LEASED, ARRIVING, SPILLING or RESTORING.
+
+        PoolExhausted if fewer are free.
+        """
+    def claim(self, pages: Pages, state: int) -> None:
+        """These FREE pages become LEASED or CACHED."""
+    def free_pages(self, pages: Pages) -> None:
+        """Any state but FREE -> FREE, with a new generation."""
+    def move(self, pages: Pages, source: int, target: int) -> None:
+        """Each page must be in `source`, and the change one that the life of a page has; use free_pages for FREE."""
+    def states(self, pages: Pages) -> bytes:
+        """The state of each page, one byte each."""
+    def state_code(self, page: int) -> int: ...
+    def generation(self, page: int) -> int: ...
+    def count_list(self) -> list[int]:
+        """Pages by state, in the states' order."""
+    def check(self) -> None:
+        """Recounts everything; for tests."""
+
+# -- eviction policies
+
+class Clock:
+    """Shared by the trees of one side."""
+
+    now: float
+    """Seconds; set by the owner. 0.0 at first."""
+
+    def __init__(self) -> None: ...
+    @property
+    def tick(self) -> int:
+        """Grows with every lock, unlock and insert of a tree that has this clock: the order of use is exact."""
+
+class Policy:
+    """An eviction policy, to be shared by trees that are compared. ValueError: unknown name or parameter."""
+
+    def __init__(self, name: str, evict_output_first: bool = False, **params: float) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def evict_output_first(self) -> bool: ...
+
+def policy_names() -> list[str]: ...
+
+# -- the radix tree; how it works as a whole: `kvferry.radix.tree`
+
+Digests = bytes | bytearray | memoryview | NDArray[np.uint8]
+
+PROMPT: int
+OUTPUT: int
+SPILL: int
+BACKUP: int
+RESTORE: int
+
+class Match:
+    """The longest held prefix of a list of digests. Good until the tree's next change of structure."""
+
+    @property
+    def pages(self) -> int:
+        """On the device or the host; arriving ones count."""
+    @property
+    def device_pages(self) -> int:
+        """The leading ones that have a page on the device."""
+
+class Lock:
+    """Holds a path from the root, `pages` pages long."""
+
+    @property
+    def pages(self) -> int: ...
+    @property
+    def device_pages(self) -> int:
+        """The leading ones that have a page on the device now: grows when they are restored."""
+    @property
+    def released(self) -> bool: ...
+    @property
+    def tree(self) -> PagedRadixTree: ...
+
+class InsertResult:
+    @property
+    def existing(self) -> int:
+        """Leading pages of the whole list that had a device page before."""
+    @property
+    def duplicates(self) -> list[int]:
+        """Of the caller's pages, those whose digests had one: the caller frees them."""
+    @property
+    def match(self) -> Match:
+        """Of the whole list."""
+
+class Copy:
+    """What the caller is to copy between the tiers, page by page, and then to end by `finish_copy`."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def kind(self) -> int:
+        """SPILL and BACKUP: device to host. RESTORE: host to device."""
+    @property
+    def device(self) -> list[int]: ...
+    @property
+    def host(self) -> list[int]:
+        """In the order of `device`."""
+    @property
+    def digests(self) -> bytes:
+        """32 a page."""
+    @property
+    def parents(self) -> bytes:
+        """32 a page: the digest of the page before it; zeros for the first of a prompt."""
+    @property
+    def outputs(self) -> bytes:
+        """1 a page: 1 for output."""
+
+class Evicted:
+    @property
+    def freed(self) -> list[int]:
+        """Device pages, FREE."""
+    @property
+    def spill(self) -> Copy | None:
+        """Device pages that are FREE when this copy has ended, if nobody locks them before."""
+
+class Finished:
+    @property
+    def freed(self) -> list[int]:
+        """Device pages that are FREE now."""
+    @property
+    def readable(self) -> list[int]:
+        """Restored device pages."""
+    @property
+    def lost(self) -> list[int]:
+        """Device pages whose restore failed and that others wait for: ARRIVING."""
+    @property
+    def removed(self) -> list[int]:
+        """Device pages that left the tree, since theirs or one before them failed and nobody waits for it; in the state
+        they have, the caller's to free.
+        """
+
+class Flushed:
+    @property
+    def device(self) -> int:
+        """Device pages freed."""
+    @property
+    def host(self) -> int:
+        """Host pages freed."""
+    @property
+    def skipped(self) -> int:
+        """Pages of nodes that stay."""
+
+class Recovered:
+    """How many of the pages given are in the tree, kept as orphans, and freed."""
+
+    @property
+    def attached(self) -> int: ...
+    @property
+    def orphans(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+
+class NodeView:
+    @property
+    def depth(self) -> int:
+        """Pages before it; of an orphan, as far as they are known."""
+    @property
+    def pages(self) -> int: ...
+    @property
+    def first_digest(self) -> bytes: ...
+    @property
+    def last_digest(self) -> bytes: ...
+    @property
+    def device(self) -> bool: ...
+    @property
+    def host(self) -> bool: ...
+    @property
+    def locks(self) -> int: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def output(self) -> bool: ...
+    @property
+    def orphan(self) -> bool: ...
+    @property
+    def copying(self) -> bool: ...
+    @property
+    def accessed_s(self) -> float: ...
+
+class PagedRadixTree:
+    """One namespace's pages over a device pool and, maybe, a host pool. No policy: LRU. No clock: one of its own.
+
+    write_through_hits: locks after which `backups` copies a node to the host; 0: never.
+    """
+
+    def __init__(
+        self,
+        device: PagePool,
+        host: PagePool | None = None,
+        policy: Policy | None = None,
+        clock: Clock | None = None,
+        write_through_hits: int = 0,
+    ) -> None: ...
+    def match(self, digests: Digests) -> Match:
+        """The longest held prefix, on either tier. Changes nothing."""
+    def lock(self, match: Match, priority: int = 0) -> Lock:
+        """Holds the matched path. The match must be of this tree as it is now. A node's priority is the least given."""
+    def unlock(self, lock: Lock) -> None:
+        """Gives a lock up. No page may be ARRIVING that it was the last to hold: that is `prune`."""
+    def path_pages(self, lock: Lock) -> list[int]:
+        """Device page ids of the locked path, in order: `lock.device_pages` of them."""
+    def insert(self, digests: Digests, pages: Pages, start: int = 0, kind: int = 0, priority: int = 0) -> InsertResult:
+        """pages[i] is of digest start + i; digests before `start` must be held on the device, else ValueError. What is
+        held on the device wins; a node that is on the host only takes the page given.
+
+        New LEASED pages become CACHED. New ARRIVING pages stay so, and the caller locks them before anything else
+        happens; one for a page that the host holds is an AssertionError: that is `restore`. Duplicates keep their
+        state. kind: PROMPT or OUTPUT, of new nodes.
+        """
+    def arrived(self, pages: Pages) -> None:
+        """ARRIVING -> CACHED: their bytes are there and verified."""
+    def prune(self, lock: Lock, start: int) -> list[int]:
+        """Releases the lock and takes what only it held, from page index `start` of its path on, out of the tree.
+
+        Returns the device pages, path order first, in the state they had, for the caller to free; those that a copy
+        names are freed when it ends. Host copies are freed. No page before `start` may be ARRIVING that this lock was
+        the last to hold.
+        """
+    def evict(self, pages: int) -> Evicted:
+        """Up to `pages` device pages of unlocked leaves, in the policy's order, cutting a long leaf at its tail:
+        exactly that many if so many can go.
+
+        What has a host copy is freed at once. What has none is spilled if the host has free pages for it; else it is
+        freed at once, with what hangs below.
+        """
+    def evict_host(self, pages: int) -> int:
+        """Frees up to `pages` host pages: first copies of what is on the device, then host leaves. Returns how many."""
+    def oldest(self) -> tuple[int, float] | None:
+        """(group, value) of what `evict` would take next: least first among trees of one policy and clock."""
+    def oldest_host(self) -> tuple[int, float] | None:
+        """The same of `evict_host`; group -1 is a copy of what is on the device."""
+    def backups(self, pages: int) -> Copy | None:
+        """Copies to the host what was locked `write_through_hits` times and has no host copy, at most `pages` pages,
+        and only into FREE ones.
+        """
+    def restore(self, lock: Lock, pages: Pages) -> Copy | None:
+        """Gives LEASED device pages to the host-only pages of the path, as many as there are. The copy holds the path
+        until it ends. None if there are none.
+        """
+    def finish_copy(self, copy_id: int, failed: Pages = ()) -> Finished:
+        """The copy has ended. failed: device ids of the copy whose bytes are not right."""
+    def flush(self) -> Flushed:
+        """Takes away what is unlocked, not under a copy, and has nothing below that stays."""
+    def recover(self, digests: Digests, parents: Digests, host_pages: Pages, outputs: Buffer = b"") -> Recovered:
+        """LEASED host pages become CACHED ones of the tree. parents: the digest before each page, zeros for the first
+        of a prompt. The order is of no matter. What is there already, or has no beginning, is freed.
+        """
+    def dump(self, limit: int) -> list[NodeView]:
+        """At most `limit` nodes, depth first."""
+    def check(self) -> None:
+        """Recounts everything; for tests."""
+    @property
+    def device(self) -> PagePool: ...
+    @property
+    def host(self) -> PagePool | None: ...
+    @property
+    def write_through_hits(self) -> int: ...
+    @property
+    def pages(self) -> int:
+        """On the device."""
+    @property
+    def cached(self) -> int:
+        """Device pages that are readable."""
+    @property
+    def arriving(self) -> int: ...
+    @property
+    def restoring(self) -> int: ...
+    @property
+    def evictable(self) -> int:
+        """Device pages of unlocked nodes, also those under a copy."""
+    @property
+    def spilling(self) -> int:
+        """Device pages that would be freed if every spill ended now."""
+    @property
+    def host_pages(self) -> int: ...
+    @property
+    def host_evictable(self) -> int:
+        """Host pages that `evict_host` could free."""
+    @property
+    def orphans(self) -> int:
+        """Host pages whose parent is not known."""
+    @property
+    def nodes(self) -> int:
+        """Without the root."""
+    @property
+    def locks(self) -> int:
+        """Handles that are not released."""
+    @property
+    def copies(self) -> int:
+        """In flight."""
+    @property
+    def index_bytes(self) -> int:
+        """Memory that the index holds, about."""

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from kvferry.radix.policy import LeafUse
+from kvferry.radix.policy import Clock
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import Lock, PagedRadixTree
 
@@ -48,6 +48,11 @@ class World:
         self.check()
         return lock, pages
 
+    def evict(self, pages: int) -> list[int]:
+        evicted = self.tree.evict(pages)
+        assert evicted.spill is None
+        return evicted.freed
+
     def matched(self, path: str) -> int:
         return self.tree.match(chain(path)).pages
 
@@ -68,8 +73,8 @@ def test_empty_tree(world: World) -> None:
     tree = world.tree
     assert tree.match(b"").pages == world.matched("abc") == 0
     assert (tree.pages, tree.cached, tree.nodes, tree.locks, tree.evictable) == (0, 0, 0, 0, 0)
-    assert tree.oldest_key() is None
-    assert tree.evict(5) == []
+    assert tree.oldest() is None
+    assert world.evict(5) == []
     world.check()
 
 
@@ -184,11 +189,11 @@ def test_locked_pages_are_never_evicted(world: World) -> None:
     pages = world.put("abcdef")
     lock = world.hold("abc")
     world.put("xyz")
-    assert len(world.tree.evict(100)) == 6
+    assert len(world.evict(100)) == 6
     assert world.tree.path_pages(lock) == pages[:3]
     assert (world.tree.pages, world.tree.evictable) == (3, 0)
     world.tree.unlock(lock)
-    assert sorted(world.tree.evict(100)) == pages[:3]
+    assert sorted(world.evict(100)) == pages[:3]
     assert (world.tree.pages, world.tree.nodes, world.pool.free) == (0, 0, world.pool.pages)
     world.check()
 
@@ -198,7 +203,7 @@ def test_root_can_be_locked(world: World) -> None:
     lock = world.hold("xyz")
     assert (lock.pages, world.tree.path_pages(lock), world.tree.evictable, world.tree.locks) == (0, [], 3, 1)
     world.check()
-    assert world.tree.evict(3)
+    assert world.evict(3)
     world.tree.unlock(lock)
     assert world.tree.locks == 0
     world.check()
@@ -222,7 +227,7 @@ def test_stale_match_is_refused(world: World) -> None:
     with pytest.raises(AssertionError, match="changed"):
         world.tree.lock(before)
     before = world.tree.match(chain("abcd"))
-    world.tree.evict(1)
+    world.evict(1)
     with pytest.raises(AssertionError, match="changed"):
         world.tree.lock(before)
 
@@ -238,8 +243,8 @@ def test_trees_of_one_pool_are_apart(world: World) -> None:
     assert other.path_pages(lock) == theirs
     with pytest.raises(AssertionError, match="another tree"):
         world.tree.unlock(lock)
-    assert sorted(world.tree.evict(100)) == mine
-    assert other.evict(100) == []
+    assert sorted(world.evict(100)) == mine
+    assert other.evict(100).freed == []
     other.check()
     world.check()
 
@@ -250,10 +255,10 @@ def test_trees_of_one_pool_are_apart(world: World) -> None:
 def test_least_recently_used_goes_first(world: World) -> None:
     pages = {path: world.put(path) for path in ("aa", "bb", "cc")}
     world.tree.unlock(world.hold("aa"))
-    assert world.tree.evict(2) == pages["bb"]
+    assert world.evict(2) == pages["bb"]
     world.put("cc")  # an insert is a use
-    assert sorted(world.tree.evict(2)) == pages["aa"]
-    assert sorted(world.tree.evict(2)) == pages["cc"]
+    assert sorted(world.evict(2)) == pages["aa"]
+    assert sorted(world.evict(2)) == pages["cc"]
     world.check()
 
 
@@ -262,14 +267,14 @@ def test_a_page_was_used_until_its_unlock(world: World) -> None:
     lock = world.hold("aa")
     pages = world.put("bb")
     world.tree.unlock(lock)
-    assert sorted(world.tree.evict(2)) == pages
+    assert sorted(world.evict(2)) == pages
     world.check()
 
 
 def test_leaves_go_before_their_parents(world: World) -> None:
     world.put("abcd")
     world.put("abxy")
-    gone = [world.tree.evict(1)[0] for _ in range(6)]
+    gone = [world.evict(1)[0] for _ in range(6)]
     assert len(set(gone)) == 6
     assert world.tree.nodes == 0
     world.check()
@@ -277,7 +282,7 @@ def test_leaves_go_before_their_parents(world: World) -> None:
 
 def test_long_leaf_is_cut_at_its_tail(world: World) -> None:
     pages = world.put("abcdefgh")
-    assert world.tree.evict(3) == pages[5:]
+    assert world.evict(3) == pages[5:]
     assert world.matched("abcdefgh") == 5
     assert all(world.pool.state(page) is PageState.FREE for page in pages[5:])
     world.check()
@@ -291,41 +296,23 @@ def test_evicts_exactly_what_is_asked(world: World, want: int) -> None:
     for path in ("abcd", "abx", "abcy", "z", "zzz"):
         world.put(path)
     evictable = world.tree.evictable
-    gone = world.tree.evict(want)
+    gone = world.evict(want)
     assert len(gone) == len(set(gone)) == min(want, evictable)
     assert world.tree.evictable == evictable - len(gone)
     world.check()
 
 
-def test_oldest_key_compares_trees_with_one_clock() -> None:
-    now = iter(range(100))
+def test_oldest_compares_trees_with_one_clock() -> None:
+    clock = Clock()
     pool = PagePool(8)
-    trees = [PagedRadixTree(pool, clock=lambda: float(next(now))) for _ in range(2)]
+    trees = [PagedRadixTree(pool, clock=clock) for _ in range(2)]
     for tree, path in zip((trees[1], trees[0], trees[1]), ("a", "b", "c"), strict=True):
         tree.insert(chain(path), pool.allocate(1))
-    keys = [tree.oldest_key() for tree in trees]
+    keys = [tree.oldest() for tree in trees]
     assert keys[0] is not None and keys[1] is not None and keys[1] < keys[0]
     trees[1].evict(1)
-    later = trees[1].oldest_key()
+    later = trees[1].oldest()
     assert later is not None and later > keys[0]
-
-
-def test_policy_decides() -> None:
-    class Smallest:
-        def key(self, leaf: LeafUse) -> float:
-            return leaf.size
-
-    pool = PagePool(16)
-    tree = PagedRadixTree(pool, policy=Smallest())
-    pages = {path: pool.allocate(len(path)) for path in ("aaaa", "bb", "ccc")}
-    for path, ids in pages.items():
-        tree.insert(chain(path), ids)
-    assert tree.evict(2) == pages["bb"]
-    assert tree.evict(4) == [*pages["ccc"], pages["aaaa"][3]]
-    tree.check()
-    tree.lock(tree.match(chain("aa")))  # a split leaves a smaller leaf
-    assert tree.oldest_key() == 1
-    tree.check()
 
 
 # -- arriving pages -------------------------------------------------------------------------------------------------
@@ -352,7 +339,7 @@ def test_fresh_arriving_pages_are_not_evictable(world: World) -> None:
     world.put("ab")
     pages = world.pool.allocate(2, ARRIVING)
     result = world.tree.insert(chain("abcd"), pages, start=2)
-    assert world.tree.evict(10) == []  # nor is what is above them
+    assert world.evict(10) == []  # nor is what is above them
     assert world.tree.evictable == 2
     lock = world.tree.lock(result.match)
     assert world.tree.evictable == 0

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from kvferry.radix.policy import Clock
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import Lock, Match, PagedRadixTree
 
@@ -66,8 +67,8 @@ class TreeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(PAGES)
-        clock = iter(range(1 << 30))
-        self.sides = [Side(PagedRadixTree(self.pool, clock=lambda: float(next(clock)))) for _ in range(2)]
+        clock = Clock()
+        self.sides = [Side(PagedRadixTree(self.pool, clock=clock)) for _ in range(2)]
 
     # -- what the steps are made of ------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def evict_from(self, side: Side, pages: int) -> None:
         evictable = {side.held[path]: path for path in side.evictable}
-        gone = side.tree.evict(pages)
+        gone = side.tree.evict(pages).freed
         assert len(gone) == len(set(gone)) == min(pages, len(evictable))
         for page in gone:
             assert page in evictable, "a page went that was locked or not there"

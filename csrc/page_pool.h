@@ -1,0 +1,76 @@
+// The pages of one tier: states, generations, and free runs from which neighbours are given out together.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace kvferry {
+
+using PageIds = std::vector<uint32_t>;
+
+// Every page is in exactly one. The numbers are those of Python's PageState.
+enum class PageState : uint8_t { kFree, kLeased, kArriving, kCached, kSpilling, kRestoring, kOrphaned };
+constexpr size_t kPageStates = 7;
+
+const char* name_of(PageState state);
+
+// Fewer pages are free than were asked for; nothing was taken.
+class PoolExhausted : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Pages are named 0 to pages - 1; a page's generation grows each time it is freed. What is refused changes nothing.
+class PagePool {
+ public:
+  PagePool(int64_t pages, std::string tier);  // std::invalid_argument: pages
+
+  uint32_t pages() const { return uint32_t(states_.size()); }
+  const std::string& tier() const { return tier_; }
+  uint32_t free() const { return counts_[size_t(PageState::kFree)]; }
+  const std::array<uint32_t, kPageStates>& counts() const { return counts_; }
+  PageState state(uint32_t page) const { return PageState(states_[page]); }
+  uint64_t generation(uint32_t page) const { return generations_[page]; }
+  size_t count(const uint32_t* pages, size_t n, PageState state) const;
+
+  // `n` pages, ascending: the smallest run that holds them all, else as few runs as can be.
+  PageIds allocate(int64_t n, PageState state);
+  void claim(const PageIds& pages, PageState state);  // these free pages -> leased or cached
+  void free_pages(const PageIds& pages);              // any state but free -> free
+  void move(const PageIds& pages, PageState source, PageState target);
+
+  // While on, freed ids are collected until `take_freed`.
+  bool log_frees() const { return log_frees_; }
+  void set_log_frees(bool on);
+  PageIds take_freed();
+
+  void check() const;  // recounts everything; for tests
+
+ private:
+  struct Run {
+    uint32_t start, length;
+    uint32_t end() const { return start + length; }
+  };
+  using Runs = std::map<uint32_t, uint32_t>;  // start -> length; no two are adjacent
+
+  std::vector<Run> runs_of(const PageIds& pages) const;
+  void set_state(Run run, PageState state);
+  void add_free(Run run);  // joins it with its neighbours
+  void take_from(Runs::iterator free_run, Run taken);
+
+  std::string tier_;
+  std::vector<uint8_t> states_;
+  std::vector<uint64_t> generations_;
+  std::array<uint32_t, kPageStates> counts_{};
+  Runs free_runs_;
+  std::set<uint64_t> by_size_;  // length << 32 | start of each free run
+  PageIds freed_;
+  bool log_frees_ = false;
+};
+
+}  // namespace kvferry

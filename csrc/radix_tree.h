@@ -1,0 +1,224 @@
+// A compressed radix tree of pages on two tiers, keyed by chained digests.
+//
+// A node is a run of pages with page ids on the device, on the host, or both, and splits only between pages. A node on the
+// device has its parent on the device, so a path is device nodes and then host-only ones. A lock counts on the node where
+// it ends and on all above it; such nodes are never evicted. Splits make a new upper node and leave the lower part its
+// identity, so the end of a lock always is the end of a node. Copies between the tiers belong to nodes: those may be
+// locked and split meanwhile, but neither evicted nor copied again before the copy ends.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "eviction_index.h"
+#include "page_pool.h"
+#include "policy.h"
+#include "tree_node.h"
+
+namespace kvferry {
+
+// The longest held prefix of a list of digests. Good until the tree's next change of structure.
+struct Match {
+  Node* node;
+  uint32_t offset;  // pages of `node` that match
+  uint32_t pages, device_pages;
+  uint64_t version;
+};
+
+struct Lock {
+  const void* tree;
+  Node* end;
+  uint32_t pages;
+  bool released;
+};
+
+struct Inserted {
+  uint32_t existing;   // leading pages of the whole list that had a device page before
+  PageIds duplicates;  // of the caller's pages, those that were not needed
+  Match match;         // of the whole list
+};
+
+enum class CopyKind : uint8_t { kSpill, kBackup, kRestore };
+
+// What a copy is to move, page by page.
+struct CopyPlan {
+  uint64_t id;
+  CopyKind kind;
+  PageIds device, host;
+  std::vector<uint8_t> digests, parents, outputs;
+};
+
+struct CopyRecord {
+  uint64_t id;
+  CopyKind kind;
+  std::vector<Node*> nodes;  // splits add to them
+  Node* end = nullptr;       // of the lock that a restore holds
+};
+
+struct Evicted {
+  PageIds freed;
+  std::optional<CopyPlan> spill;
+};
+
+struct Finished {
+  PageIds freed, readable, lost, removed;
+};
+
+struct Flushed {
+  uint64_t device = 0, host = 0, skipped = 0;
+};
+
+struct Recovered {
+  uint64_t attached = 0, orphans = 0, dropped = 0;
+};
+
+struct NextOut {
+  int group;  // -1: a host copy of what is on the device
+  double value;
+};
+
+struct NodeView {
+  uint32_t depth, pages;
+  DigestKey first, last;
+  bool device, host;
+  uint32_t locks, hits;
+  int32_t priority;
+  bool output, orphan, copying;
+  double accessed_s;
+};
+
+// Digests come as n * 32 bytes. Broken invariants throw BrokenInvariant before anything has changed.
+class RadixTree {
+ public:
+  RadixTree(PagePool& device, PagePool* host, Policy& policy, Clock& clock, uint32_t write_through_hits);
+  ~RadixTree();
+  RadixTree(const RadixTree&) = delete;
+  RadixTree& operator=(const RadixTree&) = delete;
+
+  // radix_tree.cpp
+  Match match(const uint8_t* digests, uint32_t n) const;
+  Lock lock(const Match& match, int32_t priority);
+  void unlock(Lock& lock);
+  PageIds path_pages(const Lock& lock) const;
+  uint32_t device_pages(const Lock& lock) const;
+  Inserted insert(const uint8_t* digests, uint32_t n, const PageIds& pages, uint32_t start, bool output, int32_t priority);
+  void arrived(const PageIds& pages);
+  PageIds prune(Lock& lock, uint32_t start);
+
+  // tree_evict.cpp
+  Evicted evict(uint32_t pages);
+  uint32_t evict_host(uint32_t pages);
+  std::optional<NextOut> oldest() const;
+  std::optional<NextOut> oldest_host() const;
+  Flushed flush();
+
+  // tree_copies.cpp
+  std::optional<CopyPlan> backups(uint32_t pages);
+  std::optional<CopyPlan> restore(const Lock& lock, const PageIds& pages);
+  Finished finish_copy(uint64_t id, const PageIds& failed);
+
+  // tree_recover.cpp
+  Recovered recover(const uint8_t* digests, const uint8_t* parents, const PageIds& host_pages, const uint8_t* outputs);
+
+  // tree_check.cpp
+  std::vector<NodeView> dump(size_t limit) const;
+  void check() const;
+  uint64_t index_bytes() const;
+
+  PagePool& device() const { return device_; }
+  PagePool* host() const { return host_; }
+  uint32_t write_through_hits() const { return write_through_hits_; }
+  uint64_t pages() const { return counts_.pages; }
+  uint64_t arriving() const { return counts_.arriving; }
+  uint64_t restoring() const { return counts_.restoring; }
+  uint64_t evictable() const { return counts_.evictable; }
+  uint64_t spilling() const { return counts_.spilling; }
+  uint64_t host_pages() const { return counts_.host_pages; }
+  uint64_t host_evictable() const { return counts_.host_evictable; }
+  uint64_t orphans() const { return counts_.orphans; }
+  uint64_t nodes() const { return counts_.nodes; }
+  uint64_t locks() const { return locks_; }
+  uint64_t copies() const { return copies_.size(); }
+
+ private:
+  struct Counts {
+    uint64_t pages = 0, arriving = 0, restoring = 0, evictable = 0, spilling = 0;  // of the device
+    uint64_t host_pages = 0, host_evictable = 0, orphans = 0;
+    uint64_t nodes = 0, held = 0;  // held: pages of all nodes
+    uint64_t child_slots = 0;
+
+    bool operator==(const Counts& o) const {
+      return pages == o.pages && arriving == o.arriving && restoring == o.restoring && evictable == o.evictable &&
+             spilling == o.spilling && host_pages == o.host_pages && host_evictable == o.host_evictable &&
+             orphans == o.orphans && nodes == o.nodes && held == o.held && child_slots == o.child_slots;
+    }
+  };
+
+  // tree_inside.cpp: roles and lists
+  uint8_t roles_of(const Node& node) const;
+  void set_roles(Node& node, uint8_t roles);
+  void settle(Node& node) { set_roles(node, roles_of(node)); }
+  void rekey(Node& node);
+  // ... structure
+  void add_child(Node& parent, Node& child);
+  void remove_child(Node& parent, Node& child);
+  Node* split(Node& node, uint32_t pages);  // the new upper part
+  void cut_tail(Node& node, uint32_t keep);
+  Node* add_run(Node* parent, const uint8_t* digests, uint32_t n, const uint32_t* device, const uint32_t* host);
+  void give_device(Node& node, const uint32_t* pages);
+  void give_host(Node& node, const uint32_t* pages);
+  PageIds take_device(Node& node);  // the ids keep their state
+  void free_host(Node& node);
+  void remove_subtree(Node& top, Node* bottom, PageIds& device);
+  std::vector<Node*> all_nodes() const;  // parents before children
+  bool is_root(const Node& node) const { return &node == &root_; }
+  void changed();
+
+  // radix_tree.cpp
+  void check_lock(const Lock& lock) const;
+  bool arrives(const Node& node, uint32_t begin, uint32_t end) const;
+  void release(Node& end);
+  PageIds release_and_remove(Node& end, Node& top);
+  void touch(Node& end);
+  void insert_behind(Node* node, const uint8_t* digests, uint32_t n, uint32_t held, const PageIds& fresh, bool output,
+                     int32_t priority, Match& match);
+
+  // tree_evict.cpp
+  void drop(Node& leaf, uint32_t pages, PageIds& freed);
+
+  // tree_copies.cpp
+  CopyRecord& begin_copy(CopyKind kind);
+  void join_copy(CopyRecord& record, Node& node);
+  CopyPlan plan_of(const CopyRecord& record) const;
+  void start_host_copy(CopyRecord& record);
+  void finish_host_copy(CopyRecord& record, const std::vector<uint32_t>& failed, Finished& done);
+  void finish_restore(CopyRecord& record, const std::vector<uint32_t>& failed, Finished& done);
+
+  // tree_recover.cpp
+  class Recovery;
+  void adopt_orphans(Node& parent);
+  void keep_orphan(Node& top, const uint8_t* parent);
+  void forget_orphan(const Node& top);
+  static const Node* top_of(const Node& node);
+
+  PagePool& device_;
+  PagePool* const host_;
+  Policy& policy_;
+  Clock& clock_;
+  const uint32_t write_through_hits_;
+  Node root_;
+  uint64_t version_;
+  uint64_t serials_ = 0, copy_ids_ = 0;
+  uint64_t locks_ = 0;  // handles that are not released
+  Counts counts_;
+  EvictionIndex device_index_, host_index_;
+  NodeList redundant_, backups_wanted_;
+  std::unordered_map<uint64_t, std::unique_ptr<CopyRecord>> copies_;
+  std::unordered_map<DigestKey, std::vector<Node*>, DigestHash> orphans_by_parent_;
+  std::unordered_map<const Node*, DigestKey> orphan_parents_;
+};
+
+}  // namespace kvferry
