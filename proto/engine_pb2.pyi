@@ -48,16 +48,20 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("name", "tokens", "sampling", "deadline_ms")
+    __slots__ = ("name", "tokens", "sampling", "deadline_ms", "priority", "warmup")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     deadline_ms: int
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    priority: int
+    warmup: bool
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("matched_tokens", "chunk_ends")
@@ -68,7 +72,7 @@ class PrefillReply(_message.Message):
     def __init__(self, matched_tokens: _Optional[int] = ..., chunk_ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("name", "tokens", "sampling", "max_new_tokens", "stop_tokens", "prefill", "deadline_ms")
+    __slots__ = ("name", "tokens", "sampling", "max_new_tokens", "stop_tokens", "prefill", "deadline_ms", "priority", "warmup")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +80,8 @@ class DecodeRequest(_message.Message):
     STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
@@ -83,35 +89,45 @@ class DecodeRequest(_message.Message):
     stop_tokens: _containers.RepeatedScalarFieldContainer[int]
     prefill: str
     deadline_ms: int
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., prefill: _Optional[str] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    priority: int
+    warmup: bool
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., prefill: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ...) -> None: ...
 
 class DecodeReply(_message.Message):
-    __slots__ = ("started", "generated", "ending")
+    __slots__ = ("started", "generated", "ending", "paused")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     GENERATED_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     started: Started
     generated: Generated
     ending: Ending
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., generated: _Optional[_Union[Generated, _Mapping]] = ..., ending: _Optional[_Union[Ending, _Mapping]] = ...) -> None: ...
+    paused: Paused
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., generated: _Optional[_Union[Generated, _Mapping]] = ..., ending: _Optional[_Union[Ending, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("matched_tokens", "delta_pages", "delta_bytes", "admit_to_ready_us")
+    __slots__ = ("matched_tokens", "delta_pages", "delta_bytes", "admit_to_ready_us", "host_tokens")
     MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DELTA_PAGES_FIELD_NUMBER: _ClassVar[int]
     DELTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     ADMIT_TO_READY_US_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     matched_tokens: int
     delta_pages: int
     delta_bytes: int
     admit_to_ready_us: int
-    def __init__(self, matched_tokens: _Optional[int] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., admit_to_ready_us: _Optional[int] = ...) -> None: ...
+    host_tokens: int
+    def __init__(self, matched_tokens: _Optional[int] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., admit_to_ready_us: _Optional[int] = ..., host_tokens: _Optional[int] = ...) -> None: ...
 
 class Generated(_message.Message):
     __slots__ = ("tokens",)
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Paused(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Ending(_message.Message):
     __slots__ = ("reason", "output_tokens")

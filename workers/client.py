@@ -1,6 +1,6 @@
 """A worker's session with its daemon: a stream on the daemon's Unix socket (proto/worker.proto) and the pool's memory.
 
-decode:  admit -> ready -> grow* -> finish
+decode:  admit -> ready -> grow* -> finish; a retracted one finishes early and is admitted again
 prefill: begin -> progress* -> aux -> ended
 Any of them: abort. A request that failed is answered with abort too, once nothing of the worker touches its pages.
 
@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc.aio
@@ -23,6 +21,7 @@ from kvferry.proto.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CH
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.workers.attachment import Attachment
+from kvferry.workers.open_request import OpenRequest
 from kvferry.workers.requests import (
     Admitted,
     Begun,
@@ -32,6 +31,7 @@ from kvferry.workers.requests import (
     Ready,
     RequestFailed,
     RequestName,
+    Retracted,
     name_in_use,
 )
 from kvferry.workers.stream import MAX_UNSENT_MESSAGES, PROTOCOL, Stream, open_stream, read_welcome
@@ -42,27 +42,6 @@ ANSWER_DEADLINE_S = 30.0  # for answers that wait for nothing but the daemon
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-
-@dataclass(slots=True)
-class _Request:
-    """What the daemon has said, and is still to say, about one request."""
-
-    tokens: int
-    deadline_s: float
-    admitted: asyncio.Future[Admitted] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    begun: asyncio.Future[Begun] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    ready: asyncio.Future[Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    grown: asyncio.Future[tuple[int, ...]] | None = None
-    pages: int = 0
-    failure: RequestFailed | None = None
-
-    def fail(self, error: Exception) -> None:
-        for future in (self.admitted, self.begun, self.ready, self.ended, self.grown):
-            if future is not None and not future.done():
-                future.set_exception(error)
-                future.exception()  # marked as seen: whoever does not wait for it need not hear of it
 
 
 class DaemonClient:
@@ -81,7 +60,7 @@ class DaemonClient:
         self._channel = stream.channel
         self._outgoing = stream.outgoing
         self._attachment = attachment
-        self._requests: dict[RequestName, _Request] = {}
+        self._requests: dict[RequestName, OpenRequest] = {}
         self._broken: DaemonGone | None = None
         self._closing = False
         self._reader = asyncio.create_task(self._read(), name="daemon session")
@@ -134,6 +113,8 @@ class DaemonClient:
         prefill: str,
         max_new_tokens: int,
         deadline_s: float,
+        priority: int = 0,
+        warmup: bool = False,
     ) -> Admitted:
         """Asks the daemon to hold this prompt until Ready, within `deadline_s`. Raises RequestFailed, DaemonGone;
         NotOpened when the name is in use or the digests of the prompt or of the output do not fit in a message."""
@@ -146,6 +127,8 @@ class DaemonClient:
                 prefill=prefill,
                 max_new_tokens=max_new_tokens,
                 deadline_ms=_milliseconds(deadline_s),
+                priority=priority,
+                warmup=warmup,
             )
         )
         page_size = self.geometry.page_size
@@ -166,9 +149,11 @@ class DaemonClient:
 
     async def grow(self, name: RequestName, tokens: int) -> tuple[int, ...]:
         """Room for `tokens` tokens in all, inside the promise of max_new_tokens. Returns the ids of the added pages, in
-        order; they follow those the request has. One call at a time for a request."""
+        order; they follow those the request has. One call at a time for a request. Raises Retracted, too."""
         request = self._of(name)
         assert request.grown is None, f"request {name} is already growing"
+        if request.retracted:
+            raise Retracted
         request.grown = asyncio.get_running_loop().create_future()
         self._send(worker_pb2.WorkerMessage(grow=worker_pb2.Grow(name=name.to_proto(), tokens=tokens)))
         try:
@@ -178,7 +163,7 @@ class DaemonClient:
 
     async def finish(self, name: RequestName, *, tokens: int, digests: bytes) -> None:
         """The worker touches the request's pages no more. `tokens`: with KV in the pool; `digests`: of the full pages
-        behind the prompt's full pages."""
+        behind the prompt's full pages. When this returns a retracted request's name may be admitted again."""
         request = self._of(name)
         self._send(
             worker_pb2.WorkerMessage(finish=worker_pb2.Finish(name=name.to_proto(), tokens=tokens, digests=digests))
@@ -189,7 +174,15 @@ class DaemonClient:
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     async def begin(
-        self, name: RequestName, *, digests: bytes, tokens: int, tail_digest: bytes, deadline_s: float
+        self,
+        name: RequestName,
+        *,
+        digests: bytes,
+        tokens: int,
+        tail_digest: bytes,
+        deadline_s: float,
+        priority: int = 0,
+        warmup: bool = False,
     ) -> Begun:
         """Asks the daemon for pages for this prompt. Raises RequestFailed, DaemonGone; NotOpened when the name is in
         use or the prompt's digests do not fit in a message."""
@@ -200,6 +193,8 @@ class DaemonClient:
                 tokens=tokens,
                 tail_digest=tail_digest,
                 deadline_ms=_milliseconds(deadline_s),
+                priority=priority,
+                warmup=warmup,
             )
         )
         request = self._open(name, message, tokens, deadline_s)
@@ -228,6 +223,12 @@ class DaemonClient:
         request = self._of(name)
         if request.failure is not None:
             raise request.failure
+
+    def check_kept(self, name: RequestName) -> None:
+        """As `check`; raises Retracted, too, when the daemon wants the pages back: the request is to finish."""
+        self.check(name)
+        if self._of(name).retracted:
+            raise Retracted
 
     async def abort(self, name: RequestName, reason: str) -> None:
         """Ends the request, or answers its failure; nothing of the worker touches its pages any more. Never raises
@@ -270,7 +271,9 @@ class DaemonClient:
 
     # -- the stream ------------------------------------------------------------------------------------------------
 
-    def _open(self, name: RequestName, message: worker_pb2.WorkerMessage, tokens: int, deadline_s: float) -> _Request:
+    def _open(
+        self, name: RequestName, message: worker_pb2.WorkerMessage, tokens: int, deadline_s: float
+    ) -> OpenRequest:
         self._raise_if_broken()
         if name in self._requests:
             raise name_in_use(name)
@@ -281,12 +284,12 @@ class DaemonClient:
                 f"tokens has {tokens} tokens: with their digests at page size {self.geometry.page_size} the message to "
                 f"the daemon has {size} bytes; it may have {MAX_MESSAGE_BYTES}",
             )
-        request = _Request(tokens=tokens, deadline_s=deadline_s)
+        request = OpenRequest(tokens, deadline_s, self.geometry.page_size, self.welcome.pages)
         self._requests[name] = request
         self._send(message)
         return request
 
-    def _of(self, name: RequestName) -> _Request:
+    def _of(self, name: RequestName) -> OpenRequest:
         self._raise_if_broken()
         request = self._requests.get(name)
         assert request is not None, f"request {name} is not open"
@@ -347,46 +350,7 @@ class DaemonClient:
         request = self._requests.get(name)
         if request is None:
             return  # over on this side: its Abort and this event crossed
-        if kind == "admitted":
-            admitted = event.admitted
-            pages = self._new_pages(request, admitted.pages, self._pages_for(request.tokens), "Admitted.pages")
-            _resolve(request.admitted, Admitted(admitted.matched_tokens, pages, admitted.local_tokens))
-        elif kind == "begun":
-            pages = self._new_pages(request, event.begun.pages, self._pages_for(request.tokens), "Begun.pages")
-            _resolve(request.begun, Begun(event.begun.matched_tokens, pages))
-        elif kind == "ready":
-            ready = event.ready
-            _resolve(request.ready, Ready(ready.aux, ready.delta_pages, ready.delta_bytes, ready.elapsed_us))
-        elif kind == "grown":
-            if event.grown.first_page != request.pages:
-                raise ValueError(f"Grown.first_page is {event.grown.first_page}; the request has {request.pages} pages")
-            pages = self._new_pages(request, event.grown.pages, len(event.grown.pages), "Grown.pages")
-            if request.grown is not None:
-                _resolve(request.grown, pages)
-        elif kind == "ended":
-            _resolve(request.ended, None)
-        elif kind == "failed":
-            error = event.failed.error
-            request.failure = RequestFailed(error.code, error.message)
-            request.fail(request.failure)
-
-    def _new_pages(self, request: _Request, pages: Sequence[int], count: int, field_name: str) -> tuple[int, ...]:
-        """Checked here, because a wrong id would overwrite another request's memory."""
-        if len(pages) != count:
-            raise ValueError(f"{field_name} has {len(pages)} ids; the request needs {count}")
-        for page in pages:
-            if page >= self.welcome.pages:
-                raise ValueError(f"{field_name} names page {page}; the pool has {self.welcome.pages}")
-        request.pages += count
-        return tuple(pages)
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.geometry.page_size)
-
-
-def _resolve(future: asyncio.Future[_T], value: _T) -> None:
-    if not future.done():
-        future.set_result(value)
+        request.take(kind, event)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -25,6 +25,13 @@ class Prompt(NamedTuple):
         chain.extend(self.tokens[len(self.digests) // DIGEST_BYTES * page_size :])
         return chain
 
+    def extended(self, output: Sequence[int], page_size: int) -> Prompt:
+        """This prompt with `output` behind it; its full pages are not hashed again."""
+        behind = self.chain(page_size)
+        behind.extend(output)
+        tokens = np.concatenate([self.tokens, np.array(output, dtype=np.uint32)])
+        return Prompt(tokens, self.digests + behind.digests, behind.tail_digest)
+
 
 class WrongPage(Exception):
     """A page does not hold the bytes it must hold."""
@@ -65,6 +72,13 @@ class Compute(Protocol):
         """Token ids are below this."""
 
     def sequence(
-        self, prompt: Prompt, pages: Sequence[int], sampling: Sampling, *, shared_tokens: int
+        self,
+        prompt: Prompt,
+        pages: Sequence[int],
+        sampling: Sampling,
+        *,
+        shared_tokens: int,
+        asked: Prompt | None = None,
     ) -> SequenceCompute:
-        """`shared_tokens`: the pages of so many first tokens may be read by others too and are never written."""
+        """`shared_tokens`: the pages of so many first tokens may be read by others too and are never written.
+        `asked`: what `prompt` begins with, its tokens behind that are output of the same request; None: all of it."""

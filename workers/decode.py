@@ -1,24 +1,38 @@
-"""The decode worker's way of one request: admit, ready, one token after the other, finish."""
+"""The decode worker's way of one request: admit, ready, one token after the other, finish.
+
+The daemon may retract a ready request. It then finishes early, as at its end, and is admitted again with prompt +
+output so far as the prompt; what is missing of that is computed here. So a request is one *stay* with the daemon, or
+several, each of at least one token, and its tokens are those of one.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvferry.proto import common_pb2
 from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import Compute, SequenceCompute, WrongPage
+from kvferry.workers.compute import Compute, Prompt, SequenceCompute, WrongPage
 from kvferry.workers.compute_thread import ComputeThread, complete
 from kvferry.workers.handoff import unpack_first_token
 from kvferry.workers.orders import DecodeOrder
-from kvferry.workers.requests import NotOpened, Ready, RequestFailed
+from kvferry.workers.requests import NotOpened, Ready, RequestFailed, Retracted
+from kvferry.workers.room import Room
+
+_log = logging.getLogger(__name__)
 
 
 class Started(NamedTuple):
     matched_tokens: int
+    host_tokens: int  # of the matched ones
     ready: Ready
+
+
+class Paused(NamedTuple):
+    """The request was retracted and waits for pages again."""
 
 
 class Ending(NamedTuple):
@@ -26,7 +40,7 @@ class Ending(NamedTuple):
     output_tokens: int
 
 
-Reply = Started | int | Ending  # int: an output token
+Reply = Started | int | Paused | Ending  # int: an output token
 Emit = Callable[[Reply], None]
 
 
@@ -43,9 +57,10 @@ class DecodeWorker:
         self._chunk_tokens = chunk_tokens
 
     async def decode(self, order: DecodeOrder, emit: Emit) -> None:
-        """Emits Started, the output tokens (a stop token too) and Ending. Raises RequestFailed, DaemonGone; whatever it
-        raises, what it opened is over at the daemon and nothing of this worker touches its pages. Cancelled once the
-        prompt is readable, it leaves what it computed with the daemon, as at a reply's end."""
+        """Emits Started, the output tokens (a stop token too), Paused where it was retracted, and Ending. Raises
+        RequestFailed, DaemonGone; whatever it raises, what it opened is over at the daemon and nothing of this worker
+        touches its pages. Cancelled once the prompt is readable, it leaves what it computed with the daemon, as at a
+        reply's end."""
         try:
             ending = await self._decode(order, emit)
         except NotOpened:
@@ -59,6 +74,25 @@ class DecodeWorker:
         emit(ending)
 
     async def _decode(self, order: DecodeOrder, emit: Emit) -> Ending:
+        stay, generated = order, 0
+        while True:
+            output = await self._stay(stay, order.prompt, emit)
+            generated += len(output)
+            if output[-1] in order.stop_tokens:
+                return Ending("stop", generated)
+            if generated == order.max_new_tokens:
+                return Ending("length", generated)
+            _log.info("request %s was retracted after %d tokens of output", order.name, generated)
+            emit(Paused())
+            stay = stay._replace(
+                prompt=stay.prompt.extended(output, self._client.geometry.page_size),
+                max_new_tokens=order.max_new_tokens - generated,
+                prefill="",
+            )
+
+    async def _stay(self, order: DecodeOrder, asked: Prompt, emit: Emit) -> list[int]:
+        """From Admit to Ended: the tokens of this stay, at least one. `asked`: the prompt as it came, the first stay's.
+        Fewer than `order.max_new_tokens` that end with no stop token: retracted."""
         client, prompt = self._client, order.prompt
         prompt_tokens = len(prompt.tokens)
         admitted = await client.admit(
@@ -69,19 +103,23 @@ class DecodeWorker:
             prefill=order.prefill,
             max_new_tokens=order.max_new_tokens,
             deadline_s=order.deadline_s,
+            priority=order.priority,
+            warmup=order.warmup,
         )
         ready = await client.ready(order.name)
         readable = prompt_tokens if order.prefill else admitted.local_tokens
         # the prompt's full pages that are readable are in the tree: others may read them too
         shared = readable - readable % client.geometry.page_size
-        sequence = self._compute.sequence(prompt, admitted.pages, order.sampling, shared_tokens=shared)
+        sequence = self._compute.sequence(prompt, admitted.pages, order.sampling, shared_tokens=shared, asked=asked)
         output: list[int] = []
         try:
             await self._thread.run(sequence.resume, readable)
-            emit(Started(admitted.matched_tokens, ready))
+            if prompt is asked:
+                emit(Started(admitted.matched_tokens, admitted.host_tokens, ready))
             token = await self._first_token(order, sequence, ready, readable)
-            room = _Room(client, order, sequence, len(admitted.pages))
-            await self._generate(order, sequence, room, token, output, emit)
+            room = Room(client, order, sequence, len(admitted.pages))
+            with contextlib.suppress(Retracted):
+                await self._generate(order, sequence, room, token, output, emit)
         except asyncio.CancelledError:
             # Who asked has enough or is gone; what is computed serves the next turn. Only a prompt that is computed
             # here and not yet whole in the pool cannot be finished.
@@ -89,7 +127,7 @@ class DecodeWorker:
                 await complete(self._finish(order, sequence, output))
             raise
         await complete(self._finish(order, sequence, output))
-        return Ending("stop" if output[-1] in order.stop_tokens else "length", len(output))
+        return output
 
     async def _first_token(self, order: DecodeOrder, sequence: SequenceCompute, ready: Ready, readable: int) -> int:
         if not order.prefill:
@@ -105,19 +143,21 @@ class DecodeWorker:
         self,
         order: DecodeOrder,
         sequence: SequenceCompute,
-        room: _Room,
+        room: Room,
         token: int,
         output: list[int],
         emit: Emit,
     ) -> None:
-        """From the first token on. However this ends, the KV of all of `output` but its last token is in the pool."""
+        """From the first token on. However this ends, the KV of all of `output` but its last token is in the pool. A
+        retraction that came before the first token takes effect behind it: that costs no page, and a request that is
+        retracted again and again still moves on."""
         output.append(token)
         emit(token)
         try:
             while token not in order.stop_tokens and len(output) < order.max_new_tokens:
                 position = len(order.prompt.tokens) + len(output) - 1
                 await room.for_token(position)
-                self._client.check(order.name)
+                self._client.check_kept(order.name)
                 token = await self._thread.run(sequence.step, token, position)
                 output.append(token)
                 emit(token)
@@ -141,36 +181,3 @@ class DecodeWorker:
             self._client.check(order.name)
             await self._thread.run(sequence.prompt, first, min(first + self._chunk_tokens, tokens))
         return await self._thread.run(sequence.first_token)
-
-
-@dataclass(slots=True)
-class _Room:
-    """A request's pages for output. More are asked for half a page ahead, so that no step waits for the daemon."""
-
-    client: DaemonClient
-    order: DecodeOrder
-    sequence: SequenceCompute
-    pages: int
-    growing: asyncio.Task[tuple[int, ...]] | None = field(default=None)
-
-    async def for_token(self, position: int) -> None:
-        """Returns when there is a page for the token at `position`."""
-        page_size = self.client.geometry.page_size
-        capacity = self.pages * page_size
-        most = len(self.order.prompt.tokens) + self.order.max_new_tokens - 1
-        if self.growing is None and capacity < most and position + page_size // 2 >= capacity:
-            wanted = min(capacity + page_size, most)
-            self.growing = asyncio.create_task(self.client.grow(self.order.name, wanted))
-        if position >= capacity:
-            assert self.growing is not None, f"position {position} of {self.order.name} is behind the promise of {most}"
-            pages: Sequence[int] = await self.growing
-            self.growing = None
-            self.sequence.add_pages(pages)
-            self.pages += len(pages)
-            assert position < self.pages * page_size
-
-    async def close(self) -> None:
-        """Forgets an answer that is still to come: what follows ends the request."""
-        if self.growing is not None:
-            self.growing.cancel()
-            await complete(asyncio.wait({self.growing}))

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
-from kvferry.workers.decode import DecodeWorker, Ending, Reply, Started
+from kvferry.workers.decode import DecodeWorker, Ending, Paused, Reply, Started
 from kvferry.workers.jobs import Jobs
 from kvferry.workers.orders import Bounds, decode_order, prefill_order
 from kvferry.workers.prefill import PrefillWorker
@@ -108,6 +108,8 @@ async def _forward(replies: asyncio.Queue[Reply | None], context: DecodeContext)
                 ended = True
             elif isinstance(reply, Started):
                 await context.write(engine_pb2.DecodeReply(started=_started(reply)))
+            elif isinstance(reply, Paused):
+                await context.write(engine_pb2.DecodeReply(paused=engine_pb2.Paused()))
             else:
                 await context.write(engine_pb2.DecodeReply(ending=_ending(reply)))
         if tokens:
@@ -120,6 +122,7 @@ def _started(reply: Started) -> engine_pb2.Started:
         delta_pages=reply.ready.delta_pages,
         delta_bytes=reply.ready.delta_bytes,
         admit_to_ready_us=reply.ready.elapsed_us,
+        host_tokens=reply.host_tokens,
     )
 
 

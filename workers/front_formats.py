@@ -69,6 +69,7 @@ class _Common:
             delta_pages=started.delta_pages,
             delta_bytes=started.delta_bytes,
             admit_to_ready_us=started.admit_to_ready_us,
+            host_tokens=started.host_tokens,
             spliced_tokens=finished.replies.spliced_tokens,
             lost_tokens=finished.replies.lost_tokens,
         )

@@ -21,17 +21,22 @@ class Started(NamedTuple):
     delta_pages: int
     delta_bytes: int
     admit_to_ready_us: int
+    host_tokens: int = 0  # of the matched ones, those that came back from the host tier
 
 
 class Generated(NamedTuple):
     tokens: list[int]
 
 
+class Paused(NamedTuple):
+    """The decode server's daemon has taken the request's pages back; it goes on once it has pages again."""
+
+
 class Ended(NamedTuple):
     reason: str  # "stop" or "length"
 
 
-LegEvent = Started | Generated | Ended
+LegEvent = Started | Generated | Paused | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,17 @@ class LegsRequest:
     max_new_tokens: int
     stop_tokens: tuple[int, ...]
     first_token_s: float  # until the first token
-    next_token_s: float  # from one word of the decode server to the next, after it
+    next_token_s: (
+        float  # from one word of the decode server to the next, after it; behind Paused at least first_token_s
+    )
+    priority: int = 0  # smaller goes first
+    warmup: bool = False  # it never enters the cache
 
 
 async def run_legs(
     request: LegsRequest, decode: EngineLink, prefill: EngineLink | None
 ) -> AsyncGenerator[LegEvent, None]:
-    """The request's events: Started, Generated..., Ended. Raises ApiError.
+    """The request's events: Started, Generated or Paused..., Ended. Raises ApiError.
 
     Without a prefill server the decode server computes what it lacks. A prefill that fails before the first token fails
     the request with its error. Closing the iterator before its end cancels both calls.
@@ -58,7 +67,12 @@ async def run_legs(
     prefilling = None
     if prefill is not None:
         prefill_request = engine_pb2.PrefillRequest(
-            name=name, tokens=request.tokens, sampling=request.sampling, deadline_ms=deadline_ms
+            name=name,
+            tokens=request.tokens,
+            sampling=request.sampling,
+            deadline_ms=deadline_ms,
+            priority=request.priority,
+            warmup=request.warmup,
         )
         prefilling = _start_prefill(prefill, prefill_request, deadline_s=request.first_token_s + ANSWER_SLACK_S)
     decode_request = engine_pb2.DecodeRequest(
@@ -69,6 +83,8 @@ async def run_legs(
         stop_tokens=request.stop_tokens,
         prefill="" if prefill is None else _daemon(prefill),
         deadline_ms=deadline_ms,
+        priority=request.priority,
+        warmup=request.warmup,
     )
     call = decode.decode(decode_request)
     decode.outstanding += 1
@@ -128,12 +144,19 @@ async def _events(
             case "started":
                 started = reply.started
                 yield Started(
-                    started.matched_tokens, started.delta_pages, started.delta_bytes, started.admit_to_ready_us
+                    started.matched_tokens,
+                    started.delta_pages,
+                    started.delta_bytes,
+                    started.admit_to_ready_us,
+                    started.host_tokens,
                 )
             case "generated":
                 prefilling = None
                 deadline, awaited = loop.time() + request.next_token_s, "next token"
                 yield Generated(list(reply.generated.tokens))
+            case "paused":
+                deadline = loop.time() + max(request.first_token_s + ANSWER_SLACK_S, request.next_token_s)
+                yield Paused()
             case "ending":
                 yield Ended(reply.ending.reason)
                 return

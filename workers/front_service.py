@@ -14,7 +14,7 @@ from kvferry.proto import engine_pb2
 from kvferry.workers.chat import ChatMessage, ChatTemplateError, Tokenizer
 from kvferry.workers.front_engines import EngineLink, Engines, ServedModel
 from kvferry.workers.front_errors import invalid, model_not_found, overloaded, unavailable
-from kvferry.workers.front_legs import Generated, LegsRequest, Started, run_legs
+from kvferry.workers.front_legs import Generated, LegsRequest, Paused, Started, run_legs
 from kvferry.workers.front_lookup import Lookups
 from kvferry.workers.front_stats import FrontStats, LookupsReport, RepliesReport, ServerReport, StatsReport
 from kvferry.workers.front_text import Delta, ReplyText
@@ -22,6 +22,7 @@ from kvferry.workers.openai_types import ChatRequest, CompletionRequest
 from kvferry.workers.reply_memory import ChatPrompt, ChatPrompts, ReplyMemory, SpliceCounts
 from kvferry.workers.routing import (
     DecodeCandidate,
+    Lookup,
     PrefillCandidate,
     RoutingRule,
     choose_decode,
@@ -126,7 +127,7 @@ class FrontService:
         prompt = await self._prompt(request, served.tokenizer)
         max_new_tokens = self._max_new_tokens(request, len(prompt.tokens))
         stop_tokens = () if request.ignore_eos else served.tokenizer.stop_tokens
-        route = await self._route(served, prompt.tokens, max_new_tokens)
+        route = await self._route(served, prompt.tokens, max_new_tokens, warmup=request.kvferry_warmup)
         legs = LegsRequest(
             request_id=request_id,
             tokens=prompt.tokens,
@@ -135,6 +136,8 @@ class FrontService:
             stop_tokens=stop_tokens,
             first_token_s=self.config.first_token_s,
             next_token_s=self.config.next_token_s,
+            priority=request.priority,
+            warmup=request.kvferry_warmup,
         )
         self.stats.add_replies(prompt.counts)
         self.stats.prompt_tokens += len(prompt.tokens)
@@ -155,12 +158,14 @@ class FrontService:
                     yield delta
                     if reply.stopped:
                         break
+                elif isinstance(event, Paused):
+                    self.stats.paused += 1
                 else:
                     reason = event.reason
         if not reply.tokens:  # a server may end a reply before its first token
             yield Opened(served.name, prompt.tokens)
         rest = reply.finish()
-        if isinstance(request, ChatRequest):
+        if isinstance(request, ChatRequest) and not request.kvferry_warmup:
             exact = reply.exact()
             await self._in_prompts(self._memory.remember, prompt.tokens, exact.text, exact.tokens)
         yield Finished(
@@ -209,13 +214,13 @@ class FrontService:
             raise invalid("max_tokens", message, code="context_length_exceeded")
         return asked
 
-    async def _route(self, served: ServedModel, tokens: list[int], max_new_tokens: int) -> Route:
+    async def _route(self, served: ServedModel, tokens: list[int], max_new_tokens: int, *, warmup: bool) -> Route:
         links = [link for link in self.engines.decode if link.up]
         local = min((_local_prefill_max_tokens(link) for link in links), default=0)
-        if len(links) > 1 or (len(links) == 1 and 0 < local < len(tokens)):
+        lookups: list[Lookup | None] = [None] * len(links)
+        # Nothing of a warm-up is matched, whatever its servers hold.
+        if not warmup and (len(links) > 1 or (len(links) == 1 and 0 < local < len(tokens))):
             lookups = await self.lookups.ask(links, served, tokens)
-        else:
-            lookups = [None] * len(links)
         # No await from here to the counting of the request at its servers: the next one must see it.
         candidates = [
             DecodeCandidate(link.outstanding, link.assigned, lookup)
@@ -252,6 +257,7 @@ class FrontService:
             failed=stats.failed,
             cancelled=stats.cancelled,
             local_prefill=stats.local_prefill,
+            paused=stats.paused,
             prompt_tokens=stats.prompt_tokens,
             matched_tokens=stats.matched_tokens,
             output_tokens=stats.output_tokens,

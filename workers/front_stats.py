@@ -46,6 +46,7 @@ class StatsReport(BaseModel):
     failed: int
     cancelled: int  # by the client's leaving
     local_prefill: int  # no prefill server was used
+    paused: int  # times that a running request waited for pages again
     prompt_tokens: int
     matched_tokens: int
     output_tokens: int
@@ -65,6 +66,7 @@ class FrontStats:
     failed: int = 0
     cancelled: int = 0
     local_prefill: int = 0
+    paused: int = 0
     prompt_tokens: int = 0
     matched_tokens: int = 0
     output_tokens: int = 0

@@ -41,6 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="decode: an unmatched part this short needs no prefill server",
     )
     parser.add_argument("--connect-timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for the daemon")
+    parser.add_argument(
+        "--warmup",
+        type=_at_least_0,
+        default=0,
+        metavar="N",
+        help="short requests of its own before it is ready, none of which enters the cache; a prefill worker's are "
+        "counted as aborted by its daemon",
+    )
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="after SIGTERM")
     model = parser.add_argument_group("model")
     source = model.add_mutually_exclusive_group(required=True)
@@ -127,6 +135,7 @@ def _config(
         max_requests=args.max_requests,
         grace_s=args.grace,
         connect_deadline_s=args.connect_timeout,
+        warmups=args.warmup,
     )
 
 

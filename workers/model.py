@@ -147,7 +147,13 @@ class ModelCompute:
         return self._model.vocabulary
 
     def sequence(
-        self, prompt: Prompt, pages: Sequence[int], sampling: Sampling, *, shared_tokens: int
+        self,
+        prompt: Prompt,
+        pages: Sequence[int],
+        sampling: Sampling,
+        *,
+        shared_tokens: int,
+        asked: Prompt | None = None,
     ) -> ModelSequence:
         table = PageTable(self._geometry.page_size, pages, shared_tokens=shared_tokens)
         return ModelSequence(self._model.network, self._pool, table, prompt, sampling)

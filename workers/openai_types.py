@@ -1,8 +1,10 @@
 """The OpenAI API's requests and replies, as far as the front end speaks it.
 
-Extensions, named as vLLM names them: `top_k`, `ignore_eos`, `min_tokens` (with `ignore_eos`), `return_token_ids` (gives
-`prompt_token_ids` and `choices[].token_ids`, and the object `kvferry`). Parameters that are not supported are accepted
-where their value asks for nothing, and refused by name where it does.
+Extensions, named as vLLM names them: `top_k`, `ignore_eos`, `min_tokens` (with `ignore_eos`), `priority` (-1000 to
+1000, default 0; smaller is handled earlier), `return_token_ids` (gives `prompt_token_ids` and `choices[].token_ids`,
+and the object `kvferry`). Our own: `kvferry_warmup` (default false; true: the request is computed and answered, but
+finds nothing in the cache and leaves nothing there). Parameters that are not supported are accepted where their value
+asks for nothing, and refused by name where it does.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from kvferry.workers.front_errors import ApiError, from_validation, invalid
+from kvferry.workers.requests import MAX_PRIORITY
 
 MAX_MESSAGES = 100_000
 MAX_STOPS = 4
@@ -24,7 +27,6 @@ _IGNORED = frozenset(
     (
         "metadata",
         "parallel_tool_calls",
-        "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
         "reasoning_effort",
@@ -88,6 +90,8 @@ class _GenerationRequest(_Strict):
     min_tokens: int = Field(default=0, ge=0)
     ignore_eos: bool = False
     return_token_ids: bool = False
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    kvferry_warmup: bool = False
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -238,6 +242,7 @@ class Transfer(BaseModel):
     delta_pages: int
     delta_bytes: int
     admit_to_ready_us: int
+    host_tokens: int  # of the matched ones, those that came back from the host tier
     spliced_tokens: int
     lost_tokens: int
 

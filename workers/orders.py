@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.radix.digests import prompt_digests
 from kvferry.workers.compute import Prompt
-from kvferry.workers.requests import RequestFailed, RequestName
+from kvferry.workers.requests import MAX_PRIORITY, RequestFailed, RequestName
 from kvferry.workers.sampling import Sampling
 
 DEFAULT_DEADLINE_S = 60.0
@@ -30,6 +30,8 @@ class PrefillOrder(NamedTuple):
     prompt: Prompt
     sampling: Sampling
     deadline_s: float
+    priority: int = 0  # smaller goes first
+    warmup: bool = False  # it never enters the cache
 
 
 class DecodeOrder(NamedTuple):
@@ -40,6 +42,8 @@ class DecodeOrder(NamedTuple):
     stop_tokens: frozenset[int]
     prefill: str  # name of the prefill daemon; empty: compute what is missing here
     deadline_s: float  # until the first token
+    priority: int = 0  # smaller goes first
+    warmup: bool = False  # it never enters the cache
 
 
 def prefill_order(request: engine_pb2.PrefillRequest, bounds: Bounds) -> PrefillOrder:
@@ -47,10 +51,13 @@ def prefill_order(request: engine_pb2.PrefillRequest, bounds: Bounds) -> Prefill
     try:
         name = RequestName.from_proto(request.name)
         sampling = Sampling.from_proto(request.sampling)
+        priority = _priority(request.priority)
         tokens = _tokens(request.tokens, 1, bounds)
     except ValueError as error:
         raise RequestFailed(common_pb2.ERROR_INVALID_ARGUMENT, str(error)) from None
-    return PrefillOrder(name, _prompt(tokens, bounds), sampling, _deadline(request.deadline_ms))
+    return PrefillOrder(
+        name, _prompt(tokens, bounds), sampling, _deadline(request.deadline_ms), priority, request.warmup
+    )
 
 
 def decode_order(request: engine_pb2.DecodeRequest, bounds: Bounds) -> DecodeOrder:
@@ -58,6 +65,7 @@ def decode_order(request: engine_pb2.DecodeRequest, bounds: Bounds) -> DecodeOrd
     try:
         name = RequestName.from_proto(request.name)
         sampling = Sampling.from_proto(request.sampling)
+        priority = _priority(request.priority)
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
         if len(request.stop_tokens) > MAX_STOP_TOKENS:
@@ -75,6 +83,8 @@ def decode_order(request: engine_pb2.DecodeRequest, bounds: Bounds) -> DecodeOrd
         frozenset(request.stop_tokens),
         request.prefill,
         _deadline(request.deadline_ms),
+        priority,
+        request.warmup,
     )
 
 
@@ -95,6 +105,12 @@ def _tokens(tokens: object, new_tokens: int, bounds: Bounds) -> NDArray[np.uint3
 def _prompt(tokens: NDArray[np.uint32], bounds: Bounds) -> Prompt:
     digests = prompt_digests(tokens, page_size=bounds.page_size)
     return Prompt(tokens, digests.digests, digests.tail)
+
+
+def _priority(value: int) -> int:
+    if abs(value) > MAX_PRIORITY:
+        raise ValueError(f"priority is {value}; it must be -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    return value
 
 
 def _deadline(milliseconds: int) -> float:

@@ -41,7 +41,8 @@ class PrefillWorker:
         """Returns when the first token and all pages are with the daemon. Raises RequestFailed, DaemonGone; whatever it
         raises, what it opened is over at the daemon and nothing of this worker touches its pages."""
         try:
-            prefilled = await self._compute_prompt(order)
+            prefilled, token = await self._compute_prompt(order)
+            self._client.aux(order.name, pack_first_token(token))
         except NotOpened:
             raise  # the name may be that of a request that runs: it is not this call's to abort
         except WrongPage as error:
@@ -55,18 +56,32 @@ class PrefillWorker:
         task.add_done_callback(self._handing_over.discard)
         return prefilled
 
+    async def rehearse(self, order: PrefillOrder) -> None:
+        """Computes a prompt that no decode worker asks for, and gives it up. Raises as `prefill`."""
+        try:
+            await self._compute_prompt(order)
+        finally:
+            await complete(self._client.abort(order.name, "a rehearsal"))
+
     async def close(self) -> None:
         """Waits no longer for the end of answered requests: the daemon needs nothing of this worker for that."""
         for task in self._handing_over:
             task.cancel()
         await asyncio.gather(*self._handing_over, return_exceptions=True)
 
-    async def _compute_prompt(self, order: PrefillOrder) -> Prefilled:
+    async def _compute_prompt(self, order: PrefillOrder) -> tuple[Prefilled, int]:
+        """And the first token."""
         client, name, prompt = self._client, order.name, order.prompt
         deadline = time.monotonic() + order.deadline_s
         tokens = len(prompt.tokens)
         begun = await client.begin(
-            name, digests=prompt.digests, tokens=tokens, tail_digest=prompt.tail_digest, deadline_s=order.deadline_s
+            name,
+            digests=prompt.digests,
+            tokens=tokens,
+            tail_digest=prompt.tail_digest,
+            deadline_s=order.deadline_s,
+            priority=order.priority,
+            warmup=order.warmup,
         )
         matched = begun.matched_tokens
         if not 0 <= matched < tokens:
@@ -87,8 +102,8 @@ class PrefillWorker:
             await self._thread.run(sequence.prompt, start, end)
             client.progress(name, end)
             chunk_ends.append(end)
-        client.aux(name, pack_first_token(await self._thread.run(sequence.first_token)))
-        return Prefilled(matched, tuple(chunk_ends))
+        token = await self._thread.run(sequence.first_token)
+        return Prefilled(matched, tuple(chunk_ends)), token
 
     async def _hand_over(self, order: PrefillOrder) -> None:
         deadline_s = max(HANDOVER_DEADLINE_S, order.deadline_s + ANSWER_SLACK_S)

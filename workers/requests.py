@@ -7,6 +7,8 @@ from typing import NamedTuple
 from kvferry.proto import common_pb2
 from kvferry.proto.limits import MAX_ATTEMPT, REQUEST_ID_BYTES
 
+MAX_PRIORITY = 1000  # of either sign; smaller goes first
+
 
 class RequestName(NamedTuple):
     """A request's name: 16 random bytes and the number of the try, from 1."""
@@ -50,6 +52,10 @@ def name_in_use(name: RequestName) -> NotOpened:
     )
 
 
+class Retracted(Exception):
+    """The daemon wants a ready request's pages back: it is to finish, and may be admitted again with what it has."""
+
+
 class DaemonGone(Exception):
     """The session with the daemon is broken: the pool's pages must not be touched any more."""
 
@@ -62,6 +68,7 @@ class Admitted(NamedTuple):
     matched_tokens: int  # readable or arriving for someone else; a multiple of the page size
     pages: tuple[int, ...]  # ids of all prompt pages in order, the partial one too
     local_tokens: int  # without a prefill daemon: readable tokens, from which the worker computes
+    host_tokens: int  # of the matched ones, those that come back from the host tier
 
 
 class Begun(NamedTuple):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
 import grpc.aio
@@ -22,6 +22,7 @@ from kvferry.workers.jobs import Jobs
 from kvferry.workers.orders import Bounds
 from kvferry.workers.prefill import PrefillWorker
 from kvferry.workers.requests import HandshakeFailed
+from kvferry.workers.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class WorkerConfig(NamedTuple):
     max_requests: int
     grace_s: float  # for running requests after SIGTERM
     connect_deadline_s: float
+    warmups: int = 0  # requests of its own before it is ready
 
 
 async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Compute]) -> int:
@@ -53,6 +55,7 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
         return 1
     if client is None:
         return 0
+    client.gone.add_done_callback(lambda gone: _log.error("%s", gone.result()))
     thread = ComputeThread()
     jobs = Jobs(config.max_requests)
     try:
@@ -68,19 +71,20 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
             page_size=client.geometry.page_size,
         )
         service = EngineService(describe(config, client, bounds.max_tokens), bounds, worker, jobs)
-        serving = await _listen(config, service)
-        print(f"ready: {_what(config.role)} worker {config.listen.rpartition(':')[0]}:{serving.port}", flush=True)
         stopped = asyncio.create_task(stop.wait())
         ends: set[asyncio.Future[Any]] = {stopped, client.gone}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if client.gone.done():
-            _log.error("%s", client.gone.result())
+        if config.warmups:
+            await _until(ends, warm_up(worker, bounds, config.warmups))
+        if not any(end.done() for end in ends):
+            serving = await _listen(config, service)
+            print(f"ready: {_what(config.role)} worker {config.listen.rpartition(':')[0]}:{serving.port}", flush=True)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await serving.enter_graceful_shutdown()
+            await jobs.drain(config.grace_s if not client.gone.done() else 0)
+            if isinstance(worker, PrefillWorker):
+                await worker.close()
+            await serving.server.stop(5)
         stopped.cancel()
-        await serving.enter_graceful_shutdown()
-        await jobs.drain(config.grace_s if not client.gone.done() else 0)
-        if isinstance(worker, PrefillWorker):
-            await worker.close()
-        await serving.server.stop(5)
     finally:
         thread.close()  # from here on nothing of this process touches a page
         await client.close()
@@ -123,6 +127,17 @@ async def _connect(config: WorkerConfig, stop: asyncio.Event) -> DaemonClient | 
             await connecting
         return None
     return connecting.result()
+
+
+async def _until(ends: set[asyncio.Future[Any]], work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work`, cancelled when one of `ends` is done before it."""
+    task: asyncio.Future[Any] = asyncio.create_task(work)
+    await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
 
 
 def _worker(

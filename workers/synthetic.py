@@ -3,7 +3,7 @@
 A full page's bytes are a counter-based random stream (Philox) seeded by its digest. A partial page's follow from the
 tail digest in the same way; where they arrive, the bytes behind the last token of every fragment must be zero, and
 where they are made they are not: so it shows that the daemon cleared them. Output token i of a prompt is a function of
-the prompt's digests and i.
+the prompt's digests and i, whether the request was retracted meanwhile or not.
 """
 
 from __future__ import annotations
@@ -69,9 +69,17 @@ class SyntheticCompute:
         return VOCABULARY
 
     def sequence(
-        self, prompt: Prompt, pages: Sequence[int], sampling: Sampling, *, shared_tokens: int
+        self,
+        prompt: Prompt,
+        pages: Sequence[int],
+        sampling: Sampling,
+        *,
+        shared_tokens: int,
+        asked: Prompt | None = None,
     ) -> SyntheticSequence:
-        return SyntheticSequence(self._pool, self._geometry, self._simulated, prompt, list(pages), shared_tokens)
+        return SyntheticSequence(
+            self._pool, self._geometry, self._simulated, prompt, list(pages), shared_tokens, asked or prompt
+        )
 
 
 class SyntheticSequence:
@@ -86,11 +94,13 @@ class SyntheticSequence:
         prompt: Prompt,
         pages: list[int],
         shared_tokens: int,
+        asked: Prompt,
     ) -> None:
         self._pool = pool
         self._geometry = geometry
         self._simulated = simulated
         self._prompt = prompt
+        self._asked = asked
         self._pages = pages
         self._shared_pages = shared_tokens // geometry.page_size
         self._full_pages, self._tail_tokens = divmod(len(prompt.tokens), geometry.page_size)
@@ -102,6 +112,7 @@ class SyntheticSequence:
         self._pages.extend(pages)
 
     def resume(self, tokens: int) -> None:
+        self._check_own_output()
         full = tokens // self._geometry.page_size
         self._stored_pages = full
         if self._tail_tokens and tokens == len(self._prompt.tokens):
@@ -117,10 +128,10 @@ class SyntheticSequence:
             self._store(self._full_pages, self._tail)
 
     def first_token(self) -> int:
-        return output_token(self._prompt, 0)
+        return self._output_behind(len(self._prompt.tokens))
 
     def check_first_token(self, token: int) -> None:
-        if token != (expected := output_token(self._prompt, 0)):
+        if token != (expected := self.first_token()):
             raise WrongPage(f"the aux blob gives first token {token}; the prompt's is {expected}")
 
     def step(self, token: int, position: int) -> int:
@@ -133,10 +144,21 @@ class SyntheticSequence:
                 self._check_page(self._full_pages, self._tail, "the prompt's tail")
                 self._tail = None
             self._store_full(position // self._geometry.page_size)
-        return output_token(self._prompt, position + 1 - len(self._prompt.tokens))
+        return self._output_behind(position + 1)
 
     def finish(self) -> None:
         self._check()
+
+    def _output_behind(self, tokens: int) -> int:
+        """The token behind the first `tokens` tokens of prompt and output."""
+        return output_token(self._asked, tokens - len(self._asked.tokens))
+
+    def _check_own_output(self) -> None:
+        """Of a request that was retracted: its prompt ends with its output so far."""
+        for position in range(len(self._asked.tokens), len(self._prompt.tokens)):
+            expected = self._output_behind(position)
+            if (token := int(self._prompt.tokens[position])) != expected:
+                raise WrongPage(f"token {position} of the prompt is {token}; as output it was {expected}")
 
     def _digest(self, index: int) -> bytes:
         if index < self._full_pages:

@@ -68,6 +68,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         self.reply: Callable[[Sequence[int]], list[int]] = echo_reply
         self.before: Callable[[], Awaitable[None]] | None = None  # runs before a request's work
         self.between: Callable[[], Awaitable[None]] | None = None  # runs after each output token
+        self.paused_s = 0.0  # after the first output token, if not 0
         self.fault: Fault | None = None
         self.lookup_fault: Fault | None = None
         self.absent = False  # nobody listens at its address
@@ -143,7 +144,11 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         self.moved_pages += delta
         self.saved_pages += matched
         started = engine_pb2.Started(
-            matched_tokens=matched * PAGE_SIZE, delta_pages=delta, delta_bytes=delta * PAGE_BYTES, admit_to_ready_us=7
+            matched_tokens=matched * PAGE_SIZE,
+            delta_pages=delta,
+            delta_bytes=delta * PAGE_BYTES,
+            admit_to_ready_us=7,
+            host_tokens=3,
         )
         await context.write(engine_pb2.DecodeReply(started=started))
         output: list[int] = []
@@ -152,6 +157,9 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
             await context.write(engine_pb2.DecodeReply(generated=engine_pb2.Generated(tokens=[token])))
             if token in request.stop_tokens:
                 break
+            if self.paused_s and len(output) == 1:
+                await context.write(engine_pb2.DecodeReply(paused=engine_pb2.Paused()))
+                await asyncio.sleep(self.paused_s)
             if self.between is not None:
                 await self.between()
         self.served.append(prompt + output[:-1])

@@ -138,6 +138,24 @@ def test_deadline_of_the_next_token() -> None:
         assert "the next token did not come in time" in response.json()["error"]["message"]
 
 
+def test_a_request_that_is_paused_has_the_first_tokens_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.workers.front_legs.ANSWER_SLACK_S", 0.1)
+
+    def configure(stack: Stack) -> None:
+        stack.service = {"next_token_s": 0.2, "first_token_s": 1.5}
+        stack.decode[0].paused_s = 0.6
+
+    with Stack(configure=configure) as stack:
+        response = post(stack)
+        assert response.status_code == 200
+        assert response.json()["usage"]["completion_tokens"] == 8
+        assert httpx.get(f"{stack.url}/kvferry/stats").json()["paused"] == 1
+        stack.decode[0].paused_s = 10
+        response = post(stack)
+        assert response.status_code == 504
+        assert "the next token did not come in time" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("waiting", ["before", "between"])
 def test_a_client_that_leaves_ends_both_halves(stream: bool, waiting: str) -> None:

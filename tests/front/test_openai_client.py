@@ -149,6 +149,7 @@ def test_chat_with_token_ids(client: openai.OpenAI) -> None:
     assert reply.prompt_token_ids == prompt_ids("ids")
     assert reply.choices[0].token_ids == echo_reply(prompt_ids("ids"))[:3]
     assert reply.kvferry["admit_to_ready_us"] == 7
+    assert reply.kvferry["host_tokens"] == 3
 
 
 def test_stop_string(client: openai.OpenAI, stack: Stack) -> None:
@@ -177,6 +178,29 @@ def test_sampling_is_passed_on(client: openai.OpenAI, stack: Stack) -> None:
     assert decode.deadline_ms == prefill.deadline_ms == 60_000
 
 
+@pytest.mark.parametrize(("given", "priority"), [({}, 0), ({"priority": None}, 0), ({"priority": -7}, -7)])
+def test_priority_is_passed_on(client: openai.OpenAI, stack: Stack, given: dict[str, Any], priority: int) -> None:
+    client.chat.completions.create(model=MODEL, messages=messages("p"), extra_body=given)
+    decode, prefill = stack.decode[0].decodes[-1], stack.prefill[0].prefills[-1]
+    assert decode.priority == prefill.priority == priority
+    assert not decode.warmup
+    assert not prefill.warmup
+
+
+def test_a_warm_up_is_passed_on_and_its_reply_is_not_remembered(client: openai.OpenAI, stack: Stack) -> None:
+    def remembered() -> int:
+        replies: dict[str, int] = httpx.get(f"{stack.url}/kvferry/stats").json()["replies"]
+        return replies["remembered_replies"]
+
+    before = remembered()
+    client.chat.completions.create(model=MODEL, messages=messages("w"), extra_body={"kvferry_warmup": True})
+    assert stack.decode[0].decodes[-1].warmup
+    assert stack.prefill[0].prefills[-1].warmup
+    assert remembered() == before
+    client.chat.completions.create(model=MODEL, messages=messages("w"))
+    assert remembered() == before + 1
+
+
 def test_without_a_seed_every_request_has_its_own(client: openai.OpenAI, stack: Stack) -> None:
     for _ in range(2):
         client.completions.create(model=MODEL, prompt="s")
@@ -189,6 +213,10 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {"prompt": "x", "temperature": 2.5}, 400, "temperature", r"less than or equal to 2, got 2.5"),
     ("completions", {"prompt": "x", "top_p": 0}, 400, "top_p", r"greater than 0, got 0"),
     ("completions", {"prompt": "x", "top_k": -2}, 400, "top_k", r"greater than or equal to -1, got -2"),
+    ("completions", {"prompt": "x", "priority": 1001}, 400, "priority", r"less than or equal to 1000, got 1001"),
+    ("completions", {"prompt": "x", "priority": -1001}, 400, "priority", r"greater than or equal to -1000, got -1001"),
+    ("completions", {"prompt": "x", "priority": "high"}, 400, "priority", r"valid integer, got 'high'"),
+    ("completions", {"prompt": "x", "kvferry_warmup": 1}, 400, "kvferry_warmup", r"valid boolean, got 1"),
     ("completions", {"prompt": "x", "seed": 2**65}, 400, "seed", r"less than or equal to"),
     ("completions", {"prompt": "x", "stop": ["a"] * 5}, 400, "stop", r"at most 4 items"),
     ("completions", {"prompt": "x", "stop": ""}, 400, "stop", r"entry 0 must have 1 to 256 characters, got 0"),

@@ -192,3 +192,6 @@ def test_a_short_unmatched_part_needs_no_prefill_server() -> None:
         assert ask(stack, "y" * 64 + "w" * 21)["kvferry"]["prefill"] == prefill.address
         assert decode.lookups == 3
         assert httpx.get(f"{stack.url}/kvferry/stats").json()["local_prefill"] == 2
+        # of a warm-up nothing is matched
+        assert ask(stack, "y" * 64 + "z" * 20, kvferry_warmup=True)["kvferry"]["prefill"] == prefill.address
+        assert decode.lookups == 3

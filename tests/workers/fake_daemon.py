@@ -1,4 +1,5 @@
-"""The daemon's side of worker.proto without a cache: pages are handed out once, in order. For unit tests only."""
+"""The daemon's side of worker.proto: pages are handed out once, in order; no cache unless `keep` is set. For unit tests
+only."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from kvferry.transfer.geometry import KVGeometry
 Message = worker_pb2.WorkerMessage
 Event = worker_pb2.WorkerEvent
 
+GIVEN_BACK = 0xEE  # in every byte of a page that a finished request gave back
+
 
 class FakeDaemon(worker_pb2_grpc.WorkerServicer):
     """One session. `received` has all messages; `override[kind]` replaces the default answer to such messages."""
@@ -30,10 +33,15 @@ class FakeDaemon(worker_pb2_grpc.WorkerServicer):
         self.received: list[Message] = []
         self.override: dict[str, Callable[[Message], list[Event]]] = {}
         self.prefix_tokens = 0  # what Admitted, Begun call matched, in pages 0..: fill them in the test
+        self.host_tokens = 0  # what Admitted says of them
         self.aux = b""
+        # Given the full pages of a request that finishes, how many of the first ones are kept and matched later.
+        self.keep: Callable[[int], int] | None = None
+        self.given_back: list[int] = []  # pages that nobody may touch any more: with `keep`, they are GIVEN_BACK
         self.events: asyncio.Queue[Event | None] = asyncio.Queue()
         self.lock_was_held = False
         self.refuse: str | None = None
+        self.broken: list[AssertionError] = []
         self._segment = folder / "segment"
         self._session_file = folder / "session"
         self._session_file.touch()
@@ -43,6 +51,8 @@ class FakeDaemon(worker_pb2_grpc.WorkerServicer):
         self.pool = np.frombuffer(self._map, dtype=np.uint8).reshape(pages, self.page_bytes)
         self._next_page = 0
         self._pages: dict[bytes, list[int]] = {}
+        self._kept: dict[bytes, int] = {}  # pages by digest
+        self._living: dict[bytes, worker_pb2.Admit] = {}  # with `keep`, by request id
         self._arrived = asyncio.Condition()
 
     async def __aenter__(self) -> FakeDaemon:
@@ -54,6 +64,8 @@ class FakeDaemon(worker_pb2_grpc.WorkerServicer):
 
     async def __aexit__(self, *error: object) -> None:
         await self._server.stop(0)
+        assert not self.broken, f"the worker broke the protocol: {self.broken[0]}"
+        assert (self.pool[self.given_back] == GIVEN_BACK).all(), "a page was touched after it was given back"
 
     def kinds(self) -> list[str]:
         return [str(message.WhichOneof("kind")) for message in self.received]
@@ -84,6 +96,9 @@ class FakeDaemon(worker_pb2_grpc.WorkerServicer):
         error = common_pb2.Error(code=code, message=message)
         self.events.put_nowait(Event(failed=worker_pb2.Failed(name=name, error=error)))
 
+    def retract(self, name: common_pb2.RequestName) -> None:
+        self.events.put_nowait(Event(retract=worker_pb2.Retract(name=name)))
+
     async def Session(
         self, request_iterator: AsyncIterator[Message], context: grpc.aio.ServicerContext[Message, Event]
     ) -> AsyncIterator[Event]:
@@ -100,7 +115,12 @@ class FakeDaemon(worker_pb2_grpc.WorkerServicer):
         async for message in messages:
             kind = str(message.WhichOneof("kind"))
             answer = self.override.get(kind, getattr(self, f"_on_{kind}", lambda message: []))
-            for event in answer(message):
+            try:
+                events = answer(message)
+            except AssertionError as error:
+                self.broken.append(error)
+                break
+            for event in events:
                 self.events.put_nowait(event)
             async with self._arrived:
                 self.received.append(message)
@@ -141,14 +161,27 @@ class FakeDaemon(worker_pb2_grpc.WorkerServicer):
             self._next_page += 1
         return pages[first:]
 
+    def _match(self, admit: worker_pb2.Admit) -> int:
+        """Tokens of the prompt that are kept; their pages are the request's first."""
+        assert admit.name.request_id not in self._living, "a name that lives is admitted again"
+        self._living[admit.name.request_id] = admit
+        digests = [admit.digests[start : start + 32] for start in range(0, len(admit.digests), 32)]
+        pages: list[int] = []
+        while len(pages) < (admit.tokens - 1) // self.geometry.page_size and digests[len(pages)] in self._kept:
+            pages.append(self._kept[digests[len(pages)]])
+        self._pages[admit.name.request_id] = pages
+        return len(pages) * self.geometry.page_size
+
     def _on_admit(self, message: Message) -> list[Event]:
         admit = message.admit
-        matched = self.prefix_tokens
+        matched = self.prefix_tokens if self.keep is None else self._match(admit)
+        self._allocate(admit.name, admit.tokens)
         admitted = worker_pb2.Admitted(
             name=admit.name,
             matched_tokens=matched,
-            pages=self._allocate(admit.name, admit.tokens),
+            pages=self._pages[admit.name.request_id],
             local_tokens=0 if admit.prefill else matched,
+            host_tokens=self.host_tokens,
         )
         ready = worker_pb2.Ready(
             name=admit.name, aux=self.aux, delta_pages=1, delta_bytes=self.page_bytes, elapsed_us=7
@@ -169,9 +202,28 @@ class FakeDaemon(worker_pb2_grpc.WorkerServicer):
         return [Event(ended=worker_pb2.Ended(name=message.aux.name))]
 
     def _on_finish(self, message: Message) -> list[Event]:
+        if self.keep is not None:
+            self._take_back(message.finish, self.keep)
         return [Event(ended=worker_pb2.Ended(name=message.finish.name))]
 
+    def _take_back(self, finish: worker_pb2.Finish, keep: Callable[[int], int]) -> None:
+        admit = self._living.pop(finish.name.request_id)
+        pages = self._pages[finish.name.request_id]
+        digests = admit.digests + finish.digests
+        full = finish.tokens // self.geometry.page_size
+        last = min(admit.tokens + admit.max_new_tokens - 1, len(pages) * self.geometry.page_size)
+        assert admit.tokens <= finish.tokens <= last, f"{admit.tokens} <= {finish.tokens} <= {last}"
+        assert len(digests) == full * 32, f"{len(digests)} bytes of digests for {full} pages"
+        kept = keep(full)
+        for index in range(kept):
+            self._kept.setdefault(digests[index * 32 : (index + 1) * 32], pages[index])
+        held = set(self._kept.values())
+        gone = [page for page in pages if page not in held]
+        self.pool[gone] = GIVEN_BACK
+        self.given_back += gone
+
     def _on_abort(self, message: Message) -> list[Event]:
+        self._living.pop(message.abort.name.request_id, None)
         return [Event(ended=worker_pb2.Ended(name=message.abort.name))]
 
     def _on_quiesced(self, message: Message) -> list[Event]:

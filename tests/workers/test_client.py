@@ -11,7 +11,7 @@ from fake_daemon import FakeDaemon
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry import KVGeometry, Layout
 from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import DaemonGone, HandshakeFailed, RequestFailed, RequestName
+from kvferry.workers.requests import DaemonGone, HandshakeFailed, RequestFailed, RequestName, Retracted
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=1, head_dim=4, dtype="float32", page_size=4, layout=Layout.PAGE_NHD)
 FACTS = common_pb2.NamespaceFacts(model="m", geometry=GEOMETRY.to_proto())
@@ -54,6 +54,34 @@ def test_decode_request_from_admit_to_finish(tmp_path: Path) -> None:
         await client.finish(request, tokens=13, digests=bytes(32))
         assert client.open_requests == 0
         assert daemon.last("finish").finish.tokens == 13
+
+    session(tmp_path, scenario)
+
+
+def test_a_retraction_is_the_answer_of_a_grow_and_the_name_is_admitted_again(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        request = name()
+        await admit(client, request)
+        await client.ready(request)
+        client.check_kept(request)
+        daemon.override["grow"] = lambda message: []
+        growing = asyncio.create_task(client.grow(request, 13))
+        await daemon.wait_for("grow")
+        daemon.retract(request.to_proto())
+        with pytest.raises(Retracted):
+            await growing
+        with pytest.raises(Retracted):
+            await client.grow(request, 13)
+        with pytest.raises(Retracted):
+            client.check_kept(request)
+        client.check(request)
+        assert daemon.kinds().count("grow") == 1
+        daemon.retract(request.to_proto())
+        await client.finish(request, tokens=9, digests=b"")
+        daemon._pages.clear()
+        await admit(client, request, tokens=10)
+        client.check_kept(request)
+        await client.finish(request, tokens=10, digests=b"")
 
     session(tmp_path, scenario)
 

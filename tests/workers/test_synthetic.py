@@ -90,6 +90,35 @@ def test_one_wrong_byte_is_found_and_its_page_named(page: int, byte: int) -> Non
         sequence.finish()
 
 
+def test_a_prompt_that_ends_with_its_own_output_goes_on_where_it_was() -> None:
+    model, _ = compute()
+    asked = prompt_of(list(range(6)))
+    expected = [output_token(asked, index) for index in range(9)]
+    again = asked.extended(expected[:5], GEOMETRY.page_size)
+    whole = prompt_of([*range(6), *expected[:5]])
+    assert (again.tokens.tolist(), again.digests, again.tail_digest) == (
+        whole.tokens.tolist(),
+        whole.digests,
+        whole.tail_digest,
+    )
+    sequence = model.sequence(again, [0, 1, 2, 3], Sampling(), shared_tokens=0, asked=asked)
+    sequence.resume(0)
+    sequence.prompt(0, 11)
+    output = [sequence.first_token()]
+    for position in range(11, 14):
+        output.append(sequence.step(output[-1], position))
+    sequence.finish()
+    assert output == expected[5:9]
+
+
+def test_output_that_was_changed_is_found() -> None:
+    model, _ = compute()
+    asked = prompt_of(list(range(6)))
+    again = asked.extended([output_token(asked, 0), output_token(asked, 1) + 1], GEOMETRY.page_size)
+    with pytest.raises(WrongPage, match="token 7 of the prompt is"):
+        model.sequence(again, [0, 1], Sampling(), shared_tokens=0, asked=asked).resume(0)
+
+
 def test_a_shared_page_is_never_written() -> None:
     model, _ = compute()
     sequence = model.sequence(prompt_of(list(range(8))), [0, 1], Sampling(), shared_tokens=4)

@@ -73,8 +73,8 @@ def addresses() -> Iterator[Addresses]:
                 ["worker", role, "--synthetic", "--socket", sockets[role], "--listen", "127.0.0.1:0", *flags],
             )
             for role, flags in (
-                ("prefill", ["--chunk-tokens", "100", "--synthetic-prefill-us", "20"]),
-                ("decode", ["--synthetic-decode-us", "200"]),
+                ("prefill", ["--warmup", "2", "--chunk-tokens", "100", "--synthetic-prefill-us", "20"]),
+                ("decode", ["--warmup", "2", "--synthetic-decode-us", "200"]),
             )
         }
         yield Addresses(

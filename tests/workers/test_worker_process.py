@@ -12,26 +12,29 @@ from pathlib import Path
 
 import grpc.aio
 import numpy as np
-from fake_daemon import FakeDaemon
+import pytest
+from fake_daemon import Event, FakeDaemon, Message
 
-from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
+from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc, worker_pb2
 from kvferry.transfer.geometry import KVGeometry, Layout
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=1, head_dim=16, dtype="float32", page_size=64, layout=Layout.PAGE_NHD)
 
 
 @asynccontextmanager
-async def worker(daemon: FakeDaemon, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def worker(
+    daemon: FakeDaemon, *flags: str, role: str = "decode"
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """The process, killed in the end if it still runs, and the address of its ready line."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvferry", "worker", "decode", "--synthetic", "--listen", "127.0.0.1:0"),
+        *(sys.executable, "-m", "kvferry", "worker", role, "--synthetic", "--listen", "127.0.0.1:0"),
         *("--socket", daemon.socket, *flags),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
         assert process.stdout is not None
         line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
-        assert line[:3] == ["ready:", "decode", "worker"]
+        assert line[:3] == ["ready:", role, "worker"]
         yield process, line[3]
     finally:
         if process.returncode is None:
@@ -84,6 +87,69 @@ def test_grace_is_bounded_and_what_still_runs_is_cut_short(tmp_path: Path) -> No
             assert error.code() == grpc.StatusCode.UNAVAILABLE
             assert await asyncio.wait_for(process.wait(), 30) == 0
             assert daemon.kinds()[-2:] == ["finish", "quiesced"]  # what was computed is kept
+
+    asyncio.run(scenario())
+
+
+def test_warm_up_is_done_before_it_is_ready_and_enters_no_cache(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeDaemon(tmp_path, GEOMETRY) as daemon, worker(daemon, "--warmup", "3") as (_, address):
+            assert daemon.kinds() == ["hello", "attached", *["admit", "finish"] * 3]
+            admits = [message.admit for message in daemon.received[2::2]]
+            assert {(admit.warmup, admit.prefill) for admit in admits} == {(True, "")}
+            await decode(address, request(100, 3))
+            assert not daemon.last("admit").admit.warmup
+
+    asyncio.run(scenario())
+
+
+def test_warm_up_of_a_prefill_worker_is_given_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeDaemon(tmp_path, GEOMETRY) as daemon, worker(daemon, "--warmup", "2", role="prefill"):
+            assert daemon.kinds() == ["hello", "attached", *["begin", "progress", "abort"] * 2]
+            assert daemon.last("begin").begin.warmup
+
+    asyncio.run(scenario())
+
+
+def test_a_warm_up_that_fails_is_no_reason_not_to_serve(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with FakeDaemon(tmp_path, GEOMETRY) as daemon:
+
+            def refuse(message: Message) -> list[Event]:
+                error = common_pb2.Error(code=common_pb2.ERROR_RESOURCE_EXHAUSTED, message="the pool is small")
+                return [Event(failed=worker_pb2.Failed(name=message.admit.name, error=error))]
+
+            daemon.override["admit"] = refuse
+            async with worker(daemon, "--warmup", "3") as (_, address):
+                assert daemon.kinds().count("admit") == 1
+                del daemon.override["admit"]
+                assert len(await decode(address, request(100, 3))) == 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_it_ends_while_it_warms_up(tmp_path: Path, told: bool) -> None:
+    """Told so, or because its daemon does; it never says that it is ready."""
+
+    async def scenario() -> None:
+        async with FakeDaemon(tmp_path, GEOMETRY) as daemon:
+            daemon.override["admit"] = lambda message: []
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kvferry", "worker", "decode", "--synthetic", "--listen", "127.0.0.1:0"),
+                *("--socket", daemon.socket, "--warmup", "1"),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            await asyncio.wait_for(daemon.wait_for("admit"), 60)
+            if told:
+                process.send_signal(signal.SIGTERM)
+            else:
+                daemon.events.put_nowait(None)
+            output, _ = await asyncio.wait_for(process.communicate(), 30)
+            assert (process.returncode, output) == (0 if told else 1, b"")
+            if told:
+                assert daemon.kinds()[-2:] == ["abort", "quiesced"]
 
     asyncio.run(scenario())
 

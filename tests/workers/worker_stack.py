@@ -1,8 +1,8 @@
-"""A synthetic worker behind its gRPC engine service, in this process, against a daemon's socket."""
+"""A worker behind its gRPC engine service, in this process, against a daemon's socket."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ import grpc.aio
 
 from kvferry.proto import common_pb2, engine_pb2_grpc
 from kvferry.workers.client import DaemonClient
+from kvferry.workers.compute import Compute
 from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.decode import DecodeWorker
 from kvferry.workers.engine_service import EngineService
@@ -38,9 +39,10 @@ async def worker_stack(
     chunk_tokens: int = 6,
     max_requests: int = 8,
     simulated: SimulatedTime = NO_TIME,
+    make_compute: Callable[[DaemonClient], Compute] | None = None,
 ) -> AsyncIterator[WorkerStack]:
     client = await DaemonClient.connect(socket, role, facts, "test", deadline_s=10)
-    compute = SyntheticCompute(client.pool, client.geometry, simulated)
+    compute = make_compute(client) if make_compute else SyntheticCompute(client.pool, client.geometry, simulated)
     thread = ComputeThread()
     jobs = Jobs(max_requests)
     make = PrefillWorker if role == common_pb2.ROLE_PREFILL else DecodeWorker

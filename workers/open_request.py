@@ -1,0 +1,86 @@
+"""What the daemon has said, and is still to say, about one request of a session. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvferry.proto import worker_pb2
+from kvferry.workers.requests import Admitted, Begun, Ready, RequestFailed, Retracted
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """The futures that a request's waiters wait for; the daemon's events resolve them."""
+
+    tokens: int
+    deadline_s: float
+    page_size: int
+    pool_pages: int
+    admitted: asyncio.Future[Admitted] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    begun: asyncio.Future[Begun] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ready: asyncio.Future[Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    grown: asyncio.Future[tuple[int, ...]] | None = None
+    pages: int = 0
+    failure: RequestFailed | None = None
+    retracted: bool = False
+
+    def take(self, kind: str, event: worker_pb2.WorkerEvent) -> None:
+        """Raises ValueError when the daemon gives pages that the request cannot have."""
+        if kind == "admitted":
+            told = event.admitted
+            pages = self._new_pages(told.pages, -(-self.tokens // self.page_size), "Admitted.pages")
+            _resolve(self.admitted, Admitted(told.matched_tokens, pages, told.local_tokens, told.host_tokens))
+        elif kind == "begun":
+            pages = self._new_pages(event.begun.pages, -(-self.tokens // self.page_size), "Begun.pages")
+            _resolve(self.begun, Begun(event.begun.matched_tokens, pages))
+        elif kind == "ready":
+            ready = event.ready
+            _resolve(self.ready, Ready(ready.aux, ready.delta_pages, ready.delta_bytes, ready.elapsed_us))
+        elif kind == "grown":
+            if event.grown.first_page != self.pages:
+                raise ValueError(f"Grown.first_page is {event.grown.first_page}; the request has {self.pages} pages")
+            pages = self._new_pages(event.grown.pages, len(event.grown.pages), "Grown.pages")
+            if self.grown is not None:
+                _resolve(self.grown, pages)
+        elif kind == "retract":
+            self.retracted = True
+            if self.grown is not None:
+                _refuse(self.grown, Retracted())
+        elif kind == "ended":
+            _resolve(self.ended, None)
+        elif kind == "failed":
+            error = event.failed.error
+            self.failure = RequestFailed(error.code, error.message)
+            self.fail(self.failure)
+
+    def fail(self, error: Exception) -> None:
+        for future in (self.admitted, self.begun, self.ready, self.ended, self.grown):
+            if future is not None:
+                _refuse(future, error)
+
+    def _new_pages(self, pages: Sequence[int], count: int, field_name: str) -> tuple[int, ...]:
+        """Checked here, because a wrong id would overwrite another request's memory."""
+        if len(pages) != count:
+            raise ValueError(f"{field_name} has {len(pages)} ids; the request needs {count}")
+        for page in pages:
+            if page >= self.pool_pages:
+                raise ValueError(f"{field_name} names page {page}; the pool has {self.pool_pages}")
+        self.pages += count
+        return tuple(pages)
+
+
+def _resolve(future: asyncio.Future[_T], value: _T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _refuse(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # marked as seen: whoever does not wait for it need not hear of it
