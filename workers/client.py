@@ -39,6 +39,7 @@ from kvferry.workers.stream import MAX_UNSENT_MESSAGES, PROTOCOL, Stream, open_s
 MAX_FINISH_DIGEST_BYTES = MAX_MESSAGE_BYTES - 256  # beside them: a name and two numbers
 ANSWER_SLACK_S = 5.0  # the daemon keeps a request's deadline itself; the client waits this much longer for its word
 ANSWER_DEADLINE_S = 30.0  # for answers that wait for nothing but the daemon
+GROW_DEADLINE_S = 120.0  # it may wait for pages of a request that is retracted; the daemon has a deadline of its own
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -157,7 +158,7 @@ class DaemonClient:
         request.grown = asyncio.get_running_loop().create_future()
         self._send(worker_pb2.WorkerMessage(grow=worker_pb2.Grow(name=name.to_proto(), tokens=tokens)))
         try:
-            return await self._wait(name, request.grown, ANSWER_DEADLINE_S, "Grown")
+            return await self._wait(name, request.grown, GROW_DEADLINE_S, "Grown")
         finally:
             request.grown = None
 
