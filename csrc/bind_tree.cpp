@@ -57,6 +57,7 @@ struct CopyObject {
 
 struct EvictedObject {
   nb::list freed;
+  uint32_t dropped;
   nb::object spill;
 };
 
@@ -125,7 +126,7 @@ nb::list prune(TreeObject& self, LockObject& lock, int64_t start) {
 
 EvictedObject evict(TreeObject& self, int64_t pages) {
   const Evicted done = self.tree.evict(count_of("pages", pages));
-  return {list_of(done.freed), copy_object(done.spill)};
+  return {list_of(done.freed), done.dropped, copy_object(done.spill)};
 }
 
 FinishedObject finish_copy(TreeObject& self, uint64_t copy_id, nb::handle failed) {
@@ -166,7 +167,10 @@ void bind_values(nb::module_& m) {
       .def_ro("digests", &CopyObject::digests)
       .def_ro("parents", &CopyObject::parents)
       .def_ro("outputs", &CopyObject::outputs);
-  nb::class_<EvictedObject>(m, "Evicted").def_ro("freed", &EvictedObject::freed).def_ro("spill", &EvictedObject::spill);
+  nb::class_<EvictedObject>(m, "Evicted")
+      .def_ro("freed", &EvictedObject::freed)
+      .def_ro("dropped", &EvictedObject::dropped)
+      .def_ro("spill", &EvictedObject::spill);
   nb::class_<FinishedObject>(m, "Finished")
       .def_ro("freed", &FinishedObject::freed)
       .def_ro("readable", &FinishedObject::readable)
@@ -219,6 +223,8 @@ void bind_tree(nb::module_& m) {
       .def("match", &match, "digests"_a)
       .def("lock", &lock, "match"_a, "priority"_a = 0)
       .def("unlock", [](TreeObject& self, LockObject& lock) { self.tree.unlock(lock.lock); }, "lock"_a)
+      .def("relock", [](TreeObject& self, LockObject& lock, const Match& longer) { self.tree.relock(lock.lock, longer); },
+           "lock"_a, "longer"_a)
       .def("path_pages", [](const TreeObject& self, const LockObject& lock) { return list_of(self.tree.path_pages(lock.lock)); },
            "lock"_a)
       .def("insert", &insert, "digests"_a, "pages"_a, "start"_a = 0, "kind"_a = kPrompt, "priority"_a = 0)

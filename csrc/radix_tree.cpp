@@ -91,6 +91,28 @@ PageIds RadixTree::release_and_remove(Node& end, Node& top) {
   return removed;
 }
 
+// Moves a lock down, over nodes that are behind its end: what a request adds to its own path. It is no hit.
+void RadixTree::relock(Lock& lock, const Match& longer) {
+  check_lock(lock);
+  check_that(longer.version == version_, "the tree has changed since this match");
+  check_that(longer.pages >= lock.pages, "the match is shorter than the lock");
+  Node* step = longer.node;
+  while (step != lock.end && step != nullptr) step = step->parent;
+  check_that(step == lock.end, "the match does not go on where the lock ends");
+  if (longer.node == lock.end) return;  // a lock ends with its node
+  Node* const end = longer.offset < longer.node->size ? split(*longer.node, longer.offset) : longer.node;
+  const uint64_t tick = ++clock_.tick;
+  for (step = end; step != lock.end; step = step->parent) {
+    ++step->locks;
+    if (step->copy != nullptr && step->copy->kind == CopyKind::kSpill) step->keep = true;
+    settle(*step);  // before its use changes, by which its place is found
+    step->accessed = tick;
+    step->accessed_s = clock_.now;
+  }
+  lock.end = end;
+  lock.pages = longer.pages;
+}
+
 uint32_t RadixTree::device_pages(const Lock& lock) const {
   check_lock(lock);
   const Node* step = lock.end;

@@ -60,6 +60,7 @@ struct CopyRecord {
 
 struct Evicted {
   PageIds freed;
+  uint32_t dropped = 0;  // of them, those that had no host page: what they held is lost
   std::optional<CopyPlan> spill;
 };
 
@@ -102,6 +103,7 @@ class RadixTree {
   Match match(const uint8_t* digests, uint32_t n) const;
   Lock lock(const Match& match, int32_t priority);
   void unlock(Lock& lock);
+  void relock(Lock& lock, const Match& longer);
   PageIds path_pages(const Lock& lock) const;
   uint32_t device_pages(const Lock& lock) const;
   Inserted insert(const uint8_t* digests, uint32_t n, const PageIds& pages, uint32_t start, bool output, int32_t priority);

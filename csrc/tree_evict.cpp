@@ -19,6 +19,7 @@ Evicted RadixTree::evict(uint32_t pages) {
     const bool room = host_ != nullptr && !leaf.no_spill && host_->free() - spilled >= take;
     if (!leaf.on_host() && !room) {
       drop(leaf, take, done.freed);
+      done.dropped += take;
     } else {
       if (take < leaf.size) split(leaf, leaf.size - take);  // `leaf` is the tail now
       if (leaf.on_host()) {

@@ -1,21 +1,43 @@
 """Single flight: who brings each page that is on its way, and who waits for it. Core: no I/O.
 
-An arriving page is brought by one lease (its filler) and may be waited for by others that matched it. When the filler
-goes, the oldest waiter takes over by asking again; with no waiter the page has no filler until a new admission
-matches it or its path is pruned.
+An arriving page is brought by one request (its filler) or by a restore from the host tier, and may be waited for by
+others that matched it. When the filler goes, or the restore fails, the oldest waiter that can ask for it takes over;
+with none the page has no filler until a new admission matches it or its path is pruned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Final, Generic, Protocol, TypeVar, cast
 
-from kvferry.daemon.lease import Lease
+
+class Waiter(Hashable, Protocol):
+    missing: set[int]  # page ids that it waits for
+    filling: set[int]  # page ids that its transfers bring, its own or others'
+
+    @property
+    def order(self) -> int:
+        """Grows with each request."""
+
+    @property
+    def can_ask(self) -> bool:
+        """There is somebody whom it can ask for pages."""
 
 
-class Arrivals:
+WaiterT = TypeVar("WaiterT", bound=Waiter)
+
+
+class _Restore:
+    """Stands for a copy from the host tier as the filler."""
+
+
+RESTORE: Final = _Restore()
+
+
+class Arrivals(Generic[WaiterT]):
     def __init__(self) -> None:
-        self._filler: dict[int, Lease | None] = {}
-        self._waiters: dict[int, dict[Lease, None]] = {}  # in order of admission; the filler among them
+        self._filler: dict[int, WaiterT | _Restore | None] = {}
+        self._waiters: dict[int, dict[WaiterT, None]] = {}  # in order of admission; the filler among them
 
     def __len__(self) -> int:
         return len(self._filler)
@@ -23,7 +45,7 @@ class Arrivals:
     def __contains__(self, page: int) -> bool:
         return page in self._filler
 
-    def expect(self, page: int, filler: Lease) -> None:
+    def expect(self, page: int, filler: WaiterT) -> None:
         """`page` is new and brought by `filler`, which waits for it."""
         assert page not in self._filler, f"page {page} is already arriving"
         self._filler[page] = filler
@@ -31,54 +53,67 @@ class Arrivals:
         filler.filling.add(page)
         filler.missing.add(page)
 
-    def follow(self, page: int, lease: Lease) -> bool:
-        """`lease` waits for an arriving page. True: nobody brings it, so the lease has become its filler and must ask
-        for it.
-        """
-        self._waiters[page][lease] = None
-        lease.missing.add(page)
+    def restoring(self, pages: Iterable[int]) -> None:
+        """A copy brings them; who waits for them follows."""
+        for page in pages:
+            assert page not in self._filler, f"page {page} is already arriving"
+            self._filler[page] = RESTORE
+            self._waiters[page] = {}
+
+    def follow(self, page: int, waiter: WaiterT) -> bool:
+        """`waiter` waits for an arriving page. True: nobody brings it, so it has become the filler and must ask."""
+        self._waiters[page][waiter] = None
+        waiter.missing.add(page)
         if self._filler[page] is None:
-            self._filler[page] = lease
-            lease.filling.add(page)
+            assert waiter.can_ask, f"page {page} is brought by nobody, and its only waiter cannot ask"
+            self._filler[page] = waiter
+            waiter.filling.add(page)
             return True
         return False
 
-    def filler(self, page: int) -> Lease | None:
-        return self._filler[page]
-
-    def arrived(self, page: int) -> list[Lease]:
-        """The page is readable: forgets it and returns the leases that waited for it."""
+    def arrived(self, page: int) -> list[WaiterT]:
+        """The page is readable: forgets it and returns those that waited for it."""
         filler = self._filler.pop(page)
-        if filler is not None:
-            filler.filling.discard(page)
+        if filler is not None and filler is not RESTORE:
+            cast(WaiterT, filler).filling.discard(page)
         waiters = list(self._waiters.pop(page))
-        for lease in waiters:
-            lease.missing.discard(page)
+        for waiter in waiters:
+            waiter.missing.discard(page)
         return waiters
 
-    def leave(self, lease: Lease) -> None:
-        """The lease waits no more. It stays the filler of its pages until `hand_over`, since copies into them may
-        run.
-        """
-        for page in lease.missing:
+    def leave(self, waiter: WaiterT) -> None:
+        """It waits no more. It stays the filler of its pages until `hand_over`, since copies into them may run."""
+        for page in waiter.missing:
             if page in self._waiters:
-                self._waiters[page].pop(lease, None)
-        lease.missing.clear()
+                self._waiters[page].pop(waiter, None)
+        waiter.missing.clear()
 
-    def hand_over(self, lease: Lease) -> dict[Lease, list[int]]:
-        """No copy of `lease`'s transfers runs any more: the oldest waiter of each page that it was to bring becomes
-        the filler and must ask
-        for it. Returns new filler -> pages."""
-        heirs: dict[Lease, list[int]] = {}
-        for page in sorted(lease.filling):
-            assert self._filler[page] is lease
-            heir = min((w for w in self._waiters[page] if w is not lease), key=lambda w: w.order, default=None)
-            self._filler[page] = heir
-            if heir is not None:
-                heir.filling.add(page)
-                heirs.setdefault(heir, []).append(page)
-        lease.filling.clear()
-        return heirs
+    def hand_over(self, waiter: WaiterT) -> dict[WaiterT, list[int]]:
+        """No copy of its transfers runs any more: others take over what it was to bring. Returns new filler -> pages to
+        ask for.
+        """
+        pages = sorted(waiter.filling)
+        waiter.filling.clear()
+        for page in pages:
+            assert self._filler[page] is waiter
+        return self._pass_on(pages, waiter)
+
+    def lost(self, pages: Iterable[int]) -> tuple[dict[WaiterT, list[int]], list[WaiterT]]:
+        """Their restore failed. Returns new filler -> pages to ask for, and the waiters that cannot ask, which wait no
+        more and must be looked at again.
+        """
+        lost = list(pages)
+        stranded = {w: None for page in lost for w in self._waiters[page] if not w.can_ask}
+        for waiter in stranded:
+            self.leave(waiter)
+        return self._pass_on(lost, None), list(stranded)
+
+    def abandoned(self, path: Sequence[int]) -> int | None:
+        """Index of the first page of the path that is on its way and brought by nobody."""
+        filler = self._filler
+        if not filler:
+            return None
+        return next((i for i, page in enumerate(path) if page in filler and filler[page] is None), None)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Pages that were pruned or freed; nobody may wait for them."""
@@ -86,6 +121,17 @@ class Arrivals:
             if page in self._filler:
                 assert not self._waiters[page], f"page {page} is dropped while a request waits for it"
                 filler = self._filler.pop(page)
-                if filler is not None:
-                    filler.filling.discard(page)
+                if filler is not None and filler is not RESTORE:
+                    cast(WaiterT, filler).filling.discard(page)
                 del self._waiters[page]
+
+    def _pass_on(self, pages: Iterable[int], old: WaiterT | None) -> dict[WaiterT, list[int]]:
+        heirs: dict[WaiterT, list[int]] = {}
+        for page in pages:
+            asking = (w for w in self._waiters[page] if w is not old and w.can_ask)
+            heir = min(asking, key=lambda w: w.order, default=None)
+            self._filler[page] = heir
+            if heir is not None:
+                heir.filling.add(page)
+                heirs.setdefault(heir, []).append(page)
+        return heirs

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.stats import load_of, side_stats
 from kvferry.proto import cache_pb2 as cache
@@ -50,7 +49,6 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         core, store = side.ready_core, side.store
         reply.matched_tokens = core.matched_tokens(request.namespace_id, request.digests)
         reply.waiting, reply.running = load_of(side)
-        promised = side.ready_core.promised if isinstance(side, DecodeSide) else 0
-        reply.free_pages = store.pool.free + store.evictable - promised
+        reply.free_pages = store.available()
         reply.pages = store.pool.pages
         return reply

@@ -1,4 +1,4 @@
-"""The `kvferry` command: each subcommand lives in a module of its own, imported when it is named."""
+"""The `kvferry` command: subcommands live in modules of their own, imported when they are named."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import kvferry
 
+# Module, or module:attribute, that has add_arguments and run.
 COMMANDS = {
     "serve": ("kvferry.daemon.serve", "run a daemon: decode, prefill or both"),
     "worker": ("kvferry.workers.main", "run a reference worker around a transformer"),
     "front": ("kvferry.workers.front_main", "run the OpenAI-compatible front end"),
     "loadgen": ("kvferry.loadgen.main", "drive a front end with multi-turn conversations"),
     "stats": ("kvferry.daemon.stats_main", "show a daemon's cache statistics"),
+    "flush": ("kvferry.daemon.admin_main:flush", "free the cached pages of a daemon that nothing holds"),
+    "pin": ("kvferry.daemon.admin_main:pin", "hold a prompt in a daemon's cache for a time"),
+    "unpin": ("kvferry.daemon.admin_main:unpin", "end a pin, or all"),
+    "dump": ("kvferry.daemon.admin_main:dump", "show what a daemon's cache holds, node by node"),
     "demo": ("kvferry.daemon.demo", "the whole system on this machine, reuse off and on"),
 }
 
@@ -24,10 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvferry", description=kvferry.__doc__)
     parser.add_argument("--version", action="version", version=f"kvferry {kvferry.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, summary) in COMMANDS.items():
+    for name, (where, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if words[:1] == [name]:
-            importlib.import_module(module).add_arguments(command)
+            _load(where).add_arguments(command)
     args = parser.parse_args(words)
-    run = importlib.import_module(COMMANDS[args.command][0]).run
-    return int(run(args))
+    return int(_load(COMMANDS[args.command][0]).run(args))
+
+
+def _load(where: str) -> Any:
+    module, _, attribute = where.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded

@@ -9,8 +9,11 @@ import secrets
 import tempfile
 from dataclasses import dataclass, field
 
+from kvferry.daemon.admission import OVERTAKES
+from kvferry.daemon.namespaces import Quota
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.policy import policy_names
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -35,6 +38,20 @@ def parse_address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
         raise ConfigError(f"address {text!r} is not HOST:PORT with a port of 0 to 65535")
     return host.strip("[]"), int(port)
+
+
+def parse_quota(text: str) -> tuple[str, Quota]:
+    """(namespace, quota) of "NAMESPACE=SOFT:HARD" or "NAMESPACE=SOFT:HARD:HOST_SOFT:HOST_HARD", in pages. Raises
+    ConfigError.
+    """
+    namespace, equals, numbers = text.partition("=")
+    parts = numbers.split(":")
+    if not equals or len(parts) not in (2, 4) or not all(part.isdigit() and len(part) <= 12 for part in parts):
+        raise ConfigError(f"quota {text!r} is not NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD] with numbers of pages")
+    try:
+        return namespace.lower(), Quota(*map(int, parts))
+    except ValueError as error:
+        raise ConfigError(f"quota {text!r}: {error}") from error
 
 
 def is_loopback(host: str) -> bool:
@@ -74,6 +91,15 @@ class DaemonConfig:
     grace_seconds: float = 30.0
     copy_threads: int = 1
     reuse: str = "on"
+    host_bytes: int = 0  # of each role's host tier; 0: none
+    host_dir: str = ""  # where the host tier survives the daemon; "": it does not
+    checksums: str = "off"  # "on": of every spilled page, verified at every restore
+    policy: str = "lru"  # of eviction
+    evict_output_first: bool = False
+    write_through_hits: int = 0  # hits after which a node is copied to the host before it is evicted; 0: never
+    quotas: dict[str, Quota] = field(default_factory=dict)  # by namespace id (hex), or "default"
+    overcommit: float = 1.0
+    overtakes: int = OVERTAKES
     insecure: bool = False
     reflection: bool = False
     ucx_ports: tuple[int, int] = (21000, 21063)
@@ -102,10 +128,24 @@ class DaemonConfig:
             ("max_peers", self.max_peers, 1, 1024),
             ("max_workers", self.max_workers, 1, 1024),
             ("copy_threads", self.copy_threads, 1, 64),
+            ("host_bytes", self.host_bytes, 0, 1 << 48),
+            ("write_through_hits", self.write_through_hits, 0, 1 << 20),
+            ("overtakes", self.overtakes, 0, 1 << 16),
         )
         for name, value, low, high in bounds:
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}; it must be {low} to {high}")
+        if self.checksums not in ("on", "off"):
+            raise ConfigError(f"checksums is {self.checksums!r}; it must be on or off")
+        if self.policy not in policy_names():
+            raise ConfigError(f"policy is {self.policy!r}; it must be one of {', '.join(policy_names())}")
+        if not 1.0 <= self.overcommit <= 100.0:
+            raise ConfigError(f"overcommit is {self.overcommit}; it must be 1 to 100")
+        if self.host_dir and not self.host_bytes:
+            raise ConfigError(f"host_dir is {self.host_dir!r}, but host_bytes is 0: there is no host tier to keep")
+        for namespace in self.quotas:
+            if namespace != "default" and not re.fullmatch("[0-9a-f]{64}", namespace):
+                raise ConfigError(f"quotas: {namespace!r} must be 64 hexadecimal digits, or default")
         times = ("admission_seconds", "transfer_seconds", "heartbeat_seconds", "peer_lost_seconds", "grace_seconds")
         for name in times:
             seconds: float = getattr(self, name)

@@ -17,13 +17,17 @@ class RequestCounters:
     refused: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
+    host_hit_tokens: int = 0  # of them, from the host tier
+    retracted: int = 0
+    overtaken: int = 0
     saved_pages: int = 0
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT))  # (queried, hit)
 
-    def lookup(self, queried: int, hit: int) -> None:
+    def lookup(self, queried: int, hit: int, host_hit: int = 0) -> None:
         self.admitted += 1
         self.queried_tokens += queried
         self.hit_tokens += hit
+        self.host_hit_tokens += host_hit
         self.recent.append((queried, hit))
 
     @property

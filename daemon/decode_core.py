@@ -1,29 +1,41 @@
 """The decode daemon's requests: admission by promise, single flight, asking again, leases. Core: no I/O, time is passed
 in.
 
-Every public method is one step: it changes the state, then looks at the admission queue again (level-triggered) and
+Every public method is one step: it changes the state, then looks again at who waits for pages (level-triggered) and
 leaves effects to be carried out. Pages and locks of a lease are given back only when its worker has said that it
 touches them no more (or is proven gone) and no copy of its transfers runs.
+
+With an overcommit factor above 1 less than the whole growth of a request is promised. When a request then grows and
+no page can be had, the youngest one is retracted: its worker finishes it as it is and admits it again.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvferry.daemon.admission import OVERTAKES
 from kvferry.daemon.arrivals import Arrivals
 from kvferry.daemon.asks import Asks
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
-from kvferry.daemon.effects import Effect, SendDone, ToWorker
+from kvferry.daemon.effects import Effect, SendDone, ToWorker, tier_effects
 from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
+from kvferry.daemon.holds import Hold, Holds
 from kvferry.daemon.lease import Lease, LeaseState
 from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
+from kvferry.daemon.pins import Pins
 from kvferry.daemon.store import Store
+from kvferry.daemon.supply import Growth, Supply
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_AUX_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
+from kvferry.radix.tree import OUTPUT, PROMPT
+
+RESTORING = int(PageState.RESTORING)
+MAX_GROWTHS = 4  # of one request, waiting for pages
+MAX_RETRACTED = 4096  # retracted requests that keep their place in the queue until they come back
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,9 @@ class DecodeLimits:
     admission_seconds: float  # that a request waits at most
     queue: int  # requests that may wait for admission
     reuse: str = "on"  # "off": nothing is matched and nothing kept, the baseline of comparisons
+    overtakes: int = OVERTAKES
+    overcommit: float = 1.0  # of the growth that requests may have, 1 / overcommit is promised
+    growth_seconds: float = 60.0  # that a growing request waits at most for pages
 
 
 class DecodeCore:
@@ -42,9 +57,11 @@ class DecodeCore:
         self.counters = RequestCounters()
         self.latencies = Latencies()
         self.leases: dict[Name, Lease] = {}
-        self.waiting: deque[Lease] = deque()
-        self.promised = 0  # pages, over all leases
-        self._arrivals = Arrivals()
+        self._arrivals: Arrivals[Lease] = Arrivals()
+        self._holds = Holds(store, self._arrivals)
+        self.pins = Pins(store, self._holds.unlock)
+        self._supply = Supply(store, self._holds, limits.overtakes, self)
+        self._retracted: OrderedDict[Name, int] = OrderedDict()  # to their order
         self._next_order = 1
         self._effects: list[Effect] = []
         self._asks = Asks(store.page_size, lambda effect: self._effects.append(effect))
@@ -57,18 +74,23 @@ class DecodeCore:
 
     def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
         """Read-only: how much of the prompt is in the tree, arriving pages too."""
-        tree = self.store.trees.get(namespace_id)
-        if tree is None or self.limits.reuse == "off":
+        namespace = self.store.namespaces.get(namespace_id)
+        if namespace is None or self.limits.reuse == "off":
             return 0
-        return tree.match(digests).pages * self.store.page_size
+        return namespace.tree.match(digests).pages * self.store.page_size
 
     @property
     def running(self) -> int:
-        return len(self.leases) - len(self.waiting)
+        return len(self.leases) - self.waiting_requests
 
     @property
     def waiting_requests(self) -> int:
-        return len(self.waiting)
+        return len(self._supply.queue)
+
+    @property
+    def reserved(self) -> int:
+        """Of the running ones, those that wait for pages to be spilled."""
+        return len(self._supply.reserved)
 
     @property
     def active_transfers(self) -> int:
@@ -95,21 +117,33 @@ class DecodeCore:
                 f"max_new_tokens is {request.max_new_tokens}; with {request.tokens} prompt tokens it must be 1 to "
                 f"{self.limits.max_tokens - request.tokens}"
             )
+        namespace = self.store.namespace(namespace_id)
+        prompt = pages_for(request.tokens, self.store.page_size)
         need = pages_for(request.tokens + request.max_new_tokens - 1, self.store.page_size)
-        if need > self.store.pool.pages:
+        if need > self.store.most(namespace):
             self.counters.refused += 1
+            quota = f"; its namespace may use {namespace.quota.hard}" if namespace.quota.hard else ""
             raise exhausted(
                 f"prompt of {request.tokens} + max_new_tokens {request.max_new_tokens} needs {need} pages; "
-                f"the pool has {self.store.pool.pages}"
+                f"the pool has {self.store.pool.pages}{quota}"
             )
-        if len(self.waiting) >= self.limits.queue:
+        if self.waiting_requests >= self.limits.queue:
             self.counters.refused += 1
-            raise exhausted(f"{len(self.waiting)} requests wait for admission; the bound is {self.limits.queue}")
+            raise exhausted(f"{self.waiting_requests} requests wait for admission; the bound is {self.limits.queue}")
+        order = self._retracted.pop(name, None)
+        keep = self.limits.reuse == "on" and not request.warmup
         lease = Lease(
             name=name,
             worker=worker,
-            namespace_id=namespace_id,
-            tree=self.store.tree(namespace_id),
+            hold=Hold(
+                namespace,
+                digests=self._matchable(request) if keep else b"",
+                wanted=prompt,
+                growth=need - prompt,
+                priority=request.priority,
+                readable_only=request.prefill == "",
+                overcommit=self.limits.overcommit if order is None else 1.0,
+            ),
             digests=request.digests,
             tokens=request.tokens,
             tail_digest=request.tail_digest,
@@ -117,33 +151,38 @@ class DecodeCore:
             max_new_tokens=request.max_new_tokens,
             arrived_at=now,
             deadline=deadline,
-            order=self._next_order,
+            order=self._next_order if order is None else order,
+            keep=keep,
+            resumed=order is not None,
+            looked_up=order is not None,
         )
         self._next_order += 1
         self.leases[name] = lease
-        self.waiting.append(lease)
+        self._supply.queue.push(lease)
         self._pump(now)
+
+    def _matchable(self, request: wire.Admit) -> bytes:
+        if request.prefill:
+            return request.digests
+        # At least one token is left to compute, for its logits.
+        return request.digests[: (request.tokens - 1) // self.store.page_size * DIGEST_BYTES]
 
     def grow(self, worker: int, name: Name, tokens: int, now: float) -> None:
         lease = self._lease_of(worker, name)
-        if lease.state is LeaseState.FAILED:
-            return  # the worker has not read its Failed yet
+        if lease.state in (LeaseState.FAILED, LeaseState.RETRACTING):
+            return  # the worker has not read what it was told yet
         extra = pages_for(tokens, self.store.page_size) - len(lease.pages)
-        if lease.state is not LeaseState.READY or extra > lease.promised:
-            bound = len(lease.pages) + lease.promised
+        if lease.state is not LeaseState.READY or extra > lease.hold.growth:
+            bound = len(lease.pages) + lease.hold.growth
             self._fail(
                 lease,
                 invalid(f"tokens {tokens} needs {extra + len(lease.pages)} pages; the promise is {bound}, once ready"),
             )
-            self._pump(now)
-            return
-        first = len(lease.pages)
-        if extra > 0:
-            lease.pages += self.store.take(extra)
-            lease.promised -= extra
-            self.promised -= extra
-        grown = wire.Grown(name=name.to_proto(), first_page=first, pages=lease.pages[first:])
-        self._tell(worker, wire.WorkerEvent(grown=grown))
+        elif sum(growth.lease is lease for growth in self._supply.growing) >= MAX_GROWTHS:
+            self._fail(lease, exhausted(f"{MAX_GROWTHS} Grow messages wait already; the bound is {MAX_GROWTHS}"))
+        else:
+            self._supply.growing.append(Growth(lease, tokens, now + self.limits.growth_seconds))
+        self._pump(now)
 
     def finish(self, worker: int, name: Name, tokens: int, digests: bytes, now: float) -> None:
         lease = self._lease_of(worker, name)
@@ -154,22 +193,37 @@ class DecodeCore:
         full = tokens // page_size
         want = (full - lease.tokens // page_size) * DIGEST_BYTES
         last = min(lease.tokens + lease.max_new_tokens - 1, len(lease.pages) * page_size)
-        if lease.state is not LeaseState.READY:
+        if not lease.decoding:
             self._fail(lease, precondition(f"name {name} is not ready; only a ready request finishes"))
         elif not lease.tokens <= tokens <= last:
             self._fail(lease, invalid(f"tokens is {tokens}; it must be {lease.tokens} to {last}"))
         elif len(digests) != want:
             self._fail(lease, invalid(f"digests has {len(digests)} bytes; {tokens} tokens need {want}"))
         else:
-            self.counters.finished += 1
-            if self.limits.reuse == "on":
-                fresh = lease.pages[lease.tree_pages : full]
-                result = lease.tree.insert(lease.digests + digests, fresh, start=lease.tree_pages)
-                self.store.pool.free_pages(result.duplicates)
-                del lease.pages[lease.tree_pages : full]
+            if lease.state is LeaseState.RETRACTING:
+                self._remember_retracted(lease)
+            else:
+                self.counters.finished += 1
+            if lease.keep:
+                self._keep(lease, lease.tokens // page_size, PROMPT, lease.digests)
+                self._keep(lease, full, OUTPUT, lease.digests + digests)
             lease.acknowledge = True
             self._end(lease)
         self._pump(now)
+
+    def _keep(self, lease: Lease, full: int, kind: int, digests: bytes) -> None:
+        """Its first `full` pages enter the tree, as far as they are not there."""
+        fresh = lease.pages[lease.tree_pages : full]
+        if fresh:
+            duplicates = self._holds.extend(lease.hold, digests, fresh, lease.tree_pages, kind)
+            self.store.release(lease.hold.namespace, duplicates)
+            lease.tree_pages = full
+
+    def _remember_retracted(self, lease: Lease) -> None:
+        self.counters.retracted += 1
+        self._retracted[lease.name] = lease.order
+        while len(self._retracted) > MAX_RETRACTED:
+            self._retracted.popitem(last=False)
 
     def abort(self, worker: int, name: Name, now: float) -> None:
         """Idempotent: an unknown name is answered with Ended."""
@@ -188,7 +242,7 @@ class DecodeCore:
     def worker_lost(self, worker: int, now: float) -> None:
         """Its stream broke: it may still write. Its pages are orphaned until `worker_gone`."""
         for lease in [lease for lease in self.leases.values() if lease.worker == worker]:
-            if lease.state is LeaseState.WAITING:
+            if lease.queued:
                 self._end(lease)
                 self.counters.aborted += 1
                 continue
@@ -197,7 +251,7 @@ class DecodeCore:
                 self._withdraw(lease)
             if lease.state is not LeaseState.ENDING:
                 lease.state = LeaseState.FAILED
-            own = [page for page in lease.pages[lease.tree_pages :] if self.store.pool.state(page) is PageState.LEASED]
+            own = [page for page in lease.own if self.store.pool.state(page) is PageState.LEASED]
             self.store.pool.move(own, PageState.LEASED, PageState.ORPHANED)
             self._settle(lease)
         self._pump(now)
@@ -205,7 +259,7 @@ class DecodeCore:
     def worker_gone(self, worker: int, now: float) -> None:
         """Proof that it writes no more: its quiesced message, or the kernel's release of its lock."""
         for lease in [lease for lease in self.leases.values() if lease.worker == worker]:
-            if lease.live:
+            if lease.live or lease.queued:
                 self.counters.aborted += 1
             self._end(lease)
         self._pump(now)
@@ -233,7 +287,7 @@ class DecodeCore:
         pages = [moving.page_ids[index - moving.first_page] for index in prompt_pages]
         pages = [page for page in pages if page in self._arrivals]
         lease.delta_pages += len(pages)
-        lease.tree.arrived(page for page in pages if self.store.pool.state(page) is PageState.ARRIVING)
+        lease.hold.namespace.tree.arrived(page for page in pages if self.store.pool.state(page) is PageState.ARRIVING)
         for waiter in {waiter: None for page in pages for waiter in self._arrivals.arrived(page)}:
             self._check_ready(waiter, now)
         self._pump(now)
@@ -294,84 +348,114 @@ class DecodeCore:
                 self._fail(lease, error)
         self._pump(now)
 
-    def tick(self, now: float) -> None:
-        for lease in list(self.leases.values()):
-            deadline = lease.deadline
-            if lease.state is LeaseState.WAITING:
-                deadline = min(deadline, lease.arrived_at + self.limits.admission_seconds)
-            if deadline <= now and lease.state in (LeaseState.WAITING, LeaseState.FILLING):
-                waited = now - lease.arrived_at
-                what = (
-                    "admission" if lease.state is LeaseState.WAITING else f"{len(lease.missing)} pages or the aux blob"
+    def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
+        """A copy between the tiers is over; `failed` are the device ids of pages whose bytes are not right."""
+        ended = self.store.copy_ended(number, failed, mismatched, seconds)
+        # Those held by nobody are freed: nobody waits for them either.
+        waiters = {waiter: None for page in ended.readable for waiter in self._arrivals.arrived(page)}
+        heirs, stranded = self._arrivals.lost(ended.lost)
+        self._arrivals.forget(ended.removed)
+        for heir, pages in heirs.items():
+            if heir.asks >= MAX_ASKS_PER_REQUEST:
+                self._fail(
+                    heir, exhausted(f"{heir.asks} transfers were asked for; the bound is {MAX_ASKS_PER_REQUEST}")
                 )
-                self._fail(lease, deadline_exceeded(f"waited {waited:.3f} s for {what}; the deadline is passed"))
+            else:
+                self._asks.ask_again(heir, pages)
+        for lease in stranded:
+            # Nothing of it was told to its worker yet: it is admitted once more, with what is readable then.
+            self._holds.drop(lease.hold, lease.own)
+            lease.state, lease.tree_pages = LeaseState.WAITING, 0
+            self._supply.queue.push(lease)
+        for waiter in waiters:
+            self._check_ready(waiter, now)
         self._pump(now)
 
-    # -- admission -----------------------------------------------------------------------------------------------
+    def tick(self, now: float) -> None:
+        self.pins.expire(now)
+        for lease in list(self.leases.values()):
+            deadline = lease.deadline
+            if lease.queued and not lease.resumed:
+                deadline = min(deadline, lease.arrived_at + self.limits.admission_seconds)
+            if deadline <= now and (lease.queued or lease.state is LeaseState.FILLING):
+                waited = now - lease.arrived_at
+                what = "admission" if lease.queued else f"{len(lease.missing)} pages or the aux blob"
+                self._fail(lease, deadline_exceeded(f"waited {waited:.3f} s for {what}; the deadline is passed"))
+        for growth in [growth for growth in self._supply.growing if growth.deadline <= now]:
+            if growth.lease.state is LeaseState.READY:
+                waited = self.limits.growth_seconds
+                self._fail(growth.lease, exhausted(f"waited {waited} s for a page to grow by; none could be had"))
+        self._pump(now)
+
+    # -- pages ---------------------------------------------------------------------------------------------------
 
     def _pump(self, now: float) -> None:
-        while self.waiting and self._try_admit(self.waiting[0], now):
-            self.waiting.popleft()
+        self.store.clock.now = now
+        self._supply.pump(now)
+        self.store.settle()
+        self.store.write_through()
+        self.counters.overtaken = self._supply.queue.overtaken
+        self._effects += tier_effects(self.store)
 
-    def _try_admit(self, lease: Lease, now: float) -> bool:
-        tree, pool = lease.tree, self.store.pool
-        digests = lease.digests if self.limits.reuse == "on" else b""
-        match = tree.match(digests)
-        total = pages_for(lease.tokens + lease.max_new_tokens - 1, self.store.page_size)
-        if pool.free + self.store.evictable - self.promised < total - match.pages:
-            return False  # locking the match can only make it worse; a request that waits should not look like use
-        lock = tree.lock(match)
-        held = tree.path_pages(lock)
-        if lease.local:
-            # Only what is readable: a request without a prefill server could not take over from a failed filler.
-            readable = next((i for i, page in enumerate(held) if page in self._arrivals), len(held))
-            # At least one token is left to compute, for its logits.
-            readable = min(readable, (lease.tokens - 1) // self.store.page_size)
-            if readable < len(held):
-                shorter = tree.lock(tree.match(digests[: readable * DIGEST_BYTES]))
-                tree.unlock(lock)
-                lock, held = shorter, held[:readable]
-        prompt = pages_for(lease.tokens, self.store.page_size)
-        promise = total - len(held)
-        if pool.free + self.store.evictable - self.promised < promise:
-            tree.unlock(lock)
-            return False
-        fresh = self.store.take(prompt - len(held))
-        lease.lock, lease.pages, lease.matched, lease.tree_pages = lock, held + fresh, len(held), len(held)
-        lease.promised = promise - len(fresh)
-        self.promised += lease.promised
-        lease.state = LeaseState.FILLING
-        lease.admitted_at = now
-        self.counters.lookup(lease.tokens, lease.matched * self.store.page_size)
-        self.counters.saved_pages += lease.matched
-        self._tell(lease.worker, wire.WorkerEvent(admitted=self._admitted(lease)))
+    def on_claimed(self, lease: Lease, fresh: list[int], now: float) -> None:
+        """(SupplyEvents)"""
+        hold = lease.hold
+        lease.state, lease.tree_pages = LeaseState.FILLING, hold.matched
+        path = lease.pages[: hold.matched]
+        coming = [page for page, state in zip(path, self.store.pool.states(path), strict=True) if state == RESTORING]
+        self._arrivals.restoring(page for page in coming if page not in self._arrivals)
+        adopted = [p for p in path if p in self._arrivals and self._arrivals.follow(p, lease)]
+        if not lease.looked_up:
+            hit, host = hold.matched * self.store.page_size, hold.host_matched * self.store.page_size
+            self.counters.lookup(lease.tokens, hit, host)
+            hold.namespace.looked_up(lease.tokens, hit, host)
+            self.counters.saved_pages += hold.matched
+            lease.looked_up = True
         if not lease.local:
-            self._fetch(lease, fresh, digests)
+            self._tell(lease.worker, wire.WorkerEvent(admitted=self._admitted(lease)))
+            self._fetch(lease, fresh, adopted)
         self._check_ready(lease, now)
-        return True
+
+    def on_grown(self, lease: Lease, first_page: int) -> None:
+        """(SupplyEvents)"""
+        grown = wire.Grown(name=lease.name.to_proto(), first_page=first_page, pages=lease.pages[first_page:])
+        self._tell(lease.worker, wire.WorkerEvent(grown=grown))
+
+    def on_short(self, lease: Lease, now: float) -> None:
+        """(SupplyEvents) The youngest gives its pages back; one at a time, since each brings many."""
+        if any(other.state is LeaseState.RETRACTING for other in self.leases.values()):
+            return
+        namespace = lease.hold.namespace
+        candidates = [other for other in self.leases.values() if other.state is LeaseState.READY]
+        if not namespace.within_hard(0):
+            candidates = [other for other in candidates if other.hold.namespace is namespace]
+        youngest = max(candidates, key=lambda other: other.order)  # `lease` is one
+        youngest.state = LeaseState.RETRACTING
+        youngest.hold.promise(0, 0)
+        self._tell(youngest.worker, wire.WorkerEvent(retract=wire.Retract(name=youngest.name.to_proto())))
 
     def _admitted(self, lease: Lease) -> wire.Admitted:
-        matched = lease.matched * self.store.page_size
-        local = matched if lease.local else 0
-        return wire.Admitted(name=lease.name.to_proto(), matched_tokens=matched, pages=lease.pages, local_tokens=local)
+        page_size = self.store.page_size
+        matched = lease.matched * page_size
+        return wire.Admitted(
+            name=lease.name.to_proto(),
+            matched_tokens=matched,
+            pages=lease.pages,
+            local_tokens=matched if lease.local else 0,
+            host_tokens=lease.hold.host_matched * page_size,
+        )
 
-    def _fetch(self, lease: Lease, fresh: list[int], digests: bytes) -> None:
-        """Follows what arrives for others, puts the full delta pages into the tree as arriving, and asks for the
-        delta.
-        """
-        adopted = [p for p in lease.pages[: lease.matched] if p in self._arrivals and self._arrivals.follow(p, lease)]
+    def _fetch(self, lease: Lease, fresh: list[int], adopted: list[int]) -> None:
+        """Puts the full delta pages into the tree as arriving, asks for the delta and for what it adopted."""
         for page in fresh:
             self._arrivals.expect(page, lease)
-        full = len(digests) // DIGEST_BYTES
-        if full > lease.matched:
+        full = len(lease.digests) // DIGEST_BYTES
+        if lease.keep and full > lease.matched:
             coming = lease.pages[lease.matched : full]
             self.store.pool.move(coming, PageState.LEASED, PageState.ARRIVING)
-            result = lease.tree.insert(digests, coming, start=lease.matched)
-            assert not result.duplicates, "pages behind a full match were in the tree"
-            assert lease.lock is not None
-            longer = lease.tree.lock(result.match)
-            lease.tree.unlock(lease.lock)
-            lease.lock, lease.tree_pages = longer, full
+            duplicates = self._holds.extend(lease.hold, lease.digests, coming, lease.matched, PROMPT)
+            assert not duplicates, "pages behind a full match were in the tree"
+            lease.tree_pages = full
         self._asks.ask(lease, lease.matched, len(fresh))
         if adopted:
             self._asks.ask_again(lease, adopted)
@@ -382,7 +466,10 @@ class DecodeCore:
         if lease.state is not LeaseState.FILLING or lease.missing:
             return
         lease.filled_at = lease.filled_at or now
-        if lease.aux is None and not lease.local:
+        if lease.local:
+            # Only now: had a restore failed, it would have been admitted once more with other pages.
+            self._tell(lease.worker, wire.WorkerEvent(admitted=self._admitted(lease)))
+        elif lease.aux is None:
             return
         lease.state = LeaseState.READY
         elapsed = now - lease.arrived_at
@@ -414,8 +501,8 @@ class DecodeCore:
         self._tell(
             lease.worker, wire.WorkerEvent(failed=wire.Failed(name=lease.name.to_proto(), error=error.to_proto()))
         )
-        if lease.state is LeaseState.WAITING:
-            self.waiting.remove(lease)
+        if lease.queued:
+            self._supply.remove(lease)
             del self.leases[lease.name]
             return
         self._withdraw(lease)
@@ -428,13 +515,12 @@ class DecodeCore:
             self._effects.append(SendDone(lease.prefill, lease.name))
         self._arrivals.leave(lease)
         self._asks.stop_all(lease, "the request ended")
-        self.promised -= lease.promised
-        lease.promised = 0
+        lease.hold.promise(0, 0)
 
     def _end(self, lease: Lease) -> None:
         """The worker touches its pages no more."""
-        if lease.state is LeaseState.WAITING:
-            self.waiting.remove(lease)
+        if lease.queued:
+            self._supply.remove(lease)
             self._forget(lease)
             return
         if lease.live:
@@ -452,21 +538,7 @@ class DecodeCore:
             self._asks.ask_again(heir, pages)
         if lease.state is not LeaseState.ENDING:
             return
-        own = lease.pages[lease.tree_pages :]
-        self._arrivals.forget(own)
-        self.store.pool.free_pages(own)
-        assert lease.lock is not None
-        on_path = lease.pages[: lease.tree_pages]
-        abandoned = next(
-            (i for i, p in enumerate(on_path) if p in self._arrivals and self._arrivals.filler(p) is None), None
-        )
-        if abandoned is None:
-            lease.tree.unlock(lease.lock)
-        else:
-            removed = lease.tree.prune(lease.lock, abandoned)
-            self._arrivals.forget(removed)
-            self.store.pool.free_pages(removed)
-        lease.lock = None
+        self._holds.drop(lease.hold, lease.own)
         self._forget(lease)
 
     def _forget(self, lease: Lease) -> None:

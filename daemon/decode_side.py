@@ -30,6 +30,9 @@ class DecodeSide(Side[DecodeCore]):
             page_bytes=self.page_bytes,
             queue=self.config.queue,
             reuse=self.config.reuse,
+            overtakes=self.config.overtakes,
+            overcommit=self.config.overcommit,
+            growth_seconds=self.config.transfer_seconds,
         )
         return DecodeCore(store, limits)
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvferry.daemon.config import ConfigError, parse_size
 from kvferry.daemon.stack import Stack, StackError
 from kvferry.daemon.stats_main import fetch, size
 from kvferry.daemon.system import System, SystemSpec, start_system
@@ -71,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="of a reply (default: %(default)s)")
     parser.add_argument("--user-words", type=int, default=60, metavar="N", help="of a turn (default: %(default)s)")
     parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("--pool-bytes", default="256MiB", metavar="SIZE", help="of each daemon (default: %(default)s)")
+    parser.add_argument("--host-bytes", default="0", metavar="SIZE", help="of each daemon's host tier (default: none)")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -79,6 +82,12 @@ def run(args: argparse.Namespace) -> int:
         print("kvferry demo: --conversations, --turns and --max-tokens must be at least 1", file=sys.stderr)
         return 2
     console = Console()
+    try:
+        for text in (args.pool_bytes, args.host_bytes):
+            parse_size(text)
+    except ConfigError as error:
+        print(f"kvferry demo: {error}", file=sys.stderr)
+        return 2
     try:
         outcomes = {reuse: _run_once(args, reuse, console) for reuse in ("off", "on")}
     except (StackError, DemoError, grpc.RpcError, OSError, ImportError) as error:
@@ -108,10 +117,10 @@ def _run_in(folder: str, model: str, args: argparse.Namespace, reuse: str, conso
     spec = SystemSpec(
         model=model,
         page_size=args.page_size,
-        decode_pool_bytes=256 << 20,
-        prefill_pool_bytes=256 << 20,
-        decode_flags=["--reuse", reuse, "--shm-dir", folder],
-        prefill_flags=["--shm-dir", folder],
+        decode_pool_bytes=parse_size(args.pool_bytes),
+        prefill_pool_bytes=parse_size(args.pool_bytes),
+        decode_flags=["--reuse", reuse, "--shm-dir", folder, "--host-bytes", args.host_bytes],
+        prefill_flags=["--shm-dir", folder, "--host-bytes", args.host_bytes],
         front_flags=["--model-name", os.path.basename(model) or "synthetic"],
     )
     with Stack() as stack:
@@ -236,6 +245,9 @@ def _table(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> Table:
     saved = (off.decode.transfers.saved_bytes, on.decode.transfers.saved_bytes)
     table.add_row("bytes saved", size(saved[0]), size(saved[1]), "")
     table.add_row("decode-side hit rate", f"{off.matched_share:.1%}", f"{on.matched_share:.1%}", "")
+    from_host = [o.decode.requests.host_hit_tokens / max(1, o.decode.requests.queried_tokens) for o in (off, on)]
+    if on.decode.host.pages:
+        table.add_row("  of it from the host tier", f"{from_host[0]:.1%}", f"{from_host[1]:.1%}", "")
     table.add_row("TTFT mean", f"{off.ttft_ms:.1f} ms", f"{on.ttft_ms:.1f} ms", _ratio(off.ttft_ms, on.ttft_ms))
     table.add_row(
         "TTFT p50", f"{off.ttft_p50_ms:.1f} ms", f"{on.ttft_p50_ms:.1f} ms", _ratio(off.ttft_p50_ms, on.ttft_p50_ms)

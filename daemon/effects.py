@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.limits import Name
+from kvferry.daemon.store import Started, Store
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 
@@ -97,8 +98,24 @@ class ZeroTail:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ForgetRows:
+    """These rows of the host tier were freed: what its file says of them is void."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartCopy:
+    """Move pages between the tiers. `copy_ended` must follow."""
+
+    started: Started
+
+
 Effect: TypeAlias = (
     ToWorker
+    | ForgetRows
+    | StartCopy
     | StartTransfer
     | StopTransfer
     | SendDone
@@ -109,3 +126,12 @@ Effect: TypeAlias = (
     | SendAux
     | ZeroTail
 )
+
+
+def tier_effects(store: Store) -> list[Effect]:
+    """What the store has begun since the last time."""
+    effects: list[Effect] = []
+    if forgotten := store.take_forgotten():
+        effects.append(ForgetRows(forgotten))
+    effects += [StartCopy(started) for started in store.take_started()]
+    return effects

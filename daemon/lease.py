@@ -1,18 +1,20 @@
-"""A decode request's hold on the pool: locks on its matched path, pages of its own, a promise of more."""
+"""A decode request, its hold on the pool, and its transfers."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
 
+from kvferry.daemon.holds import Hold
 from kvferry.daemon.limits import Name
-from kvferry.radix.tree import Lock, PagedRadixTree
 
 
 class LeaseState(enum.Enum):
     WAITING = "waiting"  # for admission: holds nothing
-    FILLING = "filling"  # admitted, not every prompt page is readable yet
+    RESERVED = "reserved"  # admitted: its path is locked and its pages are promised, but not free yet
+    FILLING = "filling"  # has its pages, not every prompt page is readable yet
     READY = "ready"  # the worker decodes
+    RETRACTING = "retracting"  # the worker was told to give it back; its Finish or Abort is awaited
     FAILED = "failed"  # the worker was told; its Abort or Finish, or its proven end, is awaited
     ENDING = "ending"  # waits only for copies into its pages
 
@@ -21,22 +23,21 @@ class LeaseState(enum.Enum):
 class Lease:
     name: Name
     worker: int
-    namespace_id: bytes
-    tree: PagedRadixTree
-    digests: bytes
+    hold: Hold
+    digests: bytes  # of the prompt's full pages
     tokens: int
     tail_digest: bytes
     prefill: str
     max_new_tokens: int
     arrived_at: float
     deadline: float
-    order: int  # of admission requests: the oldest follower takes over
+    order: int  # of admission requests: the oldest follower takes over, the youngest is retracted
+    keep: bool  # its pages enter the tree
+    resumed: bool = False  # it was retracted before
+    looked_up: bool = False  # it is in the hit rate
+    overtaken: int = 0
     state: LeaseState = LeaseState.WAITING
-    lock: Lock | None = None
-    pages: list[int] = field(default_factory=list)  # of prompt and output, in order
-    matched: int = 0  # pages
-    tree_pages: int = 0  # leading pages of `pages` that belong to the tree
-    promised: int = 0  # pages promised and not yet given
+    tree_pages: int = 0  # leading pages that belong to the tree
     missing: set[int] = field(default_factory=set)  # page ids of the prompt that are not readable yet
     filling: set[int] = field(default_factory=set)  # of them (or others' too), those this request's transfers bring
     transfers: set[int] = field(default_factory=set)  # open or draining
@@ -54,8 +55,43 @@ class Lease:
         return self.prefill == ""
 
     @property
+    def can_ask(self) -> bool:
+        return not self.local
+
+    @property
+    def queued(self) -> bool:
+        """Its worker knows no page of it."""
+        return self.state in (LeaseState.WAITING, LeaseState.RESERVED)
+
+    @property
     def live(self) -> bool:
-        return self.state in (LeaseState.FILLING, LeaseState.READY)
+        return self.state in (LeaseState.FILLING, LeaseState.READY, LeaseState.RETRACTING)
+
+    @property
+    def decoding(self) -> bool:
+        return self.state in (LeaseState.READY, LeaseState.RETRACTING)
+
+    @property
+    def priority(self) -> int:
+        return self.hold.priority
+
+    @property
+    def namespace_id(self) -> bytes:
+        return self.hold.namespace.id
+
+    @property
+    def pages(self) -> list[int]:
+        """Of prompt and output, in order."""
+        return self.hold.pages
+
+    @property
+    def matched(self) -> int:
+        return self.hold.matched
+
+    @property
+    def own(self) -> list[int]:
+        """Pages that are not the tree's."""
+        return self.hold.pages[self.tree_pages :]
 
 
 @dataclass(slots=True)

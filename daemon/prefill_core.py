@@ -1,18 +1,28 @@
 """The prefill daemon's requests: the rendezvous of a worker's Begin with a decode daemon's Ask, and what is sent. Core:
 no I/O, time is passed in.
 
-Whichever comes first waits in a bounded table until its deadline. Requests that no decode daemon has asked for hold at
-most half of the pool and get no pages while one that was asked for waits for room. So one that needs no more than half
-waits only for what others have asked for; a larger one may wait also for those that nobody asks for, until their
-deadline. A request's whole path stays locked until its Done.
+Whichever comes first waits in a bounded table until its deadline. Who gets pages when is `prefill_supply`'s. A
+request's whole path stays locked until its Done.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from kvferry.daemon.admission import OVERTAKES
 from kvferry.daemon.counters import RequestCounters, TransferCounters
-from kvferry.daemon.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ToWorker, ZeroTail
+from kvferry.daemon.effects import (
+    Effect,
+    EndSend,
+    FailAsk,
+    OpenSend,
+    SendAux,
+    SendProgress,
+    ToWorker,
+    ZeroTail,
+    tier_effects,
+)
 from kvferry.daemon.errors import (
     RequestError,
     aborted,
@@ -22,63 +32,25 @@ from kvferry.daemon.errors import (
     precondition,
     unavailable,
 )
+from kvferry.daemon.holds import Hold
 from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
+from kvferry.daemon.pins import Pins
+from kvferry.daemon.prefill_entry import Entry, Prompt
+from kvferry.daemon.prefill_supply import PrefillSupply
 from kvferry.daemon.store import Store
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_AUX_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
-from kvferry.radix.tree import Lock, PagedRadixTree
+from kvferry.radix.tree import PROMPT
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimits:
     table: int  # requests in the rendezvous table, from either side
     reuse: str = "on"
-
-
-@dataclass(slots=True, eq=False)
-class Prompt:
-    """The worker's half: its Begin and, once admitted, its pages."""
-
-    worker: int
-    namespace_id: bytes
-    tree: PagedRadixTree
-    digests: bytes
-    tokens: int
-    tail_digest: bytes
-    lock: Lock | None = None  # None: waits for pages
-    pages: list[int] = field(default_factory=list)
-    private: list[int] = field(default_factory=list)  # of `pages`, those that are not the tree's
-    tree_pages: int = 0  # leading digests that are in the tree and under the lock
-    computed: int = 0  # tokens
-    pages_ready: int = 0
-    aux: bytes | None = None
-    worker_done: bool = False  # it touches the pages no more
-    told_failed: bool = False  # the worker's Abort is awaited
-    unasked: int = 0  # pages counted as held by what nobody asked for
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One request in the table: either half may be missing."""
-
-    name: Name
-    deadline: float
-    arrived_at: float
-    prompt: Prompt | None = None
-    session: int | None = None  # of the decode daemon that asked
-    asks: list[peer.Ask] = field(default_factory=list)  # waiting for the prompt to be admitted
-    sends: set[int] = field(default_factory=set)  # transfers open or ending
-    done: bool = False  # nothing more is wanted of it
-    failed: bool = False
-    aux_sent: bool = False
-    acknowledge: bool = False  # a failed one's worker waits for Ended
-
-    @property
-    def asked(self) -> bool:
-        return self.session is not None
+    overtakes: int = OVERTAKES
 
 
 class PrefillCore:
@@ -90,8 +62,9 @@ class PrefillCore:
         self.entries: dict[Name, Entry] = {}
         self._sends: dict[tuple[int, int], Entry] = {}  # (session, transfer)
         self._newest: dict[int, int] = {}  # by session, the greatest transfer number that it has used
-        self._waiting: dict[Name, Entry] = {}  # prompts that wait for pages, oldest first
-        self._unasked_pages = 0  # held by admitted prompts that nobody asked for
+        self._supply = PrefillSupply(store, limits.overtakes, self._on_begun)
+        self.pins = Pins(store, self._supply.holds.unlock)
+        self._next_order = 1
         self._effects: list[Effect] = []
 
     def take_effects(self) -> list[Effect]:
@@ -99,16 +72,21 @@ class PrefillCore:
         return effects
 
     def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
-        tree = self.store.trees.get(namespace_id)
-        return 0 if tree is None else tree.match(digests).pages * self.store.page_size
+        namespace = self.store.namespaces.get(namespace_id)
+        return 0 if namespace is None else namespace.tree.match(digests).pages * self.store.page_size
 
     @property
     def running(self) -> int:
-        return len(self.entries) - len(self._waiting)
+        return len(self.entries) - self.waiting_requests
 
     @property
     def waiting_requests(self) -> int:
-        return len(self._waiting)
+        return self._supply.waiting
+
+    @property
+    def reserved(self) -> int:
+        """Of the running ones, those that wait for pages to be spilled."""
+        return self._supply.reserved
 
     @property
     def active_transfers(self) -> int:
@@ -122,19 +100,32 @@ class PrefillCore:
         entry = self.entries.get(name)
         if entry is not None and entry.prompt is not None:
             raise precondition(f"name {name} is already in use; a new try takes the next attempt number")
-        error = self._refusal(entry, name, request.tokens)
+        namespace = self.store.namespace(namespace_id)
+        most = self.store.most(namespace)
+        error = self._refusal(entry, name, request.tokens, most)
         if error is not None:
             self.counters.refused += 1
             if entry is not None:
                 self._fail_asks(entry, error)
                 self._drop(entry)
             raise error
-        tree = self.store.tree(namespace_id)
         if entry is None:
-            entry = self.entries[name] = Entry(name, deadline, now)
+            entry = self._new_entry(name, deadline, now)
         entry.deadline = max(entry.deadline, deadline)
-        entry.prompt = Prompt(worker, namespace_id, tree, request.digests, request.tokens, request.tail_digest)
-        self._waiting[name] = entry
+        keep = self.limits.reuse == "on" and not request.warmup
+        # The last token's logits are needed, so at least one token is computed.
+        matchable = (request.tokens - 1) // self.store.page_size if keep else 0
+        hold = Hold(
+            namespace,
+            digests=request.digests[: matchable * DIGEST_BYTES],
+            wanted=pages_for(request.tokens, self.store.page_size),
+            growth=0,
+            priority=request.priority,
+            readable_only=True,
+            overcommit=1.0,
+        )
+        entry.prompt = Prompt(worker, hold, request.digests, request.tokens, request.tail_digest, keep)
+        self._supply.add(entry)
         self._check_asks(entry)
         self._pump(now)
 
@@ -144,7 +135,7 @@ class PrefillCore:
             return
         if prompt.worker_done:
             raise precondition(f"name {name} is out of the worker's hands: progress comes before aux or abort")
-        if prompt.lock is None or not prompt.computed <= tokens <= prompt.tokens:
+        if not prompt.begun or not prompt.computed <= tokens <= prompt.tokens:
             self._fail(
                 entry, invalid(f"tokens is {tokens}; it must be {prompt.computed} to {prompt.tokens}, after Begun")
             )
@@ -158,7 +149,7 @@ class PrefillCore:
             ready += 1
             if ready > prompt.pages_ready:
                 self._effects.append(ZeroTail(prompt.pages[full], partial))
-        if self.limits.reuse == "on":
+        if prompt.keep:
             self._publish(prompt, full)
         if ready > prompt.pages_ready:
             prompt.pages_ready = ready
@@ -177,7 +168,7 @@ class PrefillCore:
             raise precondition(f"name {name} is out of the worker's hands: aux comes once, and not behind abort")
         if len(blob) > MAX_AUX_BYTES:
             self._fail(entry, invalid(f"blob has {len(blob)} bytes; the bound is {MAX_AUX_BYTES}"))
-        elif prompt.lock is None or prompt.computed != prompt.tokens:
+        elif not prompt.begun or prompt.computed != prompt.tokens:
             self._fail(entry, precondition(f"aux follows progress to {prompt.tokens} tokens, not {prompt.computed}"))
         else:
             prompt.aux = blob
@@ -236,10 +227,9 @@ class PrefillCore:
             self._effects.append(FailAsk(session, request.transfer, error))
             return
         if entry is None:
-            entry = self.entries[name] = Entry(name, deadline, now)
+            entry = self._new_entry(name, deadline, now)
         if entry.session is None:
-            entry.session = session
-            self._count_asked(entry)
+            self._supply.asked(entry, session)
         entry.deadline = max(entry.deadline, deadline)
         entry.asks.append(request)
         self._check_asks(entry)
@@ -298,7 +288,13 @@ class PrefillCore:
             self._end_sends(entry)
         self._pump(now)
 
+    def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
+        """A copy between the tiers is over; `failed` are the device ids of pages whose bytes are not right."""
+        self._supply.copy_ended(number, failed, mismatched, seconds)
+        self._pump(now)
+
     def tick(self, now: float) -> None:
+        self.pins.expire(now)
         for entry in list(self.entries.values()):
             if entry.deadline > now:
                 continue
@@ -323,50 +319,25 @@ class PrefillCore:
     # -- pages ---------------------------------------------------------------------------------------------------
 
     def _pump(self, now: float) -> None:
-        """What was asked for goes first; each group is first come, first served. What nobody asked for and is larger
-        than its half waits for its Ask and holds up nobody.
-        """
-        for asked in (True, False):
-            for entry in [e for e in self._waiting.values() if e.asked is asked]:
-                if not self._try_admit(entry) and (asked or not self._needs_ask(entry)):
-                    return
+        self.store.clock.now = now
+        self._supply.pump()
+        self.store.settle()
+        self.store.write_through()
+        self.counters.overtaken = self._supply.queue.overtaken
+        self._effects += tier_effects(self.store)
 
-    def _needs_ask(self, entry: Entry) -> bool:
-        assert entry.prompt is not None
-        return pages_for(entry.prompt.tokens, self.store.page_size) > self.store.pool.pages // 2
-
-    def _try_admit(self, entry: Entry) -> bool:
-        prompt, pool = entry.prompt, self.store.pool
+    def _on_begun(self, entry: Entry) -> None:
+        prompt = entry.prompt
         assert prompt is not None
-        if not entry.asked and self._needs_ask(entry):
-            return False
-        # The last token's logits are needed, so at least one token is computed.
-        most = (prompt.tokens - 1) // self.store.page_size if self.limits.reuse == "on" else 0
-        match = prompt.tree.match(prompt.digests[: most * DIGEST_BYTES])
-        total = pages_for(prompt.tokens, self.store.page_size)
-        need = total - match.pages
-        if not entry.asked and self._unasked_pages + total > pool.pages // 2:
-            return False
-        if pool.free + self.store.evictable < need:
-            return False  # locking the match can only make it worse; a request that waits should not look like use
-        lock = prompt.tree.lock(match)
-        held = prompt.tree.path_pages(lock)
-        if pool.free + self.store.evictable < need:
-            prompt.tree.unlock(lock)
-            return False
-        prompt.private = self.store.take(need)
-        prompt.lock, prompt.pages = lock, held + prompt.private
-        prompt.tree_pages = prompt.pages_ready = len(held)
-        prompt.computed = len(held) * self.store.page_size
-        if not entry.asked:
-            prompt.unasked = len(prompt.pages)
-            self._unasked_pages += prompt.unasked
-        del self._waiting[entry.name]
-        self.counters.lookup(prompt.tokens, prompt.computed)
+        hold, page_size = prompt.hold, self.store.page_size
+        prompt.tree_pages = prompt.pages_ready = hold.matched
+        prompt.computed = hold.matched * page_size
+        host = hold.host_matched * page_size
+        self.counters.lookup(prompt.tokens, prompt.computed, host)
+        hold.namespace.looked_up(prompt.tokens, prompt.computed, host)
         begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=prompt.computed, pages=prompt.pages)
         self._effects.append(ToWorker(prompt.worker, wire.WorkerEvent(begun=begun)))
         self._open_asks(entry)
-        return True
 
     def _publish(self, prompt: Prompt, full: int) -> None:
         """Computed full pages enter the tree. Where another request was first, its page wins and ours stays private
@@ -374,20 +345,12 @@ class PrefillCore:
         """
         if full <= prompt.tree_pages:
             return
-        digests = prompt.digests[: full * DIGEST_BYTES]
         fresh = prompt.pages[prompt.tree_pages : full]
-        result = prompt.tree.insert(digests, fresh, start=prompt.tree_pages)
-        assert prompt.lock is not None
-        longer = prompt.tree.lock(result.match)
-        prompt.tree.unlock(prompt.lock)
-        prompt.lock, prompt.tree_pages = longer, full
-        given = set(fresh) - set(result.duplicates)
+        digests = prompt.digests[: full * DIGEST_BYTES]
+        duplicates = self._supply.holds.extend(prompt.hold, digests, fresh, prompt.tree_pages, PROMPT)
+        prompt.tree_pages = full
+        given = set(fresh) - set(duplicates)
         prompt.private = [page for page in prompt.private if page not in given]
-
-    def _count_asked(self, entry: Entry) -> None:
-        if entry.prompt is not None:
-            self._unasked_pages -= entry.prompt.unasked
-            entry.prompt.unasked = 0
 
     # -- asks ----------------------------------------------------------------------------------------------------
 
@@ -440,7 +403,7 @@ class PrefillCore:
 
     def _open_asks(self, entry: Entry) -> None:
         prompt = entry.prompt
-        if prompt is None or prompt.lock is None or entry.done:
+        if prompt is None or not prompt.begun or entry.done:
             return
         for ask in entry.asks:
             assert entry.session is not None
@@ -517,12 +480,9 @@ class PrefillCore:
         prompt = entry.prompt
         if not entry.done or entry.sends or prompt is None or entry.name not in self.entries:
             return
-        if prompt.lock is not None:
-            if not prompt.worker_done:
-                return
-            self.store.pool.free_pages(prompt.private)
-            prompt.tree.unlock(prompt.lock)
-            prompt.lock = None
+        if prompt.begun and not prompt.worker_done:
+            return
+        self._supply.drop(entry)
         if not entry.failed:
             self.counters.finished += 1
         if entry.acknowledge or not entry.failed:
@@ -530,14 +490,17 @@ class PrefillCore:
         self._drop(entry)
 
     def _drop(self, entry: Entry) -> None:
-        self._waiting.pop(entry.name, None)
         del self.entries[entry.name]
-        self._count_asked(entry)
 
-    def _refusal(self, entry: Entry | None, name: Name, tokens: int) -> RequestError | None:
+    def _new_entry(self, name: Name, deadline: float, now: float) -> Entry:
+        entry = self.entries[name] = Entry(name, deadline, now, self._next_order)
+        self._next_order += 1
+        return entry
+
+    def _refusal(self, entry: Entry | None, name: Name, tokens: int, most: int) -> RequestError | None:
         need = pages_for(tokens, self.store.page_size)
-        if need > self.store.pool.pages:
-            return exhausted(f"prompt of {tokens} tokens needs {need} pages; the pool has {self.store.pool.pages}")
+        if need > most:
+            return exhausted(f"prompt of {tokens} tokens needs {need} pages; its namespace may have {most}")
         if entry is None:
             return self._table_full()
         return aborted(f"name {name} was ended by the decode daemon") if entry.done else None

@@ -31,7 +31,7 @@ class PrefillSide(Side[PrefillCore]):
         self._latencies = Latencies()
 
     def make_core(self, store: Store) -> PrefillCore:
-        limits = PrefillLimits(table=self.config.queue, reuse=self.config.reuse)
+        limits = PrefillLimits(table=self.config.queue, reuse=self.config.reuse, overtakes=self.config.overtakes)
         return PrefillCore(store, limits)
 
     @property

@@ -9,7 +9,9 @@ import logging
 import os
 import sys
 
-from kvferry.daemon.config import ConfigError, DaemonConfig, parse_size, runtime_dir
+from kvferry.daemon.config import ConfigError, DaemonConfig, parse_quota, parse_size, runtime_dir
+from kvferry.daemon.namespaces import Quota
+from kvferry.radix.policy import policy_names
 
 _SAME = [  # flags that are settings as they stand
     "page_size",
@@ -26,6 +28,13 @@ _SAME = [  # flags that are settings as they stand
     "grace_seconds",
     "copy_threads",
     "reuse",
+    "host_dir",
+    "checksums",
+    "policy",
+    "evict_output_first",
+    "write_through_hits",
+    "overcommit",
+    "overtakes",
     "insecure",
     "reflection",
 ]
@@ -57,6 +66,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-lost-seconds", type=float, default=defaults["peer_lost_seconds"])
     parser.add_argument("--grace-seconds", type=float, default=defaults["grace_seconds"])
     parser.add_argument("--copy-threads", type=int, default=defaults["copy_threads"])
+    parser.add_argument("--host-bytes", default="0", metavar="SIZE", help="of the host tier (default: none)")
+    parser.add_argument(
+        "--host-dir",
+        default="",
+        metavar="DIR",
+        help="keep the host tier in a file there, to be found at the next start",
+    )
+    parser.add_argument(
+        "--checksums",
+        choices=("on", "off"),
+        default="off",
+        help="of spilled pages, verified whenever they are restored",
+    )
+    parser.add_argument("--policy", choices=policy_names(), default=defaults["policy"], help="of eviction")
+    parser.add_argument("--evict-output-first", action="store_true", help="generated pages go before prompts' pages")
+    parser.add_argument(
+        "--write-through-hits",
+        type=int,
+        default=defaults["write_through_hits"],
+        metavar="N",
+        help="copy what was hit so often to the host before it is evicted (default: 0, only when it is evicted)",
+    )
+    parser.add_argument(
+        "--quota",
+        action="append",
+        default=[],
+        metavar="NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD]",
+        help="pages that others may not evict, and pages at most (0: none), of a namespace (hexadecimal) or of "
+        "`default`, all others; may be repeated",
+    )
+    parser.add_argument(
+        "--overcommit",
+        type=float,
+        default=defaults["overcommit"],
+        metavar="FACTOR",
+        help="promise 1/FACTOR of the pages that requests may grow by; the youngest is retracted when it fails",
+    )
+    parser.add_argument(
+        "--overtakes",
+        type=int,
+        default=defaults["overtakes"],
+        metavar="K",
+        help="later requests that may overtake a waiting one that does not fit (default: %(default)s)",
+    )
     parser.add_argument("--reuse", choices=("on", "off"), default="on", help="off: the baseline of comparisons")
     parser.add_argument("--ucx-ports", default="21000-21063", metavar="FIRST-LAST", help="of NIXL's data plane")
     parser.add_argument("--insecure", action="store_true", help="allow an address that is not loopback without TLS")
@@ -72,6 +125,12 @@ def config_of(args: argparse.Namespace) -> DaemonConfig:
         if not equals or name in peers:
             raise ConfigError(f"--peer {entry!r} is not NAME=HOST:PORT, or names a peer twice")
         peers[name] = address
+    quotas: dict[str, Quota] = {}
+    for entry in args.quota:
+        namespace, quota = parse_quota(entry)
+        if namespace in quotas:
+            raise ConfigError(f"--quota {entry!r} names {namespace} twice")
+        quotas[namespace] = quota
     first, _, last = args.ucx_ports.partition("-")
     if not (first.isdigit() and last.isdigit() and 1024 <= int(first) <= int(last) <= 65535):
         raise ConfigError(f"--ucx-ports {args.ucx_ports!r} is not FIRST-LAST within 1024-65535")
@@ -85,6 +144,8 @@ def config_of(args: argparse.Namespace) -> DaemonConfig:
         peers=peers,
         pool_bytes=parse_size(args.pool_bytes),
         slot_bytes=parse_size(args.slot_bytes),
+        host_bytes=parse_size(args.host_bytes),
+        quotas=quotas,
         ucx_ports=(int(first), int(last)),
         **same,
     )

@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
+from kvferry.daemon.admin_service import AdminService
 from kvferry.daemon.cache_service import CacheService
 from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, parse_address
 from kvferry.daemon.decode_side import DecodeSide
@@ -25,13 +26,23 @@ from kvferry.daemon.peer_service import PeerService
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.worker_service import WorkerService
-from kvferry.proto import cache_pb2, cache_pb2_grpc, peer_pb2, peer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvferry.proto import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    peer_pb2,
+    peer_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from kvferry.transfer.courier_link import CourierError
 from kvferry.transfer.segment import FileLock, reclaim_stale
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
+SPILL_SHARE = 0.2  # of the grace period, kept for saving the cache in the host tier's file
 DESCRIPTORS_PER_PEER = 16  # stream, socket pair, log and slots of the courier, and while one is being replaced
 DESCRIPTORS_PER_WORKER = 4
 
@@ -79,6 +90,7 @@ class Daemon:
             raise ConfigError(f"listen {config.listen}: the port is taken")
         self.address = f"{host if ':' not in host else f'[{host}]'}:{bound}"
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.sides, self.address), self._unix)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.sides), self._unix)
         services = [cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name]
         for server in (self._tcp, self._unix):
             cache_pb2_grpc.add_CacheServicer_to_server(CacheService(config.name, self.sides, time.monotonic), server)
@@ -90,9 +102,12 @@ class Daemon:
         if config.reflection:
             from grpc_reflection.v1alpha import reflection
 
-            names = [*services, worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name, reflection.SERVICE_NAME]
-            for server in (self._tcp, self._unix):
-                reflection.enable_server_reflection(names, server)
+            local = [
+                admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+                worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name,
+            ]
+            for server, more in ((self._tcp, []), (self._unix, local)):
+                reflection.enable_server_reflection([*services, *more, reflection.SERVICE_NAME], server)
         before = os.umask(0o177)
         try:
             self._unix.add_insecure_port(f"unix:{config.socket}")
@@ -128,12 +143,15 @@ class Daemon:
         await self._health.enter_graceful_shutdown()
         for side in self.sides.values():
             side.draining = True
+        end = time.monotonic() + self.config.grace_seconds
         busy = sum(side.busy for side in self.sides.values())
         if busy and self._fatal is None:
             log.info("draining %d requests for at most %.0f s", busy, self.config.grace_seconds)
-            deadline = time.monotonic() + self.config.grace_seconds
+            deadline = end - self.config.grace_seconds * SPILL_SHARE
             while sum(side.busy for side in self.sides.values()) and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
+        if self._fatal is None:
+            await asyncio.gather(*(side.spill_all(end) for side in self.sides.values()))
 
     async def _end(self) -> None:
         while running := [task for task in self._tasks if not task.done()]:

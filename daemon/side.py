@@ -10,16 +10,18 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.copier import Copier
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
-from kvferry.daemon.effects import Effect, ToWorker
+from kvferry.daemon.effects import Effect, ForgetRows, StartCopy, ToWorker, tier_effects
 from kvferry.daemon.errors import RequestError, exhausted, invalid, precondition
+from kvferry.daemon.host_tier import HostTier, open_tier, store_limits
 from kvferry.daemon.limits import Name, name_of
+from kvferry.daemon.pins import Pins
 from kvferry.daemon.session import SessionBroken
 from kvferry.daemon.store import Store
 from kvferry.proto import common_pb2 as common
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = 1
 WORKER_QUEUE = 8192  # events that may wait for a worker's stream
+SPILL_PAGES = 256  # of one step at the end
 PROOF_SECONDS = 0.1  # between looks at a lost worker's lock
 
 
@@ -52,6 +55,10 @@ class Core(Protocol):
 
     store: Store
     counters: RequestCounters
+    pins: Pins
+
+    @property
+    def reserved(self) -> int: ...
 
     @property
     def transfer_counters(self) -> TransferCounters: ...
@@ -75,6 +82,8 @@ class Core(Protocol):
 
     def tick(self, now: float) -> None: ...
 
+    def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None: ...
+
 
 CoreT = TypeVar("CoreT", bound=Core)
 
@@ -95,6 +104,7 @@ class Side(Generic[CoreT]):
         self.has_pool = asyncio.Event()
         self._segment: Segment | None = None
         self._copier: Copier | None = None
+        self._tier: HostTier | None = None
         self._next_worker = 1
         self._lost: dict[int, Worker] = {}
         self.core: CoreT | None = None
@@ -175,7 +185,7 @@ class Side(Generic[CoreT]):
             raise invalid(str(error)) from error
         async with self._making:
             await self._fit(facts)
-        self.store.tree(facts.id)
+        self.store.namespace(facts.id)
         number = self._next_worker
         self._next_worker += 1
         path = os.path.join(self.config.shm_dir, f"kvferry-{self.incarnation.hex()}-{self.role}-worker-{number}")
@@ -215,11 +225,25 @@ class Side(Generic[CoreT]):
             self._segment = await asyncio.to_thread(Segment.create, self.config.shm_dir, name, pages * page_bytes)
         except OSError as error:
             raise exhausted(f"pool of {pages * page_bytes} bytes in {self.config.shm_dir}: {error}") from error
+        host_pages = self.config.host_bytes // page_bytes
+        store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
+        if host_pages:
+            try:
+                self._tier = await asyncio.to_thread(
+                    open_tier, self.config, self.role, self.incarnation, facts.geometry, self._segment.buffer, store
+                )
+            except (OSError, ValueError) as error:
+                self._segment.unlink()
+                self._segment.close()
+                raise exhausted(f"host tier of {host_pages * page_bytes} bytes: {error}") from error
         self.facts = facts
         self._copier = Copier(self._segment.buffer, page_bytes, self.config.copy_threads)
-        self.core = self.make_core(Store(pages, self.config.page_size))
+        self.core = self.make_core(store)
         self.has_pool.set()
-        log.info("%s pool: %d pages of %d bytes for %s", self.role, pages, page_bytes, facts.model)
+        log.info(
+            "%s pool: %d pages, host tier: %d pages, of %d bytes for %s",
+            *(self.role, pages, host_pages, page_bytes, facts.model),
+        )
 
     def attach(self, worker: Worker) -> None:
         """The worker says that it holds its lock; it is looked at."""
@@ -268,6 +292,10 @@ class Side(Generic[CoreT]):
                 effect = self._effects.popleft()
                 if isinstance(effect, ToWorker):
                     self.tell(effect.worker, effect.event)
+                elif isinstance(effect, StartCopy):
+                    self.tier.start(effect.started, self._copy_done)
+                elif isinstance(effect, ForgetRows):
+                    self.tier.forget(effect.rows)
                 else:
                     try:
                         self.perform(effect)
@@ -280,6 +308,10 @@ class Side(Generic[CoreT]):
     def _take_effects(self) -> None:
         if self.core is not None:
             self._effects.extend(self.core.take_effects())
+
+    def _copy_done(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> None:
+        self.ready_core.copy_ended(number, failed, mismatched, seconds, self.now())
+        self.flush()
 
     def name_of(self, worker: Worker, message: common.RequestName) -> Name | None:
         """The request's name. One that cannot be is answered with Failed (None), as far as it can be named at all."""
@@ -310,6 +342,16 @@ class Side(Generic[CoreT]):
         return self._copier
 
     @property
+    def tier(self) -> HostTier:
+        assert self._tier is not None
+        return self._tier
+
+    @property
+    def unverified_pages(self) -> int:
+        """Of the host tier: found in its file, and never read since."""
+        return self._tier.unverified if self._tier is not None else 0
+
+    @property
     def page_bytes(self) -> int:
         assert self.facts is not None
         return self.facts.geometry.page_bytes
@@ -324,6 +366,17 @@ class Side(Generic[CoreT]):
         most = self.config.transfer_seconds
         return self.now() + (min(milliseconds / 1000, most) if milliseconds else most)
 
+    async def spill_all(self, deadline: float) -> None:
+        """Copies what is cached on the device to the host tier's file, until `deadline`."""
+        if self.core is None or self._tier is None or not self._tier.survives:
+            return
+        store = self.store
+        while self.now() < deadline and (store.spill(SPILL_PAGES) or store.copies):
+            self._effects.extend(tier_effects(store))
+            self.flush()
+            await asyncio.sleep(0.002)
+        log.info("%s: %d pages are in the host tier's file", self.role, store.host_pages)
+
     async def close(self) -> None:
         """Ends what this side owns; the sessions must have ended before."""
         for task in list(self._tasks):
@@ -331,6 +384,8 @@ class Side(Generic[CoreT]):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._copier is not None:
             self._copier.close()
+        if self._tier is not None:
+            self._tier.close()
         for worker in [*self.workers.values(), *self._lost.values()]:
             worker.lock.close()
             worker.lock.unlink()

@@ -7,8 +7,10 @@ from __future__ import annotations
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.side import AnySide
+from kvferry.daemon.store import Store
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
+from kvferry.radix.pool import PagePool
 
 
 def side_stats(side: AnySide) -> cache.SideStats:
@@ -16,8 +18,13 @@ def side_stats(side: AnySide) -> cache.SideStats:
     stats = cache.SideStats(role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL)
     if not side.has_pool.is_set():
         return stats
+    side.store.settle()
     _requests(side, stats.requests)
-    _pool(side, stats.pool)
+    _device(side.store, side.page_bytes, stats.pool)
+    _host(side.store, side.page_bytes, stats.host)
+    _tiers(side, stats.tiers)
+    _namespaces(side.store, stats)
+    stats.policy = side.store.limits.policy
     _transfers(side, stats.transfers)
     latencies = side.latencies
     stats.admit_to_ready.count = latencies.count
@@ -47,6 +54,9 @@ def _requests(side: AnySide, stats: cache.RequestStats) -> None:
     stats.queried_tokens, stats.hit_tokens = counters.queried_tokens, counters.hit_tokens
     stats.hit_rate, stats.recent_hit_rate = counters.hit_rate, counters.recent_hit_rate
     stats.recent_requests = len(counters.recent)
+    stats.host_hit_tokens = counters.host_hit_tokens
+    stats.retracted, stats.overtaken = counters.retracted, counters.overtaken
+    stats.reserved = side.ready_core.reserved
     stats.waiting, stats.running = load_of(side)
 
 
@@ -57,17 +67,59 @@ def load_of(side: AnySide) -> tuple[int, int]:
     return 0, 0
 
 
-def _pool(side: AnySide, stats: cache.PoolStats) -> None:
-    store = side.store
-    counts = store.pool.counts()
-    stats.pages, stats.page_bytes = store.pool.pages, side.page_bytes
+def _device(store: Store, page_bytes: int, stats: cache.PoolStats) -> None:
+    _pages(store.pool, page_bytes, stats)
+    stats.evictable, stats.promised = store.evictable, store.promised
+    stats.locks, stats.tree_nodes = store.locks, store.nodes
+    stats.evicted = store.evicted
+
+
+def _host(store: Store, page_bytes: int, stats: cache.PoolStats) -> None:
+    """Locks and nodes are those of the trees, which the device pool's statistics have."""
+    if store.host is not None:
+        _pages(store.host, page_bytes, stats)
+        stats.evictable = sum(namespace.tree.host_evictable for namespace in store.namespaces.values())
+        stats.evicted = store.tiers.host_evicted
+
+
+def _pages(pool: PagePool, page_bytes: int, stats: cache.PoolStats) -> None:
+    counts = pool.counts()
+    stats.pages, stats.page_bytes = pool.pages, page_bytes
     stats.free, stats.leased, stats.arriving = counts.free, counts.leased, counts.arriving
     stats.cached, stats.spilling = counts.cached, counts.spilling
     stats.restoring, stats.orphaned = counts.restoring, counts.orphaned
-    stats.evictable, stats.locks = store.evictable, store.locks
-    stats.evicted, stats.tree_nodes = store.evicted, store.nodes
-    if isinstance(side, DecodeSide):
-        stats.promised = side.ready_core.promised
+
+
+def _tiers(side: AnySide, stats: cache.TierStats) -> None:
+    store: Store = side.store
+    tiers = store.tiers
+    stats.spilled_pages, stats.restored_pages, stats.backup_pages = tiers.spilled, tiers.restored, tiers.backed_up
+    stats.spill_failed_pages, stats.restore_failed_pages = tiers.spill_failed, tiers.restore_failed
+    stats.mismatched_pages = tiers.mismatched
+    stats.dropped_pages, stats.host_evicted_pages = tiers.dropped, tiers.host_evicted
+    stats.spill_seconds, stats.restore_seconds = tiers.spill_seconds, tiers.restore_seconds
+    stats.copies = store.copies
+    stats.recovered_pages, stats.discarded_entries = tiers.recovered, tiers.discarded_entries
+    stats.orphan_pages = store.orphans
+    stats.unverified_pages = side.unverified_pages
+
+
+def _namespaces(store: Store, stats: cache.SideStats) -> None:
+    for namespace in store.namespaces.values():
+        stats.namespaces.add(
+            namespace_id=namespace.id,
+            device_pages=namespace.used,
+            host_pages=namespace.tree.host_pages,
+            evictable=namespace.tree.evictable,
+            promised=namespace.promised,
+            soft_quota=namespace.quota.soft,
+            hard_quota=namespace.quota.hard,
+            queried_tokens=namespace.queried_tokens,
+            hit_tokens=namespace.hit_tokens,
+            host_hit_tokens=namespace.host_hit_tokens,
+            evicted=namespace.evicted,
+            pinned_pages=namespace.pinned_pages,
+        )
 
 
 def _transfers(side: AnySide, stats: cache.TransferStats) -> None:

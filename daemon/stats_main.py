@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 
@@ -61,10 +62,14 @@ def fetch(channel: grpc.Channel) -> cache.StatsReply:
 
 
 def to_json(reply: cache.StatsReply) -> str:
-    """One line, zeros included; 64-bit numbers are strings, as in protobuf's JSON."""
-    return json_format.MessageToJson(
-        reply, always_print_fields_with_no_presence=True, preserving_proto_field_name=True, indent=None
+    """One line, zeros included; 64-bit numbers are strings, as in protobuf's JSON, but bytes are hex digits."""
+    found = json_format.MessageToDict(
+        reply, always_print_fields_with_no_presence=True, preserving_proto_field_name=True
     )
+    for side, told in zip(found["sides"], reply.sides, strict=True):
+        for namespace, with_id in zip(side["namespaces"], told.namespaces, strict=True):
+            namespace["namespace_id"] = with_id.namespace_id.hex()
+    return json.dumps(found)
 
 
 def _show_json(reply: cache.StatsReply) -> None:
@@ -103,7 +108,12 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
             "finished / aborted / failed / refused",
             f"{requests.finished} / {requests.aborted} / {requests.failed} / {requests.refused}",
         ),
-        ("tokens queried / hit", f"{requests.queried_tokens} / {requests.hit_tokens}"),
+        ("waiting for pages being spilled", f"{requests.reserved}"),
+        ("overtaken / retracted", f"{requests.overtaken} / {requests.retracted}"),
+        (
+            "tokens queried / hit / of them from the host",
+            f"{requests.queried_tokens} / {requests.hit_tokens} / {requests.host_hit_tokens}",
+        ),
         (
             f"hit rate, lifetime / last {requests.recent_requests}",
             f"{requests.hit_rate:.1%} / {requests.recent_hit_rate:.1%}",
@@ -116,7 +126,7 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
             f"{transfers.active} / {transfers.completed} / {transfers.failed} / {transfers.aborted}",
         ),
         ("asked again / parts dropped", f"{transfers.asked_again} / {transfers.dropped_parts}"),
-        ("pages", f"{pool.pages} x {size(pool.page_bytes)}"),
+        ("pages", f"{pool.pages} x {size(pool.page_bytes)}, evicted by {side.policy or '-'}"),
         ("  free", f"{pool.free}"),
         ("  leased", f"{pool.leased}"),
         ("  arriving", f"{pool.arriving}"),
@@ -124,6 +134,7 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
         ("  spilling / restoring / orphaned", f"{pool.spilling} / {pool.restoring} / {pool.orphaned}"),
         ("promised / locks / evicted", f"{pool.promised} / {pool.locks} / {pool.evicted}"),
     ]
+    rows += _host_rows(side.host, side.tiers)
     if role == "decode":
         latency = side.admit_to_ready
         rows.append(("admit to ready p50 / p99", f"{latency.p50_ms:.1f} / {latency.p99_ms:.1f} ms"))
@@ -132,9 +143,57 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
         rows.append((f"peer {peer.name} {peer.address}", f"{peer.state}, {peer.free_credits}/{peer.slots} credits"))
         if peer.error:
             rows.append(("", peer.error))
+    for namespace in side.namespaces:
+        rows += _namespace_rows(namespace)
     for what, value in rows:
         table.add_row(what, value)
     return table
+
+
+def _host_rows(host: cache.PoolStats, tiers: cache.TierStats) -> list[tuple[str, str]]:
+    """Nothing where there is no host tier."""
+    if not host.pages:
+        return []
+    failed = f"{tiers.spill_failed_pages} / {tiers.restore_failed_pages} / {tiers.mismatched_pages}"
+    to_host = _speed((tiers.spilled_pages + tiers.backup_pages) * host.page_bytes, tiers.spill_seconds)
+    speed = f"{to_host} / {_speed(tiers.restored_pages * host.page_bytes, tiers.restore_seconds)}"
+    rows = [
+        ("host pages", f"{host.pages} x {size(host.page_bytes)}"),
+        ("  free", f"{host.free}"),
+        ("  cached (evictable)", f"{host.cached} ({host.evictable})"),
+        ("  being written / read", f"{host.spilling} / {host.restoring}, {tiers.copies} copies"),
+        ("  spilled / copied before eviction", f"{tiers.spilled_pages} / {tiers.backup_pages}"),
+        ("  restored", f"{tiers.restored_pages}"),
+        ("  mean speed of copies, to / from the host", speed),
+        ("  spill failed / restore failed / of them by checksum", failed),
+        ("  dropped from the device / evicted", f"{tiers.dropped_pages} / {tiers.host_evicted_pages}"),
+    ]
+    if tiers.recovered_pages or tiers.discarded_entries:
+        recovered = f"{tiers.recovered_pages} / {tiers.unverified_pages} / {tiers.orphan_pages}"
+        rows += [
+            ("  recovered / not yet verified / orphans", recovered),
+            ("  entries of the file discarded", f"{tiers.discarded_entries}"),
+        ]
+    return rows
+
+
+def _speed(nbytes: int, seconds: float) -> str:
+    return f"{size(nbytes / seconds)}/s" if seconds > 0 else "-"
+
+
+def _namespace_rows(namespace: cache.NamespaceStats) -> list[tuple[str, str]]:
+    queried = namespace.queried_tokens or 1
+    quota = f" of {namespace.hard_quota}" if namespace.hard_quota else ""
+    quota += f", {namespace.soft_quota} its own" if namespace.soft_quota else ""
+    return [
+        (
+            f"namespace {namespace.namespace_id.hex()[:12]}",
+            f"hit {namespace.hit_tokens / queried:.1%}, from the host {namespace.host_hit_tokens / queried:.1%}",
+        ),
+        ("  pages on the device", f"{namespace.device_pages}{quota}"),
+        ("  evictable / promised / evicted", f"{namespace.evictable} / {namespace.promised} / {namespace.evicted}"),
+        ("  on the host / pinned", f"{namespace.host_pages} / {namespace.pinned_pages}"),
+    ]
 
 
 def size(nbytes: float) -> str:

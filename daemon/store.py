@@ -1,70 +1,365 @@
-"""One role's pages: a pool and a radix tree for every namespace over it. Core: no I/O."""
+"""One role's pages: a device pool, perhaps a host pool under it, and a radix tree for every namespace over both. Core:
+no I/O; copies between the tiers are given out as `Started` and their ends told by `copy_ended`.
+
+Device pages are had by `take`: free ones at once; else leaves are evicted, in the policy's order over all namespaces
+whose quota allows it. A leaf that must be spilled first gives its pages when its copy ends: `take` then answers None
+and is to be asked again. Frees are batched: `release` collects, and the next `take`, `settle` or statistic frees.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
 from kvferry.daemon.errors import exhausted
+from kvferry.daemon.namespaces import Namespace, Quota, own_share, slack
+from kvferry.radix.policy import Clock, Policy
 from kvferry.radix.pool import PagePool, PageState
-from kvferry.radix.tree import PagedRadixTree
+from kvferry.radix.tree import BACKUP, RESTORE, SPILL, Copy, Lock, PagedRadixTree
 
 MAX_NAMESPACES = 64
+MIXED_CHUNK = 16  # pages evicted from one tree before the next one is compared, where several are candidates
+MAX_BACKUP_PAGES = 256  # of one write-through copy
+MAX_COPIES = 64  # under way at once; more pages wait
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    policy: str = "lru"
+    evict_output_first: bool = False
+    write_through_hits: int = 0  # 0: write-back only
+    quotas: Mapping[bytes, Quota] | None = None  # by namespace id
+    default_quota: Quota = field(default_factory=Quota)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A copy that the shell is to carry out. `number` names it in `copy_ended`."""
+
+    number: int
+    namespace_id: bytes
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What the end of a copy changed. Device page ids."""
+
+    namespace: Namespace
+    kind: int
+    readable: list[int]  # restored
+    lost: list[int]  # their restore failed: ARRIVING now, to be asked for again
+    removed: list[int]  # lost and held by nobody: freed
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCount:
+    """Pages: freed of each tier, and left because something holds them."""
+
+    device: int
+    host: int
+    skipped: int
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Pages, ever."""
+
+    spilled: int = 0
+    restored: int = 0
+    backed_up: int = 0
+    spill_failed: int = 0
+    restore_failed: int = 0
+    mismatched: int = 0
+    dropped: int = 0
+    host_evicted: int = 0
+    spill_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    recovered: int = 0
+    discarded_entries: int = 0
 
 
 class Store:
-    """The pool of `pages` pages, shared by the trees of all namespaces; pages are evicted from whichever tree used
-    them last ago.
-    """
+    """`pages` device pages of `page_size` tokens; `host_pages` 0: no host tier."""
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    def __init__(self, pages: int, page_size: int, *, host_pages: int = 0, limits: StoreLimits | None = None) -> None:
         self.page_size = page_size
+        self.limits = limits if limits is not None else StoreLimits()
         self.pool = PagePool(pages)
-        self.trees: dict[bytes, PagedRadixTree] = {}
-        self.evicted = 0
-        self._time = 0
+        self.host = PagePool(host_pages, "host") if host_pages else None
+        self.clock = Clock()  # one for all trees, so that their eviction keys compare
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.tiers = TierCounters()
+        self.evicted = 0  # device pages
+        self._policy = Policy(self.limits.policy, self.limits.evict_output_first)
+        self._released: list[int] = []
+        self._started: list[Started] = []
+        self._copies: dict[int, tuple[Namespace, Copy]] = {}
+        self._next_copy = 1
 
-    def tree(self, namespace_id: bytes) -> PagedRadixTree:
-        """The namespace's tree, made when it is first named. RESOURCE_EXHAUSTED beyond MAX_NAMESPACES."""
-        tree = self.trees.get(namespace_id)
-        if tree is None:
-            if len(self.trees) >= MAX_NAMESPACES:
+    # -- namespaces ----------------------------------------------------------------------------------------------
+
+    def namespace(self, namespace_id: bytes) -> Namespace:
+        """Made when it is first named. RESOURCE_EXHAUSTED beyond MAX_NAMESPACES."""
+        found = self.namespaces.get(namespace_id)
+        if found is None:
+            if len(self.namespaces) >= MAX_NAMESPACES:
                 raise exhausted(f"namespace {namespace_id.hex()[:16]} would be one more than {MAX_NAMESPACES}")
-            tree = self.trees[namespace_id] = PagedRadixTree(self.pool, clock=self._tick)
-        return tree
+            tree = PagedRadixTree(self.pool, self.host, self._policy, self.clock, self.limits.write_through_hits)
+            quotas = self.limits.quotas or {}
+            quota = quotas.get(namespace_id, self.limits.default_quota)
+            found = self.namespaces[namespace_id] = Namespace(namespace_id, tree, quota)
+        return found
 
     @property
     def evictable(self) -> int:
-        return sum(tree.evictable for tree in self.trees.values())
+        return sum(namespace.tree.evictable for namespace in self.namespaces.values())
 
     @property
     def locks(self) -> int:
-        return sum(tree.locks for tree in self.trees.values())
+        return sum(namespace.tree.locks for namespace in self.namespaces.values())
 
     @property
     def nodes(self) -> int:
-        return sum(tree.nodes for tree in self.trees.values())
+        return sum(namespace.tree.nodes for namespace in self.namespaces.values())
 
-    def take(self, pages: int) -> list[int]:
-        """Allocates `pages` LEASED pages, evicting what it must. The caller has checked `free + evictable`; it is
-        asserted.
+    @property
+    def orphans(self) -> int:
+        return sum(namespace.tree.orphans for namespace in self.namespaces.values())
+
+    @property
+    def spilling(self) -> int:
+        """Device pages that will be free when their copies end."""
+        return sum(namespace.tree.spilling for namespace in self.namespaces.values())
+
+    @property
+    def promised(self) -> int:
+        return sum(namespace.promised for namespace in self.namespaces.values())
+
+    @property
+    def copies(self) -> int:
+        """Under way."""
+        return len(self._copies)
+
+    def available(self) -> int:
+        """Pages that could still be promised to a namespace without quotas."""
+        return max(0, slack(self.pool.free + len(self._released), self.namespaces.values()))
+
+    # -- promises ------------------------------------------------------------------------------------------------
+
+    def fits(self, namespace: Namespace, pages: int) -> bool:
+        """Whether `pages` more can be promised to it with every promise kept. Ask again after locking."""
+        if not namespace.within_hard(pages):
+            return False
+        namespace.promised += pages
+        left = slack(self.pool.free + len(self._released), self.namespaces.values())
+        namespace.promised -= pages
+        return left >= 0
+
+    def most(self, namespace: Namespace) -> int:
+        """Pages that a request of this namespace could ever have."""
+        return min(self.pool.pages, namespace.quota.hard or self.pool.pages)
+
+    # -- pages of requests ---------------------------------------------------------------------------------------
+
+    def take(self, namespace: Namespace, pages: int) -> list[int] | None:
+        """`pages` LEASED pages for a request that was promised them; the caller lowers its promise. None: not yet. If
+        then no copy is under way, nothing will change by itself.
         """
-        if self.pool.free < pages:
-            self._evict(pages - self.pool.free)
+        self.settle()
+        if not self._make_room(namespace, pages):
+            return None
+        namespace.own += pages
         return self.pool.allocate(pages, PageState.LEASED)
 
-    def _tick(self) -> float:
-        # One clock for all trees, so that their eviction keys compare.
-        self._time += 1
-        return float(self._time)
+    def release(self, namespace: Namespace, pages: Iterable[int]) -> None:
+        """A request's own pages, which nothing names any more. They are freed together, at `settle`."""
+        before = len(self._released)
+        self._released.extend(pages)
+        namespace.own -= len(self._released) - before
+        assert namespace.own >= 0, "more pages were released than taken"
 
-    def _evict(self, pages: int) -> None:
-        assert self.evictable >= pages, f"asked to evict {pages} pages, {self.evictable} are evictable"
-        while pages > 0:
-            candidates = [(tree.oldest_key(), tree) for tree in self.trees.values() if tree.evictable]
-            if len(candidates) == 1:
-                freed = candidates[0][1].evict(pages)
+    def settle(self) -> None:
+        """Frees what was released since the last time."""
+        if self._released:
+            released, self._released = self._released, []
+            self.pool.free_pages(released)
+
+    def publish(self, namespace: Namespace, inserted: int) -> None:
+        """`inserted` of its own pages are the tree's now."""
+        namespace.own -= inserted
+        assert namespace.own >= 0, "more pages were inserted than taken"
+
+    def pruned(self, namespace: Namespace, removed: list[int]) -> None:
+        """Pages that `prune` took out of the tree: freed."""
+        namespace.own += len(removed)
+        self.release(namespace, removed)
+
+    def restore(self, namespace: Namespace, lock: Lock, pages: list[int]) -> None:
+        """Starts the copy of the host-only part of the locked path into `pages` (taken before)."""
+        copy = namespace.tree.restore(lock, pages)
+        assert copy is not None, "nothing to restore on this path"
+        self.publish(namespace, len(pages))
+        self._start(namespace, copy)
+
+    @property
+    def host_pages(self) -> int:
+        """In use in the host tier."""
+        return self.host.pages - self.host.free if self.host is not None else 0
+
+    def spill(self, pages: int) -> int:
+        """Evicts up to `pages` of what nothing holds, for the host tier's sake. Returns how many go."""
+        going = 0
+        for namespace in self.namespaces.values():
+            while going < pages and len(self._copies) < MAX_COPIES:
+                taken = self._evict_from(namespace, pages - going)
+                if taken == 0:
+                    break
+                going += taken
+        return going
+
+    def flush(self, namespaces: Iterable[Namespace]) -> FlushCount:
+        """Frees every page of these namespaces' trees that nothing holds."""
+        device = host = skipped = 0
+        for namespace in namespaces:
+            result = namespace.tree.flush()
+            device, host, skipped = device + result.device, host + result.host, skipped + result.skipped
+        return FlushCount(device, host, skipped)
+
+    def recover(self, namespace: Namespace, digests: bytes, parents: bytes, rows: list[int], outputs: bytes) -> None:
+        """Pages of the host tier's file, found again at the start."""
+        assert self.host is not None
+        self.host.claim(rows, PageState.LEASED)
+        result = namespace.tree.recover(digests, parents, rows, outputs)
+        self.tiers.recovered += result.attached + result.orphans
+        self.tiers.discarded_entries += result.dropped
+
+    def take_forgotten(self) -> tuple[int, ...]:
+        """Host rows that were freed since the last time (where frees are logged)."""
+        return tuple(self.host.take_freed()) if self.host is not None and self.host.log_frees else ()
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def take_started(self) -> list[Started]:
+        started, self._started = self._started, []
+        return started
+
+    def copy_ended(self, number: int, failed: Iterable[int], mismatched: int, seconds: float) -> Ended:
+        """`failed`: device ids of pages whose bytes are not right; `mismatched`: how many of them by checksum."""
+        namespace, copy = self._copies.pop(number)
+        bad = list(failed)
+        result = namespace.tree.finish_copy(copy.id, bad)
+        good = len(copy.device) - len(bad)
+        tiers = self.tiers
+        tiers.mismatched += mismatched
+        if copy.kind == RESTORE:
+            tiers.restored += good
+            tiers.restore_failed += len(bad)
+            tiers.restore_seconds += seconds
+        else:
+            tiers.spill_failed += len(bad)
+            tiers.spill_seconds += seconds
+            if copy.kind == SPILL:
+                tiers.spilled += good
             else:
-                # One leaf's worth at a time keeps the order across trees; the leaf's own tail is cut as needed.
-                tree = min(candidates, key=lambda pair: pair[0])[1]  # type: ignore[arg-type,return-value]
-                freed = tree.evict(min(pages, 64))
-            assert freed, "the evictable count promised pages that no leaf had"
-            pages -= len(freed)
-            self.evicted += len(freed)
+                tiers.backed_up += good
+        self.evicted += len(result.freed)
+        namespace.evicted += len(result.freed)
+        self.pruned(namespace, result.removed)
+        return Ended(namespace, copy.kind, result.readable, result.lost, result.removed)
+
+    def write_through(self) -> None:
+        """Starts copies of nodes that were hit often enough, into free host pages only."""
+        if not self.limits.write_through_hits or self.host is None:
+            return
+        for namespace in self.namespaces.values():
+            room = min(self.host.free, MAX_BACKUP_PAGES)
+            if room == 0 or len(self._copies) >= MAX_COPIES:
+                return
+            copy = namespace.tree.backups(room)
+            if copy is not None:
+                assert copy.kind == BACKUP
+                self._start(namespace, copy)
+
+    def _start(self, namespace: Namespace, copy: Copy) -> None:
+        number = self._next_copy
+        self._next_copy += 1
+        self._copies[number] = (namespace, copy)
+        self._started.append(Started(number, namespace.id, copy))
+
+    # -- eviction ------------------------------------------------------------------------------------------------
+
+    def _make_room(self, namespace: Namespace, pages: int) -> bool:
+        """Evicts and spills until `pages` are free, or as many copies are under way; True: they are free now."""
+        if own := self._own_share(namespace, pages):
+            # Its own part first, else others would pay for it.
+            self._evict(namespace, own - namespace.tree.spilling, others=[])
+            if self._own_share(namespace, pages):
+                return False
+        lacking = pages - self.pool.free - self.spilling
+        self._evict(namespace, lacking, others=[n for n in self.namespaces.values() if n is not namespace])
+        return self.pool.free >= pages
+
+    def _own_share(self, namespace: Namespace, pages: int) -> int:
+        return own_share(namespace, pages, slack(self.pool.free, self.namespaces.values()))
+
+    def _evict(self, asker: Namespace, pages: int, others: list[Namespace]) -> None:
+        """Takes up to `pages`, in the policy's order, from the asker and from what `others` have above their soft
+        quotas.
+        """
+        while pages > 0 and len(self._copies) < MAX_COPIES:
+            bounds = [(asker, pages)]
+            bounds += [(n, min(pages, n.above_soft - n.tree.spilling, MIXED_CHUNK)) for n in others]
+            ordered = [
+                (key, i) for i, (n, most) in enumerate(bounds) if most > 0 and (key := n.tree.oldest()) is not None
+            ]
+            if not ordered:
+                return
+            chosen, most = bounds[min(ordered)[1]]
+            taken = self._evict_from(chosen, most if len(ordered) == 1 else min(most, MIXED_CHUNK))
+            if taken == 0:
+                return
+            pages -= taken
+
+    def _evict_from(self, namespace: Namespace, pages: int) -> int:
+        """Pages that are free now, or will be when their spill ends."""
+        pages = min(pages, namespace.tree.evictable - namespace.tree.spilling)
+        if pages == 0:
+            return 0
+        if self.host is not None and self.host.free < pages:
+            self._make_host_room(namespace, pages - self.host.free)
+        result = namespace.tree.evict(pages)
+        later = 0
+        if result.spill is not None:
+            later = len(result.spill.device)
+            self._start(namespace, result.spill)
+        self.evicted += len(result.freed)
+        namespace.evicted += len(result.freed)
+        self.tiers.dropped += result.dropped
+        return len(result.freed) + later
+
+    def _make_host_room(self, namespace: Namespace, pages: int) -> None:
+        """Frees host pages in the policy's order over all namespaces whose host quota allows it."""
+        quota = namespace.quota
+        over = namespace.tree.host_pages + pages - quota.host_hard if quota.host_hard else 0
+        if over > 0:
+            freed = namespace.tree.evict_host(over)
+            self.tiers.host_evicted += freed
+            pages -= freed
+        while pages > 0:
+            candidates = [
+                (key, i, n)
+                for i, n in enumerate(self.namespaces.values())
+                if (n is namespace or n.host_above_soft) and (key := n.tree.oldest_host()) is not None
+            ]
+            if not candidates:
+                break
+            chosen = min(candidates, key=lambda entry: entry[:2])[2]
+            most = pages if len(candidates) == 1 else min(pages, MIXED_CHUNK)
+            if chosen is not namespace and chosen.quota.host_soft:
+                most = min(most, chosen.host_above_soft)
+            freed = chosen.tree.evict_host(most)
+            if freed == 0:
+                break
+            self.tiers.host_evicted += freed
+            pages -= freed

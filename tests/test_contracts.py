@@ -17,16 +17,23 @@ PURE = (
     "kvferry.transfer.receiver",
     "kvferry.transfer.sender",
     "kvferry.transfer.slots",
+    "kvferry.daemon.admission",
     "kvferry.daemon.arrivals",
     "kvferry.daemon.asks",
     "kvferry.daemon.counters",
     "kvferry.daemon.decode_core",
     "kvferry.daemon.effects",
     "kvferry.daemon.errors",
+    "kvferry.daemon.holds",
     "kvferry.daemon.lease",
     "kvferry.daemon.limits",
+    "kvferry.daemon.namespaces",
+    "kvferry.daemon.pins",
     "kvferry.daemon.prefill_core",
+    "kvferry.daemon.prefill_entry",
+    "kvferry.daemon.prefill_supply",
     "kvferry.daemon.store",
+    "kvferry.daemon.supply",
 )
 NOT_IN_CORE = frozenset(
     {

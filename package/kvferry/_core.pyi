@@ -205,6 +205,9 @@ class Evicted:
     def freed(self) -> list[int]:
         """Device pages, FREE."""
     @property
+    def dropped(self) -> int:
+        """Of the freed pages, how many had no host page: what they held is lost."""
+    @property
     def spill(self) -> Copy | None:
         """Device pages that are FREE when this copy has ended, if nobody locks them before."""
 
@@ -294,6 +297,8 @@ class PagedRadixTree:
         """Holds the matched path. The match must be of this tree as it is now. A node's priority is the least given."""
     def unlock(self, lock: Lock) -> None:
         """Gives a lock up. No page may be ARRIVING that it was the last to hold: that is `prune`."""
+    def relock(self, lock: Lock, longer: Match) -> None:
+        """Moves a lock on to a longer match behind its end, such as what its holder inserted. This is no hit."""
     def path_pages(self, lock: Lock) -> list[int]:
         """Device page ids of the locked path, in order: `lock.device_pages` of them."""
     def insert(self, digests: Digests, pages: Pages, start: int = 0, kind: int = 0, priority: int = 0) -> InsertResult:

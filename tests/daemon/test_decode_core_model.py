@@ -1,4 +1,5 @@
-"""Random workers, prefill daemons and failures against the decode core; every page's content is tracked."""
+"""Random workers, prefill daemons, tiers and failures against the decode core; every page's content is tracked, on the
+device and on the host."""
 
 from __future__ import annotations
 
@@ -6,20 +7,24 @@ import hashlib
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
-from kvferry.daemon.effects import SendDone, StartTransfer, StopTransfer, ToWorker
+from kvferry.daemon.effects import ForgetRows, SendDone, StartCopy, StartTransfer, StopTransfer, ToWorker
 from kvferry.daemon.errors import RequestError, unavailable
 from kvferry.daemon.lease import LeaseState
 from kvferry.daemon.limits import Name
-from kvferry.daemon.store import Store
+from kvferry.daemon.namespaces import Quota, slack
+from kvferry.daemon.store import Started, Store, StoreLimits
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PageState
+from kvferry.radix.tree import RESTORE
 
 PAGE = 4
-PAGES = 20
-NAMESPACE = bytes(32)
+PAGES = 14
+NAMESPACES = (bytes(32), b"t" * 32)
+
+PROMPTS = [[0, 1, 0, 1], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0, 0, 0], [1, 0, 0]]
 
 
 def chain(symbols: list[int]) -> list[bytes]:
@@ -33,9 +38,6 @@ def chain(symbols: list[int]) -> list[bytes]:
 class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.core = DecodeCore(
-            Store(PAGES, PAGE), DecodeLimits(max_tokens=200, page_bytes=64, admission_seconds=40.0, queue=8)
-        )
         self.now = 0.0
         self.count = 0
         self.prompts: dict[Name, tuple[list[bytes], bytes, int]] = {}  # full digests, tail digest, tokens
@@ -50,6 +52,32 @@ class CoreMachine(RuleBasedStateMachine):
         self.over: set[Name] = set()
         self.workers = {1, 2}
         self.orphaned: set[int] = set()
+        self.copies: list[Started] = []
+        self.host_content: dict[int, bytes] = {}
+        self.growing: set[Name] = set()
+        self.retracting: set[Name] = set()
+        self.comes_back: dict[Name, tuple[int, bytes, int]] = {}  # retracted -> worker, namespace, new tokens left
+        self.namespace_of: dict[Name, bytes] = {}
+
+    @initialize(
+        host=st.sampled_from([0, 6, 40]),
+        overcommit=st.sampled_from([1.0, 8.0]),
+        policy=st.sampled_from(["lru", "lfu", "fifo", "priority"]),
+        through=st.sampled_from([0, 0, 2]),
+        quota=st.sampled_from([Quota(), Quota(), Quota(5, 0), Quota(4, 12, 2, 10)]),
+        output_first=st.booleans(),
+    )
+    def configure(
+        self, host: int, overcommit: float, policy: str, through: int, quota: Quota, output_first: bool
+    ) -> None:
+        limits = StoreLimits(policy, output_first, through, {NAMESPACES[1]: quota})
+        self.overcommit = overcommit
+        self.core = DecodeCore(
+            Store(PAGES, PAGE, host_pages=host, limits=limits),
+            DecodeLimits(
+                max_tokens=200, page_bytes=64, admission_seconds=40.0, queue=8, overtakes=2, overcommit=overcommit
+            ),
+        )
 
     # -- effects ---------------------------------------------------------------------------------------------------
 
@@ -69,6 +97,11 @@ class CoreMachine(RuleBasedStateMachine):
                         self.core.transfer_drained(effect.transfer, self.now)
                 elif isinstance(effect, ToWorker):
                     self.hear(effect)
+                elif isinstance(effect, StartCopy):
+                    self.copies.append(effect.started)
+                elif isinstance(effect, ForgetRows):
+                    for row in effect.rows:
+                        self.host_content.pop(row, None)
                 else:
                     assert isinstance(effect, SendDone)
 
@@ -76,7 +109,11 @@ class CoreMachine(RuleBasedStateMachine):
         kind = effect.event.WhichOneof("kind")
         message = getattr(effect.event, kind)
         name = Name(message.name.request_id, message.name.attempt)
-        if kind == "admitted":
+        if kind == "retract":
+            assert self.overcommit > 1, "taken back although everything was promised"
+            self.retracting.add(name)
+            self.growing.discard(name)
+        elif kind == "admitted":
             self.pages[name] = list(message.pages)
             if name in self.local:
                 # The worker computes what it lacks; the bytes follow from the digests.
@@ -94,12 +131,18 @@ class CoreMachine(RuleBasedStateMachine):
             self.ready[name] += message.pages
             for page in message.pages:
                 self.content[page] = b"output of " + str(name).encode()
+            self.growing.discard(name)
         elif kind == "failed":
             self.answered.add(name)
-            self.ready.pop(name, None)
+            self.forget(name)
         elif kind == "ended":
             self.over.add(name)
             self.answered.discard(name)
+
+    def forget(self, name: Name) -> None:
+        self.ready.pop(name, None)
+        self.growing.discard(name)
+        self.retracting.discard(name)
 
     def names(self, worker: int | None = None) -> list[Name]:
         leases = self.core.leases.values()
@@ -113,14 +156,27 @@ class CoreMachine(RuleBasedStateMachine):
         new=st.integers(1, 12),
         worker=st.sampled_from([1, 2]),
         prefill=st.sampled_from(["p", "p", "q", ""]),
+        priority=st.integers(-1, 1),
+        warmup=st.sampled_from([False, False, False, True]),
+        namespace=st.sampled_from([NAMESPACES[0], *NAMESPACES]),
     )
-    def admit(self, symbols: list[int], tail: int, new: int, worker: int, prefill: str) -> None:
+    def admit(
+        self,
+        symbols: list[int],
+        tail: int,
+        new: int,
+        worker: int,
+        prefill: str,
+        priority: int,
+        warmup: bool,
+        namespace: bytes,
+    ) -> None:
         tokens = len(symbols) * PAGE + tail
         if tokens == 0 or worker not in self.workers:
             return
         self.count += 1
         name = Name(self.count.to_bytes(16, "big"), 1)
-        digests = chain(symbols)
+        digests = chain([*symbols[:1], *[symbol + 2 * NAMESPACES.index(namespace) for symbol in symbols[1:]]])
         tail_digest = hashlib.sha256((digests[-1] if digests else b"") + bytes([tail])).digest() if tail else b""
         self.prompts[name] = (digests, tail_digest, tokens)
         if prefill == "":
@@ -132,11 +188,90 @@ class CoreMachine(RuleBasedStateMachine):
             tail_digest=tail_digest,
             prefill=prefill,
             max_new_tokens=new,
+            priority=priority,
+            warmup=warmup,
         )
+        self.namespace_of[name] = namespace
         try:
-            self.core.admit(worker, NAMESPACE, name, request, self.now + 50, self.now)
+            self.core.admit(worker, namespace, name, request, self.now + 50, self.now)
         except RequestError:
             self.over.add(name)
+        self.run_effects()
+
+    @rule(
+        symbols=st.sampled_from(PROMPTS),
+        output=st.integers(1, 9),
+        worker=st.sampled_from([1, 2]),
+        prefill=st.sampled_from(["p", "q", ""]),
+        namespace=st.sampled_from(NAMESPACES),
+        copies_end=st.sampled_from([True, True, True, False]),
+    )
+    def whole_request(
+        self, symbols: list[int], output: int, worker: int, prefill: str, namespace: bytes, copies_end: bool
+    ) -> None:
+        """From admission to its end, as far as it comes: this fills the cache."""
+        before = set(self.prompts)
+        self.admit(symbols, 1, output, worker, prefill, 0, False, namespace)
+        fresh = set(self.prompts) - before
+        for _ in range(8):
+            for number in range(len(self.copies)) if copies_end else ():
+                del number
+                self.end_copy(0, [])
+            for transfer, (name, first, pages) in list(self.transfers.items()):
+                if name in fresh and transfer not in self.stopping:
+                    self.arrive(transfer, name, first, pages, len(pages))
+            for name in fresh & set(self.core.leases):
+                self.core.aux(prefill, name, b"first token", self.now)
+                self.run_effects()
+            for name in fresh & set(self.able()):
+                lease = self.core.leases[name]
+                self.core.grow(worker, name, lease.tokens + output - 1, self.now)
+                self.run_effects()
+                if name in self.ready and name not in self.retracting:
+                    self.end(name, output)
+
+    @rule(symbols=st.lists(st.sampled_from(PROMPTS), min_size=2, max_size=4), prefill=st.sampled_from(["p", ""]))
+    def crowd(self, symbols: list[list[int]], prefill: str) -> None:
+        """Requests that decode at the same time, and grow as far as they may."""
+        before = set(self.prompts)
+        for prompt in symbols:
+            if 1 in self.workers:
+                self.admit(prompt[:3], 0, 30, 1, prefill, 0, False, NAMESPACES[0])
+        while self.copies:
+            self.end_copy(0, [])
+        fresh = set(self.prompts) - before
+        for transfer, (name, first, pages) in list(self.transfers.items()):
+            if name in fresh and transfer not in self.stopping:
+                self.arrive(transfer, name, first, pages, len(pages))
+        for name in sorted(fresh & set(self.core.leases)):
+            self.core.aux(prefill, name, b"first token", self.now)
+            self.run_effects()
+        for tokens in (16, 24, 32):
+            for name in sorted(fresh & set(self.able()) - self.growing - self.retracting):
+                self.growing.add(name)
+                self.core.grow(1, name, tokens, self.now)
+                self.run_effects()
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data())
+    def copy_ends(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.copies) - 1))
+        device = self.copies[number].copy.device
+        self.end_copy(number, data.draw(st.sampled_from([[], [], [], device[:1], device[-1:], device])))
+
+    def end_copy(self, number: int, failed: list[int]) -> None:
+        started = self.copies.pop(number)
+        copy = started.copy
+        states = set(self.core.store.pool.states(copy.device))
+        wanted = PageState.RESTORING if copy.kind == RESTORE else PageState.SPILLING
+        assert states == {wanted}, "a page was reused while a copy runs"
+        for page, row in zip(copy.device, copy.host, strict=True):
+            source, target = (
+                (self.host_content, self.content) if copy.kind == RESTORE else (self.content, self.host_content)
+            )
+            came_from, goes_to = (row, page) if copy.kind == RESTORE else (page, row)
+            target[goes_to] = b"garbage" if page in failed else source[came_from]
+        self.core.copy_ended(started.number, failed, 0, 0.001, self.now)
         self.run_effects()
 
     @precondition(lambda self: self.transfers)
@@ -146,6 +281,10 @@ class CoreMachine(RuleBasedStateMachine):
         name, first, pages = self.transfers[transfer]
         done = self.arrived[transfer]
         upto = data.draw(st.integers(done, len(pages)))
+        self.arrive(transfer, name, first, pages, upto)
+
+    def arrive(self, transfer: int, name: Name, first: int, pages: tuple[int, ...], upto: int) -> None:
+        done = self.arrived[transfer]
         digests, tail, _ = self.prompts[name]
         whole = [*digests, tail] if tail else digests
         indexes = list(range(first + done, first + upto))
@@ -182,26 +321,88 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.aux(self.core.leases[name].prefill, name, b"first token", self.now)
         self.run_effects()
 
-    @precondition(lambda self: self.ready)
+    def able(self) -> list[Name]:
+        """Requests that decode and whose worker is there."""
+        return sorted(name for name in self.ready if self.core.leases[name].worker in self.workers)
+
+    @precondition(lambda self: self.able())
     @rule(data=st.data(), output=st.integers(1, 12))
-    def decode_and_finish(self, data: st.DataObject, output: int) -> None:
-        name = data.draw(st.sampled_from(sorted(self.ready)))
+    def grow(self, data: st.DataObject, output: int) -> None:
+        name = data.draw(st.sampled_from(self.able()))
+        lease = self.core.leases[name]
+        if name in self.growing or name in self.retracting:
+            return
+        self.growing.add(name)
+        self.core.grow(lease.worker, name, lease.tokens + min(output, lease.max_new_tokens) - 1, self.now)
+        self.run_effects()
+
+    @precondition(lambda self: self.able())
+    @rule(data=st.data(), output=st.integers(1, 12))
+    def finish(self, data: st.DataObject, output: int) -> None:
+        name = data.draw(st.sampled_from(self.able()))
+        self.end(name, output)
+
+    @precondition(lambda self: self.retracting)
+    @rule(data=st.data(), output=st.integers(1, 12))
+    def answer_retract(self, data: st.DataObject, output: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.retracting)))
         lease = self.core.leases[name]
         if lease.worker not in self.workers:
             return
-        total = lease.tokens + min(output, lease.max_new_tokens) - 1
-        self.core.grow(lease.worker, name, total, self.now)
+        left = lease.max_new_tokens
+        tokens = self.end(name, output)
+        new = left - (tokens + 1 - self.prompts[name][2])
+        if new >= 1:
+            self.comes_back[name] = (lease.worker, self.namespace_of[name], new)
+            digests = [lease.digests[i : i + 32] for i in range(0, len(lease.digests), 32)]
+            full, tail = divmod(tokens + 1, PAGE)
+            behind = self.output_digests(name, digests, full)
+            tail_digest = hashlib.sha256(([*digests, *behind] or [b""])[-1] + b"tail").digest() if tail else b""
+            self.prompts[name] = ([*digests, *behind], tail_digest, tokens + 1)
+
+    @precondition(lambda self: self.comes_back)
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.comes_back)))
+        worker, namespace, new = self.comes_back[name]
+        if worker not in self.workers or name in self.core.leases:
+            return
+        del self.comes_back[name]
+        digests, tail_digest, tokens = self.prompts[name]
+        self.local.add(name)
+        request = wire.Admit(
+            name=name.to_proto(),
+            digests=b"".join(digests),
+            tokens=tokens,
+            tail_digest=tail_digest,
+            max_new_tokens=new,
+        )
+        try:
+            self.core.admit(worker, namespace, name, request, self.now + 50, self.now)
+        except RequestError:
+            self.over.add(name)
         self.run_effects()
-        digests, _, _ = self.prompts[name]
+
+    def output_digests(self, name: Name, digests: list[bytes], full: int) -> list[bytes]:
         behind: list[bytes] = []
         parent = digests[-1] if digests else b""
-        for index in range(len(digests), total // PAGE):
+        for _ in range(len(digests), full):
             parent = hashlib.sha256(parent + str(name).encode()).digest()
             behind.append(parent)
-            self.content[self.ready[name][index]] = parent
-        del self.ready[name]
+        return behind
+
+    def end(self, name: Name, output: int) -> int:
+        """Finish with what fits into its pages; returns the tokens."""
+        lease = self.core.leases[name]
+        total = min(lease.tokens + min(output, lease.max_new_tokens) - 1, len(self.ready[name]) * PAGE)
+        digests, _, _ = self.prompts[name]
+        behind = self.output_digests(name, digests, total // PAGE)
+        for index, digest in enumerate(behind, len(digests)):
+            self.content[self.ready[name][index]] = digest
+        self.forget(name)
         self.core.finish(lease.worker, name, total, b"".join(behind), self.now)
         self.run_effects()
+        return total
 
     @precondition(lambda self: self.core.leases)
     @rule(data=st.data())
@@ -209,7 +410,7 @@ class CoreMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.names()))
         lease = self.core.leases[name]
         if lease.worker in self.workers and lease.state is not LeaseState.ENDING:
-            self.ready.pop(name, None)
+            self.forget(name)
             self.core.abort(lease.worker, name, self.now)
             self.run_effects()
 
@@ -252,7 +453,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.workers.discard(worker)
         self.orphaned.add(worker)
         for name in self.names(worker):
-            self.ready.pop(name, None)
+            self.forget(name)
         self.core.worker_lost(worker, self.now)
         self.run_effects()
 
@@ -270,13 +471,22 @@ class CoreMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         core, store = self.core, self.core.store
         store.pool.check()
-        for tree in store.trees.values():
-            tree.check()
-        assert core.promised == sum(lease.promised for lease in core.leases.values())
-        assert store.pool.free + store.evictable >= core.promised
+        if store.host is not None:
+            store.host.check()
         held = [lease for lease in core.leases.values() if lease.state is not LeaseState.WAITING]
+        for namespace in store.namespaces.values():
+            namespace.tree.check()
+            mine = [lease for lease in held if lease.hold.namespace is namespace]
+            assert namespace.promised == sum(lease.hold.counted for lease in mine)
+            assert namespace.own == sum(len(lease.own) for lease in mine)
+            if namespace.quota.hard:
+                assert namespace.used <= namespace.quota.hard
+        if self.overcommit == 1:
+            assert slack(store.pool.free, store.namespaces.values()) >= 0, "a promise cannot be kept"
+            assert self.copies or not self.growing, "growth waits for nothing"
         assert store.locks == len(held)
-        private = [page for lease in held for page in lease.pages[lease.tree_pages :]]
+        assert store.copies == len(self.copies)
+        private = [page for lease in held for page in lease.own]
         assert len(private) == len(set(private)), "two requests own a page"
         counts = store.pool.counts()
         assert counts.leased + counts.orphaned == len(private)
@@ -287,6 +497,8 @@ class CoreMachine(RuleBasedStateMachine):
             assert got == want, "a running request's page was overwritten"
 
     def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
         for worker in (1, 2):
             self.core.worker_gone(worker, self.now)
         self.run_effects()
@@ -295,16 +507,18 @@ class CoreMachine(RuleBasedStateMachine):
             del self.transfers[transfer]
             self.core.transfer_drained(transfer, self.now)
             self.run_effects()
+        while self.copies:
+            self.core.copy_ended(self.copies.pop().number, [], 0, 0.001, self.now)
+            self.run_effects()
         store = self.core.store
         counts = store.pool.counts()
         assert not self.core.leases
         assert store.locks == 0
         assert counts.free + counts.cached == PAGES, "pages leaked"
         assert self.core.active_transfers == 0
-        # What the tree holds now is exactly what was copied there.
-        for tree in store.trees.values():
-            lock_all = tree.match(b"")
-            assert lock_all.pages == 0
+        store.flush(store.namespaces.values())
+        assert store.pool.free == PAGES, "pages leaked"
+        assert store.host is None or store.host.free == store.host.pages, "host pages leaked"
 
 
 TestDecodeCore = CoreMachine.TestCase

@@ -10,21 +10,25 @@ from dataclasses import dataclass
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.daemon.effects import EndSend, FailAsk, OpenSend, SendAux, SendProgress, ToWorker, ZeroTail
+from kvferry.daemon.effects import EndSend, FailAsk, OpenSend, SendAux, SendProgress, StartCopy, ToWorker, ZeroTail
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name
+from kvferry.daemon.namespaces import slack
 from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
-from kvferry.daemon.store import Store
+from kvferry.daemon.store import Started, Store
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PageState
+from kvferry.radix.tree import RESTORE
 
 PAGE = 4
 PAGES = 16
 TABLE = 8
 NAMESPACE = bytes(32)
+
+PROMPTS = [[0, 1, 0, 1], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0, 0, 0], [1, 0, 0]]
 
 
 def chain(symbols: list[int]) -> list[bytes]:
@@ -68,7 +72,6 @@ class Send:
 class PrefillMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.core = PrefillCore(Store(PAGES, PAGE), PrefillLimits(table=TABLE))
         self.now = 0.0
         self.count = 0
         self.jobs: dict[Name, Job] = {}
@@ -80,6 +83,12 @@ class PrefillMachine(RuleBasedStateMachine):
         self.workers = {1, 2}
         self.lost: set[int] = set()
         self.aux_sent: set[Name] = set()
+        self.copies: list[Started] = []
+        self.host_content: dict[int, bytes] = {}
+
+    @initialize(host=st.sampled_from([0, 5, 40]))
+    def configure(self, host: int) -> None:
+        self.core = PrefillCore(Store(PAGES, PAGE, host_pages=host), PrefillLimits(table=TABLE, overtakes=2))
 
     # -- effects ---------------------------------------------------------------------------------------------------
 
@@ -111,6 +120,8 @@ class PrefillMachine(RuleBasedStateMachine):
                     self.zero_tail(effect)
                 elif isinstance(effect, ToWorker):
                     self.hear(effect)
+                elif isinstance(effect, StartCopy):
+                    self.copies.append(effect.started)
                 else:
                     assert isinstance(effect, FailAsk)
 
@@ -141,6 +152,67 @@ class PrefillMachine(RuleBasedStateMachine):
     def begun(self) -> list[Name]:
         """Names that a living worker may still speak of."""
         return [name for name, job in self.jobs.items() if job.worker in self.workers]
+
+    # -- tiers -----------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data())
+    def copy_ends(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.copies) - 1))
+        device = self.copies[number].copy.device
+        self.end_copy(number, data.draw(st.sampled_from([[], [], [], device[:1], device[-1:], device])))
+
+    def end_copy(self, number: int, failed: list[int]) -> None:
+        started = self.copies.pop(number)
+        copy = started.copy
+        restore = copy.kind == RESTORE
+        wanted = PageState.RESTORING if restore else PageState.SPILLING
+        assert set(self.core.store.pool.states(copy.device)) == {wanted}, "a page was reused while a copy runs"
+        for page, row in zip(copy.device, copy.host, strict=True):
+            if restore:
+                self.content[page] = b"garbage" if page in failed else self.host_content[row]
+            else:
+                self.host_content[row] = b"garbage" if page in failed else self.content[page]
+        self.core.copy_ended(started.number, failed, 0, 0.001, self.now)
+        self.run_effects()
+
+    @rule(
+        symbols=st.sampled_from(PROMPTS),
+        worker=st.sampled_from([1, 2]),
+        copies_end=st.sampled_from([True, True, True, False]),
+        ends=st.sampled_from(["done", "done", "nothing"]),
+    )
+    def whole_request(self, symbols: list[int], worker: int, copies_end: bool, ends: str) -> None:
+        """Asked for, begun, computed and sent at once, as far as it comes: this fills the cache."""
+        if worker not in self.workers or not self.sessions:
+            return
+        self.count += 1
+        digests = chain(symbols)
+        name = Name(self.count.to_bytes(16, "big"), 1)
+        job = self.jobs[name] = Job(digests, hashlib.sha256(digests[-1] + b"1").digest(), len(symbols) * PAGE + 1)
+        session = max(self.sessions)
+        self.say_ask(session, name, 0, "", 50.0)
+        self.say_begin(worker, name, 50.0)
+        while copies_end and self.copies:
+            self.end_copy(0, [])
+        if not job.pages or job.owes_abort:
+            return
+        self.write(job, job.tokens)
+        job.computed = job.tokens
+        self.core.progress(worker, name, job.tokens, self.now)
+        self.run_effects()
+        if job.owes_abort:
+            return
+        self.core.aux(worker, name, b"first token", self.now)
+        job.pages = None
+        self.run_effects()
+        if ends == "done":
+            for key in [key for key, send in self.sends.items() if send.name == name]:
+                del self.sends[key]
+                self.core.send_completed(*key, self.now)
+                self.run_effects()
+            self.core.done(session, name, self.now)
+            self.run_effects()
 
     # -- the worker's words ----------------------------------------------------------------------------------------
 
@@ -407,30 +479,36 @@ class PrefillMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         core, store = self.core, self.core.store
         store.pool.check()
-        for tree in store.trees.values():
-            tree.check()
+        if store.host is not None:
+            store.host.check()
+        for namespace in store.namespaces.values():
+            namespace.tree.check()
+        assert slack(store.pool.free, store.namespaces.values()) >= 0, "a promise cannot be kept"
+        assert store.copies == len(self.copies)
         assert len(core.entries) <= TABLE
         prompts = [(entry, entry.prompt) for entry in core.entries.values() if entry.prompt is not None]
-        held = [(entry, prompt) for entry, prompt in prompts if prompt.lock is not None]
+        held = [(entry, prompt) for entry, prompt in prompts if prompt.hold.lock is not None]
         assert store.locks == len(held)
+        assert store.promised == sum(prompt.hold.counted for _, prompt in prompts)
         private = [page for _, prompt in held for page in prompt.private]
         assert len(private) == len(set(private)), "two requests own a page"
         counts = store.pool.counts()
         assert counts.leased + counts.orphaned == len(private)
-        assert counts.free + counts.cached + len(private) == PAGES
-        unasked = sum(len(prompt.pages) for entry, prompt in held if not entry.asked)
-        assert core._unasked_pages == unasked == sum(prompt.unasked for _, prompt in prompts)
+        in_tree = counts.cached + counts.spilling + counts.restoring + counts.arriving
+        assert counts.free + in_tree + len(private) == PAGES
+        unasked = sum(prompt.hold.wanted for entry, prompt in held if not entry.asked)
+        assert core._supply._unasked_pages == unasked == sum(prompt.unasked for _, prompt in prompts)
         assert unasked <= PAGES // 2, "what nobody asked for holds more than half of the pool"
-        for entry, prompt in prompts:
-            waits = prompt.lock is None
-            assert waits == (entry.name in core._waiting)
-            if waits and entry.asked:
-                # Level-triggered: the oldest that was asked for waits for room only.
-                assert not entry.asks or entry.session in self.sessions
-        asked = [entry for entry in core._waiting.values() if entry.asked]
+        waiting = [entry for entry, prompt in prompts if prompt.hold.lock is None]
+        assert len(waiting) == core.waiting_requests
+        # Level-triggered: the first that was asked for waits for room only.
+        asked = sorted((entry for entry in waiting if entry.asked), key=lambda entry: entry.order)
         if asked and asked[0].prompt is not None:
-            prompt = asked[0].prompt
-            assert store.pool.free + store.evictable < len(prompt.digests) // 32 + bool(prompt.tail_digest)
+            hold = asked[0].prompt.hold
+            tree = hold.namespace.tree
+            assert not store.fits(hold.namespace, hold.wanted - tree.match(hold.digests).device_pages) or tree.evictable
+        if not self.copies:
+            assert core.reserved == 0, "pages are reserved, but nothing will free them"
         for entry in core.entries.values():
             assert len(entry.asks) + len(entry.sends) <= MAX_ASKS_PER_REQUEST
             assert all((entry.session, number) in core._sends for number in entry.sends)
@@ -445,6 +523,8 @@ class PrefillMachine(RuleBasedStateMachine):
             assert PageState.FREE not in states, "a page was freed while a send of it is open"
 
     def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
         self.now += 1000.0
         self.core.tick(self.now)  # what was asked for ends although its session and worker live
         self.run_effects()
@@ -462,11 +542,15 @@ class PrefillMachine(RuleBasedStateMachine):
         assert not self.core.entries, "a request never ends"
         for session in sorted(self.sessions):
             self.break_session(session)
+        while self.copies:
+            self.core.copy_ended(self.copies.pop().number, [], 0, 0.001, self.now)
+            self.run_effects()
         store = self.core.store
-        counts = store.pool.counts()
         assert store.locks == 0
-        assert counts.free + counts.cached == PAGES, "pages leaked"
-        assert self.core.active_transfers == self.core.waiting_requests == self.core._unasked_pages == 0
+        store.flush(store.namespaces.values())
+        assert store.pool.free == PAGES, "pages leaked"
+        assert store.host is None or store.host.free == store.host.pages, "host pages leaked"
+        assert self.core.active_transfers == self.core.waiting_requests == self.core._supply._unasked_pages == 0
         counters = self.core.transfer_counters
         assert counters.opened == counters.completed + counters.failed + counters.aborted
 

@@ -65,6 +65,8 @@ class Engines:
         deadline_s: float = 30.0,
         sampling: engine_pb2.Sampling | None = None,
         prefill_tokens: list[int] | None = None,
+        priority: int = 0,
+        warmup: bool = False,
     ) -> Turn:
         """One request to its end; errors are in the result."""
         name = common_pb2.RequestName(request_id=os.urandom(16), attempt=1)
@@ -73,7 +75,12 @@ class Engines:
         reply = None
         if self._prefill is not None:
             request = engine_pb2.PrefillRequest(
-                name=name, tokens=prefill_tokens or tokens, sampling=sampling, deadline_ms=milliseconds
+                name=name,
+                tokens=prefill_tokens or tokens,
+                sampling=sampling,
+                deadline_ms=milliseconds,
+                priority=priority,
+                warmup=warmup,
             )
             reply = self._prefill.Prefill.future(request, timeout=deadline_s + 30)
         decode = engine_pb2.DecodeRequest(
@@ -83,6 +90,8 @@ class Engines:
             max_new_tokens=max_new,
             prefill=self.prefill_name,
             deadline_ms=milliseconds,
+            priority=priority,
+            warmup=warmup,
         )
         try:
             for event in self._decode.Decode(decode, timeout=deadline_s + 30):
@@ -92,7 +101,7 @@ class Engines:
                     turn.delta_pages, turn.delta_bytes = event.started.delta_pages, event.started.delta_bytes
                 elif kind == "generated":
                     turn.output += event.generated.tokens
-                else:
+                elif kind == "ending":
                     turn.reason = event.ending.reason
             if reply is not None:
                 done = reply.result()
@@ -128,6 +137,7 @@ def settled(replica: Replica, seconds: float = 10.0) -> cache_pb2.SideStats:
         side = stats(replica)
         pool = side.pool
         busy = pool.locks + pool.leased + pool.arriving + pool.orphaned + pool.promised
+        busy += pool.spilling + pool.restoring + side.tiers.copies
         busy += side.requests.running + side.requests.waiting + side.transfers.active
         idle_slots = all(peer.free_credits == peer.slots for peer in side.peers if peer.state == "up")
         if not busy and idle_slots:

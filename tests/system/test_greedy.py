@@ -79,16 +79,27 @@ def smollm2_folder() -> Path:
         pytest.skip(str(error))
 
 
-def serve(stack: Stack, folder: Path, tokenizer: FolderTokenizer | None, *, pool_pages: int) -> Family:
+def serve(
+    stack: Stack,
+    folder: Path,
+    tokenizer: FolderTokenizer | None,
+    *,
+    pool_pages: int,
+    host_pages: int = 0,
+    decode_flags: Sequence[str] = (),
+) -> Family:
     torch.set_num_threads(1)  # as the workers
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     shape = kv_shape(model)
-    pool_bytes = pool_pages * PAGE * shape.layers * 2 * shape.kv_heads * shape.head_dim * 4
+    page_bytes = PAGE * shape.layers * 2 * shape.kv_heads * shape.head_dim * 4
+    host_flags = ["--host-bytes", str(host_pages * page_bytes), "--checksums", "on"]
     spec = SystemSpec(
         model=str(folder),
         page_size=PAGE,
-        decode_pool_bytes=pool_bytes,
-        prefill_pool_bytes=pool_bytes,
+        decode_pool_bytes=pool_pages * page_bytes,
+        prefill_pool_bytes=pool_pages * page_bytes,
+        decode_flags=[*host_flags, *decode_flags],
+        prefill_flags=host_flags,
         worker_flags=["--revision", "1", "--chunk-tokens", str(CHUNK)],
     )
     prefills, decodes = start_replicas(stack, spec)
@@ -204,6 +215,49 @@ def test_a_pool_that_evicts_between_turns(family: Family) -> None:
     compare(family.model, talks)
     assert settled(family.decode).pool.evicted > evicted
     settled(family.prefill)
+
+
+@pytest.mark.parametrize(("source", "pool_pages"), [("smollm2", 24), ("qwen2", 16)])
+def test_a_host_tier_under_a_small_pool_keeps_all(
+    stack: Stack, tmp_path: Path, source: str, pool_pages: int
+) -> None:
+    """Pools that hold one conversation: every turn's history is spilled and comes back, at both servers."""
+    tokenizer = None
+    folder = tmp_path
+    if source == "smollm2":
+        folder = smollm2_folder()
+        tokenizer = FolderTokenizer(str(folder))
+    else:
+        tiny_models.random_model(source).save_pretrained(folder)
+    threads = torch.get_num_threads()
+    family = serve(stack, folder, tokenizer, pool_pages=pool_pages, host_pages=300)
+    with Engines(family.prefill, family.decode) as engines:
+        talks = converse(engines, family.scripts(range(5, 8), 3, SMALL), NEW_TOKENS, at_a_time=1)
+    check_that_all_was_kept(talks)
+    compare(family.model, talks)
+    torch.set_num_threads(threads)
+    for side in (settled(family.decode), settled(family.prefill)):
+        assert side.tiers.restored_pages > 0
+        assert side.requests.host_hit_tokens > 0.8 * side.requests.hit_tokens
+        assert side.tiers.dropped_pages == side.tiers.mismatched_pages == 0
+
+
+def test_retracted_requests_lose_no_token(stack: Stack, tmp_path: Path) -> None:
+    """More is promised than there is: requests are taken back in the middle of their replies, and go on."""
+    tiny_models.random_model("qwen2").save_pretrained(tmp_path)
+    threads = torch.get_num_threads()
+    family = serve(stack, tmp_path, None, pool_pages=20, host_pages=60, decode_flags=["--overcommit", "10"])
+    prompts = [script[0] for script in family.scripts(range(10, 18), 1, (40, 0))]
+    with Engines(family.prefill, family.decode) as engines:
+        turns = engines.turns(prompts, 90, deadline_s=120.0)
+    assert [turn.details for turn in turns if turn.error] == []
+    comparison = Comparison()
+    for prompt, turn in zip(prompts, turns, strict=True):
+        assert len(turn.output) == 90
+        Conversation(family.model).compare(prompt, turn, comparison)
+    torch.set_num_threads(threads)
+    assert comparison.mistakes == []
+    assert settled(family.decode).requests.retracted > 0
 
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)

@@ -1,0 +1,155 @@
+"""How a request comes to its pages: a reservation (locks and a promise), then the pages themselves. Core: no I/O.
+
+A reservation is made only if the promise can be kept; the pages may come later, when evicted ones have been spilled.
+What of the locked path is only on the host is restored into pages of the same promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.daemon.namespaces import Namespace
+from kvferry.daemon.store import Store
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.pool import PageState
+from kvferry.radix.tree import Lock
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """`wanted` pages now and up to `growth` more later, for a prompt whose first pages `digests` names."""
+
+    namespace: Namespace
+    digests: bytes  # of the pages that may be matched
+    wanted: int
+    growth: int
+    priority: int
+    readable_only: bool  # matched pages that arrive for others are of no use: it could not bring them itself
+    overcommit: float
+    lock: Lock | None = None
+    matched: int = 0  # pages
+    host_matched: int = 0  # of them, those that were only on the host
+    pages: list[int] = field(default_factory=list)  # device ids, once claimed
+    counted: int = 0  # its part of the namespace's promised pages
+
+    @property
+    def claimed(self) -> bool:
+        return bool(self.pages)
+
+    def promise(self, now: int, later: int) -> None:
+        """From here on: `now` pages that are wanted, `later` that it may grow by."""
+        counted = now + math.ceil(later / self.overcommit)
+        self.namespace.promised += counted - self.counted
+        self.counted = counted
+
+
+class Abandoned(Protocol):
+    """What is known of pages on their way."""
+
+    def abandoned(self, path: Sequence[int]) -> int | None:
+        """Index of the first page of the path that nobody brings."""
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """They are gone."""
+
+
+class Holds:
+    def __init__(self, store: Store, arriving: Abandoned) -> None:
+        self._store = store
+        self._arriving = arriving
+
+    def reserve(self, hold: Hold) -> bool:
+        """Locks the longest match and promises the rest, if that can be kept; else nothing has changed."""
+        namespace = hold.namespace
+        match = namespace.tree.match(hold.digests)
+        total = hold.wanted + hold.growth
+        if not self._fits(hold, hold.wanted - match.device_pages):
+            return False  # locking the match can only make it worse; a request that waits should not look like use
+        lock = self._lock(hold)
+        if not self._fits(hold, hold.wanted - lock.device_pages):
+            namespace.tree.unlock(lock)
+            return False
+        assert total >= lock.pages
+        hold.lock = lock
+        hold.promise(hold.wanted - lock.device_pages, hold.growth)
+        return True
+
+    def claim(self, hold: Hold) -> list[int] | None:
+        """The pages behind the matched ones, and a restore of the matched ones that are on the host. None: not yet."""
+        namespace, tree = hold.namespace, hold.namespace.tree
+        assert hold.lock is not None and not hold.pages
+        if tree.match(hold.digests).pages > hold.lock.pages:  # more has come since it was reserved
+            longer = self._lock(hold)
+            tree.unlock(hold.lock)
+            hold.lock = longer
+        lock = hold.lock
+        hold.promise(hold.wanted - lock.device_pages, hold.growth)
+        taken = self._store.take(namespace, hold.wanted - lock.device_pages)
+        if taken is None:
+            return None
+        hold.host_matched = lock.pages - lock.device_pages
+        fresh = taken[hold.host_matched :]
+        if hold.host_matched:
+            self._store.restore(namespace, lock, taken[: hold.host_matched])
+        hold.matched = lock.pages
+        hold.pages = tree.path_pages(lock) + fresh
+        hold.promise(0, hold.growth)
+        return fresh
+
+    def grow(self, hold: Hold, extra: int) -> bool:
+        """`extra` pages of the promised growth. False: not yet."""
+        hold.promise(extra, hold.growth - extra)
+        taken = self._store.take(hold.namespace, extra)
+        if taken is None:
+            return False
+        hold.growth -= extra
+        hold.pages += taken
+        hold.promise(0, hold.growth)
+        return True
+
+    def drop(self, hold: Hold, own: Sequence[int]) -> None:
+        """The end of it: `own` of its pages are freed, the path is unlocked, what nobody brings is taken out."""
+        hold.promise(0, 0)
+        self._arriving.forget(own)
+        self._store.release(hold.namespace, own)
+        if hold.lock is not None:
+            self.unlock(hold.namespace, hold.lock)
+        hold.lock, hold.pages, hold.matched, hold.host_matched = None, [], 0, 0
+
+    def unlock(self, namespace: Namespace, lock: Lock) -> None:
+        abandoned = self._arriving.abandoned(namespace.tree.path_pages(lock))
+        if abandoned is None:
+            namespace.tree.unlock(lock)
+            return
+        removed = namespace.tree.prune(lock, abandoned)
+        self._arriving.forget(removed)
+        self._store.pruned(namespace, removed)
+
+    def extend(self, hold: Hold, digests: bytes, own: list[int], start: int, kind: int) -> list[int]:
+        """Its pages `own`, behind `start` held ones of `digests`, enter the tree, and the lock is moved over them.
+        Returns those that another request had brought first: they stay its own.
+        """
+        tree = hold.namespace.tree
+        assert hold.lock is not None
+        result = tree.insert(digests, own, start, kind, hold.priority)
+        tree.relock(hold.lock, result.match)
+        self._store.publish(hold.namespace, len(own) - len(result.duplicates))
+        return result.duplicates
+
+    def _fits(self, hold: Hold, now: int) -> bool:
+        return self._store.fits(hold.namespace, max(0, now) + math.ceil(hold.growth / hold.overcommit))
+
+    def _lock(self, hold: Hold) -> Lock:
+        tree = hold.namespace.tree
+        lock = tree.lock(tree.match(hold.digests), hold.priority)
+        if hold.readable_only:
+            states = self._store.pool.states(tree.path_pages(lock))
+            arriving = states.find(PageState.ARRIVING)
+            if arriving >= 0:
+                shorter = tree.lock(tree.match(hold.digests[: arriving * DIGEST_BYTES]), hold.priority)
+                tree.unlock(lock)
+                return shorter
+        return lock

@@ -1,0 +1,191 @@
+"""The host tier's memory, the copies to and from it, and what is known of its rows. Shell.
+
+A spill clears the rows' index entries, copies, takes checksums where they are wanted, and writes the entries: so an
+entry never names bytes that are not there. A restore verifies what it copied, where a checksum is known: always with
+checksums on, else once for rows that were found in the file at the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry import _core
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.namespaces import Quota
+from kvferry.daemon.store import MAX_NAMESPACES, Started, Store, StoreLimits
+from kvferry.radix.tree import RESTORE
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.host_index import Recovered, layout_fingerprint
+from kvferry.transfer.host_rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
+
+log = logging.getLogger(__name__)
+
+OUTPUT_FLAG = 1  # of an index entry
+
+CopyDone = Callable[[int, Sequence[int], int, float], None]
+"""Copy number, device ids of pages whose bytes are not right, how many of them by checksum, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    failed: list[int]
+    mismatched: int
+    seconds: float
+    sums: NDArray[np.uint64] | None = None  # of the rows that were written
+
+
+class HostTier:
+    """Completions run on the event loop's thread."""
+
+    def __init__(
+        self, device: memoryview, page_bytes: int, rows: HostRows, pages: int, *, threads: int, checksums: bool
+    ) -> None:
+        self._device = np.frombuffer(device, np.uint8)
+        self._host = np.frombuffer(rows.buffer, np.uint8)
+        self._device_view, self._host_view = device, rows.buffer
+        self._page_bytes = page_bytes
+        self._rows = rows
+        self._file = rows if isinstance(rows, FileRows) else None
+        self._threads = threads
+        self._checksums = checksums
+        self._sums = np.zeros(pages, np.uint64)
+        self._verify = np.zeros(pages, np.bool_)  # rows whose checksum is known and is to be verified
+        self._unverified: set[int] = set()  # found in the file, never restored yet
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvferry-tier")
+
+    @property
+    def survives(self) -> bool:
+        """What it holds is found again by the next daemon."""
+        return self._file is not None
+
+    @property
+    def unverified(self) -> int:
+        return len(self._unverified)
+
+    def recover(self, store: Store, max_namespaces: int) -> Recovered | None:
+        """Puts what the file holds into the trees of their namespaces; beyond `max_namespaces` it is discarded."""
+        if self._file is None:
+            return None
+        found = self._file.recover()
+        store.tiers.discarded_entries += sum(found.report.dropped.values())
+        ids, of_row = np.unique(found.namespace_ids, axis=0, return_inverse=True)
+        for number, namespace_id in enumerate(ids):
+            mine = np.flatnonzero(of_row.ravel() == number)
+            rows = found.rows[mine]
+            if number >= max_namespaces:
+                self._file.clear(rows)
+                store.tiers.discarded_entries += len(rows)
+                continue
+            self._sums[rows] = found.checksums[mine]
+            self._verify[rows] = True
+            self._unverified.update(rows.tolist())
+            outputs = (found.flags[mine] & OUTPUT_FLAG).astype(np.uint8).tobytes()
+            digests, parents = found.digests[mine].tobytes(), found.parents[mine].tobytes()
+            store.recover(store.namespace(namespace_id.tobytes()), digests, parents, rows.tolist(), outputs)
+        return found
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """They were freed."""
+        self._unverified.difference_update(rows)
+        if self._file is not None:
+            self._file.clear(rows)
+
+    def start(self, started: Started, done: CopyDone) -> None:
+        copy = started.copy
+        device, host = np.asarray(copy.device, np.int64), np.asarray(copy.host, np.int64)
+        restore = copy.kind == RESTORE
+        if not restore:
+            self.forget(copy.host)  # before a byte of them changes
+        known = self._verify[host].copy() if restore else None
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._executor, self._copy, device, host, known)
+
+        def finished(result: asyncio.Future[_Outcome]) -> None:
+            outcome = result.result()
+            if restore:
+                self._restored(copy.host, outcome)
+            else:
+                self._spilled(started, host, outcome)
+            done(started.number, outcome.failed, outcome.mismatched, outcome.seconds)
+
+        future.add_done_callback(finished)
+
+    def close(self) -> None:
+        """Waits for the copies that run, and lets the memory go."""
+        self._executor.shutdown(wait=True)
+        del self._device, self._host
+        self._rows.close()
+
+    def _copy(self, device: NDArray[np.int64], host: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
+        """On the copy thread. `known`: a restore, and which of its rows have a checksum."""
+        began = time.perf_counter()
+        size = self._page_bytes
+        device_at = self._device.ctypes.data + device * size
+        host_at = self._host.ctypes.data + host * size
+        sizes = np.full(len(device), size, np.int64)
+        failed: list[int] = []
+        sums: NDArray[np.uint64] | None = None
+        if known is None:
+            _core.copy_list(host_at, device_at, sizes, self._threads)
+            if self._checksums or self._file is not None:
+                sums = checksum_rows(self._host_view, host, size)
+        else:
+            _core.copy_list(device_at, host_at, sizes, self._threads)
+            if known.any():
+                failed = verify_rows(self._device_view, device[known], size, self._sums[host[known]])
+        return _Outcome(failed, len(failed), time.perf_counter() - began, sums)
+
+    def _restored(self, rows: Sequence[int], outcome: _Outcome) -> None:
+        self._unverified.difference_update(rows)
+        if not self._checksums and not outcome.failed:
+            self._verify[list(rows)] = False  # once is enough
+
+    def _spilled(self, started: Started, rows: NDArray[np.int64], outcome: _Outcome) -> None:
+        copy = started.copy
+        self._verify[rows] = outcome.sums is not None and self._checksums
+        if outcome.sums is None:
+            return
+        self._sums[rows] = outcome.sums
+        if self._file is not None:
+            flags = np.frombuffer(copy.outputs, np.uint8).astype(np.uint32) * OUTPUT_FLAG
+            self._file.write(rows, started.namespace_id, copy.digests, copy.parents, outcome.sums, flags)
+
+
+def open_tier(
+    config: DaemonConfig, role: str, incarnation: bytes, geometry: KVGeometry, device: memoryview, store: Store
+) -> HostTier:
+    """The memory of the store's host pool, and in the trees what its file holds. OSError, ValueError."""
+    assert store.host is not None
+    page_bytes, pages = geometry.page_bytes, store.host.pages
+    rows: HostRows
+    if config.host_dir:
+        layout = layout_fingerprint(geometry)
+        rows = FileRows.open(config.host_dir, pages=pages, page_bytes=page_bytes, layout=layout, role=role)
+    else:
+        rows = AnonymousRows(config.shm_dir, f"kvferry-{incarnation.hex()}-{role}-host", pages, page_bytes)
+    threads, checksums = config.copy_threads, config.checksums == "on"
+    tier = HostTier(device, page_bytes, rows, pages, threads=threads, checksums=checksums)
+    store.host.log_frees = True
+    # One place is left for the worker's own namespace, should it not be among those of the file.
+    found = tier.recover(store, MAX_NAMESPACES - 1)
+    if found is not None:
+        log.info("%s host tier's file: %s", role, found.report)
+    return tier
+
+
+def store_limits(config: DaemonConfig) -> StoreLimits:
+    return StoreLimits(
+        policy=config.policy,
+        evict_output_first=config.evict_output_first,
+        write_through_hits=config.write_through_hits,
+        quotas={bytes.fromhex(name): quota for name, quota in config.quotas.items() if name != "default"},
+        default_quota=config.quotas.get("default", Quota()),
+    )

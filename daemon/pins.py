@@ -1,0 +1,82 @@
+"""Prefixes that an operator holds in the cache for a time. Core: no I/O, time is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.daemon.errors import exhausted, not_found
+from kvferry.daemon.namespaces import Namespace
+from kvferry.daemon.store import Store
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.pool import PageState
+from kvferry.radix.tree import Lock
+
+MAX_PINS = 1024
+MAX_PIN_SECONDS = 7 * 24 * 3600
+_READABLE = (PageState.CACHED, PageState.SPILLING)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    number: int
+    namespace: Namespace
+    lock: Lock
+    until: float
+    pages: int
+
+
+class Pins:
+    """`unlock` gives a lock up, whatever has become of its pages."""
+
+    def __init__(self, store: Store, unlock: Callable[[Namespace, Lock], None]) -> None:
+        self._store = store
+        self._unlock = unlock
+        self._pins: dict[int, Pin] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def all(self) -> list[Pin]:
+        return list(self._pins.values())
+
+    def pin(self, namespace: Namespace, digests: bytes, until: float) -> Pin:
+        """Holds what is held of the prompt, in whichever tier; pages on their way are left out. NOT_FOUND where that is
+        nothing; RESOURCE_EXHAUSTED beyond MAX_PINS, or where running requests were promised the pages.
+        """
+        if len(self._pins) >= MAX_PINS:
+            raise exhausted(f"{len(self._pins)} pins are held; the bound is {MAX_PINS}")
+        tree = namespace.tree
+        lock = tree.lock(tree.match(digests))
+        states = self._store.pool.states(tree.path_pages(lock))
+        readable = next((i for i, state in enumerate(states) if state not in _READABLE), lock.pages)
+        if readable < lock.pages:
+            shorter = tree.lock(tree.match(digests[: readable * DIGEST_BYTES]))
+            tree.unlock(lock)
+            lock = shorter
+        if lock.pages == 0:
+            tree.unlock(lock)
+            raise not_found("nothing of this prompt is held")
+        if not self._store.fits(namespace, 0):
+            pages = lock.pages
+            tree.unlock(lock)
+            raise exhausted(f"{pages} pages cannot be pinned: running requests were promised more than is left beside")
+        pin = Pin(self._next, namespace, lock, until, lock.pages)
+        self._next += 1
+        self._pins[pin.number] = pin
+        namespace.pinned_pages += pin.pages
+        return pin
+
+    def unpin(self, number: int) -> int:
+        """0: all. Returns how many there were."""
+        chosen = list(self._pins.values()) if number == 0 else [p for p in (self._pins.get(number),) if p]
+        for pin in chosen:
+            del self._pins[pin.number]
+            pin.namespace.pinned_pages -= pin.pages
+            self._unlock(pin.namespace, pin.lock)
+        return len(chosen)
+
+    def expire(self, now: float) -> None:
+        for pin in [pin for pin in self._pins.values() if pin.until <= now]:
+            self.unpin(pin.number)

@@ -1,0 +1,75 @@
+"""One request in the prefill daemon's rendezvous table, and the prompt that its worker began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.daemon.holds import Hold
+from kvferry.daemon.limits import Name
+from kvferry.proto import peer_pb2 as peer
+
+UNASKED = 1 << 16  # added to the priority of what nobody asked for: it goes behind all that was
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """The worker's half: its Begin and, once admitted, its pages."""
+
+    worker: int
+    hold: Hold
+    digests: bytes  # of all full pages
+    tokens: int
+    tail_digest: bytes
+    keep: bool  # its pages enter the tree
+    queued: bool = False  # waits for pages
+    begun: bool = False  # the worker knows its pages
+    private: list[int] = field(default_factory=list)  # of its pages, those that are not the tree's
+    tree_pages: int = 0  # leading digests that are in the tree and under the lock
+    computed: int = 0  # tokens
+    pages_ready: int = 0
+    aux: bytes | None = None
+    worker_done: bool = False  # it touches the pages no more
+    told_failed: bool = False  # the worker's Abort is awaited
+    unasked: int = 0  # pages counted as held by what nobody asked for
+
+    @property
+    def pages(self) -> list[int]:
+        return self.hold.pages
+
+    @property
+    def namespace_id(self) -> bytes:
+        return self.hold.namespace.id
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Either half may be missing."""
+
+    name: Name
+    deadline: float
+    arrived_at: float
+    order: int
+    prompt: Prompt | None = None
+    session: int | None = None  # of the decode daemon that asked
+    asks: list[peer.Ask] = field(default_factory=list)  # waiting for the prompt to begin
+    sends: set[int] = field(default_factory=set)  # transfers open or ending
+    done: bool = False  # nothing more is wanted of it
+    failed: bool = False
+    aux_sent: bool = False
+    acknowledge: bool = False  # a failed one's worker waits for Ended
+    overtaken: int = 0
+    missing: set[int] = field(default_factory=set)  # page ids that are being restored
+    filling: set[int] = field(default_factory=set)  # always empty: nothing is asked for on this side
+
+    @property
+    def asked(self) -> bool:
+        return self.session is not None
+
+    @property
+    def can_ask(self) -> bool:
+        return False
+
+    @property
+    def priority(self) -> int:
+        assert self.prompt is not None
+        return self.prompt.hold.priority + (0 if self.asked else UNASKED)

@@ -1,0 +1,172 @@
+"""Which of the begun prompts gets its pages next. Core: no I/O.
+
+Requests that no decode daemon has asked for hold at most half of the pool and get no pages while one that was asked
+for waits for room. So one that needs no more than half waits only for what others have asked for; a larger one may
+wait also for those that nobody asks for, until their deadline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvferry.daemon.admission import AdmissionQueue
+from kvferry.daemon.arrivals import Arrivals
+from kvferry.daemon.holds import Holds
+from kvferry.daemon.prefill_entry import Entry, Prompt
+from kvferry.daemon.store import Store
+from kvferry.radix.pool import PageState
+
+_RESTORING = int(PageState.RESTORING)
+
+
+class PrefillSupply:
+    """`on_begun`: every page of the prompt is there, and its matched ones are readable."""
+
+    def __init__(self, store: Store, overtakes: int, on_begun: Callable[[Entry], None]) -> None:
+        self.queue: AdmissionQueue[Entry] = AdmissionQueue(overtakes)
+        self._arrivals: Arrivals[Entry] = Arrivals()
+        self.holds = Holds(store, self._arrivals)
+        self._store = store
+        self._on_begun = on_begun
+        self._parked: set[Entry] = set()  # larger than what nobody asks for may be
+        self._reserved: deque[Entry] = deque()
+        self._returned: list[Entry] = []
+        self._asked_waiting = 0
+        self._unasked_pages = 0  # reserved for or held by prompts that nobody asked for
+
+    @property
+    def waiting(self) -> int:
+        return len(self.queue) + len(self._parked)
+
+    @property
+    def reserved(self) -> int:
+        return len(self._reserved)
+
+    def add(self, entry: Entry) -> None:
+        prompt = entry.prompt
+        assert prompt is not None and not prompt.queued
+        if not entry.asked and prompt.hold.wanted > self._most_unasked:
+            self._parked.add(entry)
+            return
+        self._asked_waiting += entry.asked
+        prompt.queued = True
+        self.queue.push(entry)
+
+    def asked(self, entry: Entry, session: int) -> None:
+        """A decode daemon asks for it, for the first time."""
+        waits = self._leave_queue(entry)
+        entry.session = session
+        if waits:
+            self.add(entry)
+        if entry.prompt is not None:
+            self._count_asked(entry.prompt)
+
+    def drop(self, entry: Entry) -> None:
+        """The prompt's hold on the cache ends, however far it has come."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if not self._leave_queue(entry) and entry in self._reserved:
+            self._reserved.remove(entry)
+        self._return(entry)
+
+    def pump(self) -> None:
+        self._claim()
+        self.queue.admit(self._reserve)
+        for entry in self._returned:
+            self.add(entry)
+        self._returned.clear()
+
+    def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> None:
+        ended = self._store.copy_ended(number, failed, mismatched, seconds)
+        waiters = {waiter: None for page in ended.readable for waiter in self._arrivals.arrived(page)}
+        _, stranded = self._arrivals.lost(ended.lost)
+        self._arrivals.forget(ended.removed)
+        for entry in stranded:
+            # Its worker was told nothing yet: it is admitted once more, with what is readable then.
+            self._return(entry)
+            self.add(entry)
+        for entry in waiters:
+            self._check_begun(entry)
+
+    @property
+    def _most_unasked(self) -> int:
+        return self._store.pool.pages // 2
+
+    def _leave_queue(self, entry: Entry) -> bool:
+        """Whether it waited."""
+        if entry in self._parked:
+            self._parked.remove(entry)
+            return True
+        if entry.prompt is None or not entry.prompt.queued:
+            return False
+        self.queue.remove(entry)
+        entry.prompt.queued = False
+        self._asked_waiting -= entry.asked
+        return True
+
+    def _must_wait(self, entry: Entry, prompt: Prompt) -> bool:
+        if entry.asked:
+            return False
+        return self._asked_waiting > 0 or self._unasked_pages + prompt.hold.wanted > self._most_unasked
+
+    def _reserve(self, entry: Entry) -> bool:
+        prompt = entry.prompt
+        assert prompt is not None
+        if self._must_wait(entry, prompt) or not self.holds.reserve(prompt.hold):
+            return False
+        prompt.queued = False
+        self._asked_waiting -= entry.asked
+        if not entry.asked:
+            prompt.unasked = prompt.hold.wanted
+            self._unasked_pages += prompt.unasked
+        self._reserved.append(entry)
+        self._claim()
+        return True
+
+    def _claim(self) -> None:
+        while self._reserved:
+            entry = self._reserved[0]
+            prompt = entry.prompt
+            assert prompt is not None
+            fresh = self.holds.claim(prompt.hold)
+            if fresh is not None:
+                self._reserved.popleft()
+                self._claimed(entry, prompt, fresh)
+            elif self._store.copies:
+                return
+            else:
+                # Nothing comes by itself: it waits for its turn again.
+                self._reserved.popleft()
+                self._return(entry)
+                self._returned.append(entry)
+                return
+
+    def _claimed(self, entry: Entry, prompt: Prompt, fresh: list[int]) -> None:
+        prompt.private = fresh
+        path = prompt.pages[: prompt.hold.matched]
+        states = self._store.pool.states(path)
+        coming = [page for page, state in zip(path, states, strict=True) if state == _RESTORING]
+        self._arrivals.restoring(page for page in coming if page not in self._arrivals)
+        for page in coming:
+            self._arrivals.follow(page, entry)
+        self._check_begun(entry)
+
+    def _check_begun(self, entry: Entry) -> None:
+        prompt = entry.prompt
+        assert prompt is not None
+        if not entry.missing and not prompt.begun:
+            prompt.begun = True
+            self._on_begun(entry)
+
+    def _return(self, entry: Entry) -> None:
+        prompt = entry.prompt
+        assert prompt is not None
+        self._arrivals.leave(entry)
+        self.holds.drop(prompt.hold, prompt.private)
+        prompt.private = []
+        self._count_asked(prompt)
+
+    def _count_asked(self, prompt: Prompt) -> None:
+        self._unasked_pages -= prompt.unasked
+        prompt.unasked = 0

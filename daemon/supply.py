@@ -1,0 +1,102 @@
+"""Who of the decode requests gets pages next: growth first, then what is reserved, then the admission queue. Core: no
+I/O, time is passed in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.daemon.admission import AdmissionQueue
+from kvferry.daemon.holds import Holds
+from kvferry.daemon.lease import Lease, LeaseState
+from kvferry.daemon.limits import pages_for
+from kvferry.daemon.store import Store
+
+
+class SupplyEvents(Protocol):
+    def on_claimed(self, lease: Lease, fresh: list[int], now: float) -> None:
+        """It has its pages; `fresh` are those behind the matched ones."""
+
+    def on_grown(self, lease: Lease, first_page: int) -> None:
+        """Its pages from index `first_page` on are new."""
+
+    def on_short(self, lease: Lease, now: float) -> None:
+        """No page can be had for its growth, and no copy is under way that would free one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    lease: Lease
+    tokens: int
+    deadline: float
+
+
+class Supply:
+    def __init__(self, store: Store, holds: Holds, overtakes: int, events: SupplyEvents) -> None:
+        self.queue: AdmissionQueue[Lease] = AdmissionQueue(overtakes)
+        self.reserved: deque[Lease] = deque()
+        self.growing: deque[Growth] = deque()
+        self._returned: list[Lease] = []
+        self._store = store
+        self._holds = holds
+        self._events = events
+
+    def remove(self, lease: Lease) -> None:
+        """It waits for nothing more."""
+        if lease.state is LeaseState.WAITING:
+            self.queue.remove(lease)
+        elif lease.state is LeaseState.RESERVED:
+            self.reserved.remove(lease)
+            self._holds.drop(lease.hold, [])
+
+    def pump(self, now: float) -> None:
+        self._grow(now)
+        self._claim(now)
+        self.queue.admit(lambda lease: self._reserve(lease, now))
+        for lease in self._returned:
+            self.queue.push(lease)
+        self._returned.clear()
+
+    def _reserve(self, lease: Lease, now: float) -> bool:
+        if not self._holds.reserve(lease.hold):
+            return False
+        lease.state = LeaseState.RESERVED
+        lease.admitted_at = now
+        self.reserved.append(lease)
+        self._claim(now)
+        return True
+
+    def _claim(self, now: float) -> None:
+        while self.reserved:
+            lease = self.reserved[0]
+            fresh = self._holds.claim(lease.hold)
+            if fresh is not None:
+                self.reserved.popleft()
+                self._events.on_claimed(lease, fresh, now)
+            elif self._store.copies:
+                return
+            else:
+                # Nothing comes by itself: what was promised is used up by growth. It waits for its turn again.
+                self.reserved.popleft()
+                self._holds.drop(lease.hold, [])
+                lease.state = LeaseState.WAITING
+                self._returned.append(lease)
+                return
+
+    def _grow(self, now: float) -> None:
+        while self.growing:
+            growth = self.growing[0]
+            lease = growth.lease
+            first = len(lease.pages)
+            extra = pages_for(growth.tokens, self._store.page_size) - first
+            if lease.state is not LeaseState.READY:
+                self.growing.popleft()  # it ended meanwhile
+            elif extra <= 0 or self._holds.grow(lease.hold, extra):
+                self.growing.popleft()
+                self._events.on_grown(lease, first)
+            else:
+                if not self._store.copies:
+                    self._events.on_short(lease, now)
+                return

@@ -1,0 +1,143 @@
+"""Who gets pages when there are too few: overcommit and retraction, priorities, overtaking, warm-up."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from engines import Engines, settled, stats
+
+from kvferry.daemon.stack import Stack
+from kvferry.daemon.system import SystemSpec, start_replicas
+
+PAGE = 16
+PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
+
+
+def ids(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(32_000) for _ in range(n)]
+
+
+@pytest.mark.parametrize("host_pages", [0, 400])
+def test_overcommit_loses_no_token(stack: Stack, host_pages: int) -> None:
+    """Forty requests, each of which may grow to a fifth of the pool, and does: those that were retracted end with the
+    same tokens as in a system that never promises too much.
+    """
+    rng = random.Random(1)
+    prompts = [ids(rng, rng.randrange(20, 60)) for _ in range(40)]
+    flags = ["--host-bytes", str(host_pages * PAGE_BYTES)]
+    specs = [
+        SystemSpec(page_size=PAGE, decode_pool_bytes=60 * PAGE_BYTES, decode_flags=[*flags, "--overcommit", factor])
+        for factor in ("1", "8")
+    ]
+    outputs = []
+    sides = []
+    for system in specs:
+        prefills, decodes = start_replicas(stack, system)
+        with Engines(prefills[0], decodes[0]) as engines:
+            turns = engines.turns(prompts, 150, deadline_s=90.0)
+        assert [turn.details for turn in turns if turn.error] == []
+        outputs.append([turn.output for turn in turns])
+        sides.append(settled(decodes[0]))
+        settled(prefills[0])
+        stack.close()
+    assert all(len(output) == 150 for output in outputs[0])
+    assert outputs[0] == outputs[1]
+    assert sides[0].requests.retracted == 0
+    assert sides[1].requests.retracted > 0
+    assert sides[1].requests.finished == 40
+
+
+def test_small_requests_pass_a_large_one_but_it_gets_its_turn(stack: Stack) -> None:
+    prefills, decodes = start_replicas(
+        stack,
+        SystemSpec(
+            page_size=PAGE,
+            decode_pool_bytes=40 * PAGE_BYTES,
+            decode_flags=["--overtakes", "3"],
+            decode_worker_flags=["--synthetic-decode-us", "5000"],
+        ),
+    )
+    rng = random.Random(2)
+    ended: list[str] = []
+
+    with Engines(prefills[0], decodes[0]) as engines, ThreadPoolExecutor(32) as pool:
+
+        def run(kind: str, tokens: int, new: int) -> None:
+            turn = engines.turn(ids(rng, tokens), new)
+            assert turn.error is None, turn.details
+            ended.append(kind)
+
+        holders = [pool.submit(run, "holder", 10 * PAGE, 60) for _ in range(2)]
+        while stats(decodes[0]).requests.running < 2:
+            time.sleep(0.01)
+        large = pool.submit(run, "large", 36 * PAGE, 2)
+        while stats(decodes[0]).requests.waiting < 1:
+            time.sleep(0.01)
+        small = [pool.submit(run, "small", 2 * PAGE, 40) for _ in range(12)]
+        for future in (*holders, large, *small):
+            future.result(60)
+    side = settled(decodes[0])
+    assert 1 <= side.requests.overtaken <= 3
+    assert ended.index("large") < len(ended) - 8, "the large one came before most of the later small ones"
+
+
+def test_a_full_queue_refuses_with_its_bound(stack: Stack) -> None:
+    prefills, decodes = start_replicas(
+        stack,
+        SystemSpec(
+            page_size=PAGE,
+            decode_pool_bytes=12 * PAGE_BYTES,
+            decode_flags=["--queue", "2"],
+            decode_worker_flags=["--synthetic-decode-us", "10000"],
+        ),
+    )
+    rng = random.Random(3)
+    with Engines(prefills[0], decodes[0]) as engines:
+        turns = engines.turns([ids(rng, 5 * PAGE) for _ in range(8)], 80, deadline_s=20.0)
+    refused = [turn for turn in turns if turn.code == grpc.StatusCode.RESOURCE_EXHAUSTED]
+    assert refused
+    assert all("wait for admission; the bound is 2" in turn.details for turn in refused)
+    assert sum(turn.error is None for turn in turns) >= 3
+    assert settled(decodes[0]).requests.refused == len(refused)
+
+
+def test_warm_up_requests_leave_nothing(stack: Stack) -> None:
+    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    prompt = ids(random.Random(4), 10 * PAGE)
+    with Engines(prefills[0], decodes[0]) as engines:
+        for _ in range(2):
+            turn = engines.turn(prompt, 40, warmup=True)
+            assert turn.error is None, turn.details
+            assert (turn.matched, turn.prefill_matched, turn.delta_pages) == (0, 0, 10)
+    assert settled(decodes[0]).pool.cached == 0
+    assert settled(prefills[0]).pool.cached == 0
+
+
+def test_smaller_priorities_go_first(stack: Stack) -> None:
+    prefills, decodes = start_replicas(
+        stack,
+        SystemSpec(
+            page_size=PAGE, decode_pool_bytes=12 * PAGE_BYTES, decode_worker_flags=["--synthetic-decode-us", "2000"]
+        ),
+    )
+    rng = random.Random(5)
+    ended: list[int] = []
+    with Engines(prefills[0], decodes[0]) as engines, ThreadPoolExecutor(32) as pool:
+
+        def run(priority: int) -> None:
+            turn = engines.turn(ids(rng, 5 * PAGE), 80, priority=priority)
+            assert turn.error is None, turn.details
+            ended.append(priority)
+
+        first = pool.submit(run, 0)
+        while stats(decodes[0]).requests.running < 1:
+            threading.Event().wait(0.01)
+        waiting = [pool.submit(run, priority) for priority in (5, 5, 5, -5, -5, -5)]
+        for future in (first, *waiting):
+            future.result(60)
+    assert ended == [0, -5, -5, -5, 5, 5, 5]
