@@ -75,7 +75,8 @@ def _device(store: Store, page_bytes: int, stats: cache.PoolStats) -> None:
 
 
 def _host(store: Store, page_bytes: int, stats: cache.PoolStats) -> None:
-    """Locks and nodes are those of the trees, which the device pool's statistics have."""
+    """Zeros where there is none. Locks and nodes are those of the trees: the device pool's statistics have them."""
+    stats.SetInParent()
     if store.host is not None:
         _pages(store.host, page_bytes, stats)
         stats.evictable = sum(namespace.tree.host_evictable for namespace in store.namespaces.values())

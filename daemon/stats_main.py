@@ -126,13 +126,13 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
             f"{transfers.active} / {transfers.completed} / {transfers.failed} / {transfers.aborted}",
         ),
         ("asked again / parts dropped", f"{transfers.asked_again} / {transfers.dropped_parts}"),
-        ("pages", f"{pool.pages} x {size(pool.page_bytes)}, evicted by {side.policy or '-'}"),
+        ("pages", f"{pool.pages} x {size(pool.page_bytes)}"),
         ("  free", f"{pool.free}"),
         ("  leased", f"{pool.leased}"),
         ("  arriving", f"{pool.arriving}"),
         ("  cached (evictable)", f"{pool.cached} ({pool.evictable})"),
         ("  spilling / restoring / orphaned", f"{pool.spilling} / {pool.restoring} / {pool.orphaned}"),
-        ("promised / locks / evicted", f"{pool.promised} / {pool.locks} / {pool.evicted}"),
+        (f"promised / locks / evicted by {side.policy or '-'}", f"{pool.promised} / {pool.locks} / {pool.evicted}"),
     ]
     rows += _host_rows(side.host, side.tiers)
     if role == "decode":
@@ -165,7 +165,7 @@ def _host_rows(host: cache.PoolStats, tiers: cache.TierStats) -> list[tuple[str,
         ("  spilled / copied before eviction", f"{tiers.spilled_pages} / {tiers.backup_pages}"),
         ("  restored", f"{tiers.restored_pages}"),
         ("  mean speed of copies, to / from the host", speed),
-        ("  spill failed / restore failed / of them by checksum", failed),
+        ("  failed spills / restores / of them by checksum", failed),
         ("  dropped from the device / evicted", f"{tiers.dropped_pages} / {tiers.host_evicted_pages}"),
     ]
     if tiers.recovered_pages or tiers.discarded_entries:
@@ -183,16 +183,15 @@ def _speed(nbytes: int, seconds: float) -> str:
 
 def _namespace_rows(namespace: cache.NamespaceStats) -> list[tuple[str, str]]:
     queried = namespace.queried_tokens or 1
-    quota = f" of {namespace.hard_quota}" if namespace.hard_quota else ""
-    quota += f", {namespace.soft_quota} its own" if namespace.soft_quota else ""
+    quota = f"{namespace.soft_quota or '-'} / {namespace.hard_quota or '-'}"
     return [
         (
-            f"namespace {namespace.namespace_id.hex()[:12]}",
-            f"hit {namespace.hit_tokens / queried:.1%}, from the host {namespace.host_hit_tokens / queried:.1%}",
+            f"namespace {namespace.namespace_id.hex()[:12]}: hit / from the host",
+            f"{namespace.hit_tokens / queried:.1%} / {namespace.host_hit_tokens / queried:.1%}",
         ),
-        ("  pages on the device", f"{namespace.device_pages}{quota}"),
+        ("  device pages / soft / hard quota", f"{namespace.device_pages} / {quota}"),
         ("  evictable / promised / evicted", f"{namespace.evictable} / {namespace.promised} / {namespace.evicted}"),
-        ("  on the host / pinned", f"{namespace.host_pages} / {namespace.pinned_pages}"),
+        ("  host pages / pinned", f"{namespace.host_pages} / {namespace.pinned_pages}"),
     ]
 
 
