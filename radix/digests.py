@@ -2,7 +2,8 @@
 
 digest = SHA-256(canonical CBOR of [parent, [token, ...], extra]), 32 raw bytes, page by page; the formula of vLLM's
 `sha256_cbor`. The extra item is null, or the list of a page's extra keys (LoRA, multimodal items, and
-`("cache_salt", salt)` in page 0). The hashing is C++ (`csrc/digest_chain.cpp`), one call a prompt, GIL released.
+`("cache_salt", salt)` in page 0). The hashing is C++ (`csrc/digest_chain.cpp`), one call a prompt;
+a long one lets the GIL go.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from kvferry.radix import cbor
 from kvferry.radix.cbor import ExtraKey
 
 DIGEST_BYTES = 32
+TOKEN_BYTES = 4  # of a token that is kept
 MAX_PAGE_SIZE = _core.MAX_PAGE_SIZE
 MAX_TOKEN = 2**32 - 1
 DEFAULT_SEED = "vllm-none-hash"
@@ -24,7 +26,8 @@ ExtraKeys: TypeAlias = Sequence[ExtraKey]
 Extra: TypeAlias = ExtraKeys | Mapping[int, ExtraKeys | None] | None
 """None; keys that each page of a call has; or keys by page index. An empty list is no keys (null), as in vLLM."""
 
-# Whatever numpy turns into uint32 without loss; a C-contiguous uint32 buffer is not copied.
+# Whatever numpy turns into uint32 without loss. Contiguous buffers of 32 or 64 bits are read as they are, a list or
+# tuple of ints is copied once, all else goes through numpy.
 Tokens: TypeAlias = NDArray[np.integer] | Sequence[int] | Iterable[int] | memoryview
 
 
@@ -50,11 +53,12 @@ def chain_digests(
     parent: digest of the page before (None: the default root). extra: see `Extra`; page indexes count from this call's
     first page, and may name the partial page. ValueError or TypeError name the field and its bound.
     """
-    _check_page_size(page_size)
-    array = _token_array(tokens)
-    encoded = _EncodedExtra.of(extra)
-    encoded.check_pages(-(-len(array) // page_size))
-    return _core.chain_digests(array, page_size, _checked_parent(parent), encoded.common, encoded.by_page)
+    check_page_size(page_size)
+    view = token_view(tokens)
+    encoded = EncodedExtra.of(extra)
+    encoded.check_pages(-(-len(view) // page_size))
+    digests, _ = _core.chain_digests(view, b"", page_size, checked_parent(parent), encoded.common, encoded.by_page, 0)
+    return np.frombuffer(bytearray(digests), np.uint8).reshape(-1, DIGEST_BYTES)
 
 
 def tail_digest(tokens: Tokens, *, page_size: int, parent: bytes | None = None, extra: Extra = None) -> bytes:
@@ -62,13 +66,13 @@ def tail_digest(tokens: Tokens, *, page_size: int, parent: bytes | None = None, 
 
     parent: digest of the last full page. Page 0 of `extra` is the partial page. No tokens: b"".
     """
-    _check_page_size(page_size)
-    array = _token_array(tokens)
-    if len(array) >= page_size:
-        raise ValueError(f"tokens: {len(array)} of them, must be fewer than page_size ({page_size})")
-    encoded = _EncodedExtra.of(extra)
+    check_page_size(page_size)
+    view = token_view(tokens)
+    if len(view) >= page_size:
+        raise ValueError(f"tokens: {len(view)} of them, must be fewer than page_size ({page_size})")
+    encoded = EncodedExtra.of(extra)
     encoded.check_pages(1)
-    return _tail(array, _checked_parent(parent), encoded.page(0))
+    return tail_of(view.narrow(0, len(view)), checked_parent(parent), encoded.page(0))
 
 
 def prompt_digests(tokens: Tokens, *, page_size: int, extra: Extra = None) -> PromptDigests:
@@ -86,25 +90,22 @@ class DigestChain:
     """
 
     def __init__(self, *, page_size: int, parent: bytes | None = None, extra: Extra = None) -> None:
-        _check_page_size(page_size)
+        check_page_size(page_size)
         self._page_size = page_size
-        self._parent = _checked_parent(parent)  # of the partial page
-        self._extra = _EncodedExtra.of(extra)
+        self._parent = checked_parent(parent)  # of the partial page
+        self._extra = EncodedExtra.of(extra)
         self._digests = bytearray()
-        self._partial: NDArray[np.uint32] = np.empty(0, np.uint32)
+        self._partial = b""  # its tokens, uint32
 
     def extend(self, tokens: Tokens) -> None:
         """Appends tokens. Bad tokens raise and leave the chain as it was."""
-        array = _token_array(tokens)
-        if len(self._partial):
-            array = np.concatenate([self._partial, array])
-        done = len(self._digests) // DIGEST_BYTES
-        by_page = {page - done: item for page, item in self._extra.by_page.items() if page >= done}
-        fresh = _core.chain_digests(array, self._page_size, self._parent, self._extra.common, by_page).tobytes()
-        self._digests += fresh
+        common, by_page = self._extra
+        fresh, self._partial = _core.chain_digests(
+            token_view(tokens), self._partial, self._page_size, self._parent, common, by_page, self.pages
+        )
         if fresh:
+            self._digests += fresh
             self._parent = fresh[-DIGEST_BYTES:]
-        self._partial = array[len(array) - len(array) % self._page_size :].copy()  # the array may be the caller's
 
     @property
     def digests(self) -> bytes:
@@ -114,11 +115,11 @@ class DigestChain:
     @property
     def tail_digest(self) -> bytes:
         """Digest of the partial last page; b"" when there is none."""
-        return _tail(self._partial, self._parent, self._extra.page(self.pages))
+        return tail_of(self._partial, self._parent, self._extra.page(self.pages))
 
     @property
     def tokens(self) -> int:
-        return self.pages * self._page_size + len(self._partial)
+        return self.pages * self._page_size + len(self._partial) // TOKEN_BYTES
 
     @property
     def pages(self) -> int:
@@ -130,12 +131,12 @@ class DigestChain:
         self._extra.check_pages(self.pages + (1 if len(self._partial) else 0))
 
 
-class _EncodedExtra(NamedTuple):
+class EncodedExtra(NamedTuple):
     common: bytes
     by_page: dict[int, bytes]
 
     @classmethod
-    def of(cls, extra: Extra) -> "_EncodedExtra":
+    def of(cls, extra: Extra) -> "EncodedExtra":
         if isinstance(extra, Mapping):
             by_page = {}
             for page, keys in extra.items():
@@ -164,18 +165,17 @@ def _encode_keys(keys: ExtraKeys | None, field: str) -> bytes:
     return cbor.encode(keys, field=field) if keys else cbor.NULL
 
 
-def _tail(tokens: NDArray[np.uint32], parent: bytes, extra: bytes) -> bytes:
-    if len(tokens) == 0:
-        return b""
-    return _core.chain_digests(tokens, len(tokens), parent, extra, {}).tobytes()
+def tail_of(tokens: bytes, parent: bytes, extra: bytes) -> bytes:
+    """Digest of a partial page of these tokens (uint32), b"" without any; `extra` is encoded."""
+    return _core.page_digest(tokens, parent, extra) if tokens else b""
 
 
-def _check_page_size(page_size: int) -> None:
+def check_page_size(page_size: int) -> None:
     if not 1 <= page_size <= MAX_PAGE_SIZE:
         raise ValueError(f"page_size: {page_size}, must be in [1, {MAX_PAGE_SIZE}] tokens")
 
 
-def _checked_parent(parent: bytes | None) -> bytes:
+def checked_parent(parent: bytes | None) -> bytes:
     if parent is None:
         return _ROOT
     if len(parent) != DIGEST_BYTES:
@@ -183,8 +183,17 @@ def _checked_parent(parent: bytes | None) -> bytes:
     return bytes(parent)
 
 
-def _token_array(tokens: Tokens) -> NDArray[np.uint32]:
-    """A C-contiguous uint32 view or checked copy."""
+def token_view(tokens: Tokens) -> _core.TokenView:
+    """What the C++ core reads tokens from. One may be out of range still: whatever copies or hashes it will say so."""
+    view = _core.TokenView.of(tokens)
+    if view is None:
+        view = _core.TokenView.of(_converted(tokens))
+        assert view is not None
+    return view
+
+
+def _converted(tokens: Tokens) -> NDArray[np.uint32]:
+    """A contiguous, aligned uint32 view or checked copy."""
     if isinstance(tokens, (str, bytes, bytearray)):
         raise TypeError(f"tokens: {type(tokens).__name__}, must be integers")
     if not hasattr(tokens, "__len__"):
@@ -201,7 +210,7 @@ def _token_array(tokens: Tokens) -> NDArray[np.uint32]:
         if wrong.any():
             index = int(wrong.argmax())
             raise _out_of_range(index, int(array[index]))
-    return np.ascontiguousarray(array, dtype=np.uint32)
+    return np.require(array, np.uint32, ["C", "A"])
 
 
 def _refused_token(tokens: Tokens, array: NDArray[np.generic]) -> Exception:

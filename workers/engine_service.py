@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
+from kvferry.radix.prompt_cache import PromptCache
 from kvferry.workers.decode import DecodeWorker, Ending, Paused, Reply, Started
 from kvferry.workers.jobs import Jobs
 from kvferry.workers.orders import Bounds, decode_order, prefill_order
@@ -40,6 +41,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     ) -> None:
         self._description = description
         self._bounds = bounds
+        self._prompts = PromptCache(page_size=bounds.page_size)
         self._worker = worker
         self._jobs = jobs
 
@@ -51,7 +53,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a decode worker")
         try:
             self._jobs.check()
-            order = prefill_order(request, self._bounds)
+            order = prefill_order(request, self._bounds, self._prompts)
             job = self._jobs.start(order.name, self._worker.prefill(order))
             prefilled = await _outcome(job)
         except Exception as error:
@@ -65,7 +67,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         replies: asyncio.Queue[Reply | None] = asyncio.Queue()
         try:
             self._jobs.check()
-            order = decode_order(request, self._bounds)
+            order = decode_order(request, self._bounds, self._prompts)
             job = self._jobs.start(order.name, self._worker.decode(order, replies.put_nowait))
             job.add_done_callback(lambda _: replies.put_nowait(None))
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import grpc
 import grpc.aio
 
 from kvferry.proto import cache_pb2
-from kvferry.radix.digests import chain_digests
+from kvferry.radix.prompt_cache import PromptCache
 from kvferry.workers.front_engines import CHANNEL_OPTIONS, EngineLink, ServedModel
 from kvferry.workers.routing import Lookup
 
@@ -45,17 +46,25 @@ class Lookups:
         self._deadline_s = deadline_s
         self._clock = clock
         self._daemons: dict[str, _DaemonLink] = {}
+        self._hashing = threading.Lock()  # over the prompts: threads use them
+        self._prompts: tuple[ServedModel, PromptCache] | None = None  # recent ones of the model that is served
         self.counts = LookupCounts()
 
     async def ask(self, links: Sequence[EngineLink], served: ServedModel, tokens: Sequence[int]) -> list[Lookup | None]:
         """What each server's daemon says of this prompt; the digests are computed once, outside the event loop."""
-        digests = await asyncio.to_thread(_digests, tokens, served)
+        digests = await asyncio.to_thread(self._digests, tokens, served)
         request = cache_pb2.LookupRequest(namespace_id=served.namespace_id, digests=digests)
         return list(await asyncio.gather(*(self._ask(link, request) for link in links)))
 
     async def close(self) -> None:
         for daemon in self._daemons.values():
             await daemon.close()
+
+    def _digests(self, tokens: Sequence[int], served: ServedModel) -> bytes:
+        with self._hashing:
+            if self._prompts is None or self._prompts[0] is not served:
+                self._prompts = (served, PromptCache(page_size=served.page_size, parent=served.root_digest))
+            return self._prompts[1].digests(tokens).digests
 
     async def _ask(self, link: EngineLink, request: cache_pb2.LookupRequest) -> Lookup | None:
         assert link.facts is not None, f"{link.label} is asked before it was described"
@@ -74,7 +83,3 @@ class Lookups:
             daemon.skip_until = self._clock() + SKIP_AFTER_FAILURE_S
             return None
         return Lookup(reply.matched_tokens, reply.running, reply.waiting, reply.free_pages)
-
-
-def _digests(tokens: Sequence[int], served: ServedModel) -> bytes:
-    return chain_digests(tokens, page_size=served.page_size, parent=served.root_digest).tobytes()

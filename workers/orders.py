@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.proto import common_pb2, engine_pb2
-from kvferry.radix.digests import prompt_digests
+from kvferry.radix.prompt_cache import PromptCache
 from kvferry.workers.compute import Prompt
 from kvferry.workers.requests import MAX_PRIORITY, RequestFailed, RequestName
 from kvferry.workers.sampling import Sampling
@@ -46,7 +46,7 @@ class DecodeOrder(NamedTuple):
     warmup: bool = False  # it never enters the cache
 
 
-def prefill_order(request: engine_pb2.PrefillRequest, bounds: Bounds) -> PrefillOrder:
+def prefill_order(request: engine_pb2.PrefillRequest, bounds: Bounds, prompts: PromptCache) -> PrefillOrder:
     """Raises RequestFailed (INVALID_ARGUMENT) naming field, value and bound."""
     try:
         name = RequestName.from_proto(request.name)
@@ -56,11 +56,11 @@ def prefill_order(request: engine_pb2.PrefillRequest, bounds: Bounds) -> Prefill
     except ValueError as error:
         raise RequestFailed(common_pb2.ERROR_INVALID_ARGUMENT, str(error)) from None
     return PrefillOrder(
-        name, _prompt(tokens, bounds), sampling, _deadline(request.deadline_ms), priority, request.warmup
+        name, _prompt(tokens, prompts), sampling, _deadline(request.deadline_ms), priority, request.warmup
     )
 
 
-def decode_order(request: engine_pb2.DecodeRequest, bounds: Bounds) -> DecodeOrder:
+def decode_order(request: engine_pb2.DecodeRequest, bounds: Bounds, prompts: PromptCache) -> DecodeOrder:
     """Raises RequestFailed (INVALID_ARGUMENT) naming field, value and bound."""
     try:
         name = RequestName.from_proto(request.name)
@@ -77,7 +77,7 @@ def decode_order(request: engine_pb2.DecodeRequest, bounds: Bounds) -> DecodeOrd
         raise RequestFailed(common_pb2.ERROR_INVALID_ARGUMENT, str(error)) from None
     return DecodeOrder(
         name,
-        _prompt(tokens, bounds),
+        _prompt(tokens, prompts),
         sampling,
         request.max_new_tokens,
         frozenset(request.stop_tokens),
@@ -102,8 +102,8 @@ def _tokens(tokens: object, new_tokens: int, bounds: Bounds) -> NDArray[np.uint3
     return prompt
 
 
-def _prompt(tokens: NDArray[np.uint32], bounds: Bounds) -> Prompt:
-    digests = prompt_digests(tokens, page_size=bounds.page_size)
+def _prompt(tokens: NDArray[np.uint32], prompts: PromptCache) -> Prompt:
+    digests = prompts.digests(tokens)
     return Prompt(tokens, digests.digests, digests.tail)
 
 

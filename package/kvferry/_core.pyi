@@ -12,19 +12,42 @@ MAX_PAGE_SIZE: int
 
 def sha256_implementations() -> list[str]: ...
 def sha256(data: Buffer, implementation: Sha256 = "auto") -> bytes: ...
+
+class TokenView:
+    """A caller's tokens as they are: a buffer, held as long as this lives, or a copy of a list's or tuple's items."""
+
+    @staticmethod
+    def of(tokens: object) -> TokenView | None:
+        """None: not a one-dimensional contiguous buffer of native 32 or 64-bit integers, nor a list or tuple of ints in
+        [0, 2**32)."""
+
+    def __len__(self) -> int: ...
+    def narrow(self, begin: int, end: int) -> bytes:
+        """Tokens [begin, end) as uint32. ValueError names the first that is not in [0, 2**32)."""
+
+    def common(self, begin: int, held: Buffer) -> int:
+        """How many tokens from `begin` on are the same as those of `held` (uint32, aligned); a bad one never is."""
+
 def chain_digests(
-    tokens: NDArray[np.uint32],
+    tokens: TokenView,
+    partial: bytes,
     page_size: int,
     parent: bytes,
     extra: bytes,
     page_extras: dict[int, bytes],
+    first_page: int,
     implementation: Sha256 = "auto",
-) -> NDArray[np.uint8]:
-    """Digests of the full pages of `tokens`, (n, 32); GIL released.
+) -> tuple[bytes, bytes]:
+    """Digests (32 bytes each) of the full pages of partial + tokens, and the tokens behind the last of them.
 
-    extra: third item of each page, encoded as CBOR; page_extras: the same for single pages, by index in this call.
-    ValueError: page_size or parent out of bounds, implementation that this processor lacks.
+    partial, and what is returned: uint32 in the machine's order. extra: third item of each page, encoded as CBOR;
+    page_extras: the same for single pages, where this call's first page has index first_page. The GIL is released
+    when the tokens are many. ValueError: bad token, page_size or parent out of bounds, implementation that this
+    processor lacks.
     """
+
+def page_digest(tokens: bytes, parent: bytes, extra: bytes) -> bytes:
+    """Digest of one page of 1 to MAX_PAGE_SIZE tokens (uint32 in the machine's order)."""
 
 def gather_pages(
     dst: Buffer,
