@@ -184,7 +184,8 @@ class DecodeCore:
             self._supply.growing.append(Growth(lease, tokens, now + self.limits.growth_seconds))
         self._pump(now)
 
-    def finish(self, worker: int, name: Name, tokens: int, digests: bytes, now: float) -> None:
+    def finish(self, worker: int, name: Name, tokens: int, digests: bytes, now: float, continues: bool = False) -> None:
+        """`continues`: it was retracted and will come back (a Retract may also have crossed its last Finish)."""
         lease = self._lease_of(worker, name)
         if lease.state is LeaseState.FAILED:
             self.abort(worker, name, now)  # it crossed Failed on the way
@@ -200,7 +201,7 @@ class DecodeCore:
         elif len(digests) != want:
             self._fail(lease, invalid(f"digests has {len(digests)} bytes; {tokens} tokens need {want}"))
         else:
-            if lease.state is LeaseState.RETRACTING:
+            if lease.state is LeaseState.RETRACTING and continues:
                 self._remember_retracted(lease)
             else:
                 self.counters.finished += 1

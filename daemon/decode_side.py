@@ -55,7 +55,8 @@ class DecodeSide(Side[DecodeCore]):
             elif kind == "grow":
                 core.grow(number, name, message.grow.tokens, now)
             elif kind == "finish":
-                core.finish(number, name, message.finish.tokens, message.finish.digests, now)
+                finish = message.finish
+                core.finish(number, name, finish.tokens, finish.digests, now, finish.continues)
             else:
                 core.abort(number, name, now)
         except RequestError as error:

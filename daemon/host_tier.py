@@ -75,7 +75,9 @@ class HostTier:
         if self._file is None:
             return None
         found = self._file.recover()
-        store.tiers.discarded_entries += sum(found.report.dropped.values())
+        # A file whose header is wrong cannot say how many it held: it counts as one.
+        dropped = sum(found.report.dropped.values())
+        store.tiers.discarded_entries += dropped or int(found.report.replaced is not None)
         ids, of_row = np.unique(found.namespace_ids, axis=0, return_inverse=True)
         for number, namespace_id in enumerate(ids):
             mine = np.flatnonzero(of_row.ravel() == number)

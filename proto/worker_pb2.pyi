@@ -172,14 +172,16 @@ class Grown(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., first_page: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("name", "tokens", "digests")
+    __slots__ = ("name", "tokens", "digests", "continues")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     tokens: int
     digests: bytes
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., tokens: _Optional[int] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    continues: bool
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., tokens: _Optional[int] = ..., digests: _Optional[bytes] = ..., continues: bool = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("name", "reason")

@@ -162,13 +162,13 @@ class DaemonClient:
         finally:
             request.grown = None
 
-    async def finish(self, name: RequestName, *, tokens: int, digests: bytes) -> None:
+    async def finish(self, name: RequestName, *, tokens: int, digests: bytes, continues: bool = False) -> None:
         """The worker touches the request's pages no more. `tokens`: with KV in the pool; `digests`: of the full pages
-        behind the prompt's full pages. When this returns a retracted request's name may be admitted again."""
+        behind the prompt's full pages; `continues`: it was retracted, and when this returns its name may be admitted
+        again."""
         request = self._of(name)
-        self._send(
-            worker_pb2.WorkerMessage(finish=worker_pb2.Finish(name=name.to_proto(), tokens=tokens, digests=digests))
-        )
+        finish = worker_pb2.Finish(name=name.to_proto(), tokens=tokens, digests=digests, continues=continues)
+        self._send(worker_pb2.WorkerMessage(finish=finish))
         await self._wait(name, request.ended, ANSWER_DEADLINE_S, "Ended")
         self._requests.pop(name, None)
 

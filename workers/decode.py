@@ -126,7 +126,8 @@ class DecodeWorker:
             if order.prefill or output:
                 await complete(self._finish(order, sequence, output))
             raise
-        await complete(self._finish(order, sequence, output))
+        retracted = output[-1] not in order.stop_tokens and len(output) < order.max_new_tokens
+        await complete(self._finish(order, sequence, output, continues=retracted))
         return output
 
     async def _first_token(self, order: DecodeOrder, sequence: SequenceCompute, ready: Ready, readable: int) -> int:
@@ -164,12 +165,15 @@ class DecodeWorker:
         finally:
             await room.close()
 
-    async def _finish(self, order: DecodeOrder, sequence: SequenceCompute, output: list[int]) -> None:
+    async def _finish(
+        self, order: DecodeOrder, sequence: SequenceCompute, output: list[int], continues: bool = False
+    ) -> None:
         await self._thread.run(sequence.finish)
         kept = output[:-1]  # the last token's KV is not computed
         behind = order.prompt.chain(self._client.geometry.page_size)
         behind.extend(kept)
-        await self._client.finish(order.name, tokens=len(order.prompt.tokens) + len(kept), digests=behind.digests)
+        tokens = len(order.prompt.tokens) + len(kept)
+        await self._client.finish(order.name, tokens=tokens, digests=behind.digests, continues=continues)
 
     async def _compute_prompt(self, order: DecodeOrder, sequence: SequenceCompute, start: int) -> int:
         tokens = len(order.prompt.tokens)

@@ -399,8 +399,9 @@ class CoreMachine(RuleBasedStateMachine):
         behind = self.output_digests(name, digests, total // PAGE)
         for index, digest in enumerate(behind, len(digests)):
             self.content[self.ready[name][index]] = digest
+        continues = name in self.retracting
         self.forget(name)
-        self.core.finish(lease.worker, name, total, b"".join(behind), self.now)
+        self.core.finish(lease.worker, name, total, b"".join(behind), self.now, continues)
         self.run_effects()
         return total
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 from engines import Engines, settled, stats
+from stacks import running_stack
 
 from kvferry.daemon.stack import Stack
 from kvferry.daemon.system import SystemSpec, start_replicas
@@ -23,7 +24,7 @@ def ids(rng: random.Random, n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("host_pages", [0, 400])
-def test_overcommit_loses_no_token(stack: Stack, host_pages: int) -> None:
+def test_overcommit_loses_no_token(host_pages: int) -> None:
     """Forty requests, each of which may grow to a fifth of the pool, and does: those that were retracted end with the
     same tokens as in a system that never promises too much.
     """
@@ -37,14 +38,14 @@ def test_overcommit_loses_no_token(stack: Stack, host_pages: int) -> None:
     outputs = []
     sides = []
     for system in specs:
-        prefills, decodes = start_replicas(stack, system)
-        with Engines(prefills[0], decodes[0]) as engines:
-            turns = engines.turns(prompts, 150, deadline_s=90.0)
-        assert [turn.details for turn in turns if turn.error] == []
-        outputs.append([turn.output for turn in turns])
-        sides.append(settled(decodes[0]))
-        settled(prefills[0])
-        stack.close()
+        with running_stack() as stack:
+            prefills, decodes = start_replicas(stack, system)
+            with Engines(prefills[0], decodes[0]) as engines:
+                turns = engines.turns(prompts, 150, deadline_s=90.0)
+            assert [turn.details for turn in turns if turn.error] == []
+            outputs.append([turn.output for turn in turns])
+            sides.append(settled(decodes[0]))
+            settled(prefills[0])
     assert all(len(output) == 150 for output in outputs[0])
     assert outputs[0] == outputs[1]
     assert sides[0].requests.retracted == 0

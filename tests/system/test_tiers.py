@@ -193,7 +193,7 @@ def test_a_restarted_daemon_finds_its_cache(stack: Stack, tmp_path: Path, how: s
     assert side.tiers.unverified_pages < side.tiers.recovered_pages
 
 
-@pytest.mark.parametrize("damage", ["truncated index", "truncated rows", "garbage", "flipped rows", "other page size"])
+@pytest.mark.parametrize("damage", ["truncated index", "truncated rows", "garbage", "flipped rows", "fewer pages"])
 def test_a_damaged_file_is_a_miss(stack: Stack, tmp_path: Path, damage: str) -> None:
     system = spec(60, 300, "--host-dir", str(tmp_path))
     prefills, decodes = start_replicas(stack, system)
@@ -214,7 +214,7 @@ def test_a_damaged_file_is_a_miss(stack: Stack, tmp_path: Path, damage: str) -> 
     elif damage == "flipped rows":
         flip(rows)
     else:
-        system = spec(60, 100, "--host-dir", str(tmp_path))
+        system = spec(60, 50, "--host-dir", str(tmp_path))
     decode = restarted(stack, decodes[0], prefills[0], system)
     with Engines(prefills[0], decode) as engines:
         again = [engines.turn(prompt, 5) for prompt in prompts]
@@ -223,4 +223,5 @@ def test_a_damaged_file_is_a_miss(stack: Stack, tmp_path: Path, damage: str) -> 
     if damage == "flipped rows":
         assert tiers.mismatched_pages > 0
     else:
-        assert tiers.discarded_entries > 0 or tiers.recovered_pages < 80
+        assert tiers.discarded_entries > 0
+        assert tiers.recovered_pages < 80
