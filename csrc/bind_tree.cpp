@@ -1,8 +1,10 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "bind_ids.h"
@@ -124,8 +126,8 @@ nb::list prune(TreeObject& self, LockObject& lock, int64_t start) {
   return list_of(self.tree.prune(lock.lock, uint32_t(start)));
 }
 
-EvictedObject evict(TreeObject& self, int64_t pages) {
-  const Evicted done = self.tree.evict(count_of("pages", pages));
+EvictedObject evict(TreeObject& self, int64_t pages, std::optional<int64_t> host_room) {
+  const Evicted done = self.tree.evict(count_of("pages", pages), count_of("host_room", host_room.value_or(kMaxCount)));
   return {list_of(done.freed), done.dropped, copy_object(done.spill)};
 }
 
@@ -231,7 +233,7 @@ void bind_tree(nb::module_& m) {
       .def("arrived", [](TreeObject& self, nb::handle pages) { self.tree.arrived(read_page_ids(pages, self.tree.device())); },
            "pages"_a)
       .def("prune", &prune, "lock"_a, "start"_a)
-      .def("evict", &evict, "pages"_a)
+      .def("evict", &evict, "pages"_a, "host_room"_a = nb::none())
       .def("evict_host", [](TreeObject& self, int64_t pages) { return self.tree.evict_host(count_of("pages", pages)); }, "pages"_a)
       .def("oldest", [](const TreeObject& self) { return next_out(self.tree.oldest()); })
       .def("oldest_host", [](const TreeObject& self) { return next_out(self.tree.oldest_host()); })

@@ -111,7 +111,7 @@ class RadixTree {
   PageIds prune(Lock& lock, uint32_t start);
 
   // tree_evict.cpp
-  Evicted evict(uint32_t pages);
+  Evicted evict(uint32_t pages, uint32_t host_room);
   uint32_t evict_host(uint32_t pages);
   std::optional<NextOut> oldest() const;
   std::optional<NextOut> oldest_host() const;

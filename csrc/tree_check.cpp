@@ -55,17 +55,20 @@ void RadixTree::check() const {
   }
   for (const Node* step : all_nodes()) {
     const Node& node = *step;
-    uint32_t device_children = 0, children = 0;
+    uint32_t device_children = 0, leaving_children = 0, children = 0;
     uint64_t child_locks = 0;
     node.children.each([&](const Node* child) {
       check_that(child->parent == &node && child->depth == node.depth + node.size, "a child of another node");
       check_that(node.children.find(child->first_digest()) == child, "a child is not found");
       check_that(child->orphan == node.orphan, "an orphan below what is none");
       device_children += child->on_device();
+      leaving_children += (child->roles & kSpillEnds) != 0;
       child_locks += child->locks;
       ++children;
     });
-    check_that(children == node.children.count() && device_children == node.device_children, "children are miscounted");
+    check_that(children == node.children.count(), "children are miscounted");
+    check_that(device_children == node.device_children && leaving_children == node.leaving_children,
+               "children on the device are miscounted");
     check_that(node.locks >= child_locks, "a lock below is not counted");
     counted.child_slots += node.children.capacity();
     if (is_root(node)) {

@@ -150,7 +150,8 @@ Finished RadixTree::finish_copy(uint64_t id, const PageIds& failed) {
 
 void RadixTree::finish_host_copy(CopyRecord& record, const PageIds& failed, Finished& done) {
   PageIds host_freed, host_readable, device_readable;
-  std::vector<Node*> leaving;  // decided before any of them goes
+  // The deepest first: when it has left, what is above it may be a leaf of the device.
+  std::sort(record.nodes.begin(), record.nodes.end(), [](const Node* a, const Node* b) { return a->depth > b->depth; });
   for (Node* node : record.nodes) {
     const PageIds host = ids_of(node->host, node->size);
     if (node->detached) {
@@ -159,13 +160,9 @@ void RadixTree::finish_host_copy(CopyRecord& record, const PageIds& failed, Fini
       delete node;
       continue;
     }
-    const bool bad = any_failed(*node, failed), leaves = !bad && (node->roles & kSpillEnds);
+    const bool bad = any_failed(*node, failed);
+    const bool leaves = !bad && (node->roles & kSpillEnds) && node->device_children == 0;
     append(bad ? host_freed : host_readable, host);
-    if (leaves) {
-      leaving.push_back(node);
-    } else {
-      append(device_readable, ids_of(node->device, node->size));
-    }
     if (bad) {
       node->no_spill = true;
       counts_.host_pages -= node->size;
@@ -173,9 +170,13 @@ void RadixTree::finish_host_copy(CopyRecord& record, const PageIds& failed, Fini
     }
     node->copy = nullptr;
     node->keep = false;
-    if (!leaves) settle(*node);
+    if (leaves) {
+      append(done.freed, take_device(*node));
+    } else {
+      append(device_readable, ids_of(node->device, node->size));
+      settle(*node);
+    }
   }
-  for (Node* node : leaving) append(done.freed, take_device(*node));
   host_->move(host_readable, PageState::kSpilling, PageState::kCached);
   host_->free_pages(host_freed);
   device_.move(device_readable, PageState::kSpilling, PageState::kCached);

@@ -6,7 +6,8 @@
 
 namespace kvferry {
 
-Evicted RadixTree::evict(uint32_t pages) {
+// At most `host_room` pages are spilled.
+Evicted RadixTree::evict(uint32_t pages, uint32_t host_room) {
   Evicted done;
   CopyRecord* spill = nullptr;
   uint32_t got = 0, spilled = 0;
@@ -16,7 +17,7 @@ Evicted RadixTree::evict(uint32_t pages) {
     Node& leaf = *head->node;
     const uint32_t take = std::min(leaf.size, pages - got);
     policy_.on_evict(leaf.use(), Tier::kDevice, clock_.tick, clock_.now);
-    const bool room = host_ != nullptr && !leaf.no_spill && host_->free() - spilled >= take;
+    const bool room = host_ != nullptr && !leaf.no_spill && std::min(host_->free(), host_room) >= spilled + take;
     if (!leaf.on_host() && !room) {
       drop(leaf, take, done.freed);
       done.dropped += take;

@@ -49,10 +49,10 @@ uint8_t RadixTree::roles_of(const Node& node) const {
   const bool device = node.on_device(), host = node.on_host(), idle = node.copy == nullptr;
   if (device && node.locks == 0 && !node.may_arrive) {
     roles |= kEvictable;
-    if (node.device_children == 0) {
-      if (idle) roles |= kDeviceLeaf;
-      if (!idle && node.copy->kind == CopyKind::kSpill && !node.keep) roles |= kSpillEnds;
-    }
+    if (idle && node.device_children == 0) roles |= kDeviceLeaf;
+    // Not a leaf yet, if what is below it is spilled too: it was split after the copy began.
+    const bool spilled = !idle && node.copy->kind == CopyKind::kSpill && !node.keep;
+    if (spilled && node.device_children == node.leaving_children) roles |= kSpillEnds;
   }
   if (host && idle) {
     if (device) roles |= kRedundant;
@@ -85,6 +85,12 @@ void RadixTree::set_roles(Node& node, uint8_t roles) {
   if (gained & kHostLeaf) host_index_.enter(&node);
   if (gained & kRedundant) redundant_.add(&node);
   if (gained & kBackupWanted) backups_wanted_.add(&node);
+
+  if ((lost | gained) & kSpillEnds && node.parent != nullptr) {
+    if (lost & kSpillEnds) --node.parent->leaving_children;
+    if (gained & kSpillEnds) ++node.parent->leaving_children;
+    if (node.parent->copy != nullptr) settle(*node.parent);
+  }
 }
 
 void RadixTree::rekey(Node& node) {
@@ -250,6 +256,7 @@ void RadixTree::remove_subtree(Node& top, Node* bottom, PageIds& device) {
       if (i + 1 >= path || child != order[i + 1]) order.push_back(child);
     });
   }
+  for (auto node = order.rbegin(); node != order.rend(); ++node) set_roles(**node, 0);  // parents look at their children
   if (Node* const parent = top.parent) {
     remove_child(*parent, top);
     settle(*parent);
@@ -258,7 +265,6 @@ void RadixTree::remove_subtree(Node& top, Node* bottom, PageIds& device) {
   }
   PageIds host;
   for (Node* node : order) {
-    set_roles(*node, 0);
     const uint32_t n = node->size;
     counts_.held -= n;
     counts_.child_slots -= node->children.capacity();

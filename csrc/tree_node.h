@@ -127,7 +127,7 @@ using IndexSet = std::set<IndexEntry, IndexOrder>;
 // What a node counts as; kept by RadixTree::settle alone.
 enum Role : uint8_t {
   kEvictable = 1,        // device pages that no lock holds
-  kSpillEnds = 2,        // a spill that ends now would free its device pages
+  kSpillEnds = 2,        // device pages that are free when the spills end, if nothing else happens
   kDeviceLeaf = 4,       // in the device's eviction index
   kHostLeaf = 8,         // in the host's eviction index
   kRedundant = 16,       // host pages of a node that is on the device; in the list of those
@@ -151,6 +151,7 @@ struct Node {
   uint32_t locks = 0;  // on it or a descendant
   uint32_t hits = 0;
   uint32_t device_children = 0;
+  uint32_t leaving_children = 0;  // of those, the ones that are kSpillEnds
   int32_t priority = 0;
   uint8_t roles = 0;
   uint8_t group = 0, klass = 0;  // of its entry

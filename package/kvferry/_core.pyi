@@ -341,12 +341,12 @@ class PagedRadixTree:
         names are freed when it ends. Host copies are freed. No page before `start` may be ARRIVING that this lock was
         the last to hold.
         """
-    def evict(self, pages: int) -> Evicted:
+    def evict(self, pages: int, host_room: int | None = None) -> Evicted:
         """Up to `pages` device pages of unlocked leaves, in the policy's order, cutting a long leaf at its tail:
         exactly that many if so many can go.
 
-        What has a host copy is freed at once. What has none is spilled if the host has free pages for it; else it is
-        freed at once, with what hangs below.
+        What has a host copy is freed at once. What has none is spilled if the host has free pages for it, and no more
+        than `host_room` are spilled with it; else it is freed at once, with what hangs below.
         """
     def evict_host(self, pages: int) -> int:
         """Frees up to `pages` host pages: first copies of what is on the device, then host leaves. Returns how many."""
