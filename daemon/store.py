@@ -232,6 +232,9 @@ class Store:
         self.host.claim(rows, PageState.LEASED)
         result = namespace.tree.recover(digests, parents, rows, outputs)
         self.tiers.recovered += result.attached + result.orphans
+        over = namespace.tree.host_pages - namespace.quota.host_hard
+        if namespace.quota.host_hard and over > 0:
+            self.tiers.host_evicted += namespace.tree.evict_host(over)
         self.tiers.discarded_entries += result.dropped
 
     def take_forgotten(self) -> tuple[int, ...]:
@@ -273,9 +276,11 @@ class Store:
         if not self.limits.write_through_hits or self.host is None:
             return
         for namespace in self.namespaces.values():
-            room = min(self.host.free, MAX_BACKUP_PAGES)
-            if room == 0 or len(self._copies) >= MAX_COPIES:
+            if self.host.free == 0 or len(self._copies) >= MAX_COPIES:
                 return
+            room = min(self.host.free, MAX_BACKUP_PAGES, self._host_quota_left(namespace))
+            if room == 0:
+                continue
             copy = namespace.tree.backups(room)
             if copy is not None:
                 assert copy.kind == BACKUP
@@ -291,10 +296,9 @@ class Store:
 
     def _make_room(self, namespace: Namespace, pages: int) -> bool:
         """Evicts and spills until `pages` are free, or as many copies are under way; True: they are free now."""
-        if own := self._own_share(namespace, pages):
-            # Its own part first, else others would pay for it.
-            self._evict(namespace, own - namespace.tree.spilling, others=[])
-            if self._own_share(namespace, pages):
+        while own := self._own_share(namespace, pages):
+            # Its own part first, else others would pay for it. Again, since what it has above its soft quota shrinks.
+            if self._evict(namespace, own - namespace.tree.spilling, others=[]) == 0:
                 return False
         lacking = pages - self.pool.free - self.spilling
         self._evict(namespace, lacking, others=[n for n in self.namespaces.values() if n is not namespace])
@@ -303,32 +307,35 @@ class Store:
     def _own_share(self, namespace: Namespace, pages: int) -> int:
         return own_share(namespace, pages, slack(self.pool.free, self.namespaces.values()))
 
-    def _evict(self, asker: Namespace, pages: int, others: list[Namespace]) -> None:
+    def _evict(self, asker: Namespace, pages: int, others: list[Namespace]) -> int:
         """Takes up to `pages`, in the policy's order, from the asker and from what `others` have above their soft
-        quotas.
+        quotas. Returns how many: some may be free only when their spill ends.
         """
-        while pages > 0 and len(self._copies) < MAX_COPIES:
-            bounds = [(asker, pages)]
-            bounds += [(n, min(pages, n.above_soft - n.tree.spilling, MIXED_CHUNK)) for n in others]
+        evicted = 0
+        while evicted < pages and len(self._copies) < MAX_COPIES:
+            left = pages - evicted
+            bounds = [(asker, left)]
+            bounds += [(n, min(left, n.above_soft - n.tree.spilling, MIXED_CHUNK)) for n in others]
             ordered = [
                 (key, i) for i, (n, most) in enumerate(bounds) if most > 0 and (key := n.tree.oldest()) is not None
             ]
             if not ordered:
-                return
+                break
             chosen, most = bounds[min(ordered)[1]]
             taken = self._evict_from(chosen, most if len(ordered) == 1 else min(most, MIXED_CHUNK))
             if taken == 0:
-                return
-            pages -= taken
+                break
+            evicted += taken
+        return evicted
 
     def _evict_from(self, namespace: Namespace, pages: int) -> int:
         """Pages that are free now, or will be when their spill ends."""
         pages = min(pages, namespace.tree.evictable - namespace.tree.spilling)
         if pages == 0:
             return 0
-        if self.host is not None and self.host.free < pages:
-            self._make_host_room(namespace, pages - self.host.free)
-        result = namespace.tree.evict(pages)
+        if self.host is not None:
+            self._make_host_room(self.host, namespace, pages)
+        result = namespace.tree.evict(pages, self._host_quota_left(namespace))
         later = 0
         if result.spill is not None:
             later = len(result.spill.device)
@@ -338,14 +345,19 @@ class Store:
         self.tiers.dropped += result.dropped
         return len(result.freed) + later
 
-    def _make_host_room(self, namespace: Namespace, pages: int) -> None:
-        """Frees host pages in the policy's order over all namespaces whose host quota allows it."""
-        quota = namespace.quota
-        over = namespace.tree.host_pages + pages - quota.host_hard if quota.host_hard else 0
+    def _host_quota_left(self, namespace: Namespace) -> int:
+        """Host pages that it may still take, by its hard quota."""
+        hard = namespace.quota.host_hard
+        return max(0, hard - namespace.tree.host_pages) if hard else self.pool.pages
+
+    def _make_host_room(self, host: PagePool, namespace: Namespace, pages: int) -> None:
+        """So that `pages` of this namespace could be spilled: frees host pages of its own where its hard quota is
+        reached, else in the policy's order over all namespaces whose host quota allows it.
+        """
+        over = pages - self._host_quota_left(namespace)
         if over > 0:
-            freed = namespace.tree.evict_host(over)
-            self.tiers.host_evicted += freed
-            pages -= freed
+            self.tiers.host_evicted += namespace.tree.evict_host(over)
+        pages = min(pages, self._host_quota_left(namespace)) - host.free
         while pages > 0:
             candidates = [
                 (key, i, n)

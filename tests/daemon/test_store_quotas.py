@@ -360,7 +360,9 @@ class StoreMachine(RuleBasedStateMachine):
         for namespace in self.namespaces:
             assert namespace.promised == sum(r.promised for r in self.requests if r.namespace is namespace)
             assert namespace.own == sum(len(r.pages) for r in self.requests if r.namespace is namespace)
-            assert not namespace.quota.hard or namespace.used <= namespace.quota.hard
+            quota = namespace.quota
+            assert not quota.hard or namespace.used <= quota.hard
+            assert not quota.host_hard or namespace.tree.host_pages <= quota.host_hard
             assert namespace.within_hard(0)
             namespace.tree.check()
         self.store.settle()
