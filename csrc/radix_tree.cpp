@@ -8,6 +8,17 @@
 #include "checks.h"
 
 namespace kvferry {
+namespace {
+
+bool distinct(const PageIds& pages) {
+  // A pool gives them in order.
+  if (std::adjacent_find(pages.begin(), pages.end(), [](uint32_t a, uint32_t b) { return a >= b; }) == pages.end()) return true;
+  PageIds sorted = pages;
+  std::sort(sorted.begin(), sorted.end());
+  return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+}
+
+}  // namespace
 
 Match RadixTree::match(const uint8_t* digests, uint32_t n) const {
   Node* node = const_cast<Node*>(&root_);
@@ -175,20 +186,17 @@ Inserted RadixTree::insert(const uint8_t* digests, uint32_t n, const PageIds& pa
     touch(*match.node);
     return done;
   }
-  PageIds arriving, leased;
+  PageIds leased;
   for (size_t i = 0; i < fresh.size(); ++i) {
     if (device_.state(fresh[i]) != PageState::kArriving) {
       leased.push_back(fresh[i]);
     } else if (existing + i < match.pages) {
       throw BrokenInvariant("page " + std::to_string(fresh[i]) + " is ARRIVING for a page that the host holds: restore that");
-    } else {
-      arriving.push_back(fresh[i]);
     }
   }
-  std::sort(arriving.begin(), arriving.end());
-  check_that(std::adjacent_find(arriving.begin(), arriving.end()) == arriving.end(), "a page is named twice");
+  check_that(distinct(pages), "a page is named twice");
   device_.move(leased, PageState::kLeased, PageState::kCached);  // the last that may be refused
-  counts_.arriving += arriving.size();
+  counts_.arriving += fresh.size() - leased.size();
 
   Node* const node = match.offset < match.node->size ? split(*match.node, match.offset) : match.node;
   std::vector<Node*> host_only;

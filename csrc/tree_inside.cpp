@@ -1,5 +1,6 @@
 // How nodes are made, cut and taken away, and what they count as.
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 
 #include "checks.h"
@@ -29,13 +30,12 @@ RadixTree::RadixTree(PagePool& device, PagePool* host, Policy& policy, Clock& cl
 }
 
 RadixTree::~RadixTree() {
-  for (Node* node : all_nodes()) {
-    if (!is_root(*node)) delete node;
-  }
+  std::vector<Node*> nodes = all_nodes();
   for (const auto& [id, record] : copies_) {
-    for (Node* node : record->nodes) {
-      if (node->detached) delete node;
-    }
+    std::copy_if(record->nodes.begin(), record->nodes.end(), std::back_inserter(nodes), [](Node* node) { return node->detached; });
+  }
+  for (const Node* node : nodes) {
+    if (!is_root(*node)) delete node;
   }
 }
 

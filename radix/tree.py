@@ -11,7 +11,8 @@ has no child on the device; a host leaf is host-only and has no child. Each tier
 **Locks.** `match` changes nothing. `lock` splits at the match's end and counts on the node and all its ancestors, so a
 locked node is never evicted or freed. A split makes a new upper node with the same count and leaves the lower part its
 identity: the end of a lock always is the end of a node. `insert` adds children and never lengthens a node, so what a
-lock covers never changes. `Lock.device_pages` grows when what it covers is restored.
+lock covers never changes, but by `relock`, which moves its end on. `Lock.device_pages` grows when what it covers is
+restored.
 
 **Arriving pages.** Device pages of an unlocked node are CACHED, or SPILLING under a copy. ARRIVING ones stand in locked
 nodes only:

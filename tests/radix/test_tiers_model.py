@@ -160,8 +160,10 @@ class TiersMachine(RuleBasedStateMachine):
             self.host.pop(path, None)
         return [page for path in gone if (page := self.device.pop(path, None)) is not None and path not in kept]
 
-    def insert(self, path: Path, pages: list[int], start: int, kind: int, priority: int) -> Lock:
-        """And locks it."""
+    def insert(
+        self, path: Path, pages: list[int], start: int, kind: int, priority: int, lock: Lock | None = None
+    ) -> Lock:
+        """And locks it, by a new lock or by one that goes on."""
         states = self.pool.states(pages)
         result = self.tree.insert(chain(path), pages, start, kind, priority)
         existing = self.on_device(path)
@@ -175,7 +177,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.learn()
         self.pool.free_pages(result.duplicates)
         assert (result.match.pages, result.match.device_pages) == (len(path), len(path))
-        return self.keep(self.tree.lock(result.match), path)
+        if lock is None:
+            return self.keep(self.tree.lock(result.match), path)
+        self.tree.relock(lock, result.match)
+        return self.keep(lock, path)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -183,8 +188,8 @@ class TiersMachine(RuleBasedStateMachine):
     def hold(self, path: Path, priority: int) -> None:
         self.lock(path, priority)
 
-    @rule(path=paths, coming=masks, priority=st.integers(-2, 2))
-    def admit(self, path: Path, coming: int, priority: int) -> None:
+    @rule(path=paths, coming=masks, priority=st.integers(-2, 2), moves=st.booleans())
+    def admit(self, path: Path, coming: int, priority: int, moves: bool) -> None:
         """Locks what is held, restores what of it is on the host, inserts the rest, some of it arriving."""
         short = self.lock(path)
         held = short.pages
@@ -195,9 +200,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.restore_to(short, pages[:back])
         fresh = pages[back:]
         self.pool.move([p for i, p in enumerate(fresh) if coming >> i & 1], PageState.LEASED, PageState.ARRIVING)
-        self.insert(path, fresh, held, PROMPT, priority)
-        self.tree.unlock(short)
-        del self.locks[short]
+        self.insert(path, fresh, held, PROMPT, priority, short if moves else None)
+        if not moves:
+            self.tree.unlock(short)
+            del self.locks[short]
 
     def restore_to(self, lock: Lock, pages: list[int]) -> None:
         path = self.locks[lock]

@@ -153,6 +153,9 @@ def test_insert_names_what_is_wrong(world: World) -> None:
         world.tree.insert(chain("ab"), pages)
     with pytest.raises(ValueError, match="start -1"):
         world.tree.insert(chain("ab"), pages, start=-1)
+    for twice in ([*pages[:1], *pages[:2]], [*pages, pages[0]]):  # one of them is a duplicate, or both are
+        with pytest.raises(AssertionError, match="twice"):
+            world.tree.insert(chain("abcd"[: len(twice)]), twice)
     world.pool.move(pages[:1], LEASED, PageState.ORPHANED)
     with pytest.raises(AssertionError, match="ORPHANED"):
         world.tree.insert(chain("xyz"), pages)
@@ -195,6 +198,31 @@ def test_locked_pages_are_never_evicted(world: World) -> None:
     world.tree.unlock(lock)
     assert sorted(world.evict(100)) == pages[:3]
     assert (world.tree.pages, world.tree.nodes, world.pool.free) == (0, 0, world.pool.pages)
+    world.check()
+
+
+def test_relock_goes_on_behind_its_end(world: World) -> None:
+    pages = world.put("ab")
+    lock = world.hold("ab")
+    pages += world.put("abcdef", start=2)
+    hits = [view.hits for view in world.tree.dump(9)]
+    world.tree.relock(lock, world.tree.match(chain("abcd")))  # splits
+    assert (lock.pages, world.tree.path_pages(lock), world.tree.evictable) == (4, pages[:4], 2)
+    assert sum(view.hits for view in world.tree.dump(9)) == sum(hits)
+    world.check()
+    world.tree.relock(lock, world.tree.match(chain("abcd")))  # changes nothing
+    assert (lock.pages, world.tree.locks) == (4, 1)
+    with pytest.raises(AssertionError, match="shorter"):
+        world.tree.relock(lock, world.tree.match(chain("ab")))
+    world.put("axyzuv")
+    with pytest.raises(AssertionError, match="does not go on"):
+        world.tree.relock(lock, world.tree.match(chain("axyzuv")))
+    stale = world.tree.match(chain("abcdef"))
+    world.put("q")
+    with pytest.raises(AssertionError, match="changed"):
+        world.tree.relock(lock, stale)
+    world.tree.unlock(lock)
+    assert world.tree.evictable == 12
     world.check()
 
 
