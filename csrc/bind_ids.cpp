@@ -10,16 +10,11 @@ namespace nb = nanobind;
 namespace kvferry {
 namespace {
 
-uint32_t checked_id(int64_t id, const PagePool& pool) {
-  if (id >= 0 && id < int64_t(pool.pages())) return uint32_t(id);
-  throw nb::index_error(("page is " + std::to_string(id) + "; it must be 0 to " + std::to_string(pool.pages() - 1)).c_str());
-}
-
 template <class T>
 PageIds widen(const Py_buffer& view, const PagePool& pool) {
   const T* items = static_cast<const T*>(view.buf);
   PageIds ids(size_t(view.len) / sizeof(T));
-  for (size_t i = 0; i < ids.size(); ++i) ids[i] = checked_id(int64_t(items[i]), pool);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = checked_page_id(int64_t(items[i]), pool);
   return ids;
 }
 
@@ -42,6 +37,11 @@ PageIds read_array(nb::handle object, const PagePool& pool) {
 
 }  // namespace
 
+uint32_t checked_page_id(int64_t id, const PagePool& pool) {
+  if (id >= 0 && id < int64_t(pool.pages())) return uint32_t(id);
+  throw nb::index_error(("page is " + std::to_string(id) + "; it must be 0 to " + std::to_string(pool.pages() - 1)).c_str());
+}
+
 PageIds read_page_ids(nb::handle object, const PagePool& pool) {
   PyObject* items = object.ptr();
   nb::object owned;
@@ -56,7 +56,7 @@ PageIds read_page_ids(nb::handle object, const PagePool& pool) {
   for (size_t i = 0; i < count; ++i) {
     const long long id = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items, Py_ssize_t(i)));
     if (id == -1 && PyErr_Occurred()) throw nb::python_error();
-    ids[i] = checked_id(id, pool);
+    ids[i] = checked_page_id(id, pool);
   }
   return ids;
 }
@@ -101,7 +101,8 @@ void DigestBuffer::take_view(nb::handle object) {
   }
   const std::string format = view_.format == nullptr ? "B" : view_.format;
   const bool bytes = view_.itemsize == 1 && (format == "B" || format == "b" || format == "c");
-  const bool flat = view_.ndim == 1 && (PyByteArray_Check(object.ptr()) || PyMemoryView_Check(object.ptr()) || PyBytes_Check(object.ptr()));
+  PyObject* const it = object.ptr();
+  const bool flat = view_.ndim == 1 && (PyBytes_Check(it) || PyByteArray_Check(it) || PyMemoryView_Check(it));
   if (!bytes || !(flat || (view_.ndim == 2 && view_.shape[1] == kPageDigestBytes))) {
     const int dimensions = view_.ndim;
     PyBuffer_Release(&view_);

@@ -10,7 +10,10 @@
 
 namespace kvferry {
 
-// A sequence of integers, or a buffer of 32 or 64 bit ones. IndexError: an id that the pool does not have.
+// IndexError: an id that the pool does not have.
+uint32_t checked_page_id(int64_t id, const PagePool& pool);
+
+// A sequence of integers, or a buffer of 32 or 64 bit ones, each checked.
 PageIds read_page_ids(nanobind::handle object, const PagePool& pool);
 
 nanobind::list list_of(const PageIds& pages);

@@ -18,11 +18,6 @@ PageState state_of(int64_t code, const char* field) {
   return PageState(code);
 }
 
-uint32_t page_of(const PagePool& pool, int64_t page) {
-  if (page >= 0 && page < int64_t(pool.pages())) return uint32_t(page);
-  throw nb::index_error(("page is " + std::to_string(page) + "; it must be 0 to " + std::to_string(pool.pages() - 1)).c_str());
-}
-
 nb::bytes states(const PagePool& pool, nb::handle pages) {
   std::string codes;
   for (const uint32_t page : read_page_ids(pages, pool)) codes.push_back(char(pool.state(page)));
@@ -50,9 +45,13 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("free", &PagePool::free)
       .def_prop_rw("log_frees", &PagePool::log_frees, &PagePool::set_log_frees)
       .def("take_freed", [](PagePool& pool) { return list_of(pool.take_freed()); })
-      .def("allocate", [](PagePool& pool, int64_t n, int64_t state) { return list_of(pool.allocate(n, state_of(state, "state"))); },
+      .def("allocate",
+           [](PagePool& pool, int64_t n, int64_t state) { return list_of(pool.allocate(n, state_of(state, "state"))); },
            "n"_a, "state"_a = int(PageState::kLeased))
-      .def("claim", [](PagePool& pool, nb::handle pages, int64_t state) { pool.claim(read_page_ids(pages, pool), state_of(state, "state")); },
+      .def("claim",
+           [](PagePool& pool, nb::handle pages, int64_t state) {
+             pool.claim(read_page_ids(pages, pool), state_of(state, "state"));
+           },
            "pages"_a, "state"_a)
       .def("free_pages", [](PagePool& pool, nb::handle pages) { pool.free_pages(read_page_ids(pages, pool)); }, "pages"_a)
       .def("move",
@@ -61,8 +60,10 @@ void bind_pool(nb::module_& m) {
            },
            "pages"_a, "source"_a, "target"_a)
       .def("states", &states, "pages"_a)
-      .def("state_code", [](const PagePool& pool, int64_t page) { return int(pool.state(page_of(pool, page))); }, "page"_a)
-      .def("generation", [](const PagePool& pool, int64_t page) { return pool.generation(page_of(pool, page)); }, "page"_a)
+      .def("state_code",
+           [](const PagePool& pool, int64_t page) { return int(pool.state(checked_page_id(page, pool))); }, "page"_a)
+      .def("generation",
+           [](const PagePool& pool, int64_t page) { return pool.generation(checked_page_id(page, pool)); }, "page"_a)
       .def("count_list", &count_list)
       .def("check", &PagePool::check);
 }

@@ -103,7 +103,7 @@ Match match(const TreeObject& self, nb::handle digests) {
 }
 
 LockObject lock(nb::handle self, const Match& match, int32_t priority) {
-  return {nb::inst_ptr<TreeObject>(self)->tree.lock(match, priority), nb::borrow(self)};
+  return {nb::cast<TreeObject&>(self).tree.lock(match, priority), nb::borrow(self)};
 }
 
 InsertObject insert(TreeObject& self, nb::handle digests, nb::handle pages, int64_t start, int64_t kind, int32_t priority) {
@@ -121,7 +121,8 @@ InsertObject insert(TreeObject& self, nb::handle digests, nb::handle pages, int6
 
 nb::list prune(TreeObject& self, LockObject& lock, int64_t start) {
   if (start < 0 || start > kMaxCount) {
-    throw BrokenInvariant("start is " + std::to_string(start) + "; the lock is over " + std::to_string(lock.lock.pages) + " pages");
+    throw BrokenInvariant("start is " + std::to_string(start) + "; the lock is over " + std::to_string(lock.lock.pages) +
+                          " pages");
   }
   return list_of(self.tree.prune(lock.lock, uint32_t(start)));
 }
@@ -227,14 +228,15 @@ void bind_tree(nb::module_& m) {
       .def("unlock", [](TreeObject& self, LockObject& lock) { self.tree.unlock(lock.lock); }, "lock"_a)
       .def("relock", [](TreeObject& self, LockObject& lock, const Match& longer) { self.tree.relock(lock.lock, longer); },
            "lock"_a, "longer"_a)
-      .def("path_pages", [](const TreeObject& self, const LockObject& lock) { return list_of(self.tree.path_pages(lock.lock)); },
-           "lock"_a)
+      .def("path_pages",
+           [](const TreeObject& self, const LockObject& lock) { return list_of(self.tree.path_pages(lock.lock)); }, "lock"_a)
       .def("insert", &insert, "digests"_a, "pages"_a, "start"_a = 0, "kind"_a = kPrompt, "priority"_a = 0)
       .def("arrived", [](TreeObject& self, nb::handle pages) { self.tree.arrived(read_page_ids(pages, self.tree.device())); },
            "pages"_a)
       .def("prune", &prune, "lock"_a, "start"_a)
       .def("evict", &evict, "pages"_a, "host_room"_a = nb::none())
-      .def("evict_host", [](TreeObject& self, int64_t pages) { return self.tree.evict_host(count_of("pages", pages)); }, "pages"_a)
+      .def("evict_host", [](TreeObject& self, int64_t pages) { return self.tree.evict_host(count_of("pages", pages)); },
+           "pages"_a)
       .def("oldest", [](const TreeObject& self) { return next_out(self.tree.oldest()); })
       .def("oldest_host", [](const TreeObject& self) { return next_out(self.tree.oldest_host()); })
       .def("backups", [](TreeObject& self, int64_t pages) { return copy_object(self.tree.backups(count_of("pages", pages))); },
@@ -253,7 +255,7 @@ void bind_tree(nb::module_& m) {
       .def_prop_ro("host", [](const TreeObject& self) { return self.tree.host(); }, nb::rv_policy::reference)
       .def_prop_ro("write_through_hits", [](const TreeObject& self) { return self.tree.write_through_hits(); })
       .def_prop_ro("pages", [](const TreeObject& self) { return self.tree.pages(); })
-      .def_prop_ro("cached", [](const TreeObject& self) { return self.tree.pages() - self.tree.arriving() - self.tree.restoring(); })
+      .def_prop_ro("cached", [](const TreeObject& self) { return self.tree.cached(); })
       .def_prop_ro("arriving", [](const TreeObject& self) { return self.tree.arriving(); })
       .def_prop_ro("restoring", [](const TreeObject& self) { return self.tree.restoring(); })
       .def_prop_ro("evictable", [](const TreeObject& self) { return self.tree.evictable(); })

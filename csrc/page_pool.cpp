@@ -81,7 +81,8 @@ void PagePool::claim(const PageIds& pages, PageState state) {
   const std::vector<Run> runs = runs_of(pages);
   for (const Run& run : runs) {
     for (uint32_t page = run.start; page < run.end(); ++page) {
-      if (this->state(page) != S::kFree) throw BrokenInvariant(page_name(page) + " is " + name_of(this->state(page)) + ", must be FREE");
+      if (this->state(page) == S::kFree) continue;
+      throw BrokenInvariant(page_name(page) + " is " + name_of(this->state(page)) + ", must be FREE");
     }
   }
   for (const Run& run : runs) {

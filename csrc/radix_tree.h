@@ -134,6 +134,7 @@ class RadixTree {
   PagePool* host() const { return host_; }
   uint32_t write_through_hits() const { return write_through_hits_; }
   uint64_t pages() const { return counts_.pages; }
+  uint64_t cached() const { return counts_.pages - counts_.arriving - counts_.restoring; }
   uint64_t arriving() const { return counts_.arriving; }
   uint64_t restoring() const { return counts_.restoring; }
   uint64_t evictable() const { return counts_.evictable; }

@@ -47,8 +47,9 @@ void RadixTree::check() const {
       check_that(node->copy == record.get() && copied.insert(node).second, "a node of a copy is another's");
       check_that(node->on_device() && node->on_host(), "a copy without both pages");
       const bool up = record->kind == CopyKind::kRestore;
-      check_that(device_.count(node->device.get(), node->size, up ? PageState::kRestoring : PageState::kSpilling) == node->size &&
-                     host_->count(node->host.get(), node->size, up ? PageState::kRestoring : PageState::kSpilling) == node->size,
+      const PageState state = up ? PageState::kRestoring : PageState::kSpilling;
+      check_that(device_.count(node->device.get(), node->size, state) == node->size &&
+                     host_->count(node->host.get(), node->size, state) == node->size,
                  "a page of a copy is in another state");
       check_that(!node->detached || (node->parent == nullptr && node->children.empty()), "a detached node in the tree");
     }

@@ -1,6 +1,5 @@
 // How nodes are made, cut and taken away, and what they count as.
 #include <algorithm>
-#include <iterator>
 #include <stdexcept>
 
 #include "checks.h"
@@ -32,7 +31,9 @@ RadixTree::RadixTree(PagePool& device, PagePool* host, Policy& policy, Clock& cl
 RadixTree::~RadixTree() {
   std::vector<Node*> nodes = all_nodes();
   for (const auto& [id, record] : copies_) {
-    std::copy_if(record->nodes.begin(), record->nodes.end(), std::back_inserter(nodes), [](Node* node) { return node->detached; });
+    for (Node* node : record->nodes) {
+      if (node->detached) nodes.push_back(node);
+    }
   }
   for (const Node* node : nodes) {
     if (!is_root(*node)) delete node;

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,6 +98,66 @@ def test_restored_page_starts_in_its_state() -> None:
     with pytest.raises(AssertionError, match="FREE to CACHED"):
         pool.allocate(1, PageState.CACHED)
     pool.check()
+
+
+def test_pages_of_a_copy_between_tiers() -> None:
+    pool = PagePool(4, tier="host")
+    pages = pool.allocate(2, PageState.SPILLING)
+    pool.move(pages, PageState.SPILLING, PageState.CACHED)
+    pool.move(pages, PageState.CACHED, PageState.RESTORING)
+    pool.move(pages[:1], PageState.RESTORING, PageState.ARRIVING)
+    assert list(pool.states(pages)) == [PageState.ARRIVING, PageState.RESTORING]
+    assert pool.tier == "host"
+    pool.check()
+
+
+def test_particular_pages_are_claimed() -> None:
+    pool = PagePool(10)
+    pool.claim([7, 2, 3], PageState.LEASED)
+    pool.claim([0, 9], PageState.CACHED)
+    assert list(pool.states(range(10))) == [3, 0, 1, 1, 0, 0, 0, 1, 0, 3]
+    pool.check()
+    for pages, error in (([1, 2], "page 2 is LEASED, must be FREE"), ([1, 1], "page 1 is named twice")):
+        with pytest.raises(AssertionError, match=error):
+            pool.claim(pages, PageState.LEASED)
+    with pytest.raises(AssertionError, match="not claimed as ARRIVING"):
+        pool.claim([1], PageState.ARRIVING)
+    with pytest.raises(IndexError, match="page is 10"):
+        pool.claim([10], PageState.LEASED)
+    assert pool.allocate(5) == [1, 4, 5, 6, 8]
+    pool.check()
+
+
+def test_frees_are_logged_while_asked_for() -> None:
+    pool = PagePool(8)
+    pages = pool.allocate(6)
+    pool.free_pages(pages[:1])
+    assert (pool.log_frees, pool.take_freed()) == (False, [])
+    pool.log_frees = True
+    pool.free_pages(pages[3:5])
+    pool.free_pages(pages[1:2])
+    with pytest.raises(AssertionError):
+        pool.free_pages(pages[1:3])
+    assert pool.take_freed() == [*pages[3:5], pages[1]]
+    assert pool.take_freed() == []
+    pool.free_pages(pages[2:3])
+    pool.log_frees = False
+    assert pool.take_freed() == []
+
+
+@pytest.mark.parametrize("form", [list, tuple, iter, set, "q", "Q", "i", "I"])
+def test_ids_in_any_form(form: Any) -> None:
+    pool = PagePool(8)
+    pages = pool.allocate(3)
+    ids = array(form, pages) if isinstance(form, str) else form(pages)
+    pool.free_pages(ids)
+    assert pool.free == 8
+    with pytest.raises(ValueError, match="pages: an array of 1 dimensions and format 'd'"):
+        pool.free_pages(array("d", [1.0]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        pool.free_pages(["0"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"state: 7, must be in \[0, 6\]"):
+        pool.allocate(1, 7)
 
 
 @pytest.mark.parametrize(
