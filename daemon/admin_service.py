@@ -57,7 +57,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if request.strict:
             _check_nothing_held(chosen)
         count = side.store.flush(chosen)
-        side.flush()
+        side.tick()  # the rows' entries go with them, and who waits may have the pages
         return admin.FlushReply(device_pages=count.device, host_pages=count.host, skipped_pages=count.skipped)
 
     def _pin(self, request: admin.PinRequest) -> admin.PinReply:

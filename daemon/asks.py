@@ -7,8 +7,11 @@ from collections.abc import Callable
 from kvferry.daemon.counters import TransferCounters
 from kvferry.daemon.effects import Effect, StartTransfer, StopTransfer
 from kvferry.daemon.lease import Lease, Transfer
+from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST
 from kvferry.proto import peer_pb2 as peer
 from kvferry.radix.digests import DIGEST_BYTES
+
+MAX_OPEN_ASKS = MAX_ASKS_PER_REQUEST // 2  # of one request at a time; the prefill daemon's bound is the whole
 
 
 class Asks:
@@ -28,14 +31,17 @@ class Asks:
     def get(self, number: int) -> Transfer | None:
         return self._transfers.get(number)
 
-    def ask(self, lease: Lease, first_page: int, pages: int) -> None:
+    def first(self, lease: Lease, first_page: int, pages: int) -> None:
+        lease.asks += 1
+        self._ask(lease, first_page, pages)
+
+    def _ask(self, lease: Lease, first_page: int, pages: int) -> None:
         """A new transfer of prompt pages from `first_page` on; with no pages, only the aux blob is awaited."""
         number = self._next
         self._next += 1
         page_ids = tuple(lease.pages[first_page : first_page + pages])
         self._transfers[number] = Transfer(number, lease, first_page, page_ids)
         lease.transfers.add(number)
-        lease.asks += 1
         self.counters.opened += 1
         ask = peer.Ask(
             transfer=number,
@@ -51,16 +57,22 @@ class Asks:
         self._emit(StartTransfer(lease.prefill, ask, page_ids))
 
     def ask_again(self, lease: Lease, pages: list[int]) -> None:
-        """Asks for pages of the lease's prompt (pool ids), one transfer a run of neighbours."""
+        """Asks for pages of the lease's prompt (pool ids), one transfer a run of neighbours, so many at a time."""
+        lease.asks += 1
         wanted = set(pages)
         indexes = [i for i, page in enumerate(lease.pages) if page in wanted]
         assert len(indexes) == len(wanted), "asked again for a page that is not of this prompt"
         start = 0
         for i in range(1, len(indexes) + 1):
             if i == len(indexes) or indexes[i] != indexes[i - 1] + 1:
-                self.asked_again += 1
-                self.ask(lease, indexes[start], i - start)
+                lease.runs.append((indexes[start], i - start))
                 start = i
+        self._issue(lease)
+
+    def _issue(self, lease: Lease) -> None:
+        while lease.runs and len(lease.transfers) < MAX_OPEN_ASKS:
+            self.asked_again += 1
+            self._ask(lease, *lease.runs.popleft())
 
     def stop(self, transfer: Transfer, reason: str) -> None:
         """It drains from now on. Idempotent."""
@@ -69,6 +81,7 @@ class Asks:
             self._emit(StopTransfer(transfer.lease.prefill, transfer.number, reason))
 
     def stop_all(self, lease: Lease, reason: str) -> None:
+        lease.runs.clear()
         for number in sorted(lease.transfers):
             self.stop(self._transfers[number], reason)
 
@@ -77,6 +90,7 @@ class Asks:
         transfer = self._transfers.pop(number, None)
         if transfer is not None:
             transfer.lease.transfers.discard(number)
+            self._issue(transfer.lease)
         return transfer
 
     def complete_empty(self, lease: Lease) -> None:

@@ -59,9 +59,9 @@ class DecodeCore:
         self.leases: dict[Name, Lease] = {}
         self._arrivals: Arrivals[Lease] = Arrivals()
         self._holds = Holds(store, self._arrivals)
-        self.pins = Pins(store, self._holds.unlock)
+        self.pins = Pins(store, self._holds)
         self._supply = Supply(store, self._holds, limits.overtakes, self)
-        self._retracted: OrderedDict[Name, int] = OrderedDict()  # to their order
+        self._retracted: OrderedDict[Name, tuple[int, int]] = OrderedDict()  # to their worker and order
         self._next_order = 1
         self._effects: list[Effect] = []
         self._asks = Asks(store.page_size, lambda effect: self._effects.append(effect))
@@ -104,6 +104,10 @@ class DecodeCore:
     def asked_again(self) -> int:
         return self._asks.asked_again
 
+    def comes_back(self, worker: int, name: Name) -> bool:
+        """It was retracted: its place is kept, and it is accepted work."""
+        return self._retracted.get(name, (None, 0))[0] == worker
+
     # -- worker's words ------------------------------------------------------------------------------------------
 
     def admit(
@@ -127,10 +131,11 @@ class DecodeCore:
                 f"prompt of {request.tokens} + max_new_tokens {request.max_new_tokens} needs {need} pages; "
                 f"the pool has {self.store.pool.pages}{quota}"
             )
-        if self.waiting_requests >= self.limits.queue:
+        comes_back = self.comes_back(worker, name)
+        if self.waiting_requests >= self.limits.queue and not comes_back:
             self.counters.refused += 1
             raise exhausted(f"{self.waiting_requests} requests wait for admission; the bound is {self.limits.queue}")
-        order = self._retracted.pop(name, None)
+        order = self._retracted.pop(name)[1] if comes_back else None
         keep = self.limits.reuse == "on" and not request.warmup
         lease = Lease(
             name=name,
@@ -150,6 +155,7 @@ class DecodeCore:
             prefill=request.prefill,
             max_new_tokens=request.max_new_tokens,
             arrived_at=now,
+            waiting_since=now,
             deadline=deadline,
             order=self._next_order if order is None else order,
             keep=keep,
@@ -222,7 +228,7 @@ class DecodeCore:
 
     def _remember_retracted(self, lease: Lease) -> None:
         self.counters.retracted += 1
-        self._retracted[lease.name] = lease.order
+        self._retracted[lease.name] = (lease.worker, lease.order)
         while len(self._retracted) > MAX_RETRACTED:
             self._retracted.popitem(last=False)
 
@@ -333,7 +339,7 @@ class DecodeCore:
             still = [page for page in moving.page_ids if page in lease.filling]
             if lease.asks >= MAX_ASKS_PER_REQUEST:
                 self._fail(
-                    lease, exhausted(f"{lease.asks} transfers were asked for; the bound is {MAX_ASKS_PER_REQUEST}")
+                    lease, exhausted(f"pages were asked for {lease.asks} times; the bound is {MAX_ASKS_PER_REQUEST}")
                 )
             elif still:
                 self._asks.ask_again(lease, still)
@@ -356,17 +362,19 @@ class DecodeCore:
         waiters = {waiter: None for page in ended.readable for waiter in self._arrivals.arrived(page)}
         heirs, stranded = self._arrivals.lost(ended.lost)
         self._arrivals.forget(ended.removed)
+        if ended.lost:
+            self.pins.shorten(ended.namespace)
         for heir, pages in heirs.items():
             if heir.asks >= MAX_ASKS_PER_REQUEST:
                 self._fail(
-                    heir, exhausted(f"{heir.asks} transfers were asked for; the bound is {MAX_ASKS_PER_REQUEST}")
+                    heir, exhausted(f"pages were asked for {heir.asks} times; the bound is {MAX_ASKS_PER_REQUEST}")
                 )
             else:
                 self._asks.ask_again(heir, pages)
         for lease in stranded:
             # Nothing of it was told to its worker yet: it is admitted once more, with what is readable then.
             self._holds.drop(lease.hold, lease.own)
-            lease.state, lease.tree_pages = LeaseState.WAITING, 0
+            lease.state, lease.tree_pages, lease.waiting_since = LeaseState.WAITING, 0, now
             self._supply.queue.push(lease)
         for waiter in waiters:
             self._check_ready(waiter, now)
@@ -377,15 +385,24 @@ class DecodeCore:
         for lease in list(self.leases.values()):
             deadline = lease.deadline
             if lease.queued and not lease.resumed:
-                deadline = min(deadline, lease.arrived_at + self.limits.admission_seconds)
+                deadline = min(deadline, lease.waiting_since + self.limits.admission_seconds)
             if deadline <= now and (lease.queued or lease.state is LeaseState.FILLING):
                 waited = now - lease.arrived_at
                 what = "admission" if lease.queued else f"{len(lease.missing)} pages or the aux blob"
                 self._fail(lease, deadline_exceeded(f"waited {waited:.3f} s for {what}; the deadline is passed"))
+        for lease in [lease for lease in self.leases.values() if lease.state is LeaseState.RETRACTING]:
+            if lease.deadline <= now:
+                self._fail(lease, deadline_exceeded("no Finish came after Retract; the deadline is passed"))
         for growth in [growth for growth in self._supply.growing if growth.deadline <= now]:
-            if growth.lease.state is LeaseState.READY:
-                waited = self.limits.growth_seconds
-                self._fail(growth.lease, exhausted(f"waited {waited} s for a page to grow by; none could be had"))
+            lease = growth.lease
+            if lease.state is LeaseState.READY:
+                self._fail(
+                    lease,
+                    exhausted(
+                        f"tokens {growth.tokens} need more than the {len(lease.pages)} pages held; waited "
+                        f"{self.limits.growth_seconds:g} s, and none could be had"
+                    ),
+                )
         self._pump(now)
 
     # -- pages ---------------------------------------------------------------------------------------------------
@@ -423,15 +440,22 @@ class DecodeCore:
         self._tell(lease.worker, wire.WorkerEvent(grown=grown))
 
     def on_short(self, lease: Lease, now: float) -> None:
-        """(SupplyEvents) The youngest gives its pages back; one at a time, since each brings many."""
-        if any(other.state is LeaseState.RETRACTING for other in self.leases.values()):
-            return
+        """(SupplyEvents) The youngest gives its pages back, among those whose pages the growing one may have; one at a
+        time, since each brings many.
+        """
         namespace = lease.hold.namespace
-        candidates = [other for other in self.leases.values() if other.state is LeaseState.READY]
-        if not namespace.within_hard(0):
-            candidates = [other for other in candidates if other.hold.namespace is namespace]
-        youngest = max(candidates, key=lambda other: other.order)  # `lease` is one
+        mine_only = not namespace.within_hard(0)
+        candidates = [
+            other
+            for other in self.leases.values()
+            if other.hold.namespace is namespace or (not mine_only and other.hold.namespace.above_soft)
+        ]
+        if any(other.state is LeaseState.RETRACTING for other in candidates):
+            return
+        ready = [other for other in candidates if other.state is LeaseState.READY]
+        youngest = max(ready, key=lambda other: other.order)  # `lease` is one
         youngest.state = LeaseState.RETRACTING
+        youngest.deadline = now + self.limits.growth_seconds
         youngest.hold.promise(0, 0)
         self._tell(youngest.worker, wire.WorkerEvent(retract=wire.Retract(name=youngest.name.to_proto())))
 
@@ -457,7 +481,7 @@ class DecodeCore:
             duplicates = self._holds.extend(lease.hold, lease.digests, coming, lease.matched, PROMPT)
             assert not duplicates, "pages behind a full match were in the tree"
             lease.tree_pages = full
-        self._asks.ask(lease, lease.matched, len(fresh))
+        self._asks.first(lease, lease.matched, len(fresh))
         if adopted:
             self._asks.ask_again(lease, adopted)
 

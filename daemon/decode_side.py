@@ -9,7 +9,7 @@ from kvferry.daemon.counters import Latencies
 from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
 from kvferry.daemon.effects import Effect, SendDone, StartTransfer, StopTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.limits import Name, check_prompt
+from kvferry.daemon.limits import Name, check_priority, check_prompt
 from kvferry.daemon.peer_link import PeerLink
 from kvferry.daemon.side import Side, Worker
 from kvferry.daemon.store import Store
@@ -64,8 +64,9 @@ class DecodeSide(Side[DecodeCore]):
         self.flush()
 
     def _admit(self, worker: Worker, name: Name, request: wire.Admit, now: float) -> None:
-        if self.draining:
+        if self.draining and not self.ready_core.comes_back(worker.number, name):
             raise unavailable("the daemon is shutting down; send the request to another one")
+        check_priority(request.priority)
         check_prompt(
             tokens=request.tokens,
             digests=request.digests,

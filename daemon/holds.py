@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.daemon.admission import Admission
 from kvferry.daemon.namespaces import Namespace
 from kvferry.daemon.store import Store
 from kvferry.radix.digests import DIGEST_BYTES
@@ -61,21 +62,28 @@ class Holds:
         self._store = store
         self._arriving = arriving
 
-    def reserve(self, hold: Hold) -> bool:
+    def reserve(self, hold: Hold) -> Admission:
         """Locks the longest match and promises the rest, if that can be kept; else nothing has changed."""
         namespace = hold.namespace
         match = namespace.tree.match(hold.digests)
         total = hold.wanted + hold.growth
-        if not self._fits(hold, hold.wanted - match.device_pages):
-            return False  # locking the match can only make it worse; a request that waits should not look like use
+        if refusal := self._refusal(hold, hold.wanted - match.device_pages):
+            return refusal  # locking the match can only make it worse; a request that waits should not look like use
         lock = self._lock(hold)
-        if not self._fits(hold, hold.wanted - lock.device_pages):
+        if refusal := self._refusal(hold, hold.wanted - lock.device_pages):
             namespace.tree.unlock(lock)
-            return False
+            return refusal
         assert total >= lock.pages
         hold.lock = lock
         hold.promise(hold.wanted - lock.device_pages, hold.growth)
-        return True
+        return Admission.TAKEN
+
+    def is_good(self, hold: Hold) -> bool:
+        """What it reserved can still be read by it: no restore of it has failed meanwhile."""
+        assert hold.lock is not None
+        if not hold.readable_only:
+            return True
+        return PageState.ARRIVING not in self._store.pool.states(hold.namespace.tree.path_pages(hold.lock))
 
     def claim(self, hold: Hold) -> list[int] | None:
         """The pages behind the matched ones, and a restore of the matched ones that are on the host. None: not yet."""
@@ -119,8 +127,13 @@ class Holds:
             self.unlock(hold.namespace, hold.lock)
         hold.lock, hold.pages, hold.matched, hold.host_matched = None, [], 0, 0
 
+    def abandoned(self, namespace: Namespace, lock: Lock) -> int | None:
+        """Index of the first page of the locked path that is on its way and brought by nobody."""
+        return self._arriving.abandoned(namespace.tree.path_pages(lock))
+
     def unlock(self, namespace: Namespace, lock: Lock) -> None:
-        abandoned = self._arriving.abandoned(namespace.tree.path_pages(lock))
+        """Whatever has become of its pages."""
+        abandoned = self.abandoned(namespace, lock)
         if abandoned is None:
             namespace.tree.unlock(lock)
             return
@@ -139,8 +152,11 @@ class Holds:
         self._store.publish(hold.namespace, len(own) - len(result.duplicates))
         return result.duplicates
 
-    def _fits(self, hold: Hold, now: int) -> bool:
-        return self._store.fits(hold.namespace, max(0, now) + math.ceil(hold.growth / hold.overcommit))
+    def _refusal(self, hold: Hold, now: int) -> Admission | None:
+        pages = max(0, now) + math.ceil(hold.growth / hold.overcommit)
+        if self._store.fits(hold.namespace, pages):
+            return None
+        return Admission.NO_ROOM if hold.namespace.within_hard(pages) else Admission.OVER_QUOTA
 
     def _lock(self, hold: Hold) -> Lock:
         tree = hold.namespace.tree

@@ -22,9 +22,9 @@ from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.namespaces import Quota
 from kvferry.daemon.store import MAX_NAMESPACES, Started, Store, StoreLimits
 from kvferry.radix.tree import RESTORE
-from kvferry.transfer.geometry import KVGeometry
 from kvferry.transfer.host_index import Recovered, layout_fingerprint
 from kvferry.transfer.host_rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
+from kvferry.transfer.namespace import NamespaceFacts
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,11 @@ class HostTier:
         self._sums = np.zeros(pages, np.uint64)
         self._verify = np.zeros(pages, np.bool_)  # rows whose checksum is known and is to be verified
         self._unverified: set[int] = set()  # found in the file, never restored yet
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvferry-tier")
+        # One thread each: a restore, which a request waits for, is not behind the spills.
+        self._spills = ThreadPoolExecutor(1, thread_name_prefix="kvferry-spill")
+        self._restores = ThreadPoolExecutor(1, thread_name_prefix="kvferry-restore")
+        self._running: set[asyncio.Future[_Outcome]] = set()
+        self._closing = False
 
     @property
     def survives(self) -> bool:
@@ -70,8 +74,10 @@ class HostTier:
     def unverified(self) -> int:
         return len(self._unverified)
 
-    def recover(self, store: Store, max_namespaces: int) -> Recovered | None:
-        """Puts what the file holds into the trees of their namespaces; beyond `max_namespaces` it is discarded."""
+    def recover(self, store: Store, first: bytes, max_namespaces: int) -> Recovered | None:
+        """Puts what the file holds into the trees of their namespaces: that of `first`, then those written last; what
+        is of more than `max_namespaces` is discarded.
+        """
         if self._file is None:
             return None
         found = self._file.recover()
@@ -79,10 +85,14 @@ class HostTier:
         dropped = sum(found.report.dropped.values())
         store.tiers.discarded_entries += dropped or int(found.report.replaced is not None)
         ids, of_row = np.unique(found.namespace_ids, axis=0, return_inverse=True)
-        for number, namespace_id in enumerate(ids):
+        newest = np.zeros(len(ids), np.uint64)
+        np.maximum.at(newest, of_row.ravel(), found.generations)
+        ranked = sorted(range(len(ids)), key=lambda i: (ids[i].tobytes() != first, -int(newest[i])))
+        for rank, number in enumerate(ranked):
+            namespace_id = ids[number]
             mine = np.flatnonzero(of_row.ravel() == number)
             rows = found.rows[mine]
-            if number >= max_namespaces:
+            if rank >= max_namespaces:
                 self._file.clear(rows)
                 store.tiers.discarded_entries += len(rows)
                 continue
@@ -107,24 +117,48 @@ class HostTier:
         if not restore:
             self.forget(copy.host)  # before a byte of them changes
         known = self._verify[host].copy() if restore else None
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, self._copy, device, host, known)
+        if self._closing:
+            return
+        executor = self._restores if restore else self._spills
+        future = asyncio.get_running_loop().run_in_executor(executor, self._copy, device, host, known)
+        self._running.add(future)
 
         def finished(result: asyncio.Future[_Outcome]) -> None:
-            outcome = result.result()
-            if restore:
-                self._restored(copy.host, outcome)
-            else:
-                self._spilled(started, host, outcome)
-            done(started.number, outcome.failed, outcome.mismatched, outcome.seconds)
+            self._running.discard(result)
+            if result.cancelled():
+                return
+            outcome = self._outcome(started, host, result)
+            if not self._closing:
+                done(started.number, outcome.failed, outcome.mismatched, outcome.seconds)
 
         future.add_done_callback(finished)
 
-    def close(self) -> None:
-        """Waits for the copies that run, and lets the memory go."""
-        self._executor.shutdown(wait=True)
+    async def close(self) -> None:
+        """Starts no copy more, waits for those that run so that what they wrote is found again, and lets the memory
+        go.
+        """
+        self._closing = True
+        for executor in (self._spills, self._restores):
+            executor.shutdown(wait=False, cancel_futures=True)
+        while self._running:
+            await asyncio.wait(self._running)
+        for executor in (self._spills, self._restores):
+            executor.shutdown(wait=True)
         del self._device, self._host
         self._rows.close()
+
+    def _outcome(self, started: Started, rows: NDArray[np.int64], result: asyncio.Future[_Outcome]) -> _Outcome:
+        """Whatever went wrong with a copy, it has ended, and none of its pages is right."""
+        try:
+            outcome = result.result()
+            if started.copy.kind == RESTORE:
+                self._restored(started.copy.host, outcome)
+            else:
+                self._spilled(started, rows, outcome)
+            return outcome
+        except (OSError, ValueError, MemoryError) as error:
+            log.error("copy of %d pages between the tiers: %s: %s", len(rows), type(error).__name__, error)
+            return _Outcome(list(started.copy.device), 0, 0.0)
 
     def _copy(self, device: NDArray[np.int64], host: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
         """On the copy thread. `known`: a restore, and which of its rows have a checksum."""
@@ -162,9 +196,10 @@ class HostTier:
 
 
 def open_tier(
-    config: DaemonConfig, role: str, incarnation: bytes, geometry: KVGeometry, device: memoryview, store: Store
+    config: DaemonConfig, role: str, incarnation: bytes, facts: NamespaceFacts, device: memoryview, store: Store
 ) -> HostTier:
     """The memory of the store's host pool, and in the trees what its file holds. OSError, ValueError."""
+    geometry = facts.geometry
     assert store.host is not None
     page_bytes, pages = geometry.page_bytes, store.host.pages
     rows: HostRows
@@ -177,7 +212,11 @@ def open_tier(
     tier = HostTier(device, page_bytes, rows, pages, threads=threads, checksums=checksums)
     store.host.log_frees = True
     # One place is left for the worker's own namespace, should it not be among those of the file.
-    found = tier.recover(store, MAX_NAMESPACES - 1)
+    try:
+        found = tier.recover(store, facts.id, MAX_NAMESPACES - 1)
+    except BaseException:
+        rows.close()
+        raise
     if found is not None:
         log.info("%s host tier's file: %s", role, found.report)
     return tier

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 
 from kvferry.daemon.holds import Hold
@@ -41,7 +42,9 @@ class Lease:
     missing: set[int] = field(default_factory=set)  # page ids of the prompt that are not readable yet
     filling: set[int] = field(default_factory=set)  # of them (or others' too), those this request's transfers bring
     transfers: set[int] = field(default_factory=set)  # open or draining
-    asks: int = 0
+    runs: deque[tuple[int, int]] = field(default_factory=deque)  # (first page, pages) still to be asked for again
+    asks: int = 0  # rounds of asking
+    waiting_since: float = 0.0
     aux: bytes | None = None
     aux_at: float = 0.0
     admitted_at: float = 0.0
@@ -74,6 +77,10 @@ class Lease:
     @property
     def priority(self) -> int:
         return self.hold.priority
+
+    @property
+    def scope(self) -> object:
+        return self.hold.namespace
 
     @property
     def namespace_id(self) -> bytes:

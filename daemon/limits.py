@@ -9,7 +9,8 @@ from kvferry.proto import common_pb2 as common
 from kvferry.proto.limits import MAX_ATTEMPT, REQUEST_ID_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 
-MAX_ASKS_PER_REQUEST = 16
+MAX_ASKS_PER_REQUEST = 16  # open at the prefill daemon; also how often a decode daemon asks again
+MAX_PRIORITY = 1000
 
 
 class Name(NamedTuple):
@@ -31,6 +32,11 @@ def name_of(message: common.RequestName) -> Name:
     if not 1 <= message.attempt <= MAX_ATTEMPT:
         raise invalid(f"name.attempt is {message.attempt}; it must be 1 to {MAX_ATTEMPT}")
     return Name(message.request_id, message.attempt)
+
+
+def check_priority(priority: int) -> None:
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise invalid(f"priority is {priority}; it must be {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
 
 def check_prompt(*, tokens: int, digests: bytes, tail_digest: bytes, page_size: int, max_tokens: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvferry.daemon.errors import exhausted, not_found
 from kvferry.daemon.namespaces import Namespace
@@ -24,14 +25,21 @@ class Pin:
     lock: Lock
     until: float
     pages: int
+    digests: bytes
+
+
+class Unlocking(Protocol):
+    """How locks are given up (`Holds`)."""
+
+    def abandoned(self, namespace: Namespace, lock: Lock) -> int | None: ...
+
+    def unlock(self, namespace: Namespace, lock: Lock) -> None: ...
 
 
 class Pins:
-    """`unlock` gives a lock up, whatever has become of its pages."""
-
-    def __init__(self, store: Store, unlock: Callable[[Namespace, Lock], None]) -> None:
+    def __init__(self, store: Store, holds: Unlocking) -> None:
         self._store = store
-        self._unlock = unlock
+        self._holds = holds
         self._pins: dict[int, Pin] = {}
         self._next = 1
 
@@ -61,8 +69,11 @@ class Pins:
         if not self._store.fits(namespace, 0):
             pages = lock.pages
             tree.unlock(lock)
-            raise exhausted(f"{pages} pages cannot be pinned: running requests were promised more than is left beside")
-        pin = Pin(self._next, namespace, lock, until, lock.pages)
+            raise exhausted(
+                f"{pages} pages cannot be pinned: {self._store.promised} are promised to running requests, and only "
+                f"{self._store.available()} more can be had"
+            )
+        pin = Pin(self._next, namespace, lock, until, lock.pages, digests[: lock.pages * DIGEST_BYTES])
         self._next += 1
         self._pins[pin.number] = pin
         namespace.pinned_pages += pin.pages
@@ -74,8 +85,20 @@ class Pins:
         for pin in chosen:
             del self._pins[pin.number]
             pin.namespace.pinned_pages -= pin.pages
-            self._unlock(pin.namespace, pin.lock)
+            self._holds.unlock(pin.namespace, pin.lock)
         return len(chosen)
+
+    def shorten(self, namespace: Namespace) -> None:
+        """After a restore has failed: nobody brings the lost pages of a prefix that only pins hold. They end before."""
+        for pin in [pin for pin in self._pins.values() if pin.namespace is namespace]:
+            left = self._holds.abandoned(namespace, pin.lock)
+            if left is None:
+                continue
+            digests = pin.digests[: left * DIGEST_BYTES]
+            lock = namespace.tree.lock(namespace.tree.match(digests))
+            self._holds.unlock(namespace, pin.lock)
+            self._pins[pin.number] = dataclasses.replace(pin, lock=lock, pages=left, digests=digests)
+            namespace.pinned_pages -= pin.pages - left
 
     def expire(self, now: float) -> None:
         for pin in [pin for pin in self._pins.values() if pin.until <= now]:

@@ -63,7 +63,7 @@ class PrefillCore:
         self._sends: dict[tuple[int, int], Entry] = {}  # (session, transfer)
         self._newest: dict[int, int] = {}  # by session, the greatest transfer number that it has used
         self._supply = PrefillSupply(store, limits.overtakes, self._on_begun)
-        self.pins = Pins(store, self._supply.holds.unlock)
+        self.pins = Pins(store, self._supply.holds)
         self._next_order = 1
         self._effects: list[Effect] = []
 
@@ -290,7 +290,9 @@ class PrefillCore:
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
         """A copy between the tiers is over; `failed` are the device ids of pages whose bytes are not right."""
-        self._supply.copy_ended(number, failed, mismatched, seconds)
+        ended = self._supply.copy_ended(number, failed, mismatched, seconds)
+        if ended.lost:
+            self.pins.shorten(ended.namespace)
         self._pump(now)
 
     def tick(self, now: float) -> None:

@@ -70,6 +70,11 @@ class Entry:
         return False
 
     @property
+    def scope(self) -> object:
+        assert self.prompt is not None
+        return self.prompt.hold.namespace
+
+    @property
     def priority(self) -> int:
         assert self.prompt is not None
         return self.prompt.hold.priority + (0 if self.asked else UNASKED)

@@ -11,7 +11,7 @@ from kvferry.daemon.counters import Latencies
 from kvferry.daemon.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
 from kvferry.daemon.errors import RequestError, precondition, unavailable
 from kvferry.daemon.handshake import courier_config
-from kvferry.daemon.limits import Name, check_prompt, name_of
+from kvferry.daemon.limits import Name, check_priority, check_prompt, name_of
 from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
 from kvferry.daemon.sending import SendingSession
 from kvferry.daemon.session import SessionTimes
@@ -64,6 +64,7 @@ class PrefillSide(Side[PrefillCore]):
     def _begin(self, worker: Worker, name: Name, request: wire.Begin, now: float) -> None:
         if self.draining:
             raise unavailable("the daemon is shutting down; send the request to another one")
+        check_priority(request.priority)
         check_prompt(
             tokens=request.tokens,
             digests=request.digests,

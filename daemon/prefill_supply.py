@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvferry.daemon.admission import AdmissionQueue
+from kvferry.daemon.admission import Admission, AdmissionQueue
 from kvferry.daemon.arrivals import Arrivals
 from kvferry.daemon.holds import Holds
 from kvferry.daemon.prefill_entry import Entry, Prompt
-from kvferry.daemon.store import Store
+from kvferry.daemon.store import Ended, Store
 from kvferry.radix.pool import PageState
 
 _RESTORING = int(PageState.RESTORING)
@@ -77,7 +77,7 @@ class PrefillSupply:
             self.add(entry)
         self._returned.clear()
 
-    def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> None:
+    def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> Ended:
         ended = self._store.copy_ended(number, failed, mismatched, seconds)
         waiters = {waiter: None for page in ended.readable for waiter in self._arrivals.arrived(page)}
         _, stranded = self._arrivals.lost(ended.lost)
@@ -87,7 +87,9 @@ class PrefillSupply:
             self._return(entry)
             self.add(entry)
         for entry in waiters:
-            self._check_begun(entry)
+            if entry not in stranded:
+                self._check_begun(entry)
+        return ended
 
     @property
     def _most_unasked(self) -> int:
@@ -110,11 +112,12 @@ class PrefillSupply:
             return False
         return self._asked_waiting > 0 or self._unasked_pages + prompt.hold.wanted > self._most_unasked
 
-    def _reserve(self, entry: Entry) -> bool:
+    def _reserve(self, entry: Entry) -> Admission:
         prompt = entry.prompt
         assert prompt is not None
-        if self._must_wait(entry, prompt) or not self.holds.reserve(prompt.hold):
-            return False
+        admission = Admission.NO_ROOM if self._must_wait(entry, prompt) else self.holds.reserve(prompt.hold)
+        if admission is not Admission.TAKEN:
+            return admission
         prompt.queued = False
         self._asked_waiting -= entry.asked
         if not entry.asked:
@@ -122,30 +125,30 @@ class PrefillSupply:
             self._unasked_pages += prompt.unasked
         self._reserved.append(entry)
         self._claim()
-        return True
+        return admission
 
     def _claim(self) -> None:
         while self._reserved:
             entry = self._reserved[0]
             prompt = entry.prompt
             assert prompt is not None
-            fresh = self.holds.claim(prompt.hold)
+            if not self.holds.is_good(prompt.hold):
+                fresh = None
+            elif (fresh := self.holds.claim(prompt.hold)) is None and self._store.yielding:
+                return
+            self._reserved.popleft()
             if fresh is not None:
-                self._reserved.popleft()
                 self._claimed(entry, prompt, fresh)
-            elif self._store.copies:
-                return
-            else:
-                # Nothing comes by itself: it waits for its turn again.
-                self._reserved.popleft()
-                self._return(entry)
-                self._returned.append(entry)
-                return
+                continue
+            # What it matched was lost, or nothing comes by itself: it waits for its turn again.
+            self._return(entry)
+            self._returned.append(entry)
 
     def _claimed(self, entry: Entry, prompt: Prompt, fresh: list[int]) -> None:
         prompt.private = fresh
         path = prompt.pages[: prompt.hold.matched]
         states = self._store.pool.states(path)
+        assert PageState.ARRIVING not in states, "a matched page was never written"
         coming = [page for page, state in zip(path, states, strict=True) if state == _RESTORING]
         self._arrivals.restoring(page for page in coming if page not in self._arrivals)
         for page in coming:

@@ -183,8 +183,11 @@ class Side(Generic[CoreT]):
             facts = NamespaceFacts.from_proto(hello.facts)
         except ValueError as error:
             raise invalid(str(error)) from error
-        async with self._making:
-            await self._fit(facts)
+        # In a task of its own: a worker that leaves meanwhile must not leave half a pool.
+        making = asyncio.get_running_loop().create_task(self._fit_once(facts))
+        self._tasks.add(making)
+        making.add_done_callback(self._tasks.discard)
+        await asyncio.shield(making)
         self.store.namespace(facts.id)
         number = self._next_worker
         self._next_worker += 1
@@ -206,6 +209,10 @@ class Side(Generic[CoreT]):
         )
         return worker, welcome
 
+    async def _fit_once(self, facts: NamespaceFacts) -> None:
+        async with self._making:
+            await self._fit(facts)
+
     async def _fit(self, facts: NamespaceFacts) -> None:
         if self.facts is not None:
             for difference in differences(self.facts, facts):
@@ -219,23 +226,28 @@ class Side(Generic[CoreT]):
                 f"pool_bytes is {self.config.pool_bytes}, a page of this model {page_bytes}; "
                 "the pool must hold 1 to 2^31 - 1 pages"
             )
+        host_pages = self.config.host_bytes // page_bytes
+        if self.config.host_bytes and not 1 <= host_pages < 1 << 31:
+            raise exhausted(
+                f"host_bytes is {self.config.host_bytes}, a page of this model {page_bytes}; "
+                "the host tier must hold 1 to 2^31 - 1 pages"
+            )
         name = f"kvferry-{self.incarnation.hex()}-{self.role}-pool"
         try:
             # In a thread: the kernel clears the memory, which takes seconds for a large pool.
             self._segment = await asyncio.to_thread(Segment.create, self.config.shm_dir, name, pages * page_bytes)
         except OSError as error:
             raise exhausted(f"pool of {pages * page_bytes} bytes in {self.config.shm_dir}: {error}") from error
-        host_pages = self.config.host_bytes // page_bytes
-        store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
-        if host_pages:
-            try:
+        try:
+            store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
+            if host_pages:
                 self._tier = await asyncio.to_thread(
-                    open_tier, self.config, self.role, self.incarnation, facts.geometry, self._segment.buffer, store
+                    open_tier, self.config, self.role, self.incarnation, facts, self._segment.buffer, store
                 )
-            except (OSError, ValueError) as error:
-                self._segment.unlink()
-                self._segment.close()
-                raise exhausted(f"host tier of {host_pages * page_bytes} bytes: {error}") from error
+        except (OSError, ValueError) as error:
+            self._segment.unlink()
+            self._segment.close()
+            raise exhausted(f"host tier of {host_pages * page_bytes} bytes: {error}") from error
         self.facts = facts
         self._copier = Copier(self._segment.buffer, page_bytes, self.config.copy_threads)
         self.core = self.make_core(store)
@@ -371,6 +383,7 @@ class Side(Generic[CoreT]):
         if self.core is None or self._tier is None or not self._tier.survives:
             return
         store = self.store
+        self.core.pins.unpin(0)  # what an operator held is saved, too
         while self.now() < deadline and (store.spill(SPILL_PAGES) or store.copies):
             self._effects.extend(tier_effects(store))
             self.flush()
@@ -385,7 +398,7 @@ class Side(Generic[CoreT]):
         if self._copier is not None:
             self._copier.close()
         if self._tier is not None:
-            self._tier.close()
+            await self._tier.close()
         for worker in [*self.workers.values(), *self._lost.values()]:
             worker.lock.close()
             worker.lock.unlink()

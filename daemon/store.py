@@ -19,8 +19,8 @@ from kvferry.radix.tree import BACKUP, RESTORE, SPILL, Copy, Lock, PagedRadixTre
 
 MAX_NAMESPACES = 64
 MIXED_CHUNK = 16  # pages evicted from one tree before the next one is compared, where several are candidates
-MAX_BACKUP_PAGES = 256  # of one write-through copy
-MAX_COPIES = 64  # under way at once; more pages wait
+MAX_COPY_PAGES = 256  # of one copy to the host: pages are free as it ends
+MAX_COPIES = 64  # to the host, under way at once; more pages wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,11 @@ class Store:
         """Under way."""
         return len(self._copies)
 
+    @property
+    def yielding(self) -> int:
+        """Of the copies under way, those that make pages free or evictable."""
+        return sum(copy.kind != RESTORE for _, copy in self._copies.values())
+
     def available(self) -> int:
         """Pages that could still be promised to a namespace without quotas."""
         return max(0, slack(self.pool.free + len(self._released), self.namespaces.values()))
@@ -211,7 +216,7 @@ class Store:
         """Evicts up to `pages` of what nothing holds, for the host tier's sake. Returns how many go."""
         going = 0
         for namespace in self.namespaces.values():
-            while going < pages and len(self._copies) < MAX_COPIES:
+            while going < pages and self.yielding < MAX_COPIES:
                 taken = self._evict_from(namespace, pages - going)
                 if taken == 0:
                     break
@@ -276,9 +281,9 @@ class Store:
         if not self.limits.write_through_hits or self.host is None:
             return
         for namespace in self.namespaces.values():
-            if self.host.free == 0 or len(self._copies) >= MAX_COPIES:
+            if self.host.free == 0 or self.yielding >= MAX_COPIES:
                 return
-            room = min(self.host.free, MAX_BACKUP_PAGES, self._host_quota_left(namespace))
+            room = min(self.host.free, MAX_COPY_PAGES, self._host_quota_left(namespace))
             if room == 0:
                 continue
             copy = namespace.tree.backups(room)
@@ -312,7 +317,7 @@ class Store:
         quotas. Returns how many: some may be free only when their spill ends.
         """
         evicted = 0
-        while evicted < pages and len(self._copies) < MAX_COPIES:
+        while evicted < pages and self.yielding < MAX_COPIES:
             left = pages - evicted
             bounds = [(asker, left)]
             bounds += [(n, min(left, n.above_soft - n.tree.spilling, MIXED_CHUNK)) for n in others]
@@ -330,7 +335,7 @@ class Store:
 
     def _evict_from(self, namespace: Namespace, pages: int) -> int:
         """Pages that are free now, or will be when their spill ends."""
-        pages = min(pages, namespace.tree.evictable - namespace.tree.spilling)
+        pages = min(pages, namespace.tree.evictable - namespace.tree.spilling, MAX_COPY_PAGES)
         if pages == 0:
             return 0
         if self.host is not None:

@@ -8,10 +8,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.daemon.admission import AdmissionQueue
+from kvferry.daemon.admission import Admission, AdmissionQueue
 from kvferry.daemon.holds import Holds
 from kvferry.daemon.lease import Lease, LeaseState
 from kvferry.daemon.limits import pages_for
+from kvferry.daemon.namespaces import Namespace
 from kvferry.daemon.store import Store
 
 
@@ -59,44 +60,48 @@ class Supply:
             self.queue.push(lease)
         self._returned.clear()
 
-    def _reserve(self, lease: Lease, now: float) -> bool:
-        if not self._holds.reserve(lease.hold):
-            return False
+    def _reserve(self, lease: Lease, now: float) -> Admission:
+        admission = self._holds.reserve(lease.hold)
+        if admission is not Admission.TAKEN:
+            return admission
         lease.state = LeaseState.RESERVED
         lease.admitted_at = now
         self.reserved.append(lease)
         self._claim(now)
-        return True
+        return admission
 
     def _claim(self, now: float) -> None:
         while self.reserved:
             lease = self.reserved[0]
-            fresh = self._holds.claim(lease.hold)
+            if not self._holds.is_good(lease.hold):
+                fresh = None
+            elif (fresh := self._holds.claim(lease.hold)) is None and self._store.yielding:
+                return
+            self.reserved.popleft()
             if fresh is not None:
-                self.reserved.popleft()
                 self._events.on_claimed(lease, fresh, now)
-            elif self._store.copies:
-                return
-            else:
-                # Nothing comes by itself: what was promised is used up by growth. It waits for its turn again.
-                self.reserved.popleft()
-                self._holds.drop(lease.hold, [])
-                lease.state = LeaseState.WAITING
-                self._returned.append(lease)
-                return
+                continue
+            # What it matched was lost, or what was promised is used up by growth: it waits for its turn again.
+            self._holds.drop(lease.hold, [])
+            lease.state, lease.waiting_since = LeaseState.WAITING, now
+            self._returned.append(lease)
 
     def _grow(self, now: float) -> None:
-        while self.growing:
-            growth = self.growing[0]
+        """In order; a namespace whose first growth must wait holds up no other."""
+        stuck: list[Namespace] = []
+        for growth in list(self.growing):
             lease = growth.lease
+            namespace = lease.hold.namespace
+            if namespace in stuck:
+                continue
             first = len(lease.pages)
             extra = pages_for(growth.tokens, self._store.page_size) - first
             if lease.state is not LeaseState.READY:
-                self.growing.popleft()  # it ended meanwhile
+                self.growing.remove(growth)  # it ended meanwhile
             elif extra <= 0 or self._holds.grow(lease.hold, extra):
-                self.growing.popleft()
+                self.growing.remove(growth)
                 self._events.on_grown(lease, first)
             else:
-                if not self._store.copies:
+                stuck.append(namespace)
+                if not self._store.yielding:
                     self._events.on_short(lease, now)
-                return

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvferry.daemon.admission import LOOK_AHEAD, AdmissionQueue
+from kvferry.daemon.admission import LOOK_AHEAD, Admission, AdmissionQueue
 
 
 @dataclass(eq=False)
@@ -17,6 +17,7 @@ class Request:
     size: int = 1
     priority: int = 0
     overtaken: int = 0
+    scope: str = ""
 
 
 def filled(queue: AdmissionQueue[Request], *requests: Request) -> list[Request]:
@@ -25,17 +26,19 @@ def filled(queue: AdmissionQueue[Request], *requests: Request) -> list[Request]:
     return list(requests)
 
 
-def admitted(queue: AdmissionQueue[Request], room: int) -> list[int]:
+def admitted(queue: AdmissionQueue[Request], room: int, over_quota: tuple[str, ...] = ()) -> list[int]:
     """Orders of those that are taken, each of which takes `size` of the room."""
     taken: list[int] = []
 
-    def try_admit(request: Request) -> bool:
+    def try_admit(request: Request) -> Admission:
         nonlocal room
+        if request.scope in over_quota:
+            return Admission.OVER_QUOTA
         if request.size > room:
-            return False
+            return Admission.NO_ROOM
         room -= request.size
         taken.append(request.order)
-        return True
+        return Admission.TAKEN
 
     queue.admit(try_admit)
     return taken
@@ -70,6 +73,14 @@ def test_looks_past_a_bounded_number() -> None:
     queue: AdmissionQueue[Request] = AdmissionQueue(overtakes=1000)
     filled(queue, *(Request(order, size=10) for order in range(LOOK_AHEAD)), Request(LOOK_AHEAD))
     assert admitted(queue, room=5) == []
+
+
+def test_a_namespace_at_its_quota_holds_up_only_itself() -> None:
+    queue: AdmissionQueue[Request] = AdmissionQueue(overtakes=2)
+    filled(queue, Request(0, scope="a"), *(Request(order, scope="b") for order in range(1, 11)))
+    assert admitted(queue, room=100, over_quota=("a",)) == list(range(1, 11))
+    assert queue.overtaken == 0
+    assert admitted(queue, room=1) == [0]
 
 
 def test_removes_what_gave_up() -> None:

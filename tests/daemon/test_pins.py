@@ -7,7 +7,9 @@ import hashlib
 import pytest
 
 from kvferry.daemon import pins as pins_module
+from kvferry.daemon.arrivals import Arrivals
 from kvferry.daemon.errors import RequestError
+from kvferry.daemon.holds import Holds
 from kvferry.daemon.namespaces import Namespace
 from kvferry.daemon.pins import Pins
 from kvferry.daemon.store import Store
@@ -31,7 +33,7 @@ class World:
     def __init__(self, host_pages: int = 0) -> None:
         self.store = Store(PAGES, 4, host_pages=host_pages)
         self.namespace = self.store.namespace(bytes(32))
-        self.pins = Pins(self.store, lambda namespace, lock: namespace.tree.unlock(lock))
+        self.pins = Pins(self.store, Holds(self.store, Arrivals()))
 
     def take(self, pages: int, namespace: Namespace | None = None) -> list[int]:
         """As an admitted request does, waiting for copies."""
