@@ -23,7 +23,7 @@ def ids(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(32_000) for _ in range(n)]
 
 
-@pytest.mark.parametrize("host_pages", [0, 400])
+@pytest.mark.parametrize("host_pages", [pytest.param(0, marks=pytest.mark.nightly), 400])
 def test_overcommit_loses_no_token(host_pages: int) -> None:
     """Forty requests, each of which may grow to a fifth of the pool, and does: those that were retracted end with the
     same tokens as in a system that never promises too much.

@@ -217,7 +217,9 @@ def test_a_pool_that_evicts_between_turns(family: Family) -> None:
     settled(family.prefill)
 
 
-@pytest.mark.parametrize(("source", "pool_pages"), [("smollm2", 14), ("qwen2", 14)])
+@pytest.mark.parametrize(
+    ("source", "pool_pages"), [pytest.param("smollm2", 14, marks=pytest.mark.nightly), ("qwen2", 14)]
+)
 def test_a_host_tier_under_a_small_pool_keeps_all(stack: Stack, tmp_path: Path, source: str, pool_pages: int) -> None:
     """Pools that hold one conversation: every turn's history is spilled and comes back, at both servers."""
     tokenizer = None

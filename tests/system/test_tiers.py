@@ -77,7 +77,7 @@ def test_prefill_has_a_host_tier_too(stack: Stack) -> None:
     assert side.tiers.mismatched_pages == 0
 
 
-@pytest.mark.parametrize("host_pages", [12, 60])
+@pytest.mark.parametrize("host_pages", [12, pytest.param(60, marks=pytest.mark.nightly)])
 def test_a_host_tier_that_is_too_small_drops_and_goes_on(stack: Stack, host_pages: int) -> None:
     prefills, decodes = start_replicas(stack, spec(40, host_pages, "--policy", "lfu", prefill_pages=60))
     rng = random.Random(3)
@@ -193,7 +193,17 @@ def test_a_restarted_daemon_finds_its_cache(stack: Stack, tmp_path: Path, how: s
     assert side.tiers.unverified_pages < side.tiers.recovered_pages
 
 
-@pytest.mark.parametrize("damage", ["truncated index", "truncated rows", "garbage", "flipped rows", "fewer pages"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "flipped rows",
+        "garbage",
+        *(
+            pytest.param(kind, marks=pytest.mark.nightly)
+            for kind in ("truncated index", "truncated rows", "fewer pages")
+        ),
+    ],
+)
 def test_a_damaged_file_is_a_miss(stack: Stack, tmp_path: Path, damage: str) -> None:
     system = spec(60, 300, "--host-dir", str(tmp_path))
     prefills, decodes = start_replicas(stack, system)
