@@ -3,8 +3,8 @@
 A line of such a trace is a request: {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": []},
 an id for each 512 tokens of its prompt, equal where the whole prefix is. Each request matches and locks what is held,
 restores from the host, evicts and spills as it must, inserts its whole prompt and unlocks. Beside the policies stand
-two bounds of the same trace: a cache without end, and Belady's optimum of the same size (of both tiers together),
-which evicts the leaf that is used again last.
+two bounds of the same trace: a cache without end, and Belady's optimum of the same size (for `hit %`: of both tiers
+together), which evicts the leaf that is used again last.
 
     python bench/trace_replay.py --trace FILE [--blocks 2000,8000] [--host-blocks N] [--policies lru,lfu] [--plot PNG]
 
@@ -128,8 +128,8 @@ def _fields(where: str, line: str) -> tuple[float, int, list[int]]:
         raise TraceError(f"{where}: is {type(record).__name__}, must be an object")
     for name in ("timestamp", "input_length", "output_length"):
         value = record.get(name)
-        whole = isinstance(value, int) or (name == "timestamp" and isinstance(value, float))
-        if not whole or isinstance(value, bool) or value < 0:
+        types = (int, float) if name == "timestamp" else (int,)
+        if type(value) not in types or not value >= 0:
             kind = "a number" if name == "timestamp" else "a whole number"
             raise TraceError(f"{where}: {name}: {_shown(record, name)}, must be {kind} >= 0")
     ids = record.get("hash_ids")
@@ -256,7 +256,9 @@ class Scores:
     def of_size(self, blocks: int, host_blocks: int, policies: Sequence[str]) -> Iterator[Row]:
         pages, host_pages = blocks * self._scale, host_blocks * self._scale
         yield self._row(blocks, NO_END, self._no_end, None)
-        best = self._row(blocks, OPTIMUM, optimum(self._requests, self._uses, pages + host_pages), None)
+        device = optimum(self._requests, self._uses, pages)
+        both = optimum(self._requests, self._uses, pages + host_pages) if host_pages else device
+        best = self._row(blocks, OPTIMUM, Hits(device.device, both.device - device.device), None)
         yield best
         lru = replay(self._requests, "lru", pages, host_pages)
         gap = (self._row(blocks, "lru", lru, None).scored, best.scored)
@@ -285,7 +287,7 @@ def table(rows: Iterable[Row], score_from: int) -> Iterator[str]:
         gap = "" if row.gap is None else f"{row.gap:.0f} %"
         speed = "" if row.requests_per_second is None else f"{row.requests_per_second:,.0f}"
         bound = row.policy in (NO_END, OPTIMUM)
-        tiers = " " * 15 if bound else f"{row.device:>7.2f} {row.host:>7.2f}"
+        tiers = f"{row.device:>7.2f} " + (" " * 7 if bound else f"{row.host:>7.2f}")
         yield f"{size:>7} {row.policy:>9} {row.total:>7.2f} {tiers}   {row.scored:>11.2f} {gap:>11} {speed:>8}".rstrip()
 
 
@@ -298,10 +300,12 @@ def plot(rows: Sequence[Row], host_blocks: int, title: str, path: Path) -> None:
     tiers = ["device", "total"] if host_blocks else ["device"]
     figure, axes = pyplot.subplots(1, len(tiers), figsize=(6.5 * len(tiers), 4.5), sharey=True, squeeze=False)
     for axis, tier in zip(axes[0], tiers, strict=True):
-        for name in dict.fromkeys(row.policy for row in rows):
+        for i, name in enumerate(dict.fromkeys(row.policy for row in rows)):
             of = [row for row in rows if row.policy == name]
             style = {NO_END: "k:", OPTIMUM: "k--"}.get(name, "o-")
-            axis.plot([row.blocks for row in of], [getattr(row, tier) for row in of], style, label=name, markersize=4)
+            width = 1.2 if name in (NO_END, OPTIMUM) else max(1.0, 5.5 - i * 0.75)  # what lies upon another shows
+            at, rates = [row.blocks for row in of], [getattr(row, tier) for row in of]
+            axis.plot(at, rates, style, label=name, linewidth=width, markersize=width + 2)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted({row.blocks for row in rows}), [f"{n:,}" for n in sorted({row.blocks for row in rows})])
         axis.set_xlabel(f"device pool, blocks of {BLOCK_TOKENS} tokens")

@@ -55,9 +55,9 @@ def test_the_table_has_every_policy_and_both_bounds(tmp_path: Path) -> None:
     by_size = {rows[i][0]: rows[i : i + size] for i in (0, size)}
     assert list(by_size) == ["8", "12"]
     for of_size in by_size.values():
-        assert of_size[0][1:] == ["no", "end", "50.00", "100.00"]
+        assert of_size[0][1:] == ["no", "end", "50.00", "50.00", "100.00"]
         assert [row[0] for row in of_size[2:]] == policy_names()
-    assert by_size["8"][1] == ["optimum", "33.33", "66.67"]  # b goes for c, then a, which has been hit, for b
+    assert by_size["8"][1] == ["optimum", "33.33", "33.33", "66.67"]  # b goes for c, then a, which has been hit, for b
     lru = by_size["8"][2 + policy_names().index("lru")]
     assert lru[1:7] == ["0.00", "0.00", "0.00", "0.00", "0", "%"]
     assert by_size["12"][2][1:5] == ["50.00", "50.00", "0.00", "100.00"]
