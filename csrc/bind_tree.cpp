@@ -127,8 +127,10 @@ nb::list prune(TreeObject& self, LockObject& lock, int64_t start) {
   return list_of(self.tree.prune(lock.lock, uint32_t(start)));
 }
 
+template <WhenHostIsFull kThen>
 EvictedObject evict(TreeObject& self, int64_t pages, std::optional<int64_t> host_room) {
-  const Evicted done = self.tree.evict(count_of("pages", pages), count_of("host_room", host_room.value_or(kMaxCount)));
+  const uint32_t room = count_of("host_room", host_room.value_or(kMaxCount));
+  const Evicted done = self.tree.evict(count_of("pages", pages), room, kThen);
   return {list_of(done.freed), done.dropped, copy_object(done.spill)};
 }
 
@@ -234,7 +236,8 @@ void bind_tree(nb::module_& m) {
       .def("arrived", [](TreeObject& self, nb::handle pages) { self.tree.arrived(read_page_ids(pages, self.tree.device())); },
            "pages"_a)
       .def("prune", &prune, "lock"_a, "start"_a)
-      .def("evict", &evict, "pages"_a, "host_room"_a = nb::none())
+      .def("evict", &evict<WhenHostIsFull::kDrop>, "pages"_a, "host_room"_a = nb::none())
+      .def("evict_with_room", &evict<WhenHostIsFull::kStop>, "pages"_a, "host_room"_a = nb::none())
       .def("evict_host", [](TreeObject& self, int64_t pages) { return self.tree.evict_host(count_of("pages", pages)); },
            "pages"_a)
       .def("oldest", [](const TreeObject& self) { return next_out(self.tree.oldest()); })

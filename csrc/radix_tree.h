@@ -58,6 +58,8 @@ struct CopyRecord {
   Node* end = nullptr;       // of the lock that a restore holds
 };
 
+enum class WhenHostIsFull { kDrop, kStop };
+
 struct Evicted {
   PageIds freed;
   uint32_t dropped = 0;  // of them, those that had no host page: what they held is lost
@@ -111,7 +113,7 @@ class RadixTree {
   PageIds prune(Lock& lock, uint32_t start);
 
   // tree_evict.cpp
-  Evicted evict(uint32_t pages, uint32_t host_room);
+  Evicted evict(uint32_t pages, uint32_t host_room, WhenHostIsFull then);
   uint32_t evict_host(uint32_t pages);
   std::optional<NextOut> oldest() const;
   std::optional<NextOut> oldest_host() const;

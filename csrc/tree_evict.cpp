@@ -6,8 +6,8 @@
 
 namespace kvferry {
 
-// At most `host_room` pages are spilled.
-Evicted RadixTree::evict(uint32_t pages, uint32_t host_room) {
+// At most `host_room` pages are spilled. What more of the host's pages could save is dropped, or ends it.
+Evicted RadixTree::evict(uint32_t pages, uint32_t host_room, WhenHostIsFull then) {
   Evicted done;
   CopyRecord* spill = nullptr;
   uint32_t got = 0, spilled = 0;
@@ -18,6 +18,13 @@ Evicted RadixTree::evict(uint32_t pages, uint32_t host_room) {
     const uint32_t take = std::min(leaf.size, pages - got);
     policy_.on_evict(leaf.use(), Tier::kDevice, clock_.tick, clock_.now);
     const bool room = host_ != nullptr && !leaf.no_spill && std::min(host_->free(), host_room) >= spilled + take;
+    const bool could_spill = host_ != nullptr && !leaf.no_spill && !leaf.on_host();
+    if (could_spill && !room && then == WhenHostIsFull::kStop) {
+      const uint32_t left = std::min(host_->free(), host_room) - spilled;
+      if (left == 0) break;
+      split(leaf, leaf.size - left);  // the tail, which is the next head, has room
+      continue;
+    }
     if (!leaf.on_host() && !room) {
       drop(leaf, take, done.freed);
       done.dropped += take;
@@ -61,8 +68,9 @@ void RadixTree::drop(Node& leaf, uint32_t pages, PageIds& freed) {
 
 uint32_t RadixTree::evict_host(uint32_t pages) {
   uint32_t got = 0;
-  while (got < pages && redundant_.first() != nullptr) {
-    Node& node = *redundant_.first();
+  // The youngest first: the older ones are about to leave the device, and would be copied again.
+  while (got < pages && redundant_.last() != nullptr) {
+    Node& node = *redundant_.last();
     const uint32_t take = std::min(node.size, pages - got);
     if (take < node.size) split(node, node.size - take);
     free_host(node);
@@ -94,7 +102,7 @@ std::optional<NextOut> RadixTree::oldest() const {
 }
 
 std::optional<NextOut> RadixTree::oldest_host() const {
-  if (const Node* node = redundant_.first()) return NextOut{-1, double(node->accessed)};
+  if (const Node* node = redundant_.last()) return NextOut{-1, double(node->accessed)};
   const auto head = host_index_.head();
   if (!head) return std::nullopt;
   return NextOut{head->group, head->value};

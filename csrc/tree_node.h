@@ -206,6 +206,7 @@ inline Node* ChildTable::find(const uint8_t* digest) const {
 class NodeList {
  public:
   Node* first() const { return first_; }
+  Node* last() const { return last_; }
   void add(Node* node);
   void remove(Node* node);
 

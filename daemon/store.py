@@ -15,7 +15,7 @@ from kvferry.daemon.errors import exhausted
 from kvferry.daemon.namespaces import Namespace, Quota, own_share, slack
 from kvferry.radix.policy import Clock, Policy
 from kvferry.radix.pool import PagePool, PageState
-from kvferry.radix.tree import BACKUP, RESTORE, SPILL, Copy, Lock, PagedRadixTree
+from kvferry.radix.tree import BACKUP, RESTORE, SPILL, Copy, Evicted, Lock, PagedRadixTree
 
 MAX_NAMESPACES = 64
 MIXED_CHUNK = 16  # pages evicted from one tree before the next one is compared, where several are candidates
@@ -338,17 +338,22 @@ class Store:
         pages = min(pages, namespace.tree.evictable - namespace.tree.spilling, MAX_COPY_PAGES)
         if pages == 0:
             return 0
+        going = 0
         if self.host is not None:
-            self._make_host_room(self.host, namespace, pages)
-        result = namespace.tree.evict(pages, self._host_quota_left(namespace))
-        later = 0
+            # What has a row already, or finds one free, needs no room made.
+            going = self._gone(namespace, namespace.tree.evict_with_room(pages, self._host_quota_left(namespace)))
+            if going == pages:
+                return going
+            self._make_host_room(self.host, namespace, pages - going)
+        return going + self._gone(namespace, namespace.tree.evict(pages - going, self._host_quota_left(namespace)))
+
+    def _gone(self, namespace: Namespace, result: Evicted) -> int:
         if result.spill is not None:
-            later = len(result.spill.device)
             self._start(namespace, result.spill)
         self.evicted += len(result.freed)
         namespace.evicted += len(result.freed)
         self.tiers.dropped += result.dropped
-        return len(result.freed) + later
+        return len(result.freed) + (len(result.spill.device) if result.spill is not None else 0)
 
     def _host_quota_left(self, namespace: Namespace) -> int:
         """Host pages that it may still take, by its hard quota."""

@@ -348,6 +348,8 @@ class PagedRadixTree:
         What has a host copy is freed at once. What has none is spilled if the host has free pages for it, and no more
         than `host_room` are spilled with it; else it is freed at once, with what hangs below.
         """
+    def evict_with_room(self, pages: int, host_room: int | None = None) -> Evicted:
+        """As `evict`, but it ends where a leaf would have to be dropped that more room on the host could save."""
     def evict_host(self, pages: int) -> int:
         """Frees up to `pages` host pages: first copies of what is on the device, then host leaves. Returns how many."""
     def oldest(self) -> tuple[int, float] | None:
