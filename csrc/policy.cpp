@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "policy_learned.h"
+
 namespace kvferry {
 namespace {
 
@@ -32,6 +34,8 @@ std::unique_ptr<Policy> make(const PolicyParameters&) {
   return std::make_unique<P>();
 }
 
+std::unique_ptr<Policy> make_learned(const PolicyParameters&) { return make_learned_policy(); }
+
 // A new policy is a class above and a line in `kinds`.
 struct PolicyKind {
   const char* name;
@@ -45,6 +49,7 @@ const std::vector<PolicyKind>& kinds() {
       {"lfu", {}, make<LeastFrequentlyUsed>},
       {"fifo", {}, make<FirstInFirstOut>},
       {"priority", {}, make<LeastImportant>},
+      {"learned", {}, make_learned},
   };
   return all;
 }

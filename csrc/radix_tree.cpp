@@ -42,6 +42,7 @@ Lock RadixTree::lock(const Match& match, int32_t priority) {
   check_that(match.version == version_, "the tree has changed since this match");
   Node* const end = match.offset < match.node->size ? split(*match.node, match.offset) : match.node;
   const uint64_t tick = ++clock_.tick;
+  const uint8_t mark = policy_.on_lock(end->use(), is_root(*end) ? nullptr : end->last_digest(), tick, clock_.now);
   for (Node* step = end; step != nullptr; step = step->parent) {
     if (!is_root(*step)) policy_.on_hit(step->use(), tick, clock_.now);
     ++step->locks;
@@ -49,6 +50,7 @@ Lock RadixTree::lock(const Match& match, int32_t priority) {
     step->priority = std::min(step->priority, priority);
     if (step->copy != nullptr && step->copy->kind == CopyKind::kSpill) step->keep = true;
     settle(*step);  // before its use changes, by which its place is found
+    step->mark = mark;
     step->accessed = tick;
     step->accessed_s = clock_.now;
   }
@@ -83,6 +85,7 @@ void RadixTree::release(Node& end) {
     step->accessed_s = clock_.now;
     if (--step->locks == 0) {
       step->may_arrive = false;
+      if (!is_root(*step)) policy_.on_rest(step->use(), tick, clock_.now);
       settle(*step);
     }
   }
@@ -114,6 +117,7 @@ void RadixTree::relock(Lock& lock, const Match& longer) {
   Node* const end = longer.offset < longer.node->size ? split(*longer.node, longer.offset) : longer.node;
   const uint64_t tick = ++clock_.tick;
   for (step = end; step != lock.end; step = step->parent) {
+    policy_.on_hold(step->use(), tick, clock_.now);
     ++step->locks;
     if (step->copy != nullptr && step->copy->kind == CopyKind::kSpill) step->keep = true;
     settle(*step);  // before its use changes, by which its place is found
@@ -162,9 +166,10 @@ PageIds RadixTree::prune(Lock& lock, uint32_t start) {
 
 // -- inserting ----------------------------------------------------------------------------------------------------------
 
-void RadixTree::touch(Node& end) {
+void RadixTree::touch(Node& end, uint8_t mark) {
   const uint64_t tick = ++clock_.tick;
   for (Node* step = &end; step != nullptr; step = step->parent) {
+    step->mark = mark;
     step->accessed = tick;
     step->accessed_s = clock_.now;
     rekey(*step);
@@ -183,7 +188,7 @@ Inserted RadixTree::insert(const uint8_t* digests, uint32_t n, const PageIds& pa
   Inserted done{existing, PageIds(pages.begin(), first_fresh), match};
   const PageIds fresh(first_fresh, pages.end());
   if (fresh.empty()) {
-    touch(*match.node);
+    touch(*match.node, match.node->mark);
     return done;
   }
   PageIds leased;
@@ -205,7 +210,10 @@ Inserted RadixTree::insert(const uint8_t* digests, uint32_t n, const PageIds& pa
     (*step)->priority = std::min((*step)->priority, priority);
     give_device(**step, fresh.data() + ((*step)->depth - existing));
   }
-  touch(*node);
+  uint32_t base = node->depth + node->size;
+  const uint32_t held = base;
+  for (const Node* step = node; !is_root(*step) && step->hits == 0; step = step->parent) base = step->depth;
+  touch(*node, policy_.on_grow(node->use(), {digests, n, held, base, output}, clock_.tick, clock_.now));
   insert_behind(node, digests, n, existing, fresh, output, priority, match);
   done.match = {match.node, match.node->size, n, n, version_};
   return done;
@@ -242,6 +250,7 @@ void RadixTree::insert_behind(Node* node, const uint8_t* digests, uint32_t n, ui
     fresh_node->may_arrive = device_.count(pages, end - at, PageState::kArriving) > 0;
     fresh_node->output = output;
     fresh_node->priority = priority;
+    fresh_node->mark = node->mark;
     policy_.on_insert(fresh_node->use(), clock_.tick, clock_.now);
     settle(*fresh_node);
     settle(*node);

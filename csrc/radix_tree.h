@@ -187,7 +187,7 @@ class RadixTree {
   bool arrives(const Node& node, uint32_t begin, uint32_t end) const;
   void release(Node& end);
   PageIds release_and_remove(Node& end, Node& top);
-  void touch(Node& end);
+  void touch(Node& end, uint8_t mark);
   void insert_behind(Node* node, const uint8_t* digests, uint32_t n, uint32_t held, const PageIds& fresh, bool output,
                      int32_t priority, Match& match);
 

@@ -26,6 +26,7 @@ RadixTree::RadixTree(PagePool& device, PagePool* host, Policy& policy, Clock& cl
       device_index_(policy, clock),
       host_index_(policy, clock) {
   if (host == &device) throw std::invalid_argument("host: the same pool as device, must be another");
+  policy.on_pool(uint64_t(device.pages()) + (host == nullptr ? 0 : host->pages()));
 }
 
 RadixTree::~RadixTree() {
@@ -125,6 +126,7 @@ Node* RadixTree::split(Node& node, uint32_t pages) {
   upper->created = node.created, upper->accessed = node.accessed;
   upper->created_s = node.created_s, upper->accessed_s = node.accessed_s;
   upper->locks = node.locks, upper->hits = node.hits, upper->priority = node.priority;
+  upper->mark = node.mark;
   upper->may_arrive = node.may_arrive, upper->output = node.output, upper->orphan = node.orphan;
   upper->keep = node.keep, upper->no_spill = node.no_spill;
   upper->serial = ++serials_;

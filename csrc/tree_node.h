@@ -155,6 +155,7 @@ struct Node {
   int32_t priority = 0;
   uint8_t roles = 0;
   uint8_t group = 0, klass = 0;  // of its entry
+  uint8_t mark = 0;              // the policy's
   bool may_arrive : 1;           // pages may be ARRIVING: from insert, split or a failed restore to the last unlock
   bool output : 1;
   bool orphan : 1;
@@ -171,7 +172,7 @@ struct Node {
   bool on_host() const { return bool(host); }
 
   Use use() const {
-    return {created, accessed, created_s, accessed_s, hits, size, depth, priority, output, orphan};
+    return {created, accessed, created_s, accessed_s, hits, size, depth, priority, output, orphan, mark, locks};
   }
 
   // How many leading digests equal those at `data`, of which there are `n` and the first is equal. Chained digests are
