@@ -32,17 +32,18 @@ def _check_structure(side: Side) -> None:
     for path in side.device:
         assert len(path) == 1 or path[:-1] in side.device, f"{path} is on the device without its parent"
     assert side.arriving <= side.device.keys()
+    assert side.arriving.isdisjoint(side.host), "what is on its way has no second copy"
 
 
 def _check_counts(world: World, side: Side) -> None:
     tree = side.namespace.tree
     flights = [flight for flight in world.flights if flight.side is side]
     restoring = {path for flight in flights if flight.copy.kind == RESTORE for path in flight.paths}
-    copied = {path for flight in flights for path in flight.paths}
+    copied = {path for flight in flights for path in flight.attached}
     assert (tree.pages, tree.arriving, tree.restoring) == (len(side.device), len(side.arriving), len(restoring))
     assert tree.cached == len(side.device) - len(side.arriving) - len(restoring)
     assert tree.evictable == sum(path not in side.locks for path in side.device)
-    assert tree.spilling == sum(len(side.leaving([flight])) for flight in flights)
+    assert tree.spilling == len(side.leaving(flights))
     coming = sum(len(flight.paths) - len(flight.detached) for flight in flights if flight.writes_host)
     assert tree.host_pages == len(side.host) + coming
     orphans = sum(side.is_orphan(path) for path in side.host)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from random import Random
 
+import cache_admin
 import hypothesis.strategies as st
 import pytest
 from cache_checks import check
 from cache_model import Path, Side, chain, prefixes
 from cache_requests import Request, Requests
 from cache_world import Setup, World
+from hypothesis import currently_in_test_context, note
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -25,7 +27,6 @@ from kvferry.radix.policy import policy_names
 from kvferry.radix.pool import PageState, PoolExhausted
 
 NAMESPACES = (b"\x01" * 32, b"\x02" * 32, b"\x03" * 32)
-HOST_QUOTAS = False  # the store does not keep them yet: see test_cache_regressions
 MAX_REQUESTS = 6
 
 indexes = st.integers(0, 15)
@@ -52,8 +53,8 @@ def setup_of(random: Random) -> Setup:
         quotas[name] = Quota(
             soft=soft if random.random() < 0.5 else 0,
             hard=max(soft, hard) if random.random() < 0.5 else 0,
-            host_soft=host_soft if random.random() < 0.5 and HOST_QUOTAS else 0,
-            host_hard=max(host_soft, host_hard) if random.random() < 0.5 and HOST_QUOTAS else 0,
+            host_soft=host_soft if random.random() < 0.5 else 0,
+            host_hard=max(host_soft, host_hard) if random.random() < 0.5 else 0,
         )
     limits = StoreLimits(
         policy=random.choice(sorted(policy_names())),
@@ -70,7 +71,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(random=st.randoms(use_true_random=False))
     def begin(self, random: Random) -> None:
-        self.world = World(setup_of(random))
+        setup = setup_of(random)
+        if currently_in_test_context():
+            note(repr(setup))
+        self.world = World(setup)
         self.requests = Requests(self.world)
         self.history: list[tuple[int, Path]] = [(0, ())]  # whose prompts later ones may continue
 
@@ -137,10 +141,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.requests.grow(request, min(pages, request.growth), patient=patient)
 
     @precondition(lambda self: len(self.requests.growing) > 1)
-    @rule(order=st.booleans())
-    def all_grow(self, order: bool) -> None:
+    @rule(flip=st.booleans())
+    def all_grow(self, flip: bool) -> None:
         """Every promise is called in at once."""
-        for request in self.requests.growing[:: -1 if order else 1]:
+        for request in self.requests.growing[:: -1 if flip else 1]:
             self.requests.grow(request, request.growth, patient=True)
 
     @precondition(lambda self: self.requests.ready)
@@ -149,6 +153,34 @@ class CacheMachine(RuleBasedStateMachine):
         ready = self.requests.ready
         request = ready[index % len(ready)]
         self.remember(request.side, self.requests.finish(request, output))
+
+    @precondition(lambda self: self.requests.filling and len(self.requests.all) < MAX_REQUESTS)
+    @rule(index=indexes, suffix=suffixes, pages=st.integers(1, 40), flip=st.booleans())
+    def strand(self, index: int, suffix: Path, pages: int, flip: bool) -> None:
+        """Another one's pages come before those that they hang on, and it ends: nothing holds them, so that they are
+        spilled. Then what they hang on may go too.
+        """
+        leader = self.requests.filling[index % len(self.requests.filling)]
+        request = Request(leader.side, leader.prompt + suffix, 0, *parts(0))
+        self.requests.open(request)
+        if request in self.requests.all:
+            if request.admitted:
+                self.requests.arrive(request, -1 << len(self.requests.missing(leader)))
+            self.requests.abort(request)
+            self.world.spill(pages)
+            if flip:
+                self.requests.abort(leader)
+
+    @precondition(lambda self: any(flight.holds for flight in self.world.flights))
+    @rule(index=indexes)
+    def abort_restoring(self, index: int) -> None:
+        """Leaves a restore to itself."""
+        restores = [flight for flight in self.world.flights if flight.holds]
+        flight = restores[index % len(restores)]
+        for request in self.requests.running:
+            assert request.lock is not None
+            if request.side is flight.side and self.world.path_of(request.lock)[: len(flight.holds)] == flight.holds:
+                self.requests.abort(request)
 
     @precondition(lambda self: len(self.requests.all) > 2)
     @rule(index=indexes)
@@ -202,7 +234,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.pool.free < self.world.pool.pages // 2)
     @rule(side=indexes)
     def flush(self, side: int) -> None:
-        self.world.flush([self.side(side)])
+        cache_admin.flush(self.world, [self.side(side)])
 
     @rule(side=indexes, pages=st.integers(1, 40), patient=st.booleans())
     def press(self, side: int, pages: int, patient: bool) -> None:
@@ -220,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(keep=st.one_of(st.just(-1), st.integers(0, (1 << 60) - 1)), order=masks, batches=st.integers(1, 3))
     def restart(self, keep: int, order: int, batches: int) -> None:
         self.requests.all.clear()
-        self.world.restart(keep, order, batches)
+        cache_admin.restart(self.world, keep, order, batches)
 
     @rule(side=indexes, base=indexes, cut=cuts)
     def look(self, side: int, base: int, cut: int) -> None:
@@ -266,7 +298,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.requests.abort(request)
         world.pins.unpin(0)
         world.end_copies()
-        world.flush(world.sides)
+        cache_admin.flush(world, world.sides)
         check(world, self.requests)
         assert world.pool.free == world.pool.pages
         assert world.host is None or world.host.free == world.host.pages

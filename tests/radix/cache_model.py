@@ -107,6 +107,10 @@ class Flight:
     holds: Path = ()  # a restore locks its path
 
     @property
+    def attached(self) -> set[Path]:
+        return set(self.paths) - self.detached
+
+    @property
     def writes_host(self) -> bool:
         return self.copy.kind != RESTORE
 
@@ -169,8 +173,7 @@ class Side:
             path
             for flight in flights
             if flight.side is self and flight.copy.kind == SPILL
-            for path in flight.paths
-            if path not in flight.touched and path not in flight.detached
+            for path in flight.attached - flight.touched
         }
         staying = {path[:-1] for path in self.device if path not in spilled}
         result: set[Path] = set()

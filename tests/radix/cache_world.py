@@ -5,7 +5,7 @@ Everything done here is done to the model too, and what the store answers is com
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,9 +33,6 @@ from kvferry.radix.pool import PageState
 from kvferry.radix.tree import BACKUP, RESTORE, Lock
 
 PROMPT, OUTPUT = 0, 1
-# How often pages that could not be had are asked for again although no copy is under way. It should be 0: see
-# test_its_own_share_is_had_in_one_take.
-ASK_AGAIN = 4
 _READABLE = (PageState.CACHED, PageState.SPILLING)
 
 
@@ -46,6 +43,19 @@ class Setup:
     limits: StoreLimits
     namespaces: tuple[bytes, ...]
     overcommit: float = 1.0
+
+
+class Unlocking:
+    """How pins give their locks up."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def abandoned(self, namespace: Namespace, lock: Lock) -> int | None:
+        return self.world.abandoned(self.world.side_of(namespace), lock)
+
+    def unlock(self, namespace: Namespace, lock: Lock) -> None:
+        self.world.give_up(self.world.side_of(namespace), lock)
 
 
 @dataclass
@@ -67,7 +77,7 @@ class World:
         self.store = Store(setup.pages, 4, host_pages=setup.host_pages, limits=setup.limits)
         self.pool, self.host = self.store.pool, self.store.host
         self.sides = [Side(i, self.store.namespace(name)) for i, name in enumerate(setup.namespaces)]
-        self.pins = Pins(self.store, lambda namespace, lock: self.give_up(self.side_of(namespace), lock))
+        self.pins = Pins(self.store, Unlocking(self))
         self.flights, self.released, self.lock_paths = [], [], {}
 
     def side_of(self, namespace: Namespace) -> Side:
@@ -128,7 +138,7 @@ class World:
         kept: set[Path] = set()
         for flight in self.flights:
             if flight.side is side:
-                detached = set(flight.paths).difference(flight.detached).intersection(gone)
+                detached = flight.attached.intersection(gone)
                 assert not detached or flight.writes_host, "a path that is being restored was taken out"
                 flight.detached |= detached
                 kept |= detached
@@ -148,9 +158,6 @@ class World:
         before = [(s, s.namespace.used - s.namespace.tree.spilling, s.namespace.tree.host_pages) for s in self.sides]
         dropped = self.store.tiers.dropped
         taken = self.store.take(side.namespace, pages)
-        for _ in range(ASK_AGAIN):
-            if taken is None and not self.store.copies:
-                taken = self.store.take(side.namespace, pages)
         self.released.clear()
         self.sync()
         self.collect()
@@ -159,11 +166,13 @@ class World:
             left, host_left = namespace.used - namespace.tree.spilling, namespace.tree.host_pages
             if other is not side and left < used:
                 assert left >= quota.soft, "another one's soft quota was broken"
-            # What hangs below a dropped page goes with it.
+            # What hangs below a dropped page goes with it; and room may be made for what then waits for a copy's end.
+            host_left += namespace.tree.evictable - namespace.tree.spilling
             if other is not side and host_left < host_pages and dropped == self.store.tiers.dropped:
                 assert host_left >= quota.host_soft, "another one's soft quota of the host was broken"
         if taken is None:
-            assert self.store.copies or not self.sound, "pages were promised, are not there, and nothing is under way"
+            coming = any(flight.writes_host for flight in self.flights)
+            assert coming or not self.sound, "pages were promised, are not there, and nothing is under way"
             return None
         assert len(set(taken)) == pages == len(taken)
         assert set(self.pool.states(taken)) <= {PageState.LEASED}
@@ -225,7 +234,8 @@ class World:
         for path, parent, output in zip(paths, split_digests(copy.parents), copy.outputs, strict=True):
             assert parent == (digest(path[:-1]) if len(path) > 1 else NO_PARENT)
             assert side.outputs[path] in (None, bool(output))
-        assert not any(path in other.paths for other in self.flights if other.side is side for path in paths)
+        copied = {path for other in self.flights if other.side is side for path in other.attached}
+        assert copied.isdisjoint(paths), "it is copied twice at a time"
         for path, at, row in zip(paths, device, host, strict=True):
             assert side.device[path] == at
             if copy.kind == RESTORE:
@@ -272,6 +282,8 @@ class World:
         assert (ended.namespace, ended.kind) == (side.namespace, kind)
         if kind == RESTORE:
             self._restored(flight, set(bad), ended)
+            if ended.lost:
+                self.shorten_pins(side)
         else:
             assert not ended.readable and not ended.lost and not ended.removed
             self._spilled(flight, set(bad), leaving)
@@ -303,11 +315,12 @@ class World:
         for page in lost:
             assert by_page[page] in side.locks, "lost, and nobody waits for it"
             side.arriving.add(by_page[page])
-        failed = [by_page[page] for page in bad]
+        # Of pages that were to come from elsewhere it may have been the last that held them, too.
+        failed = [by_page[page] for page in bad] + list(side.arriving)
         for path in [held[page] for page in removed]:
             assert path not in side.locks, "removed, and somebody holds it"
             near = (f for f in failed if f[: len(path)] == path or path[: len(f)] == f)
-            assert next(near, None) is not None, f"{path} was removed, and no page on its path was lost"
+            assert next(near, None) is not None, f"{path} was removed, and no page on its path is missing"
         expected: list[int] = []
         for path in sorted((held[page] for page in removed), key=len):
             if path in side.device:
@@ -331,7 +344,7 @@ class World:
         self.store.write_through()
         self.collect()
 
-    # -- pins, flush, restart ------------------------------------------------------------------------------------
+    # -- pins ----------------------------------------------------------------------------------------------------
 
     def pin(self, side: Side, path: Path, until: float) -> None:
         matched = path[: side.matched(path)]
@@ -346,59 +359,29 @@ class World:
         assert readable > 0
         self.register(side, path[:readable], pin.lock)
 
+    def shorten_pins(self, side: Side) -> None:
+        """Lost pages that only pins hold are brought by nobody."""
+        before = {pin.number: self.path_of(pin.lock) for pin in self.pins.all()}
+        for pin in self.pins.all():
+            if pin.namespace is side.namespace and (left := self.abandoned(side, pin.lock)) is not None:
+                self.touch(side, before[pin.number][:left])
+        self.pins.shorten(side.namespace)
+        for pin in self.pins.all():
+            if pin.lock not in self.lock_paths:
+                self.register(side, before[pin.number][: pin.pages], pin.lock)
+            assert pin.namespace is not side.namespace or self.abandoned(side, pin.lock) is None
+
+    def abandoned(self, side: Side, lock: Lock) -> int | None:
+        """The first page on the path that is on its way, and that only pins hold."""
+        pinned = [self.lock_paths.get(pin.lock) for pin in self.pins.all()]
+        covers = Counter(p for owner in pinned if owner and owner[0] is side for p in prefixes(owner[1]))
+        path = self.path_of(lock)
+        return next(
+            (i for i, p in enumerate(prefixes(path)) if p in side.arriving and side.locks[p] == covers[p]), None
+        )
+
     def would_not_fit(self, side: Side, path: Path) -> bool:
         lock = self.lock(side, path)
         fits = self.store.fits(side.namespace, 0)
         self.give_up(side, lock)
         return not fits
-
-    def flush(self, sides: list[Side]) -> None:
-        self.settle()
-        device = host = skipped = 0
-        copying = {(f.side.number, path) for f in self.flights for path in f.paths if path not in f.detached}
-        for side in sides:
-            every = dict.fromkeys((*side.device, *side.host))
-            stay: set[Path] = set()
-            for path in sorted(every, key=len, reverse=True):
-                if path in side.locks or (side.number, path) in copying or path in stay:
-                    stay |= {path, path[:-1]}
-            going = [path for path in every if path not in stay]
-            device += sum(path in side.device for path in going)
-            host += sum(path in side.host for path in going)
-            skipped += len(every) - len(going)
-            side.drop(going)
-        result = self.store.flush([side.namespace for side in sides])
-        assert (result.device, result.host, result.skipped) == (device, host, skipped)
-        self.sync()
-
-    def restart(self, keep: int, order: int, batches: int) -> None:
-        """A new process finds those host pages that are in the mask `keep`."""
-        found = [
-            (side.number, path, at.page, side.outputs[path]) for side in self.sides for path, at in side.host.items()
-        ]
-        found = [entry for i, entry in enumerate(found) if keep >> i & 1]
-        random.Random(order).shuffle(found)
-        self.start()
-        if not found:
-            return
-        assert self.host is not None
-        size = -(-len(found) // batches)
-        for at in range(0, len(found), size):
-            for side in self.sides:
-                part = [entry[1:] for entry in found[at : at + size] if entry[0] == side.number]
-                if not part:
-                    continue
-                parents = (digest(path[:-1]) if len(path) > 1 else NO_PARENT for path, _, _ in part)
-                rows = [row for _, row, _ in part]
-                self.store.recover(
-                    side.namespace,
-                    b"".join(digest(path) for path, _, _ in part),
-                    b"".join(parents),
-                    rows,
-                    bytes(bool(output) for _, _, output in part),
-                )
-                for path, row, output in part:
-                    side.host[path] = place(self.host, row)
-                    side.outputs[path] = bool(output)
-        assert self.store.tiers.recovered == len(found) and self.store.tiers.discarded_entries == 0
-        self.sync()

@@ -45,6 +45,7 @@ DRAWS: Draws = {
     "batches": lambda random: random.randint(1, 3),
     "cut": lambda random: random.randrange(4),
     "failing": lambda random: random.choice([0, 0, mask(random), mask(random) & mask(random)]),
+    "flip": lambda random: random.random() < 0.5,
     "growth": few,
     "index": index,
     "keep": lambda random: random.choice([-1, random.getrandbits(60)]),
@@ -59,6 +60,7 @@ DRAWS: Draws = {
     "which": lambda random: random.choice([-1, mask(random)]),
 }
 WEIGHTS = {
+    "abort_restoring": 5,
     "advance": 5,
     "arrive": 6,
     "end_copies": 1,
@@ -82,8 +84,8 @@ def test_short_lives() -> None:
 
 
 def test_long_lives() -> None:
-    _walk(secrets.randbits(32), 1500)
-    _walk(secrets.randbits(32), 1500)
+    for _ in range(4):
+        _walk(secrets.randbits(32), 2000)
 
 
 @pytest.mark.nightly

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from cache_model import Path, chain
 
 from kvferry.daemon.namespaces import Namespace, Quota
@@ -46,7 +45,6 @@ def drain(store: Store, namespace: Namespace, pages: int) -> None:
     store.settle()
 
 
-@pytest.mark.xfail(strict=True, reason="to be mended in daemon/store.py")
 def test_its_own_share_is_had_in_one_take() -> None:
     """Four of five cached pages are protected. The first of them that went left fewer protected ones, so that more was
     its own share than before; `take` gave up, though no copy was under way.
@@ -59,7 +57,6 @@ def test_its_own_share_is_had_in_one_take() -> None:
     store.release(b, others)
 
 
-@pytest.mark.xfail(strict=True, reason="to be mended in daemon/store.py")
 def test_a_hard_quota_of_the_host_holds_while_the_host_has_free_pages() -> None:
     store = store_of(8, 8, Quota(host_hard=2), Quota())
     a, b = store.namespace(A), store.namespace(B)
@@ -68,7 +65,6 @@ def test_a_hard_quota_of_the_host_holds_while_the_host_has_free_pages() -> None:
     assert a.tree.host_pages <= 2
 
 
-@pytest.mark.xfail(strict=True, reason="to be mended in daemon/store.py")
 def test_a_hard_quota_of_the_host_holds_for_write_through() -> None:
     store = store_of(8, 8, Quota(host_hard=2), Quota(), write_through_hits=1)
     a = store.namespace(A)
@@ -78,7 +74,6 @@ def test_a_hard_quota_of_the_host_holds_for_write_through() -> None:
     assert a.tree.host_pages <= 2
 
 
-@pytest.mark.xfail(strict=True, reason="to be mended in daemon/store.py")
 def test_no_host_page_of_a_victim_is_freed_for_what_needs_none() -> None:
     """What B evicts of A has host pages: room for it was made out of what A's soft quota protects."""
     store = store_of(8, 4, Quota(host_soft=3), Quota())

@@ -1,0 +1,59 @@
+"""What an operator does to a `World`: flush it, or start a new process over what its host tier has kept."""
+
+from __future__ import annotations
+
+import random
+
+from cache_model import NO_PARENT, Path, Side, digest, place
+from cache_world import World
+
+
+def flush(world: World, sides: list[Side]) -> None:
+    world.settle()
+    device = host = skipped = 0
+    copying = {(f.side.number, path) for f in world.flights for path in f.attached}
+    for side in sides:
+        every = dict.fromkeys((*side.device, *side.host))
+        stay: set[Path] = set()
+        for path in sorted(every, key=len, reverse=True):
+            if path in side.locks or (side.number, path) in copying or path in stay:
+                stay |= {path, path[:-1]}
+        going = [path for path in every if path not in stay]
+        device += sum(path in side.device for path in going)
+        host += sum(path in side.host for path in going)
+        skipped += len(every) - len(going)
+        side.drop(going)
+    result = world.store.flush([side.namespace for side in sides])
+    assert (result.device, result.host, result.skipped) == (device, host, skipped)
+    world.sync()
+
+
+def restart(world: World, keep: int, order: int, batches: int) -> None:
+    """A new process finds those host pages that are in the mask `keep`."""
+    found = [(side.number, path, at.page, side.outputs[path]) for side in world.sides for path, at in side.host.items()]
+    found = [entry for i, entry in enumerate(found) if keep >> i & 1]
+    random.Random(order).shuffle(found)
+    world.start()
+    if not found:
+        return
+    assert world.host is not None
+    size = -(-len(found) // batches)
+    for at in range(0, len(found), size):
+        for side in world.sides:
+            part = [entry[1:] for entry in found[at : at + size] if entry[0] == side.number]
+            if not part:
+                continue
+            parents = (digest(path[:-1]) if len(path) > 1 else NO_PARENT for path, _, _ in part)
+            rows = [row for _, row, _ in part]
+            world.store.recover(
+                side.namespace,
+                b"".join(digest(path) for path, _, _ in part),
+                b"".join(parents),
+                rows,
+                bytes(bool(output) for _, _, output in part),
+            )
+            for path, row, output in part:
+                side.host[path] = place(world.host, row)
+                side.outputs[path] = bool(output)
+    assert world.store.tiers.recovered == len(found) and world.store.tiers.discarded_entries == 0
+    world.sync()
