@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == [name]:
             _load(where).add_arguments(command)
     args = parser.parse_args(words)
-    return int(_load(COMMANDS[args.command][0]).run(args))
+    try:
+        status = int(_load(COMMANDS[args.command][0]).run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who reads the output has enough; what is left must not fail again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _load(where: str) -> Any:

@@ -145,7 +145,9 @@ class DaemonConfig:
             raise ConfigError(f"host_dir is {self.host_dir!r}, but host_bytes is 0: there is no host tier to keep")
         for namespace in self.quotas:
             if namespace != "default" and not re.fullmatch("[0-9a-f]{64}", namespace):
-                raise ConfigError(f"quotas: {namespace!r} must be 64 hexadecimal digits, or default")
+                raise ConfigError(
+                    f"quotas: {namespace!r} must be 64 hexadecimal digits (see kvferry stats --format json), or default"
+                )
         times = ("admission_seconds", "transfer_seconds", "heartbeat_seconds", "peer_lost_seconds", "grace_seconds")
         for name in times:
             seconds: float = getattr(self, name)

@@ -151,6 +151,8 @@ class HostTier:
         """Whatever went wrong with a copy, it has ended, and none of its pages is right."""
         try:
             outcome = result.result()
+            if outcome.mismatched:
+                log.warning("%d of %d restored pages have wrong checksums", outcome.mismatched, len(rows))
             if started.copy.kind == RESTORE:
                 self._restored(started.copy.host, outcome)
             else:
@@ -218,7 +220,11 @@ def open_tier(
         rows.close()
         raise
     if found is not None:
-        log.info("%s host tier's file: %s", role, found.report)
+        dropped = ", ".join(f"{count} {reason.value}" for reason, count in found.report.dropped.items()) or "none"
+        replaced = f"; the file was replaced ({found.report.replaced.value})" if found.report.replaced else ""
+        level = logging.WARNING if found.report.dropped or found.report.replaced else logging.INFO
+        text = "%s host tier in %s: %d entries found again, dropped: %s%s"
+        log.log(level, text, role, config.host_dir, found.report.entries_valid, dropped, replaced)
     return tier
 
 

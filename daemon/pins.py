@@ -65,7 +65,9 @@ class Pins:
             lock = shorter
         if lock.pages == 0:
             tree.unlock(lock)
-            raise not_found("nothing of this prompt is held")
+            raise not_found(
+                f"nothing of this prompt is held; digests must be of pages of {self._store.page_size} tokens"
+            )
         if not self._store.fits(namespace, 0):
             pages = lock.pages
             tree.unlock(lock)

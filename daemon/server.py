@@ -74,6 +74,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)  # before anybody hears that it is ready
         _check_descriptors(config)
+        _check_host_dir(config)
         reclaimed = reclaim_stale(config.shm_dir)
         if reclaimed:
             log.warning("removed %d files that dead daemons left in %s", len(reclaimed), config.shm_dir)
@@ -207,6 +208,18 @@ def _check_descriptors(config: DaemonConfig) -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < need:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+
+
+def _check_host_dir(config: DaemonConfig) -> None:
+    """Makes it, 0700; ConfigError where files cannot be made in it. They are opened when a worker names its model."""
+    if not config.host_dir:
+        return
+    try:
+        os.makedirs(config.host_dir, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"host_dir {config.host_dir!r}: {error.strerror}") from error
+    if not os.access(config.host_dir, os.W_OK | os.X_OK):
+        raise ConfigError(f"host_dir {config.host_dir!r} cannot be written to")
 
 
 def _clear_socket(path: str) -> None:

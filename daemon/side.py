@@ -6,6 +6,7 @@ The pool is made when the first worker says what model it serves; later workers 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -240,6 +241,7 @@ class Side(Generic[CoreT]):
             raise exhausted(f"pool of {pages * page_bytes} bytes in {self.config.shm_dir}: {error}") from error
         try:
             store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
+            store.clock.now = self.now()
             if host_pages:
                 self._tier = await asyncio.to_thread(
                     open_tier, self.config, self.role, self.incarnation, facts, self._segment.buffer, store
@@ -247,7 +249,10 @@ class Side(Generic[CoreT]):
         except (OSError, ValueError) as error:
             self._segment.unlink()
             self._segment.close()
-            raise exhausted(f"host tier of {host_pages * page_bytes} bytes: {error}") from error
+            message = f"host tier of {host_pages * page_bytes} bytes (host_dir {self.config.host_dir!r}): {error}"
+            log.warning("%s", message)
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG)
+            raise (exhausted(message) if full else precondition(message)) from error
         self.facts = facts
         self._copier = Copier(self._segment.buffer, page_bytes, self.config.copy_threads)
         self.core = self.make_core(store)
