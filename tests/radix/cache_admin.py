@@ -36,24 +36,31 @@ def restart(world: World, keep: int, order: int, batches: int) -> None:
     world.start()
     if not found:
         return
-    assert world.host is not None
     size = -(-len(found) // batches)
-    for at in range(0, len(found), size):
+    parts = [found[at : at + size] for at in range(0, len(found), size)]
+    if order & 1:  # the longest path first, so that the rest branches off it at several places
+        number, longest = max(((number, path) for number, path, _, _ in found), key=lambda entry: len(entry[1]))
+        spine = [entry for entry in found if entry[0] == number and longest[: len(entry[1])] == entry[1]]
+        parts = [spine, [entry for entry in found if entry not in spine]]
+    for part in parts:
         for side in world.sides:
-            part = [entry[1:] for entry in found[at : at + size] if entry[0] == side.number]
-            if not part:
-                continue
-            parents = (digest(path[:-1]) if len(path) > 1 else NO_PARENT for path, _, _ in part)
-            rows = [row for _, row, _ in part]
-            world.store.recover(
-                side.namespace,
-                b"".join(digest(path) for path, _, _ in part),
-                b"".join(parents),
-                rows,
-                bytes(bool(output) for _, _, output in part),
-            )
-            for path, row, output in part:
-                side.host[path] = place(world.host, row)
-                side.outputs[path] = bool(output)
+            _recover(world, side, [entry[1:] for entry in part if entry[0] == side.number])
     assert world.store.tiers.recovered == len(found) and world.store.tiers.discarded_entries == 0
     world.sync()
+
+
+def _recover(world: World, side: Side, entries: list[tuple[Path, int, bool | None]]) -> None:
+    if not entries:
+        return
+    assert world.host is not None
+    paths = [path for path, _, _ in entries]
+    world.store.recover(
+        side.namespace,
+        b"".join(digest(path) for path in paths),
+        b"".join(digest(path[:-1]) if len(path) > 1 else NO_PARENT for path in paths),
+        [row for _, row, _ in entries],
+        bytes(bool(output) for _, _, output in entries),
+    )
+    for path, row, output in entries:
+        side.host[path] = place(world.host, row)
+        side.outputs[path] = bool(output)
