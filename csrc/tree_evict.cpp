@@ -16,7 +16,6 @@ Evicted RadixTree::evict(uint32_t pages, uint32_t host_room, WhenHostIsFull then
     if (!head) break;
     Node& leaf = *head->node;
     const uint32_t take = std::min(leaf.size, pages - got);
-    policy_.on_evict(leaf.use(), Tier::kDevice, clock_.tick, clock_.now);
     const bool room = host_ != nullptr && !leaf.no_spill && std::min(host_->free(), host_room) >= spilled + take;
     const bool could_spill = host_ != nullptr && !leaf.no_spill && !leaf.on_host();
     if (could_spill && !room && then == WhenHostIsFull::kStop) {
@@ -25,6 +24,7 @@ Evicted RadixTree::evict(uint32_t pages, uint32_t host_room, WhenHostIsFull then
       split(leaf, leaf.size - left);  // the tail, which is the next head, has room
       continue;
     }
+    policy_.on_evict(leaf.use(), Tier::kDevice, clock_.tick, clock_.now);
     if (!leaf.on_host() && !room) {
       drop(leaf, take, done.freed);
       done.dropped += take;
