@@ -23,13 +23,13 @@ using Integers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::devic
 constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMaxRowBytes = int64_t(1) << 30;
 constexpr int64_t kMaxPages = int64_t(1) << 31;
-const char* const kStrategyNames[kStrategies] = {"batch", "loop", "kernel", "staged"};
+const char* const kStrategyNames[kStrategies] = {"batch", "loop", "kernel", "staged", "pitched"};
 
 CopyStrategy strategy_named(const std::string& name) {
   for (size_t i = 0; i < kStrategies; ++i) {
     if (name == kStrategyNames[i]) return CopyStrategy(i);
   }
-  refuse("strategy: '" + name.substr(0, 64) + "', must be batch, loop, kernel or staged");
+  refuse("strategy: '" + name.substr(0, 64) + "', must be batch, loop, kernel, staged or pitched");
 }
 
 // 0, 1 and 2 name the default streams: the batch copy refuses them, and nothing could overlap with them.
@@ -195,6 +195,7 @@ void bind_cuda(nb::module_& m) {
   nb::class_<GpuPages>(m, "GpuPages")
       .def_prop_ro("fragments", [](const GpuPages& self) { return self.layout().fragments(); })
       .def_prop_ro("fragment_bytes", [](const GpuPages& self) { return self.layout().fragment_bytes; })
+      .def_prop_ro("runs", [](const GpuPages& self) { return self.runs().size(); })
       .def_prop_ro("row_bytes", [](const GpuPages& self) { return self.layout().row_bytes(); })
       .def_prop_ro("pages", [](const GpuPages& self) { return self.layout().pages; });
 
@@ -215,14 +216,13 @@ void bind_cuda(nb::module_& m) {
           "__init__",
           [](Engine* self, int64_t device, const std::string& library, const std::string& api, int64_t buffer_bytes,
              int64_t buffers, int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
-             int64_t block_threads, int64_t batch_descriptors, int64_t batch_flags) {
+             int64_t batch_descriptors, int64_t batch_flags) {
             check_range("buffer_bytes", buffer_bytes, 1, kMaxRowBytes);
             check_range("buffers", buffers, 2, 64);
             check_range("small_bytes", small_bytes, 1, kMaxRowBytes);
             check_range("growth", growth, 1, 64);
             check_range("staging_blocks", staging_blocks, 1, 1024);
             check_range("bus_blocks", bus_blocks, 1, 1024);
-            check_range("block_threads", block_threads, 32, kCopyThreads);
             check_range("batch_descriptors", batch_descriptors, 1, 1 << 20);
             check_range("batch_flags", batch_flags, 0, 1);
             CopyTuning tuning;
@@ -232,7 +232,6 @@ void bind_cuda(nb::module_& m) {
             tuning.growth = unsigned(growth);
             tuning.staging_blocks = unsigned(staging_blocks);
             tuning.bus_blocks = unsigned(bus_blocks);
-            tuning.block_threads = unsigned(block_threads) / 32 * 32;
             tuning.batch_descriptors = size_t(batch_descriptors);
             tuning.batch_flags = unsigned(batch_flags);
             new (self) Engine(device, library, api, tuning);
@@ -240,7 +239,7 @@ void bind_cuda(nb::module_& m) {
           "device"_a = 0, "library"_a = "libcuda.so.1", "api"_a = "cuda", nb::kw_only(),
           "buffer_bytes"_a = CopyTuning().buffer_bytes, "buffers"_a = CopyTuning().buffers,
           "small_bytes"_a = CopyTuning().small_bytes, "growth"_a = CopyTuning().growth,
-          "staging_blocks"_a = CopyTuning().staging_blocks, "bus_blocks"_a = CopyTuning().bus_blocks, "block_threads"_a = CopyTuning().block_threads,
+          "staging_blocks"_a = CopyTuning().staging_blocks, "bus_blocks"_a = CopyTuning().bus_blocks,
           "batch_descriptors"_a = CopyTuning().batch_descriptors, "batch_flags"_a = CopyTuning().batch_flags)
       .def("pages", &Engine::pages, "bases"_a, "strides"_a, "fragment_bytes"_a, "pages"_a, "pieces"_a = 1,
            "piece_stride"_a = 0)
@@ -280,6 +279,7 @@ void bind_cuda(nb::module_& m) {
            nb::keep_alive<0, 1>())
       .def("can", [](Engine& self, const std::string& strategy) { return self.get().can(strategy_named(strategy)); },
            "strategy"_a)
+      .def("busy", [](Engine& self) { return self.get().busy(); }, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.get().stream()); })
       .def("statistics", &statistics);
 }

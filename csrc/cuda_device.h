@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "cuda_driver.h"
 #include "cuda_pages.h"
@@ -75,12 +76,14 @@ class GpuPages {
   // Written on `stream`, and waited for.
   GpuPages(std::shared_ptr<GpuDevice> device, PageLayout layout, GpuStream stream);
   const PageLayout& layout() const { return layout_; }
+  const std::vector<PitchedRun>& runs() const { return runs_; }
   GpuAddress bases() const { return table_.address(); }
   GpuAddress strides() const { return table_.address() + layout_.bases.size() * sizeof(uint64_t); }
 
  private:
   std::shared_ptr<GpuDevice> device_;
   PageLayout layout_;
+  std::vector<PitchedRun> runs_;
   GpuMemory table_;  // freed only when no kernel reads it any more: the driver waits
 };
 

@@ -38,7 +38,22 @@ struct BatchAttributes {
   MemLocation source, destination;  // hints, for managed memory only
   unsigned flags;
 };
-constexpr unsigned kPreferOverlapWithCompute = 1;
+
+// A copy of `height` lines of `width` bytes, `pitch` apart: CUDA_MEMCPY2D.
+struct PitchedSide {
+  size_t x, y;
+  int memory_type;  // kHostMemory or kDeviceMemory
+  const void* host;
+  GpuAddress device;
+  void* array;
+  size_t pitch;
+};
+struct PitchedCopy {
+  PitchedSide src, dst;
+  size_t width, height;
+};
+constexpr int kHostMemory = 1, kDeviceMemory = 2;
+constexpr int64_t kMaxPitch = (int64_t(1) << 31) - 1;
 
 // One table for every vendor: CUDA's driver has these signatures, and HIP took them over. What may be missing in an older
 // or another driver is null, and what is built on it is not offered.
@@ -60,6 +75,7 @@ struct GpuDriver {
   GpuStatus (*event_record)(GpuEvent, GpuStream);
   GpuStatus (*event_query)(GpuEvent);
   GpuStatus (*event_synchronize)(GpuEvent);
+  GpuStatus (*event_elapsed)(float* milliseconds, GpuEvent begin, GpuEvent end);
   GpuStatus (*mem_alloc)(GpuAddress*, size_t);
   GpuStatus (*mem_free)(GpuAddress);
   GpuStatus (*host_register)(void*, size_t, unsigned flags);
@@ -68,6 +84,8 @@ struct GpuDriver {
   GpuStatus (*copy_to_host)(void* dst, GpuAddress src, size_t, GpuStream);
   GpuStatus (*copy_to_device)(GpuAddress dst, const void* src, size_t, GpuStream);
   GpuStatus (*copy_on_device)(GpuAddress dst, GpuAddress src, size_t, GpuStream);
+
+  GpuStatus (*copy_pitched)(const PitchedCopy*, GpuStream);
 
   // CUDA 12.8. In CUDA 13 the plain name stands for a form without `failed`, so the version is asked for by number.
   GpuStatus (*copy_batch)(const GpuAddress* dst, const GpuAddress* src, const size_t* sizes, size_t count,

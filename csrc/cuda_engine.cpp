@@ -7,6 +7,8 @@ namespace {
 
 const char* const kKernelNames[] = {"copy_pages_16", "copy_pages_4", "copy_pages_1"};
 constexpr uint64_t kKernelWords[] = {16, 4, 1};
+constexpr unsigned kStagingThreads = 32, kBusThreads = kCopyThreads;  // a block
+constexpr float kLongWait = 0.2f;  // ms of a gather or scatter; on an idle GPU a full buffer takes 0.05
 
 }  // namespace
 
@@ -19,7 +21,10 @@ GpuCopyEngine::GpuCopyEngine(std::shared_ptr<GpuDevice> device, const CopyTuning
   for (Lane& lane : lanes_) {
     device_->check(driver_.stream_create(&lane.stream, kGpuStreamNonBlocking, greatest), "stream");
     device_->check(driver_.event_create(&lane.begun, kGpuEventDisableTiming), "event");
+    device_->check(driver_.event_create(&lane.ready, 0), "event");
+    device_->check(driver_.event_create(&lane.ran, 0), "event");
   }
+  probe_ = std::make_unique<BusyProbe>(*device_);
   load_kernels();
 }
 
@@ -34,9 +39,10 @@ GpuCopyEngine::~GpuCopyEngine() {
       driver_.event_destroy(buffer.emptied);
       driver_.mem_free(buffer.address);
     }
-    driver_.event_destroy(lane.begun);
+    for (const GpuEvent event : {lane.begun, lane.ready, lane.ran}) driver_.event_destroy(event);
     driver_.stream_destroy(lane.stream);
   }
+  probe_.reset();
   driver_.stream_destroy(stream_);
   if (module_ != nullptr) driver_.module_unload(module_);
 }
@@ -55,7 +61,27 @@ void GpuCopyEngine::load_kernels() {
 
 bool GpuCopyEngine::can(CopyStrategy strategy) const {
   if (strategy == CopyStrategy::kBatch) return driver_.copy_batch != nullptr && !batch_refused_;
+  if (strategy == CopyStrategy::kPitched) return driver_.copy_pitched != nullptr;
   return strategy == CopyStrategy::kLoop || module_ != nullptr;
+}
+
+bool GpuCopyEngine::busy() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  if (module_ == nullptr) return false;
+  const GpuDevice::Use use(*device_);
+  learn_waits();
+  return probe_->busy(kernels_[0]);
+}
+
+// A copy that waited for the end of another kernel has its successor ask just then, when the GPU seems idle to the probe.
+void GpuCopyEngine::learn_waits() {
+  for (Lane& lane : lanes_) {
+    if (!lane.timing || driver_.event_query(lane.ran) != kGpuSuccess) continue;
+    float milliseconds = 0;
+    device_->check(driver_.event_elapsed(&milliseconds, lane.ready, lane.ran), "event");
+    if (milliseconds > kLongWait) probe_->note_busy();
+    lane.timing = false;
+  }
 }
 
 std::array<StrategyCount, kStrategies> GpuCopyEngine::counts() const {
@@ -84,7 +110,10 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
       run_staged(copy, stream);
     } else if (strategy == CopyStrategy::kKernel) {
       run_kernel(copy, rows_on_device, stream);
+    } else if (strategy == CopyStrategy::kPitched && run_pitched(copy, stream)) {
+      descriptors = count * pages.runs().size();
     } else {
+      if (strategy == CopyStrategy::kPitched) strategy = CopyStrategy::kBatch;
       descriptors = run_fragments(copy, stream, &strategy);
     }
   } catch (...) {
@@ -92,6 +121,9 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
     drain(lanes_[size_t(direction)].stream);
     throw;
   }
+  // These are chosen by whether the GPU is busy; the next choice will know.
+  const bool chosen_by_it = strategy == CopyStrategy::kStaged || strategy == CopyStrategy::kPitched;
+  if (chosen_by_it && module_ != nullptr) probe_->launch(kernels_[0]);
   StrategyCount& counted = counts_[size_t(strategy)];
   counted.copies += 1;
   counted.descriptors += descriptors;
@@ -124,6 +156,10 @@ CopyStrategy GpuCopyEngine::usable(CopyStrategy strategy, const Pages& copy, Gpu
       fall_back("the driver takes no kernels");
       return CopyStrategy::kBatch;
     }
+  }
+  if (strategy == CopyStrategy::kPitched && (!can(strategy) || copy.pages.runs().empty())) {
+    fall_back("no pitched copies of these pages");
+    return CopyStrategy::kBatch;
   }
   if (strategy == CopyStrategy::kKernel &&
       driver_.host_device_address(rows_on_device, reinterpret_cast<void*>(copy.rows.address), 0) != kGpuSuccess) {
@@ -165,8 +201,10 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
     device_->check(driver_.stream_wait(lane.stream, lane.begun, 0), "wait");
   }
   Buffer* last = nullptr;
-  for (const PageChunk& chunk : staged_chunks(layout, copy.count, tuning_.buffer_bytes, tuning_.small_bytes,
-                                              tuning_.growth, to_host)) {
+  const bool time_it = !lane.timing;
+  const auto chunks =
+      staged_chunks(layout, copy.count, tuning_.buffer_bytes, tuning_.small_bytes, tuning_.growth, to_host);
+  for (const PageChunk& chunk : chunks) {
     Buffer& buffer = *(last = &lane.buffers[lane.next++ % lane.buffers.size()]);
     const size_t inside = size_t(chunk.first) * layout.fragment_bytes;
     const size_t bytes = size_t(chunk.count) * layout.fragment_bytes;
@@ -180,8 +218,15 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
     }
     const GpuStream first = to_host ? lane.stream : stream, second = to_host ? stream : lane.stream;
     device_->check(driver_.stream_wait(first, buffer.emptied, 0), "wait");
+    const auto run_kernel = [&] {
+      const bool timed = time_it && &chunk == &chunks.back();
+      if (timed) device_->check(driver_.event_record(lane.ready, lane.stream), "event");
+      launch(copy, chunk, staged - inside, true, lane.stream);
+      if (timed) device_->check(driver_.event_record(lane.ran, lane.stream), "event");
+      lane.timing |= timed;
+    };
     if (to_host) {
-      launch(copy, chunk, staged - inside, true, tuning_.staging_blocks, first);
+      run_kernel();
     } else {
       issue(scratch_, copy.direction, first, true);
     }
@@ -190,18 +235,45 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
     if (to_host) {
       issue(scratch_, copy.direction, second, true);
     } else {
-      launch(copy, chunk, staged - inside, true, tuning_.staging_blocks, second);
+      run_kernel();
     }
     device_->check(driver_.event_record(buffer.emptied, second), "event");
   }
   if (!to_host) device_->check(driver_.stream_wait(stream, last->emptied, 0), "wait");
 }
 
+// False: the driver refused one; what went before it may be copied again.
+bool GpuCopyEngine::run_pitched(const Pages& copy, GpuStream stream) {
+  const PageLayout& layout = copy.pages.layout();
+  const bool to_host = copy.direction == CopyDirection::kToHost;
+  PitchedCopy pitched{};
+  PitchedSide& on_device = to_host ? pitched.src : pitched.dst;
+  PitchedSide& in_row = to_host ? pitched.dst : pitched.src;
+  on_device.memory_type = kDeviceMemory;
+  in_row.memory_type = kHostMemory;
+  in_row.pitch = pitched.width = layout.fragment_bytes;
+  for (size_t i = 0; i < copy.count; ++i) {
+    for (const PitchedRun& run : copy.pages.runs()) {
+      on_device.device = layout.address(copy.ids[i], run.first);
+      on_device.pitch = size_t(run.pitch);
+      in_row.host = reinterpret_cast<const void*>(copy.rows.of(copy.row_ids[i]) + size_t(run.first) * layout.fragment_bytes);
+      pitched.height = run.count;
+      const GpuStatus status = driver_.copy_pitched(&pitched, stream);
+      if (status == kGpuNotSupported || status == kGpuInvalidValue) {
+        fall_back("the driver refused a pitched copy");
+        return false;
+      }
+      device_->check(status, "pitched copy");
+    }
+  }
+  return true;
+}
+
 void GpuCopyEngine::run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream) {
   const uint32_t fragments = copy.pages.layout().fragments();
   for (size_t begin = 0; begin < copy.count; begin += kPagesPerLaunch) {
     const size_t end = std::min<size_t>(begin + kPagesPerLaunch, copy.count);
-    launch(copy, {begin, end, 0, fragments}, rows_on_device, false, tuning_.bus_blocks, stream);
+    launch(copy, {begin, end, 0, fragments}, rows_on_device, false, stream);
   }
 }
 
@@ -257,7 +329,7 @@ CopyStrategy GpuCopyEngine::issue(const CopyDescriptors& list, CopyDirection dir
 }
 
 void GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged,
-                           unsigned blocks, GpuStream stream) {
+                           GpuStream stream) {
   const PageLayout& layout = copy.pages.layout();
   PageCopy parameters;
   parameters.bases = reinterpret_cast<const uint64_t*>(copy.pages.bases());
@@ -281,9 +353,11 @@ void GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress
   size_t width = 0;
   while (alignment % kKernelWords[width] != 0) ++width;
   const uint64_t tiles = uint64_t(parameters.pages) * chunk.count * ((layout.fragment_bytes + kTileBytes - 1) / kTileBytes);
-  const uint64_t useful = (tiles * 32 + tuning_.block_threads - 1) / tuning_.block_threads;
+  const unsigned threads = rows_are_staged ? kStagingThreads : kBusThreads;
+  const uint64_t useful = (tiles * 32 + threads - 1) / threads;
+  const uint64_t blocks = rows_are_staged ? tuning_.staging_blocks : tuning_.bus_blocks;
   void* arguments[] = {&parameters};
-  device_->check(driver_.launch(kernels_[width], unsigned(std::min<uint64_t>(blocks, useful)), 1, 1, tuning_.block_threads, 1, 1, 0,
+  device_->check(driver_.launch(kernels_[width], unsigned(std::min<uint64_t>(blocks, useful)), 1, 1, threads, 1, 1, 0,
                                 stream, arguments, nullptr),
                  "kernel");
 }

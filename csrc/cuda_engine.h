@@ -1,4 +1,4 @@
-// Copies pages between a GPU's memory and rows of host memory, asynchronously, by one of four strategies.
+// Copies pages between a GPU's memory and rows of host memory, asynchronously, by one of five strategies.
 #pragma once
 
 #include <array>
@@ -13,6 +13,7 @@
 #include "cuda_device.h"
 #include "cuda_kernels.h"
 #include "cuda_pages.h"
+#include "cuda_probe.h"
 
 namespace kvferry {
 
@@ -21,8 +22,9 @@ enum class CopyStrategy : int {
   kLoop = 1,    // a call a fragment
   kKernel = 2,  // a kernel that reads or writes host memory over the bus: takes some of the multiprocessors' time
   kStaged = 3,  // fragments to and from a buffer on the GPU by a kernel, rows over the bus by copy engines
+  kPitched = 4,  // a page's fragments that lie evenly spaced in one go of a copy engine: takes no multiprocessor
 };
-constexpr size_t kStrategies = 4;
+constexpr size_t kStrategies = 5;
 
 enum class CopyDirection { kToHost, kToDevice };
 
@@ -31,9 +33,8 @@ struct CopyTuning {
   unsigned buffers = 4;                    // a direction
   size_t small_bytes = size_t(2) << 20;    // of the first part that is gathered, the last that is scattered
   unsigned growth = 4;                     // of the parts between
-  unsigned staging_blocks = 528;           // of gathers and scatters within the GPU
-  unsigned bus_blocks = 132;               // of the kernel strategy
-  unsigned block_threads = 32;
+  unsigned staging_blocks = 528;           // of gathers and scatters within the GPU, a warp each: room is found for them
+  unsigned bus_blocks = 4;                 // of the kernel strategy, which keeps its multiprocessors for as long as it runs
   size_t batch_descriptors = 4096;         // in one call of the driver
   unsigned batch_flags = 0;
 };
@@ -61,6 +62,9 @@ class GpuCopyEngine {
   CopyStrategy copy_list(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, CopyStrategy strategy);
 
   bool can(CopyStrategy strategy) const;
+
+  // Whether a kernel would wait now, since others hold every multiprocessor: so would a staged copy.
+  bool busy();
   GpuStream stream() const { return stream_; }
   const std::shared_ptr<GpuDevice>& device() const { return device_; }
   std::array<StrategyCount, kStrategies> counts() const;
@@ -77,6 +81,9 @@ class GpuCopyEngine {
     GpuEvent begun = nullptr;
     std::vector<Buffer> buffers;
     size_t next = 0;
+    // Around the last kernel of a copy: how long it waited. Of the next copy only when this one's is known.
+    GpuEvent ready = nullptr, ran = nullptr;
+    bool timing = false;
   };
   struct Pages {  // of one copy
     const GpuPages& pages;
@@ -89,13 +96,15 @@ class GpuCopyEngine {
 
   void load_kernels();
   bool prepare(Lane& lane);
+  void learn_waits();
   CopyStrategy usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device);
   void fall_back(const char* reason) { ++fallbacks_[reason]; }
   void run_staged(const Pages& copy, GpuStream stream);
+  bool run_pitched(const Pages& copy, GpuStream stream);
   void run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream);
   size_t run_fragments(const Pages& copy, GpuStream stream, CopyStrategy* strategy);
   CopyStrategy issue(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, bool batch);
-  void launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged, unsigned blocks,
+  void launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged,
               GpuStream stream);
   void drain(GpuStream stream);
 
@@ -106,6 +115,7 @@ class GpuCopyEngine {
   GpuModule module_ = nullptr;
   std::array<GpuFunction, 3> kernels_{};  // that move 16, 4, 1 bytes at a time
   std::array<Lane, 2> lanes_;             // by direction
+  std::unique_ptr<BusyProbe> probe_;
   mutable std::mutex mutex_;              // held while a copy is issued, not while it runs
   bool batch_refused_ = false;            // for good
   CopyDescriptors scratch_;

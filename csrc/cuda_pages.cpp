@@ -2,9 +2,34 @@
 
 #include <algorithm>
 
+#include "cuda_driver.h"
 #include "cuda_kernels.h"
 
 namespace kvferry {
+
+std::vector<PitchedRun> pitched_runs(const PageLayout& layout) {
+  std::vector<PitchedRun> runs;
+  const uint32_t tensors = uint32_t(layout.bases.size());
+  if (layout.pieces > 1) {
+    if (layout.piece_stride > kMaxPitch) return {};
+    for (uint32_t t = 0; t < tensors; ++t) runs.push_back({t * layout.pieces, layout.pieces, layout.piece_stride});
+    return runs;
+  }
+  for (uint32_t first = 0; first < tensors;) {
+    const auto pitch_after = [&](uint32_t t) {
+      if (t + 1 >= tensors || layout.strides[t + 1] != layout.strides[t]) return int64_t(-1);
+      return int64_t(layout.bases[t + 1]) - int64_t(layout.bases[t]);
+    };
+    const int64_t pitch = pitch_after(first);
+    uint32_t count = 1;
+    if (pitch >= int64_t(layout.fragment_bytes) && pitch <= kMaxPitch) {
+      while (pitch_after(first + count - 1) == pitch) ++count;
+    }
+    runs.push_back({first, count, count > 1 ? pitch : int64_t(layout.fragment_bytes)});
+    first += count;
+  }
+  return runs;
+}
 
 void CopyDescriptors::add(uint64_t to, uint64_t from, size_t bytes) {
   if (!sizes.empty() && dst.back() + sizes.back() == to && src.back() + sizes.back() == from) {

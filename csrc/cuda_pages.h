@@ -7,6 +7,12 @@
 
 namespace kvferry {
 
+// Fragments [first, first + count) of a page lie `pitch` bytes apart.
+struct PitchedRun {
+  uint32_t first, count;
+  int64_t pitch;
+};
+
 // Fragment f = tensor * pieces + piece of page p: bases[tensor] + p * strides[tensor] + piece * piece_stride.
 struct PageLayout {
   std::vector<uint64_t> bases;
@@ -23,6 +29,9 @@ struct PageLayout {
     return bases[tensor] + uint64_t(page * strides[tensor]) + uint64_t(int64_t(fragment % pieces) * piece_stride);
   }
 };
+
+// A page's fragments as few runs, each of which a copy engine moves in one piece. Empty: the pitch is more than it takes.
+std::vector<PitchedRun> pitched_runs(const PageLayout& layout);
 
 // A page is one row, its fragments one behind the other: fragment f of row r is at address + r * stride + f * fragment_bytes.
 struct PageRows {

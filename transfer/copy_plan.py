@@ -1,16 +1,18 @@
 """Which strategy moves pages between a GPU and the host tier, and a front that asks before each copy.
 
 On the bus a copy engine needs long runs of bytes, and a call of the driver costs microseconds: pages in small fragments
-are gathered into rows, or scattered from them, on the GPU (`staged`). Rows that are short themselves go by a kernel which
-reads or writes host memory. Long fragments go as they are (`batch`). What a driver cannot do, the engine does otherwise,
-and counts it.
+are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`). Beside kernels that hold every
+multiprocessor, as matrix products do, that kernel waits for the end of one; then a copy engine walks over the fragments
+itself (`pitched`), which costs it some 2.5 us a page, and nobody else anything. Rows that are short themselves go by a
+kernel which reads or writes host memory (`kernel`). Long fragments go as they are (`batch`). What a driver cannot do,
+the engine does otherwise, and counts it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,20 +20,31 @@ from typing_extensions import Buffer
 
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuPages
 
-Strategy = Literal["batch", "loop", "kernel", "staged"]
-STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged")
+Strategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
+STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged", "pitched")
 ENVIRONMENT = "KVFERRY_COPY"
 
 LONG_FRAGMENT = 512 << 10  # bytes: from here on a copy engine is as fast on fragments as on what was gathered
 SHORT_ROW = 64 << 10  # bytes: under this a copy engine is slow on rows as well
 FEW_COPIES = 2  # their calls take less time than a gather
+SHORT_RUN = 64 << 10  # bytes that `pitched` moves at a time: under this its own cost is more than a batch's
 
 
-def choose(fragment_bytes: int, fragments: int, pages: int) -> Strategy:
-    """For `pages` pages of `fragments` fragments each."""
-    if fragments == 1 or fragment_bytes >= LONG_FRAGMENT or fragments * pages <= FEW_COPIES:
+def stays(fragment_bytes: int, fragments: int, pages: int) -> bool:
+    """Whether fragments are best moved as they are, by `batch`."""
+    return fragments == 1 or fragment_bytes >= LONG_FRAGMENT or fragments * pages <= FEW_COPIES
+
+
+def choose(fragment_bytes: int, fragments: int, pages: int, runs: int = 0, busy: bool = False) -> Strategy:
+    """For `pages` pages of `fragments` fragments in `runs` evenly spaced runs (0: none); busy: a kernel would wait."""
+    if stays(fragment_bytes, fragments, pages):
         return "batch"
-    return "kernel" if fragment_bytes * fragments < SHORT_ROW else "staged"
+    row_bytes = fragment_bytes * fragments
+    if busy and runs > 0 and row_bytes >= runs * SHORT_RUN:
+        return "pitched"
+    if row_bytes >= SHORT_ROW:
+        return "staged"
+    return "batch" if busy else "kernel"  # beside others that kernel would hold its multiprocessors, and them, for long
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Strategy | None:
@@ -41,7 +54,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Strategy | 
         return None
     if name not in STRATEGIES:
         raise ValueError(f"{ENVIRONMENT} is {name[:64]!r}; it must be auto, {', '.join(STRATEGIES)}")
-    return cast(Strategy, name)
+    return name
 
 
 class GpuCopies:
@@ -54,7 +67,10 @@ class GpuCopies:
 
     def plan(self, pages: GpuPages, count: int) -> Strategy:
         """For a copy of `count` of these pages."""
-        return self.forced or choose(pages.fragment_bytes, pages.fragments, count)
+        if self.forced is not None:
+            return self.forced
+        shape = (pages.fragment_bytes, pages.fragments, count)
+        return choose(*shape, pages.runs, busy=not stays(*shape) and self.engine.busy())
 
     def to_host(
         self, pages: GpuPages, page_ids: ArrayLike, rows: Buffer, row_ids: ArrayLike, stream: int | None = None

@@ -1,9 +1,10 @@
-"""Spill and restore of scattered pages between a GPU and pinned host rows, for the seven shapes that the field publishes.
+"""Spill and restore of scattered pages between a GPU and pinned host rows, for seven shapes that the field publishes.
 
-Every row: all bytes of one copy of `blocks` pages of `tensors` fragments, from the call (page ids in, arrays and launches
-included) to its end, medians. `peak`: one copy of 256 MiB between the same memories in this run. `batch` and `loop`: one
-cuMemcpyBatchAsync, and a loop of cuMemcpyAsync, over the same fragments, by the same engine. limit: bytes / (0.945 x peak)
-+ 60 us. Under load: 8192^3 bf16 products on another stream, pairs with and without copies in turn.
+Every row: all bytes of one copy of `blocks` pages of `tensors` fragments, from the call (page ids in; the choice of a
+strategy, arrays and launches included) to its end, medians. `peak`: one copy of 256 MiB between such memories in this
+run. `batch` and `loop`: one cuMemcpyBatchAsync, and a loop of cuMemcpyAsync, over the same fragments, by the same
+engine. limit: bytes / (0.945 x peak) + 60 us; ok: within it, and not slower than batch. Under load: 8192^3 bf16
+products on another stream, pairs with and without copies in turn, two copies in flight all the time.
 
     python bench/gpu/copies.py [--repeat 21] [--pairs 20] [--only verify,idle,load]
 """
@@ -37,7 +38,7 @@ class Shape:
     tensors: int
     blocks: int
     fragment: int  # bytes
-    published_us: float | None
+    published_us: float
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +57,7 @@ SHAPES = (
 
 
 class Field:
-    """A shape's tensors on the GPU and its host rows, twice as many pages as are copied, so that each has neighbours."""
+    """A shape's tensors on the GPU and its host rows, twice as many pages as are copied: each has neighbours."""
 
     def __init__(self, shape: Shape, engine: GpuCopyEngine) -> None:
         self.shape = shape
@@ -65,21 +66,22 @@ class Field:
         rng = np.random.default_rng(shape.nbytes)
         self.page_ids = rng.permutation(self.pool)[: shape.blocks].astype(np.int64)
         self.row_ids = rng.permutation(self.pool)[: shape.blocks].astype(np.int64)
-        self.tensors = [
-            torch.randint(0, 256, (self.pool, shape.fragment), dtype=torch.uint8, device="cuda") for _ in range(shape.tensors)
-        ]
+        # As a daemon allocates its pool: one piece, tensor behind tensor.
+        whole = (shape.tensors, self.pool, shape.fragment)
+        self.tensors = list(torch.randint(0, 256, whole, dtype=torch.uint8, device="cuda"))
         bases = np.array([tensor.data_ptr() for tensor in self.tensors], np.int64)
         self.pages = engine.pages(bases, np.full(shape.tensors, shape.fragment, np.int64), shape.fragment, self.pool)
         self.rows: NDArray[np.uint8] = np.full((self.pool, self.pages.row_bytes), POISON, np.uint8)
         self.pinned = PinnedBuffer(engine, self.rows)
         self.stream = torch.cuda.Stream()
+        self.copies: dict[Strategy | None, GpuCopies] = {name: GpuCopies(engine, name) for name in (None, *STRATEGIES)}
         torch.cuda.synchronize()
 
-    def copy(self, to_host: bool, strategy: Strategy) -> GpuCopy:
-        move = self.engine.copy_pages_to_host if to_host else self.engine.copy_pages_from_host
-        return move(
-            self.pages, self.page_ids, self.rows, self.pages.row_bytes, self.row_ids, self.stream.cuda_stream, strategy
-        )
+    def copy(self, to_host: bool, strategy: Strategy | None) -> GpuCopy:
+        """strategy None: the one that is chosen."""
+        copies = self.copies[strategy]
+        move = copies.to_host if to_host else copies.from_host
+        return move(self.pages, self.page_ids, self.rows, self.row_ids, self.stream.cuda_stream)
 
     def expected_rows(self) -> torch.Tensor:
         rows = torch.full(self.rows.shape, POISON, dtype=torch.uint8, device="cuda")
@@ -146,33 +148,36 @@ def arrow(to_host: bool) -> str:
 
 def idle(engine: GpuCopyEngine, peak: Peak, repeat: int) -> None:
     peaks = {to_host: peak.measure(to_host) for to_host in (True, False)}
-    print(f"\nidle GPU: peak {peaks[True] / 1e9:.1f} GB/s to host, {peaks[False] / 1e9:.1f} GB/s to device, median of {repeat}")
+    rates = f"{peaks[True] / 1e9:.1f} GB/s to host, {peaks[False] / 1e9:.1f} GB/s to device"
+    print(f"\nidle GPU: peak {rates}, medians of {repeat}")
     print(
         f"{'shape':14} {'':9} {'MiB':>4} {'plan':>7} {'us':>6} {'limit':>6} {'':4} {'GB/s':>5} {'share':>6} "
-        f"{'best':>6} {'batch us':>9} {'x':>5} {'loop us':>8} {'x':>5} {'kernel us':>9} {'published':>9} {'x':>5}"
+        f"{'batch us':>9} {'x':>5} {'loop us':>8} {'x':>5} {'kernel us':>9} {'pitched us':>10} "
+        f"{'published':>9} {'x':>5}"
     )
     for shape in SHAPES:
         field = Field(shape, engine)
-        plan = GpuCopies(engine).plan(field.pages, shape.blocks)
         for to_host in (True, False):
-            times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
-            for strategy in STRATEGIES:
+            ways: tuple[Strategy | None, ...] = (None, *STRATEGIES)
+            times: dict[Strategy | None, list[float]] = {way: [] for way in ways}
+            plan = field.copy(to_host, None).strategy
+            for way in ways:
                 for _ in range(3):
-                    timed(partial(field.copy, to_host, strategy))
+                    timed(partial(field.copy, to_host, way))
             for _ in range(repeat):  # in turn: what drifts, drifts for all
-                for strategy in STRATEGIES:
-                    times[strategy].append(timed(partial(field.copy, to_host, strategy)))
-            median = {strategy: statistics.median(of) for strategy, of in times.items()}
-            took = median[plan]
+                for way in ways:
+                    times[way].append(timed(partial(field.copy, to_host, way)))
+            median = {way: statistics.median(of) for way, of in times.items()}
+            took, batch, loop = median[None], median["batch"], median["loop"]
             limit = shape.nbytes / (SHARE * peaks[to_host]) + LATENCY
-            holds = took <= limit and took <= median["batch"]
             rate = shape.nbytes / took
-            published = shape.published_us or 0.0
             print(
-                f"{shape.name:14} {arrow(to_host):9} {shape.nbytes / MIB:4.0f} {plan:>7} {took * 1e6:6.0f} {limit * 1e6:6.0f} "
-                f"{'ok' if holds else 'MISS':4} {rate / 1e9:5.1f} {rate / peaks[to_host]:6.1%} {min(times[plan]) * 1e6:6.0f} "
-                f"{median['batch'] * 1e6:9.0f} {median['batch'] / took:5.1f} {median['loop'] * 1e6:8.0f} "
-                f"{median['loop'] / took:5.1f} {median['kernel'] * 1e6:9.0f} {published:9.0f} {published / took / 1e6:5.1f}",
+                f"{shape.name:14} {arrow(to_host):9} {shape.nbytes / MIB:4.0f} {plan:>7} {took * 1e6:6.0f} "
+                f"{limit * 1e6:6.0f} {'ok' if took <= min(limit, batch) else 'MISS':4} {rate / 1e9:5.1f} "
+                f"{rate / peaks[to_host]:6.1%} "
+                f"{batch * 1e6:9.0f} {batch / took:5.1f} {loop * 1e6:8.0f} {loop / took:5.1f} "
+                f"{median['kernel'] * 1e6:9.0f} {median['pitched'] * 1e6:10.0f} "
+                f"{shape.published_us:9.0f} {shape.published_us / took / 1e6:5.1f}",
                 flush=True,
             )
 
@@ -205,42 +210,53 @@ class Loaded:
 
 
 def under_products(issue: Callable[[], GpuCopy], nbytes: int, products: Products, count: int, pairs: int) -> Loaded:
-    """One copy after the other as long as the products run; those that ended before them count."""
+    """Two copies are in flight as long as the products run; those that ended before them count."""
     slowed, rates = [], []
     for _ in range(pairs):
         products.start(count)
         alone = products.seconds()
         products.start(count)
-        while True:
-            took = timed(issue)
-            if products.end.query():
-                break
-            rates.append(nbytes / took)
+        time.sleep(0.002)  # they run now
+        begin = last = 0.0
+        done = -2  # that find out how it is now
+        queue = [issue(), issue()]
+        while not products.end.query():
+            if queue[0].done():
+                last = time.perf_counter()
+                done += 1
+                begin = begin if done > 0 else last
+                queue = [queue[1], issue()]
+        for copy in queue:
+            copy.wait()
+        rates.append(done * nbytes / (last - begin) if done > 0 else 0.0)
         slowed.append(products.seconds() / alone - 1)
-    return Loaded(statistics.median(slowed), statistics.median(rates) if rates else 0.0)
+    return Loaded(statistics.median(slowed), statistics.median(rates))
 
 
-def load(engine: GpuCopyEngine, peak: Peak, pairs: int, strategies: tuple[Strategy | None, ...]) -> None:
+def load(engine: GpuCopyEngine, peak: Peak, pairs: int, ways: tuple[Strategy | None, ...]) -> None:
     peaks = {to_host: peak.measure(to_host) for to_host in (True, False)}
     products = Products()
     for _ in range(3):
         products.start(20)
     alone = products.seconds() / 20
     flops = 2 * PRODUCT**3 / alone / 1e12
-    print(f"\nbeside {PRODUCT}^3 bf16 products ({alone * 1e6:.0f} us, {flops:.0f} TFLOP/s alone), medians of {pairs} pairs")
-    print(f"{'shape':14} {'':9} {'by':>7} {'us':>6} {'GB/s':>5} {'share':>6} {'product slowed':>14}")
+    print(f"\nbeside {PRODUCT}^3 bf16 products ({alone * 1e6:.0f} us, {flops:.0f} TFLOP/s alone), medians of {pairs}")
+    print(f"{'shape':14} {'':9} {'by':>7} {'us':>6} {'GB/s':>5} {'share':>6} {'product slowed':>14}      copies")
     for shape in SHAPES:
         field = Field(shape, engine)
-        count = 4 + int(3.5 * shape.nbytes / 45e9 / alone)
+        count = 8 + int(12 * shape.nbytes / 40e9 / alone)
         for to_host in (True, False):
-            for wanted in strategies:
-                strategy = wanted or GpuCopies(engine).plan(field.pages, shape.blocks)
-                found = under_products(partial(field.copy, to_host, strategy), shape.nbytes, products, count, pairs)
+            for way in ways:
+                before = {name: engine.statistics()[name]["copies"] for name in STRATEGIES}
+                found = under_products(partial(field.copy, to_host, way), shape.nbytes, products, count, pairs)
+                after = {name: engine.statistics()[name]["copies"] - before[name] for name in STRATEGIES}
                 share = found.rate / peaks[to_host]
                 holds = share >= LOADED_SHARE and found.slowed <= SLOWED
                 print(
-                    f"{shape.name:14} {arrow(to_host):9} {strategy:>7} {shape.nbytes / max(found.rate, 1) * 1e6:6.0f} "
-                    f"{found.rate / 1e9:5.1f} {share:6.1%} {found.slowed:14.1%} {'ok' if holds else 'MISS'}",
+                    f"{shape.name:14} {arrow(to_host):9} {way or 'chosen':>7} "
+                    f"{shape.nbytes / max(found.rate, 1) * 1e6:6.0f} {found.rate / 1e9:5.1f} {share:6.1%} "
+                    f"{found.slowed:14.1%} {'ok' if holds else 'MISS':4} "
+                    f"{', '.join(f'{name} {number}' for name, number in after.items() if number)}",
                     flush=True,
                 )
 
@@ -250,7 +266,7 @@ def verify(engine: GpuCopyEngine) -> None:
         field = Field(shape, engine)
         for strategy in STRATEGIES:
             field.check(strategy)
-    print(f"every byte right: {len(SHAPES)} shapes, both directions, {', '.join(STRATEGIES)}; {engine.statistics()['fallbacks']}")
+    print(f"every byte right: {len(SHAPES)} shapes, both directions, {', '.join(STRATEGIES)}")
 
 
 def main() -> None:
@@ -270,7 +286,7 @@ def main() -> None:
     if "idle" in parts:
         idle(engine, peak, arguments.repeat)
     if "load" in parts:
-        load(engine, peak, arguments.pairs, (None, "batch"))
+        load(engine, peak, arguments.pairs, (None, "staged"))
     print(f"\ncounters: {engine.statistics()}")
 
 

@@ -90,6 +90,8 @@ def zero_ranges(dst: Buffer, offset: int, fragments: int, stride: int, fragment_
 
 # -- copies between a GPU and the host; which strategy: `kvferry.transfer.copy_plan`
 
+CopyStrategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
+
 class GpuUnavailable(RuntimeError):
     """No driver, a driver that lacks what is needed, or no device."""
 
@@ -104,6 +106,9 @@ class GpuPages:
         """Of a page."""
     @property
     def fragment_bytes(self) -> int: ...
+    @property
+    def runs(self) -> int:
+        """Copies of a page by `pitched`; 0: its fragments lie too far apart."""
     @property
     def row_bytes(self) -> int:
         """Of a page."""
@@ -126,7 +131,7 @@ class GpuCopy:
     """A copy that was issued. Hold it until it is done: it keeps alive what the copy uses."""
 
     @property
-    def strategy(self) -> Literal["batch", "loop", "kernel", "staged"]:
+    def strategy(self) -> CopyStrategy:
         """That moves the bytes, which may be another than was asked for."""
     def done(self) -> bool:
         """GpuError: the copy, or anything on the device before it, failed."""
@@ -155,7 +160,6 @@ class GpuCopyEngine:
         growth: int = ...,
         staging_blocks: int = ...,
         bus_blocks: int = ...,
-        block_threads: int = ...,
         batch_descriptors: int = ...,
         batch_flags: int = ...,
     ) -> None:
@@ -182,7 +186,7 @@ class GpuCopyEngine:
         row_stride: int,
         row_ids: NDArray[np.int64],
         stream: int | None = None,
-        strategy: Literal["batch", "loop", "kernel", "staged"] = "staged",
+        strategy: CopyStrategy = "staged",
     ) -> GpuCopy:
         """Page page_ids[i] to the row that begins at row_ids[i] * row_stride. IndexError: an id out of bounds;
         ValueError: any other bound, or a row named twice; nothing has moved then.
@@ -195,7 +199,7 @@ class GpuCopyEngine:
         row_stride: int,
         row_ids: NDArray[np.int64],
         stream: int | None = None,
-        strategy: Literal["batch", "loop", "kernel", "staged"] = "staged",
+        strategy: CopyStrategy = "staged",
     ) -> GpuCopy:
         """The reverse; a page named twice is a ValueError."""
     def copy_list_to_host(
@@ -206,7 +210,7 @@ class GpuCopyEngine:
         stream: int | None = None,
         strategy: Literal["batch", "loop"] = "batch",
     ) -> GpuCopy:
-        """sizes[i] bytes from src_addresses[i] to dst_addresses[i]. Addresses, and the memory's life, are the caller's."""
+        """sizes[i] bytes from src_addresses[i] to dst_addresses[i]. The addresses are the caller's word."""
     def copy_list_from_host(
         self,
         dst_addresses: NDArray[np.int64],
@@ -215,8 +219,10 @@ class GpuCopyEngine:
         stream: int | None = None,
         strategy: Literal["batch", "loop"] = "batch",
     ) -> GpuCopy: ...
-    def can(self, strategy: Literal["batch", "loop", "kernel", "staged"]) -> bool:
+    def can(self, strategy: CopyStrategy) -> bool:
         """Whether the driver takes it."""
+    def busy(self) -> bool:
+        """Whether a kernel would have to wait now for others to end. Takes some microseconds, at most about 30."""
     @property
     def stream(self) -> int:
         """The engine's own."""

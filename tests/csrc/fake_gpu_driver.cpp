@@ -75,6 +75,9 @@ GpuStatus hipEventDestroy(GpuEvent event) { return std::free(event), answer("eve
 GpuStatus hipEventRecord(GpuEvent, GpuStream) { return answer("event_record"); }
 GpuStatus hipEventQuery(GpuEvent) { return answer("event_query"); }
 GpuStatus hipEventSynchronize(GpuEvent) { return answer("event_synchronize"); }
+GpuStatus hipEventElapsedTime(float* milliseconds, GpuEvent, GpuEvent) {
+  return *milliseconds = float(answers["elapsed_us"]) / 1000, answer("event_elapsed");
+}
 GpuStatus hipMalloc(GpuAddress* address, size_t bytes) {
   const GpuStatus status = answer("mem_alloc");
   if (status == kGpuSuccess) *address = reinterpret_cast<GpuAddress>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
@@ -105,6 +108,20 @@ GpuStatus hipMemcpyBatchAsync(const GpuAddress* dst, const GpuAddress* src, cons
   last_source_order = int(attributes->source_order);
   for (size_t i = 0; i < count; ++i) {
     std::memcpy(reinterpret_cast<void*>(dst[i]), reinterpret_cast<void*>(src[i]), sizes[i]);
+  }
+  return kGpuSuccess;
+}
+GpuStatus hipMemcpyParam2DAsync(const PitchedCopy* copy, GpuStream stream) {
+  const GpuStatus status = answer("copy_pitched");
+  if (status != kGpuSuccess) return status;
+  const auto memory = [](const PitchedSide& side) {
+    return side.memory_type == kHostMemory ? static_cast<const char*>(side.host) : reinterpret_cast<const char*>(side.device);
+  };
+  if (stream == nullptr || copy->src.memory_type == copy->dst.memory_type) return kGpuInvalidValue;
+  if (copy->src.pitch < copy->width || copy->dst.pitch < copy->width) return kGpuInvalidValue;
+  for (size_t line = 0; line < copy->height; ++line) {
+    std::memcpy(const_cast<char*>(memory(copy->dst)) + line * copy->dst.pitch, memory(copy->src) + line * copy->src.pitch,
+                copy->width);
   }
   return kGpuSuccess;
 }
@@ -142,6 +159,7 @@ GpuStatus cuGetProcAddress_v2(const char* symbol, void** address, int version, u
       {"cuEventRecord", (void*)hipEventRecord},
       {"cuEventQuery", (void*)hipEventQuery},
       {"cuEventSynchronize", (void*)hipEventSynchronize},
+      {"cuEventElapsedTime", (void*)hipEventElapsedTime},
       {"cuMemAlloc", (void*)hipMalloc},
       {"cuMemFree", (void*)hipFree},
       {"cuMemHostRegister", (void*)hipHostRegister},
@@ -150,6 +168,7 @@ GpuStatus cuGetProcAddress_v2(const char* symbol, void** address, int version, u
       {"cuMemcpyDtoHAsync", (void*)hipMemcpyDtoHAsync},
       {"cuMemcpyHtoDAsync", (void*)hipMemcpyHtoDAsync},
       {"cuMemcpyDtoDAsync", (void*)hipMemcpyDtoDAsync},
+      {"cuMemcpy2DAsync", (void*)hipMemcpyParam2DAsync},
       {"cuMemcpyBatchAsync", (void*)hipMemcpyBatchAsync},
       {"cuModuleLoadData", (void*)hipModuleLoadData},
       {"cuModuleUnload", (void*)hipModuleUnload},

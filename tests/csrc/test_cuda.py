@@ -1,4 +1,4 @@
-"""Copies between a GPU and rows of the host: every byte by every strategy, over a driver that is a fake, and over a real one.
+"""Copies between a GPU and rows of the host: every byte by every strategy, over a fake driver and over a real one.
 
 The fake's device memory is this process's, and its kernel reads the same parameters as the GPU's.
 """
@@ -6,6 +6,7 @@ The fake's device memory is this process's, and its kernel reads the same parame
 import ctypes
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
 
 POISON = 0xA5
 Bytes = NDArray[np.uint8]
-Strategy = Literal["batch", "loop", "kernel", "staged"]
-STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged")
+Strategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
+STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged", "pitched")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -72,6 +73,7 @@ class Case:
     row_ids: tuple[int, ...]
     padding: int  # bytes between pages of a tensor, between pieces, and between rows
     shift: int  # of all device addresses, off their alignment
+    uneven: int = 0  # bytes by which tensors lie apart more and more
 
     @property
     def row_bytes(self) -> int:
@@ -91,6 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
         row_ids=tuple(draw(st.permutations(range(pool)))[:count]),
         padding=draw(st.sampled_from([0, 0, 1, 16])),
         shift=draw(st.sampled_from([0, 0, 4, 1])),
+        uneven=draw(st.sampled_from([0, 0, 16])),
     )
 
 
@@ -103,10 +106,10 @@ class World:
         self.piece_stride = case.fragment_bytes + case.padding
         self.page_stride = case.pieces * self.piece_stride + case.padding
         self.tensor_bytes = case.pool * self.page_stride + 7
-        self.size = case.shift + case.tensors * self.tensor_bytes
+        self.size = case.shift + self.offset(case.tensors)
         self.memory = engine.allocate(self.size)
         begin = self.memory.address + case.shift
-        bases = begin + self.tensor_bytes * np.arange(case.tensors, dtype=np.int64)
+        bases = np.array([begin + self.offset(tensor) for tensor in range(case.tensors)], np.int64)
         strides = np.full(case.tensors, self.page_stride, np.int64)
         self.pages = engine.pages(bases, strides, case.fragment_bytes, case.pool, case.pieces, self.piece_stride)
         assert self.pages.row_bytes == case.row_bytes
@@ -114,6 +117,9 @@ class World:
         self.row_stride = case.row_bytes + case.padding
         self.rows: Bytes = np.full(case.pool * self.row_stride + 5, POISON, np.uint8)
         self.pinned = _core.PinnedBuffer(engine, self.rows)
+
+    def offset(self, tensor: int) -> int:
+        return tensor * self.tensor_bytes + self.case.uneven * (tensor * tensor // 3)
 
     def read(self) -> Bytes:
         bytes_: Bytes = np.zeros(self.size, np.uint8)
@@ -133,13 +139,13 @@ class World:
         for page, row in zip(case.page_ids, case.row_ids, strict=True):
             for f in range(case.tensors * case.pieces):
                 tensor, piece = divmod(f, case.pieces)
-                at = case.shift + tensor * self.tensor_bytes + page * self.page_stride + piece * self.piece_stride
+                at = case.shift + self.offset(tensor) + page * self.page_stride + piece * self.piece_stride
                 in_row = row * self.row_stride + f * size
                 yield slice(at, at + size), slice(in_row, in_row + size)
 
     def arguments(self) -> tuple[Any, ...]:
-        case = self.case
-        return self.pages, np.array(case.page_ids, np.int64), self.rows, self.row_stride, np.array(case.row_ids, np.int64)
+        page_ids, row_ids = (np.array(ids, np.int64) for ids in (self.case.page_ids, self.case.row_ids))
+        return self.pages, page_ids, self.rows, self.row_stride, row_ids
 
     def check(self, strategy: Strategy) -> None:
         """A spill and a restore, with poison around all that is written."""
@@ -178,8 +184,8 @@ def test_a_driver_is_a_table_of_entry_points(
 ) -> None:
     engine = GpuCopyEngine(0, library, api)
     World(engine, SMALL).check(strategy)
-    used = {"batch": "copy_batch", "loop": "copy_to_host", "kernel": "launch", "staged": "launch"}[strategy]
-    assert calls(fake, used) > 0
+    used = {"batch": "copy_batch", "loop": "copy_to_host", "pitched": "copy_pitched"}
+    assert calls(fake, used.get(strategy, "launch")) > 0
     assert engine.statistics()["fallbacks"] == {}
 
 
@@ -232,7 +238,7 @@ def test_a_refused_batch_goes_by_loop_and_is_counted(fake: ctypes.CDLL, library:
 def test_an_old_driver_has_no_batch(fake: ctypes.CDLL, library: str) -> None:
     answer(fake, "old_driver", 1)
     engine = GpuCopyEngine(0, library)
-    assert [engine.can(strategy) for strategy in STRATEGIES] == [False, True, True, True]
+    assert [engine.can(strategy) for strategy in STRATEGIES] == [False, True, True, True, True]
     for strategy in STRATEGIES:
         World(engine, SMALL).check(strategy)
     assert calls(fake, "copy_batch") == 0
@@ -241,6 +247,7 @@ def test_an_old_driver_has_no_batch(fake: ctypes.CDLL, library: str) -> None:
 @pytest.mark.parametrize(
     ("function", "reason", "strategy"),
     [
+        ("copy_pitched", "the driver refused a pitched copy", "pitched"),
         ("module_load", "the driver takes no kernels", "staged"),
         ("module_load", "the driver takes no kernels", "kernel"),
         ("host_device_address", "rows are not pinned", "kernel"),
@@ -249,12 +256,53 @@ def test_an_old_driver_has_no_batch(fake: ctypes.CDLL, library: str) -> None:
 def test_without_kernels_or_pinned_rows_batch_moves_the_bytes(
     fake: ctypes.CDLL, library: str, function: str, reason: str, strategy: Strategy
 ) -> None:
-    answer(fake, function, 200)
+    answer(fake, function, 801)
     engine = GpuCopyEngine(0, library)
     World(engine, SMALL).check(strategy)
     counts = engine.statistics()
     assert counts["fallbacks"] == {reason: 2}
     assert counts["batch"]["copies"] == 2
+
+
+def test_runs(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+
+    def runs(bases: list[int], strides: list[int], pieces: int = 1, piece_stride: int = 0) -> int:
+        return engine.pages(np.array(bases), np.array(strides), 16, 4, pieces, piece_stride).runs
+
+    assert runs([1000, 2000, 3000], [64] * 3) == 1
+    assert runs([1000, 2000, 3001, 4002], [64] * 4) == 2
+    assert runs([3000, 2000, 1000], [64] * 3) == 3  # a pitch is not negative
+    assert runs([1000, 2000, 3000, 4000], [64, 64, 80, 80]) == 2
+    assert runs([1000, 1000 + (1 << 31)], [64] * 2) == 2
+    assert runs([1000, 2000], [640, 640], 8, 80) == 2
+    assert runs([1000], [64], 2, 1 << 31) == 0
+
+
+def test_busy(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    assert not engine.busy()
+    time.sleep(0.01)  # what was found is old
+    answer(fake, "event_query", 600)
+    launched = calls(fake, "launch")
+    assert engine.busy() and engine.busy()
+    assert calls(fake, "launch") == launched + 1  # the second answer is the first probe's
+    answer(fake, "event_query", 0)
+    answer(fake, "elapsed_us", 10)
+    assert engine.busy()  # as it was just now
+    time.sleep(0.03)
+    assert not engine.busy()
+    answer(fake, "elapsed_us", 300)
+    engine.copy_pages_to_host(*World(engine, SMALL).arguments(), strategy="pitched")
+    assert engine.busy()  # the probe that followed the copy took long
+    time.sleep(0.03)
+    answer(fake, "elapsed_us", 10)
+    assert not engine.busy()
+    engine.copy_pages_to_host(*World(engine, SMALL).arguments(), strategy="staged")
+    answer(fake, "elapsed_us", 900)
+    assert engine.busy()  # the copy's kernel waited
+    answer(fake, "module_load", 801)
+    assert not GpuCopyEngine(0, library).busy()
 
 
 def test_without_memory_for_staging_batch_moves_the_bytes(fake: ctypes.CDLL, library: str) -> None:
@@ -363,6 +411,7 @@ def test_small_pages_on_a_gpu(strategy: Strategy) -> None:
         Case(5, 3, 2064, 7, (6, 0, 3), (1, 2, 6), 16, 0),
         Case(2, 2, 100, 5, (1, 4, 2), (0, 4, 1), 0, 4),
         Case(4, 1, 5000, 4, (3, 1), (0, 2), 1, 1),
+        Case(5, 1, 2048, 4, (3, 1), (0, 2), 16, 0, uneven=48),
     ):
         World(engine, case).check(strategy)
     assert engine.statistics()["fallbacks"] == {}
