@@ -8,7 +8,7 @@ namespace {
 const char* const kKernelNames[] = {"copy_pages_16", "copy_pages_4", "copy_pages_1"};
 constexpr uint64_t kKernelWords[] = {16, 4, 1};
 constexpr unsigned kStagingThreads = 32, kBusThreads = kCopyThreads;  // a block
-constexpr float kLongWait = 0.2f;  // ms of a gather or scatter; on an idle GPU a full buffer takes 0.05
+constexpr double kMuchLonger = 1.3, kWait = 0.15;  // than at the best rate seen; ms: a staged copy's kernels waited
 
 }  // namespace
 
@@ -21,8 +21,8 @@ GpuCopyEngine::GpuCopyEngine(std::shared_ptr<GpuDevice> device, const CopyTuning
   for (Lane& lane : lanes_) {
     device_->check(driver_.stream_create(&lane.stream, kGpuStreamNonBlocking, greatest), "stream");
     device_->check(driver_.event_create(&lane.begun, kGpuEventDisableTiming), "event");
-    device_->check(driver_.event_create(&lane.ready, 0), "event");
-    device_->check(driver_.event_create(&lane.ran, 0), "event");
+    device_->check(driver_.event_create(&lane.from, 0), "event");
+    device_->check(driver_.event_create(&lane.to, 0), "event");
   }
   probe_ = std::make_unique<BusyProbe>(*device_);
   load_kernels();
@@ -39,7 +39,7 @@ GpuCopyEngine::~GpuCopyEngine() {
       driver_.event_destroy(buffer.emptied);
       driver_.mem_free(buffer.address);
     }
-    for (const GpuEvent event : {lane.begun, lane.ready, lane.ran}) driver_.event_destroy(event);
+    for (const GpuEvent event : {lane.begun, lane.from, lane.to}) driver_.event_destroy(event);
     driver_.stream_destroy(lane.stream);
   }
   probe_.reset();
@@ -74,12 +74,15 @@ bool GpuCopyEngine::busy() {
 }
 
 // A copy that waited for the end of another kernel has its successor ask just then, when the GPU seems idle to the probe.
+// Events around the kernel itself do not show its wait: its stream records the first of them only when the kernel may run.
 void GpuCopyEngine::learn_waits() {
   for (Lane& lane : lanes_) {
-    if (!lane.timing || driver_.event_query(lane.ran) != kGpuSuccess) continue;
+    if (!lane.timing || driver_.event_query(lane.to) != kGpuSuccess) continue;
     float milliseconds = 0;
-    device_->check(driver_.event_elapsed(&milliseconds, lane.ready, lane.ran), "event");
-    if (milliseconds > kLongWait) probe_->note_busy();
+    device_->check(driver_.event_elapsed(&milliseconds, lane.from, lane.to), "event");
+    if (milliseconds > 0) lane.best_rate = std::max(lane.best_rate, lane.timed_bytes / double(milliseconds));
+    const double expected = lane.best_rate > 0 ? lane.timed_bytes / lane.best_rate : 0;
+    if (lane.timed_staged && milliseconds > kMuchLonger * expected + kWait) probe_->note_busy();
     lane.timing = false;
   }
 }
@@ -105,7 +108,12 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
   GpuAddress rows_on_device = 0;
   strategy = usable(strategy, copy, &rows_on_device);
   size_t descriptors = count * pages.layout().fragments();
+  // These are chosen by whether the GPU is busy: how they fare is of use to the next choice.
+  const bool chosen_by_it = strategy == CopyStrategy::kStaged || strategy == CopyStrategy::kPitched;
+  Lane& lane = lanes_[size_t(direction)];
+  const bool timed = chosen_by_it && !lane.timing;
   try {
+    if (timed) device_->check(driver_.event_record(lane.from, stream), "event");
     if (strategy == CopyStrategy::kStaged) {
       run_staged(copy, stream);
     } else if (strategy == CopyStrategy::kKernel) {
@@ -116,18 +124,22 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
       if (strategy == CopyStrategy::kPitched) strategy = CopyStrategy::kBatch;
       descriptors = run_fragments(copy, stream, &strategy);
     }
+    if (timed) device_->check(driver_.event_record(lane.to, stream), "event");
   } catch (...) {
     drain(stream);  // the caller learns of no copy: none may run on
     drain(lanes_[size_t(direction)].stream);
     throw;
   }
-  // These are chosen by whether the GPU is busy; the next choice will know.
-  const bool chosen_by_it = strategy == CopyStrategy::kStaged || strategy == CopyStrategy::kPitched;
   if (chosen_by_it && module_ != nullptr) probe_->launch(kernels_[0]);
   StrategyCount& counted = counts_[size_t(strategy)];
   counted.copies += 1;
   counted.descriptors += descriptors;
   counted.bytes += count * pages.layout().row_bytes();
+  if (timed) {
+    lane.timing = true;
+    lane.timed_staged = strategy == CopyStrategy::kStaged;
+    lane.timed_bytes = double(count * pages.layout().row_bytes());
+  }
   return strategy;
 }
 
@@ -201,10 +213,8 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
     device_->check(driver_.stream_wait(lane.stream, lane.begun, 0), "wait");
   }
   Buffer* last = nullptr;
-  const bool time_it = !lane.timing;
-  const auto chunks =
-      staged_chunks(layout, copy.count, tuning_.buffer_bytes, tuning_.small_bytes, tuning_.growth, to_host);
-  for (const PageChunk& chunk : chunks) {
+  for (const PageChunk& chunk : staged_chunks(layout, copy.count, tuning_.buffer_bytes, tuning_.small_bytes,
+                                              tuning_.growth, to_host)) {
     Buffer& buffer = *(last = &lane.buffers[lane.next++ % lane.buffers.size()]);
     const size_t inside = size_t(chunk.first) * layout.fragment_bytes;
     const size_t bytes = size_t(chunk.count) * layout.fragment_bytes;
@@ -218,15 +228,8 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
     }
     const GpuStream first = to_host ? lane.stream : stream, second = to_host ? stream : lane.stream;
     device_->check(driver_.stream_wait(first, buffer.emptied, 0), "wait");
-    const auto run_kernel = [&] {
-      const bool timed = time_it && &chunk == &chunks.back();
-      if (timed) device_->check(driver_.event_record(lane.ready, lane.stream), "event");
-      launch(copy, chunk, staged - inside, true, lane.stream);
-      if (timed) device_->check(driver_.event_record(lane.ran, lane.stream), "event");
-      lane.timing |= timed;
-    };
     if (to_host) {
-      run_kernel();
+      launch(copy, chunk, staged - inside, true, first);
     } else {
       issue(scratch_, copy.direction, first, true);
     }
@@ -235,7 +238,7 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
     if (to_host) {
       issue(scratch_, copy.direction, second, true);
     } else {
-      run_kernel();
+      launch(copy, chunk, staged - inside, true, second);
     }
     device_->check(driver_.event_record(buffer.emptied, second), "event");
   }

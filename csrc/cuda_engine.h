@@ -81,9 +81,10 @@ class GpuCopyEngine {
     GpuEvent begun = nullptr;
     std::vector<Buffer> buffers;
     size_t next = 0;
-    // Around the last kernel of a copy: how long it waited. Of the next copy only when this one's is known.
-    GpuEvent ready = nullptr, ran = nullptr;
-    bool timing = false;
+    // Around a copy, on its stream: its time. Of another copy only when this one's is known.
+    GpuEvent from = nullptr, to = nullptr;
+    bool timing = false, timed_staged = false;
+    double timed_bytes = 0, best_rate = 0;  // bytes a millisecond
   };
   struct Pages {  // of one copy
     const GpuPages& pages;
