@@ -212,9 +212,12 @@ class Loaded:
 def under_products(issue: Callable[[], GpuCopy], nbytes: int, products: Products, count: int, pairs: int) -> Loaded:
     """Two copies are in flight as long as the products run; those that ended before them count."""
     slowed, rates = [], []
-    for _ in range(pairs):
+
+    def alone() -> float:
         products.start(count)
-        alone = products.seconds()
+        return products.seconds()
+
+    def together() -> float:
         products.start(count)
         time.sleep(0.002)  # they run now
         begin = last = 0.0
@@ -229,7 +232,12 @@ def under_products(issue: Callable[[], GpuCopy], nbytes: int, products: Products
         for copy in queue:
             copy.wait()
         rates.append(done * nbytes / (last - begin) if done > 0 else 0.0)
-        slowed.append(products.seconds() / alone - 1)
+        return products.seconds()
+
+    for pair in range(pairs):  # the second of a pair finds a warmer GPU: each is the second in turn
+        first, second = (alone, together) if pair % 2 == 0 else (together, alone)
+        times = {first: first(), second: second()}
+        slowed.append(times[together] / times[alone] - 1)
     return Loaded(statistics.median(slowed), statistics.median(rates))
 
 
