@@ -89,12 +89,13 @@ class Field:
         rows[torch.from_numpy(self.row_ids).cuda()] = torch.cat([tensor[ids] for tensor in self.tensors], 1)
         return rows
 
-    def check(self, strategy: Strategy) -> None:
+    def check(self, strategy: Strategy, beside: Callable[[], None]) -> None:
         """Every byte of rows and tensors after a spill and a restore, between poisoned neighbours."""
         expected = self.expected_rows()
         kept = [tensor.clone() for tensor in self.tensors]
         self.rows[:] = POISON
         torch.cuda.synchronize()
+        beside()
         copy = self.copy(True, strategy)
         copy.wait()
         assert copy.strategy == strategy, f"{copy.strategy} in place of {strategy}: {self.engine.statistics()}"
@@ -103,6 +104,7 @@ class Field:
         for tensor in self.tensors:
             tensor.fill_(POISON)
         torch.cuda.synchronize()
+        beside()
         self.copy(False, strategy).wait()
         ids = torch.from_numpy(self.page_ids).cuda()
         for number, (tensor, before) in enumerate(zip(self.tensors, kept, strict=True)):
@@ -270,11 +272,14 @@ def load(engine: GpuCopyEngine, peak: Peak, pairs: int, ways: tuple[Strategy | N
 
 
 def verify(engine: GpuCopyEngine) -> None:
+    products = Products()
     for shape in SHAPES:
         field = Field(shape, engine)
         for strategy in STRATEGIES:
-            field.check(strategy)
-    print(f"every byte right: {len(SHAPES)} shapes, both directions, {', '.join(STRATEGIES)}")
+            field.check(strategy, lambda: None)
+            field.check(strategy, partial(products.start, 8))
+    done = f"{len(SHAPES)} shapes, both directions, idle and beside products"
+    print(f"every byte right: {done}, {', '.join(STRATEGIES)}")
 
 
 def main() -> None:
