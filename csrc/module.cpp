@@ -7,6 +7,7 @@ NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);  // a daemon ends with its trees; the process's end frees them
   kvferry::bind_digests(m);
   kvferry::bind_copies(m);
+  kvferry::bind_cuda(m);
   kvferry::bind_pool(m);
   kvferry::bind_tree(m);
 }

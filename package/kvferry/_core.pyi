@@ -88,6 +88,147 @@ def copy_list(
 def zero_ranges(dst: Buffer, offset: int, fragments: int, stride: int, fragment_bytes: int, start: int) -> None:
     """Zeroes bytes [start, fragment_bytes) of each fragment; fragment f begins at offset + f * stride. GIL released."""
 
+# -- copies between a GPU and the host; which strategy: `kvferry.transfer.copy_plan`
+
+CopyStrategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
+
+class GpuUnavailable(RuntimeError):
+    """No driver, a driver that lacks what is needed, or no device."""
+
+class GpuError(RuntimeError):
+    """A call of the driver failed; no copy of the call that raised it runs on."""
+
+class GpuPages:
+    """Where the fragments of pages lie on the device; see `GpuCopyEngine.pages`."""
+
+    @property
+    def fragments(self) -> int:
+        """Of a page."""
+    @property
+    def fragment_bytes(self) -> int: ...
+    @property
+    def runs(self) -> int:
+        """Copies of a page by `pitched`; 0: its fragments lie too far apart."""
+    @property
+    def row_bytes(self) -> int:
+        """Of a page."""
+    @property
+    def pages(self) -> int: ...
+
+class GpuMemory:
+    """A plain allocation on the device, freed with this object."""
+
+    @property
+    def address(self) -> int: ...
+    def __len__(self) -> int: ...
+
+class PinnedBuffer:
+    """A writable buffer, pinned and exported as long as this lives. GpuError: it cannot be pinned, or is already."""
+
+    def __init__(self, engine: GpuCopyEngine, buffer: Buffer) -> None: ...
+
+class GpuCopy:
+    """A copy that was issued. Hold it until it is done: it keeps alive what the copy uses."""
+
+    @property
+    def strategy(self) -> CopyStrategy:
+        """That moves the bytes, which may be another than was asked for."""
+    def done(self) -> bool:
+        """GpuError: the copy, or anything on the device before it, failed."""
+    def wait(self) -> None:
+        """The thread sleeps, without the GIL, until it is done."""
+    def hold(self, stream: int) -> None:
+        """What is issued to `stream` from now on runs after the copy."""
+
+class GpuCopyEngine:
+    """Copies between one device and host memory that is pinned (other memory works, slowly and not asynchronously).
+
+    A stream is a handle of the driver's; None: the engine's own; the default streams are refused. Each copy runs after
+    what was issued to its stream before it. Copies issue in microseconds and never wait for the device, GIL released.
+    A copy from the host may read its source before the stream gets there: nothing may be writing to it any more.
+    """
+
+    def __init__(
+        self,
+        device: int = 0,
+        library: str = "libcuda.so.1",
+        api: Literal["cuda", "hip"] = "cuda",
+        *,
+        buffer_bytes: int = ...,
+        buffers: int = ...,
+        small_bytes: int = ...,
+        growth: int = ...,
+        staging_blocks: int = ...,
+        bus_blocks: int = ...,
+        batch_descriptors: int = ...,
+        batch_flags: int = ...,
+    ) -> None:
+        """GpuUnavailable or GpuError. The numbers are those of CopyTuning in csrc/cuda_engine.h."""
+    def pages(
+        self,
+        bases: NDArray[np.int64],
+        strides: NDArray[np.int64],
+        fragment_bytes: int,
+        pages: int,
+        pieces: int = 1,
+        piece_stride: int = 0,
+    ) -> GpuPages:
+        """A pool of `pages` pages: fragment tensor * pieces + piece of page p is the fragment_bytes at bases[tensor] +
+        p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. The addresses are the
+        caller's word.
+        """
+    def allocate(self, nbytes: int) -> GpuMemory: ...
+    def copy_pages_to_host(
+        self,
+        pages: GpuPages,
+        page_ids: NDArray[np.int64],
+        rows: Buffer,
+        row_stride: int,
+        row_ids: NDArray[np.int64],
+        stream: int | None = None,
+        strategy: CopyStrategy = "staged",
+    ) -> GpuCopy:
+        """Page page_ids[i] to the row that begins at row_ids[i] * row_stride. IndexError: an id out of bounds;
+        ValueError: any other bound, or a row named twice; nothing has moved then.
+        """
+    def copy_pages_from_host(
+        self,
+        pages: GpuPages,
+        page_ids: NDArray[np.int64],
+        rows: Buffer,
+        row_stride: int,
+        row_ids: NDArray[np.int64],
+        stream: int | None = None,
+        strategy: CopyStrategy = "staged",
+    ) -> GpuCopy:
+        """The reverse; a page named twice is a ValueError."""
+    def copy_list_to_host(
+        self,
+        dst_addresses: NDArray[np.int64],
+        src_addresses: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        stream: int | None = None,
+        strategy: Literal["batch", "loop"] = "batch",
+    ) -> GpuCopy:
+        """sizes[i] bytes from src_addresses[i] to dst_addresses[i]. The addresses are the caller's word."""
+    def copy_list_from_host(
+        self,
+        dst_addresses: NDArray[np.int64],
+        src_addresses: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        stream: int | None = None,
+        strategy: Literal["batch", "loop"] = "batch",
+    ) -> GpuCopy: ...
+    def can(self, strategy: CopyStrategy) -> bool:
+        """Whether the driver takes it."""
+    def busy(self) -> bool:
+        """Whether a kernel would have to wait now for others to end. Takes some microseconds, at most about 30."""
+    @property
+    def stream(self) -> int:
+        """The engine's own."""
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """By strategy that was used: copies, descriptors, bytes; under `fallbacks`, how often for what reason."""
+
 # -- page pools
 
 Pages = Iterable[int] | NDArray[np.int64] | NDArray[np.uint64] | NDArray[np.int32] | NDArray[np.uint32]

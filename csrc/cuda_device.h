@@ -1,0 +1,109 @@
+// What lives on a GPU, and ends with its last user: a context, memory, layouts, the ends of copies.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "cuda_driver.h"
+#include "cuda_pages.h"
+
+namespace kvferry {
+
+// A driver's context of one device, retained as long as this lives, and made current by Use.
+class GpuDevice {
+ public:
+  GpuDevice(std::shared_ptr<const GpuDriver> driver, int ordinal);
+  ~GpuDevice();
+  GpuDevice(const GpuDevice&) = delete;
+  GpuDevice& operator=(const GpuDevice&) = delete;
+
+  class Use {
+   public:
+    explicit Use(const GpuDevice& device);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    const GpuDriver& driver_;
+  };
+
+  const GpuDriver& driver() const { return *driver_; }
+  void check(GpuStatus status, const char* what) const { check_gpu(*driver_, status, what); }
+
+ private:
+  std::shared_ptr<const GpuDriver> driver_;
+  int device_ = 0;
+  GpuContext context_ = nullptr;
+};
+
+// Memory of the device, a plain allocation: it can be shared with other processes.
+class GpuMemory {
+ public:
+  GpuMemory(std::shared_ptr<GpuDevice> device, size_t bytes);
+  ~GpuMemory();
+  GpuMemory(const GpuMemory&) = delete;
+  GpuMemory& operator=(const GpuMemory&) = delete;
+
+  GpuAddress address() const { return address_; }
+  size_t size() const { return size_; }
+
+ private:
+  std::shared_ptr<GpuDevice> device_;
+  GpuAddress address_ = 0;
+  size_t size_;
+};
+
+// Host memory that the device reads and writes at the bus's speed, as long as this lives.
+class PinnedRange {
+ public:
+  PinnedRange(std::shared_ptr<GpuDevice> device, void* address, size_t bytes);
+  ~PinnedRange();
+  PinnedRange(const PinnedRange&) = delete;
+  PinnedRange& operator=(const PinnedRange&) = delete;
+
+ private:
+  std::shared_ptr<GpuDevice> device_;
+  void* address_;
+};
+
+// A layout with its bases and strides on the GPU as well, where the kernels read them.
+class GpuPages {
+ public:
+  // Written on `stream`, and waited for.
+  GpuPages(std::shared_ptr<GpuDevice> device, PageLayout layout, GpuStream stream);
+  const PageLayout& layout() const { return layout_; }
+  const std::vector<PitchedRun>& runs() const { return runs_; }
+  GpuAddress bases() const { return table_.address(); }
+  GpuAddress strides() const { return table_.address() + layout_.bases.size() * sizeof(uint64_t); }
+
+ private:
+  std::shared_ptr<GpuDevice> device_;
+  PageLayout layout_;
+  std::vector<PitchedRun> runs_;
+  GpuMemory table_;  // freed only when no kernel reads it any more: the driver waits
+};
+
+// The end of a copy, as an event of its stream.
+class GpuCopy {
+ public:
+  explicit GpuCopy(std::shared_ptr<GpuDevice> device);
+  ~GpuCopy();
+  GpuCopy(const GpuCopy&) = delete;
+  GpuCopy& operator=(const GpuCopy&) = delete;
+
+  void record(GpuStream stream);
+  bool done() const;
+  void wait() const;
+  // What is issued to `stream` from now on runs after the copy.
+  void hold(GpuStream stream) const;
+
+ private:
+  std::shared_ptr<GpuDevice> device_;
+  GpuEvent event_ = nullptr;
+};
+
+}  // namespace kvferry

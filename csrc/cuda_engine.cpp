@@ -1,0 +1,375 @@
+#include "cuda_engine.h"
+
+#include <algorithm>
+
+namespace kvferry {
+namespace {
+
+const char* const kKernelNames[] = {"copy_pages_16", "copy_pages_4", "copy_pages_1"};
+constexpr uint64_t kKernelWords[] = {16, 4, 1};
+constexpr unsigned kStagingThreads = 32, kBusThreads = kCopyThreads;  // a block
+constexpr double kMuchLonger = 1.3, kWait = 0.15;  // than at the best rate seen; ms: a staged copy's kernels waited
+
+}  // namespace
+
+GpuCopyEngine::GpuCopyEngine(std::shared_ptr<GpuDevice> device, const CopyTuning& tuning)
+    : device_(std::move(device)), driver_(device_->driver()), tuning_(tuning) {
+  const GpuDevice::Use use(*device_);
+  int least = 0, greatest = 0;
+  device_->check(driver_.stream_priorities(&least, &greatest), "priorities");
+  device_->check(driver_.stream_create(&stream_, kGpuStreamNonBlocking, least), "stream");
+  for (Lane& lane : lanes_) {
+    device_->check(driver_.stream_create(&lane.stream, kGpuStreamNonBlocking, greatest), "stream");
+    device_->check(driver_.event_create(&lane.begun, kGpuEventDisableTiming), "event");
+    device_->check(driver_.event_create(&lane.from, 0), "event");
+    device_->check(driver_.event_create(&lane.to, 0), "event");
+  }
+  probe_ = std::make_unique<BusyProbe>(*device_);
+  load_kernels();
+}
+
+GpuCopyEngine::~GpuCopyEngine() {
+  const GpuDevice::Use use(*device_);
+  drain(stream_);
+  for (Lane& lane : lanes_) {
+    drain(lane.stream);
+    for (Buffer& buffer : lane.buffers) {
+      driver_.event_synchronize(buffer.emptied);  // a copy on a caller's stream may still read it
+      driver_.event_destroy(buffer.filled);
+      driver_.event_destroy(buffer.emptied);
+      driver_.mem_free(buffer.address);
+    }
+    for (const GpuEvent event : {lane.begun, lane.from, lane.to}) driver_.event_destroy(event);
+    driver_.stream_destroy(lane.stream);
+  }
+  probe_.reset();
+  driver_.stream_destroy(stream_);
+  if (module_ != nullptr) driver_.module_unload(module_);
+}
+
+// Without them `batch` moves everything.
+void GpuCopyEngine::load_kernels() {
+  if (!driver_.module_load || !driver_.module_unload || !driver_.module_function || !driver_.launch) return;
+  if (driver_.module_load(&module_, kCopyKernels) != kGpuSuccess) {
+    module_ = nullptr;
+    return;
+  }
+  for (size_t i = 0; i < kernels_.size(); ++i) {
+    device_->check(driver_.module_function(&kernels_[i], module_, kKernelNames[i]), kKernelNames[i]);
+  }
+}
+
+bool GpuCopyEngine::can(CopyStrategy strategy) const {
+  if (strategy == CopyStrategy::kBatch) return driver_.copy_batch != nullptr && !batch_refused_;
+  if (strategy == CopyStrategy::kPitched) return driver_.copy_pitched != nullptr;
+  return strategy == CopyStrategy::kLoop || module_ != nullptr;
+}
+
+bool GpuCopyEngine::busy() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  if (module_ == nullptr) return false;
+  const GpuDevice::Use use(*device_);
+  learn_waits();
+  return probe_->busy(kernels_[0]);
+}
+
+// A copy that waited for the end of another kernel has its successor ask just then, when the GPU seems idle to the probe.
+// Events around the kernel itself do not show its wait: its stream records the first of them only when the kernel may run.
+void GpuCopyEngine::learn_waits() {
+  for (Lane& lane : lanes_) {
+    if (!lane.timing || driver_.event_query(lane.to) != kGpuSuccess) continue;
+    float milliseconds = 0;
+    device_->check(driver_.event_elapsed(&milliseconds, lane.from, lane.to), "event");
+    if (milliseconds > 0) lane.best_rate = std::max(lane.best_rate, lane.timed_bytes / double(milliseconds));
+    const double expected = lane.best_rate > 0 ? lane.timed_bytes / lane.best_rate : 0;
+    if (lane.timed_staged && milliseconds > kMuchLonger * expected + kWait) probe_->note_busy();
+    lane.timing = false;
+  }
+}
+
+std::array<StrategyCount, kStrategies> GpuCopyEngine::counts() const {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return counts_;
+}
+
+std::map<std::string, uint64_t> GpuCopyEngine::fallbacks() const {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return fallbacks_;
+}
+
+CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids, const PageRows& rows,
+                                       const int64_t* row_ids, size_t count, CopyDirection direction, GpuStream stream,
+                                       CopyStrategy strategy) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  const GpuDevice::Use use(*device_);
+  if (stream == nullptr) stream = stream_;
+  const Pages copy{pages, ids, rows, row_ids, count, direction};
+  if (count == 0) return strategy;
+  GpuAddress rows_on_device = 0;
+  strategy = usable(strategy, copy, &rows_on_device);
+  size_t descriptors = count * pages.layout().fragments();
+  // These are chosen by whether the GPU is busy: how they fare is of use to the next choice.
+  const bool chosen_by_it = strategy == CopyStrategy::kStaged || strategy == CopyStrategy::kPitched;
+  Lane& lane = lanes_[size_t(direction)];
+  const bool timed = chosen_by_it && !lane.timing;
+  try {
+    if (timed) device_->check(driver_.event_record(lane.from, stream), "event");
+    if (strategy == CopyStrategy::kStaged) {
+      run_staged(copy, stream);
+    } else if (strategy == CopyStrategy::kKernel) {
+      run_kernel(copy, rows_on_device, stream);
+    } else if (strategy == CopyStrategy::kPitched && run_pitched(copy, stream)) {
+      descriptors = count * pages.runs().size();
+    } else {
+      if (strategy == CopyStrategy::kPitched) strategy = CopyStrategy::kBatch;
+      descriptors = run_fragments(copy, stream, &strategy);
+    }
+    if (timed) device_->check(driver_.event_record(lane.to, stream), "event");
+  } catch (...) {
+    drain(stream);  // the caller learns of no copy: none may run on
+    drain(lanes_[size_t(direction)].stream);
+    throw;
+  }
+  if (chosen_by_it && module_ != nullptr) probe_->launch(kernels_[0]);
+  StrategyCount& counted = counts_[size_t(strategy)];
+  counted.copies += 1;
+  counted.descriptors += descriptors;
+  counted.bytes += count * pages.layout().row_bytes();
+  if (timed) {
+    lane.timing = true;
+    lane.timed_staged = strategy == CopyStrategy::kStaged;
+    lane.timed_bytes = double(count * pages.layout().row_bytes());
+  }
+  return strategy;
+}
+
+CopyStrategy GpuCopyEngine::copy_list(const CopyDescriptors& list, CopyDirection direction, GpuStream stream,
+                                      CopyStrategy strategy) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  const GpuDevice::Use use(*device_);
+  if (stream == nullptr) stream = stream_;
+  try {
+    strategy = issue(list, direction, stream, strategy != CopyStrategy::kLoop);
+  } catch (...) {
+    drain(stream);
+    throw;
+  }
+  StrategyCount& counted = counts_[size_t(strategy)];
+  counted.copies += 1;
+  counted.descriptors += list.size();
+  for (const size_t bytes : list.sizes) counted.bytes += bytes;
+  return strategy;
+}
+
+// The strategy that will be used in place of the one asked for: itself if nothing is in its way.
+CopyStrategy GpuCopyEngine::usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device) {
+  if (strategy == CopyStrategy::kKernel || strategy == CopyStrategy::kStaged) {
+    if (module_ == nullptr) {
+      fall_back("the driver takes no kernels");
+      return CopyStrategy::kBatch;
+    }
+  }
+  if (strategy == CopyStrategy::kPitched && (!can(strategy) || copy.pages.runs().empty())) {
+    fall_back("no pitched copies of these pages");
+    return CopyStrategy::kBatch;
+  }
+  if (strategy == CopyStrategy::kKernel &&
+      driver_.host_device_address(rows_on_device, reinterpret_cast<void*>(copy.rows.address), 0) != kGpuSuccess) {
+    fall_back("rows are not pinned");
+    return CopyStrategy::kBatch;
+  }
+  if (strategy == CopyStrategy::kStaged) {
+    if (copy.pages.layout().fragment_bytes > tuning_.buffer_bytes) {
+      fall_back("a fragment is larger than a staging buffer");
+      return CopyStrategy::kBatch;
+    }
+    if (!prepare(lanes_[size_t(copy.direction)])) {
+      fall_back("no memory for staging");
+      return CopyStrategy::kBatch;
+    }
+  }
+  return strategy;
+}
+
+bool GpuCopyEngine::prepare(Lane& lane) {
+  while (lane.buffers.size() < tuning_.buffers) {
+    Buffer buffer;
+    if (driver_.mem_alloc(&buffer.address, tuning_.buffer_bytes) != kGpuSuccess) return lane.buffers.size() >= 2;
+    device_->check(driver_.event_create(&buffer.filled, kGpuEventDisableTiming), "event");
+    device_->check(driver_.event_create(&buffer.emptied, kGpuEventDisableTiming), "event");
+    lane.buffers.push_back(buffer);
+  }
+  return true;
+}
+
+// Buffers go round: while one is on the bus the next is gathered, or the one before scattered. A buffer's event that was
+// never recorded holds nobody up.
+void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
+  const bool to_host = copy.direction == CopyDirection::kToHost;
+  const PageLayout& layout = copy.pages.layout();
+  Lane& lane = lanes_[size_t(copy.direction)];
+  if (to_host) {
+    device_->check(driver_.event_record(lane.begun, stream), "event");
+    device_->check(driver_.stream_wait(lane.stream, lane.begun, 0), "wait");
+  }
+  Buffer* last = nullptr;
+  for (const PageChunk& chunk : staged_chunks(layout, copy.count, tuning_.buffer_bytes, tuning_.small_bytes,
+                                              tuning_.growth, to_host)) {
+    Buffer& buffer = *(last = &lane.buffers[lane.next++ % lane.buffers.size()]);
+    const size_t inside = size_t(chunk.first) * layout.fragment_bytes;
+    const size_t bytes = size_t(chunk.count) * layout.fragment_bytes;
+    // Row i of the chunk is row i of the buffer; a chunk of one page begins at its first fragment.
+    const GpuAddress staged = buffer.address;
+    scratch_.clear();
+    for (size_t i = chunk.begin; i < chunk.end; ++i) {
+      const uint64_t on_host = copy.rows.of(copy.row_ids[i]) + inside;
+      const uint64_t on_device = staged + (i - chunk.begin) * bytes;
+      to_host ? scratch_.add(on_host, on_device, bytes) : scratch_.add(on_device, on_host, bytes);
+    }
+    const GpuStream first = to_host ? lane.stream : stream, second = to_host ? stream : lane.stream;
+    device_->check(driver_.stream_wait(first, buffer.emptied, 0), "wait");
+    if (to_host) {
+      launch(copy, chunk, staged - inside, true, first);
+    } else {
+      issue(scratch_, copy.direction, first, true);
+    }
+    device_->check(driver_.event_record(buffer.filled, first), "event");
+    device_->check(driver_.stream_wait(second, buffer.filled, 0), "wait");
+    if (to_host) {
+      issue(scratch_, copy.direction, second, true);
+    } else {
+      launch(copy, chunk, staged - inside, true, second);
+    }
+    device_->check(driver_.event_record(buffer.emptied, second), "event");
+  }
+  if (!to_host) device_->check(driver_.stream_wait(stream, last->emptied, 0), "wait");
+}
+
+// False: the driver refused one; what went before it may be copied again.
+bool GpuCopyEngine::run_pitched(const Pages& copy, GpuStream stream) {
+  const PageLayout& layout = copy.pages.layout();
+  const bool to_host = copy.direction == CopyDirection::kToHost;
+  PitchedCopy pitched{};
+  PitchedSide& on_device = to_host ? pitched.src : pitched.dst;
+  PitchedSide& in_row = to_host ? pitched.dst : pitched.src;
+  on_device.memory_type = kDeviceMemory;
+  in_row.memory_type = kHostMemory;
+  in_row.pitch = pitched.width = layout.fragment_bytes;
+  for (size_t i = 0; i < copy.count; ++i) {
+    for (const PitchedRun& run : copy.pages.runs()) {
+      on_device.device = layout.address(copy.ids[i], run.first);
+      on_device.pitch = size_t(run.pitch);
+      in_row.host = reinterpret_cast<const void*>(copy.rows.of(copy.row_ids[i]) + size_t(run.first) * layout.fragment_bytes);
+      pitched.height = run.count;
+      const GpuStatus status = driver_.copy_pitched(&pitched, stream);
+      if (status == kGpuNotSupported || status == kGpuInvalidValue) {
+        fall_back("the driver refused a pitched copy");
+        return false;
+      }
+      device_->check(status, "pitched copy");
+    }
+  }
+  return true;
+}
+
+void GpuCopyEngine::run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream) {
+  const uint32_t fragments = copy.pages.layout().fragments();
+  for (size_t begin = 0; begin < copy.count; begin += kPagesPerLaunch) {
+    const size_t end = std::min<size_t>(begin + kPagesPerLaunch, copy.count);
+    launch(copy, {begin, end, 0, fragments}, rows_on_device, false, stream);
+  }
+}
+
+size_t GpuCopyEngine::run_fragments(const Pages& copy, GpuStream stream, CopyStrategy* strategy) {
+  const PageLayout& layout = copy.pages.layout();
+  const uint32_t fragments = layout.fragments();
+  CopyDescriptors& list = scratch_;
+  list.clear();
+  list.reserve(copy.count * fragments);
+  for (size_t i = 0; i < copy.count; ++i) {
+    uint64_t in_row = copy.rows.of(copy.row_ids[i]);
+    for (uint32_t f = 0; f < fragments; ++f, in_row += layout.fragment_bytes) {
+      const uint64_t on_device = layout.address(copy.ids[i], f);
+      const bool to_host = copy.direction == CopyDirection::kToHost;
+      list.add(to_host ? in_row : on_device, to_host ? on_device : in_row, layout.fragment_bytes);
+    }
+  }
+  *strategy = issue(list, copy.direction, stream, *strategy == CopyStrategy::kBatch);
+  return list.size();
+}
+
+// By calls of at most batch_descriptors if `batch`, or else, or where the driver refuses them, one by one.
+CopyStrategy GpuCopyEngine::issue(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, bool batch) {
+  const bool to_host = direction == CopyDirection::kToHost;
+  size_t done = 0;
+  if (batch && list.size() > 1) {
+    if (!can(CopyStrategy::kBatch)) fall_back("the driver has no batch");
+    // Host memory does not change under a copy to the device, so it may be read ahead of the stream; the GPU's does.
+    const BatchAttributes attributes{to_host ? SourceOrder::kStream : SourceOrder::kAny, {}, {}, tuning_.batch_flags};
+    while (can(CopyStrategy::kBatch) && done < list.size()) {
+      const size_t count = std::min(tuning_.batch_descriptors, list.size() - done), first = 0;
+      size_t failed = 0;
+      const GpuStatus status = driver_.copy_batch(list.dst.data() + done, list.src.data() + done,
+                                                  list.sizes.data() + done, count, &attributes, &first, 1, &failed, stream);
+      if (status == kGpuNotSupported || status == kGpuInvalidValue) {
+        fall_back("the driver refused a batch");
+        batch_refused_ = status == kGpuNotSupported;
+        break;
+      }
+      device_->check(status, "batch of copies");
+      done += count;
+    }
+    if (done == list.size()) return CopyStrategy::kBatch;
+  }
+  for (; done < list.size(); ++done) {
+    const uint64_t to = list.dst[done], from = list.src[done];
+    const size_t bytes = list.sizes[done];
+    device_->check(to_host ? driver_.copy_to_host(reinterpret_cast<void*>(to), from, bytes, stream)
+                           : driver_.copy_to_device(to, reinterpret_cast<const void*>(from), bytes, stream),
+                   "copy");
+  }
+  return batch && list.size() <= 1 ? CopyStrategy::kBatch : CopyStrategy::kLoop;
+}
+
+void GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged,
+                           GpuStream stream) {
+  const PageLayout& layout = copy.pages.layout();
+  PageCopy parameters;
+  parameters.bases = reinterpret_cast<const uint64_t*>(copy.pages.bases());
+  parameters.strides = reinterpret_cast<const int64_t*>(copy.pages.strides());
+  parameters.piece_stride = layout.piece_stride;
+  parameters.rows = rows;
+  parameters.row_stride = rows_are_staged ? int64_t(layout.row_bytes()) : copy.rows.stride;
+  parameters.pieces = layout.pieces;
+  parameters.fragment_bytes = layout.fragment_bytes;
+  parameters.first_fragment = chunk.first;
+  parameters.fragments = chunk.count;
+  parameters.pages = uint32_t(chunk.end - chunk.begin);
+  parameters.to_rows = copy.direction == CopyDirection::kToHost;
+  for (size_t i = chunk.begin; i < chunk.end; ++i) {
+    parameters.page_ids[i - chunk.begin] = uint32_t(copy.ids[i]);
+    parameters.row_ids[i - chunk.begin] = rows_are_staged ? uint32_t(i - chunk.begin) : uint32_t(copy.row_ids[i]);
+  }
+  uint64_t alignment = layout.fragment_bytes | uint64_t(layout.piece_stride) | rows | uint64_t(parameters.row_stride);
+  for (const uint64_t base : layout.bases) alignment |= base;
+  for (const int64_t stride : layout.strides) alignment |= uint64_t(stride);
+  size_t width = 0;
+  while (alignment % kKernelWords[width] != 0) ++width;
+  const uint64_t tiles = uint64_t(parameters.pages) * chunk.count * ((layout.fragment_bytes + kTileBytes - 1) / kTileBytes);
+  const unsigned threads = rows_are_staged ? kStagingThreads : kBusThreads;
+  const uint64_t useful = (tiles * 32 + threads - 1) / threads;
+  const uint64_t blocks = rows_are_staged ? tuning_.staging_blocks : tuning_.bus_blocks;
+  void* arguments[] = {&parameters};
+  device_->check(driver_.launch(kernels_[width], unsigned(std::min<uint64_t>(blocks, useful)), 1, 1, threads, 1, 1, 0,
+                                stream, arguments, nullptr),
+                 "kernel");
+}
+
+void GpuCopyEngine::drain(GpuStream stream) {
+  GpuEvent event = nullptr;
+  if (driver_.event_create(&event, kGpuEventDisableTiming) != kGpuSuccess) return;
+  if (driver_.event_record(event, stream) == kGpuSuccess) driver_.event_synchronize(event);
+  driver_.event_destroy(event);
+}
+
+}  // namespace kvferry

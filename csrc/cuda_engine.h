@@ -1,0 +1,127 @@
+// Copies pages between a GPU's memory and rows of host memory, asynchronously, by one of five strategies.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda_device.h"
+#include "cuda_kernels.h"
+#include "cuda_pages.h"
+#include "cuda_probe.h"
+
+namespace kvferry {
+
+enum class CopyStrategy : int {
+  kBatch = 0,   // fragments in one call of the driver, moved by copy engines
+  kLoop = 1,    // a call a fragment
+  kKernel = 2,  // a kernel that reads or writes host memory over the bus: takes some of the multiprocessors' time
+  kStaged = 3,  // fragments to and from a buffer on the GPU by a kernel, rows over the bus by copy engines
+  kPitched = 4,  // a page's fragments that lie evenly spaced in one go of a copy engine: takes no multiprocessor
+};
+constexpr size_t kStrategies = 5;
+
+enum class CopyDirection { kToHost, kToDevice };
+
+struct CopyTuning {
+  size_t buffer_bytes = size_t(16) << 20;  // of staging, allocated when first used
+  unsigned buffers = 4;                    // a direction
+  size_t small_bytes = size_t(2) << 20;    // of the first part that is gathered, the last that is scattered
+  unsigned growth = 4;                     // of the parts between
+  unsigned staging_blocks = 528;           // of gathers and scatters within the GPU, a warp each: room is found for them
+  unsigned bus_blocks = 4;                 // of the kernel strategy, which keeps its multiprocessors for as long as it runs
+  size_t batch_descriptors = 4096;         // in one call of the driver
+  unsigned batch_flags = 0;
+};
+
+struct StrategyCount {
+  uint64_t copies = 0, descriptors = 0, bytes = 0;
+};
+
+// Bounds were checked by the caller: ids lie in the layout and in the rows, and no destination is named twice.
+class GpuCopyEngine {
+ public:
+  GpuCopyEngine(std::shared_ptr<GpuDevice> device, const CopyTuning& tuning);
+  ~GpuCopyEngine();
+  GpuCopyEngine(const GpuCopyEngine&) = delete;
+  GpuCopyEngine& operator=(const GpuCopyEngine&) = delete;
+
+  // Page ids[i] <-> row row_ids[i], ordered on `stream` (null: the engine's own), never waiting for the GPU. To the device:
+  // rows must be written already and no copy may be writing to them, since they may be read before the stream gets there.
+  // Returns what moves the bytes, which is not `strategy` where that cannot be.
+  CopyStrategy copy_pages(const GpuPages& pages, const int64_t* ids, const PageRows& rows,
+                          const int64_t* row_ids, size_t count, CopyDirection direction, GpuStream stream,
+                          CopyStrategy strategy);
+
+  // The general form: batch or loop.
+  CopyStrategy copy_list(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, CopyStrategy strategy);
+
+  bool can(CopyStrategy strategy) const;
+
+  // Whether a kernel would wait now, since others hold every multiprocessor: so would a staged copy.
+  bool busy();
+  GpuStream stream() const { return stream_; }
+  const std::shared_ptr<GpuDevice>& device() const { return device_; }
+  std::array<StrategyCount, kStrategies> counts() const;
+  std::map<std::string, uint64_t> fallbacks() const;
+
+ private:
+  struct Buffer {
+    GpuAddress address = 0;
+    GpuEvent filled = nullptr, emptied = nullptr;
+  };
+  // What one direction stages in: a spill and a restore never wait for each other.
+  struct Lane {
+    GpuStream stream = nullptr;  // of its kernels; before others when multiprocessors become free
+    GpuEvent begun = nullptr;
+    std::vector<Buffer> buffers;
+    size_t next = 0;
+    // Around a copy, on its stream: its time. Of another copy only when this one's is known.
+    GpuEvent from = nullptr, to = nullptr;
+    bool timing = false, timed_staged = false;
+    double timed_bytes = 0, best_rate = 0;  // bytes a millisecond
+  };
+  struct Pages {  // of one copy
+    const GpuPages& pages;
+    const int64_t* ids;
+    PageRows rows;
+    const int64_t* row_ids;
+    size_t count;
+    CopyDirection direction;
+  };
+
+  void load_kernels();
+  bool prepare(Lane& lane);
+  void learn_waits();
+  CopyStrategy usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device);
+  void fall_back(const char* reason) { ++fallbacks_[reason]; }
+  void run_staged(const Pages& copy, GpuStream stream);
+  bool run_pitched(const Pages& copy, GpuStream stream);
+  void run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream);
+  size_t run_fragments(const Pages& copy, GpuStream stream, CopyStrategy* strategy);
+  CopyStrategy issue(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, bool batch);
+  void launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged,
+              GpuStream stream);
+  void drain(GpuStream stream);
+
+  const std::shared_ptr<GpuDevice> device_;
+  const GpuDriver& driver_;
+  const CopyTuning tuning_;
+  GpuStream stream_ = nullptr;
+  GpuModule module_ = nullptr;
+  std::array<GpuFunction, 3> kernels_{};  // that move 16, 4, 1 bytes at a time
+  std::array<Lane, 2> lanes_;             // by direction
+  std::unique_ptr<BusyProbe> probe_;
+  mutable std::mutex mutex_;              // held while a copy is issued, not while it runs
+  bool batch_refused_ = false;            // for good
+  CopyDescriptors scratch_;
+  std::array<StrategyCount, kStrategies> counts_{};
+  std::map<std::string, uint64_t> fallbacks_;
+};
+
+}  // namespace kvferry

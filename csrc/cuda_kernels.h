@@ -1,0 +1,35 @@
+// The copy kernels' parameters, as the GPU reads them, and the kernels as PTX, which the driver compiles when it loads it.
+#pragma once
+
+#include <cstdint>
+
+namespace kvferry {
+
+// One launch takes its page ids as parameters (4 KiB at most): nothing has to be uploaded before it, or kept until it ends.
+constexpr uint32_t kPagesPerLaunch = 480;
+
+// A page is `fragments` fragments of fragment_bytes bytes. Fragment f = tensor * pieces + piece of page p lies at
+// bases[tensor] + p * strides[tensor] + piece * piece_stride; in row r it lies at rows + r * row_stride + f * fragment_bytes.
+struct PageCopy {
+  const uint64_t* bases;   // on the device, one a tensor
+  const int64_t* strides;  // on the device, one a tensor: bytes from a page to the next
+  int64_t piece_stride;
+  uint64_t rows;       // address of row 0 as the device sees it
+  int64_t row_stride;
+  uint32_t pieces;          // a tensor
+  uint32_t fragment_bytes;
+  uint32_t first_fragment;  // of those copied of each page
+  uint32_t fragments;       // copied of each page
+  uint32_t pages;
+  uint32_t to_rows;  // 1: fragments to rows; 0: rows to fragments
+  uint32_t page_ids[kPagesPerLaunch];
+  uint32_t row_ids[kPagesPerLaunch];
+};
+
+constexpr uint32_t kCopyThreads = 1024;  // a block
+constexpr uint32_t kTileBytes = 2048;    // copied by a warp between two computations of an address
+
+// Entry points copy_pages_16, _4 and _1: bytes moved by one access, all addresses and sizes are multiples of it.
+extern const char kCopyKernels[];
+
+}  // namespace kvferry

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Compiles cuda_kernels.cu to PTX and writes it as C++ to standard output: bash csrc/cuda_make_kernels.sh > csrc/cuda_kernels_ptx.cpp
+# The PTX is kept with the sources, so that neither a build nor a daemon needs a CUDA toolkit. It is marked as the oldest
+# version that has what the kernels use (parameters' addresses: 7.7), so that the drivers from CUDA 11.7 on take it.
+set -euo pipefail
+cd "$(dirname "$0")"
+echo '// Made by cuda_make_kernels.sh from cuda_kernels.cu. Do not edit.'
+echo '#include "cuda_kernels.h"'
+echo
+echo 'namespace kvferry {'
+echo
+echo 'const char kCopyKernels[] = R"ptx('
+nvcc -std=c++17 -O3 -arch=compute_75 -ptx -o - cuda_kernels.cu |
+  sed -e '/^\/\//d' -e 's/[ \t]*\/\/.*$//' -e 's/^\.version .*/.version 7.7/' -e '/^$/d'
+echo ')ptx";'
+echo
+echo '}  // namespace kvferry'

@@ -1,0 +1,66 @@
+// Where the bytes of pages lie on a GPU and in page-major rows, and the lists of copies that move them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvferry {
+
+// Fragments [first, first + count) of a page lie `pitch` bytes apart.
+struct PitchedRun {
+  uint32_t first, count;
+  int64_t pitch;
+};
+
+// Fragment f = tensor * pieces + piece of page p: bases[tensor] + p * strides[tensor] + piece * piece_stride.
+struct PageLayout {
+  std::vector<uint64_t> bases;
+  std::vector<int64_t> strides;
+  int64_t piece_stride = 0;
+  uint32_t pieces = 1;
+  uint32_t fragment_bytes = 0;
+  int64_t pages = 0;
+
+  uint32_t fragments() const { return uint32_t(bases.size()) * pieces; }
+  size_t row_bytes() const { return size_t(fragments()) * fragment_bytes; }
+  uint64_t address(int64_t page, uint32_t fragment) const {
+    const uint32_t tensor = fragment / pieces;
+    return bases[tensor] + uint64_t(page * strides[tensor]) + uint64_t(int64_t(fragment % pieces) * piece_stride);
+  }
+};
+
+// A page's fragments as few runs, each of which a copy engine moves in one piece. Empty: the pitch is more than it takes.
+std::vector<PitchedRun> pitched_runs(const PageLayout& layout);
+
+// A page is one row, its fragments one behind the other: fragment f of row r is at address + r * stride + f * fragment_bytes.
+struct PageRows {
+  uint64_t address = 0;
+  int64_t stride = 0;
+
+  uint64_t of(int64_t row) const { return address + uint64_t(row * stride); }
+};
+
+// Copies of bytes, not yet issued. One that goes on where the last one ended, at both ends, becomes part of it.
+struct CopyDescriptors {
+  std::vector<uint64_t> dst, src;
+  std::vector<size_t> sizes;
+
+  void add(uint64_t to, uint64_t from, size_t bytes);
+  size_t size() const { return sizes.size(); }
+  void clear();
+  void reserve(size_t count);
+};
+
+// Fragments [first, first + count) of pages[begin .. end).
+struct PageChunk {
+  size_t begin, end;
+  uint32_t first, count;
+};
+
+// The parts of a copy that is staged in buffers of `buffer_bytes`, in order. They begin small, and grow (if `growing`) or
+// else shrink: what the first gather, or the last scatter, takes is time in which nothing is on the bus.
+std::vector<PageChunk> staged_chunks(const PageLayout& layout, size_t pages, size_t buffer_bytes, size_t small_bytes,
+                                     unsigned growth, bool growing);
+
+}  // namespace kvferry

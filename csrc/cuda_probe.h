@@ -1,0 +1,41 @@
+// Whether kernels find room on the GPU at once, or wait for others that hold every multiprocessor.
+#pragma once
+
+#include <chrono>
+
+#include "cuda_device.h"
+
+namespace kvferry {
+
+// Launches kernels that do nothing and looks how long they took. All calls: within GpuDevice::Use, one at a time.
+class BusyProbe {
+ public:
+  explicit BusyProbe(const GpuDevice& device);
+  ~BusyProbe();
+  BusyProbe(const BusyProbe&) = delete;
+  BusyProbe& operator=(const BusyProbe&) = delete;
+
+  // Waits kWait at most, and only if nothing was launched lately. A GPU that was found busy counts as busy for kRemember: a
+  // large kernel leaves multiprocessors free at its end, and copies that wait for that moment have their successors ask then.
+  bool busy(GpuFunction kernel);
+
+  // For the next answers. To be called when a copy was issued.
+  void launch(GpuFunction kernel);
+
+  // A copy's kernel had to wait.
+  void note_busy() { slow_ = Clock::now(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  bool ended();
+
+  const GpuDevice& device_;
+  const GpuDriver& driver_;
+  GpuStream stream_ = nullptr;
+  GpuEvent begin_ = nullptr, end_ = nullptr;
+  bool running_ = false;  // as far as is known
+  Clock::time_point launched_{}, slow_{};  // the last, and when the last slow one was seen; at first long ago
+};
+
+}  // namespace kvferry

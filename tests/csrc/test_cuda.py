@@ -1,0 +1,449 @@
+"""Copies between a GPU and rows of the host: every byte by every strategy, over a fake driver and over a real one.
+
+The fake's device memory is this process's, and its kernel reads the same parameters as the GPU's.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvferry import _core
+from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
+
+POISON = 0xA5
+Bytes = NDArray[np.uint8]
+Strategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
+STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged", "pitched")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def real_engine(**tuning: int) -> GpuCopyEngine:
+    try:
+        return GpuCopyEngine(0, **tuning)
+    except (GpuUnavailable, GpuError) as reason:
+        pytest.skip(f"needs a GPU: {reason}")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to make the fake driver with")
+    path = tmp_path_factory.mktemp("fake") / "libfake_gpu.so"
+    source = Path(__file__).with_name("fake_gpu_driver.cpp")
+    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+    return str(path)
+
+
+@pytest.fixture
+def fake(library: str) -> Iterator[ctypes.CDLL]:
+    driver = ctypes.CDLL(library)
+    driver.fake_reset()
+    yield driver
+    assert driver.fake_contexts() == 0, "a context was left current"
+    driver.fake_reset()
+
+
+def answer(fake: ctypes.CDLL, name: str, status: int) -> None:
+    fake.fake_answer(name.encode(), status)
+
+
+def calls(fake: ctypes.CDLL, name: str) -> int:
+    return int(fake.fake_calls(name.encode()))
+
+
+@dataclass(frozen=True)
+class Case:
+    tensors: int
+    pieces: int
+    fragment_bytes: int
+    pool: int
+    page_ids: tuple[int, ...]
+    row_ids: tuple[int, ...]
+    padding: int  # bytes between pages of a tensor, between pieces, and between rows
+    shift: int  # of all device addresses, off their alignment
+    uneven: int = 0  # bytes by which tensors lie apart more and more
+
+    @property
+    def row_bytes(self) -> int:
+        return self.tensors * self.pieces * self.fragment_bytes
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    pool = draw(st.integers(1, 9))
+    count = draw(st.integers(0, pool))
+    return Case(
+        tensors=draw(st.integers(1, 5)),
+        pieces=draw(st.integers(1, 3)),
+        fragment_bytes=draw(st.sampled_from([1, 3, 4, 16, 48, 100, 512, 2048, 2064, 5000])),
+        pool=pool,
+        page_ids=tuple(draw(st.permutations(range(pool)))[:count]),
+        row_ids=tuple(draw(st.permutations(range(pool)))[:count]),
+        padding=draw(st.sampled_from([0, 0, 1, 16])),
+        shift=draw(st.sampled_from([0, 0, 4, 1])),
+        uneven=draw(st.sampled_from([0, 0, 16])),
+    )
+
+
+class World:
+    """A pool on the device, whose bytes go there and come back by plain copies, and rows on the host."""
+
+    def __init__(self, engine: GpuCopyEngine, case: Case) -> None:
+        self.engine = engine
+        self.case = case
+        self.piece_stride = case.fragment_bytes + case.padding
+        self.page_stride = case.pieces * self.piece_stride + case.padding
+        self.tensor_bytes = case.pool * self.page_stride + 7
+        self.size = case.shift + self.offset(case.tensors)
+        self.memory = engine.allocate(self.size)
+        begin = self.memory.address + case.shift
+        bases = np.array([begin + self.offset(tensor) for tensor in range(case.tensors)], np.int64)
+        strides = np.full(case.tensors, self.page_stride, np.int64)
+        self.pages = engine.pages(bases, strides, case.fragment_bytes, case.pool, case.pieces, self.piece_stride)
+        assert self.pages.row_bytes == case.row_bytes
+        assert self.pages.fragments == case.tensors * case.pieces
+        self.row_stride = case.row_bytes + case.padding
+        self.rows: Bytes = np.full(case.pool * self.row_stride + 5, POISON, np.uint8)
+        self.pinned = _core.PinnedBuffer(engine, self.rows)
+
+    def offset(self, tensor: int) -> int:
+        return tensor * self.tensor_bytes + self.case.uneven * (tensor * tensor // 3)
+
+    def read(self) -> Bytes:
+        bytes_: Bytes = np.zeros(self.size, np.uint8)
+        self.engine.copy_list_to_host(*self.whole(bytes_), strategy="loop").wait()
+        return bytes_
+
+    def write(self, bytes_: Bytes) -> None:
+        to, source, sizes = self.whole(bytes_)
+        self.engine.copy_list_from_host(source, to, sizes, strategy="loop").wait()
+
+    def whole(self, bytes_: Bytes) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        return np.array([bytes_.ctypes.data]), np.array([self.memory.address]), np.array([self.size])
+
+    def fragments(self) -> Iterator[tuple[slice, slice]]:
+        """Of the pages copied: where in the device's bytes, where in the rows' bytes."""
+        case, size = self.case, self.case.fragment_bytes
+        for page, row in zip(case.page_ids, case.row_ids, strict=True):
+            for f in range(case.tensors * case.pieces):
+                tensor, piece = divmod(f, case.pieces)
+                at = case.shift + self.offset(tensor) + page * self.page_stride + piece * self.piece_stride
+                in_row = row * self.row_stride + f * size
+                yield slice(at, at + size), slice(in_row, in_row + size)
+
+    def arguments(self) -> tuple[Any, ...]:
+        page_ids, row_ids = (np.array(ids, np.int64) for ids in (self.case.page_ids, self.case.row_ids))
+        return self.pages, page_ids, self.rows, self.row_stride, row_ids
+
+    def check(self, strategy: Strategy) -> None:
+        """A spill and a restore, with poison around all that is written."""
+        random = np.random.default_rng(1)
+        on_device: Bytes = random.integers(0, 256, self.size, np.uint8)
+        self.write(on_device)
+        self.rows[:] = POISON
+        expected = self.rows.copy()
+        for device, row in self.fragments():
+            expected[row] = on_device[device]
+        copy = self.engine.copy_pages_to_host(*self.arguments(), strategy=strategy)
+        copy.wait()
+        assert copy.done()
+        assert (self.rows == expected).all()
+        assert (self.read() == on_device).all()
+
+        self.rows[:] = random.integers(0, 256, len(self.rows), np.uint8)
+        before = self.rows.copy()
+        expected = np.full(self.size, POISON, np.uint8)
+        self.write(expected)
+        for device, row in self.fragments():
+            expected[device] = before[row]
+        self.engine.copy_pages_from_host(*self.arguments(), strategy=strategy).wait()
+        assert (self.read() == expected).all()
+        assert (self.rows == before).all()
+
+
+SMALL = Case(3, 2, 512, 6, (4, 1, 5, 0), (2, 3, 0, 5), 16, 0)
+TIGHT = {"buffer_bytes": 8192, "small_bytes": 4096, "buffers": 2, "batch_descriptors": 3}
+
+
+@pytest.mark.parametrize("api", ["cuda", "hip"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_driver_is_a_table_of_entry_points(
+    fake: ctypes.CDLL, library: str, api: Literal["cuda", "hip"], strategy: Strategy
+) -> None:
+    engine = GpuCopyEngine(0, library, api)
+    World(engine, SMALL).check(strategy)
+    used = {"batch": "copy_batch", "loop": "copy_to_host", "pitched": "copy_pitched"}
+    assert calls(fake, used.get(strategy, "launch")) > 0
+    assert engine.statistics()["fallbacks"] == {}
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases(), strategy=st.sampled_from(STRATEGIES), tight=st.booleans())
+def test_bytes_over_the_fake(fake: ctypes.CDLL, library: str, case: Case, strategy: Strategy, tight: bool) -> None:
+    World(GpuCopyEngine(0, library, **(TIGHT if tight else {})), case).check(strategy)
+
+
+def test_more_pages_than_one_launch_takes(fake: ctypes.CDLL, library: str) -> None:
+    ids = np.random.default_rng(3).permutation(1100)[:1000]
+    case = Case(2, 1, 32, 1100, tuple(ids.tolist()), tuple(ids[::-1].tolist()), 0, 0)
+    for strategy in STRATEGIES:
+        World(GpuCopyEngine(0, library), case).check(strategy)
+
+
+def test_batches_are_capped_ordered_and_merged(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library, batch_descriptors=5)
+    world = World(engine, SMALL)
+    engine.copy_pages_to_host(*world.arguments(), strategy="batch")
+    assert fake.fake_largest_batch() == 5
+    assert fake.fake_source_order() == 1  # stream: what a kernel still writes is not read
+    engine.copy_pages_from_host(*world.arguments(), strategy="batch")
+    assert fake.fake_source_order() == 3  # any: stable host memory
+    assert calls(fake, "copy_batch") == 10  # 24 fragments each way
+    whole = Case(3, 1, 512, 6, (2, 3, 4), (1, 2, 3), 0, 0)
+    before = engine.statistics()["batch"]["descriptors"]
+    one_run = World(engine, Case(1, 1, 512, 6, whole.page_ids, whole.row_ids, 0, 0))
+    one_run.check("batch")
+    assert engine.statistics()["batch"]["descriptors"] == before + 2  # neighbours on both sides go as one
+
+
+@pytest.mark.parametrize("status", [801, 1])
+def test_a_refused_batch_goes_by_loop_and_is_counted(fake: ctypes.CDLL, library: str, status: int) -> None:
+    engine = GpuCopyEngine(0, library)
+    world = World(engine, SMALL)
+    answer(fake, "copy_batch", status)
+    world.check("batch")
+    counts = engine.statistics()
+    assert counts["loop"]["copies"] >= 2
+    assert counts["batch"]["copies"] == 0
+    if status == 801:  # NotSupported is for good, InvalidValue for one call
+        assert counts["fallbacks"] == {"the driver refused a batch": 1, "the driver has no batch": 1}
+        assert not engine.can("batch")
+    else:
+        assert counts["fallbacks"] == {"the driver refused a batch": 2}
+        assert engine.can("batch")
+
+
+def test_an_old_driver_has_no_batch(fake: ctypes.CDLL, library: str) -> None:
+    answer(fake, "old_driver", 1)
+    engine = GpuCopyEngine(0, library)
+    assert [engine.can(strategy) for strategy in STRATEGIES] == [False, True, True, True, True]
+    for strategy in STRATEGIES:
+        World(engine, SMALL).check(strategy)
+    assert calls(fake, "copy_batch") == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "reason", "strategy"),
+    [
+        ("copy_pitched", "the driver refused a pitched copy", "pitched"),
+        ("module_load", "the driver takes no kernels", "staged"),
+        ("module_load", "the driver takes no kernels", "kernel"),
+        ("host_device_address", "rows are not pinned", "kernel"),
+    ],
+)
+def test_without_kernels_or_pinned_rows_batch_moves_the_bytes(
+    fake: ctypes.CDLL, library: str, function: str, reason: str, strategy: Strategy
+) -> None:
+    answer(fake, function, 801)
+    engine = GpuCopyEngine(0, library)
+    World(engine, SMALL).check(strategy)
+    counts = engine.statistics()
+    assert counts["fallbacks"] == {reason: 2}
+    assert counts["batch"]["copies"] == 2
+
+
+def test_runs(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+
+    def runs(bases: list[int], strides: list[int], pieces: int = 1, piece_stride: int = 0) -> int:
+        return engine.pages(np.array(bases), np.array(strides), 16, 4, pieces, piece_stride).runs
+
+    assert runs([1000, 2000, 3000], [64] * 3) == 1
+    assert runs([1000, 2000, 3001, 4002], [64] * 4) == 2
+    assert runs([3000, 2000, 1000], [64] * 3) == 3  # a pitch is not negative
+    assert runs([1000, 2000, 3000, 4000], [64, 64, 80, 80]) == 2
+    assert runs([1000, 1000 + (1 << 31)], [64] * 2) == 2
+    assert runs([1000, 2000], [640, 640], 8, 80) == 2
+    assert runs([1000], [64], 2, 1 << 31) == 0
+
+
+def test_busy(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    assert not engine.busy()
+    time.sleep(0.01)  # what was found is old
+    answer(fake, "event_query", 600)
+    launched = calls(fake, "launch")
+    assert engine.busy() and engine.busy()
+    assert calls(fake, "launch") == launched + 1  # the second answer is the first probe's
+    answer(fake, "event_query", 0)
+    answer(fake, "elapsed_us", 10)
+    assert engine.busy()  # as it was just now
+    time.sleep(0.25)
+    assert not engine.busy()
+    answer(fake, "elapsed_us", 300)
+    engine.copy_pages_to_host(*World(engine, SMALL).arguments(), strategy="pitched")
+    assert engine.busy()  # the probe that followed the copy took long
+    time.sleep(0.25)
+    answer(fake, "elapsed_us", 10)
+    assert not engine.busy()
+    engine.copy_pages_to_host(*World(engine, SMALL).arguments(), strategy="staged")
+    answer(fake, "elapsed_us", 900)
+    assert engine.busy()  # the copy's kernel waited
+    answer(fake, "module_load", 801)
+    assert not GpuCopyEngine(0, library).busy()
+
+
+def test_without_memory_for_staging_batch_moves_the_bytes(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    world = World(engine, SMALL)
+    answer(fake, "mem_alloc", 2)
+    world.check("staged")
+    assert engine.statistics()["fallbacks"] == {"no memory for staging": 2}
+
+
+def test_a_failed_call_leaves_no_copy_behind(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    world = World(engine, SMALL)
+    answer(fake, "launch", 1)
+    waited = calls(fake, "event_synchronize")
+    with pytest.raises(GpuError, match="kernel: INVALID_VALUE"):
+        engine.copy_pages_to_host(*world.arguments(), strategy="staged")
+    assert calls(fake, "event_synchronize") > waited
+    assert engine.statistics()["staged"]["copies"] == 0
+    answer(fake, "launch", 0)
+    world.check("staged")
+
+
+def test_bad_bounds_move_nothing(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    world = World(engine, SMALL)
+    pages, ids, rows, stride, row_ids = world.arguments()
+    spill, restore = engine.copy_pages_to_host, engine.copy_pages_from_host
+    with pytest.raises(IndexError, match=r"page_ids\[1\]: 6, must be in \[0, 6\)"):
+        spill(pages, np.array([0, 6]), rows, stride, np.array([0, 1]))
+    with pytest.raises(IndexError, match=r"row_ids\[0\]: -1"):
+        spill(pages, np.array([0]), rows, stride, np.array([-1]))
+    with pytest.raises(IndexError, match=r"row_ids\[0\]: 5"):
+        spill(pages, np.array([0]), rows[:-22], stride, np.array([5]))
+    with pytest.raises(ValueError, match="row_ids: 3 would be written twice"):
+        spill(pages, np.array([0, 1]), rows, stride, np.array([3, 3]))
+    with pytest.raises(ValueError, match="page_ids: 1 would be written twice"):
+        restore(pages, np.array([1, 1]), rows, stride, np.array([3, 4]))
+    with pytest.raises(ValueError, match="row_ids: 1, must be in"):
+        spill(pages, ids, rows, stride, np.array([1]))
+    with pytest.raises(ValueError, match="row_stride"):
+        spill(pages, ids, rows, world.case.row_bytes - 1, row_ids)
+    with pytest.raises(ValueError, match="strategy: 'fast'"):
+        spill(pages, ids, rows, stride, row_ids, strategy="fast")  # type: ignore[arg-type]
+    for stream in (0, 1, 2, -1):  # the default streams
+        with pytest.raises(ValueError, match="stream"):
+            spill(pages, ids, rows, stride, row_ids, stream)
+    with pytest.raises(ValueError, match="is no memory of a process"):
+        engine.copy_list_to_host(np.array([8]), np.array([0]), np.array([4]))
+    with pytest.raises(ValueError, match="by batch or loop"):
+        engine.copy_list_to_host(np.array([8]), np.array([8]), np.array([4]), strategy="staged")  # type: ignore[arg-type]
+    assert calls(fake, "copy_to_host") == 0
+    assert calls(fake, "launch") == 0
+    assert (world.rows == POISON).all()
+
+
+@pytest.mark.parametrize("strategy", ["batch", "loop"])
+def test_list(fake: ctypes.CDLL, library: str, strategy: Literal["batch", "loop"]) -> None:
+    engine = GpuCopyEngine(0, library)
+    memory = engine.allocate(1000)
+    source: Bytes = np.random.default_rng(5).integers(0, 256, 1000, np.uint8)
+    back: Bytes = np.full(1000, POISON, np.uint8)
+    at, sizes = np.array([0, 100, 500, 900]), np.array([50, 0, 300, 100])
+    engine.copy_list_from_host(memory.address + at, source.ctypes.data + at, sizes, strategy=strategy).wait()
+    engine.copy_list_to_host(back.ctypes.data + at, memory.address + at, sizes, strategy=strategy).wait()
+    expected = np.full(1000, POISON, np.uint8)
+    for begin, size in zip(at, sizes, strict=True):
+        expected[begin : begin + size] = source[begin : begin + size]
+    assert (back == expected).all()
+
+
+def test_what_is_no_driver() -> None:
+    with pytest.raises(GpuUnavailable, match="no GPU driver"):
+        GpuCopyEngine(0, "libkvferry-has-no-such-driver.so")
+    with pytest.raises(GpuUnavailable, match="older than CUDA 12"):
+        GpuCopyEngine(0, "libc.so.6")
+    with pytest.raises(GpuUnavailable, match="has no hipInit"):
+        GpuCopyEngine(0, "libc.so.6", "hip")
+
+
+def test_no_device(fake: ctypes.CDLL, library: str) -> None:
+    answer(fake, "init", 100)
+    with pytest.raises(GpuUnavailable):
+        GpuCopyEngine(0, library)
+
+
+def test_the_kept_kernels_are_those_of_the_source() -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc to compile the kernels with")
+    made = subprocess.run(["bash", str(ROOT / "csrc/cuda_make_kernels.sh")], check=True, capture_output=True, text=True)
+    version = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
+    if "release 13.0," not in version:
+        pytest.skip("the kept kernels were compiled by nvcc 13.0; another release may order instructions otherwise")
+    assert made.stdout == (ROOT / "csrc/cuda_kernels_ptx.cpp").read_text()
+
+
+# -- a real device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_small_pages_on_a_gpu(strategy: Strategy) -> None:
+    engine = real_engine(**TIGHT)
+    for case in (
+        SMALL,
+        Case(5, 3, 2064, 7, (6, 0, 3), (1, 2, 6), 16, 0),
+        Case(2, 2, 100, 5, (1, 4, 2), (0, 4, 1), 0, 4),
+        Case(4, 1, 5000, 4, (3, 1), (0, 2), 1, 1),
+        Case(5, 1, 2048, 4, (3, 1), (0, 2), 16, 0, uneven=48),
+    ):
+        World(engine, case).check(strategy)
+    assert engine.statistics()["fallbacks"] == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_many_pages_on_a_gpu(strategy: Strategy) -> None:
+    engine = real_engine()
+    ids = np.random.default_rng(3).permutation(1100)[:1000]
+    World(engine, Case(6, 1, 4096, 1100, tuple(ids.tolist()), tuple(ids[::-1].tolist()), 0, 0)).check(strategy)
+    World(engine, Case(3, 4, 1 << 18, 70, tuple(range(0, 70, 2)), tuple(range(35)), 0, 0)).check(strategy)
+    assert engine.statistics()["fallbacks"] == {}
+
+
+@pytest.mark.gpu
+def test_both_directions_at_a_time_on_a_gpu() -> None:
+    engine = real_engine(buffer_bytes=1 << 20)
+    case = Case(8, 1, 8192, 64, tuple(range(0, 64, 2)), tuple(range(32)), 0, 0)
+    one, other = World(engine, case), World(engine, case)
+    source: Bytes = np.random.default_rng(9).integers(0, 256, one.size, np.uint8)
+    one.write(source)
+    other.rows[:] = np.random.default_rng(10).integers(0, 256, len(other.rows), np.uint8)
+    other.write(np.full(other.size, POISON, np.uint8))
+    for _ in range(20):
+        copies = [
+            engine.copy_pages_to_host(*one.arguments(), strategy="staged"),
+            engine.copy_pages_from_host(*other.arguments(), strategy="staged"),
+        ]
+    for copy in copies:
+        copy.wait()
+    restored = other.read()
+    for device, row in one.fragments():
+        assert (one.rows[row] == source[device]).all()
+        assert (restored[device] == other.rows[row]).all()

@@ -1,0 +1,81 @@
+import pytest
+
+from kvferry.transfer.copy_plan import ENVIRONMENT, STRATEGIES, GpuCopies, choose, from_environment
+
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("fragment", "fragments", "pages", "strategy"),
+    [
+        (32 * KIB, 64, 64, "staged"),  # the published shapes
+        (32 * KIB, 160, 64, "staged"),
+        (8 * KIB, 160, 32, "staged"),
+        (4 * KIB, 48, 128, "staged"),
+        (8 * KIB, 56, 64, "staged"),
+        (8 * KIB, 72, 64, "staged"),
+        (24 * KIB, 64, 64, "staged"),
+        (128 * KIB, 8, 10, "staged"),
+        (512 * KIB, 64, 64, "batch"),
+        (2048 * KIB, 1, 64, "batch"),  # a page that is one run
+        (4 * KIB, 1, 1000, "batch"),
+        (4 * KIB, 2, 1, "batch"),
+        (4 * KIB, 8, 100, "kernel"),  # rows of 32 KiB
+        (256, 64, 1, "kernel"),
+    ],
+)
+def test_choice(fragment: int, fragments: int, pages: int, strategy: str) -> None:
+    assert choose(fragment, fragments, pages) == strategy
+
+
+@pytest.mark.parametrize(
+    ("fragment", "fragments", "runs", "strategy"),
+    [
+        (32 * KIB, 64, 1, "pitched"),
+        (4 * KIB, 48, 1, "pitched"),
+        (4 * KIB, 48, 3, "pitched"),  # 64 KiB a run
+        (4 * KIB, 48, 4, "staged"),
+        (4 * KIB, 48, 0, "staged"),  # too far apart for a copy engine
+        (4 * KIB, 8, 1, "batch"),
+        (512 * KIB, 64, 1, "batch"),
+    ],
+)
+def test_choice_beside_kernels_that_hold_the_gpu(fragment: int, fragments: int, runs: int, strategy: str) -> None:
+    assert choose(fragment, fragments, 64, runs, busy=True) == strategy
+
+
+class Idle:
+    """An engine that is asked whether the GPU is busy."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def busy(self) -> bool:
+        self.asked += 1
+        return self.asked > 1
+
+
+class Pages:
+    fragment_bytes, fragments, runs = 8 * KIB, 64, 1
+
+
+def test_the_gpu_is_asked_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    engine, pages = Idle(), Pages()
+    copies = GpuCopies(engine)  # type: ignore[arg-type]
+    assert [copies.plan(pages, 10) for _ in range(2)] == ["staged", "pitched"]  # type: ignore[arg-type]
+    pages.fragment_bytes = 512 * KIB
+    assert copies.plan(pages, 10) == "batch"  # type: ignore[arg-type]
+    monkeypatch.setenv(ENVIRONMENT, "loop")
+    assert GpuCopies(engine).plan(pages, 10) == "loop"  # type: ignore[arg-type]
+    assert GpuCopies(engine, "kernel").plan(pages, 10) == "kernel"  # type: ignore[arg-type]
+    assert engine.asked == 2
+
+
+def test_environment() -> None:
+    assert from_environment({}) is None
+    assert from_environment({ENVIRONMENT: "auto"}) is None
+    assert from_environment({ENVIRONMENT: ""}) is None
+    assert [from_environment({ENVIRONMENT: name}) for name in STRATEGIES] == list(STRATEGIES)
+    with pytest.raises(ValueError, match="KVFERRY_COPY is 'dma'; it must be auto, batch, loop, kernel, "):
+        from_environment({ENVIRONMENT: "dma"})

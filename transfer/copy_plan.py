@@ -1,0 +1,97 @@
+"""Which strategy moves pages between a GPU and the host tier, and a front that asks before each copy.
+
+On the bus a copy engine needs long runs of bytes, and a call of the driver costs microseconds: pages in small fragments
+are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`). Beside kernels that hold every
+multiprocessor, as matrix products do, that kernel waits for the end of one; then a copy engine walks over the fragments
+itself (`pitched`), which costs it some 2.5 us a page, and nobody else anything. Rows that are short themselves go by a
+kernel which reads or writes host memory (`kernel`). Long fragments go as they are (`batch`). What a driver cannot do,
+the engine does otherwise, and counts it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from typing_extensions import Buffer
+
+from kvferry._core import GpuCopy, GpuCopyEngine, GpuPages
+
+Strategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
+STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged", "pitched")
+ENVIRONMENT = "KVFERRY_COPY"
+
+LONG_FRAGMENT = 512 << 10  # bytes: from here on a copy engine is as fast on fragments as on what was gathered
+SHORT_ROW = 64 << 10  # bytes: under this a copy engine is slow on rows as well
+FEW_COPIES = 2  # their calls take less time than a gather
+SHORT_RUN = 64 << 10  # bytes that `pitched` moves at a time: under this its own cost is more than a batch's
+
+
+def stays(fragment_bytes: int, fragments: int, pages: int) -> bool:
+    """Whether fragments are best moved as they are, by `batch`."""
+    return fragments == 1 or fragment_bytes >= LONG_FRAGMENT or fragments * pages <= FEW_COPIES
+
+
+def choose(fragment_bytes: int, fragments: int, pages: int, runs: int = 0, busy: bool = False) -> Strategy:
+    """For `pages` pages of `fragments` fragments in `runs` evenly spaced runs (0: none); busy: a kernel would wait."""
+    if stays(fragment_bytes, fragments, pages):
+        return "batch"
+    row_bytes = fragment_bytes * fragments
+    if busy and runs > 0 and row_bytes >= runs * SHORT_RUN:
+        return "pitched"
+    if row_bytes >= SHORT_ROW:
+        return "staged"
+    return "batch" if busy else "kernel"  # beside others that kernel would hold its multiprocessors, and them, for long
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Strategy | None:
+    """What `KVFERRY_COPY` wants for every copy; None if it is not set, or `auto`. ValueError: no such strategy."""
+    name = environment.get(ENVIRONMENT, "auto") or "auto"
+    if name == "auto":
+        return None
+    if name not in STRATEGIES:
+        raise ValueError(f"{ENVIRONMENT} is {name[:64]!r}; it must be auto, {', '.join(STRATEGIES)}")
+    return name
+
+
+class GpuCopies:
+    """Spill and restore over one engine: a copy is issued, and runs while the caller does other things."""
+
+    def __init__(self, engine: GpuCopyEngine, strategy: Strategy | None = None) -> None:
+        """strategy: of every copy; else the environment's, else what is chosen for each."""
+        self.engine = engine
+        self.forced = strategy or from_environment()
+
+    def plan(self, pages: GpuPages, count: int) -> Strategy:
+        """For a copy of `count` of these pages."""
+        if self.forced is not None:
+            return self.forced
+        shape = (pages.fragment_bytes, pages.fragments, count)
+        return choose(*shape, pages.runs, busy=not stays(*shape) and self.engine.busy())
+
+    def to_host(
+        self, pages: GpuPages, page_ids: ArrayLike, rows: Buffer, row_ids: ArrayLike, stream: int | None = None
+    ) -> GpuCopy:
+        """Page page_ids[i] to row row_ids[i], rows one behind the other. Hold the result until it is done."""
+        ids = _ids(page_ids)
+        strategy = self.plan(pages, len(ids))
+        return self.engine.copy_pages_to_host(pages, ids, rows, pages.row_bytes, _ids(row_ids), stream, strategy)
+
+    def from_host(
+        self, pages: GpuPages, page_ids: ArrayLike, rows: Buffer, row_ids: ArrayLike, stream: int | None = None
+    ) -> GpuCopy:
+        """Row row_ids[i] to page page_ids[i]. No copy may still be writing these rows, on any stream."""
+        ids = _ids(page_ids)
+        strategy = self.plan(pages, len(ids))
+        return self.engine.copy_pages_from_host(pages, ids, rows, pages.row_bytes, _ids(row_ids), stream, strategy)
+
+    def statistics(self) -> dict[str, object]:
+        """Copies, descriptors and bytes by strategy, fallbacks by reason, and what is forced."""
+        return {**self.engine.statistics(), "forced": self.forced or "auto"}
+
+
+def _ids(ids: ArrayLike) -> NDArray[np.int64]:
+    return np.ascontiguousarray(ids, np.int64)
