@@ -342,7 +342,7 @@ class Store:
         if self.host is not None:
             # What has a row already, or finds one free, needs no room made.
             going = self._gone(namespace, namespace.tree.evict_with_room(pages, self._host_quota_left(namespace)))
-            if going == pages:
+            if going == pages or namespace.tree.oldest() is None:  # the rest waits for copies that run
                 return going
             self._make_host_room(self.host, namespace, pages - going)
         return going + self._gone(namespace, namespace.tree.evict(pages - going, self._host_quota_left(namespace)))
