@@ -22,13 +22,11 @@ from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.namespaces import Quota
 from kvferry.daemon.store import MAX_NAMESPACES, Started, Store, StoreLimits
 from kvferry.radix.tree import RESTORE
-from kvferry.transfer.host_index import Recovered, layout_fingerprint
+from kvferry.transfer.host_index import OUTPUT_PAGE, Recovered, layout_fingerprint
 from kvferry.transfer.host_rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
 from kvferry.transfer.namespace import NamespaceFacts
 
 log = logging.getLogger(__name__)
-
-OUTPUT_FLAG = 1  # of an index entry
 
 CopyDone = Callable[[int, Sequence[int], int, float], None]
 """Copy number, device ids of pages whose bytes are not right, how many of them by checksum, seconds."""
@@ -99,7 +97,7 @@ class HostTier:
             self._sums[rows] = found.checksums[mine]
             self._verify[rows] = True
             self._unverified.update(rows.tolist())
-            outputs = (found.flags[mine] & OUTPUT_FLAG).astype(np.uint8).tobytes()
+            outputs = (found.flags[mine] & OUTPUT_PAGE).astype(np.uint8).tobytes()
             digests, parents = found.digests[mine].tobytes(), found.parents[mine].tobytes()
             store.recover(store.namespace(namespace_id.tobytes()), digests, parents, rows.tolist(), outputs)
         return found
@@ -193,7 +191,7 @@ class HostTier:
             return
         self._sums[rows] = outcome.sums
         if self._file is not None:
-            flags = np.frombuffer(copy.outputs, np.uint8).astype(np.uint32) * OUTPUT_FLAG
+            flags = np.frombuffer(copy.outputs, np.uint8).astype(np.uint32) * OUTPUT_PAGE
             self._file.write(rows, started.namespace_id, copy.digests, copy.parents, outcome.sums, flags)
 
 

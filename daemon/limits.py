@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 from kvferry.daemon.errors import invalid
 from kvferry.proto import common_pb2 as common
-from kvferry.proto.limits import MAX_ATTEMPT, REQUEST_ID_BYTES
+from kvferry.proto.limits import MAX_ATTEMPT, MAX_PRIORITY, REQUEST_ID_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 
 MAX_ASKS_PER_REQUEST = 16  # open at the prefill daemon; also how often a decode daemon asks again
-MAX_PRIORITY = 1000
 
 
 class Name(NamedTuple):

@@ -7,3 +7,4 @@ MAX_REASON_CHARS = 1024
 MAX_AUX_BYTES = 64 * 1024
 MAX_METADATA_BYTES = 64 * 1024  # of a courier
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # of a gRPC message: 1 Mi tokens at page 16 are 2 MiB of digests
+MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.proto import common_pb2, engine_pb2
+from kvferry.proto.limits import MAX_PRIORITY
 from kvferry.radix.prompt_cache import PromptCache
 from kvferry.workers.compute import Prompt
-from kvferry.workers.requests import MAX_PRIORITY, RequestFailed, RequestName
+from kvferry.workers.requests import RequestFailed, RequestName
 from kvferry.workers.sampling import Sampling
 
 DEFAULT_DEADLINE_S = 60.0

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from kvferry.proto import common_pb2
 from kvferry.proto.limits import MAX_ATTEMPT, REQUEST_ID_BYTES
 
-MAX_PRIORITY = 1000  # of either sign; smaller goes first
-
 
 class RequestName(NamedTuple):
     """A request's name: 16 random bytes and the number of the try, from 1."""
