@@ -53,8 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     source = model.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="FOLDER", help="a causal language model as transformers saves it")
+    source.add_argument(
+        "--random-weights",
+        metavar="SHAPE",
+        help="an untrained model: llama-8b, llama-1b, qwen2.5-3b, tiny, or "
+        "layers=N,hidden=N,heads=N,kv_heads=N,head_dim=N,intermediate=N[,vocabulary=128][,max_tokens=N]",
+    )
     source.add_argument("--synthetic", action="store_true", help="no model: pages follow from their digests")
     model.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and KV")
+    model.add_argument(
+        "--device", default="cpu", metavar="cpu|cuda:N", help="that computes; the daemon's pool is there too"
+    )
     model.add_argument("--revision", default="", help="of the weights, instead of a hash of their files")
     model.add_argument("--threads", type=_at_least_1, default=1, metavar="N", help="that compute")
     synthetic = parser.add_argument_group("synthetic")
@@ -72,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     prepare = _prepare_synthetic if args.synthetic else _prepare_model
     try:
         config, make_compute = prepare(args)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: torch finds no such device, or no room there
         print(f"kvferry worker: {error}", file=sys.stderr)
         return 2
     return asyncio.run(serve(config, make_compute))
@@ -96,12 +105,20 @@ def _prepare_synthetic(args: argparse.Namespace) -> Prepared:
 
 
 def _prepare_model(args: argparse.Namespace) -> Prepared:
-    from kvferry.workers.model import load_model  # torch takes seconds to import: not for --help, not for --synthetic
+    # torch takes seconds to import: not for --help, not for --synthetic
+    from kvferry.workers.model import load_model
+    from kvferry.workers.random_weights import parse_shape, random_model
 
-    folder = Path(args.model)
-    model = load_model(folder, dtype=args.dtype, threads=args.threads, revision=args.revision)
-    facts = _facts(args, model.fingerprint, model.revision, model.geometry)
-    config = _config(args, facts, tokenizer=str(folder.resolve()), model_max_tokens=model.max_tokens)
+    if args.random_weights:
+        shape = parse_shape(args.random_weights)
+        model = random_model(shape, dtype=args.dtype, threads=args.threads, device=args.device)
+        tokenizer = "synthetic"
+    else:
+        folder = Path(args.model)
+        model = load_model(folder, dtype=args.dtype, threads=args.threads, revision=args.revision, device=args.device)
+        tokenizer = str(folder.resolve())
+    facts = _facts(args, model.fingerprint, args.revision or model.revision, model.geometry)
+    config = _config(args, facts, tokenizer=tokenizer, model_max_tokens=model.max_tokens)
     return config, lambda client: model.compute(client.pool, client.geometry)
 
 

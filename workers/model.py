@@ -53,24 +53,36 @@ class LoadedModel:
             layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=shape.dtype, tensors=2
         )
 
-    def compute(self, pool: NDArray[np.uint8], geometry: KVGeometry) -> ModelCompute:
-        """Over `pool`, uint8 (pages, page_bytes). Raises ValueError when `geometry` is not the model's."""
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.network.parameters()).device  # type: ignore[no-any-return]
+
+    def compute(self, pool: NDArray[np.uint8] | torch.Tensor, geometry: KVGeometry) -> ModelCompute:
+        """Over `pool`, uint8 (pages, page_bytes), which lies where the model does: an array on the CPU, else a tensor.
+
+        Raises ValueError when `geometry` is not the model's, or the pool is elsewhere.
+        """
         given = KVShape(geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype)
         if given != self.shape or geometry.tensors != 2:
             raise ValueError(f"geometry is {given}, {geometry.tensors} tensors; the model's is {self.shape}, 2 tensors")
-        return ModelCompute(self, pool_view(pool, geometry), geometry)
+        tensor = pool if isinstance(pool, torch.Tensor) else torch.from_numpy(pool)
+        if tensor.device != self.device:
+            raise ValueError(f"pool is on {tensor.device}, the model on {self.device}; they must be on one device")
+        return ModelCompute(self, pool_view(tensor, geometry), geometry)
 
 
-def load_model(folder: Path, *, dtype: str, threads: int, revision: str = "") -> LoadedModel:
+def load_model(folder: Path, *, dtype: str, threads: int, revision: str = "", device: str = "cpu") -> LoadedModel:
     """Loads a causal model saved by transformers. `revision` empty: a SHA-256 over its weight files.
 
-    Raises OSError when the folder cannot be read, ValueError when the model's cache is not plain attention.
+    Raises OSError when the folder cannot be read, ValueError when the model's cache is not plain attention,
+    RuntimeError when there is no such device.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: {folder} has no config.json; it must be a folder that transformers saved")
     torch.set_num_threads(threads)
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
-    return loaded(network, folder_fingerprint(folder), revision or weights_revision(folder))
+    return loaded(network.to(device), folder_fingerprint(folder), revision or weights_revision(folder))
 
 
 def loaded(network: Any, fingerprint: str, revision: str) -> LoadedModel:
@@ -91,7 +103,8 @@ def kv_shape(network: Any) -> KVShape:
     """The shape of the model's KV, from one computed token. Raises ValueError when pages cannot hold it."""
     cache = DynamicCache(config=network.config)
     with torch.inference_mode():
-        network(input_ids=torch.zeros((1, 1), dtype=torch.int64), past_key_values=cache, use_cache=True)
+        first = torch.zeros((1, 1), dtype=torch.int64, device=next(network.parameters()).device)
+        network(input_ids=first, past_key_values=cache, use_cache=True)
     shapes = set()
     for index, layer in enumerate(cache.layers):
         if type(layer) is not DynamicLayer:
@@ -155,7 +168,8 @@ class ModelCompute:
         shared_tokens: int,
         asked: Prompt | None = None,
     ) -> ModelSequence:
-        table = PageTable(self._geometry.page_size, pages, shared_tokens=shared_tokens)
+        device = self._pool.device
+        table = PageTable(self._geometry.page_size, pages, shared_tokens=shared_tokens, device=device)
         return ModelSequence(self._model.network, self._pool, table, prompt, sampling)
 
 
@@ -166,7 +180,7 @@ class ModelSequence:
         self._network = network
         self._pool = pool
         self._table = table
-        self._tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).unsqueeze(0)
+        self._tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).unsqueeze(0).to(pool.device)
         self._sampling = sampling
         self._cache = PagedCache(pool, table, tokens=0)
         self._logits: torch.Tensor | None = None
@@ -179,6 +193,7 @@ class ModelSequence:
 
     def prompt(self, start: int, end: int) -> None:
         self._forward(self._tokens[:, start:end], start)
+        self._settle()
 
     def first_token(self) -> int:
         return self._next()
@@ -187,11 +202,17 @@ class ModelSequence:
         """Only the prefill worker has the logits."""
 
     def step(self, token: int, position: int) -> int:
-        self._forward(torch.tensor([[token]]), position)
+        self._forward(torch.tensor([[token]], device=self._tokens.device), position)
         return self._next()
 
     def finish(self) -> None:
         """Nothing to check: a model cannot tell whose bytes a page holds."""
+
+    def _settle(self) -> None:
+        """What was computed is in the pages: the daemon may read them once it is told so. `_next` waits for a token,
+        and so for all before it."""
+        if self._tokens.is_cuda:
+            torch.cuda.current_stream(self._tokens.device).record_event().synchronize()
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, position: int) -> None:

@@ -8,34 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvferry.transfer.geometry import KVGeometry, Layout
 
 
-def pool_view(pool: NDArray[np.uint8], geometry: KVGeometry) -> torch.Tensor:
-    """The pool's bytes (pages, page_bytes) as elements, shape (pages, layers, 2, page size, heads, head dimension)
-    whatever the layout; a view."""
+def pool_view(pool: torch.Tensor, geometry: KVGeometry) -> torch.Tensor:
+    """The pool's bytes, uint8 (pages, page_bytes) on any device, as elements, shape (pages, layers, 2, page size,
+    heads, head dimension) whatever the layout; a view."""
     dtype = getattr(torch, geometry.dtype)
     assert isinstance(dtype, torch.dtype)
-    elements = torch.from_numpy(pool).view(dtype).view(len(pool), *geometry.page_shape)
+    elements = pool.view(dtype).view(len(pool), *geometry.page_shape)
     return elements if geometry.layout is Layout.PAGE_NHD else elements.transpose(3, 4)
 
 
 class PageTable:
     """The pages of one request, shared by the layers of its cache."""
 
-    def __init__(self, page_size: int, pages: Sequence[int], *, shared_tokens: int) -> None:
-        """The pages of the first `shared_tokens` tokens are read only."""
+    def __init__(
+        self, page_size: int, pages: Sequence[int], *, shared_tokens: int, device: torch.device | str = "cpu"
+    ) -> None:
+        """The pages of the first `shared_tokens` tokens are read only. device: the pool's."""
         self.page_size = page_size
         self.shared_tokens = shared_tokens
-        self.pages = torch.tensor(list(pages), dtype=torch.int64)
+        self.pages = torch.tensor(list(pages), dtype=torch.int64, device=device)
 
     def add(self, pages: Sequence[int]) -> None:
-        self.pages = torch.cat([self.pages, torch.tensor(list(pages), dtype=torch.int64)])
+        more = torch.tensor(list(pages), dtype=torch.int64, device=self.pages.device)
+        self.pages = torch.cat([self.pages, more])
 
     @property
     def capacity(self) -> int:
@@ -69,7 +70,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert key_states.shape[0] == 1, f"a batch of {key_states.shape[0]}; a paged cache holds one request"
         assert start >= self._table.shared_tokens, f"token {start} is in a shared page"
         assert end <= self._table.capacity, f"{end} tokens; the pages hold {self._table.capacity}"
-        positions = torch.arange(start, end)
+        positions = torch.arange(start, end, device=self._stored.device)
         pages = self._table.pages[positions // self._table.page_size]
         offsets = positions % self._table.page_size
         self._stored[pages, 0, offsets] = key_states[0].transpose(0, 1)

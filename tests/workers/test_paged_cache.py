@@ -83,7 +83,7 @@ def test_gathered_keys_and_values_are_those_of_the_dynamic_cache_to_the_bit() ->
     geometry = geometry_of(model, Layout.PAGE_NHD)
     pool = np.zeros((8, geometry.page_bytes), dtype=np.uint8)
     table = PageTable(PAGE_SIZE, [5, 2, 7, 0], shared_tokens=0)
-    paged = PagedCache(pool_view(pool, geometry), table, tokens=0)
+    paged = PagedCache(pool_view(torch.from_numpy(pool), geometry), table, tokens=0)
     plain = DynamicCache(config=network.config)
     tokens = torch.arange(21).unsqueeze(0)
     with torch.inference_mode():
@@ -91,7 +91,7 @@ def test_gathered_keys_and_values_are_those_of_the_dynamic_cache_to_the_bit() ->
             ours = network(input_ids=tokens[:, start:end], past_key_values=paged).logits
             theirs = network(input_ids=tokens[:, start:end], past_key_values=plain).logits
             assert torch.equal(ours, theirs)
-    stored = pool_view(pool, geometry)
+    stored = pool_view(torch.from_numpy(pool), geometry)
     for index, layer in enumerate(plain.layers):
         rows = torch.cat([stored[page, index] for page in (5, 2, 7)], dim=1)[:, :21]
         assert torch.equal(rows[0].transpose(0, 1), layer.keys[0])

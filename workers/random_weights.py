@@ -1,0 +1,103 @@
+"""A causal model of a given shape with random weights: what moving its pages costs is what a trained one's would.
+
+The same shape, seed, dtype and kind of device give the same weights in every process, so a prefill and a decode worker
+agree. A vocabulary of 128 makes every token a character of the byte tokenizer: a reply's text becomes its tokens again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from kvferry.workers.model import LoadedModel, loaded
+
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Of a Llama-like transformer. ValueError names the field, its value and the bound."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int = 128
+    max_tokens: int = 131072
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value: int = getattr(self, field.name)
+            if not 1 <= value <= 1 << 20:
+                raise ValueError(f"shape.{field.name} is {value}; it must be 1 to {1 << 20}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"shape.kv_heads is {self.kv_heads}; it must divide heads = {self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"shape.head_dim is {self.head_dim}; it must be even")
+
+    def __str__(self) -> str:
+        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
+
+
+SHAPES = {
+    "tiny": ModelShape(4, 256, 8, 2, 32, 512),
+    "llama-1b": ModelShape(16, 2048, 32, 8, 64, 8192),
+    "llama-8b": ModelShape(32, 4096, 32, 8, 128, 14336),
+    "qwen2.5-3b": ModelShape(36, 2048, 16, 2, 128, 11008),
+}
+
+
+def parse_shape(text: str) -> ModelShape:
+    """A name of SHAPES, or `layers=32,hidden=4096,heads=32,kv_heads=8,head_dim=128,intermediate=14336`. ValueError."""
+    if text in SHAPES:
+        return SHAPES[text]
+    known = [field.name for field in dataclasses.fields(ModelShape)]
+    values: dict[str, int] = {}
+    for item in text.split(","):
+        name, equals, number = item.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or name not in known:
+            raise ValueError(f"shape: {item[:64]!r} is neither one of {', '.join(SHAPES)} nor {', '.join(known)}")
+        try:
+            values[name] = int(number)
+        except ValueError:
+            raise ValueError(f"shape.{name} is {number[:64]!r}; it must be a whole number") from None
+    missing = [
+        field.name
+        for field in dataclasses.fields(ModelShape)
+        if field.name not in values and field.default is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"shape lacks {', '.join(missing)}")
+    return ModelShape(**values)
+
+
+def random_model(shape: ModelShape, *, dtype: str, threads: int, device: str = "cpu") -> LoadedModel:
+    """RuntimeError when there is no such device, or no room on it."""
+    torch.set_num_threads(threads)
+    config = LlamaConfig(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.max_tokens,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device(device):
+        network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        generator = torch.Generator(device=device).manual_seed(SEED)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                if parameter.dim() > 1:  # so wide that tokens differ, and the best one is clearly the best
+                    parameter.normal_(0.0, 2.0 * parameter.shape[-1] ** -0.5, generator=generator)
+    return loaded(network, f"random-llama-{shape}", f"seed-{SEED}-{torch.device(device).type}")
