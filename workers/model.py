@@ -81,7 +81,7 @@ def load_model(folder: Path, *, dtype: str, threads: int, revision: str = "", de
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: {folder} has no config.json; it must be a folder that transformers saved")
     torch.set_num_threads(threads)
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
     return loaded(network.to(device), folder_fingerprint(folder), revision or weights_revision(folder))
 
 

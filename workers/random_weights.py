@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -94,7 +95,7 @@ def random_model(shape: ModelShape, *, dtype: str, threads: int, device: str = "
         eos_token_id=None,
     )
     with torch.device(device):
-        network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        network: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
         generator = torch.Generator(device=device).manual_seed(SEED)
         with torch.no_grad():
             for parameter in network.parameters():
