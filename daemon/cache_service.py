@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc
 
 from kvferry.daemon.side import AnySide
-from kvferry.daemon.stats import load_of, side_stats
+from kvferry.daemon.stats import Snapshots, load_of
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import cache_pb2_grpc
 from kvferry.radix.digests import DIGEST_BYTES
@@ -20,15 +19,12 @@ if TYPE_CHECKING:
 
 
 class CacheService(cache_pb2_grpc.CacheServicer):
-    def __init__(self, name: str, sides: dict[str, AnySide], now: Callable[[], float]) -> None:
-        self._name = name
+    def __init__(self, sides: dict[str, AnySide], snapshots: Snapshots) -> None:
         self._sides = sides
-        self._now = now
-        self._started = now()
+        self._snapshots = snapshots
 
     async def Stats(self, request: cache.StatsRequest, context: Context) -> cache.StatsReply:
-        sides = [side_stats(side) for side in self._sides.values()]
-        return cache.StatsReply(daemon=self._name, uptime_seconds=self._now() - self._started, sides=sides)
+        return self._snapshots.take()
 
     async def Lookup(self, request: cache.LookupRequest, context: Context) -> cache.LookupReply:
         """Of the decode side where there is one."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import kvferry
+from kvferry.daemon.nearest import nearest
 
 # Module, or module:attribute, that has add_arguments and run.
 COMMANDS = {
@@ -17,6 +19,7 @@ COMMANDS = {
     "worker": ("kvferry.workers.main", "run a reference worker around a transformer"),
     "front": ("kvferry.workers.front_main", "run the OpenAI-compatible front end"),
     "loadgen": ("kvferry.loadgen.main", "drive a front end with multi-turn conversations"),
+    "config": ("kvferry.daemon.config_main", "show the settings of a daemon and their origin, or their schema"),
     "stats": ("kvferry.daemon.stats_main", "show a daemon's cache statistics"),
     "flush": ("kvferry.daemon.admin_main:flush", "free the cached pages of a daemon that nothing holds"),
     "pin": ("kvferry.daemon.admin_main:pin", "hold a prompt in a daemon's cache for a time"),
@@ -30,12 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="kvferry", description=kvferry.__doc__)
     parser.add_argument("--version", action="version", version=f"kvferry {kvferry.__version__}")
+    chosen: argparse.ArgumentParser | None = None
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (where, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if words[:1] == [name]:
+            chosen = command
             _load(where).add_arguments(command)
-    args = parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        usage = chosen.format_usage() if chosen is not None else ""
+        flag = unknown[0].partition("=")[0]
+        parser.error(f"{args.command}: {flag!r} is no flag of it{nearest(flag, re.findall('--[a-z][a-z-]*', usage))}")
     try:
         status = int(_load(COMMANDS[args.command][0]).run(args))
         sys.stdout.flush()

@@ -1,4 +1,7 @@
-"""What `kvferry serve` is told. Sizes are bytes, times seconds."""
+"""What `kvferry serve` is told: one model of all settings, their defaults, bounds and meanings. The flags, the keys of
+the YAML file, the KVFERRY_* variables, `kvferry config` and the JSON schema are made from it. Sizes are bytes, times
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import os
 import re
 import secrets
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from kvferry.daemon.admission import OVERTAKES
 from kvferry.daemon.namespaces import Quota
@@ -44,9 +50,9 @@ def parse_quota(text: str) -> tuple[str, Quota]:
     """(namespace, quota) of "NAMESPACE=SOFT:HARD" or "NAMESPACE=SOFT:HARD:HOST_SOFT:HOST_HARD", in pages. Raises
     ConfigError.
     """
-    namespace, equals, numbers = text.partition("=")
+    namespace, _, numbers = text.partition("=")
     parts = numbers.split(":")
-    if not equals or len(parts) not in (2, 4) or not all(part.isdigit() and len(part) <= 12 for part in parts):
+    if len(parts) not in (2, 4) or not all(part.isdigit() and len(part) <= 12 for part in parts):
         raise ConfigError(f"quota {text!r} is not NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD] with numbers of pages")
     try:
         return namespace.lower(), Quota(*map(int, parts))
@@ -68,110 +74,267 @@ def runtime_dir() -> str:
     return os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonConfig:
-    roles: tuple[str, ...]  # "decode", "prefill"
-    name: str
-    listen: str  # HOST:PORT of peers, statistics, look-ups; port 0: any free one
-    socket: str  # Unix socket of the workers
-    peers: dict[str, str] = field(default_factory=dict)  # prefill daemon's name -> HOST:PORT
-    pool_bytes: int = 1 << 30  # of each role's pool
-    page_size: int = 64  # tokens
-    shm_dir: str = "/dev/shm"
-    slots: int = 16  # receive slots of a session, and sending slots of one
-    slot_bytes: int = 8 << 20
-    max_tokens: int = 1 << 20  # of a request
-    queue: int = 1024  # requests waiting for admission, or in the rendezvous table
-    max_peers: int = 64
-    max_workers: int = 64
-    admission_seconds: float = 30.0
-    transfer_seconds: float = 60.0
-    heartbeat_seconds: float = 0.5
-    peer_lost_seconds: float = 3.0
-    grace_seconds: float = 30.0
-    copy_threads: int = 1
-    reuse: str = "on"
-    host_bytes: int = 0  # of each role's host tier; 0: none
-    host_dir: str = ""  # where the host tier survives the daemon; "": it does not
-    checksums: str = "off"  # "on": of every spilled page, verified at every restore
-    policy: str = "lru"  # of eviction
-    evict_output_first: bool = False
-    write_through_hits: int = 0  # hits after which a node is copied to the host before it is evicted; 0: never
-    quotas: dict[str, Quota] = field(default_factory=dict)  # by namespace id (hex), or "default"
-    overcommit: float = 1.0
-    overtakes: int = OVERTAKES
-    insecure: bool = False
-    reflection: bool = False
-    ucx_ports: tuple[int, int] = (21000, 21063)
+# -- kinds of values: each takes what a flag, a variable or the YAML file says ----------------------------------------
 
-    def __post_init__(self) -> None:
+
+def _size(value: object) -> object:
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def _address(value: str) -> str:
+    if value:
+        parse_address(value)
+    return value
+
+
+def _name(value: str) -> str:
+    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}", value):
+        raise ConfigError(
+            f"name {value!r} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', "
+            "the first a letter or digit"
+        )
+    return value
+
+
+def _entries(value: object, what: str) -> dict[str, str]:
+    """Of a mapping, or of NAME=VALUE in a list or separated by commas."""
+    if isinstance(value, dict):
+        return {str(name): str(of) for name, of in value.items()}
+    found: dict[str, str] = {}
+    for entry in value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]:
+        name, equals, of = str(entry).strip().partition("=")
+        if not equals or name in found:
+            raise ConfigError(f"{what} {str(entry)!r} is not {_FORMS[what]}, or names {name!r} twice")
+        found[name] = of
+    return found
+
+
+_FORMS = {"peer": "NAME=HOST:PORT", "quota": "NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD]"}
+
+
+def _peers(value: object) -> dict[str, str]:
+    peers = _entries(value, "peer")
+    for name, address in peers.items():
+        _name(name)
+        parse_address(address)
+    return peers
+
+
+def _quotas(value: object) -> dict[str, Quota]:
+    if isinstance(value, dict) and all(isinstance(quota, Quota) for quota in value.values()):
+        return value
+    quotas = dict(parse_quota(f"{name}={numbers}") for name, numbers in _entries(value, "quota").items())
+    for namespace in quotas:
+        if namespace != "default" and not re.fullmatch("[0-9a-f]{64}", namespace):
+            raise ConfigError(
+                f"namespace {namespace!r} must be 64 hexadecimal digits (see kvferry stats --format json), or default"
+            )
+    return quotas
+
+
+def _ports(value: object) -> object:
+    """(first, last) of "FIRST-LAST"."""
+    if not isinstance(value, str):
+        return value
+    first, _, last = value.partition("-")
+    if not (first.isdigit() and last.isdigit() and 1024 <= int(first) <= int(last) <= 65535):
+        raise ConfigError(f"ports {value!r} are not FIRST-LAST within 1024-65535")
+    return int(first), int(last)
+
+
+def _policy(value: str) -> str:
+    if value not in policy_names():
+        raise ConfigError(f"policy {value!r} must be one of {', '.join(policy_names())}")
+    return value
+
+
+def _schema(**schema: Any) -> WithJsonSchema:
+    return WithJsonSchema(schema)
+
+
+_SIZE_FORM = r"^[0-9]+ *([kKmMgGtT][iI]?[bB]|[bB])?$"
+Size = Annotated[
+    int,
+    BeforeValidator(_size),
+    _schema(anyOf=[{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE_FORM}]),
+]
+Seconds = Annotated[float, Field(ge=0.05, le=3600, allow_inf_nan=False)]
+Address = Annotated[str, AfterValidator(_address)]
+Name = Annotated[str, AfterValidator(_name)]
+Peers = Annotated[
+    dict[str, str], BeforeValidator(_peers), _schema(type="object", additionalProperties={"type": "string"})
+]
+Quotas = Annotated[
+    dict[str, Quota],
+    BeforeValidator(_quotas),
+    _schema(type="object", additionalProperties={"type": "string", "pattern": "^[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?$"}),
+]
+Ports = Annotated[tuple[int, int], BeforeValidator(_ports), _schema(type="string", pattern="^[0-9]+-[0-9]+$")]
+Policy = Annotated[str, AfterValidator(_policy), _schema(type="string", enum=list(policy_names()))]
+Choice = Literal["on", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How a setting's flag differs from the setting: what stands for its value, a name of its own if it may be
+    repeated, and its default in words where it follows from other settings.
+    """
+
+    metavar: str = ""
+    repeated: str = ""
+    default: str = ""
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    for meta in DaemonConfig.model_fields[name].metadata:
+        if isinstance(meta, Flag) and meta.repeated:
+            return meta.repeated
+    return "--" + name.replace("_", "-")
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+PORTS = {"decode": 7070, "prefill": 7071, "both": 7070}
+METRICS_PORTS = {"decode": 9470, "prefill": 9471, "both": 9470}
+
+
+def _default_metrics(data: dict[str, Any]) -> str:
+    """On loopback whatever --listen says. Beside an address with any free port, any free port, too."""
+    return f"127.0.0.1:{METRICS_PORTS[data['role']] if parse_address(data['listen'])[1] else 0}"
+
+
+def _metrics(value: object) -> object:
+    return "" if value == "off" else value
+
+
+class DaemonConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", title="kvferry serve")
+
+    role: Annotated[Literal["decode", "prefill", "both"], Field(description="which end of transfers this daemon is")]
+    name: Annotated[
+        Name, Field(description="by which front ends and peers know this daemon"), Flag("NAME", default="the role")
+    ] = Field(default_factory=lambda data: data["role"])
+    listen: Annotated[
+        Address,
+        Field(description="for peers, statistics and look-ups; port 0: any free one"),
+        Flag("HOST:PORT", default="127.0.0.1:7070, of a prefill daemon 127.0.0.1:7071"),
+    ] = Field(default_factory=lambda data: f"127.0.0.1:{PORTS[data['role']]}")
+    socket: Annotated[
+        str,
+        Field(description="Unix socket of the workers"),
+        Flag("PATH", default="kvferry-ROLE.sock in XDG_RUNTIME_DIR"),
+    ] = Field(default_factory=lambda data: os.path.join(runtime_dir(), f"kvferry-{data['role']}.sock"))
+    metrics: Annotated[
+        Address,
+        BeforeValidator(_metrics),
+        Field(description="where Prometheus scrapes, over plain HTTP; off: nowhere"),
+        Flag("HOST:PORT|off", default="127.0.0.1:9470, of a prefill daemon 127.0.0.1:9471"),
+    ] = Field(default_factory=_default_metrics)
+    peers: Annotated[
+        Peers, Field(description="a prefill daemon; may be repeated"), Flag("NAME=HOST:PORT", repeated="--peer")
+    ] = Field(default_factory=dict)
+    pool_bytes: Annotated[Size, Field(ge=1, le=1 << 48, description="of each role's KV pool"), Flag("SIZE")] = 1 << 30
+    page_size: Annotated[int, Field(ge=1, le=4096, description="tokens of a page"), Flag("TOKENS")] = 64
+    shm_dir: Annotated[str, Field(description="where the pools' shared memory lies"), Flag("DIR")] = "/dev/shm"
+    slots: Annotated[int, Field(ge=1, le=1024, description="receive slots of a session, and sending slots of one")] = 16
+    slot_bytes: Annotated[Size, Field(ge=4096, le=1 << 30, description="of a slot"), Flag("SIZE")] = 8 << 20
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 24, description="prompt + output of a request")] = 1 << 20
+    queue: Annotated[int, Field(ge=1, le=1 << 16, description="requests that may wait")] = 1024
+    max_peers: Annotated[int, Field(ge=1, le=1024, description="sessions at most")] = 64
+    max_workers: Annotated[int, Field(ge=1, le=1024, description="workers at most")] = 64
+    admission_seconds: Annotated[Seconds, Field(description="that a request waits for admission at most")] = 30.0
+    transfer_seconds: Annotated[Seconds, Field(description="a request's deadline until it is ready, at most")] = 60.0
+    heartbeat_seconds: Annotated[Seconds, Field(description="between heartbeats of a session")] = 0.5
+    peer_lost_seconds: Annotated[Seconds, Field(description="a peer that says nothing for so long is lost")] = 3.0
+    grace_seconds: Annotated[Seconds, Field(description="that running requests have at the end")] = 30.0
+    copy_threads: Annotated[int, Field(ge=1, le=64, description="threads of large copies on the CPU")] = 1
+    host_bytes: Annotated[
+        Size, Field(ge=0, le=1 << 48, description="of each role's host tier; 0: none"), Flag("SIZE")
+    ] = 0
+    host_dir: Annotated[
+        str,
+        Field(description="keep the host tier in a file there, to be found at the next start"),
+        Flag("DIR", default="none"),
+    ] = ""
+    checksums: Annotated[Choice, Field(description="of spilled pages, verified whenever they are restored")] = "off"
+    policy: Annotated[Policy, Field(description="of eviction"), Flag("{" + ",".join(policy_names()) + "}")] = "lru"
+    evict_output_first: Annotated[bool, Field(description="generated pages go before prompts' pages")] = False
+    write_through_hits: Annotated[
+        int,
+        Field(ge=0, le=1 << 20, description="copy what was hit so often to the host before it is evicted; 0: never"),
+        Flag("N"),
+    ] = 0
+    quotas: Annotated[
+        Quotas,
+        Field(
+            description="pages that others may not evict, and pages at most (0: none), of a namespace (hexadecimal) or "
+            "of `default`, all others; may be repeated"
+        ),
+        Flag("NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD]", repeated="--quota"),
+    ] = Field(default_factory=dict)
+    overcommit: Annotated[
+        float,
+        Field(
+            ge=1,
+            le=100,
+            allow_inf_nan=False,
+            description="promise 1/FACTOR of the pages that requests may grow by; the youngest is retracted when it "
+            "fails",
+        ),
+        Flag("FACTOR"),
+    ] = 1.0
+    overtakes: Annotated[
+        int,
+        Field(ge=0, le=1 << 16, description="later requests that may overtake a waiting one that does not fit"),
+        Flag("K"),
+    ] = OVERTAKES
+    reuse: Annotated[Choice, Field(description="off: nothing is matched or kept, the baseline of comparisons")] = "on"
+    ucx_ports: Annotated[Ports, Field(description="of NIXL's data plane"), Flag("FIRST-LAST")] = (21000, 21063)
+    insecure: Annotated[bool, Field(description="allow an address that is not loopback without TLS")] = False
+    reflection: Annotated[bool, Field(description="serve gRPC reflection")] = False
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="of the log on stderr")] = (
+        "info"
+    )
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("decode", "prefill") if self.role == "both" else (self.role,)
+
+    @model_validator(mode="after")
+    def _together(self) -> DaemonConfig:
+        """What no setting says alone."""
         host, _ = parse_address(self.listen)
         if not is_loopback(host) and not self.insecure:
             raise ConfigError(
-                f"listen is {self.listen}: sessions are not encrypted; an address that is not loopback needs --insecure"
+                f"--listen is {self.listen}: sessions are not encrypted; "
+                "an address that is not loopback needs --insecure"
             )
-        for peer, address in self.peers.items():
-            _check_name("peers", peer)
-            parse_address(address)
-        _check_name("name", self.name)
-        if not self.roles or any(role not in ("decode", "prefill") for role in self.roles):
-            raise ConfigError(f"roles is {self.roles}; each must be decode or prefill")
-        if self.reuse not in ("on", "off"):
-            raise ConfigError(f"reuse is {self.reuse!r}; it must be on or off")
-        bounds = (
-            ("pool_bytes", self.pool_bytes, 1, 1 << 48),
-            ("page_size", self.page_size, 1, 4096),
-            ("slots", self.slots, 1, 1024),
-            ("slot_bytes", self.slot_bytes, 4096, 1 << 30),
-            ("max_tokens", self.max_tokens, 1, 1 << 24),
-            ("queue", self.queue, 1, 1 << 16),
-            ("max_peers", self.max_peers, 1, 1024),
-            ("max_workers", self.max_workers, 1, 1024),
-            ("copy_threads", self.copy_threads, 1, 64),
-            ("host_bytes", self.host_bytes, 0, 1 << 48),
-            ("write_through_hits", self.write_through_hits, 0, 1 << 20),
-            ("overtakes", self.overtakes, 0, 1 << 16),
-        )
-        for name, value, low, high in bounds:
-            if not low <= value <= high:
-                raise ConfigError(f"{name} is {value}; it must be {low} to {high}")
-        if self.checksums not in ("on", "off"):
-            raise ConfigError(f"checksums is {self.checksums!r}; it must be on or off")
-        if self.policy not in policy_names():
-            raise ConfigError(f"policy is {self.policy!r}; it must be one of {', '.join(policy_names())}")
-        if not 1.0 <= self.overcommit <= 100.0:
-            raise ConfigError(f"overcommit is {self.overcommit}; it must be 1 to 100")
         if self.host_dir and not self.host_bytes:
-            raise ConfigError(f"host_dir is {self.host_dir!r}, but host_bytes is 0: there is no host tier to keep")
-        for namespace in self.quotas:
-            if namespace != "default" and not re.fullmatch("[0-9a-f]{64}", namespace):
+            raise ConfigError(f"--host-dir is {self.host_dir!r}, but --host-bytes is 0: there is no host tier to keep")
+        if self.write_through_hits and not self.host_bytes:
+            raise ConfigError(
+                f"--write-through-hits is {self.write_through_hits}, but --host-bytes is 0: there is no host tier to "
+                "copy to"
+            )
+        for namespace, quota in self.quotas.items():
+            if (quota.host_soft or quota.host_hard) and not self.host_bytes:
                 raise ConfigError(
-                    f"quotas: {namespace!r} must be 64 hexadecimal digits (see kvferry stats --format json), or default"
+                    f"--quota {namespace}={quota.soft}:{quota.hard}:{quota.host_soft}:{quota.host_hard} has a quota of "
+                    "the host tier, but --host-bytes is 0: there is none"
                 )
-        times = ("admission_seconds", "transfer_seconds", "heartbeat_seconds", "peer_lost_seconds", "grace_seconds")
-        for name in times:
-            seconds: float = getattr(self, name)
-            if not 0.05 <= seconds <= 3600:
-                raise ConfigError(f"{name} is {seconds}; it must be 0.05 to 3600")
         digests = self.max_tokens // self.page_size * DIGEST_BYTES
         if digests + 65536 > MAX_MESSAGE_BYTES:
             raise ConfigError(
-                f"max_tokens is {self.max_tokens}: at page size {self.page_size} its digests are {digests} bytes; "
+                f"--max-tokens is {self.max_tokens}: at --page-size {self.page_size} its digests are {digests} bytes; "
                 f"a message takes {MAX_MESSAGE_BYTES}"
             )
         first, last = self.ucx_ports
         if last - first + 1 < len(self.peers):
-            raise ConfigError(f"ucx_ports {first}-{last} are fewer than the {len(self.peers)} peers; each takes one")
+            raise ConfigError(f"--ucx-ports {first}-{last} are fewer than the {len(self.peers)} peers; each takes one")
         if len(self.peers) > self.max_peers:
-            raise ConfigError(f"peers names {len(self.peers)}; max_peers is {self.max_peers}")
-
-
-def _check_name(field_name: str, name: str) -> None:
-    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}", name):
-        raise ConfigError(
-            f"{field_name}: {name!r} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', "
-            "the first a letter or digit"
-        )
+            raise ConfigError(f"--peer names {len(self.peers)}; --max-peers is {self.max_peers}")
+        return self
 
 
 def new_incarnation() -> bytes:

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from kvferry.proto import common_pb2 as common
+
 RECENT = 1000
+# Upper bounds of a histogram's buckets, in seconds: from a step of the core to a request's longest deadline.
+BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+def reason_of(code: common.ErrorCode) -> str:
+    """An error code as a counter's key: one of a fixed few words, whatever came over the wire."""
+    return common.ErrorCode.Name(code).removeprefix("ERROR_").lower()
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Seconds of all events ever. counts[i]: at most BOUNDS[i]; the last: above all bounds."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    sum: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.sum += seconds
 
 
 @dataclass(slots=True)
@@ -21,7 +43,12 @@ class RequestCounters:
     retracted: int = 0
     overtaken: int = 0
     saved_pages: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # of the failed ones, by `reason_of` their error
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT))  # (queried, hit)
+
+    def fail(self, code: common.ErrorCode) -> None:
+        self.failed += 1
+        self.failures[reason_of(code)] += 1
 
     def lookup(self, queried: int, hit: int, host_hit: int = 0) -> None:
         self.admitted += 1
@@ -53,25 +80,40 @@ class TransferCounters:
     wire_bytes: int = 0
     parts: int = 0
     dropped_parts: int = 0
+    stale_notifications: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # of the failed ones; the reasons are a fixed few
+    aborts: Counter[str] = field(default_factory=Counter)  # of the aborted ones, likewise
+
+    def fail(self, reason: str) -> None:
+        self.failed += 1
+        self.failures[reason] += 1
+
+    def abort(self, reason: str) -> None:
+        self.aborted += 1
+        self.aborts[reason] += 1
 
 
 @dataclass(slots=True)
 class Latencies:
-    """Seconds of the last RECENT events, whole and by stage."""
+    """Seconds, whole and by stage: of the last RECENT events each value, of all of them a histogram."""
 
     count: int = 0
+    whole: Histogram = field(default_factory=Histogram)
     values: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     stages: dict[str, deque[float]] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)  # of the stages
 
     def add(self, seconds: float, stages: dict[str, float]) -> None:
         self.count += 1
         self.values.append(seconds)
+        self.whole.add(seconds)
         for stage, value in stages.items():
             self.add_stage(stage, value)
 
     def add_stage(self, stage: str, seconds: float) -> None:
         """One stage alone, which an event may have several times or not at all."""
         self.stages.setdefault(stage, deque(maxlen=RECENT)).append(seconds)
+        self.histograms.setdefault(stage, Histogram()).add(seconds)
 
     def quantile(self, q: float) -> float:
         """Nearest-rank quantile in seconds; 0 with no events."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvferry.daemon.admission import OVERTAKES
 from kvferry.daemon.arrivals import Arrivals
 from kvferry.daemon.asks import Asks
-from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
+from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters, reason_of
 from kvferry.daemon.effects import Effect, SendDone, ToWorker, tier_effects
 from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
 from kvferry.daemon.holds import Hold, Holds
@@ -335,7 +335,7 @@ class DecodeCore:
         assert moving.draining, f"transfer {transfer} drained before it was stopped"
         lease = moving.lease
         if moving.retry and lease.state is LeaseState.FILLING:
-            self.transfer_counters.failed += 1
+            self.transfer_counters.fail("wrong_parts")
             still = [page for page in moving.page_ids if page in lease.filling]
             if lease.asks >= MAX_ASKS_PER_REQUEST:
                 self._fail(
@@ -344,7 +344,7 @@ class DecodeCore:
             elif still:
                 self._asks.ask_again(lease, still)
         else:
-            self.transfer_counters.aborted += 1
+            self.transfer_counters.abort(lease.failure or "request_ended")
         self._settle(lease)
         self._pump(now)
 
@@ -522,7 +522,8 @@ class DecodeCore:
 
     def _fail(self, lease: Lease, error: RequestError) -> None:
         """Tells the worker; what it may still touch is kept until it answers with Abort (or is gone)."""
-        self.counters.failed += 1
+        self.counters.fail(error.code)
+        lease.failure = reason_of(error.code)
         self._tell(
             lease.worker, wire.WorkerEvent(failed=wire.Failed(name=lease.name.to_proto(), error=error.to_proto()))
         )

@@ -50,6 +50,7 @@ class Lease:
     admitted_at: float = 0.0
     filled_at: float = 0.0
     delta_pages: int = 0
+    failure: str = ""  # why it failed, if it did, as a counter's key
     acknowledge: bool = False  # the worker waits for Ended
 
     @property

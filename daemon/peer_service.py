@@ -45,7 +45,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if len(side.sessions) >= side.config.max_peers:
             bound = side.config.max_peers
             await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{bound} peers are connected; max_peers is {bound}"
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{bound} peers are connected; --max-peers is {bound}"
             )
         session = side.new_session(message.hello)
         log.info("decode daemon %s opens a session", message.hello.daemon)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.admission import OVERTAKES
-from kvferry.daemon.counters import RequestCounters, TransferCounters
+from kvferry.daemon.counters import RequestCounters, TransferCounters, reason_of
 from kvferry.daemon.effects import (
     Effect,
     EndSend,
@@ -250,14 +250,15 @@ class PrefillCore:
 
     def send_completed(self, session: int, transfer: int, now: float) -> None:
         """Every part of it has reached the other side; no gather of it runs."""
-        if self._send_closed(session, transfer):
+        if self._send_closed(session, transfer) is not None:
             self.transfer_counters.completed += 1
         self._pump(now)
 
     def send_ended(self, session: int, transfer: int, now: float) -> None:
         """After EndSend: no gather of it runs."""
-        if self._send_closed(session, transfer):
-            self.transfer_counters.aborted += 1
+        entry = self._send_closed(session, transfer)
+        if entry is not None:
+            self.transfer_counters.abort(entry.failure or "request_ended")
         self._pump(now)
 
     def done(self, session: int, name: Name, now: float) -> None:
@@ -423,13 +424,13 @@ class PrefillCore:
             entry.aux_sent = True
             self._effects.append(SendAux(entry.session, entry.name, prompt.aux))
 
-    def _send_closed(self, session: int, transfer: int) -> bool:
+    def _send_closed(self, session: int, transfer: int) -> Entry | None:
+        """Whose it was; None where it was over."""
         entry = self._sends.pop((session, transfer), None)
-        if entry is None:
-            return False
-        entry.sends.discard(transfer)
-        self._settle(entry)
-        return True
+        if entry is not None:
+            entry.sends.discard(transfer)
+            self._settle(entry)
+        return entry
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
@@ -449,8 +450,8 @@ class PrefillCore:
         """The worker's Abort is awaited before its pages go, unless it had said its last word or holds none."""
         prompt = entry.prompt
         assert prompt is not None
-        self.counters.failed += 1
-        entry.failed = True
+        self.counters.fail(error.code)
+        entry.failed, entry.failure = True, reason_of(error.code)
         failed = wire.Failed(name=entry.name.to_proto(), error=error.to_proto())
         self._effects.append(ToWorker(prompt.worker, wire.WorkerEvent(failed=failed)))
         prompt.told_failed = True

@@ -55,6 +55,7 @@ class Entry:
     sends: set[int] = field(default_factory=set)  # transfers open or ending
     done: bool = False  # nothing more is wanted of it
     failed: bool = False
+    failure: str = ""  # why its worker was told Failed, as a counter's key
     aux_sent: bool = False
     acknowledge: bool = False  # a failed one's worker waits for Ended
     overtaken: int = 0

@@ -105,9 +105,11 @@ class ReceivingSession(Session):
     def on_courier(self, event: PostDone | Notification) -> None:
         assert isinstance(event, Notification), "a receiving session posts nothing"
         link = self.link
-        dropped = self.receiver.counts.dropped_parts
+        counts = self.receiver.counts
+        dropped, stale = counts.dropped_parts, counts.stale_notifications
         actions = self.receiver.notification(event.payload, lambda slot: link.receive_slot(slot)[:HEADER_BYTES])
-        self._counters.dropped_parts += self.receiver.counts.dropped_parts - dropped
+        self._counters.dropped_parts += counts.dropped_parts - dropped
+        self._counters.stale_notifications += counts.stale_notifications - stale
         for action in actions:
             if isinstance(action, Scatter):
                 self._scatter(action)

@@ -22,9 +22,11 @@ from kvferry.daemon.cache_service import CacheService
 from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, parse_address
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.handshake import SERVER_OPTIONS
+from kvferry.daemon.metrics_server import MetricsServer
 from kvferry.daemon.peer_service import PeerService
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.side import AnySide
+from kvferry.daemon.stats import Snapshots
 from kvferry.daemon.worker_service import WorkerService
 from kvferry.proto import (
     admin_pb2,
@@ -62,6 +64,8 @@ class Daemon:
             self.sides["decode"] = DecodeSide(config, self.incarnation, time.monotonic)
         if "prefill" in config.roles:
             self.sides["prefill"] = PrefillSide(config, self.incarnation, time.monotonic)
+        self._snapshots = Snapshots(config.name, self.sides, time.monotonic)
+        self._metrics: MetricsServer | None = None
 
     def stop(self) -> None:
         self._stop.set()
@@ -81,20 +85,22 @@ class Daemon:
         self._lock = FileLock.create_held(os.path.join(config.shm_dir, f"kvferry-{self.incarnation.hex()}-lock"))
         _clear_socket(config.socket)
         self._health = HealthServicer()
-        self._tcp, self._unix = (grpc.aio.server(options=SERVER_OPTIONS) for _ in range(2))
+        timed = [self._snapshots.rpcs]
+        self._tcp, self._unix = (grpc.aio.server(interceptors=timed, options=SERVER_OPTIONS) for _ in range(2))
         host, port = parse_address(config.listen)
+        _check_free(config.listen)
         try:
             bound = self._tcp.add_insecure_port(config.listen)
         except RuntimeError as error:
-            raise ConfigError(f"listen {config.listen}: {error}") from error
+            raise ConfigError(f"--listen {config.listen}: {error}") from error
         if port and bound != port:
-            raise ConfigError(f"listen {config.listen}: the port is taken")
+            raise ConfigError(f"--listen {config.listen}: the port is taken")
         self.address = f"{host if ':' not in host else f'[{host}]'}:{bound}"
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.sides, self.address), self._unix)
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.sides), self._unix)
         services = [cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name]
         for server in (self._tcp, self._unix):
-            cache_pb2_grpc.add_CacheServicer_to_server(CacheService(config.name, self.sides, time.monotonic), server)
+            cache_pb2_grpc.add_CacheServicer_to_server(CacheService(self.sides, self._snapshots), server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         prefill = self.sides.get("prefill")
         if isinstance(prefill, PrefillSide):
@@ -114,6 +120,10 @@ class Daemon:
             self._unix.add_insecure_port(f"unix:{config.socket}")
         finally:
             os.umask(before)
+        if config.metrics:
+            self._metrics = MetricsServer(config.metrics, self._snapshots.take, loop)
+            self._snapshots.metrics = self._metrics.address
+            log.info("metrics: http://%s/metrics", self._metrics.address)
         await self._tcp.start()
         await self._unix.start()
         os.chmod(config.socket, 0o600)
@@ -126,7 +136,9 @@ class Daemon:
             task.add_done_callback(self._on_task_end)
 
     def discard(self) -> None:
-        """Leaves no file behind where `start` failed."""
+        """Leaves no file and no thread behind where `start` failed."""
+        if self._metrics is not None:
+            self._metrics.close()
         if self._lock is not None:
             self._lock.unlink()
             self._lock.close()
@@ -160,6 +172,9 @@ class Daemon:
             for task in running:
                 task.cancel()
             await asyncio.wait(running, timeout=1.0)
+        if self._metrics is not None:
+            await self._metrics.stop()
+            self._metrics = None
         await asyncio.gather(self._unix.stop(0.5), self._tcp.stop(0.5))
         await asyncio.sleep(0)  # handlers that were cancelled have run their ends
         prefill = self.sides.get("prefill")
@@ -174,8 +189,11 @@ class Daemon:
         self.discard()
 
     async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            due = loop.time() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
+            self._snapshots.loop_lag.add(max(0.0, loop.time() - due))
             for side in self.sides.values():
                 side.tick()
 
@@ -197,13 +215,26 @@ class Daemon:
         self._stop.set()
 
 
+def _check_free(listen: str) -> None:
+    """ConfigError where nothing can listen there; gRPC would say so in lines of its own."""
+    host, port = parse_address(listen)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[0][4])
+            probe.listen()
+    except OSError as error:
+        raise ConfigError(f"--listen {listen}: {error.strerror or error}") from error
+
+
 def _check_descriptors(config: DaemonConfig) -> None:
     """Raises the soft limit of open files as far as it may; ConfigError where that is not enough."""
     need = 128 + DESCRIPTORS_PER_PEER * config.max_peers + DESCRIPTORS_PER_WORKER * config.max_workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:
         raise ConfigError(
-            f"max_peers {config.max_peers} and max_workers {config.max_workers} need {need} open files; "
+            f"--max-peers {config.max_peers} and --max-workers {config.max_workers} need {need} open files; "
             f"the limit (RLIMIT_NOFILE) is {hard}"
         )
     if soft != resource.RLIM_INFINITY and soft < need:
@@ -217,27 +248,27 @@ def _check_host_dir(config: DaemonConfig) -> None:
     try:
         os.makedirs(config.host_dir, mode=0o700, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"host_dir {config.host_dir!r}: {error.strerror}") from error
+        raise ConfigError(f"--host-dir {config.host_dir!r}: {error.strerror}") from error
     if not os.access(config.host_dir, os.W_OK | os.X_OK):
-        raise ConfigError(f"host_dir {config.host_dir!r} cannot be written to")
+        raise ConfigError(f"--host-dir {config.host_dir!r} cannot be written to")
 
 
 def _clear_socket(path: str) -> None:
     """Makes the folder, removes what a dead daemon left; refuses one that answers, and anything that is no socket."""
     if len(path.encode()) > 107:
-        raise ConfigError(f"socket {path!r} has {len(path.encode())} bytes; Unix sockets take at most 107")
+        raise ConfigError(f"--socket {path!r} has {len(path.encode())} bytes; Unix sockets take at most 107")
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"socket {path!r} exists and is not a socket")
+        raise ConfigError(f"--socket {path!r} exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         code = probe.connect_ex(path)
     if code == 0:
-        raise ConfigError(f"socket {path!r}: another daemon answers there")
+        raise ConfigError(f"--socket {path!r}: another daemon answers there")
     if code not in (errno.ECONNREFUSED, errno.ENOENT):
-        raise ConfigError(f"socket {path!r}: {os.strerror(code)}")
+        raise ConfigError(f"--socket {path!r}: {os.strerror(code)}")
     os.unlink(path)

@@ -146,6 +146,11 @@ class Side(Generic[CoreT]):
         return self.core.running + self.core.waiting_requests if self.core is not None else 0
 
     @property
+    def workers_here(self) -> int:
+        """Those that are here, and lost ones that may still write."""
+        return len(self.workers) + len(self._lost)
+
+    @property
     def store(self) -> Store:
         return self.ready_core.store
 
@@ -171,8 +176,8 @@ class Side(Generic[CoreT]):
             )
         if len(hello.worker) > MAX_NAME_CHARS:
             raise invalid(f"worker has {len(hello.worker)} characters; the bound is {MAX_NAME_CHARS}")
-        if len(self.workers) + len(self._lost) >= self.config.max_workers:
-            raise exhausted(f"{len(self.workers)} workers are here; max_workers is {self.config.max_workers}")
+        if self.workers_here >= self.config.max_workers:
+            raise exhausted(f"{len(self.workers)} workers are here; --max-workers is {self.config.max_workers}")
         page_size = hello.facts.geometry.page_size
         if page_size not in (0, self.config.page_size):
             raise precondition(
@@ -224,13 +229,13 @@ class Side(Generic[CoreT]):
         pages = self.config.pool_bytes // page_bytes
         if not 1 <= pages < 1 << 31:
             raise exhausted(
-                f"pool_bytes is {self.config.pool_bytes}, a page of this model {page_bytes}; "
+                f"--pool-bytes is {self.config.pool_bytes}, a page of this model {page_bytes}; "
                 "the pool must hold 1 to 2^31 - 1 pages"
             )
         host_pages = self.config.host_bytes // page_bytes
         if self.config.host_bytes and not 1 <= host_pages < 1 << 31:
             raise exhausted(
-                f"host_bytes is {self.config.host_bytes}, a page of this model {page_bytes}; "
+                f"--host-bytes is {self.config.host_bytes}, a page of this model {page_bytes}; "
                 "the host tier must hold 1 to 2^31 - 1 pages"
             )
         name = f"kvferry-{self.incarnation.hex()}-{self.role}-pool"
@@ -249,7 +254,7 @@ class Side(Generic[CoreT]):
         except (OSError, ValueError) as error:
             self._segment.unlink()
             self._segment.close()
-            message = f"host tier of {host_pages * page_bytes} bytes (host_dir {self.config.host_dir!r}): {error}"
+            message = f"host tier of {host_pages * page_bytes} bytes (--host-dir {self.config.host_dir!r}): {error}"
             log.warning("%s", message)
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG)
             raise (exhausted(message) if full else precondition(message)) from error

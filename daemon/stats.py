@@ -1,11 +1,20 @@
-"""One snapshot of a side, as the wire's SideStats. Everything is read in one go on the event loop's thread, so the
-counts agree.
+"""One snapshot of a daemon, as the wire's StatsReply: the gRPC statistics and the Prometheus endpoint both show it.
+Everything is read in one go on the event loop's thread, so the counts agree.
 """
 
 from __future__ import annotations
 
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterable
+from importlib import metadata
+
+import kvferry
+from kvferry.daemon.counters import BOUNDS, Histogram
 from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.handshake import PROTOCOL
 from kvferry.daemon.prefill_side import PrefillSide
+from kvferry.daemon.rpc_times import RpcTimes
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.store import Store
 from kvferry.proto import cache_pb2 as cache
@@ -13,9 +22,52 @@ from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PagePool
 
 
+class Snapshots:
+    """Of one daemon. `now` is a clock in seconds."""
+
+    def __init__(self, name: str, sides: dict[str, AnySide], now: Callable[[], float]) -> None:
+        self.rpcs = RpcTimes(now)
+        self.loop_lag = Histogram()
+        self.metrics = ""  # the Prometheus endpoint's HOST:PORT, once it listens
+        self._name = name
+        self._sides = sides
+        self._now = now
+        self._started = now()
+        self._build = cache.BuildInfo(
+            version=kvferry.__version__,
+            protocol=PROTOCOL,
+            nixl=metadata.version("nixl"),
+            python=platform.python_version(),
+        )
+
+    def take(self) -> cache.StatsReply:
+        """On the event loop's thread."""
+        return cache.StatsReply(
+            daemon=self._name,
+            uptime_seconds=self._now() - self._started,
+            sides=[side_stats(side) for side in self._sides.values()],
+            build=self._build,
+            loop_lag=_histogram(self.loop_lag),
+            rpcs=[
+                cache.RpcStats(method=method, code=code, seconds=_histogram(histogram))
+                for (method, code), histogram in sorted(self.rpcs.histograms.items())
+            ],
+            metrics=self.metrics,
+        )
+
+
+def _histogram(histogram: Histogram) -> cache.Histogram:
+    return cache.Histogram(bounds=BOUNDS, counts=histogram.counts, sum=histogram.sum)
+
+
+def _reasons(counts: Counter[str]) -> Iterable[cache.ReasonCount]:
+    return [cache.ReasonCount(reason=reason, count=count) for reason, count in sorted(counts.items())]
+
+
 def side_stats(side: AnySide) -> cache.SideStats:
     """Zeros before the first worker has come."""
     stats = cache.SideStats(role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL)
+    stats.workers = side.workers_here
     if not side.has_pool.is_set():
         return stats
     side.store.settle()
@@ -30,14 +82,18 @@ def side_stats(side: AnySide) -> cache.SideStats:
     stats.admit_to_ready.count = latencies.count
     stats.admit_to_ready.p50_ms = latencies.quantile(0.50) * 1e3
     stats.admit_to_ready.p99_ms = latencies.quantile(0.99) * 1e3
+    stats.admit_to_ready.seconds.CopyFrom(_histogram(latencies.whole))
     for stage, values in latencies.stages.items():
-        stats.admit_to_ready.stages.add(stage=stage, mean_ms=sum(values) / len(values) * 1e3)
+        mean_ms = sum(values) / len(values) * 1e3
+        stats.admit_to_ready.stages.add(stage=stage, mean_ms=mean_ms, seconds=_histogram(latencies.histograms[stage]))
     if isinstance(side, DecodeSide):
         for link in side.links.values():
             peer = stats.peers.add(name=link.name, address=link.address, state=link.state, error=link.error)
             if link.session is not None:
                 peer.slots = side.config.slots
-                peer.free_credits = link.session.receiver.free_credits
+                receiver = link.session.receiver
+                peer.free_credits, peer.busy_slots = receiver.free_credits, receiver.busy_slots
+                peer.withheld_slots = receiver.withheld_slots
     elif isinstance(side, PrefillSide):
         for session in side.sessions.values():
             peer = stats.peers.add(name=session.remote, state="up" if session.up else "connecting")
@@ -58,6 +114,18 @@ def _requests(side: AnySide, stats: cache.RequestStats) -> None:
     stats.retracted, stats.overtaken = counters.retracted, counters.overtaken
     stats.reserved = side.ready_core.reserved
     stats.waiting, stats.running = load_of(side)
+    stats.failures.extend(_reasons(counters.failures))
+    oldest = oldest_of(side)
+    stats.oldest_seconds = side.now() - oldest if oldest is not None else 0.0
+
+
+def oldest_of(side: AnySide) -> float | None:
+    """When the oldest request came that holds pages or locks; None: there is none."""
+    if isinstance(side, DecodeSide):
+        return min((lease.arrived_at for lease in side.ready_core.leases.values() if not lease.queued), default=None)
+    assert isinstance(side, PrefillSide)
+    entries = side.ready_core.entries.values()
+    return min((e.arrived_at for e in entries if e.prompt is not None and e.prompt.begun), default=None)
 
 
 def load_of(side: AnySide) -> tuple[int, int]:
@@ -128,6 +196,9 @@ def _transfers(side: AnySide, stats: cache.TransferStats) -> None:
     stats.completed, stats.failed, stats.aborted = counters.completed, counters.failed, counters.aborted
     stats.delta_pages, stats.delta_bytes, stats.wire_bytes = counters.pages, counters.payload_bytes, counters.wire_bytes
     stats.parts, stats.dropped_parts = counters.parts, counters.dropped_parts
+    stats.stale_notifications = counters.stale_notifications
+    stats.failures.extend(_reasons(counters.failures))
+    stats.aborts.extend(_reasons(counters.aborts))
     stats.saved_pages = side.ready_core.counters.saved_pages
     stats.saved_bytes = stats.saved_pages * side.page_bytes
     if isinstance(side, DecodeSide):

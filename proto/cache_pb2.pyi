@@ -12,17 +12,65 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("daemon", "uptime_seconds", "sides")
+    __slots__ = ("daemon", "uptime_seconds", "sides", "build", "loop_lag", "rpcs", "metrics")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SIDES_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_FIELD_NUMBER: _ClassVar[int]
+    RPCS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     daemon: str
     uptime_seconds: float
     sides: _containers.RepeatedCompositeFieldContainer[SideStats]
-    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ...) -> None: ...
+    build: BuildInfo
+    loop_lag: Histogram
+    rpcs: _containers.RepeatedCompositeFieldContainer[RpcStats]
+    metrics: str
+    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., loop_lag: _Optional[_Union[Histogram, _Mapping]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., metrics: _Optional[str] = ...) -> None: ...
+
+class BuildInfo(_message.Message):
+    __slots__ = ("version", "protocol", "nixl", "python")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    protocol: int
+    nixl: str
+    python: str
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., nixl: _Optional[str] = ..., python: _Optional[str] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("bounds", "counts", "sum")
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+
+class RpcStats(_message.Message):
+    __slots__ = ("method", "code", "seconds")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    code: str
+    seconds: Histogram
+    def __init__(self, method: _Optional[str] = ..., code: _Optional[str] = ..., seconds: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
+
+class ReasonCount(_message.Message):
+    __slots__ = ("reason", "count")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    count: int
+    def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SideStats(_message.Message):
-    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy")
+    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +81,7 @@ class SideStats(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
     role: _common_pb2.Role
     requests: RequestStats
     pool: PoolStats
@@ -43,10 +92,11 @@ class SideStats(_message.Message):
     tiers: TierStats
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
     policy: str
-    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ...) -> None: ...
+    workers: int
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("admitted", "waiting", "running", "finished", "aborted", "failed", "refused", "queried_tokens", "hit_tokens", "hit_rate", "recent_hit_rate", "recent_requests", "host_hit_tokens", "retracted", "overtaken", "reserved")
+    __slots__ = ("admitted", "waiting", "running", "finished", "aborted", "failed", "refused", "queried_tokens", "hit_tokens", "hit_rate", "recent_hit_rate", "recent_requests", "host_hit_tokens", "retracted", "overtaken", "reserved", "failures", "oldest_seconds")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +113,8 @@ class RequestStats(_message.Message):
     RETRACTED_FIELD_NUMBER: _ClassVar[int]
     OVERTAKEN_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_SECONDS_FIELD_NUMBER: _ClassVar[int]
     admitted: int
     waiting: int
     running: int
@@ -79,7 +131,9 @@ class RequestStats(_message.Message):
     retracted: int
     overtaken: int
     reserved: int
-    def __init__(self, admitted: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., recent_hit_rate: _Optional[float] = ..., recent_requests: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., retracted: _Optional[int] = ..., overtaken: _Optional[int] = ..., reserved: _Optional[int] = ...) -> None: ...
+    failures: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    oldest_seconds: float
+    def __init__(self, admitted: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., recent_hit_rate: _Optional[float] = ..., recent_requests: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., retracted: _Optional[int] = ..., overtaken: _Optional[int] = ..., reserved: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., oldest_seconds: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("spilled_pages", "restored_pages", "backup_pages", "spill_failed_pages", "restore_failed_pages", "mismatched_pages", "dropped_pages", "host_evicted_pages", "spill_seconds", "restore_seconds", "copies", "recovered_pages", "orphan_pages", "discarded_entries", "unverified_pages")
@@ -176,7 +230,7 @@ class PoolStats(_message.Message):
     def __init__(self, pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., arriving: _Optional[int] = ..., cached: _Optional[int] = ..., spilling: _Optional[int] = ..., restoring: _Optional[int] = ..., orphaned: _Optional[int] = ..., evictable: _Optional[int] = ..., promised: _Optional[int] = ..., locks: _Optional[int] = ..., evicted: _Optional[int] = ..., tree_nodes: _Optional[int] = ...) -> None: ...
 
 class TransferStats(_message.Message):
-    __slots__ = ("active", "completed", "failed", "aborted", "delta_pages", "delta_bytes", "wire_bytes", "parts", "saved_bytes", "saved_pages", "asked_again", "dropped_parts")
+    __slots__ = ("active", "completed", "failed", "aborted", "delta_pages", "delta_bytes", "wire_bytes", "parts", "saved_bytes", "saved_pages", "asked_again", "dropped_parts", "stale_notifications", "failures", "aborts")
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +243,9 @@ class TransferStats(_message.Message):
     SAVED_PAGES_FIELD_NUMBER: _ClassVar[int]
     ASKED_AGAIN_FIELD_NUMBER: _ClassVar[int]
     DROPPED_PARTS_FIELD_NUMBER: _ClassVar[int]
+    STALE_NOTIFICATIONS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    ABORTS_FIELD_NUMBER: _ClassVar[int]
     active: int
     completed: int
     failed: int
@@ -201,43 +258,54 @@ class TransferStats(_message.Message):
     saved_pages: int
     asked_again: int
     dropped_parts: int
-    def __init__(self, active: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., aborted: _Optional[int] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., parts: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., saved_pages: _Optional[int] = ..., asked_again: _Optional[int] = ..., dropped_parts: _Optional[int] = ...) -> None: ...
+    stale_notifications: int
+    failures: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    aborts: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    def __init__(self, active: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., aborted: _Optional[int] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., parts: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., saved_pages: _Optional[int] = ..., asked_again: _Optional[int] = ..., dropped_parts: _Optional[int] = ..., stale_notifications: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ...) -> None: ...
 
 class LatencyStats(_message.Message):
-    __slots__ = ("count", "p50_ms", "p99_ms", "stages")
+    __slots__ = ("count", "p50_ms", "p99_ms", "stages", "seconds")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     P50_MS_FIELD_NUMBER: _ClassVar[int]
     P99_MS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     count: int
     p50_ms: float
     p99_ms: float
     stages: _containers.RepeatedCompositeFieldContainer[StageStats]
-    def __init__(self, count: _Optional[int] = ..., p50_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageStats, _Mapping]]] = ...) -> None: ...
+    seconds: Histogram
+    def __init__(self, count: _Optional[int] = ..., p50_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageStats, _Mapping]]] = ..., seconds: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
 
 class StageStats(_message.Message):
-    __slots__ = ("stage", "mean_ms")
+    __slots__ = ("stage", "mean_ms", "seconds")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     MEAN_MS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     stage: str
     mean_ms: float
-    def __init__(self, stage: _Optional[str] = ..., mean_ms: _Optional[float] = ...) -> None: ...
+    seconds: Histogram
+    def __init__(self, stage: _Optional[str] = ..., mean_ms: _Optional[float] = ..., seconds: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
 
 class PeerStats(_message.Message):
-    __slots__ = ("name", "address", "state", "free_credits", "slots", "error")
+    __slots__ = ("name", "address", "state", "free_credits", "slots", "error", "busy_slots", "withheld_slots")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     FREE_CREDITS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_SLOTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     state: str
     free_credits: int
     slots: int
     error: str
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., free_credits: _Optional[int] = ..., slots: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    busy_slots: int
+    withheld_slots: int
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., free_credits: _Optional[int] = ..., slots: _Optional[int] = ..., error: _Optional[str] = ..., busy_slots: _Optional[int] = ..., withheld_slots: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace_id", "digests")

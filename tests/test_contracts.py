@@ -27,6 +27,7 @@ PURE = (
     "kvferry.daemon.holds",
     "kvferry.daemon.lease",
     "kvferry.daemon.limits",
+    "kvferry.daemon.metrics",
     "kvferry.daemon.namespaces",
     "kvferry.daemon.pins",
     "kvferry.daemon.prefill_core",

@@ -153,6 +153,16 @@ class Receiver:
         return self._credits.granted
 
     @property
+    def busy_slots(self) -> int:
+        """Slots whose part was announced and is not copied out yet."""
+        return self._credits.taken
+
+    @property
+    def withheld_slots(self) -> int:
+        """Slots granted no more, until the session's end."""
+        return self._credits.withheld
+
+    @property
     def scatters_running(self) -> int:
         """Copies out of slots that were not reported done."""
         return len(self._running)

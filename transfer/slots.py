@@ -178,6 +178,16 @@ class CreditTable:
         """Slots whose credit is out and unspent, as far as the receiver knows."""
         return self._granted
 
+    @property
+    def taken(self) -> int:
+        """Slots whose part was announced and is not copied out yet."""
+        return self._states.count(SlotState.TAKEN)
+
+    @property
+    def withheld(self) -> int:
+        """Slots that are granted no more."""
+        return self._states.count(SlotState.WITHHELD)
+
     def state(self, slot: int) -> SlotState:
         """Of this slot."""
         return self._states[slot]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import urllib.request
 
+import grpc
 import pytest
 from engines import Engines, settled
+from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.daemon.metrics import families
 from kvferry.daemon.stack import Stack
-from kvferry.daemon.stats_main import size
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.stats_main import fetch, size
+from kvferry.daemon.system import Replica, SystemSpec, start_replicas
 
 STATES = ("free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned")
 
@@ -43,11 +49,50 @@ def test_the_command_over_tcp_and_unix_socket() -> None:
             assert requests["recent_hit_rate"] == pytest.approx(96 / 210)
             assert int(side["admit_to_ready"]["count"]) == 2
             assert side["admit_to_ready"]["p99_ms"] >= side["admit_to_ready"]["p50_ms"] > 0
+        agrees_with_metrics(decodes[0])
         table = stats_command(decodes[0].daemon_address)
         assert table.returncode == 0
         assert "45.7%" in table.stdout
         both = stats_command(prefills[0].daemon_address)
         assert "(prefill)" in both.stdout
+
+
+def agrees_with_metrics(replica: Replica) -> None:
+    """The endpoint shows what the gRPC statistics show: nothing moves, so two snapshots are equal."""
+    with grpc.insecure_channel(replica.daemon_address, [("grpc.enable_http_proxy", 0)]) as channel:
+        told = fetch(channel)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{told.metrics}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    shown = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    compared = 0
+    for family in families(told):
+        if any(word in family.name for word in ("uptime", "event_loop", "rpc_seconds")):
+            continue
+        for sample in family.samples:
+            assert shown[(sample.name, *sorted(sample.labels.items()))] == sample.value, sample
+            compared += 1
+    assert compared > 80
+    assert shown["kvferry_lookup_tokens_total", ("role", "decode")] == 210
+    assert shown["kvferry_transfers_ended_total", ("outcome", "completed"), ("reason", "ok"), ("role", "decode")] == 2
+    assert shown["kvferry_rpc_seconds_count", ("code", "OK"), ("method", "Cache/Stats")] >= 1
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for flags in (["--listen", address], ["--listen", "127.0.0.1:0", "--metrics", address]):
+            words = [sys.executable, "-m", "kvferry", "serve", "--role", "decode", "--log-level", "error", *flags]
+            words += ["--socket", f"/tmp/kvferry-test-{os.getpid()}.sock"]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+            assert done.returncode == 2
+            assert done.stderr == f"kvferry serve: {flags[-2]} {address}: Address already in use\n"
 
 
 def test_no_daemon_is_said_so() -> None:

@@ -1,0 +1,155 @@
+"""The Prometheus endpoint of a real daemon, and a snapshot as metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.daemon.config import ConfigError
+from kvferry.daemon.counters import BOUNDS, Histogram
+from kvferry.daemon.metrics import families
+from kvferry.daemon.metrics_server import MetricsServer
+from kvferry.proto import cache_pb2 as cache
+from kvferry.proto import common_pb2 as common
+
+LABELS = {
+    "role": {"decode", "prefill"},
+    "tier": {"device", "host"},
+    "direction": {"spill", "restore"},
+    "kind": {"part", "notification"},
+}
+
+
+def snapshot() -> cache.StatsReply:
+    """Of a daemon with both roles, with something in every repeated field."""
+    reply = cache.StatsReply(daemon="d", uptime_seconds=5, rpcs=[cache.RpcStats(method="Cache/Stats", code="OK")])
+    histogram = Histogram()
+    for seconds in (0.0001, 0.0005, 0.3, 99.0):
+        histogram.add(seconds)
+    wire = cache.Histogram(bounds=BOUNDS, counts=histogram.counts, sum=histogram.sum)
+    reply.rpcs[0].seconds.CopyFrom(wire)
+    reply.loop_lag.CopyFrom(wire)
+    for role in (common.ROLE_DECODE, common.ROLE_PREFILL):
+        side = reply.sides.add(role=role)
+        side.requests.hit_tokens, side.requests.host_hit_tokens, side.requests.queried_tokens = 10, 4, 20
+        side.requests.failures.add(reason="deadline_exceeded", count=3)
+        side.requests.failures.add(reason="unavailable", count=2)
+        side.transfers.failures.add(reason="wrong_parts", count=1)
+        side.transfers.aborts.add(reason="request_ended", count=6)
+        side.admit_to_ready.seconds.CopyFrom(wire)
+        side.admit_to_ready.stages.add(stage="queue").seconds.CopyFrom(wire)
+        side.peers.add(name="p", state="up", slots=16, free_credits=10, busy_slots=2, withheld_slots=1)
+        side.peers.add(name="p", state="connecting", slots=16, free_credits=3)
+        side.namespaces.add(namespace_id=b"\xab" * 32, device_pages=7, hit_tokens=10)
+    return reply
+
+
+def samples(reply: cache.StatsReply) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for family in families(reply):
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found, f"{key} comes twice"
+            found[key] = sample.value
+    return found
+
+
+def test_names_units_and_labels() -> None:
+    names = [family.name for family in families(snapshot())]
+    assert len(names) == len(set(names))
+    for family in families(snapshot()):
+        assert family.name.startswith("kvferry_")
+        assert family.documentation
+        assert not any(unit in family.name for unit in ("_ms", "millis", "_mib", "_kb")), family.name
+        assert family.samples, f"{family.name} has no sample in a snapshot with everything"
+        for sample in family.samples:
+            assert family.type != "counter" or sample.name.endswith("_total")
+            for label, value in sample.labels.items():
+                assert value in LABELS.get(label, {value}), f"{sample.name} {label}={value}"
+    assert [family.name for family in families(cache.StatsReply())] == names  # all from the start
+
+
+def test_values_are_those_of_the_snapshot() -> None:
+    found = samples(snapshot())
+    assert found["kvferry_hit_tokens_total", (("role", "decode"), ("tier", "device"))] == 6
+    assert found["kvferry_hit_tokens_total", (("role", "decode"), ("tier", "host"))] == 4
+    assert found["kvferry_lease_expiries_total", (("role", "prefill"),)] == 3
+    assert found["kvferry_request_failures_total", (("code", "unavailable"), ("role", "decode"))] == 2
+    ended = ("outcome", "aborted"), ("reason", "request_ended"), ("role", "decode")
+    assert found["kvferry_transfers_ended_total", ended] == 6
+    peer = ("peer", "p"), ("role", "decode")
+    assert found["kvferry_peer_up", peer] == 1
+    assert found["kvferry_slots", (*peer, ("state", "granted"))] == 13
+    assert found["kvferry_slots", (*peer, ("state", "withheld"))] == 1
+    assert found["kvferry_namespace_pages", (("namespace", "ab" * 6), ("role", "decode"), ("tier", "device"))] == 7
+
+
+def test_histograms_are_cumulative() -> None:
+    found = samples(snapshot())
+
+    def bucket(bound: str) -> float:
+        return found["kvferry_admit_to_ready_seconds_bucket", (("le", bound), ("role", "decode"))]
+
+    assert [bucket(bound) for bound in ("0.0005", "0.25", "0.5", "60.0", "+Inf")] == [2, 2, 3, 3, 4]
+    assert found["kvferry_admit_to_ready_seconds_count", (("role", "decode"),)] == 4
+    assert found["kvferry_admit_to_ready_seconds_sum", (("role", "decode"),)] == pytest.approx(99.3006)
+
+
+def fetch(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+async def served() -> None:
+    loop = asyncio.get_running_loop()
+    server = MetricsServer("127.0.0.1:0", snapshot, loop)
+    try:
+        url = f"http://{server.address}"
+        stalled = socket.create_connection(server.address.split(":"))  # sends nothing; it costs its time-out only
+        status, text = await asyncio.to_thread(fetch, url + "/metrics")
+        stalled.close()
+        assert status == 200
+        names = {family.name for family in text_string_to_metric_families(text)}
+        assert "kvferry_pages" in names
+        assert (await asyncio.to_thread(fetch, url + "/other"))[0] == 404
+        with pytest.raises(ConfigError, match=f"--metrics {server.address}: Address already in use"):
+            MetricsServer(server.address, snapshot, loop)
+    finally:
+        await server.stop()
+
+
+def test_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.daemon.metrics_server._Handler.timeout", 0.2)
+    asyncio.run(served())
+
+
+async def held_up() -> None:
+    """The event loop does not answer: the scraper is told, and later scrapes work."""
+    answer = asyncio.Event()
+
+    def slow() -> cache.StatsReply:
+        if answer.is_set():
+            return snapshot()
+        raise TimeoutError
+
+    server = MetricsServer("127.0.0.1:0", slow, asyncio.get_running_loop())
+    try:
+        status, text = await asyncio.to_thread(fetch, f"http://{server.address}/metrics")
+        assert status == 503
+        assert "no snapshot within" in text
+        answer.set()
+        assert (await asyncio.to_thread(fetch, f"http://{server.address}/metrics"))[0] == 200
+    finally:
+        await server.stop()
+
+
+def test_a_loop_that_does_not_answer() -> None:
+    asyncio.run(held_up())
