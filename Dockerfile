@@ -1,25 +1,52 @@
-# syntax=docker/dockerfile:1
-# docker build -t kvferry .                                     daemon, statistics
-# docker build -t kvferry-workers --build-arg EXTRAS='[workers]' .  reference workers and front end as well
-ARG PYTHON_VERSION=3.12
+# One image for daemons of either role. Everything of Python's comes from wheels that `make wheels` fetched before, so that
+# a build resolves nothing and needs no index: see `make image`.
+#   --build-arg BASE=...           any Debian 12 (glibc 2.36, Python 3.11)
+#   --build-arg VARIANT=cpu|cuda   cuda adds NVIDIA's run-time compiler; the driver comes from the host
+ARG BASE=debian:bookworm-slim
 
-FROM python:${PYTHON_VERSION}-slim AS build
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+FROM ${BASE} AS build
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends cmake g++ ninja-build python3-dev \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+ARG VARIANT=cpu
+RUN --mount=type=bind,source=wheels,target=/wheels \
+    set -eu; \
+    export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore; \
+    pip() { python3 /wheels/build/pip-*.whl/pip "$@" --no-index --no-deps; }; \
+    pip install --target /build-tools $(ls /wheels/build/*.whl | grep -v /pip-); \
+    PYTHONPATH=/build-tools pip wheel --no-build-isolation --wheel-dir /built -C build-dir=/tmp/build .; \
+    pip install --target /opt/kvferry /wheels/runtime/*.whl /built/*.whl; \
+    case "$VARIANT" in \
+      cpu) ;; \
+      cuda) pip install --target /opt/kvferry /wheels/cuda/*.whl ;; \
+      *) echo "VARIANT is $VARIANT; it must be cpu or cuda" >&2; exit 2 ;; \
+    esac; \
+    sed -i '1s|.*|#!/usr/bin/python3|' /opt/kvferry/bin/kvferry; \
+    cd /opt/kvferry; \
+    rm -rf nixl_ep nixl_ep_* nixl_cu13.scripts; \
+    find . -path ./bin/kvferry -prune -o -path './bin/*' -type f -exec rm {} +; \
+    PYTHONPATH=/opt/kvferry python3 -c 'import kvferry._core, kvferry.daemon.server, nixl_cu13._api'
 
-FROM python:${PYTHON_VERSION}-slim
-ARG EXTRAS=
-ARG TORCH_INDEX=
-COPY constraints.txt /tmp/constraints.txt
-RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c /tmp/constraints.txt \
-      "kvferry${EXTRAS} @ file://$(ls /wheels/kvferry-*.whl)" \
-    && rm /tmp/constraints.txt
-RUN useradd --create-home --uid 10001 kvferry && install -d -o kvferry -m 0700 /run/kvferry
-USER kvferry
-# front end, decode daemon, prefill daemon, metrics, UCX
-EXPOSE 8000 7070 7071 9470 21000-21063
+FROM ${BASE}
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends libstdc++6 python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && install -d -m 0755 /home/kvferry \
+    && install -d -o 65532 -g 65532 -m 0700 /run/kvferry
+COPY --from=build /opt/kvferry /opt/kvferry
+# HOME must be readable: UCX looks for its settings there.
+ENV HOME=/home/kvferry \
+    PATH=/opt/kvferry/bin:/usr/bin:/bin \
+    PYTHONPATH=/opt/kvferry \
+    PYTHONDONTWRITEBYTECODE=1 \
+    XDG_RUNTIME_DIR=/run/kvferry
+USER 65532:65532
+# decode daemon, prefill daemon, metrics, UCX
+EXPOSE 7070 7071 9470 9471 21000-21063
+STOPSIGNAL SIGTERM
+# The probe is the program itself: no shell runs. Without an address it asks the socket that lies in XDG_RUNTIME_DIR.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["kvferry", "health"]
 ENTRYPOINT ["kvferry"]
 CMD ["--help"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvferry.daemon.admin_service import DUMP_NODES, MAX_DUMP_NODES
-from kvferry.daemon.config import runtime_dir
+from kvferry.daemon.find_daemon import NoDaemon, default_socket
 from kvferry.daemon.pins import MAX_PIN_SECONDS
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import cache_pb2 as cache
@@ -58,7 +57,7 @@ class Command:
 
     def run(self, args: argparse.Namespace) -> int:
         try:
-            socket = args.socket or _default_socket(args.role)
+            socket = args.socket or default_socket(args.role)
             options = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
             with grpc.insecure_channel(f"unix:{socket}", options=options) as channel:
                 try:
@@ -67,7 +66,7 @@ class Command:
                     if error.code() in _NOBODY:
                         raise UsageError(f"no daemon answers at {socket}: {error.details()}") from error
                     raise Refused(f"{error.code().name}: {error.details()}") from error
-        except (UsageError, Refused) as error:
+        except (UsageError, NoDaemon, Refused) as error:
             print(f"kvferry {self.name}: {error}", file=sys.stderr)
             return 1 if isinstance(error, Refused) else 2
         except KeyboardInterrupt:
@@ -242,17 +241,6 @@ def _namespace_argument(parser: argparse.ArgumentParser, otherwise: str) -> None
 
 def _role(args: argparse.Namespace) -> common.Role:
     return _ROLES[args.role] if args.role else common.ROLE_UNSPECIFIED
-
-
-def _default_socket(role: str | None) -> str:
-    """That of `kvferry serve` without --socket."""
-    roles = ("decode", "prefill", "both") if role is None else (role, "both")
-    paths = [os.path.join(runtime_dir(), f"kvferry-{name}.sock") for name in roles]
-    found = [path for path in paths if os.path.exists(path)]
-    if len(found) != 1:
-        problem = f"{', '.join(found)} are all there" if found else f"there is no {' or '.join(paths)}"
-        raise UsageError(f"{problem}; name one with --socket")
-    return found[0]
 
 
 def _resolved(args: argparse.Namespace, channel: grpc.Channel) -> bytes:

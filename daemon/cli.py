@@ -20,6 +20,7 @@ COMMANDS = {
     "front": ("kvferry.workers.front_main", "run the OpenAI-compatible front end"),
     "loadgen": ("kvferry.loadgen.main", "drive a front end with multi-turn conversations"),
     "config": ("kvferry.daemon.config_main", "show the settings of a daemon and their origin, or their schema"),
+    "health": ("kvferry.daemon.health_main", "whether a daemon takes work, for probes"),
     "stats": ("kvferry.daemon.stats_main", "show a daemon's cache statistics"),
     "flush": ("kvferry.daemon.admin_main:flush", "free the cached pages of a daemon that nothing holds"),
     "pin": ("kvferry.daemon.admin_main:pin", "hold a prompt in a daemon's cache for a time"),

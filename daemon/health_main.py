@@ -1,0 +1,46 @@
+"""`kvferry health`: whether a daemon takes work, for probes: no shell, no curl, one gRPC call of grpc.health.v1.
+
+Exit status 0: yes. 1: it answers, but takes no new work (it drains). 2: nobody answers, or a flag is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from kvferry.daemon.find_daemon import NoDaemon, default_socket
+
+STATUS = health_pb2.HealthCheckResponse.ServingStatus
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "address",
+        nargs="?",
+        help="HOST:PORT or unix:PATH (default: $KVFERRY_SOCKET, or the one socket that lies in XDG_RUNTIME_DIR)",
+    )
+    parser.add_argument("--live", action="store_true", help="any answer will do, also of one that drains")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0.05 <= args.timeout <= 60:
+        print(f"kvferry health: --timeout is {args.timeout}; it must be 0.05 to 60", file=sys.stderr)
+        return 2
+    try:
+        address = args.address or f"unix:{default_socket(None)}"
+    except NoDaemon as error:
+        print(f"kvferry health: {error}", file=sys.stderr)
+        return 2
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            reply = HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=args.timeout)
+        except grpc.RpcError as error:
+            print(f"kvferry health: {address}: {error.code().name}: {error.details()}", file=sys.stderr)
+            return 2
+    print(STATUS.Name(reply.status))
+    return 0 if args.live or reply.status == STATUS.SERVING else 1

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Fetches into wheels/ what the image is built from: for Python 3.11 on x86_64, whatever Python runs this.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+for part in build runtime ${1:+cuda}; do
+  wanted=deploy/image/$part.txt
+  if cmp -s "$wanted" "wheels/$part/fetched.txt"; then continue; fi
+  rm -rf "wheels/$part"
+  "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
+    --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
+    --platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --dest "wheels/$part" -r "$wanted"
+  cp "$wanted" "wheels/$part/fetched.txt"
+done
+du -sh wheels/*
