@@ -14,7 +14,8 @@ ARG VARIANT=cpu
 RUN --mount=type=bind,source=wheels,target=/wheels \
     set -eu; \
     export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore; \
-    pip() { python3 /wheels/build/pip-*.whl/pip "$@" --no-index --no-deps; }; \
+    runner=$(ls /wheels/build/pip-*.whl)/pip; \
+    pip() { python3 "$runner" "$@" --no-index --no-deps; }; \
     pip install --target /build-tools $(ls /wheels/build/*.whl | grep -v /pip-); \
     PYTHONPATH=/build-tools pip wheel --no-build-isolation --wheel-dir /built -C build-dir=/tmp/build .; \
     pip install --target /opt/kvferry /wheels/runtime/*.whl /built/*.whl; \

@@ -127,7 +127,7 @@ class DecodeCore:
         if need > self.store.most(namespace):
             self.counters.refused += 1
             quota = f"; its namespace may use {namespace.quota.hard}" if namespace.quota.hard else ""
-            raise exhausted(
+            raise invalid(
                 f"prompt of {request.tokens} + max_new_tokens {request.max_new_tokens} needs {need} pages; "
                 f"the pool has {self.store.pool.pages}{quota}"
             )

@@ -503,7 +503,7 @@ class PrefillCore:
     def _refusal(self, entry: Entry | None, name: Name, tokens: int, most: int) -> RequestError | None:
         need = pages_for(tokens, self.store.page_size)
         if need > most:
-            return exhausted(f"prompt of {tokens} tokens needs {need} pages; its namespace may have {most}")
+            return invalid(f"prompt of {tokens} tokens needs {need} pages; its namespace may have {most}")
         if entry is None:
             return self._table_full()
         return aborted(f"name {name} was ended by the decode daemon") if entry.done else None

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from kvferry.proto import common_pb2, engine_pb2
+from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.workers.chat import Tokenizer, load_tokenizer
 from kvferry.workers.front_errors import ApiError, from_grpc, unavailable
 
@@ -55,6 +56,7 @@ class EngineFacts:
     max_tokens: int
     local_prefill_max_tokens: int
     tokenizer: str
+    all: common_pb2.NamespaceFacts
 
     @classmethod
     def from_reply(cls, reply: engine_pb2.DescribeReply, role: common_pb2.Role) -> EngineFacts:
@@ -78,7 +80,18 @@ class EngineFacts:
             max_tokens=reply.max_tokens,
             local_prefill_max_tokens=reply.local_prefill_max_tokens,
             tokenizer=reply.tokenizer,
+            all=reply.facts,
         )
+
+    def difference(self, other: EngineFacts) -> str:
+        """Why the two cannot work together: each field with both values, and the remedy."""
+        try:
+            found = differences(NamespaceFacts.from_proto(self.all), NamespaceFacts.from_proto(other.all))
+        except ValueError:  # one of them does not say all; the ids say that there is a difference
+            found = []
+        if found:
+            return "; ".join(map(str, found))
+        return f"namespace_id is {self.namespace_id.hex()[:16]} here and {other.namespace_id.hex()[:16]} there"
 
 
 def _role(role: common_pb2.Role) -> str:
@@ -263,7 +276,7 @@ class Engines:
                     error = str(failure)
             for link in self.links:
                 if link.answers and link.facts is not None:
-                    self._set(link, error or self._misfit(link.facts))
+                    self._set(link, error or self._misfit(link, link.facts))
 
     async def _choose_model(self) -> None:
         """Raises ValueError where the tokenizer cannot be loaded."""
@@ -280,11 +293,15 @@ class Engines:
                 root_digest=facts.root_digest,
             )
 
-    def _misfit(self, facts: EngineFacts) -> str:
+    def _misfit(self, link: EngineLink, facts: EngineFacts) -> str:
         """Why a server with these facts cannot be used; "" when it can."""
         served = self._served
         if served is None:
-            return "no prefill and decode server of one namespace_id were found yet"
+            others = self.prefill if link.role == common_pb2.ROLE_DECODE else self.decode
+            for other in others:
+                if other.answers and other.facts is not None:
+                    return f"it does not fit {other.label}: {facts.difference(other.facts)}"
+            return f"it is up, but no {_role(others[0].role)} server is"
         for field, ours, theirs in (
             ("facts.geometry.page_size", served.page_size, facts.page_size),
             ("facts.root_digest", served.root_digest.hex(), facts.root_digest.hex()),

@@ -63,6 +63,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         self.model = MODEL
         self.tokenizer = "synthetic"
         self.namespace_id = NAMESPACE
+        self.page_size = PAGE_SIZE
         self.max_tokens = MAX_TOKENS
         self.local_prefill_max_tokens = 0
         self.reply: Callable[[Sequence[int]], list[int]] = echo_reply
@@ -102,13 +103,15 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
             self.server = None
 
     async def Describe(self, request: Any, context: Any) -> engine_pb2.DescribeReply:
-        geometry = common_pb2.Geometry(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
+        geometry = common_pb2.Geometry(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_size=self.page_size)
         return engine_pb2.DescribeReply(
             role=self.role,
             model=self.model,
             daemon=self.name,
             daemon_address=self.address,
-            facts=common_pb2.NamespaceFacts(model=self.model, geometry=geometry, root_digest=root_digest()),
+            facts=common_pb2.NamespaceFacts(
+                model=self.model, geometry=geometry, digest_algorithm="sha256_cbor", root_digest=root_digest()
+            ),
             namespace_id=self.namespace_id,
             max_tokens=self.max_tokens,
             local_prefill_max_tokens=self.local_prefill_max_tokens,

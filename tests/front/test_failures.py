@@ -253,6 +253,21 @@ def test_a_server_that_does_not_fit_is_not_used(change: dict[str, Any], message:
         assert not stack.decode[1].decodes
 
 
+def test_servers_of_which_no_two_fit_are_named_with_what_differs() -> None:
+    def configure(stack: Stack) -> None:
+        stack.wait_s = 0.1
+        stack.decode[0].page_size, stack.decode[0].namespace_id = 64, b"m" * 32
+
+    with Stack(configure=configure) as stack:
+        until(lambda: "does not fit" in post(stack).json()["error"]["message"], "both were found")
+        response = post(stack)
+        assert response.status_code == 503
+        message = response.json()["error"]["message"]
+        decode, prefill = stack.decode[0].address, stack.prefill[0].address
+        assert f"decode server {decode}: it does not fit prefill server {prefill}: " in message
+        assert "geometry.page_size is 64 here and 16 there; start both daemons with the same --page-size" in message
+
+
 def stack_error(stack: Stack) -> str:
     error: str = httpx.get(f"{stack.url}/kvferry/stats").json()["decode"][1]["error"]
     return error

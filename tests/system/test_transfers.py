@@ -119,7 +119,7 @@ def test_what_cannot_be_gets_a_clear_answer(stack: Stack) -> None:
     prefills, decodes = start_replicas(stack, spec)
     with Engines(prefills[0], decodes[0]) as engines:
         too_large = engines.turn(list(range(300)), 40)
-        assert too_large.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert too_large.code is grpc.StatusCode.INVALID_ARGUMENT
         assert "needs 22 pages; the pool has 20" in too_large.details
         differs = engines.turn(list(range(40)), 4, prefill_tokens=list(range(1, 41)))
         assert differs.code is grpc.StatusCode.FAILED_PRECONDITION
