@@ -7,7 +7,7 @@ ARG BASE=debian:bookworm-slim
 FROM ${BASE} AS build
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends cmake g++ ninja-build python3-dev \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
 WORKDIR /src
 COPY . .
 ARG VARIANT=cpu
@@ -33,7 +33,7 @@ RUN --mount=type=bind,source=wheels,target=/wheels \
 FROM ${BASE}
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends libstdc++6 python3 \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* \
     && install -d -m 0755 /home/kvferry \
     && install -d -o 65532 -g 65532 -m 0700 /run/kvferry
 COPY --from=build /opt/kvferry /opt/kvferry

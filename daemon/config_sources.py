@@ -94,8 +94,12 @@ def _entry(entry: object) -> str:
 # -- the sources -----------------------------------------------------------------------------------------------------
 
 
-def load(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Loaded:
-    """Of parsed flags, `environ` (the process's own unless given) and the YAML file that they name. ConfigError."""
+def load(
+    args: argparse.Namespace, environ: Mapping[str, str] | None = None, otherwise: Mapping[str, str] | None = None
+) -> Loaded:
+    """Of parsed flags, `environ` (the process's own unless given) and the YAML file that they name; `otherwise` comes
+    before the defaults. ConfigError.
+    """
     environ = os.environ if environ is None else environ
     path = getattr(args, "config", None) or environ.get(FILE_VARIABLE, "")
     flags = {name: value for name, value in vars(args).items() if name in DaemonConfig.model_fields}
@@ -104,7 +108,7 @@ def load(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> 
         (_from_environment(environ), lambda name: PREFIX + name.upper()),
         (flags, flag_of),
     )
-    given: dict[str, object] = {}
+    given: dict[str, object] = dict(otherwise or {})
     origins: dict[str, str] = {}
     for values, origin in sources:
         for name, value in values.items():

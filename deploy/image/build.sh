@@ -22,7 +22,7 @@ if [ "$base" = "localhost/$suite-minbase" ] && ! "${buildah[@]}" inspect --type 
   if [ ! -e "$store/base/etc/debian_version" ]; then
     rm -rf "$store/base"
     debootstrap --variant=minbase "$suite" "$store/base" "$mirror" >"$store/debootstrap.log" || { tail "$store/debootstrap.log" >&2; exit 1; }
-    rm -rf "$store"/base/var/cache/apt/archives/*.deb "$store"/base/var/lib/apt/lists/*
+    rm -rf "$store"/base/var/cache/apt/* "$store"/base/var/lib/apt/lists/*
   fi
   empty=$("${buildah[@]}" from scratch)
   "${buildah[@]}" add -q "$empty" "$store/base" / >/dev/null

@@ -139,7 +139,7 @@ tests:
       - {{series: 'kvferry_requests{{instance="d", role="decode", state="waiting"}}', values: '3x20'}}
       - {{series: 'kvferry_transfers_ended_total{{instance="d", role="decode", outcome="completed", reason="ok"}}',
          values: '0+10x20'}}
-      - {{series: 'kvferry_transfers_ended_total{{instance="d", role="decode", outcome="failed", reason="wrong_parts"}}',
+      - {{series: 'kvferry_transfers_ended_total{{instance="d", role="decode", outcome="failed", reason="x"}}',
          values: '0+5x20'}}
       - {{series: 'kvferry_checksum_mismatched_pages_total{{instance="d", role="decode"}}', values: '0x10 1x20'}}
       - {{series: 'kvferry_pages{{instance="d", role="decode", tier="device", state="orphaned"}}', values: '2x20'}}

@@ -1,0 +1,57 @@
+"""What the CUDA driver says of this machine's GPUs, without making a context on any of them."""
+
+from __future__ import annotations
+
+import ctypes
+
+UNIFIED_ADDRESSING = 41  # CU_DEVICE_ATTRIBUTE_...: IPC of memory needs it
+NAME_BYTES = 100
+
+
+class DriverError(Exception):
+    """No driver, or a call of it failed."""
+
+
+class Driver:
+    def __init__(self) -> None:
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            raise DriverError("no CUDA driver") from None
+        self._call("cuInit", 0)
+
+    def version(self) -> int:
+        """12080 for CUDA 12.8."""
+        found = ctypes.c_int()
+        self._call("cuDriverGetVersion", ctypes.byref(found))
+        return found.value
+
+    def count(self) -> int:
+        found = ctypes.c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(found))
+        return found.value
+
+    def name(self, device: int) -> str:
+        text = ctypes.create_string_buffer(NAME_BYTES)
+        self._call("cuDeviceGetName", text, NAME_BYTES, self._device(device))
+        return text.value.decode(errors="replace")
+
+    def shares_memory(self, device: int) -> bool:
+        found = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(found), UNIFIED_ADDRESSING, self._device(device))
+        return bool(found.value)
+
+    def peers(self, device: int, other: int) -> bool:
+        found = ctypes.c_int()
+        self._call("cuDeviceCanAccessPeer", ctypes.byref(found), self._device(device), self._device(other))
+        return bool(found.value)
+
+    def _device(self, ordinal: int) -> ctypes.c_int:
+        handle = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(handle), ordinal)
+        return handle
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._cuda, name)(*arguments)
+        if status:
+            raise DriverError(f"{name} gives CUDA error {status}")
