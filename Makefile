@@ -1,5 +1,6 @@
 # make demo      set up and run the demonstration          make test      set up and run the tests
 # make nightly   the long tests                            make lint types proto wheel clean
+# make image     the container image (VARIANT=cpu|cuda)    make image-test  two of its root file systems under load
 #
 # PYTHON=python3.12            the interpreter (>= 3.10) that .venv is made with
 # TORCH_INDEX=https://...      an extra package index, for instance one of CPU builds of torch
@@ -15,6 +16,7 @@ TORCH_INDEX ?=
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
+VARIANT ?= cpu
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvferry-installed
@@ -22,7 +24,7 @@ PIP_INSTALL := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-ur
 PACKAGES := proto radix transfer daemon workers loadgen
 TYPED := build/typed
 
-.PHONY: all venv demo test nightly lint types proto proto-check wheel clean
+.PHONY: all venv demo test nightly lint types proto proto-check wheel wheels image image-test clean
 all: venv
 
 venv: $(STAMP)
@@ -69,6 +71,16 @@ wheel: venv
 	$(BIN)/python -m pip wheel $(PIP_FLAGS) -q --no-deps --wheel-dir dist -C build-dir=build/wheel .
 	@ls dist/*.whl
 
+# What the image is built from, fetched before the build: it resolves nothing and needs no index.
+wheels: venv
+	PYTHON=$(BIN)/python deploy/image/fetch.sh $(VARIANT)
+
+image: wheels
+	deploy/image/build.sh $(VARIANT)
+
+image-test: venv
+	$(BIN)/python -m pytest -m nightly tests/packaging/test_image.py -v $(PYTEST_FLAGS)
+
 clean:
-	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist wheels $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,7 +29,7 @@ if [ "$base" = "localhost/$suite-minbase" ] && ! "${buildah[@]}" inspect --type 
   "${buildah[@]}" config --cmd bash "$empty"
   "${buildah[@]}" commit -q --rm "$empty" "$base" >/dev/null
 fi
-"${buildah[@]}" build --isolation chroot --layers --pull-never --build-arg "BASE=$base" --build-arg "VARIANT=$variant" \
+"${buildah[@]}" build --isolation chroot --layers=false --pull-never --build-arg "BASE=$base" --build-arg "VARIANT=$variant" \
   --format docker -t "localhost/kvferry:$variant" .
 # Its root file system, for tests and for those who run it without an engine.
 rootfs=$store/rootfs-$variant

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Fetches into wheels/ what the image is built from: for Python 3.11 on x86_64, whatever Python runs this.
+# Fetches into wheels/ what the image (cpu, or cuda as argument) is built from: for Python 3.11 on x86_64, whatever Python runs this.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-for part in build runtime ${1:+cuda}; do
+for part in build runtime $([ "${1:-cpu}" = cuda ] && echo cuda); do
   wanted=deploy/image/$part.txt
   if cmp -s "$wanted" "wheels/$part/fetched.txt"; then continue; fi
   rm -rf "wheels/$part"
