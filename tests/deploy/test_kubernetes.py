@@ -1,0 +1,333 @@
+"""deploy/kubernetes, as kustomize renders it: schemas, the "restricted" pod security standard, settings that are
+settings, ports that are those of the daemons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvferry.daemon import cli, config_sources, serve
+from kvferry.daemon.config import DaemonConfig, parse_address, parse_size
+
+KUBERNETES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
+RULES = KUBERNETES.parent / "prometheus" / "kvferry.rules.yaml"
+OVERLAYS = ("cpu", "gpu", "rdma", "node")
+VERSION = "1.36"
+MONITORING = "monitoring.coreos.com/v1"
+Document = dict[str, Any]
+
+# What is used of the Prometheus operator's resources, and no more: a key that is misspelt is refused.
+_LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
+_RULE = {
+    "type": "object",
+    "required": ["alert", "expr"],
+    "additionalProperties": False,
+    "properties": {
+        "alert": {"type": "string"},
+        "expr": {"type": "string"},
+        "for": {"type": "string", "pattern": "^[0-9]+[smh]$"},
+        "labels": _LABELS,
+        "annotations": _LABELS,
+    },
+}
+_GROUP = {
+    "type": "object",
+    "required": ["name", "rules"],
+    "additionalProperties": False,
+    "properties": {"name": {"type": "string"}, "rules": {"type": "array", "items": _RULE}},
+}
+_ENDPOINT = {
+    "type": "object",
+    "required": ["port"],
+    "additionalProperties": False,
+    "properties": {"port": {"type": "string"}, "interval": {"type": "string"}},
+}
+SPECS: dict[str, Document] = {
+    "PrometheusRule": {
+        "required": ["groups"],
+        "additionalProperties": False,
+        "properties": {"groups": {"type": "array", "minItems": 1, "items": _GROUP}},
+    },
+    "PodMonitor": {
+        "required": ["selector", "podMetricsEndpoints"],
+        "additionalProperties": False,
+        "properties": {
+            "selector": {"type": "object", "properties": {"matchLabels": _LABELS}, "additionalProperties": False},
+            "jobLabel": {"type": "string"},
+            "podMetricsEndpoints": {"type": "array", "minItems": 1, "items": _ENDPOINT},
+        },
+    },
+}
+
+
+def rendered(overlay: str) -> list[Document]:
+    """As `kubectl apply -k` would send it; nothing is fetched."""
+    if shutil.which("kubectl") is None and shutil.which("kustomize") is None:
+        pytest.skip("neither kubectl nor kustomize is here")
+    command = ["kubectl", "kustomize"] if shutil.which("kubectl") else ["kustomize", "build"]
+    done = subprocess.run(
+        [*command, str(KUBERNETES / "overlays" / overlay)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+@pytest.fixture(scope="module")
+def overlays() -> dict[str, list[Document]]:
+    return {overlay: rendered(overlay) for overlay in OVERLAYS}
+
+
+def of_kind(documents: list[Document], kind: str) -> list[Document]:
+    return [document for document in documents if document["kind"] == kind]
+
+
+def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
+    """(name, pod template) of every workload."""
+    for document in documents:
+        if document["kind"] in ("StatefulSet", "Deployment", "DaemonSet"):
+            yield document["metadata"]["name"], document["spec"]["template"]
+
+
+def containers(template: Document) -> list[Document]:
+    spec = template["spec"]
+    return [*spec.get("initContainers", []), *spec["containers"]]
+
+
+def daemon_of(template: Document) -> Document:
+    return next(container for container in containers(template) if container["name"] == "kvferry")
+
+
+def config_of(container: Document) -> DaemonConfig:
+    """What the daemon would make of its variables; the pod's address stands in for what Kubernetes fills in."""
+    filled = {"status.podIP": "10.0.0.9", "metadata.name": "pod-0", "spec.nodeName": "node-0"}
+    environ: dict[str, str] = {}
+    for entry in container["env"]:
+        if "value" in entry:
+            value = re.sub(r"\$\((\w+)\)", lambda found: environ[found[1]], entry["value"])
+        else:
+            value = filled[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+        environ[entry["name"]] = value
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return config_sources.load(parser.parse_args(container["args"][1:]), environ).config
+
+
+# -- schemas ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_object_keeps_to_its_schema(overlays: dict[str, list[Document]], overlay: str) -> None:
+    for document in overlays[overlay]:
+        if document["apiVersion"] == MONITORING:
+            jsonschema.validate(document["spec"], {"type": "object", **SPECS[document["kind"]]})
+        else:
+            kubernetes_validate.validate(document, VERSION, strict=True)
+        assert document["kind"] == "Namespace" or document["metadata"]["namespace"] == "kvferry"
+
+
+def test_the_validator_refuses_what_is_wrong(overlays: dict[str, list[Document]]) -> None:
+    wrong = yaml.safe_load(yaml.safe_dump(of_kind(overlays["cpu"], "StatefulSet")[0]))
+    wrong["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    with pytest.raises(kubernetes_validate.utils.ValidationError):
+        kubernetes_validate.validate(wrong, VERSION, strict=True)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"groups": [{"name": "x", "rules": [{"alert": "a"}]}]}, SPECS["PrometheusRule"])
+
+
+def test_the_alerts_are_those_of_prometheus(overlays: dict[str, list[Document]]) -> None:
+    for documents in overlays.values():
+        rule = of_kind(documents, "PrometheusRule")[0]
+        assert rule["spec"]["groups"] == yaml.safe_load(RULES.read_text())["groups"]
+
+
+# -- what pods may do -------------------------------------------------------------------------------------------------
+
+
+def beyond_restricted(template: Document) -> set[str]:
+    """What of a pod is outside of the "restricted" pod security standard."""
+    found = set()
+    spec = template["spec"]
+    for field in ("hostNetwork", "hostPID", "hostIPC"):
+        if spec.get(field):
+            found.add(field)
+    for volume in spec.get("volumes", []):
+        kind = next(key for key in volume if key != "name")
+        if kind not in ("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "secret"):
+            found.add(f"volume {kind}")
+    pod_context = spec.get("securityContext", {})
+    for container in containers(template):
+        context = container.get("securityContext", {})
+        if context.get("privileged"):
+            found.add("privileged")
+        if context.get("allowPrivilegeEscalation") is not False:
+            found.add("allowPrivilegeEscalation")
+        if context.get("capabilities", {}).get("drop") != ["ALL"]:
+            found.add("capabilities not dropped")
+        found |= {f"capability {name}" for name in context.get("capabilities", {}).get("add", [])} - {
+            "capability NET_BIND_SERVICE"
+        }
+        if not context.get("runAsNonRoot", pod_context.get("runAsNonRoot")):
+            found.add("may run as root")
+        if context.get("runAsUser", pod_context.get("runAsUser")) == 0:
+            found.add("runs as root")
+        profile = context.get("seccompProfile", pod_context.get("seccompProfile", {})).get("type")
+        if profile not in ("RuntimeDefault", "Localhost"):
+            found.add("seccomp")
+        if any(port.get("hostPort") for port in container.get("ports", [])):
+            found.add("hostPort")
+        assert context.get("readOnlyRootFilesystem") is True  # beyond the standard
+    return found
+
+
+EXTRA_RIGHTS = {"cpu": set(), "gpu": set(), "rdma": {"capability IPC_LOCK"}, "node": {"volume hostPath"}}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_keep_to_the_restricted_standard(overlays: dict[str, list[Document]], overlay: str) -> None:
+    found = [beyond_restricted(template) for _, template in pods(overlays[overlay])]
+    assert found
+    assert set().union(*found) == EXTRA_RIGHTS[overlay]
+    enforced = of_kind(overlays[overlay], "Namespace")[0]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    assert enforced == ("privileged" if EXTRA_RIGHTS[overlay] else "restricted")
+    if EXTRA_RIGHTS[overlay]:  # each is justified where it is asked for
+        folder = KUBERNETES / "overlays" / overlay
+        text = "".join(path.read_text() for path in folder.iterdir())
+        for right in EXTRA_RIGHTS[overlay]:
+            assert re.search(rf"#[^\n]*{right.split()[-1]}", text), right
+
+
+def test_the_rules_see_what_is_not_restricted() -> None:
+    bad = {"spec": {"hostIPC": True, "volumes": [{"name": "x", "hostPath": {"path": "/"}}], "containers": []}}
+    bad["spec"]["containers"] = [{"name": "c", "securityContext": {"privileged": True, "readOnlyRootFilesystem": True}}]
+    assert beyond_restricted(bad) >= {"hostIPC", "volume hostPath", "privileged", "may run as root", "seccomp"}
+
+
+# -- what daemons are told --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_daemons_take_their_settings_and_have_the_memory(overlays: dict[str, list[Document]], overlay: str) -> None:
+    for name, template in pods(overlays[overlay]):
+        daemon = daemon_of(template)
+        config = config_of(daemon)
+        role = template["metadata"]["labels"]["kvferry/role"]
+        assert config.role == role, name
+        ports = {port["name"]: port["containerPort"] for port in daemon["ports"]}
+        assert ports == {
+            "session": parse_address(config.listen)[1],
+            "metrics": parse_address(config.metrics)[1],
+        }
+        limit = parse_size(daemon["resources"]["limits"]["memory"] + "B")
+        slots = config.slots * config.slot_bytes * max(1, len(config.peers))
+        assert limit >= config.pool_bytes + slots + (256 << 20)
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        shm = next(mount["name"] for mount in daemon["volumeMounts"] if mount["mountPath"] == config.shm_dir)
+        if "emptyDir" in volumes[shm]:
+            assert volumes[shm]["emptyDir"]["medium"] == "Memory"
+            assert parse_size(volumes[shm]["emptyDir"]["sizeLimit"] + "B") > config.pool_bytes + config.host_bytes
+        folders = [mount["mountPath"] for mount in daemon["volumeMounts"]]
+        assert str(Path(config.socket).parent) in folders
+        assert "/tmp" in folders
+        assert template["spec"]["enableServiceLinks"] is False
+        assert template["spec"]["terminationGracePeriodSeconds"] > config.grace_seconds
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_probes_are_commands_that_exist(overlays: dict[str, list[Document]], overlay: str) -> None:
+    for _, template in pods(overlays[overlay]):
+        daemon = daemon_of(template)
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            words = daemon[probe]["exec"]["command"]
+            assert words[0] == "kvferry" and words[1] in cli.COMMANDS
+            assert ("--live" in words) == (probe == "livenessProbe")
+            assert cli.main([*words[1:], "unix:/nowhere", "--timeout", "0.1"]) == 2  # it takes these flags
+
+
+def test_peers_are_names_of_the_headless_service(overlays: dict[str, list[Document]]) -> None:
+    documents = overlays["cpu"]
+    prefill = next(d for d in of_kind(documents, "StatefulSet") if d["metadata"]["name"] == "prefill")
+    service = next(d for d in of_kind(documents, "Service") if d["metadata"]["name"] == prefill["spec"]["serviceName"])
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    decode = next(template for name, template in pods(documents) if name == "decode")
+    names = [f"prefill-{index}" for index in range(prefill["spec"]["replicas"])]
+    port = service["spec"]["ports"][0]["port"]
+    assert config_of(daemon_of(decode)).peers == {n: f"{n}.{service['metadata']['name']}:{port}" for n in names}
+
+
+def test_the_sidecar_starts_before_and_ends_after_the_engine(overlays: dict[str, list[Document]]) -> None:
+    for _, template in pods(overlays["cpu"]):
+        sidecar = template["spec"]["initContainers"][0]
+        assert sidecar["restartPolicy"] == "Always"
+        engine = template["spec"]["containers"][0]
+        assert engine["volumeMounts"] == sidecar["volumeMounts"]
+
+
+# -- who may reach what -----------------------------------------------------------------------------------------------
+
+
+def opened(policy: Document, role: str) -> set[tuple[int, int]]:
+    """(first, last) ports open to pods of the other role."""
+    found = set()
+    for rule in policy["spec"]["ingress"]:
+        for source in rule["from"]:
+            if source.get("podSelector", {}).get("matchLabels", {}).get("kvferry/role") == role:
+                found |= {(port["port"], port.get("endPort", port["port"])) for port in rule["ports"]}
+    return found
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "rdma"])
+def test_peers_reach_the_session_port_and_ucx_and_no_more(overlays: dict[str, list[Document]], overlay: str) -> None:
+    documents = overlays[overlay]
+    policies = {d["metadata"]["name"]: d for d in of_kind(documents, "NetworkPolicy")}
+    configs = {name: config_of(daemon_of(template)) for name, template in pods(documents)}
+    session = parse_address(configs["prefill"].listen)[1]
+    assert opened(policies["kvferry-prefill"], "decode") == {(session, session), configs["prefill"].ucx_ports}
+    assert opened(policies["kvferry-decode"], "prefill") == {configs["decode"].ucx_ports}
+    for policy in policies.values():
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        assert all(rule.get("from") and rule.get("ports") for rule in policy["spec"]["ingress"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_selectors_select_something(overlays: dict[str, list[Document]], overlay: str) -> None:
+    documents = overlays[overlay]
+    labels = [template["metadata"]["labels"] for _, template in pods(documents)]
+
+    def selects(wanted: dict[str, str]) -> bool:
+        return any(wanted.items() <= of_pod.items() for of_pod in labels)
+
+    monitor = of_kind(documents, "PodMonitor")[0]
+    assert selects(monitor["spec"]["selector"]["matchLabels"])
+    named = {port["name"] for _, template in pods(documents) for c in containers(template) for port in c["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= named
+    for budget in of_kind(documents, "PodDisruptionBudget"):
+        assert selects(budget["spec"]["selector"]["matchLabels"])
+    if overlay != "node":  # there, the prefill side is another kustomization's
+        for service in of_kind(documents, "Service"):
+            assert selects(service["spec"]["selector"])
+        for policy in of_kind(documents, "NetworkPolicy"):
+            assert selects(policy["spec"]["podSelector"]["matchLabels"])
+
+
+def test_gpu_pods_share_one_claim(overlays: dict[str, list[Document]]) -> None:
+    template_name = of_kind(overlays["gpu"], "ResourceClaimTemplate")[0]["metadata"]["name"]
+    for _, template in pods(overlays["gpu"]):
+        spec = template["spec"]
+        assert [claim["resourceClaimTemplateName"] for claim in spec["resourceClaims"]] == [template_name]
+        assert spec["shareProcessNamespace"] is True
+        for container in containers(template):
+            assert container["resources"]["claims"] == [{"name": "gpu"}]
+            assert container["image"] == "kvferry:cuda"
