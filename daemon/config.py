@@ -234,6 +234,11 @@ class DaemonConfig(BaseModel):
     peers: Annotated[
         Peers, Field(description="a prefill daemon; may be repeated"), Flag("NAME=HOST:PORT", repeated="--peer")
     ] = Field(default_factory=dict)
+    peer_service: Annotated[
+        Address,
+        Field(description="a name of DNS whose addresses are prefill daemons, looked up again and again"),
+        Flag("HOST:PORT", default="none"),
+    ] = ""
     pool_bytes: Annotated[Size, Field(ge=1, le=1 << 48, description="of each role's KV pool"), Flag("SIZE")] = 1 << 30
     page_size: Annotated[int, Field(ge=1, le=4096, description="tokens of a page"), Flag("TOKENS")] = 64
     shm_dir: Annotated[str, Field(description="where the pools' shared memory lies"), Flag("DIR")] = "/dev/shm"
@@ -310,6 +315,8 @@ class DaemonConfig(BaseModel):
                 f"--listen is {self.listen}: sessions are not encrypted; "
                 "an address that is not loopback needs --insecure"
             )
+        if self.peer_service and "decode" not in self.roles:
+            raise ConfigError(f"--peer-service is {self.peer_service}, but --role is prefill: only decode daemons dial")
         if self.host_dir and not self.host_bytes:
             raise ConfigError(f"--host-dir is {self.host_dir!r}, but --host-bytes is 0: there is no host tier to keep")
         if self.write_through_hits and not self.host_bytes:

@@ -10,7 +10,7 @@ from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
 from kvferry.daemon.effects import Effect, SendDone, StartTransfer, StopTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
 from kvferry.daemon.limits import Name, check_priority, check_prompt
-from kvferry.daemon.peer_link import PeerLink
+from kvferry.daemon.peer_link import FoundPeerLink, PeerLink
 from kvferry.daemon.side import Side, Worker
 from kvferry.daemon.store import Store
 from kvferry.proto import worker_pb2 as wire
@@ -22,6 +22,24 @@ class DecodeSide(Side[DecodeCore]):
     def __init__(self, config: DaemonConfig, incarnation: bytes, now: Callable[[], float]) -> None:
         super().__init__(config, incarnation, now)
         self.links = {name: PeerLink(name, address, self) for name, address in config.peers.items()}
+
+    # -- peers that are found while it runs (discovery.Peers) ----------------------------------------------------
+
+    def room_for_peers(self) -> int:
+        first, last = self.config.ucx_ports
+        return max(0, min(self.config.max_peers, last - first + 1) - len(self.links))
+
+    def link_of(self, name: str) -> PeerLink | None:
+        return self.links.get(name)
+
+    def add_peer(self, name: str, address: str) -> PeerLink:
+        link = self.links[name] = FoundPeerLink(name, address, self)
+        return link
+
+    def remove_peer(self, name: str, error: RequestError) -> None:
+        """Its `run` has ended."""
+        del self.links[name]
+        self.on_link_down(name, error)
 
     def make_core(self, store: Store) -> DecodeCore:
         limits = DecodeLimits(
@@ -76,6 +94,9 @@ class DecodeSide(Side[DecodeCore]):
         )
         if request.prefill and request.prefill not in self.links:
             known = ", ".join(sorted(self.links)) or "none"
+            if self.config.peer_service:
+                where = self.config.peer_service
+                raise unavailable(f"prefill is {request.prefill[:128]!r}; found at {where} by now are: {known}")
             raise precondition(f"prefill is {request.prefill[:128]!r}; the configured peers are: {known}")
         deadline = self.deadline_of(request.deadline_ms)
         self.ready_core.admit(worker.number, worker.namespace_id, name, request, deadline, now)
@@ -84,20 +105,23 @@ class DecodeSide(Side[DecodeCore]):
     # -- effects -------------------------------------------------------------------------------------------------
 
     def perform(self, effect: Effect) -> None:
+        assert isinstance(effect, StartTransfer | StopTransfer | SendDone), f"a decode core left {effect}"
+        link = self.links.get(effect.prefill)
         if isinstance(effect, StartTransfer):
-            self.links[effect.prefill].start_transfer(effect)
+            if link is None:  # it was forgotten since the request was admitted
+                self.on_link_down(effect.prefill, unavailable(f"prefill daemon {effect.prefill!r} is gone"))
+            else:
+                link.start_transfer(effect)
         elif isinstance(effect, StopTransfer):
-            if self.links[effect.prefill].stop_transfer(effect.transfer, effect.reason):
+            if link is None or link.stop_transfer(effect.transfer, effect.reason):
                 self.on_drained(effect.transfer)
-        elif isinstance(effect, SendDone):
-            self.links[effect.prefill].send_done(effect.name)
-        else:
-            raise AssertionError(f"a decode core left {effect}")
+        elif link is not None:
+            link.send_done(effect.name)
 
     def effect_failed(self, effect: Effect, message: str) -> None:
         assert isinstance(effect, StartTransfer | StopTransfer | SendDone)
-        link = self.links[effect.prefill]
-        if link.session is not None:
+        link = self.links.get(effect.prefill)
+        if link is not None and link.session is not None:
             link.session.break_off(message)
 
     def remaining_ms(self, name: Name) -> int:

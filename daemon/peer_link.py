@@ -130,6 +130,7 @@ class PeerLink:
                 raise SessionBroken(f"no hello came: {code.name}: {details}")
             hello = answer.hello
             check_hello(side, hello, self.address)
+            self.check_name(hello.daemon)
             config = side.config
             session = ReceivingSession(
                 remote=hello.daemon,
@@ -150,6 +151,9 @@ class PeerLink:
             finally:
                 self.session = None
                 call.cancel()
+
+    def check_name(self, name: str) -> None:
+        """Of a peer that was configured, any: it is known by the name configured here."""
 
     # -- the session's events ------------------------------------------------------------------------------------
 
@@ -181,3 +185,11 @@ class PeerLink:
 
     def on_aux(self, name: Name, blob: bytes) -> None:
         self._side.on_aux(self.name, name, blob)
+
+
+class FoundPeerLink(PeerLink):
+    """To a daemon that was found: known by its own name, and another one may come to its address."""
+
+    def check_name(self, name: str) -> None:
+        if name != self.name:
+            raise precondition(f"daemon: {self.address} was {self.name!r}'s and is {name!r}'s now")

@@ -21,6 +21,7 @@ from kvferry.daemon.admin_service import AdminService
 from kvferry.daemon.cache_service import CacheService
 from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, parse_address
 from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.discovery import Discovery
 from kvferry.daemon.handshake import SERVER_OPTIONS
 from kvferry.daemon.metrics_server import MetricsServer
 from kvferry.daemon.peer_service import PeerService
@@ -132,8 +133,11 @@ class Daemon:
         decode = self.sides.get("decode")
         if isinstance(decode, DecodeSide):
             self._tasks += [asyncio.create_task(link.run()) for link in decode.links.values()]
+            if config.peer_service:
+                discovery = Discovery(config.peer_service, decode, self._watch_task)
+                self._tasks.append(asyncio.create_task(discovery.run()))
         for task in self._tasks:
-            task.add_done_callback(self._on_task_end)
+            self._watch_task(task)
 
     def discard(self) -> None:
         """Leaves no file and no thread behind where `start` failed."""
@@ -196,6 +200,9 @@ class Daemon:
             self._snapshots.loop_lag.add(max(0.0, loop.time() - due))
             for side in self.sides.values():
                 side.tick()
+
+    def _watch_task(self, task: asyncio.Task[None]) -> None:
+        task.add_done_callback(self._on_task_end)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import grpc
 import pytest
 from engines import Engines, settled, stats
 
 from kvferry.daemon import cli
-from kvferry.daemon.stack import Stack
+from kvferry.daemon.stack import Process, Stack
+from kvferry.daemon.stats_main import fetch
 from kvferry.daemon.system import SystemSpec, start_replicas
 
 
@@ -115,3 +119,39 @@ def test_nobody_and_wrong_flags(kvferry: Command, monkeypatch: pytest.MonkeyPatc
     assert done.returncode == 2 and "HOST:PORT" in done.stderr
     done = kvferry("doctor", "--slots", "0")
     assert done.returncode == 2 and "--slots is 0" in done.stderr
+
+
+@pytest.mark.nightly
+def test_prefill_daemons_are_found_by_dns_and_found_again_under_another_name() -> None:
+    """`localhost` stands for a headless service: its address has first one prefill daemon, then another."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with Stack() as stack:
+
+        def serve(role: str, name: str, *flags: str) -> Process:
+            path = os.path.join(stack.folder, f"{name}.sock")
+            words = ["serve", "--role", role, "--name", name, "--socket", path, "--page-size", "16", *flags]
+            process = stack.start(name, words)
+            stack.ready(process)
+            worker = ["worker", role, "--synthetic", "--socket", path, "--listen", "127.0.0.1:0"]
+            stack.ready(stack.start(f"{name}-worker", worker))
+            return process
+
+        first = serve("prefill", "first", "--listen", f"127.0.0.1:{port}", "--metrics", "off")
+        serve("decode", "d", "--listen", "127.0.0.1:0", "--peer-service", f"localhost:{port}")
+        with grpc.insecure_channel(f"unix:{stack.folder}/d.sock") as channel:
+
+            def peers() -> dict[str, str]:
+                return {peer.name: peer.state for peer in fetch(channel).sides[0].peers}
+
+            def until(wanted: dict[str, str]) -> None:
+                deadline = time.monotonic() + 60
+                while peers() != wanted:
+                    assert time.monotonic() < deadline, f"{peers()}, not {wanted}"
+                    time.sleep(0.2)
+
+            until({"first": "up"})
+            stack.kill(first)
+            serve("prefill", "second", "--listen", f"127.0.0.1:{port}", "--metrics", "off")
+            until({"second": "up"})  # the address answers under another name: `first` is forgotten
