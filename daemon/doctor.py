@@ -22,6 +22,7 @@ import grpc
 
 from kvferry.daemon.config import DaemonConfig, is_loopback, parse_address
 from kvferry.daemon.config_sources import shown
+from kvferry.daemon.doctor_gpu import Driver, DriverError
 from kvferry.daemon.handshake import PROTOCOL, PROTOCOL_MIN
 from kvferry.daemon.stats_main import fetch, size
 from kvferry.proto import common_pb2 as common
@@ -192,13 +193,18 @@ def network(config: DaemonConfig) -> Iterator[Finding]:
 
 def gpus(config: DaemonConfig) -> Iterator[Finding]:
     """Driver, devices, peer access, memory that processes share, the driver's batch copy."""
-    from kvferry.daemon.doctor_gpu import Driver, DriverError
-
     try:
         driver = Driver()
     except DriverError as error:
         yield Finding(OK, "GPU", f"none ({error}): pools lie in host memory")
         return
+    try:
+        yield from _devices(driver)
+    except DriverError as error:
+        yield Finding(BAD, "GPU", str(error), "nvidia-smi, and the kernel's log, say what is wrong with the driver")
+
+
+def _devices(driver: Driver) -> Iterator[Finding]:
     version, count = driver.version(), driver.count()
     text = f"CUDA {version // 1000}.{version % 1000 // 10}"
     if version >= 12080:

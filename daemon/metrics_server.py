@@ -49,7 +49,10 @@ class MetricsServer:
         self._server.set_app(self._answer)
         bound = self._server.server_address[1]
         self.address = f"{host if ':' not in host else f'[{host}]'}:{bound}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(POLL_SECONDS,), name="kvferry-metrics")
+        # A daemon thread, though it is joined: should `close` never be reached, the process must end all the same.
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_SECONDS,), name="kvferry-metrics", daemon=True
+        )
         self._thread.start()
 
     async def stop(self) -> None:

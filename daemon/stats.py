@@ -36,7 +36,7 @@ class Snapshots:
         self._build = cache.BuildInfo(
             version=kvferry.__version__,
             protocol=PROTOCOL,
-            nixl=metadata.version("nixl"),
+            nixl=_nixl_version(),
             python=platform.python_version(),
         )
 
@@ -54,6 +54,16 @@ class Snapshots:
             ],
             metrics=self.metrics,
         )
+
+
+def _nixl_version() -> str:
+    """Of the metapackage, or of one of the packages that it chooses from."""
+    for package in ("nixl", "nixl-cu13", "nixl-cu12"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return "none"
 
 
 def _histogram(histogram: Histogram) -> cache.Histogram:

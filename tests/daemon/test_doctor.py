@@ -1,0 +1,93 @@
+"""What `kvferry doctor` says of machines that this one is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.daemon import doctor
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.doctor import BAD, NOTE, OK, Finding
+from kvferry.daemon.doctor_gpu import Driver, DriverError
+
+
+class Machine(Driver):
+    """GPUs as told."""
+
+    def __init__(self, version: int = 12080, count: int = 2, peers: bool = True, shares: bool = True) -> None:
+        self._said = (version, count, peers, shares)
+
+    def version(self) -> int:
+        return self._said[0]
+
+    def count(self) -> int:
+        return self._said[1]
+
+    def name(self, device: int) -> str:
+        return "H200"
+
+    def shares_memory(self, device: int) -> bool:
+        return self._said[3]
+
+    def peers(self, device: int, other: int) -> bool:
+        return self._said[2]
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, machine: Driver) -> dict[str, Finding]:
+    monkeypatch.setattr(doctor, "Driver", lambda: machine)
+    return {finding.what: finding for finding in doctor.gpus(DaemonConfig(role="decode"))}
+
+
+def test_gpus_that_are_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = gpus(monkeypatch, Machine())
+    assert set(found) == {"driver's batch copy", "GPU 0 H200", "GPU 1 H200", "GPU peer access"}
+    assert {finding.level for finding in found.values()} == {OK}
+    assert found["driver's batch copy"].found == "CUDA 12.8: cuMemcpyBatchAsync is there"
+
+
+def test_gpus_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = gpus(monkeypatch, Machine(version=12040, peers=False, shares=False))
+    assert found["driver's batch copy"].level == NOTE and "12.8" in found["driver's batch copy"].remedy
+    assert found["GPU 0 H200"].level == BAD and found["GPU 0 H200"].remedy
+    assert found["GPU peer access"].found == "none between 0-1"
+
+
+def test_a_driver_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Machine):
+        def count(self) -> int:
+            raise DriverError("cuDeviceGetCount gives CUDA error 999")
+
+    found = gpus(monkeypatch, Broken())
+    assert found["GPU"].level == BAD and "999" in found["GPU"].found
+
+
+def test_folders_that_cannot_be(tmp_path: Path) -> None:
+    config = DaemonConfig(role="decode", shm_dir=str(tmp_path / "none"))
+    (finding,) = doctor.memory(config)
+    assert (finding.level, finding.found) == (BAD, "is no directory")
+    config = DaemonConfig(role="both", pool_bytes=1 << 20, host_bytes=1 << 50 >> 2, host_dir=str(tmp_path / "a" / "b"))
+    host = list(doctor.memory(config))[-1]
+    assert host.level == BAD and "larger disk" in host.remedy
+
+
+def test_sockets_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket=str(tmp_path / "file")))
+    assert (finding.level, finding.found) == (BAD, "exists and is no socket")
+    (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket="/" + "x" * 120))
+    assert "at most 107" in finding.remedy
+
+
+def test_interfaces_are_looked_at_where_peers_are_elsewhere() -> None:
+    (finding,) = doctor.network(DaemonConfig(role="decode"))
+    assert "peers must be on this machine" in finding.found
+    elsewhere = DaemonConfig(role="decode", listen="0.0.0.0:7070", insecure=True)
+    assert all("MTU" in finding.found or finding.what.startswith("RDMA") for finding in doctor.network(elsewhere))
+
+
+def test_every_bad_finding_of_this_machine_has_a_remedy() -> None:
+    config = DaemonConfig(role="decode", pool_bytes=1 << 45)
+    for check in (doctor.memory, doctor.limits, doctor.daemon_socket):
+        for finding in check(config):
+            assert finding.level != BAD or finding.remedy, finding
