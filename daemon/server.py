@@ -122,7 +122,7 @@ class Daemon:
         finally:
             os.umask(before)
         if config.metrics:
-            self._metrics = MetricsServer(config.metrics, self._snapshots.take, loop)
+            self._metrics = self._serve_metrics()
             self._snapshots.metrics = self._metrics.address
             log.info("metrics: http://%s/metrics", self._metrics.address)
         await self._tcp.start()
@@ -138,6 +138,17 @@ class Daemon:
                 self._tasks.append(asyncio.create_task(discovery.run()))
         for task in self._tasks:
             self._watch_task(task)
+
+    def _serve_metrics(self) -> MetricsServer:
+        """ConfigError where the address was asked for and cannot be had. The default one may be another daemon's."""
+        config, loop = self.config, asyncio.get_running_loop()
+        try:
+            return MetricsServer(config.metrics, self._snapshots.take, loop)
+        except ConfigError as error:
+            if "metrics" in config.model_fields_set:
+                raise
+            log.warning("%s; metrics are at any free port", error)
+            return MetricsServer("127.0.0.1:0", self._snapshots.take, loop)
 
     def discard(self) -> None:
         """Leaves no file and no thread behind where `start` failed."""

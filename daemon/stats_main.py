@@ -93,7 +93,8 @@ def _watch(channel: grpc.Channel, interval: float, form: str) -> None:
 
 def render(reply: cache.StatsReply) -> Group:
     """A table for each role."""
-    return Group(*(_side_table(reply, side) for side in reply.sides))
+    metrics = f"metrics: http://{reply.metrics}/metrics" if reply.metrics else "metrics: off"
+    return Group(*(_side_table(reply, side) for side in reply.sides), metrics)
 
 
 def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -104,3 +105,20 @@ def test_no_daemon_is_said_so() -> None:
 
 def test_sizes_for_people() -> None:
     assert [size(n) for n in (0, 1023, 1024, 5 << 20, 3 << 40)] == ["0 B", "1023 B", "1.0 KiB", "5.0 MiB", "3.0 TiB"]
+
+
+def test_the_default_metrics_port_may_be_anothers() -> None:
+    with contextlib.ExitStack() as ends, Stack() as stack:
+        taken = ends.enter_context(socket.socket())
+        with contextlib.suppress(OSError):  # somebody else has it: as good
+            taken.bind(("127.0.0.1", 9470))
+            taken.listen()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            listen = f"127.0.0.1:{probe.getsockname()[1]}"
+        path = os.path.join(stack.folder, "d.sock")
+        process = stack.start("d", ["serve", "--role", "decode", "--listen", listen, "--socket", path])
+        with grpc.insecure_channel(stack.ready(process), [("grpc.enable_http_proxy", 0)]) as channel:
+            metrics = fetch(channel).metrics
+        assert metrics.startswith("127.0.0.1:") and metrics != "127.0.0.1:9470"
+        assert "--metrics 127.0.0.1:9470: Address already in use; metrics are at any free port" in process.tail()
