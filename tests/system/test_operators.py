@@ -89,6 +89,7 @@ def test_health_doctor_and_top_of_a_pair(kvferry: Command, monkeypatch: pytest.M
         assert re.search(r"│ +- │ +0/0 ", row), row  # nothing was looked up between the two frames
 
 
+@pytest.mark.nightly
 def test_a_daemon_that_drains_is_alive_but_not_ready(kvferry: Command) -> None:
     with Stack() as stack:
         prefills, decodes = start_replicas(
