@@ -12,8 +12,9 @@ constexpr double kMuchLonger = 1.3, kWait = 0.15;  // than at the best rate seen
 
 }  // namespace
 
-GpuCopyEngine::GpuCopyEngine(std::shared_ptr<GpuDevice> device, const CopyTuning& tuning)
-    : device_(std::move(device)), driver_(device_->driver()), tuning_(tuning) {
+GpuCopyEngine::GpuCopyEngine(std::shared_ptr<GpuDevice> device, std::shared_ptr<const GpuKernels> kernels,
+                             const CopyTuning& tuning)
+    : device_(std::move(device)), driver_(device_->driver()), tuning_(tuning), module_(std::move(kernels)) {
   const GpuDevice::Use use(*device_);
   int least = 0, greatest = 0;
   device_->check(driver_.stream_priorities(&least, &greatest), "priorities");
@@ -25,14 +26,15 @@ GpuCopyEngine::GpuCopyEngine(std::shared_ptr<GpuDevice> device, const CopyTuning
     device_->check(driver_.event_create(&lane.to, 0), "event");
   }
   probe_ = std::make_unique<BusyProbe>(*device_);
-  load_kernels();
+  if (!module_->loaded()) return;
+  for (size_t i = 0; i < kernels_.size(); ++i) kernels_[i] = module_->get(kKernelNames[i]);
 }
 
 GpuCopyEngine::~GpuCopyEngine() {
   const GpuDevice::Use use(*device_);
-  drain(stream_);
+  drain_stream(*device_, stream_);
   for (Lane& lane : lanes_) {
-    drain(lane.stream);
+    drain_stream(*device_, lane.stream);
     for (Buffer& buffer : lane.buffers) {
       driver_.event_synchronize(buffer.emptied);  // a copy on a caller's stream may still read it
       driver_.event_destroy(buffer.filled);
@@ -44,30 +46,17 @@ GpuCopyEngine::~GpuCopyEngine() {
   }
   probe_.reset();
   driver_.stream_destroy(stream_);
-  if (module_ != nullptr) driver_.module_unload(module_);
-}
-
-// Without them `batch` moves everything.
-void GpuCopyEngine::load_kernels() {
-  if (!driver_.module_load || !driver_.module_unload || !driver_.module_function || !driver_.launch) return;
-  if (driver_.module_load(&module_, kCopyKernels) != kGpuSuccess) {
-    module_ = nullptr;
-    return;
-  }
-  for (size_t i = 0; i < kernels_.size(); ++i) {
-    device_->check(driver_.module_function(&kernels_[i], module_, kKernelNames[i]), kKernelNames[i]);
-  }
 }
 
 bool GpuCopyEngine::can(CopyStrategy strategy) const {
   if (strategy == CopyStrategy::kBatch) return driver_.copy_batch != nullptr && !batch_refused_;
   if (strategy == CopyStrategy::kPitched) return driver_.copy_pitched != nullptr;
-  return strategy == CopyStrategy::kLoop || module_ != nullptr;
+  return strategy == CopyStrategy::kLoop || module_->loaded();
 }
 
 bool GpuCopyEngine::busy() {
   const std::lock_guard<std::mutex> hold(mutex_);
-  if (module_ == nullptr) return false;
+  if (!module_->loaded()) return false;
   const GpuDevice::Use use(*device_);
   learn_waits();
   return probe_->busy(kernels_[0]);
@@ -126,11 +115,11 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
     }
     if (timed) device_->check(driver_.event_record(lane.to, stream), "event");
   } catch (...) {
-    drain(stream);  // the caller learns of no copy: none may run on
-    drain(lanes_[size_t(direction)].stream);
+    drain_stream(*device_, stream);  // the caller learns of no copy: none may run on
+    drain_stream(*device_, lanes_[size_t(direction)].stream);
     throw;
   }
-  if (chosen_by_it && module_ != nullptr) probe_->launch(kernels_[0]);
+  if (chosen_by_it && module_->loaded()) probe_->launch(kernels_[0]);
   StrategyCount& counted = counts_[size_t(strategy)];
   counted.copies += 1;
   counted.descriptors += descriptors;
@@ -151,7 +140,7 @@ CopyStrategy GpuCopyEngine::copy_list(const CopyDescriptors& list, CopyDirection
   try {
     strategy = issue(list, direction, stream, strategy != CopyStrategy::kLoop);
   } catch (...) {
-    drain(stream);
+    drain_stream(*device_, stream);
     throw;
   }
   StrategyCount& counted = counts_[size_t(strategy)];
@@ -164,7 +153,7 @@ CopyStrategy GpuCopyEngine::copy_list(const CopyDescriptors& list, CopyDirection
 // The strategy that will be used in place of the one asked for: itself if nothing is in its way.
 CopyStrategy GpuCopyEngine::usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device) {
   if (strategy == CopyStrategy::kKernel || strategy == CopyStrategy::kStaged) {
-    if (module_ == nullptr) {
+    if (!module_->loaded()) {
       fall_back("the driver takes no kernels");
       return CopyStrategy::kBatch;
     }
@@ -350,9 +339,7 @@ void GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress
     parameters.page_ids[i - chunk.begin] = uint32_t(copy.ids[i]);
     parameters.row_ids[i - chunk.begin] = rows_are_staged ? uint32_t(i - chunk.begin) : uint32_t(copy.row_ids[i]);
   }
-  uint64_t alignment = layout.fragment_bytes | uint64_t(layout.piece_stride) | rows | uint64_t(parameters.row_stride);
-  for (const uint64_t base : layout.bases) alignment |= base;
-  for (const int64_t stride : layout.strides) alignment |= uint64_t(stride);
+  const uint64_t alignment = layout.alignment() | rows | uint64_t(parameters.row_stride);
   size_t width = 0;
   while (alignment % kKernelWords[width] != 0) ++width;
   const uint64_t tiles = uint64_t(parameters.pages) * chunk.count * ((layout.fragment_bytes + kTileBytes - 1) / kTileBytes);
@@ -363,13 +350,6 @@ void GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress
   device_->check(driver_.launch(kernels_[width], unsigned(std::min<uint64_t>(blocks, useful)), 1, 1, threads, 1, 1, 0,
                                 stream, arguments, nullptr),
                  "kernel");
-}
-
-void GpuCopyEngine::drain(GpuStream stream) {
-  GpuEvent event = nullptr;
-  if (driver_.event_create(&event, kGpuEventDisableTiming) != kGpuSuccess) return;
-  if (driver_.event_record(event, stream) == kGpuSuccess) driver_.event_synchronize(event);
-  driver_.event_destroy(event);
 }
 
 }  // namespace kvferry

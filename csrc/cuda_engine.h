@@ -46,7 +46,7 @@ struct StrategyCount {
 // Bounds were checked by the caller: ids lie in the layout and in the rows, and no destination is named twice.
 class GpuCopyEngine {
  public:
-  GpuCopyEngine(std::shared_ptr<GpuDevice> device, const CopyTuning& tuning);
+  GpuCopyEngine(std::shared_ptr<GpuDevice> device, std::shared_ptr<const GpuKernels> kernels, const CopyTuning& tuning);
   ~GpuCopyEngine();
   GpuCopyEngine(const GpuCopyEngine&) = delete;
   GpuCopyEngine& operator=(const GpuCopyEngine&) = delete;
@@ -95,7 +95,6 @@ class GpuCopyEngine {
     CopyDirection direction;
   };
 
-  void load_kernels();
   bool prepare(Lane& lane);
   void learn_waits();
   CopyStrategy usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device);
@@ -107,13 +106,12 @@ class GpuCopyEngine {
   CopyStrategy issue(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, bool batch);
   void launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged,
               GpuStream stream);
-  void drain(GpuStream stream);
 
   const std::shared_ptr<GpuDevice> device_;
   const GpuDriver& driver_;
   const CopyTuning tuning_;
   GpuStream stream_ = nullptr;
-  GpuModule module_ = nullptr;
+  const std::shared_ptr<const GpuKernels> module_;  // without its kernels `batch` moves everything
   std::array<GpuFunction, 3> kernels_{};  // that move 16, 4, 1 bytes at a time
   std::array<Lane, 2> lanes_;             // by direction
   std::unique_ptr<BusyProbe> probe_;
