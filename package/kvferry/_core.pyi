@@ -228,8 +228,8 @@ class GpuPages:
     def pages(self) -> int: ...
 
 class GpuMemory:
-    """A plain allocation on the device, freed with this object. What it holds at first is anything. `torch.as_tensor(memory,
-    device=...)` is a tensor of uint8 over it, which keeps it.
+    """A plain allocation on the device, freed with this object. What it holds at first is anything.
+    `torch.as_tensor(memory, device=...)` is a tensor of uint8 over it, which keeps it.
     """
 
     @property
@@ -259,8 +259,8 @@ class GpuMapping:
 
 class GpuIpcEvent:
     """A point in the work of a stream that other processes' streams wait for (`GpuCopyEngine.hold`). The process that
-    made it must outlive its use. An event stands for the record that was last when a wait was issued: who waits must know
-    (by a message) that `record` has returned.
+    made it must outlive its use. An event stands for the record that was last when a wait was issued: who waits must
+    know (by a message) that `record` has returned.
     """
 
     @property
@@ -272,8 +272,8 @@ class GpuIpcEvent:
         """Whether the last record's point was reached; True if there is none."""
 
 class PinnedBuffer:
-    """A writable buffer, pinned and exported as long as this lives: anonymous or shared memory (/dev/shm, memfd). GpuError
-    says why it cannot be pinned.
+    """A writable buffer, pinned and exported as long as this lives: anonymous or shared memory (/dev/shm, memfd).
+    GpuError says why it cannot be pinned.
     """
 
     def __init__(self, engine: GpuCopyEngine, buffer: Buffer) -> None: ...
@@ -291,7 +291,7 @@ class GpuCopy:
     def wait_for(self, seconds: float) -> bool:
         """False: it was not done after so long. Looks for some microseconds, then sleeps in between; GIL released."""
     def checksum(self) -> int:
-        """Of a `_summed` part or of `add_up`: the `part_checksum` of the bytes. ValueError: another copy, or not done."""
+        """Of a `_summed` part or of `add_up`: its bytes' `part_checksum`. ValueError: another copy, or not done."""
     def hold(self, stream: int) -> None:
         """What is issued to `stream` (0: the default one) from now on runs after the copy."""
 
@@ -302,8 +302,8 @@ class GpuWaiter:
     def add(self, copy: GpuCopy) -> None:
         """From any thread; a `wait` that runs includes it. ValueError: 65536 are waited for already."""
     def wait(self, seconds: float) -> list[GpuCopy]:
-        """Those that ended, well or not (`done` tells), at least one unless the time is up or `wake` was called; no other
-        `wait` returns them. GIL released. One thread at a time.
+        """Those that ended, well or not (`done` tells), at least one unless the time is up or `wake` was called; no
+        other `wait` returns them. GIL released.
         """
     def wake(self) -> None:
         """The `wait` that runs, or else the next one, returns at once."""
@@ -495,8 +495,8 @@ class GpuCopyEngine:
     def stream(self) -> int:
         """The engine's own."""
     def statistics(self) -> dict[str, dict[str, int]]:
-        """By strategy that was used: copies, descriptors, bytes; under `gathered` and `scattered`: parts, launches, bytes;
-        under `zeroed`: pages; under `fallbacks`, how often for what reason.
+        """By strategy that was used: copies, descriptors, bytes; under `gathered` and `scattered`: parts, launches,
+        bytes; under `zeroed`: pages; under `fallbacks`, how often for what reason.
         """
 
 def gpu_device_count(library: str = "libcuda.so.1", api: Literal["cuda", "hip"] = "cuda") -> int:
