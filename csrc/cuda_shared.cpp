@@ -119,7 +119,7 @@ GpuIpcEvent::GpuIpcEvent(std::shared_ptr<GpuDevice> device, const GpuIpcHandle& 
   need(reinterpret_cast<const void*>(driver.ipc_open_event), "events of other processes");
   const GpuDevice::Use use(*device_);
   device_->check(driver.ipc_open_event(&event_, handle),
-                 "handle of an event: cannot be opened; its process may have ended, or it is of this process");
+                 "handle of an event: cannot be opened; it may be of this process, or its process has ended");
 }
 
 GpuIpcEvent::~GpuIpcEvent() {

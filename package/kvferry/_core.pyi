@@ -380,7 +380,7 @@ class GpuCopyEngine:
         """At most 4096 bytes; they are there when it returns."""
     def make_ipc_event(self) -> GpuIpcEvent: ...
     def open_ipc_event(self, handle: bytes) -> GpuIpcEvent:
-        """Another process's. GpuError: this process's own, or it is gone."""
+        """Another process's. GpuError: this process's own. That of a process which has ended may open, as done."""
     def hold(self, event: GpuIpcEvent, stream: int | None = None) -> None:
         """What is issued to `stream` from now on runs after the event's last record; None: to any of the engine's own
         streams. The host does not wait.

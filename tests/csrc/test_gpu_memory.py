@@ -180,7 +180,7 @@ EXPORTER = """
 import sys
 import numpy as np
 from kvferry._core import GpuCopyEngine
-engine = GpuCopyEngine(0)
+engine = GpuCopyEngine(int(sys.argv[2]))
 memory = engine.allocate(int(sys.argv[1]))
 event = engine.make_ipc_event()
 data = np.random.default_rng(5).integers(0, 256, len(memory), np.uint8)
@@ -208,9 +208,12 @@ for line in sys.stdin:
 
 
 class Exporter:
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: int = 0) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", EXPORTER, str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", EXPORTER, str(nbytes), str(device)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.timer = threading.Timer(60, self.process.kill)  # nothing here waits for ever
         self.timer.start()
@@ -300,9 +303,46 @@ def test_an_exporter_that_is_killed_on_a_gpu(gpu_engine: Callable[..., GpuCopyEn
     with pytest.raises(GpuError, match="handle: cannot be opened") as refused:
         engine.open_ipc(exporter.handle, 16 * MIB)
     print(f"a dead exporter's handle: {refused.value}")
-    with pytest.raises(GpuError) as refused:
-        engine.open_ipc_event(exporter.event)
-    print(f"a dead exporter's event: {refused.value}")
+    # Its event may still open (driver 580): whether the process lives is to be learnt otherwise.
+    try:
+        assert engine.open_ipc_event(exporter.event).done()
+    except GpuError as gone:
+        print(f"a dead exporter's event: {gone}")
+
+
+@pytest.mark.gpu
+def test_two_processes_on_two_gpus(gpu_engine: Callable[..., GpuCopyEngine]) -> None:
+    """Pages of one device, mapped by a process whose engine has the other, go to its slot and back."""
+    engine = gpu_engine()
+    if _core.gpu_device_count() < 2:
+        pytest.skip("needs two GPUs")
+    exporter = Exporter(16 * MIB, device=1)
+    try:
+        assert exporter.uuid != engine.device_uuid()
+        mapping = engine.open_ipc(exporter.handle, 16 * MIB)
+        engine.check_range(mapping.address, 16 * MIB)
+        expected: Bytes = np.random.default_rng(5).integers(0, 256, 16 * MIB, np.uint8)
+        layout = engine.pages(np.array([mapping.address]), np.array([4096]), 4096, 4096)
+        ids = np.random.default_rng(1).permutation(4096)[:1000].astype(np.int64)
+        slot = engine.allocate(1000 * 4096)
+        copy = engine.gather_part_summed(layout, ids, 0, len(slot), slot.address)
+        copy.wait()
+        rows = expected.reshape(4096, 4096)[ids].reshape(-1)
+        assert (get(engine, slot.address, len(slot)) == rows).all()
+        assert copy.checksum() == _core.part_checksum(rows)
+        back = np.roll(ids, 1)
+        engine.scatter_part(layout, back, 0, len(slot), slot.address).wait()
+        expected.reshape(4096, 4096)[back] = rows.reshape(1000, 4096)
+        assert int(exporter.ask("sum")) == _core.part_checksum(expected)
+        event = engine.open_ipc_event(exporter.event)
+        assert exporter.ask("write") == "recorded"
+        engine.hold(event)
+        engine.gather_part(layout, ids, 0, len(slot), slot.address).wait()
+        written: Bytes = np.random.default_rng(6).integers(0, 256, 16 * MIB, np.uint8)
+        assert (get(engine, slot.address, len(slot)) == written.reshape(4096, 4096)[ids].reshape(-1)).all()
+        mapping.close()
+    finally:
+        exporter.end(kill=True)
 
 
 @pytest.mark.gpu
