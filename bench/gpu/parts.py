@@ -2,7 +2,7 @@
 
 us: one part, from the call to its end, on an idle GPU. back to back: one of 16 that follow each other, by events, each
 over other pages and another slot, as plain copies of as many bytes do in the same run; x: over the plain copy's time.
-limit: 1.25 times the plain copy + 10 us; 2.5 times for pieces under 128 B, of which memory moves more than is asked for.
+limit: 1.25 times the plain copy + 10 us; 2.5 times for pieces under 128 B, of which memory moves more than asked for.
 Under products: 8192^3 bf16 products run on another stream.
 
     python bench/gpu/parts.py [--repeat 21] [--only host,parts,load,small] [--sweep]
