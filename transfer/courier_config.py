@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from kvferry.transfer.courier_messages import MessageError, check_range, check_slots
 from kvferry.transfer.interfaces import Address, interface_of
 
+HOST_TLS = "tcp"
+# cuda_ipc writes over NVLink; without cuda_copy UCX takes no GPU memory at all; notifications go over tcp.
+GPU_TLS = "cuda_copy,cuda_ipc,tcp"
 ANY_ADDRESS = ("", "*", "0.0.0.0", "::")
 
 
@@ -25,7 +28,9 @@ class CourierConfig:
     """One courier. Raises MessageError for a value out of bounds, naming the field.
 
     `bind_host` chooses the network interfaces that UCX listens on and connects from: the one that owns the address,
-    or all for 0.0.0.0. `port_range` is inclusive; a courier takes one port of it per interface. `tls` is UCX_TLS.
+    or all for 0.0.0.0. `port_range` is inclusive; a courier takes one port of it per interface. `tls` is UCX_TLS; None:
+    HOST_TLS or GPU_TLS. `devices`: empty for slots in host memory, else the GPU of each rank, by its number in this
+    process; slot i is rank i // (slots / ranks)'s.
     """
 
     slot_bytes: int
@@ -33,22 +38,30 @@ class CourierConfig:
     send_slots: int
     bind_host: str = "127.0.0.1"
     port_range: tuple[int, int] = (21000, 21063)
-    tls: str = "tcp"
+    tls: str | None = None
     tcp_user_timeout_s: float = 3.0  # unacknowledged bytes for so long are an error; also kills a starved peer
     tcp_keepalive_idle_s: float = 1.0
     tcp_keepalive_interval_s: float = 1.0
+    devices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_slots(self.slot_bytes, self.receive_slots, self.send_slots)
+        check_slots(self.slot_bytes, self.receive_slots, self.send_slots, self.devices)
         first, last = self.port_range
         check_range("port_range's first", first, 1, 65535)
         check_range("port_range's last", last, first, 65535)
-        if not self.tls:
+        if self.tls == "":
             raise MessageError("tls", "empty", "a list of UCX transports")
         for field in ("tcp_user_timeout_s", "tcp_keepalive_idle_s", "tcp_keepalive_interval_s"):
             value: float = getattr(self, field)
             if not 0.001 <= value <= 3600:
                 raise MessageError(field, value, "in 0.001..3600")
+
+    @property
+    def transports(self) -> str:
+        """UCX_TLS."""
+        if self.tls is not None:
+            return self.tls
+        return GPU_TLS if self.devices else HOST_TLS
 
     @property
     def memory_bytes(self) -> int:
@@ -60,7 +73,7 @@ def courier_environment(config: CourierConfig, bind: Address | None, base: Mappi
     environment = dict(base)
     environment.pop("UCX_NET_DEVICES", None)
     environment |= {
-        "UCX_TLS": config.tls,
+        "UCX_TLS": config.transports,
         "UCX_TCP_PORT_RANGE": f"{config.port_range[0]}-{config.port_range[1]}",
         "UCX_TCP_USER_TIMEOUT": _milliseconds(config.tcp_user_timeout_s),
         "UCX_TCP_KEEPIDLE": _milliseconds(config.tcp_keepalive_idle_s),

@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvferry.transfer.courier_config import (
     ANY_ADDRESS,
@@ -39,15 +39,17 @@ from kvferry.transfer.courier_messages import (
     Post,
     PostDone,
     PostFailed,
+    RemoteRank,
     Setup,
     Started,
     check_range,
     decode_event,
     encode_order,
 )
+from kvferry.transfer.gpu_slots import GpuOf, GpuSlot, MappedSlots, gpu
 from kvferry.transfer.interfaces import Address
 
-__all__ = ["CourierConfig", "CourierError", "CourierLink"]
+__all__ = ["CourierConfig", "CourierError", "CourierLink", "GpuSlot", "RemoteRank"]
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +65,10 @@ REAP_SECONDS = 10.0  # for the end of a process after SIGKILL, where no deadline
 class CourierLink:
     """A running courier. Made by `start`, ended by `stop`."""
 
-    def __init__(self, config: CourierConfig, on_event: Callable[[CourierEvent], None]) -> None:
+    def __init__(self, config: CourierConfig, on_event: Callable[[CourierEvent], None], gpu_of: GpuOf) -> None:
         """Use `start`."""
+        self._gpu_of = gpu_of
+        self._mapped: MappedSlots | None = None  # slots on GPUs
         self._config = config
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
@@ -84,18 +88,24 @@ class CourierLink:
         self._busy_slots: set[int] = set()
         self._expecting = False  # what the courier was told last
         self.metadata = b""  # for the peer's `connect`, as the next
-        self.receive_address = 0  # of the receive slots, in the courier's process
+        self.receive_address = 0  # of the receive slots, in the courier's process; on GPUs the next in its place
+        self.receive_ranks: tuple[RemoteRank, ...] = ()
 
     @classmethod
     async def start(
-        cls, config: CourierConfig, on_event: Callable[[CourierEvent], None], deadline_s: float
+        cls,
+        config: CourierConfig,
+        on_event: Callable[[CourierEvent], None],
+        deadline_s: float,
+        gpu_of: GpuOf = gpu,
     ) -> CourierLink:
-        """Starts a courier and waits, `deadline_s` at most, until its agent is up.
+        """Starts a courier and waits, `deadline_s` at most, until its agent is up and slots on GPUs are mapped here, by
+        `gpu_of`'s engines.
 
         `on_event` is called on this loop's thread, never after `stop` was called. Raises InterfaceError for a
         `bind_host` that no interface owns, CourierError where the courier does not start; nothing of it is left then.
         """
-        link = cls(config, on_event)
+        link = cls(config, on_event, gpu_of)
         try:
             started = await asyncio.wait_for(link._start(), deadline_s)
         except BaseException as error:
@@ -107,20 +117,45 @@ class CourierLink:
                 ) from error
             raise
         link.metadata, link.receive_address = started.metadata, started.receive_address
+        devices = config.devices if config.receive_slots else ()
+        ranks = zip(started.ranks, devices, strict=False)
+        link.receive_ranks = tuple(RemoteRank(rank.receive_address, device) for rank, device in ranks)
         return link
 
     async def _start(self) -> Started:
         bind = await self._bind_address()
         check_free_port(bind, self._config.port_range)
         environment = courier_environment(self._config, bind, os.environ)
+        if self._config.devices:
+            await self._spawn(environment)
+            started = await self._started
+            await self._map(started)
+            return started
         memory_fd = await self._make_memory()
         try:
             self._memory = mmap.mmap(memory_fd, self._config.memory_bytes)
             self._view = memoryview(self._memory)
-            await self._spawn(memory_fd, environment)
+            await self._spawn(environment, memory_fd)
         finally:
             os.close(memory_fd)
         return await self._started
+
+    async def _map(self, started: Started) -> None:
+        """Maps the courier's slots; off the loop, since a device's first use takes a second."""
+        config = self._config
+
+        def map_slots() -> MappedSlots:
+            counts = (config.receive_slots, config.send_slots)
+            return MappedSlots(config.devices, started.ranks, counts, config.slot_bytes, self._gpu_of)
+
+        mapping = asyncio.create_task(asyncio.to_thread(map_slots))
+        try:
+            self._mapped = await asyncio.shield(mapping)
+        except asyncio.CancelledError:
+            mapping.add_done_callback(_close_mapped)
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise CourierError(f"the courier's slots cannot be mapped: {error}") from error
 
     async def _make_memory(self) -> int:
         making = asyncio.create_task(asyncio.to_thread(make_slot_memory, self._config.memory_bytes))
@@ -141,7 +176,7 @@ class CourierLink:
         addresses = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found]
         return min(addresses, key=lambda address: address.version)
 
-    async def _spawn(self, memory_fd: int, environment: dict[str, str]) -> None:
+    async def _spawn(self, environment: dict[str, str], *memory_fd: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders = ours
         with theirs:
@@ -154,19 +189,17 @@ class CourierLink:
                 sys.executable,
                 "-m",
                 "kvferry.transfer.courier",
-                str(theirs.fileno()),
-                str(memory_fd),
+                *(str(fd) for fd in (theirs.fileno(), *memory_fd)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), memory_fd),
+                pass_fds=(theirs.fileno(), *memory_fd),
                 env=environment,
             )
         self._output = asyncio.create_task(self._log_output(self._process))
         self._loop.add_reader(ours, self._read_events)
-        self._order(
-            Setup(self._config.slot_bytes, self._config.receive_slots, self._config.send_slots, parent=os.getpid())
-        )
+        config = self._config
+        self._order(Setup(config.slot_bytes, config.receive_slots, config.send_slots, os.getpid(), config.devices))
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
@@ -176,28 +209,64 @@ class CourierLink:
         return self._process.pid
 
     def receive_slot(self, slot: int) -> memoryview:
-        """The slot's bytes, writable. Not to be used after `stop`."""
+        """The slot's bytes in host memory, writable. Not to be used after `stop`."""
         check_range("receive slot", slot, 0, self._config.receive_slots - 1)
         return self._slot(slot)
 
     def send_slot(self, slot: int) -> memoryview:
-        """The slot's bytes, writable; not to be written while a post of the slot is in flight, or after `stop`."""
+        """The slot's bytes in host memory, writable; not to be written while a post of the slot is in flight, or after
+        `stop`."""
         check_range("send slot", slot, 0, self._config.send_slots - 1)
         return self._slot(self._config.receive_slots + slot)
 
+    def receive_gpu_slot(self, slot: int) -> GpuSlot:
+        """The slot where this process maps it. No copy may use it once `stop` was called."""
+        return self._gpu_slots().receive_slot(slot)
+
+    def send_gpu_slot(self, slot: int) -> GpuSlot:
+        """As `receive_gpu_slot`; what is written there must have ended before the slot is posted."""
+        return self._gpu_slots().send_slot(slot)
+
+    def read_header(self, receive_slot: int, nbytes: int) -> bytes:
+        """The first bytes of a receive slot, of either kind."""
+        if self._mapped is None:
+            return bytes(self.receive_slot(receive_slot)[:nbytes])
+        return self._mapped.read(self._mapped.receive_slot(receive_slot), nbytes)
+
+    def write_header(self, send_slot: int, header: bytes) -> None:
+        """To the start of a send slot, of either kind. It is there when this returns."""
+        if self._mapped is None:
+            self.send_slot(send_slot)[: len(header)] = header
+        else:
+            self._mapped.write(self._mapped.send_slot(send_slot), header)
+
+    def _gpu_slots(self) -> MappedSlots:
+        if self._mapped is None:
+            raise CourierError("the courier was stopped" if self._config.devices else "its slots are in host memory")
+        return self._mapped
+
     def _slot(self, index: int) -> memoryview:
         if self._memory is None:
-            raise CourierError("the courier was stopped, and its slots with it")
+            raise CourierError(
+                "its slots are on GPUs" if self._config.devices else "the courier was stopped, and its slots with it"
+            )
         return self._view[index * self._config.slot_bytes : (index + 1) * self._config.slot_bytes]
 
     # -- orders: after the courier's death they go nowhere, since CourierDied says what became of them --------------
 
-    def connect(self, metadata: bytes, receive_address: int, slots: int, slot_bytes: int) -> None:
-        """Names the other courier, once: what its link has as `metadata` and `receive_address`, and its receive
-        slots. `Connected` answers; metadata that NIXL does not take end the courier. Raises MessageError."""
+    def connect(
+        self,
+        metadata: bytes,
+        receive_address: int,
+        slots: int,
+        slot_bytes: int,
+        ranks: Sequence[RemoteRank] = (),
+    ) -> None:
+        """Names the other courier, once: what its link has as `metadata`, `receive_address` and `receive_ranks`, and
+        its receive slots. `Connected` answers; metadata that NIXL does not take end the courier. Raises MessageError."""
         if self._remote is not None:
             raise MessageError("connect", "repeated", "called once")
-        connect = Connect(bytes(metadata), receive_address, slots, slot_bytes)
+        connect = Connect(bytes(metadata), receive_address, slots, slot_bytes, tuple(ranks))
         packet = encode_order(connect)
         self._remote = connect
         self._send(packet)
@@ -349,6 +418,9 @@ class CourierLink:
         if self._end is not None:
             await self._end
         self._unmap()
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            await asyncio.to_thread(mapped.close)  # waits for copies that use them
 
     async def _reap(self, deadline_s: float) -> str:
         """Kills the process, waits for its end; how it ended."""
@@ -404,6 +476,11 @@ class CourierLink:
     def _said(self) -> str:
         lines = [line for line in self._last_lines if line]
         return f"; its last words: {' | '.join(lines)}" if lines else ""
+
+
+def _close_mapped(mapping: asyncio.Task[MappedSlots]) -> None:
+    if not mapping.cancelled() and mapping.exception() is None:
+        mapping.result().close()
 
 
 def _close_made(making: asyncio.Task[int]) -> None:

@@ -44,7 +44,7 @@ def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Actor:
             #!{sys.executable}
             import os, socket, struct, sys, time
             s = socket.socket(fileno=int(sys.argv[3]))
-            started = struct.pack("<BQ", 17, 4096) + b"metadata"
+            started = struct.pack("<BQI", 17, 4096, 0) + b"metadata"
         """
         path = tmp_path / "actor"
         path.write_text(textwrap.dedent(head) + textwrap.dedent(program))
