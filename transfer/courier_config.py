@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
+import ipaddress
 import math
 import os
 import socket
@@ -105,6 +107,19 @@ def make_slot_memory(nbytes: int) -> int:
         os.close(fd)
         raise CourierError(f"no memory for {nbytes} bytes of slots: {error.strerror}") from error
     return fd
+
+
+async def bind_address(bind_host: str) -> Address | None:
+    """The address to listen on; None: every interface. Raises CourierError for a name that is none."""
+    host = bind_host.strip("[]")
+    if host in ANY_ADDRESS:
+        return None
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise CourierError(f"bind_host {host!r} cannot be resolved: {error.strerror}") from error
+    addresses = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found]
+    return min(addresses, key=lambda address: address.version)
 
 
 def check_free_port(bind: Address | None, port_range: tuple[int, int]) -> None:

@@ -119,6 +119,7 @@ class MappedSlots:
             raise
 
     def receive_slot(self, slot: int) -> GpuSlot:
+        """Raises MessageError for one that is not there, as the others."""
         return self._slot("receive slot", 0, slot)
 
     def send_slot(self, slot: int) -> GpuSlot:
@@ -130,15 +131,17 @@ class MappedSlots:
         address = self._mappings[kind][rank].address + index * self._slot_bytes
         return GpuSlot(rank, self._devices[rank], address, self._slot_bytes)
 
-    def read(self, slot: GpuSlot, nbytes: int) -> bytes:
+    def read_header(self, receive_slot: int, nbytes: int) -> bytes:
         """The slot's first bytes. Waits for the device, microseconds."""
+        slot = self.receive_slot(receive_slot)
         check_range("nbytes", nbytes, 1, slot.nbytes)
         return self._gpus[slot.rank].read(slot.address, nbytes)
 
-    def write(self, slot: GpuSlot, data: bytes) -> None:
-        """To the slot's start. They are there when this returns."""
-        check_range("data's length", len(data), 1, slot.nbytes)
-        self._gpus[slot.rank].write(slot.address, data)
+    def write_header(self, send_slot: int, header: bytes) -> None:
+        """To the slot's start. It is there when this returns."""
+        slot = self.send_slot(send_slot)
+        check_range("header's length", len(header), 1, slot.nbytes)
+        self._gpus[slot.rank].write(slot.address, header)
 
     def close(self) -> None:
         """Unmaps them; nothing of this process may use them any more. Idempotent."""

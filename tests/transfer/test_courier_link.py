@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvferry.transfer.courier_config import courier_environment, make_slot_memory
-from kvferry.transfer.courier_link import OUTPUT_LIMIT_BYTES, CourierConfig, CourierError, CourierLink
+from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 from kvferry.transfer.courier_messages import (
     Connected,
     CourierDied,
@@ -28,6 +28,7 @@ from kvferry.transfer.courier_messages import (
     PostDone,
     encode_order,
 )
+from kvferry.transfer.courier_process import OUTPUT_LIMIT_BYTES
 from kvferry.transfer.interfaces import InterfaceError, interface_addresses, interface_of
 
 SECONDS = 30.0
@@ -91,7 +92,7 @@ def test_one_that_says_nothing_is_ended_at_the_deadline(actor: Actor) -> None:
         ("struct.pack('<B', 21) + b'payload'", "event is Notification"),
         ("struct.pack('<B', 21) + b'x' * 257", "notification's length is 257"),
         ("struct.pack('<B', 99)", "event's kind is 99"),
-        ("b'x' * 70000", "packet's length is"),
+        ("b'x' * 90000", "packet's length is"),
         ("struct.pack('<B', 22) + b'I am done'", "I am done"),
     ],
 )
