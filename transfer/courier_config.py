@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import ipaddress
@@ -16,8 +17,13 @@ from kvferry.transfer.courier_messages import MessageError, check_range, check_s
 from kvferry.transfer.interfaces import Address, interface_of
 
 HOST_TLS = "tcp"
+# Where NIXL sees an NVIDIA GPU it refuses a UCX without GPU memory, whatever is to be written.
+HOST_TLS_BESIDE_GPUS = "cuda_copy,tcp"
 # cuda_ipc writes over NVLink; without cuda_copy UCX takes no GPU memory at all; notifications go over tcp.
 GPU_TLS = "cuda_copy,cuda_ipc,tcp"
+PCI_DEVICES = "/sys/bus/pci/devices"
+PCI_NVIDIA = 0x10DE
+PCI_GPU_CLASSES = (0x0300, 0x0302)
 ANY_ADDRESS = ("", "*", "0.0.0.0", "::")
 
 
@@ -30,9 +36,9 @@ class CourierConfig:
     """One courier. Raises MessageError for a value out of bounds, naming the field.
 
     `bind_host` chooses the network interfaces that UCX listens on and connects from: the one that owns the address,
-    or all for 0.0.0.0. `port_range` is inclusive; a courier takes one port of it per interface. `tls` is UCX_TLS; None:
-    HOST_TLS or GPU_TLS. `devices`: empty for slots in host memory, else the GPU of each rank, by its number in this
-    process; slot i is rank i // (slots / ranks)'s.
+    or all for 0.0.0.0. `port_range` is inclusive; a courier takes one port of it per interface. `devices`: empty for
+    slots in host memory, else the GPU of each rank, by its number in this process; slot i is rank
+    i // (slots / ranks)'s. `tls` is UCX_TLS; None: GPU_TLS with devices, else HOST_TLS, or HOST_TLS_BESIDE_GPUS.
     """
 
     slot_bytes: int
@@ -63,11 +69,27 @@ class CourierConfig:
         """UCX_TLS."""
         if self.tls is not None:
             return self.tls
-        return GPU_TLS if self.devices else HOST_TLS
+        if self.devices:
+            return GPU_TLS
+        return HOST_TLS_BESIDE_GPUS if nvidia_gpus() else HOST_TLS
 
     @property
     def memory_bytes(self) -> int:
         return (self.receive_slots + self.send_slots) * self.slot_bytes
+
+
+def nvidia_gpus(devices: str = PCI_DEVICES) -> int:
+    """As NIXL counts them: by the PCI devices of this machine, whether a driver is there or not."""
+    count = 0
+    with contextlib.suppress(OSError):
+        for name in os.listdir(devices):
+            with contextlib.suppress(OSError, ValueError):
+                values = []
+                for attribute in ("vendor", "class"):
+                    with open(os.path.join(devices, name, attribute)) as file:
+                        values.append(int(file.read(), 16))
+                count += values[0] == PCI_NVIDIA and values[1] >> 8 in PCI_GPU_CLASSES
+    return count
 
 
 def courier_environment(config: CourierConfig, bind: Address | None, base: Mapping[str, str]) -> dict[str, str]:

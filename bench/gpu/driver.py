@@ -26,7 +26,12 @@ PTX = b"""
 .target sm_70
 .address_size 64
 
-.visible .entry count_other(.param .u64 a_words, .param .u64 a_n, .param .u64 a_stride, .param .u64 a_want, .param .u64 a_total)
+.visible .entry count_other(
+  .param .u64 a_words,
+  .param .u64 a_n,
+  .param .u64 a_stride,
+  .param .u64 a_want,
+  .param .u64 a_total)
 {
   .reg .pred %p<3>;
   .reg .b32 %r<10>;
@@ -63,7 +68,12 @@ NONE:
   ret;
 }
 
-.visible .entry changes(.param .u64 a_words, .param .u64 a_n, .param .u64 a_stride, .param .u64 a_seen, .param .u64 a_total)
+.visible .entry changes(
+  .param .u64 a_words,
+  .param .u64 a_n,
+  .param .u64 a_stride,
+  .param .u64 a_seen,
+  .param .u64 a_total)
 {
   .reg .pred %p<3>;
   .reg .b32 %r<10>;
@@ -247,7 +257,7 @@ class Gpu:
         return self.word(self._total.address)
 
     def changes(self, memory: Memory, stride_words: int, seen: Memory, total: int) -> None:
-        """Adds to the word at address `total` how many sampled words are not as in `seen`, and takes them there. Waits."""
+        """Adds to the word at address `total` how many words are not as in `seen`, and takes them there. Waits."""
         self._launch(b"changes", memory, stride_words, seen.address, total)
         self.sync()
 

@@ -1,4 +1,4 @@
-"""What proves that a NIXL WRITE between two GPUs lands no more: each proof of the design tried on CUDA IPC, with canaries.
+"""What proves that a NIXL WRITE between two GPUs lands no more: each proof tried on CUDA IPC, with canaries.
 
 Needs two GPUs that reach each other, and NIXL; nothing of kvferry. The watcher compares a sample of the target's words
 all the time (a look every ~20 us) and looks at all of them at the end; a word counts as changed after a moment only
@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nodes import COUNT, ERROR, HOST, MIB, STAMP, Bench, Node, NodeError, Options, Target, Watched, bench, clear, now
+from actor import COUNT, ERROR, HOST, MIB, STAMP, Target, Watched, clear, now
+from nodes import Bench, Node, NodeError, Options, bench
 
 VALUE, CANARY, POISON = 0x11111111, 0xCA7A7A7A, 0xA5A5A5A5
 TLS = "cuda_copy,cuda_ipc,tcp"
@@ -90,9 +91,9 @@ def drained(on: Bench) -> None:
             spread.append((last.begun - on.board[STAMP]) / 1e3 if last else 0.0)
         verdict = "VIOLATED" if late or wrong else "holds"
         report(
-            f"drained   {posts:3} x {chunk / MIB:5.1f} MiB, {rounds} rounds: changed after DONE {late}, wrong or canary words"
-            f" at the end {wrong}; the last look that saw a change began {min(spread):+.0f} to {max(spread):+.0f} us from DONE:"
-            f" {verdict}"
+            f"drained   {posts:3} x {chunk / MIB:5.1f} MiB, {rounds} rounds: changed after DONE {late}, wrong or"
+            f" canary words at the end {wrong}; the last look that saw a change began {min(spread):+.0f} to"
+            f" {max(spread):+.0f} us from DONE: {verdict}"
         )
         on.end()
 
@@ -119,8 +120,9 @@ def released(on: Bench) -> None:
         lates.append((last.begun - on.board[STAMP]) / 1e3 if last else float("nan"))
     report(
         f"released  {posts} x {chunk / MIB:.0f} MiB posted and released at once, {rounds} rounds: landed"
-        f" {min(landed):.0%} to {max(landed):.0%}, with the source's later content {min(canaries):.0%} to {max(canaries):.0%};"
-        f" last change {min(lates):+.0f} to {max(lates):+.0f} us after the release; release said {sorted(refusals)}"
+        f" {min(landed):.0%} to {max(landed):.0%}, with the source's later content {min(canaries):.0%} to"
+        f" {max(canaries):.0%}; last change {min(lates):+.0f} to {max(lates):+.0f} us after the release; release said"
+        f" {sorted(refusals)}"
     )
 
 
@@ -153,10 +155,10 @@ def killed(on: Bench) -> None:
             lines.append(written)
         verdict = "VIOLATED" if late or poisoned else "holds"
         report(
-            f"killed    {in_flight:2} writes of {chunk / MIB:.1f} MiB in flight, {rounds} rounds, {min(lines)} to {max(lines)} writes"
-            f" before: changed after the reap {late}, poison overwritten after it {poisoned}; the last change came"
-            f" {min(end for end, _ in ends):.1f} to {max(end for end, _ in ends):.1f} ms after SIGKILL, the reap"
-            f" {min(reap for _, reap in ends):.1f} to {max(reap for _, reap in ends):.1f} ms: {verdict}"
+            f"killed    {in_flight:2} writes of {chunk / MIB:.1f} MiB in flight, {rounds} rounds, {min(lines)} to"
+            f" {max(lines)} writes before: changed after the reap {late}, poison overwritten after it {poisoned}; last"
+            f" change {min(end for end, _ in ends):.1f} to {max(end for end, _ in ends):.1f} ms after"
+            f" SIGKILL, the reap {min(reap for _, reap in ends):.1f} to {max(reap for _, reap in ends):.1f} ms: {verdict}"
         )
         on.end()
 
@@ -185,9 +187,9 @@ def orphaned(on: Bench) -> None:
         free.append(watcher.call("free_bytes"))
         said = f"{(on.board[ERROR] - sent) / 1e6:+.1f} ms after SIGKILL" if on.board[ERROR] else "no error"
         report(
-            f"orphaned  {'NIXL' if by_nixl else 'plain copies'}: reaped {(reaped - sent) / 1e6:.1f} ms after SIGKILL; the mapped memory:"
-            f" {after(watched, reaped).replace(' VIOLATED', ', so it is written after the reap')}; {goes_on} more writes done; the"
-            f" writer saw {said}: {writer.answer()!r}"
+            f"orphaned  {'NIXL' if by_nixl else 'plain copies'}: reaped {(reaped - sent) / 1e6:.1f} ms after SIGKILL;"
+            f" the mapped memory: {after(watched, reaped).replace(' VIOLATED', ', written after the reap')}; {goes_on}"
+            f" more writes done; the writer saw {said}: {writer.answer()!r}"
         )
         clear(on.board)
         reuse(on, watcher, writer, None if by_nixl else "mapped", free)
@@ -215,8 +217,8 @@ def reuse(on: Bench, watcher: Node, writer: Node, mapped: str | None, free: list
     grown = [f"{(value - free[0]) / MIB:+.0f}" for value in free[1:]]
     report(
         f"reuse     {hoard / MIB:.0f} MiB of new memory, all that was free: {others} words overwritten"
-        f"{' VIOLATED' if others else ''}{f', copies said {said!r}' if said else ''}; free MiB against before, owner reaped {grown[0]},"
-        f" watcher unmapped {grown[1]}, writer ended {grown[2]}"
+        f"{' VIOLATED' if others else ''}{f', copies said {said!r}' if said else ''}; free MiB against before, owner"
+        f" reaped {grown[0]}, watcher unmapped {grown[1]}, writer ended {grown[2]}"
     )
 
 
@@ -233,8 +235,8 @@ def order(on: Bench) -> None:
         now_trio.owner.answer()
         verdict = "VIOLATED" if by_kernel or by_copy else "holds"
         report(
-            f"order     {posts} x {chunk / MIB:.2f} MiB, {rounds} rounds: old words seen by a kernel in {by_kernel}, by a copy in"
-            f" {by_copy}: {verdict}"
+            f"order     {posts} x {chunk / MIB:.2f} MiB, {rounds} rounds: old words seen by a kernel in {by_kernel},"
+            f" by a copy in {by_copy}: {verdict}"
         )
         on.end()
 
@@ -277,7 +279,8 @@ def pair(on: Bench, sender: Node, receiver: Node, tls: str, chunk: int, posts: i
         good = receiver.call("count_other", name_of(target), VALUE + 2 + source) == 0
         report(
             f"transport {tls}: {name_of(source)} -> {name_of(target)}, {posts} x {chunk / MIB:.0f} MiB: first"
-            f" {first * 1e3:.1f} ms, best {best * 1e3:.2f} ms, {nbytes / best / 1e9:.1f} GB/s, {'good' if good else 'BYTES DIFFER'}"
+            f" {first * 1e3:.1f} ms, best {best * 1e3:.2f} ms, {nbytes / best / 1e9:.1f} GB/s,"
+            f" {'good' if good else 'BYTES DIFFER'}"
         )
 
 

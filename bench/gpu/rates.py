@@ -8,6 +8,7 @@ Needs two GPUs that reach each other, and NIXL; nothing of kvferry. GB/s are 1e9
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from actor import MIB, STOP, Actor, Target, clear, memory_type, now
 from driver import Memory
-from nodes import MIB, STOP, Actor, Bench, Options, Target, bench, clear, memory_type, now
+from nodes import Bench, Options, bench
 
 KIB = 1 << 10
 TLS = "cuda_copy,cuda_ipc,tcp"
@@ -193,7 +195,7 @@ class Pair:
         self.poll("poll", 120.0)
         self.sender.call("write", "source", self.target, 65536, 1)
         stamps.append(now())
-        steps = [f"{(b - a) / 1e6:.0f}" for a, b in zip(stamps, stamps[1:], strict=False)]
+        steps = [f"{(b - a) / 1e6:.0f}" for a, b in itertools.pairwise(stamps)]
         report(
             f"# ms: processes and contexts {steps[0]}, memory, agents and metadata {steps[1]}, first write {steps[2]}"
         )
@@ -244,9 +246,9 @@ def latency(on: Bench) -> None:
     for mib in (1, 64):
         costs: Costs = pair.sender.call("costs", "source", pair.target, on.size(mib * MIB), 200)
         report(
-            f"us a call, {mib} MiB in flight: initialize_xfer {costs.make:.1f}, make_prepped_xfer {costs.make_prepared:.1f},"
-            f" transfer {costs.transfer:.1f}, check_xfer_state {costs.check:.1f}, release {costs.release:.1f},"
-            f" get_new_notifs {costs.notifications:.1f}"
+            f"us a call, {mib} MiB in flight: initialize_xfer {costs.make:.1f}, make_prepped_xfer"
+            f" {costs.make_prepared:.1f}, transfer {costs.transfer:.1f}, check_xfer_state {costs.check:.1f},"
+            f" release {costs.release:.1f}, get_new_notifs {costs.notifications:.1f}"
         )
     pair.stop()
     pair.poll("pongs")
