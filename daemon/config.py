@@ -14,6 +14,15 @@ from kvferry.daemon.namespaces import Quota
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.policy import policy_names
+from kvferry.transfer.courier_messages import MAX_SLOTS
+from kvferry.transfer.lanes import MAX_RANKS
+from kvferry.transfer.layouts import StorageOrder
+
+STORAGES = {
+    "page": StorageOrder.PAGE_MAJOR,
+    "layer": StorageOrder.LAYER_MAJOR,
+    "layer-blocks": StorageOrder.LAYER_BLOCKS,
+}
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -75,10 +84,12 @@ class DaemonConfig:
     listen: str  # HOST:PORT of peers, statistics, look-ups; port 0: any free one
     socket: str  # Unix socket of the workers
     peers: dict[str, str] = field(default_factory=dict)  # prefill daemon's name -> HOST:PORT
-    pool_bytes: int = 1 << 30  # of each role's pool
+    pool_bytes: int = 1 << 30  # of each role's pool, over all ranks
     page_size: int = 64  # tokens
     shm_dir: str = "/dev/shm"
-    slots: int = 16  # receive slots of a session, and sending slots of one
+    ranks: int = 1  # tensor-parallel: each has a pool of its own, of its heads of every page
+    storage: str = "page"  # how a rank's pool is laid out: "page", "layer" or "layer-blocks"
+    slots: int = 16  # receive slots of a session and rank, and sending slots of one
     slot_bytes: int = 8 << 20
     max_tokens: int = 1 << 20  # of a request
     queue: int = 1024  # requests waiting for admission, or in the rendezvous table
@@ -121,6 +132,7 @@ class DaemonConfig:
         bounds = (
             ("pool_bytes", self.pool_bytes, 1, 1 << 48),
             ("page_size", self.page_size, 1, 4096),
+            ("ranks", self.ranks, 1, MAX_RANKS),
             ("slots", self.slots, 1, 1024),
             ("slot_bytes", self.slot_bytes, 4096, 1 << 30),
             ("max_tokens", self.max_tokens, 1, 1 << 24),
@@ -135,6 +147,12 @@ class DaemonConfig:
         for name, value, low, high in bounds:
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}; it must be {low} to {high}")
+        if self.storage not in STORAGES:
+            raise ConfigError(f"storage is {self.storage!r}; it must be one of {', '.join(STORAGES)}")
+        if self.slots * self.ranks > MAX_SLOTS:
+            raise ConfigError(
+                f"slots is {self.slots} of each of {self.ranks} ranks; together they must be {MAX_SLOTS} at most"
+            )
         if self.checksums not in ("on", "off"):
             raise ConfigError(f"checksums is {self.checksums!r}; it must be on or off")
         if self.policy not in policy_names():

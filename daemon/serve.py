@@ -9,12 +9,14 @@ import logging
 import os
 import sys
 
-from kvferry.daemon.config import ConfigError, DaemonConfig, parse_quota, parse_size, runtime_dir
+from kvferry.daemon.config import STORAGES, ConfigError, DaemonConfig, parse_quota, parse_size, runtime_dir
 from kvferry.daemon.namespaces import Quota
 from kvferry.radix.policy import policy_names
 
 _SAME = [  # flags that are settings as they stand
     "page_size",
+    "ranks",
+    "storage",
     "shm_dir",
     "slots",
     "max_tokens",
@@ -54,7 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool-bytes", default="1GiB", metavar="SIZE", help="of the KV pool (default: %(default)s)")
     parser.add_argument("--page-size", type=int, default=defaults["page_size"], metavar="TOKENS")
     parser.add_argument("--shm-dir", default=defaults["shm_dir"], metavar="DIR")
-    parser.add_argument("--slots", type=int, default=defaults["slots"], help="a session")
+    parser.add_argument(
+        "--ranks", type=int, default=defaults["ranks"], metavar="N", help="tensor-parallel ranks that share the pages"
+    )
+    parser.add_argument(
+        "--storage",
+        choices=tuple(STORAGES),
+        default=defaults["storage"],
+        help="of a rank's pool: whole pages, a tensor for each K and V of a layer, or one a layer (default: page)",
+    )
+    parser.add_argument("--slots", type=int, default=defaults["slots"], help="a session and rank")
     parser.add_argument("--slot-bytes", default="8MiB", metavar="SIZE")
     parser.add_argument("--max-tokens", type=int, default=defaults["max_tokens"], help="prompt + output of a request")
     parser.add_argument("--queue", type=int, default=defaults["queue"], help="requests that may wait")

@@ -14,6 +14,9 @@ FOLDERS = ("proto", "radix", "transfer", "daemon", "workers", "connectors", "loa
 PURE = (
     "kvferry.radix.",
     "kvferry.transfer.coverage",
+    "kvferry.transfer.lanes",
+    "kvferry.transfer.layouts",
+    "kvferry.transfer.pool_shape",
     "kvferry.transfer.receiver",
     "kvferry.transfer.sender",
     "kvferry.transfer.slots",

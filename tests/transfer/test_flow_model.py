@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.transfer.coverage import Coverage
+from kvferry.transfer.lanes import Heads, Lane
 from kvferry.transfer.receiver import Receiver, ReceiverAction, Regrant, Scatter, ScatterResult
 from kvferry.transfer.sender import Completed, Failed, Gather, Post, Sender
 from kvferry.transfer.slots import HEADER_BYTES, Credit, CreditPurse, CreditTable, PartHeader, PartNotice, SlotError
@@ -78,15 +79,16 @@ class Loop:
     def __init__(self, sizes: Sizes, *, notice_may_overtake: bool = False) -> None:
         slot_bytes = sizes.capacity + HEADER_BYTES
         self.sizes = sizes
+        lane = Lane(0, 0, Heads(0, 1), 0, 0, sizes.page_bytes)
         self.notice_may_overtake = notice_may_overtake  # a transport that breaks its promise
         self.sender = Sender(
-            page_bytes=sizes.page_bytes,
+            lanes=[lane],
             slot_bytes=slot_bytes,
             send_slots=sizes.send_slots,
             remote_slots=sizes.slots,
             epoch=EPOCH,
         )
-        self.receiver = Receiver(epoch=EPOCH, page_bytes=sizes.page_bytes, slot_bytes=slot_bytes, slots=sizes.slots)
+        self.receiver = Receiver(epoch=EPOCH, lanes=[lane], slot_bytes=slot_bytes, slots=sizes.slots)
         self.source = bytearray(POOL_PAGES * sizes.page_bytes)
         self.target = bytearray([POISON]) * (POOL_PAGES * sizes.page_bytes)
         self.free_source = list(range(POOL_PAGES))
@@ -489,7 +491,7 @@ def any_content(receiver: Receiver, notice: PartNotice, header: PartHeader) -> N
     return None
 
 
-def keep_the_credit(purse: CreditPurse) -> Credit:
+def keep_the_credit(purse: CreditPurse, rank: int = 0) -> Credit:
     return purse.held()[0]
 
 
