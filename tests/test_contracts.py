@@ -69,7 +69,14 @@ LAYERS = {
     "kvferry.loadgen.": ("kvferry", "kvferry.proto.", "kvferry.radix.", "kvferry.loadgen.", "CLIENT"),
 }
 # The client side maps the daemon's memory, and shares no other code with it.
-CLIENT = ("kvferry.transfer", "kvferry.transfer.geometry", "kvferry.transfer.namespace", "kvferry.transfer.segment")
+CLIENT = (
+    "kvferry.transfer",
+    "kvferry.transfer.geometry",
+    "kvferry.transfer.lanes",
+    "kvferry.transfer.layouts",
+    "kvferry.transfer.namespace",
+    "kvferry.transfer.segment",
+)
 
 FORBIDDEN_IMPORTS = frozenset(("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"))
 FORBIDDEN_BUILTINS = frozenset(("eval", "exec", "compile", "__import__"))

@@ -175,10 +175,21 @@ class RankStorage:
 
     def view(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The rank's memory as (pages, layers, tensors, page size, heads, bytes of a head), whatever order and layout;
-        a view. Only for equal page strides and evenly spaced tensors, which `make` gives. ValueError: too short."""
+        a view. As `view_strides`; ValueError: too short."""
         geometry = self.geometry
         if memory.ndim != 1 or not memory.flags.c_contiguous or len(memory) < self.nbytes:
             raise ValueError(f"memory has shape {memory.shape}; it must be contiguous and of {self.nbytes} bytes")
+        shape = (self.pages, geometry.layers, geometry.tensors, geometry.page_size, geometry.kv_heads)
+        head_bytes = geometry.head_dim * geometry.itemsize
+        return np.lib.stride_tricks.as_strided(
+            memory[int(self.bases[0]) :], (*shape, head_bytes), (*self.view_strides, 1)
+        )
+
+    @property
+    def view_strides(self) -> tuple[int, int, int, int, int]:
+        """Bytes from a page, layer, tensor, token and head to the next. Only for equal page strides and evenly spaced
+        tensors, which `make` gives."""
+        geometry = self.geometry
         head_bytes = geometry.head_dim * geometry.itemsize
         first = self.bases.reshape(geometry.layers, geometry.tensors)
         layer_stride = int(first[1, 0] - first[0, 0]) if geometry.layers > 1 else 0
@@ -186,6 +197,4 @@ class RankStorage:
         token, head = head_bytes * geometry.kv_heads, head_bytes
         if geometry.layout is Layout.PAGE_HND:
             token, head = head_bytes, head_bytes * geometry.page_size
-        shape = (self.pages, geometry.layers, geometry.tensors, geometry.page_size, geometry.kv_heads, head_bytes)
-        strides = (int(self.page_strides[0]), layer_stride, tensor_stride, token, head, 1)
-        return np.lib.stride_tricks.as_strided(memory[int(first[0, 0]) :], shape, strides)
+        return (int(self.page_strides[0]), layer_stride, tensor_stride, token, head)

@@ -101,7 +101,7 @@ def _prepare_synthetic(args: argparse.Namespace) -> Prepared:
     simulated = SimulatedTime(args.synthetic_prefill_us / 1e6, args.synthetic_decode_us / 1e6)
     facts = _facts(args, "synthetic", args.revision or "1", geometry)
     config = _config(args, facts, tokenizer="synthetic", model_max_tokens=SYNTHETIC_MAX_TOKENS)
-    return config, lambda client: SyntheticCompute(client.pool, client.geometry, simulated)
+    return config, lambda client: SyntheticCompute(client.pools, simulated)
 
 
 def _prepare_model(args: argparse.Namespace) -> Prepared:
@@ -119,7 +119,7 @@ def _prepare_model(args: argparse.Namespace) -> Prepared:
         tokenizer = str(folder.resolve())
     facts = _facts(args, model.fingerprint, args.revision or model.revision, model.geometry)
     config = _config(args, facts, tokenizer=tokenizer, model_max_tokens=model.max_tokens)
-    return config, lambda client: model.compute(client.pool, client.geometry)
+    return config, lambda client: model.compute(client.pools)
 
 
 def _facts(
