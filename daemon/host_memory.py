@@ -25,51 +25,16 @@ from kvferry.transfer.slots import HEADER_BYTES
 INLINE_BYTES = 256 * 1024  # below it the hop to a thread costs more than the copy
 
 
-class RankRows:
-    """Rows of one rank's memory, to be copied part by part."""
-
-    def __init__(self, pool: memoryview, rows: RowMap) -> None:
-        """ValueError where the rows do not lie in the pool."""
-        if rows.end > len(pool):
-            raise ValueError(f"rows end at byte {rows.end}; the pool has {len(pool)}")
-        self._pool = pool
-        self._rows = rows
-        self._address = np.frombuffer(pool, np.uint8).ctypes.data
-        one_row = rows.fragments == 1 and int(rows.offsets[0]) == 0 and int(rows.strides[0]) == rows.row_bytes
-        self._contiguous = one_row
-
-    def gather(self, slot: memoryview, page_ids: Sequence[int], byte_offset: int, nbytes: int) -> None:
-        """A part of these pages' rows -> behind the slot's header."""
-        if self._contiguous:
-            ids = np.asarray(page_ids, np.int64)
-            _core.gather_pages(slot, HEADER_BYTES, self._pool, ids, self._rows.row_bytes, byte_offset, nbytes)
-            return
-        memory, payload, sizes = self._runs(slot, page_ids, byte_offset, nbytes)
-        _core.copy_list(payload, memory, sizes)
-
-    def scatter(self, slot: memoryview, page_ids: Sequence[int], byte_offset: int, nbytes: int) -> None:
-        """The reverse."""
-        if self._contiguous:
-            ids = np.asarray(page_ids, np.int64)
-            _core.scatter_pages(self._pool, ids, self._rows.row_bytes, byte_offset, slot, HEADER_BYTES, nbytes)
-            return
-        memory, payload, sizes = self._runs(slot, page_ids, byte_offset, nbytes)
-        _core.copy_list(memory, payload, sizes)
-
-    def _runs(
-        self, slot: memoryview, page_ids: Sequence[int], byte_offset: int, nbytes: int
-    ) -> tuple[Int64s, Int64s, Int64s]:
-        if HEADER_BYTES + nbytes > len(slot):
-            raise ValueError(f"nbytes is {nbytes}; the slot has room for {len(slot) - HEADER_BYTES}")
-        runs = self._rows.part(page_ids, byte_offset, nbytes)
-        payload = np.frombuffer(slot, np.uint8).ctypes.data + HEADER_BYTES
-        return self._address + runs.memory, payload + runs.stream, runs.sizes
+def host_pages(pool: memoryview, rows: RowMap) -> _core.HostPages:
+    """These rows of a rank's memory, to be copied part by part. ValueError where they do not lie in it."""
+    bounds = (rows.pieces, rows.piece_stride, rows.fragment_bytes, rows.pages)
+    return _core.HostPages(pool, rows.offsets, rows.strides, *bounds)
 
 
 class HostPartCopies:
     """Of one session."""
 
-    def __init__(self, link: CourierLink, lanes: list[RankRows], executor: ThreadPoolExecutor) -> None:
+    def __init__(self, link: CourierLink, lanes: list[_core.HostPages], executor: ThreadPoolExecutor) -> None:
         self._link = link
         self._lanes = lanes
         self._executor = executor
@@ -78,7 +43,8 @@ class HostPartCopies:
         slot, rows = self._link.send_slot(gather.send_slot), self._lanes[gather.lane]
 
         def copy() -> None:
-            rows.gather(slot, gather.page_ids, gather.byte_offset, gather.nbytes)
+            ids = np.asarray(gather.page_ids, np.int64)
+            rows.gather_part(ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES)
 
         self._run(copy, gather.nbytes, done)
 
@@ -86,18 +52,20 @@ class HostPartCopies:
         slot, rows = self._link.receive_slot(scatter.slot), self._lanes[scatter.lane]
 
         def copy() -> None:
-            rows.scatter(slot, scatter.page_ids, scatter.byte_offset, scatter.nbytes)
+            ids = np.asarray(scatter.page_ids, np.int64)
+            rows.scatter_part(ids, scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES)
 
         self._run(copy, scatter.nbytes, done)
 
     def write_header(self, send_slot: int, header: bytes) -> None:
-        self._link.send_slot(send_slot)[:HEADER_BYTES] = header
+        self._link.write_header(send_slot, header)
 
-    def read_header(self, receive_slot: int) -> memoryview:
-        return self._link.receive_slot(receive_slot)[:HEADER_BYTES]
+    def read_header(self, receive_slot: int) -> bytes:
+        return self._link.read_header(receive_slot, HEADER_BYTES)
 
     def close(self) -> None:
-        """The slots are the link's."""
+        for rows in self._lanes:
+            rows.close()
 
     def _run(self, copy: Callable[[], None], nbytes: int, done: CopyEnd) -> None:
         loop = asyncio.get_running_loop()
@@ -117,6 +85,7 @@ class HostPoolMemory:
         self.shape = shape
         self._segments = segments
         self._memory = [np.frombuffer(segment.buffer, np.uint8) for segment in segments]
+        self._planes = [host_pages(segment.buffer, shape.storage.planes()) for segment in segments]
         self._host: NDArray[np.uint8] | None = None
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvferry-copy")
@@ -141,19 +110,17 @@ class HostPoolMemory:
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
         rows = zip(lanes, self.shape.sending_rows(lanes), strict=True)
-        ranks = [RankRows(self._segments[lane.sender].buffer, each) for lane, each in rows]
+        ranks = [host_pages(self._segments[lane.sender].buffer, each) for lane, each in rows]
         return HostPartCopies(link, ranks, self._executor)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
         rows = zip(lanes, self.shape.receiving_rows(lanes), strict=True)
-        ranks = [RankRows(self._segments[lane.receiver].buffer, each) for lane, each in rows]
+        ranks = [host_pages(self._segments[lane.receiver].buffer, each) for lane, each in rows]
         return HostPartCopies(link, ranks, self._executor)
 
     def zero_tail(self, page: int, tokens: int) -> None:
-        tail = self.shape.storage.tail(tokens)
-        for memory in self._memory:
-            for start in tail.fragments_of([page])[0].tolist():
-                memory[start : start + tail.fragment_bytes] = 0
+        for planes in self._planes:
+            planes.zero_page_from(page, tokens * self.shape.storage.geometry.fragment_token_bytes)
 
     def attach_rows(self, rows: memoryview) -> None:
         self._host = np.frombuffer(rows, np.uint8)
@@ -175,6 +142,9 @@ class HostPoolMemory:
     def close(self) -> None:
         self._executor.shutdown(wait=True)
         self._memory.clear()
+        for planes in self._planes:
+            planes.close()
+        self._planes.clear()
         for segment in self._segments:
             segment.unlink()
             segment.close()

@@ -19,7 +19,7 @@ import grpc
 from kvferry.daemon.pool_memory import PartCopies, PoolMemory
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_METADATA_BYTES
-from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
+from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink, RemoteRank
 from kvferry.transfer.courier_messages import (
     MAX_SLOTS,
     Connected,
@@ -220,6 +220,7 @@ class Session:
             receive_address=link.receive_address,
             receive_slots=self._courier_config.receive_slots,
             slot_bytes=self._courier_config.slot_bytes,
+            ranks=[peer.CourierRank(receive_address=rank.address, device=rank.device) for rank in link.receive_ranks],
         )
         self.send(peer.PeerMessage(courier_up=up))
         self._connect_if_known()
@@ -293,6 +294,10 @@ class Session:
         ):
             if not low <= value <= high:
                 raise SessionBroken(f"courier_up: {field} is {value}; it must be {low} to {high}")
+        if len(up.ranks) not in (0, self._remote_ranks):
+            raise SessionBroken(
+                f"courier_up: ranks has {len(up.ranks)} entries; it must have {self._remote_ranks} or none"
+            )
         if up.receive_slots % self._remote_ranks:
             raise SessionBroken(
                 f"courier_up: receive_slots is {up.receive_slots}; "
@@ -305,7 +310,8 @@ class Session:
     def _connect_if_known(self) -> None:
         if self._link is not None and self.remote_slot_bytes:
             up = self._remote_up
-            self._link.connect(up.metadata, up.receive_address, up.receive_slots, up.slot_bytes)
+            ranks = [RemoteRank(rank.receive_address, rank.device) for rank in up.ranks]
+            self._link.connect(up.metadata, up.receive_address, up.receive_slots, up.slot_bytes, ranks)
 
     def _on_courier(self, event: CourierEvent) -> None:
         if self.closed:

@@ -58,16 +58,26 @@ class PeerHello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., protocol_min: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., facts: _Optional[_Union[_common_pb2.NamespaceFacts, _Mapping]] = ..., epoch: _Optional[int] = ..., page_bytes: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class CourierUp(_message.Message):
-    __slots__ = ("metadata", "receive_address", "receive_slots", "slot_bytes")
+    __slots__ = ("metadata", "receive_address", "receive_slots", "slot_bytes", "ranks")
     METADATA_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     metadata: bytes
     receive_address: int
     receive_slots: int
     slot_bytes: int
-    def __init__(self, metadata: _Optional[bytes] = ..., receive_address: _Optional[int] = ..., receive_slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[CourierRank]
+    def __init__(self, metadata: _Optional[bytes] = ..., receive_address: _Optional[int] = ..., receive_slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[CourierRank, _Mapping]]] = ...) -> None: ...
+
+class CourierRank(_message.Message):
+    __slots__ = ("receive_address", "device")
+    RECEIVE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    receive_address: int
+    device: int
+    def __init__(self, receive_address: _Optional[int] = ..., device: _Optional[int] = ...) -> None: ...
 
 class CourierConnected(_message.Message):
     __slots__ = ()

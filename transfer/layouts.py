@@ -162,16 +162,13 @@ class RankStorage:
         pieces = geometry.page_size
         return RowMap(offsets, self.page_strides, pieces, token, count * head_bytes, self.pages).compact()
 
-    def tail(self, tokens: int) -> RowMap:
-        """What lies behind the first `tokens` tokens of a page, of all heads of this rank. ValueError: none."""
+    def planes(self) -> RowMap:
+        """Rows of all heads in fragments in which the tokens follow each other: token t of a page begins at byte
+        t * geometry.fragment_token_bytes of each."""
         geometry = self.geometry
-        behind = geometry.page_size - tokens
-        if tokens < 0 or behind < 1:
-            raise ValueError(f"tokens is {tokens}; it must be 0 to {geometry.page_size - 1}")
-        size = geometry.fragment_token_bytes
         heads = geometry.kv_heads if geometry.layout is Layout.PAGE_HND else 1
-        offsets = self.bases + tokens * size
-        return RowMap(offsets, self.page_strides, heads, geometry.fragment_bytes, behind * size, self.pages).compact()
+        size = geometry.fragment_bytes
+        return RowMap(self.bases, self.page_strides, heads, size, size, self.pages)
 
     def view(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The rank's memory as (pages, layers, tensors, page size, heads, bytes of a head), whatever order and layout;

@@ -67,15 +67,16 @@ def test_any_part_of_any_heads_is_the_canonical_bytes(
 
 @settings(deadline=None, max_examples=100)
 @given(geometries, orders, st.data())
-def test_views_and_tails(geometry: KVGeometry, order: StorageOrder, data: st.DataObject) -> None:
+def test_views_and_planes(geometry: KVGeometry, order: StorageOrder, data: st.DataObject) -> None:
     pages = random_pages(geometry, PAGES, seed=2)
     memory = stored(pages, geometry.layout, order)
     storage = RankStorage.make(geometry, order, PAGES)
     assert np.array_equal(storage.view(memory), pages)
     tokens = data.draw(st.integers(0, geometry.page_size - 1))
-    tail = storage.tail(tokens)
-    for at in tail.fragments_of([3]).ravel().tolist():
-        memory[at : at + tail.fragment_bytes] = 0
+    planes = storage.planes()
+    assert planes.row_bytes == storage.rows().row_bytes
+    for at in planes.fragments_of([3]).ravel().tolist():
+        memory[at + tokens * geometry.fragment_token_bytes : at + planes.fragment_bytes] = 0
     pages[3, :, :, tokens:] = 0
     assert np.array_equal(memory, stored(pages, geometry.layout, order))
 
@@ -131,7 +132,5 @@ def test_what_cannot_be_is_refused() -> None:
     for byte_offset, nbytes in ((-1, 2), (0, 0), (rows.row_bytes, 1), (0, rows.row_bytes + 1)):
         with pytest.raises(ValueError, match=f"part of {nbytes} bytes at byte {byte_offset}"):
             rows.part([1], byte_offset, nbytes)
-    with pytest.raises(ValueError, match="tokens is 16; it must be 0 to 15"):
-        storage.tail(16)
     with pytest.raises(ValueError, match="must be contiguous and of"):
         storage.view(np.zeros(10, np.uint8))
