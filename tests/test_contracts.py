@@ -16,6 +16,7 @@ PURE = (
     "kvferry.transfer.coverage",
     "kvferry.transfer.lanes",
     "kvferry.transfer.layouts",
+    "kvferry.transfer.outgoing",
     "kvferry.transfer.pool_shape",
     "kvferry.transfer.receiver",
     "kvferry.transfer.sender",

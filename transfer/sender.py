@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.transfer.lanes import Lane
+from kvferry.transfer.outgoing import Outgoing
 from kvferry.transfer.slots import HEADER_BYTES, Credit, CreditPurse, PartHeader, PartNotice, check_unsigned
 
 MAX_PAGES = 1 << 32  # page indexes of a prompt are 32 bits on the wire
@@ -94,41 +95,6 @@ class SenderCounts:
     wire_bytes: int = 0
 
 
-class _Outgoing:
-    """One transfer."""
-
-    __slots__ = (
-        "ended",
-        "failure",
-        "first_page",
-        "gathers",
-        "page_ids",
-        "parts",
-        "posted",
-        "queued",
-        "ready",
-        "sent",
-        "unsent",
-    )
-
-    def __init__(self, first_page: int, page_ids: Sequence[int], lanes: int) -> None:
-        self.first_page = first_page
-        self.page_ids = page_ids
-        self.unsent = lanes  # lanes whose cursor is not at the run's end
-        self.ready = 0  # pages from the run's start that are final in the pool
-        self.sent = [0] * lanes  # the cursors: bytes from the run's start given to gathers
-        self.parts = 0
-        self.gathers = 0  # running
-        self.posted = 0  # posts in flight
-        self.queued = [False] * lanes  # whether it stands in the lane's round
-        self.ended = False
-        self.failure: str | None = None
-
-    @property
-    def closed(self) -> bool:
-        return self.ended or self.failure is not None
-
-
 class Sender:
     """One per session and direction. Not thread-safe: one owner calls it.
 
@@ -160,7 +126,7 @@ class Sender:
         self._gathering: dict[int, Gather] = {}  # by sending slot
         self._posted: dict[int, tuple[int, int]] = {}  # post id: (sending slot, transfer)
         self._next_post = 1
-        self._transfers: dict[int, _Outgoing] = {}
+        self._transfers: dict[int, Outgoing] = {}
         # By lane: transfers with bytes to send; closed ones are dropped when met.
         self._rounds: list[deque[int]] = [deque() for _ in lanes]
         self._turn = 0  # the lane whose turn it is
@@ -208,7 +174,7 @@ class Sender:
         if pages == 0:
             self._events.append(Completed(transfer, 0, 0, 0, 0))
             return
-        self._transfers[transfer] = _Outgoing(first_page, list(page_ids), len(self._lanes))
+        self._transfers[transfer] = Outgoing(first_page, list(page_ids), len(self._lanes))
 
     def progress(self, transfer: int, pages_ready: int) -> None:
         """Prompt pages [0, pages_ready) are final in the pool. Ignored for a transfer that is completed or ended.
@@ -350,7 +316,7 @@ class Sender:
             assert outgoing.posted == sum(owner == transfer for _, owner in self._posted.values())
             assert not outgoing.closed or outgoing.gathers > 0
 
-    def _queue(self, lane: int, transfer: int, outgoing: _Outgoing) -> None:
+    def _queue(self, lane: int, transfer: int, outgoing: Outgoing) -> None:
         ready = outgoing.ready * self._lanes[lane].row_bytes
         if not outgoing.queued[lane] and not outgoing.closed and outgoing.sent[lane] < ready:
             outgoing.queued[lane] = True
@@ -372,7 +338,7 @@ class Sender:
             return gather
         return None
 
-    def _cut(self, number: int, transfer: int, outgoing: _Outgoing) -> Gather:
+    def _cut(self, number: int, transfer: int, outgoing: Outgoing) -> Gather:
         lane, start = self._lanes[number], outgoing.sent[number]
         nbytes = min(self._cuts[number], outgoing.ready * lane.row_bytes - start)
         assert nbytes > 0
@@ -395,7 +361,7 @@ class Sender:
         self._gathering[gather.send_slot] = gather
         return gather
 
-    def _gather_done(self, send_slot: int) -> tuple[Gather, _Outgoing]:
+    def _gather_done(self, send_slot: int) -> tuple[Gather, Outgoing]:
         if send_slot not in self._gathering:
             raise ValueError(f"send_slot is {send_slot}, must be one of the {len(self._gathering)} that are gathering")
         gather = self._gathering.pop(send_slot)
@@ -410,7 +376,7 @@ class Sender:
     def _free(self, send_slot: int) -> None:
         self._free_slots[send_slot // self._send_slots].append(send_slot)
 
-    def _close_if_drained(self, transfer: int, outgoing: _Outgoing) -> None:
+    def _close_if_drained(self, transfer: int, outgoing: Outgoing) -> None:
         if outgoing.gathers > 0:
             return
         del self._transfers[transfer]

@@ -44,7 +44,7 @@ HEADER = PartHeader(
 )
 
 
-@pytest.mark.parametrize("module", ["slots", "coverage", "sender", "receiver"])
+@pytest.mark.parametrize("module", ["slots", "coverage", "lanes", "outgoing", "sender", "receiver"])
 def test_cores_do_no_io(module: str) -> None:
     spec = importlib.util.find_spec(f"kvferry.transfer.{module}")
     assert spec is not None
