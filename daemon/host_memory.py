@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +104,10 @@ class HostPoolMemory:
                 segment.close()
             raise
         return HostPoolMemory(shape, segments, threads)
+
+    @property
+    def workers(self) -> dict[str, Executor]:
+        return {"copy worker": self._executor}
 
     def rank_pools(self) -> list[wire.RankPool]:
         return [wire.RankPool(segment=segment.path, nbytes=segment.nbytes) for segment in self._segments]

@@ -7,6 +7,7 @@ tier copies whole pages between the pool and its rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Protocol, TypeAlias
 
 from kvferry.proto import worker_pb2 as wire
@@ -47,6 +48,10 @@ class PoolMemory(Protocol):
 
     @property
     def shape(self) -> PoolShape: ...
+
+    @property
+    def workers(self) -> dict[str, Executor]:
+        """Its copy threads by name, if it has any: whose progress may be watched."""
 
     def rank_pools(self) -> list[wire.RankPool]:
         """Where workers find it, rank by rank."""
