@@ -41,6 +41,19 @@ def parse_size(text: str) -> int:
     return int(found.group(1)) * _UNITS[(found.group(2) or "").upper()]
 
 
+def parse_device(text: str) -> tuple[int, ...]:
+    """`cpu`: (); `cuda:0,cuda:1`: (0, 1). ConfigError."""
+    if text == "cpu":
+        return ()
+    found = [re.fullmatch(r"cuda:(\d{1,2})", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise ConfigError(f"device is {text[:64]!r}; it must be cpu, or cuda:I for each rank with commas between")
+    devices = tuple(int(match.group(1)) for match in found if match is not None)
+    if len(set(devices)) != len(devices):
+        raise ConfigError(f"device is {text[:64]!r}; it names a GPU twice")
+    return devices
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """(host, port) of "host:port" or "[v6]:port". Raises ConfigError."""
     host, colon, port = text.rpartition(":")
@@ -89,6 +102,7 @@ class DaemonConfig:
     shm_dir: str = "/dev/shm"
     ranks: int = 1  # tensor-parallel: each has a pool of its own, of its heads of every page
     storage: str = "page"  # how a rank's pool is laid out: "page", "layer" or "layer-blocks"
+    device: str = "cpu"  # where the pool is: "cpu", or "cuda:I" for each rank, with commas between
     slots: int = 16  # receive slots of a session and rank, and sending slots of one
     slot_bytes: int = 8 << 20
     max_tokens: int = 1 << 20  # of a request
@@ -114,6 +128,11 @@ class DaemonConfig:
     insecure: bool = False
     reflection: bool = False
     ucx_ports: tuple[int, int] = (21000, 21063)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The GPU of each rank; () on the CPU. ConfigError."""
+        return parse_device(self.device)
 
     def __post_init__(self) -> None:
         host, _ = parse_address(self.listen)
@@ -147,6 +166,8 @@ class DaemonConfig:
         for name, value, low, high in bounds:
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}; it must be {low} to {high}")
+        if self.devices and self.ranks != len(self.devices):
+            raise ConfigError(f"device is {self.device!r}, of {len(self.devices)} ranks; ranks is {self.ranks}")
         if self.storage not in STORAGES:
             raise ConfigError(f"storage is {self.storage!r}; it must be one of {', '.join(STORAGES)}")
         if self.slots * self.ranks > MAX_SLOTS:

@@ -9,14 +9,22 @@ import logging
 import os
 import sys
 
-from kvferry.daemon.config import STORAGES, ConfigError, DaemonConfig, parse_quota, parse_size, runtime_dir
+from kvferry.daemon.config import (
+    STORAGES,
+    ConfigError,
+    DaemonConfig,
+    parse_device,
+    parse_quota,
+    parse_size,
+    runtime_dir,
+)
 from kvferry.daemon.namespaces import Quota
 from kvferry.radix.policy import policy_names
 
 _SAME = [  # flags that are settings as they stand
     "page_size",
-    "ranks",
     "storage",
+    "device",
     "shm_dir",
     "slots",
     "max_tokens",
@@ -57,7 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, default=defaults["page_size"], metavar="TOKENS")
     parser.add_argument("--shm-dir", default=defaults["shm_dir"], metavar="DIR")
     parser.add_argument(
-        "--ranks", type=int, default=defaults["ranks"], metavar="N", help="tensor-parallel ranks that share the pages"
+        "--device",
+        default=defaults["device"],
+        metavar="cpu|cuda:I,...",
+        help="where the pool is: shared memory, or a GPU for each rank (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="tensor-parallel ranks that share the pages (default: one a device)"
     )
     parser.add_argument(
         "--storage",
@@ -66,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a rank's pool: whole pages, a tensor for each K and V of a layer, or one a layer (default: page)",
     )
     parser.add_argument("--slots", type=int, default=defaults["slots"], help="a session and rank")
-    parser.add_argument("--slot-bytes", default="8MiB", metavar="SIZE")
+    parser.add_argument("--slot-bytes", metavar="SIZE", help="default: 8MiB, on GPUs 64MiB")
     parser.add_argument("--max-tokens", type=int, default=defaults["max_tokens"], help="prompt + output of a request")
     parser.add_argument("--queue", type=int, default=defaults["queue"], help="requests that may wait")
     parser.add_argument("--max-peers", type=int, default=defaults["max_peers"])
@@ -147,6 +161,7 @@ def config_of(args: argparse.Namespace) -> DaemonConfig:
         raise ConfigError(f"--ucx-ports {args.ucx_ports!r} is not FIRST-LAST within 1024-65535")
     roles = ("decode", "prefill") if args.role == "both" else (args.role,)
     same = {name: getattr(args, name) for name in _SAME}
+    devices = parse_device(args.device)
     return DaemonConfig(
         roles=roles,
         name=args.name or args.role,
@@ -154,7 +169,8 @@ def config_of(args: argparse.Namespace) -> DaemonConfig:
         socket=args.socket or os.path.join(runtime_dir(), f"kvferry-{args.role}.sock"),
         peers=peers,
         pool_bytes=parse_size(args.pool_bytes),
-        slot_bytes=parse_size(args.slot_bytes),
+        ranks=args.ranks or max(1, len(devices)),
+        slot_bytes=parse_size(args.slot_bytes or ("64MiB" if devices else "8MiB")),
         host_bytes=parse_size(args.host_bytes),
         quotas=quotas,
         ucx_ports=(int(first), int(last)),

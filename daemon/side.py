@@ -19,6 +19,7 @@ from kvferry.daemon.config import STORAGES, DaemonConfig
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.effects import Effect, ForgetRows, StartCopy, ToWorker, tier_effects
 from kvferry.daemon.errors import RequestError, exhausted, invalid, precondition
+from kvferry.daemon.gpu_memory import GpuPoolMemory
 from kvferry.daemon.host_memory import HostPoolMemory
 from kvferry.daemon.host_tier import HostTier, open_tier, store_limits
 from kvferry.daemon.limits import Name, name_of
@@ -246,7 +247,8 @@ class Side(Generic[CoreT]):
             # In a thread: the kernel clears the memory, which takes seconds for a large pool.
             memory = await asyncio.to_thread(self._make_memory, name, facts, pages)
         except OSError as error:
-            raise exhausted(f"pool of {pages * page_bytes} bytes in {self.config.shm_dir}: {error}") from error
+            place = self.config.device if self.config.devices else self.config.shm_dir
+            raise exhausted(f"pool of {pages * page_bytes} bytes in {place}: {error}") from error
         try:
             store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
             store.clock.now = self.now()
@@ -270,9 +272,11 @@ class Side(Generic[CoreT]):
         )
 
     def _make_memory(self, name: str, facts: NamespaceFacts, pages: int) -> PoolMemory:
-        """OSError where there is too little."""
+        """OSError where there is too little, or no such device."""
         config = self.config
         shape = PoolShape(facts.geometry, config.ranks, STORAGES[config.storage], pages)
+        if config.devices:
+            return GpuPoolMemory.create(shape, config.devices)
         return HostPoolMemory.create(shape, config.shm_dir, name, config.copy_threads)
 
     def attach(self, worker: Worker) -> None:
