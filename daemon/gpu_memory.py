@@ -38,7 +38,7 @@ class RankMemory:
     def __init__(self, shape: PoolShape, ordinal: int) -> None:
         self.shape = shape
         self.ordinal = ordinal
-        # Two engines, since each has one stream for the host: a restore, which a request waits for, is not behind spills.
+        # Two, since an engine has one stream to the host: a restore, which a request waits for, is not behind spills.
         self.spills = GpuCopies(GpuCopyEngine(ordinal))
         self.restores = GpuCopies(GpuCopyEngine(ordinal))
         self.memory = self.spills.engine.allocate(shape.storage.nbytes)
@@ -70,7 +70,7 @@ class RankMemory:
         nbytes = self.shape.storage.nbytes
         handle, offset = self.parts.export_memory(self.memory.address, nbytes)
         uuid = self.parts.device_uuid()
-        return wire.RankPool(ipc_handle=handle, device=self.ordinal, device_uuid=uuid, bytes=nbytes, offset=offset)
+        return wire.RankPool(ipc_handle=handle, device=self.ordinal, device_uuid=uuid, nbytes=nbytes, offset=offset)
 
 
 class GpuPartCopies:
@@ -154,12 +154,12 @@ class GpuPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.sending_rows(lanes)
         own = [(lane.sender, each) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link.gpu_send_slot, self._ranks, own, self._ends)
+        return GpuPartCopies(link.send_gpu_slot, self._ranks, own, self._ends)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.receiving_rows(lanes)
         own = [(lane.receiver, each) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link.gpu_receive_slot, self._ranks, own, self._ends)
+        return GpuPartCopies(link.receive_gpu_slot, self._ranks, own, self._ends)
 
     def zero_tail(self, page: int, tokens: int) -> None:
         for rank in self._ranks:

@@ -115,4 +115,5 @@ def courier_config(config: DaemonConfig, *, receive_slots: int, send_slots: int)
         send_slots=send_slots * config.ranks,
         bind_host=host,
         port_range=config.ucx_ports,
+        devices=config.devices,
     )
