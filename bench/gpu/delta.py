@@ -1,0 +1,232 @@
+"""Delta pages between two daemons on two GPUs: gather, NIXL WRITE and scatter, from the worker's report to Ready.
+
+    python bench/gpu/delta.py [--devices 0,1] [--gib 1]
+
+Two `kvferry serve` processes and this one, which is both workers: it fills a prompt's pages in the prefill daemon's pool,
+asks for them at the decode daemon, and compares every byte of both pools afterwards. Page ids are scattered on both
+sides (every other page of the pool is held), and the pools are layer-major: a page is 64 fragments.
+
+GB/s is payload over time: `ready` from the report that all pages are computed to the Ready that the decode worker gets,
+gRPC and all; `moved` the decode daemon's own clock, from the Ask's first gather to the last page's publication.
+The limit is one plain copy of as many bytes from GPU to GPU, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvferry.daemon.stack import Process, Stack
+from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
+from kvferry.workers.client import DaemonClient
+from kvferry.workers.requests import RequestName
+
+MIB = 1 << 20
+LAYERS = 32
+TENSORS = 2 * LAYERS
+PAGE_SIZE = 16
+HEAD_DIM = 128
+FRAGMENTS_KIB = (8, 32, 64, 256, 2048)
+WARM_UPS = 2
+ROUNDS = 7
+POISON = 0xA5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    fragment_kib: int
+    pages: int
+    ready_s: float
+    best_s: float
+    stages: dict[str, float]  # mean seconds of a part
+
+
+def facts(heads: int) -> common_pb2.NamespaceFacts:
+    geometry = common_pb2.Geometry(layers=LAYERS, kv_heads=heads, head_dim=HEAD_DIM, dtype="bfloat16", tensors=2)
+    return common_pb2.NamespaceFacts(
+        model=f"bench-{heads}", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=bytes(32)
+    )
+
+
+class Side:
+    """One daemon and this process as its worker."""
+
+    def __init__(self, role: int, socket: str, client: DaemonClient, device: int, pages: int) -> None:
+        self.client = client
+        self.device = device
+        self.pages = pages
+        memory = client.pools.memories[0]
+        self.tensor = memory.view(torch.int64).view(TENSORS, pages, -1)  # layer-major
+        self.held: list[RequestName] = []
+        self.role = role
+
+    async def scatter(self) -> None:
+        """Holds every other page of the pool, so that no two free ones touch."""
+        names = [RequestName(os.urandom(16), 1) for _ in range(self.pages)]
+        for start in range(0, len(names), 256):
+            await asyncio.gather(*(self._one(name) for name in names[start : start + 256]))
+        await asyncio.gather(*(self.client.abort(name, "a hole") for name in names[::2]))
+        self.held = names[1::2]
+
+    async def _one(self, name: RequestName) -> None:
+        common = dict(digests=os.urandom(32), tokens=PAGE_SIZE, tail_digest=b"", deadline_s=60.0, warmup=True)
+        if self.role == common_pb2.ROLE_PREFILL:
+            await self.client.begin(name, **common)  # type: ignore[arg-type]
+        else:
+            await self.client.admit(name, prefill="", max_new_tokens=1, **common)  # type: ignore[arg-type]
+
+
+def daemon(stack: Stack, role: str, device: int, pool_bytes: int, words: list[str], args: argparse.Namespace) -> Process:
+    socket = os.path.join(stack.folder, f"{role}.sock")
+    common = ["--name", role, "--listen", "127.0.0.1:0", "--socket", socket, "--page-size", str(PAGE_SIZE)]
+    gpu = ["--device", f"cuda:{device}", "--storage", "layer", "--pool-bytes", str(pool_bytes)]
+    slots = ["--slot-bytes", args.slot_bytes, "--slots", str(args.slots)]
+    return stack.start(role, ["serve", "--role", role, *common, *gpu, *slots, *words])
+
+
+async def stages(address: str, side: str) -> dict[str, tuple[int, float]]:
+    import grpc.aio
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stats = await cache_pb2_grpc.CacheStub(channel).Stats(cache_pb2.StatsRequest())
+    found: dict[str, tuple[int, float]] = {}
+    for each in (stats.decode, stats.prefill) if side == "" else (getattr(stats, side),):
+        for stage in each.stages:
+            found[stage.name] = (stage.count, stage.seconds)
+    return found
+
+
+async def measure(kib: int, args: argparse.Namespace) -> Row:
+    heads = kib * 1024 // (PAGE_SIZE * HEAD_DIM * 2)
+    page_bytes = TENSORS * kib * 1024
+    pages = max(1, int(args.gib * (1 << 30)) // page_bytes)
+    pool = 2 * pages + 2
+    sending, receiving = (int(text) for text in args.devices.split(","))
+    with Stack() as stack:
+        first = daemon(stack, "prefill", sending, pool * page_bytes, [], args)
+        address = stack.ready(first)
+        second = daemon(stack, "decode", receiving, pool * page_bytes, ["--peer", f"prefill={address}"], args)
+        decode_address = stack.ready(second)
+        sides = []
+        for role, name, device in (
+            (common_pb2.ROLE_PREFILL, "prefill", sending),
+            (common_pb2.ROLE_DECODE, "decode", receiving),
+        ):
+            socket = os.path.join(stack.folder, f"{name}.sock")
+            client = await DaemonClient.connect(socket, role, facts(heads), "bench", deadline_s=60)
+            sides.append(Side(role, socket, client, device, client.welcome.pages))
+        prefill, decode = sides
+        try:
+            for side in sides:
+                await side.scatter()
+            decode.tensor.fill_(0x5A5A5A5A5A5A5A5A)
+            times = []
+            for number in range(WARM_UPS + ROUNDS):
+                took = await one(prefill, decode, pages, check=number in (0, WARM_UPS + ROUNDS - 1))
+                if number >= WARM_UPS:
+                    times.append(took)
+            found = await stages(decode_address, "decode") | await stages(address, "prefill")
+        except BaseException:
+            print(first.tail(30), second.tail(30), sep="\n", file=sys.stderr)
+            raise
+        finally:
+            for side in sides:
+                await side.client.close()
+        means = {name: seconds / count for name, (count, seconds) in found.items() if count}
+        return Row(kib, pages, statistics.median(times), min(times), means)
+
+
+async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
+    name = RequestName(os.urandom(16), 1)
+    digests, tokens = os.urandom(32 * pages), pages * PAGE_SIZE
+    common = dict(digests=digests, tokens=tokens, tail_digest=b"", deadline_s=60.0)
+    begun = await prefill.client.begin(name, **common)  # type: ignore[arg-type]
+    source = torch.tensor(begun.pages, device=prefill.tensor.device)
+    prefill.tensor[:, source] = torch.randint(1 << 62, (pages,), device=source.device)[None, :, None]
+    prefill.tensor[:, source] += torch.arange(prefill.tensor.shape[2], device=source.device)
+    prefill.tensor[:, source] += torch.arange(TENSORS, device=source.device)[:, None, None] << 32
+    torch.cuda.synchronize(prefill.device)
+    admitted = await decode.client.admit(name, prefill="prefill", max_new_tokens=1, **common)  # type: ignore[arg-type]
+    await asyncio.sleep(0.05)  # the Ask is there
+    began = time.perf_counter()
+    prefill.client.progress(name, tokens)
+    prefill.client.aux(name, b"first")
+    await decode.client.ready(name)
+    took = time.perf_counter() - began
+    if check:
+        compare(prefill, decode, source, admitted.pages[:pages])
+    await decode.client.abort(name, "measured")
+    await prefill.client.ended(name, 30.0)
+    return took
+
+
+def compare(prefill: Side, decode: Side, source: torch.Tensor, pages: tuple[int, ...]) -> None:
+    target = torch.tensor(pages, device=decode.tensor.device)
+    for tensor in range(TENSORS):
+        moved = decode.tensor[tensor, target].to(source.device)
+        if not torch.equal(moved, prefill.tensor[tensor, source]):
+            raise AssertionError(f"tensor {tensor}: the pages differ")
+    held = torch.ones(decode.pages, dtype=torch.bool, device=target.device)
+    held[target] = False
+    if not bool((decode.tensor[:, held] == 0x5A5A5A5A5A5A5A5A).all()) and not getattr(decode, "mixed", False):
+        others = int((decode.tensor[:, held] != 0x5A5A5A5A5A5A5A5A).sum())
+        raise AssertionError(f"{others} words of pages that nobody named have changed")
+
+
+def peer_copy(devices: str, nbytes: int) -> float:
+    """Seconds of a plain copy of so many bytes, the median of 10."""
+    sending, receiving = (torch.device("cuda", int(text)) for text in devices.split(","))
+    source = torch.empty(nbytes, dtype=torch.uint8, device=sending)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=receiving)
+    times = []
+    for _ in range(12):
+        torch.cuda.synchronize(sending)
+        torch.cuda.synchronize(receiving)
+        began = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(sending)
+        torch.cuda.synchronize(receiving)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", default="0,1", metavar="FROM,TO")
+    parser.add_argument("--gib", type=float, default=1.0, help="of a prompt's pages")
+    parser.add_argument("--slot-bytes", default="64MiB")
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--fragments", default=",".join(map(str, FRAGMENTS_KIB)), metavar="KIB,...")
+    args = parser.parse_args()
+    nbytes = int(args.gib * (1 << 30))
+    limit = peer_copy(args.devices, nbytes)
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {args.slots} slots of {args.slot_bytes}")
+    print(f"plain peer copy of {args.gib:g} GiB: {limit * 1e3:.2f} ms, {nbytes / limit / 1e9:.0f} GB/s")
+    print("fragment   pages   ready ms  best ms   GB/s  best  of peer copy   wanted   stages of a part, mean us")
+    missed = 0
+    for kib in map(int, args.fragments.split(",")):
+        row = asyncio.run(measure(kib, args))
+        moved = row.pages * TENSORS * kib * 1024
+        rate, best = moved / row.ready_s / 1e9, moved / row.best_s / 1e9
+        wanted = 250 if kib >= 64 else 227
+        missed += rate < wanted
+        shown = ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in sorted(row.stages.items()))
+        print(
+            f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:10.2f} {row.best_s * 1e3:8.2f} {rate:6.0f} {best:5.0f} "
+            f"{rate * limit / nbytes * 1e9:13.0%}   {wanted} {'ok' if rate >= wanted else 'MISS':4}  {shown}",
+            flush=True,
+        )
+    print("every byte of the first and the last round compared, and of pages that no round named")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
