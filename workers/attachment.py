@@ -27,25 +27,37 @@ class Attachment:
         pools = list(welcome.rank_pools) or [worker_pb2.RankPool(segment=welcome.segment)]
         order = _order(welcome)
         storage = RankStorage.make(rank_geometry(geometry, len(pools)), order, welcome.pages)
-        if any(pool.ipc_handle for pool in pools):
-            raise ValueError("rank_pools: they lie on GPUs; this worker maps shared memory")
+        on_gpus = [bool(pool.ipc_handle) for pool in pools]
+        if any(on_gpus) and not all(on_gpus):
+            raise ValueError("rank_pools: some lie on GPUs, others in shared memory")
         self._segments: list[Segment] = []
         self._lock = FileLock.open(session_file)
         try:
             if not self._lock.try_acquire():
                 raise ValueError(f"session file {session_file} is locked by another process")
-            for pool in pools:
-                self._segments.append(Segment.open(pool.segment, pool.offset + storage.nbytes))
+            if any(on_gpus):
+                from kvferry.workers.gpu_pools import GpuRankPools  # needs torch
+
+                self.pools: RankPools = GpuRankPools(geometry, order, welcome.pages, pools)
+                """The pages, writable, shared with the daemon."""
+            else:
+                self.pools = self._map(geometry, order, welcome.pages, pools, storage.nbytes)
         except BaseException:
             self._unmap()
             self._lock.close()
             raise
+
+    def _map(
+        self, geometry: KVGeometry, order: StorageOrder, pages: int, pools: list[worker_pb2.RankPool], nbytes: int
+    ) -> RankPools:
+        """The segments of all ranks."""
+        for pool in pools:
+            self._segments.append(Segment.open(pool.segment, pool.offset + nbytes))
         memories = [
-            np.frombuffer(segment.buffer, np.uint8, storage.nbytes, pool.offset)
+            np.frombuffer(segment.buffer, np.uint8, nbytes, pool.offset)
             for segment, pool in zip(self._segments, pools, strict=True)
         ]
-        self.pools = RankPools(geometry, order, welcome.pages, memories)
-        """The pages, writable, shared with the daemon."""
+        return RankPools(geometry, order, pages, memories)
 
     def close(self) -> None:
         """Lets the memory and then the lock go. The caller touches no page any more."""

@@ -46,21 +46,30 @@ class RankPools:
         self.heads.clear()
         self.__dict__.pop("_views", None)
 
+    def read(self, rank: int, page: int) -> Bytes:
+        """A page's bytes on one rank, (layers, tensors, page size, heads, bytes of a head)."""
+        found: Bytes = self._views[rank][page]
+        return found
+
+    def write(self, rank: int, page: int, content: NDArray[np.generic]) -> None:
+        """The reverse. They are there when this returns."""
+        self._views[rank][page] = content
+
     def store(self, page: int, row: Bytes) -> None:
-        """Writes a page's row, uint8 (page_bytes,) in canonical order, to all ranks. Host memory only."""
+        """Writes a page's row, uint8 (page_bytes,) in canonical order, to all ranks."""
         content = self._by_head(row)
-        for view, heads in zip(self._views, self.heads, strict=True):
-            view[page] = content[:, :, :, heads.first : heads.end]
+        for rank, heads in enumerate(self.heads):
+            self.write(rank, page, content[:, :, :, heads.first : heads.end])
 
     def wrong_bytes(self, page: int, row: Bytes) -> NDArray[np.int64]:
-        """Indexes into `row`, ascending, of the bytes that the page does not hold on every rank. Host memory only."""
+        """Indexes into `row`, ascending, of the bytes that the page does not hold on every rank."""
         content = self._by_head(row)
         differs = np.zeros(0, np.int64)
-        for view, heads in zip(self._views, self.heads, strict=True):
-            expected = content[:, :, :, heads.first : heads.end]
-            if not np.array_equal(view[page], expected):
+        for rank, heads in enumerate(self.heads):
+            expected, held = content[:, :, :, heads.first : heads.end], self.read(rank, page)
+            if not np.array_equal(held, expected):
                 indexes = self._by_head(np.arange(len(row), dtype=np.int64))[:, :, :, heads.first : heads.end]
-                differs = np.union1d(differs, indexes[view[page] != expected])
+                differs = np.union1d(differs, indexes[held != expected])
         return differs
 
     @cached_property
