@@ -2,8 +2,8 @@
 
     python bench/gpu/delta.py [--devices 0,1] [--gib 1]
 
-Two `kvferry serve` processes and this one, which is both workers: it fills a prompt's pages in the prefill daemon's pool,
-asks for them at the decode daemon, and compares every byte of both pools afterwards. Page ids are scattered on both
+Two `kvferry serve` processes and this one, which is both workers: it fills a prompt's pages in the prefill daemon's
+pool, asks for them at the decode daemon, and compares every byte of both pools afterwards. Page ids are scattered on both
 sides (every other page of the pool is held), and the pools are layer-major: a page is 64 fragments.
 
 GB/s is payload over time from the report that all pages are computed to the Ready that the decode worker gets, gRPC and
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import grpc.aio
 import torch
@@ -74,11 +75,10 @@ class Side:
         await asyncio.gather(*(self.client.abort(name, "a hole") for name in names[::2]))
 
     async def _one(self, name: RequestName) -> None:
-        common = dict(digests=os.urandom(32), tokens=PAGE_SIZE, tail_digest=b"", deadline_s=60.0, warmup=True)
-        if self.role == common_pb2.ROLE_PREFILL:
-            await self.client.begin(name, **common)  # type: ignore[arg-type]
-        else:
-            await self.client.admit(name, prefill="", max_new_tokens=1, **common)  # type: ignore[arg-type]
+        ask = partial(self.client.begin, name)
+        if self.role == common_pb2.ROLE_DECODE:
+            ask = partial(self.client.admit, name, prefill="", max_new_tokens=1)
+        await ask(digests=os.urandom(32), tokens=PAGE_SIZE, tail_digest=b"", deadline_s=60.0, warmup=True)
 
 
 def daemon(
@@ -141,14 +141,15 @@ async def measure(kib: int, args: argparse.Namespace) -> Row:
 async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     name = RequestName(os.urandom(16), 1)
     digests, tokens = os.urandom(32 * pages), pages * PAGE_SIZE
-    common = dict(digests=digests, tokens=tokens, tail_digest=b"", deadline_s=60.0)
-    begun = await prefill.client.begin(name, **common)  # type: ignore[arg-type]
+    begun = await prefill.client.begin(name, digests=digests, tokens=tokens, tail_digest=b"", deadline_s=60.0)
     source = torch.tensor(begun.pages, device=prefill.tensor.device)
     prefill.tensor[:, source] = torch.randint(1 << 62, (pages,), device=source.device)[None, :, None]
     prefill.tensor[:, source] += torch.arange(prefill.tensor.shape[2], device=source.device)
     prefill.tensor[:, source] += torch.arange(TENSORS, device=source.device)[:, None, None] << 32
     torch.cuda.synchronize(prefill.device)
-    admitted = await decode.client.admit(name, prefill="prefill", max_new_tokens=1, **common)  # type: ignore[arg-type]
+    admitted = await decode.client.admit(
+        name, digests=digests, tokens=tokens, tail_digest=b"", prefill="prefill", max_new_tokens=1, deadline_s=60.0
+    )
     await asyncio.sleep(0.05)  # the Ask is there
     began = time.perf_counter()
     prefill.client.progress(name, tokens)
