@@ -91,12 +91,11 @@ def daemon(
     return stack.start(role, ["serve", "--role", role, *common, *gpu, *slots, *words])
 
 
-async def stages(address: str, side: str) -> dict[str, float]:
+async def stages(address: str) -> dict[str, float]:
     """Mean seconds by stage."""
     async with grpc.aio.insecure_channel(address) as channel:
         stats = await cache_pb2_grpc.CacheStub(channel).Stats(cache_pb2.StatsRequest())
-    sides = {"decode": stats.decode, "prefill": stats.prefill}
-    return {stage.stage: stage.mean_ms / 1e3 for stage in sides[side].admit_to_ready.stages}
+    return {stage.stage: stage.mean_ms / 1e3 for side in stats.sides for stage in side.admit_to_ready.stages}
 
 
 async def measure(kib: int, args: argparse.Namespace) -> Row:
@@ -128,7 +127,7 @@ async def measure(kib: int, args: argparse.Namespace) -> Row:
                 took = await one(prefill, decode, pages, check=number in (0, WARM_UPS + ROUNDS - 1))
                 if number >= WARM_UPS:
                     times.append(took)
-            found = await stages(decode_address, "decode") | await stages(address, "prefill")
+            found = await stages(decode_address) | await stages(address)
         except BaseException:
             print(first.tail(30), second.tail(30), sep="\n", file=sys.stderr)
             raise
