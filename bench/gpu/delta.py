@@ -4,7 +4,7 @@
 
 Two `kvferry serve` processes and this one, which is both workers: it fills a prompt's pages in the prefill daemon's
 pool, asks for them at the decode daemon, and compares every byte of both pools afterwards. Page ids are scattered on both
-sides (every other page of the pool is held), and the pools are layer-major: a page is 64 fragments.
+sides (every other page is held), and the pools are layer-major: a page is 64 fragments.
 
 GB/s is payload over time from the report that all pages are computed to the Ready that the decode worker gets, gRPC and
 all. The limit is one plain copy of as many bytes from GPU to GPU, measured in the same run.
@@ -67,9 +67,9 @@ class Side:
         memory = torch.as_tensor(client.pools.memories[0])
         self.tensor = memory.view(torch.int64).view(TENSORS, self.pages, -1)  # layer-major
 
-    async def scatter(self) -> None:
-        """Holds every other page of the pool, so that no two free ones touch."""
-        names = [RequestName(os.urandom(16), 1) for _ in range(self.pages)]
+    async def scatter(self, pages: int) -> None:
+        """Holds every other one of so many pages, so that hardly two free ones touch."""
+        names = [RequestName(os.urandom(16), 1) for _ in range(pages)]
         for start in range(0, len(names), 256):
             await asyncio.gather(*(self._one(name) for name in names[start : start + 256]))
         await asyncio.gather(*(self.client.abort(name, "a hole") for name in names[::2]))
@@ -78,7 +78,7 @@ class Side:
         ask = partial(self.client.begin, name)
         if self.role == common_pb2.ROLE_DECODE:
             ask = partial(self.client.admit, name, prefill="", max_new_tokens=1)
-        await ask(digests=os.urandom(32), tokens=PAGE_SIZE, tail_digest=b"", deadline_s=60.0, warmup=True)
+        await ask(digests=os.urandom(32), tokens=PAGE_SIZE, tail_digest=b"", deadline_s=30.0, warmup=True)
 
 
 def daemon(
@@ -102,7 +102,7 @@ async def measure(kib: int, args: argparse.Namespace) -> Row:
     heads = kib * 1024 // (PAGE_SIZE * HEAD_DIM * 2)
     page_bytes = TENSORS * kib * 1024
     pages = max(1, int(args.gib * (1 << 30)) // page_bytes)
-    pool = 2 * pages + 2
+    pool = 2 * pages + 16
     sending, receiving = (int(text) for text in args.devices.split(","))
     with Stack() as stack:
         first = daemon(stack, "prefill", sending, pool * page_bytes, [], args)
@@ -120,7 +120,7 @@ async def measure(kib: int, args: argparse.Namespace) -> Row:
         prefill, decode = sides
         try:
             for side in sides:
-                await side.scatter()
+                await side.scatter(2 * pages)
             decode.tensor.fill_(0x5A5A5A5A5A5A5A5A)
             times = []
             for number in range(WARM_UPS + ROUNDS):
