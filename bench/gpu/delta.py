@@ -1,10 +1,10 @@
 """Delta pages between two daemons on two GPUs: gather, NIXL WRITE and scatter, from the worker's report to Ready.
 
-    python bench/gpu/delta.py [--devices 0,1] [--gib 1]
+    python bench/gpu/delta.py [--devices cuda:0,cuda:1] [--gib 1]
 
 Two `kvferry serve` processes and this one, which is both workers: it fills a prompt's pages in the prefill daemon's
-pool, asks for them at the decode daemon, and compares every byte of both pools afterwards. Page ids are scattered on both
-sides (every other page is held), and the pools are layer-major: a page is 64 fragments.
+pool, asks for them at the decode daemon, and compares every byte of both pools afterwards. Page ids are scattered on
+both sides, and the pools are layer-major: a page is 64 fragments.
 
 GB/s is payload over time from the report that all pages are computed to the Ready that the decode worker gets, gRPC and
 all. The limit is one plain copy of as many bytes from GPU to GPU, measured in the same run.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import statistics
 import sys
 import time
@@ -37,7 +38,8 @@ HEAD_DIM = 128
 FRAGMENTS_KIB = (8, 32, 64, 256, 2048)
 WARM_UPS = 2
 ROUNDS = 7
-POISON = 0xA5
+BATCH = 128  # small prompts at a time
+POISON = 0x5A5A5A5A5A5A5A5A
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +61,39 @@ def facts(heads: int) -> common_pb2.NamespaceFacts:
 class Side:
     """One daemon and this process as its worker."""
 
-    def __init__(self, role: common_pb2.Role, client: DaemonClient, device: int) -> None:
+    def __init__(self, role: common_pb2.Role, client: DaemonClient) -> None:
         self.role = role
         self.client = client
-        self.device = device
         self.pages = client.welcome.pages
         memory = torch.as_tensor(client.pools.memories[0])
         self.tensor = memory.view(torch.int64).view(TENSORS, self.pages, -1)  # layer-major
 
-    async def scatter(self, pages: int) -> None:
-        """Holds every other one of so many pages, so that hardly two free ones touch."""
-        names = [RequestName(os.urandom(16), 1) for _ in range(pages)]
-        for start in range(0, len(names), 256):
-            await asyncio.gather(*(self._one(name) for name in names[start : start + 256]))
-        await asyncio.gather(*(self.client.abort(name, "a hole") for name in names[::2]))
 
-    async def _one(self, name: RequestName) -> None:
-        ask = partial(self.client.begin, name)
-        if self.role == common_pb2.ROLE_DECODE:
-            ask = partial(self.client.admit, name, prefill="", max_new_tokens=1)
-        await ask(digests=os.urandom(32), tokens=PAGE_SIZE, tail_digest=b"", deadline_s=30.0, warmup=True)
+async def scatter(prefill: Side, decode: Side, pages: int) -> None:
+    """Fills both pools with prompts of one page, the least recently used of which lie here and there: what a large
+    prompt evicts for itself are scattered pages."""
+    rng = random.Random(1)
+    for start in range(0, pages, BATCH):
+        names = [RequestName(os.urandom(16), 1) for _ in range(min(BATCH, pages - start))]
+        asks = [{"digests": os.urandom(32), "tokens": PAGE_SIZE, "tail_digest": b"", "deadline_s": 30.0} for _ in names]
+        begin, admit = prefill.client.begin, partial(decode.client.admit, prefill="prefill", max_new_tokens=1)
+        await asyncio.gather(*(begin(name, **ask) for name, ask in zip(names, asks, strict=True)))  # type: ignore[arg-type]
+        await asyncio.gather(*(admit(name, **ask) for name, ask in zip(names, asks, strict=True)))  # type: ignore[arg-type]
+        rng.shuffle(names)
+        for name in names:
+            prefill.client.progress(name, PAGE_SIZE)
+            prefill.client.aux(name, b"first")
+        await asyncio.gather(*(decode.client.ready(name) for name in names))
+        await asyncio.gather(*(decode.client.finish(name, tokens=PAGE_SIZE, digests=b"") for name in names))
+        await asyncio.gather(*(prefill.client.ended(name, 30.0) for name in names))
 
 
 def daemon(
-    stack: Stack, role: str, device: int, pool_bytes: int, words: list[str], args: argparse.Namespace
+    stack: Stack, role: str, device: str, pool_bytes: int, words: list[str], args: argparse.Namespace
 ) -> Process:
     socket = os.path.join(stack.folder, f"{role}.sock")
     common = ["--name", role, "--listen", "127.0.0.1:0", "--socket", socket, "--page-size", str(PAGE_SIZE)]
-    gpu = ["--device", f"cuda:{device}", "--storage", "layer", "--pool-bytes", str(pool_bytes)]
+    gpu = ["--device", device, "--storage", "layer", "--pool-bytes", str(pool_bytes)]
     slots = ["--slot-bytes", args.slot_bytes, "--slots", str(args.slots)]
     return stack.start(role, ["serve", "--role", role, *common, *gpu, *slots, *words])
 
@@ -103,25 +110,20 @@ async def measure(kib: int, args: argparse.Namespace) -> Row:
     page_bytes = TENSORS * kib * 1024
     pages = max(1, int(args.gib * (1 << 30)) // page_bytes)
     pool = 2 * pages + 16
-    sending, receiving = (int(text) for text in args.devices.split(","))
+    sending, receiving = args.devices.split(",")
     with Stack() as stack:
         first = daemon(stack, "prefill", sending, pool * page_bytes, [], args)
         address = stack.ready(first)
         second = daemon(stack, "decode", receiving, pool * page_bytes, ["--peer", f"prefill={address}"], args)
         decode_address = stack.ready(second)
         sides = []
-        for role, name, device in (
-            (common_pb2.ROLE_PREFILL, "prefill", sending),
-            (common_pb2.ROLE_DECODE, "decode", receiving),
-        ):
+        for role, name in ((common_pb2.ROLE_PREFILL, "prefill"), (common_pb2.ROLE_DECODE, "decode")):
             socket = os.path.join(stack.folder, f"{name}.sock")
             client = await DaemonClient.connect(socket, role, facts(heads), "bench", deadline_s=60)
-            sides.append(Side(role, client, device))
+            sides.append(Side(role, client))
         prefill, decode = sides
         try:
-            for side in sides:
-                await side.scatter(2 * pages)
-            decode.tensor.fill_(0x5A5A5A5A5A5A5A5A)
+            await scatter(prefill, decode, 2 * pages)
             times = []
             for number in range(WARM_UPS + ROUNDS):
                 took = await one(prefill, decode, pages, check=number in (0, WARM_UPS + ROUNDS - 1))
@@ -145,7 +147,9 @@ async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     prefill.tensor[:, source] = torch.randint(1 << 62, (pages,), device=source.device)[None, :, None]
     prefill.tensor[:, source] += torch.arange(prefill.tensor.shape[2], device=source.device)
     prefill.tensor[:, source] += torch.arange(TENSORS, device=source.device)[:, None, None] << 32
-    torch.cuda.synchronize(prefill.device)
+    if check:
+        decode.tensor.fill_(POISON)
+    synchronize(prefill, decode)
     admitted = await decode.client.admit(
         name, digests=digests, tokens=tokens, tail_digest=b"", prefill="prefill", max_new_tokens=1, deadline_s=60.0
     )
@@ -162,6 +166,12 @@ async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     return took
 
 
+def synchronize(*sides: Side) -> None:
+    for side in sides:
+        if side.tensor.is_cuda:
+            torch.cuda.synchronize(side.tensor.device)
+
+
 def compare(prefill: Side, decode: Side, source: torch.Tensor, pages: tuple[int, ...]) -> None:
     target = torch.tensor(pages, device=decode.tensor.device)
     for tensor in range(TENSORS):
@@ -170,31 +180,35 @@ def compare(prefill: Side, decode: Side, source: torch.Tensor, pages: tuple[int,
             raise AssertionError(f"tensor {tensor}: the pages differ")
     held = torch.ones(decode.pages, dtype=torch.bool, device=target.device)
     held[target] = False
-    if not bool((decode.tensor[:, held] == 0x5A5A5A5A5A5A5A5A).all()):
-        others = int((decode.tensor[:, held] != 0x5A5A5A5A5A5A5A5A).sum())
+    span = int(target.max() - target.min()) + 1
+    assert len(pages) < 16 or span > 1.3 * len(pages), f"{len(pages)} pages within {span}: not scattered"
+    if not bool((decode.tensor[:, held] == POISON).all()):
+        others = int((decode.tensor[:, held] != POISON).sum())
         raise AssertionError(f"{others} words of pages that nobody named have changed")
 
 
 def peer_copy(devices: str, nbytes: int) -> float:
     """Seconds of a plain copy of so many bytes, the median of 10."""
-    sending, receiving = (torch.device("cuda", int(text)) for text in devices.split(","))
+    sending, receiving = (torch.device(text) for text in devices.split(","))
     source = torch.empty(nbytes, dtype=torch.uint8, device=sending)
     target = torch.empty(nbytes, dtype=torch.uint8, device=receiving)
     times = []
     for _ in range(12):
-        torch.cuda.synchronize(sending)
-        torch.cuda.synchronize(receiving)
+        for device in (sending, receiving):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         began = time.perf_counter()
         target.copy_(source)
-        torch.cuda.synchronize(sending)
-        torch.cuda.synchronize(receiving)
+        for device in (sending, receiving):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[2:])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", default="0,1", metavar="FROM,TO")
+    parser.add_argument("--devices", default="cuda:0,cuda:1", metavar="FROM,TO")
     parser.add_argument("--gib", type=float, default=1.0, help="of a prompt's pages")
     parser.add_argument("--slot-bytes", default="64MiB")
     parser.add_argument("--slots", type=int, default=16)
@@ -202,7 +216,8 @@ def main() -> int:
     args = parser.parse_args()
     nbytes = int(args.gib * (1 << 30))
     limit = peer_copy(args.devices, nbytes)
-    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {args.slots} slots of {args.slot_bytes}")
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    print(f"{gpu}, torch {torch.__version__}, {args.slots} slots of {args.slot_bytes}")
     print(f"plain peer copy of {args.gib:g} GiB: {limit * 1e3:.2f} ms, {nbytes / limit / 1e9:.0f} GB/s")
     print("fragment   pages   ready ms  best ms   GB/s  best  of peer copy   wanted   stages of a part, mean us")
     missed = 0
