@@ -27,6 +27,7 @@ from kvferry.transfer.receiver import Scatter
 from kvferry.transfer.sender import Gather
 from kvferry.transfer.slots import HEADER_BYTES
 
+GATHERS = 2  # on a device: one runs, one is behind it
 COPY_SECONDS = 60.0  # for a spill or a restore: a device that takes longer is lost
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,10 @@ class GpuPartCopies:
         self._ranks = ranks
         self._lanes = [(ranks[rank].parts, ranks[rank].pages(ranks[rank].parts, rows)) for rank, rows in lanes]
         self._ends = ends
+
+    @property
+    def gathers_at_once(self) -> int:
+        return GATHERS * len(self._ranks)
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot = self._slot_of(gather.send_slot)
@@ -180,18 +185,17 @@ class GpuPoolMemory:
         copies: list[GpuCopy] = []
         for shard in self.shape.row_shards:
             rank = self._ranks[shard.ranks[0]]
-            view = self._host_rows(shard.start)
-            copies.append(rank.spills.to_host(rank.spilled, pages, view, rows, row_stride=self.shape.row_bytes))
+            to = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
+            copies.append(rank.spills.to_host(rank.spilled, pages, self._host_rows, rows, **to))
         _wait(copies)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
         copies: list[GpuCopy] = []
         for shard in self.shape.row_shards:
-            view = self._host_rows(shard.start)
+            source = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
             for each in shard.ranks:
                 rank = self._ranks[each]
-                stride = self.shape.row_bytes
-                copies.append(rank.restores.from_host(rank.restored, pages, view, rows, row_stride=stride))
+                copies.append(rank.restores.from_host(rank.restored, pages, self._host_rows, rows, **source))
         _wait(copies)
 
     def close(self) -> None:
@@ -199,9 +203,10 @@ class GpuPoolMemory:
         self.detach_rows()
         self._ranks.clear()
 
-    def _host_rows(self, start: int) -> memoryview:
+    @property
+    def _host_rows(self) -> memoryview:
         assert self._rows is not None, "there is no host tier"
-        return self._rows[start:]
+        return self._rows
 
 
 def _wait(copies: list[GpuCopy]) -> None:

@@ -34,10 +34,16 @@ def host_pages(pool: memoryview, rows: RowMap) -> _core.HostPages:
 class HostPartCopies:
     """Of one session."""
 
-    def __init__(self, link: CourierLink, lanes: list[_core.HostPages], executor: ThreadPoolExecutor) -> None:
+    def __init__(self, link: CourierLink, lanes: list[_core.HostPages], executor: ThreadPoolExecutor, threads: int
+    ) -> None:
         self._link = link
         self._lanes = lanes
         self._executor = executor
+        self._threads = threads
+
+    @property
+    def gathers_at_once(self) -> int:
+        return self._threads + 1
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot, rows = self._link.send_slot(gather.send_slot), self._lanes[gather.lane]
@@ -115,12 +121,12 @@ class HostPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
         rows = zip(lanes, self.shape.sending_rows(lanes), strict=True)
         ranks = [host_pages(self._segments[lane.sender].buffer, each) for lane, each in rows]
-        return HostPartCopies(link, ranks, self._executor)
+        return HostPartCopies(link, ranks, self._executor, self._threads)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
         rows = zip(lanes, self.shape.receiving_rows(lanes), strict=True)
         ranks = [host_pages(self._segments[lane.receiver].buffer, each) for lane, each in rows]
-        return HostPartCopies(link, ranks, self._executor)
+        return HostPartCopies(link, ranks, self._executor, self._threads)
 
     def zero_tail(self, page: int, tokens: int) -> None:
         for planes in self._planes:

@@ -26,6 +26,10 @@ CopyEnd: TypeAlias = Callable[[str], None]
 class PartCopies(Protocol):
     """The copies of one session. All methods are called on the event loop's thread, and none after `close`."""
 
+    @property
+    def gathers_at_once(self) -> int:
+        """More of them would wait for each other."""
+
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         """Pages -> behind the header of the sending slot."""
 

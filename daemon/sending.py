@@ -69,6 +69,7 @@ class SendingSession(Session):
         self._latencies = latencies
         self._asked: dict[int, float] = {}  # transfers of which nothing was gathered yet
         self._posted: dict[int, float] = {}  # posts in flight
+        self._gathering = 0  # gathers that run
         self.sender: Sender | None = None
 
     # -- the owner's words ---------------------------------------------------------------------------------------
@@ -144,7 +145,8 @@ class SendingSession(Session):
     def _pump(self) -> None:
         sender = self._sender()
         if not self.closed:
-            for gather in sender.next_actions():
+            # What waits behind others gains nothing, and would keep the first one's post waiting.
+            for gather in sender.next_actions(self.parts.gathers_at_once - self._gathering):
                 self._gather(gather)
         for event in sender.poll_events():
             if isinstance(event, Completed):
@@ -168,6 +170,7 @@ class SendingSession(Session):
 
         def done(problem: str) -> None:
             self.copy_ends()
+            self._gathering -= 1
             gathered = time.monotonic()
             self._latencies.add_stage("gather", gathered - begin)
             sender = self._sender()
@@ -185,4 +188,5 @@ class SendingSession(Session):
             self._pump()
 
         self.copy_begins()
+        self._gathering += 1
         self.parts.gather(gather, done)

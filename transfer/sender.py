@@ -208,11 +208,12 @@ class Sender:
             return True
         return outgoing.gathers == 0 and (outgoing.closed or outgoing.unsent == 0)
 
-    def next_actions(self) -> list[Gather]:
-        """As many gathers as sending slots, credits and ready bytes allow. Answer each by gathered or gather_failed."""
+    def next_actions(self, most: int | None = None) -> list[Gather]:
+        """As many gathers as sending slots, credits and ready bytes allow, and no more than `most`. Answer each by
+        gathered or gather_failed."""
         gathers: list[Gather] = []
         idle = 0  # lanes in a row that had nothing, or no slot, or no credit
-        while idle < len(self._lanes):
+        while idle < len(self._lanes) and (most is None or len(gathers) < most):
             gather = self._next_on(self._turn)
             self._turn = (self._turn + 1) % len(self._lanes)
             if gather is None:
