@@ -153,7 +153,7 @@ class DaemonConfig:
             ("page_size", self.page_size, 1, 4096),
             ("ranks", self.ranks, 1, MAX_RANKS),
             ("slots", self.slots, 1, 1024),
-            ("slot_bytes", self.slot_bytes, 4096, 1 << 30),
+            ("slot_bytes", self.slot_bytes, 4096, 1 << 29),
             ("max_tokens", self.max_tokens, 1, 1 << 24),
             ("queue", self.queue, 1, 1 << 16),
             ("max_peers", self.max_peers, 1, 1024),

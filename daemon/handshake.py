@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PROTOCOL = 1
 PROTOCOL_MIN = 1
 LANES = "lanes"
+HEADER_ROOM = 256  # of a slot, beside the pages: its header, and payloads that begin at multiples of 64 bytes
 CAPABILITIES = ("ask-again", "aux", LANES)
 
 CHANNEL_OPTIONS = [
@@ -110,7 +111,7 @@ def courier_config(config: DaemonConfig, *, receive_slots: int, send_slots: int)
     """receive_slots, send_slots: of each rank. The courier's sockets follow the address that the daemon listens on."""
     host, _ = parse_address(config.listen)
     return CourierConfig(
-        slot_bytes=config.slot_bytes,
+        slot_bytes=config.slot_bytes + HEADER_ROOM,
         receive_slots=receive_slots * config.ranks,
         send_slots=send_slots * config.ranks,
         bind_host=host,

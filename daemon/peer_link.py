@@ -11,7 +11,7 @@ import grpc
 
 from kvferry.daemon.effects import StartTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.handshake import CHANNEL_OPTIONS, check_hello, courier_config, hello_of, ranks_of
+from kvferry.daemon.handshake import CHANNEL_OPTIONS, HEADER_ROOM, check_hello, courier_config, hello_of, ranks_of
 from kvferry.daemon.limits import Name
 from kvferry.daemon.receiving import ReceivingSession
 from kvferry.daemon.session import SessionBroken, SessionTimes
@@ -140,7 +140,9 @@ class PeerLink:
                 lanes=lanes,
                 remote_ranks=ranks,
                 times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
-                receiver=Receiver(epoch=side.epoch, lanes=lanes, slot_bytes=config.slot_bytes, slots=config.slots),
+                receiver=Receiver(
+                    epoch=side.epoch, lanes=lanes, slot_bytes=config.slot_bytes + HEADER_ROOM, slots=config.slots
+                ),
                 events=self,
                 counters=side.ready_core.transfer_counters,
                 latencies=side.ready_core.latencies,

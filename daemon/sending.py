@@ -148,6 +148,7 @@ class SendingSession(Session):
             # What waits behind others gains nothing, and would keep the first one's post waiting.
             for gather in sender.next_actions(self.parts.gathers_at_once - self._gathering):
                 self._gather(gather)
+            self.link.expect(self._gathering + len(self._posted))
         for event in sender.poll_events():
             if isinstance(event, Completed):
                 self._asked.pop(event.transfer, None)  # one without pages

@@ -199,6 +199,7 @@ class Courier:
                 self._post(order)
             elif isinstance(order, Expect):
                 self._expected = order.active
+                self._progress()
             elif isinstance(order, Connect):
                 self._connect(order)
             else:

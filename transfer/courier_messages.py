@@ -85,7 +85,7 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """How many transfers may bring parts now: above 0 the courier polls fast."""
+    """How many transfers may bring parts now, or parts are about to be posted: above 0 the courier polls fast."""
 
     active: int
 
