@@ -1,7 +1,8 @@
 """The ends of GPU copies, told to the event loop.
 
-Copies within a GPU take some 50 us, and a thread that sleeps takes longer than that to wake. So while copies run, and for
-a moment after, the loop does not sleep but looks at them in every turn; what takes longer is left to a thread that waits.
+Copies within a GPU take some 50 us, and a thread that sleeps takes longer than that to wake. So while copies run, and
+for a moment after, the loop does not sleep but looks at them in every turn; what takes longer is left to a thread that
+waits.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 
 import numpy as np
 
@@ -152,6 +153,10 @@ class GpuPoolMemory:
             except (GpuUnavailable, GpuError) as error:
                 raise OSError(f"cuda:{ordinal}: {error}") from error
         return GpuPoolMemory(shape, ranks)
+
+    @property
+    def workers(self) -> dict[str, Executor]:
+        return {}  # its copies run on the devices
 
     def rank_pools(self) -> list[wire.RankPool]:
         return [rank.rank_pool() for rank in self._ranks]

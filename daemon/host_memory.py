@@ -34,7 +34,8 @@ def host_pages(pool: memoryview, rows: RowMap) -> _core.HostPages:
 class HostPartCopies:
     """Of one session."""
 
-    def __init__(self, link: CourierLink, lanes: list[_core.HostPages], executor: ThreadPoolExecutor, threads: int
+    def __init__(
+        self, link: CourierLink, lanes: list[_core.HostPages], executor: ThreadPoolExecutor, threads: int
     ) -> None:
         self._link = link
         self._lanes = lanes

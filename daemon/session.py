@@ -305,8 +305,8 @@ class Session:
             )
         if up.receive_slots and len(up.ranks) not in (0, self._remote_ranks):
             raise SessionBroken(
-                f"courier_up: ranks has {len(up.ranks)} entries; it must have {self._remote_ranks}, or none for slots in "
-                "host memory"
+                f"courier_up: ranks has {len(up.ranks)} entries; it must have {self._remote_ranks}, "
+                "or none for slots in host memory"
             )
         self.remote_slots, self.remote_slot_bytes = up.receive_slots, up.slot_bytes
         self._remote_up = up

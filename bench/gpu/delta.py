@@ -7,10 +7,10 @@ pool, asks for them at the decode daemon, and compares every byte of both pools 
 both sides, and the pools are layer-major: a page is 64 fragments.
 
 `ready` is the time from the report that all pages are computed to the Ready that the decode worker gets. Of it,
-`messages` is what the same takes for a prompt of which no page is missing: gRPC from worker to daemon, daemon to daemon
-and daemon to worker. `moved` is the rest, and GB/s is payload over it. The limit is one plain copy of as many bytes from
-GPU to GPU, measured in the same run. Both GPUs compute until the report, as in a system at work: idle ones have slow
-clocks. --awake keeps the virtual processors of a virtual machine from being halted, as idle=poll does on a host of metal:
+`messages` is what the same takes for a prompt of which no page is missing: gRPC from worker to daemon, daemon to
+daemon and daemon to worker. `moved` is the rest, and GB/s is payload over it. The limit is one plain copy of as many
+bytes from GPU to GPU, measured in the same run. Both GPUs compute until the report, as in a system at work: idle ones
+have slow clocks. --awake keeps the virtual processors of a virtual machine from being halted, as idle=poll does on a host of metal:
 a halted one takes 0.1 to 0.3 ms to wake, which is paid some ten times a request.
 """
 
@@ -295,8 +295,8 @@ def measure_all(args: argparse.Namespace) -> int:
         missed += rate < wanted
         shown = ", ".join(f"{name} {row.stages[name] * 1e6:.0f}" for name in ("gather", "write", "scatter", "publish"))
         print(
-            f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} {rate:6.0f} "
-            f"{rate * limit / payload * 1e9:13.0%}   {wanted} {'ok' if rate >= wanted else 'MISS':4}  {shown}",
+            f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} "
+            f"{rate:6.0f} {rate * limit / payload * 1e9:13.0%}   {wanted} {'ok' if rate >= wanted else 'MISS':4}  {shown}",
             flush=True,
         )
     print("every byte of the first and the last round compared, and of pages that no round named")
