@@ -48,7 +48,7 @@ class RankMemory:
         whole = shape.storage.rows()
         self.spilled = self.pages(self.spills.engine, whole)
         self.restored = self.pages(self.restores.engine, whole)
-        self._tails: dict[int, GpuPages] = {}  # by tokens: no more than a page has
+        self._planes = self.pages(self.parts, shape.storage.planes())
 
     @property
     def parts(self) -> GpuCopyEngine:
@@ -63,10 +63,8 @@ class RankMemory:
 
     def zero_tail(self, page: int, tokens: int) -> None:
         """Before any gather that is issued later."""
-        tail = self._tails.get(tokens)
-        if tail is None:
-            tail = self._tails[tokens] = self.pages(self.parts, self.shape.storage.tail(tokens))
-        self.parts.zero_pages(tail, np.array([page], np.int64), self.parts.gather_stream)
+        start = tokens * self.shape.storage.geometry.fragment_token_bytes
+        self.parts.zero_page_from(self._planes, page, start, 0, self.parts.gather_stream)
 
     def rank_pool(self) -> wire.RankPool:
         nbytes = self.shape.storage.nbytes

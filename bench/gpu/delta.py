@@ -10,7 +10,7 @@ both sides, and the pools are layer-major: a page is 64 fragments.
 `messages` is what the same takes for a prompt of which no page is missing: gRPC from worker to daemon, daemon to
 daemon and daemon to worker. `moved` is the rest, and GB/s is payload over it. The limit is one plain copy of as many
 bytes from GPU to GPU, measured in the same run. Both GPUs compute until the report, as in a system at work: idle ones
-have slow clocks. --awake keeps the virtual processors of a virtual machine from being halted, as idle=poll does on a host of metal:
+have slow clocks. --awake keeps the processors of a virtual machine from being halted, as idle=poll does on a host:
 a halted one takes 0.1 to 0.3 ms to wake, which is paid some ten times a request.
 """
 
@@ -88,8 +88,8 @@ async def scatter(prefill: Side, decode: Side, pages: int) -> None:
         names = [RequestName(os.urandom(16), 1) for _ in range(min(BATCH, pages - start))]
         asks = [{"digests": os.urandom(32), "tokens": PAGE_SIZE, "tail_digest": b"", "deadline_s": 30.0} for _ in names]
         begin, admit = prefill.client.begin, partial(decode.client.admit, prefill="prefill", max_new_tokens=1)
-        await asyncio.gather(*(begin(name, **ask) for name, ask in zip(names, asks, strict=True)))  # type: ignore[arg-type]
-        await asyncio.gather(*(admit(name, **ask) for name, ask in zip(names, asks, strict=True)))  # type: ignore[arg-type]
+        for call in (begin, admit):
+            await asyncio.gather(*(call(name, **ask) for name, ask in zip(names, asks, strict=True)))
         rng.shuffle(names)
         for name in names:
             prefill.client.progress(name, PAGE_SIZE)
@@ -296,7 +296,8 @@ def measure_all(args: argparse.Namespace) -> int:
         shown = ", ".join(f"{name} {row.stages[name] * 1e6:.0f}" for name in ("gather", "write", "scatter", "publish"))
         print(
             f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} "
-            f"{rate:6.0f} {rate * limit / payload * 1e9:13.0%}   {wanted} {'ok' if rate >= wanted else 'MISS':4}  {shown}",
+            f"{rate:6.0f} {rate * limit / payload * 1e9:13.0%}   {wanted} "
+            f"{'ok' if rate >= wanted else 'MISS':4}  {shown}",
             flush=True,
         )
     print("every byte of the first and the last round compared, and of pages that no round named")

@@ -108,7 +108,10 @@ def test_what_a_worker_cannot_map_is_refused(tmp_path: Path) -> None:
     pool = worker_pb2.RankPool(segment=segment.path)
     for changes, message in (
         ({"storage": 9}, "storage is 9; it must be one of"),
-        ({"rank_pools": [pool, worker_pb2.RankPool(ipc_handle=bytes(64))]}, "rank_pools: they lie on GPUs"),
+        (
+            {"rank_pools": [pool, worker_pb2.RankPool(ipc_handle=bytes(64))]},
+            "some lie on GPUs, others in shared memory",
+        ),
         ({"rank_pools": [pool] * 3}, "ranks is 3; it must divide geometry.kv_heads = 4"),
         ({"pages": 0}, "pages is 0; it must be at least 1"),
         ({"pages": 2}, f"has {GEOMETRY.page_bytes} bytes; {2 * GEOMETRY.page_bytes} are needed"),
