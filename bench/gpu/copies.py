@@ -6,7 +6,7 @@ run. `batch` and `loop`: one cuMemcpyBatchAsync, and a loop of cuMemcpyAsync, ov
 engine. limit: bytes / (0.945 x peak) + 60 us; ok: within it, and not slower than batch. Under load: 8192^3 bf16
 products on another stream, pairs with and without copies in turn, two copies in flight all the time.
 
-    python bench/gpu/copies.py [--repeat 21] [--pairs 20] [--only verify,idle,load]
+    python bench/gpu/copies.py [--repeat 21] [--pairs 20] [--only verify,idle,load] [--beside chosen,staged]
 """
 
 from __future__ import annotations
@@ -287,6 +287,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=21)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--only", default="verify,idle,load")
+    parser.add_argument("--beside", default="chosen", help="strategies measured under load")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
     torch.manual_seed(1)
@@ -299,7 +300,8 @@ def main() -> None:
     if "idle" in parts:
         idle(engine, peak, arguments.repeat)
     if "load" in parts:
-        load(engine, peak, arguments.pairs, (None, "staged"))
+        ways: dict[str, Strategy | None] = {"chosen": None, **{name: name for name in STRATEGIES}}
+        load(engine, peak, arguments.pairs, tuple(ways[name] for name in arguments.beside.split(",")))
     print(f"\ncounters: {engine.statistics()}")
 
 
