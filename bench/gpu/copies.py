@@ -7,6 +7,7 @@ engine. limit: bytes / (0.945 x peak) + 60 us; ok: within it, and not slower tha
 products on another stream, pairs with and without copies in turn, two copies in flight all the time.
 
     python bench/gpu/copies.py [--repeat 21] [--pairs 20] [--only verify,idle,load] [--beside chosen,staged]
+        [--apart 45]
 """
 
 from __future__ import annotations
@@ -89,13 +90,15 @@ class Field:
         rows[torch.from_numpy(self.row_ids).cuda()] = torch.cat([tensor[ids] for tensor in self.tensors], 1)
         return rows
 
-    def check(self, strategy: Strategy, beside: Callable[[], None]) -> None:
-        """Every byte of rows and tensors after a spill and a restore, between poisoned neighbours."""
+    def check(self, strategy: Strategy, beside: Callable[[bool], object]) -> None:
+        """Every byte of rows and tensors after a spill and a restore, between poisoned neighbours. beside(to_host)
+        starts what runs beside each.
+        """
         expected = self.expected_rows()
         kept = [tensor.clone() for tensor in self.tensors]
         self.rows[:] = POISON
         torch.cuda.synchronize()
-        beside()
+        held = [beside(True)]
         copy = self.copy(True, strategy)
         copy.wait()
         assert copy.strategy == strategy, f"{copy.strategy} in place of {strategy}: {self.engine.statistics()}"
@@ -104,7 +107,7 @@ class Field:
         for tensor in self.tensors:
             tensor.fill_(POISON)
         torch.cuda.synchronize()
-        beside()
+        held.append(beside(False))
         self.copy(False, strategy).wait()
         ids = torch.from_numpy(self.page_ids).cuda()
         for number, (tensor, before) in enumerate(zip(self.tensors, kept, strict=True)):
@@ -114,6 +117,7 @@ class Field:
                 raise AssertionError(f"{self.shape.name}: {strategy} to the device: tensor {number} differs")
             tensor.copy_(before)
         torch.cuda.synchronize()
+        del held
 
 
 def timed(issue: Callable[[], GpuCopy]) -> float:
@@ -274,11 +278,12 @@ def load(engine: GpuCopyEngine, peak: Peak, pairs: int, ways: tuple[Strategy | N
 def verify(engine: GpuCopyEngine) -> None:
     products = Products()
     for shape in SHAPES:
-        field = Field(shape, engine)
+        field, other = Field(shape, engine), Field(shape, engine)
         for strategy in STRATEGIES:
-            field.check(strategy, lambda: None)
-            field.check(strategy, partial(products.start, 8))
-    done = f"{len(SHAPES)} shapes, both directions, idle and beside products"
+            field.check(strategy, lambda to_host: None)
+            field.check(strategy, lambda to_host: products.start(8))
+            field.check(strategy, partial(other.copy, strategy=strategy))
+    done = f"{len(SHAPES)} shapes, both directions, idle, beside products and another copy"
     print(f"every byte right: {done}, {', '.join(STRATEGIES)}")
 
 
@@ -288,11 +293,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--only", default="verify,idle,load")
     parser.add_argument("--beside", default="chosen", help="strategies measured under load")
+    parser.add_argument("--apart", type=int, default=0, help="apart_percent of the engine")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
     torch.manual_seed(1)
     torch.zeros(1, device="cuda")
-    engine = GpuCopyEngine(0)
+    engine = GpuCopyEngine(0, apart_percent=arguments.apart)
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     if "verify" in parts:
         verify(engine)
