@@ -66,7 +66,10 @@ PinnedRange::~PinnedRange() {
 }
 
 GpuPages::GpuPages(std::shared_ptr<GpuDevice> device, PageLayout layout, GpuStream stream)
-    : device_(std::move(device)), layout_(std::move(layout)), runs_(pitched_runs(layout_)), table_(device_, 2 * layout_.bases.size() * sizeof(uint64_t)) {
+    : device_(std::move(device)),
+      layout_(std::move(layout)),
+      runs_(pitched_runs(layout_)),
+      table_(device_, 2 * layout_.bases.size() * sizeof(uint64_t)) {
   const GpuDevice::Use use(*device_);
   const size_t bytes = layout_.bases.size() * sizeof(uint64_t);
   GpuCopy written(device_);

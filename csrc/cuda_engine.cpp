@@ -8,6 +8,8 @@ namespace {
 const char* const kKernelNames[] = {"copy_pages_16", "copy_pages_4", "copy_pages_1"};
 constexpr uint64_t kKernelWords[] = {16, 4, 1};
 constexpr unsigned kStagingThreads = 32, kBusThreads = kCopyThreads;  // a block
+constexpr size_t kLongRun = 1 << 20, kWholeFragment = 16 << 10;  // bytes: a gap after it is short; as short as one is
+constexpr size_t kApart = 16;  // pages between two calls for those that go apart
 constexpr double kMuchLonger = 1.3, kWait = 0.15;  // than at the best rate seen; ms: a staged copy's kernels waited
 
 }  // namespace
@@ -21,7 +23,9 @@ GpuCopyEngine::GpuCopyEngine(std::shared_ptr<GpuDevice> device, std::shared_ptr<
   device_->check(driver_.stream_create(&stream_, kGpuStreamNonBlocking, least), "stream");
   for (Lane& lane : lanes_) {
     device_->check(driver_.stream_create(&lane.stream, kGpuStreamNonBlocking, greatest), "stream");
+    device_->check(driver_.stream_create(&lane.apart, kGpuStreamNonBlocking, least), "stream");
     device_->check(driver_.event_create(&lane.begun, kGpuEventDisableTiming), "event");
+    device_->check(driver_.event_create(&lane.ended, kGpuEventDisableTiming), "event");
     device_->check(driver_.event_create(&lane.from, 0), "event");
     device_->check(driver_.event_create(&lane.to, 0), "event");
   }
@@ -35,14 +39,15 @@ GpuCopyEngine::~GpuCopyEngine() {
   drain_stream(*device_, stream_);
   for (Lane& lane : lanes_) {
     drain_stream(*device_, lane.stream);
+    drain_stream(*device_, lane.apart);
     for (Buffer& buffer : lane.buffers) {
       driver_.event_synchronize(buffer.emptied);  // a copy on a caller's stream may still read it
       driver_.event_destroy(buffer.filled);
       driver_.event_destroy(buffer.emptied);
       driver_.mem_free(buffer.address);
     }
-    for (const GpuEvent event : {lane.begun, lane.from, lane.to}) driver_.event_destroy(event);
-    driver_.stream_destroy(lane.stream);
+    for (const GpuEvent event : {lane.begun, lane.ended, lane.from, lane.to}) driver_.event_destroy(event);
+    for (const GpuStream own : {lane.stream, lane.apart}) driver_.stream_destroy(own);
   }
   probe_.reset();
   driver_.stream_destroy(stream_);
@@ -107,16 +112,15 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
       run_staged(copy, stream);
     } else if (strategy == CopyStrategy::kKernel) {
       run_kernel(copy, rows_on_device, stream);
-    } else if (strategy == CopyStrategy::kPitched && run_pitched(copy, stream)) {
-      descriptors = count * pages.runs().size();
-    } else {
+    } else if (strategy != CopyStrategy::kPitched || !run_pitched(copy, stream, &descriptors)) {
       if (strategy == CopyStrategy::kPitched) strategy = CopyStrategy::kBatch;
       descriptors = run_fragments(copy, stream, &strategy);
     }
     if (timed) device_->check(driver_.event_record(lane.to, stream), "event");
   } catch (...) {
     drain_stream(*device_, stream);  // the caller learns of no copy: none may run on
-    drain_stream(*device_, lanes_[size_t(direction)].stream);
+    drain_stream(*device_, lane.stream);
+    drain_stream(*device_, lane.apart);
     throw;
   }
   if (chosen_by_it && module_->loaded()) probe_->launch(kernels_[0]);
@@ -234,8 +238,35 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
   if (!to_host) device_->check(driver_.stream_wait(stream, last->emptied, 0), "wait");
 }
 
+// A copy engine stands still for some 2.5 us after each pitched copy, and goes over fragments meanwhile if it has them. It is
+// slower on fragments alone, and this thread is, so a copy that nobody is before is sooner done without.
+size_t GpuCopyEngine::pages_apart(const Pages& copy, const Lane& lane) const {
+  const PageLayout& layout = copy.pages.layout();
+  if (!can(CopyStrategy::kBatch) || layout.row_bytes() >= copy.pages.runs().size() * kLongRun) return 0;
+  if (!lane.pitched || driver_.event_query(lane.ended) != kGpuNotReady) return 0;
+  const size_t percent = std::min<size_t>(tuning_.apart_percent, layout.fragment_bytes * 100 / kWholeFragment);
+  return copy.count * percent / 100;
+}
+
 // False: the driver refused one; what went before it may be copied again.
-bool GpuCopyEngine::run_pitched(const Pages& copy, GpuStream stream) {
+bool GpuCopyEngine::run_pitched(const Pages& copy, GpuStream stream, size_t* descriptors) {
+  Lane& lane = lanes_[size_t(copy.direction)];
+  const size_t apart = pages_apart(copy, lane);
+  if (apart > 0) {
+    device_->check(driver_.event_record(lane.begun, stream), "event");
+    device_->check(driver_.stream_wait(lane.apart, lane.begun, 0), "wait");
+  }
+  const bool issued = issue_pitched(copy, apart, stream, descriptors);
+  if (apart > 0) {
+    device_->check(driver_.event_record(lane.begun, lane.apart), "event");
+    device_->check(driver_.stream_wait(stream, lane.begun, 0), "wait");
+  }
+  device_->check(driver_.event_record(lane.ended, stream), "event");
+  lane.pitched = true;
+  return issued;
+}
+
+bool GpuCopyEngine::issue_pitched(const Pages& copy, size_t apart, GpuStream stream, size_t* descriptors) {
   const PageLayout& layout = copy.pages.layout();
   const bool to_host = copy.direction == CopyDirection::kToHost;
   PitchedCopy pitched{};
@@ -244,18 +275,31 @@ bool GpuCopyEngine::run_pitched(const Pages& copy, GpuStream stream) {
   on_device.memory_type = kDeviceMemory;
   in_row.memory_type = kHostMemory;
   in_row.pitch = pitched.width = layout.fragment_bytes;
+  *descriptors = 0;
+  scratch_.clear();
   for (size_t i = 0; i < copy.count; ++i) {
-    for (const PitchedRun& run : copy.pages.runs()) {
-      on_device.device = layout.address(copy.ids[i], run.first);
-      on_device.pitch = size_t(run.pitch);
-      in_row.host = reinterpret_cast<const void*>(copy.rows.of(copy.row_ids[i]) + size_t(run.first) * layout.fragment_bytes);
-      pitched.height = run.count;
-      const GpuStatus status = driver_.copy_pitched(&pitched, stream);
-      if (status == kGpuNotSupported || status == kGpuInvalidValue) {
-        fall_back("the driver refused a pitched copy");
-        return false;
+    if ((i + 1) * apart / copy.count > i * apart / copy.count) {
+      add_fragments(copy, i);
+    } else {
+      for (const PitchedRun& run : copy.pages.runs()) {
+        on_device.device = layout.address(copy.ids[i], run.first);
+        on_device.pitch = size_t(run.pitch);
+        in_row.host =
+            reinterpret_cast<const void*>(copy.rows.of(copy.row_ids[i]) + size_t(run.first) * layout.fragment_bytes);
+        pitched.height = run.count;
+        const GpuStatus status = driver_.copy_pitched(&pitched, stream);
+        if (status == kGpuNotSupported || status == kGpuInvalidValue) {
+          fall_back("the driver refused a pitched copy");
+          return false;
+        }
+        device_->check(status, "pitched copy");
       }
-      device_->check(status, "pitched copy");
+      *descriptors += copy.pages.runs().size();
+    }
+    if (scratch_.size() > 0 && ((i + 1) % kApart == 0 || i + 1 == copy.count)) {
+      issue(scratch_, copy.direction, lanes_[size_t(copy.direction)].apart, true);
+      *descriptors += scratch_.size();
+      scratch_.clear();
     }
   }
   return true;
@@ -270,21 +314,21 @@ void GpuCopyEngine::run_kernel(const Pages& copy, GpuAddress rows_on_device, Gpu
 }
 
 size_t GpuCopyEngine::run_fragments(const Pages& copy, GpuStream stream, CopyStrategy* strategy) {
+  scratch_.clear();
+  scratch_.reserve(copy.count * copy.pages.layout().fragments());
+  for (size_t i = 0; i < copy.count; ++i) add_fragments(copy, i);
+  *strategy = issue(scratch_, copy.direction, stream, *strategy == CopyStrategy::kBatch);
+  return scratch_.size();
+}
+
+void GpuCopyEngine::add_fragments(const Pages& copy, size_t page) {
   const PageLayout& layout = copy.pages.layout();
-  const uint32_t fragments = layout.fragments();
-  CopyDescriptors& list = scratch_;
-  list.clear();
-  list.reserve(copy.count * fragments);
-  for (size_t i = 0; i < copy.count; ++i) {
-    uint64_t in_row = copy.rows.of(copy.row_ids[i]);
-    for (uint32_t f = 0; f < fragments; ++f, in_row += layout.fragment_bytes) {
-      const uint64_t on_device = layout.address(copy.ids[i], f);
-      const bool to_host = copy.direction == CopyDirection::kToHost;
-      list.add(to_host ? in_row : on_device, to_host ? on_device : in_row, layout.fragment_bytes);
-    }
+  const bool to_host = copy.direction == CopyDirection::kToHost;
+  uint64_t in_row = copy.rows.of(copy.row_ids[page]);
+  for (uint32_t f = 0; f < layout.fragments(); ++f, in_row += layout.fragment_bytes) {
+    const uint64_t on_device = layout.address(copy.ids[page], f);
+    scratch_.add(to_host ? in_row : on_device, to_host ? on_device : in_row, layout.fragment_bytes);
   }
-  *strategy = issue(list, copy.direction, stream, *strategy == CopyStrategy::kBatch);
-  return list.size();
 }
 
 // By calls of at most batch_descriptors if `batch`, or else, or where the driver refuses them, one by one.

@@ -3,9 +3,11 @@
 On the bus a copy engine needs long runs of bytes, and a call of the driver costs microseconds: pages in small fragments
 are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`). Beside kernels that hold every
 multiprocessor, as matrix products do, that kernel waits for the end of one; then a copy engine walks over the fragments
-itself (`pitched`), which costs it some 2.5 us a page, and nobody else anything. Rows that are short themselves go by a
-kernel which reads or writes host memory (`kernel`). Long fragments go as they are (`batch`). What a driver cannot do,
-the engine does otherwise, and counts it.
+itself (`pitched`), which costs it some 2.5 us a page, and nobody else anything. (That time is the engine's, one for
+each direction: more streams, or a batch of such copies in one call, do not hide it, and a copy within the GPU is a
+kernel as well. Only fragments fill it: see apart_percent in csrc/cuda_engine.h.) Rows that are short themselves go by
+a kernel which reads or writes host memory (`kernel`). Long fragments go as they are (`batch`). What a driver cannot
+do, the engine does otherwise, and counts it.
 """
 
 from __future__ import annotations

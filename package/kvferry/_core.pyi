@@ -332,6 +332,7 @@ class GpuCopyEngine:
         bus_blocks: int = ...,
         batch_descriptors: int = ...,
         batch_flags: int = ...,
+        apart_percent: int = ...,
         part_blocks: int = ...,
         part_threads: int = ...,
     ) -> None:

@@ -128,8 +128,8 @@ class World:
         page_ids, row_ids = (np.array(ids, np.int64) for ids in (self.case.page_ids, self.case.row_ids))
         return self.pages, page_ids, self.rows, self.row_stride, row_ids
 
-    def check(self, strategy: Strategy) -> None:
-        """A spill and a restore, with poison around all that is written."""
+    def check(self, strategy: Strategy, *, done: bool = True) -> None:
+        """A spill and a restore, with poison around all that is written. done: what the driver says when it is."""
         random = np.random.default_rng(1)
         on_device: Bytes = random.integers(0, 256, self.size, np.uint8)
         self.write(on_device)
@@ -139,7 +139,7 @@ class World:
             expected[row] = on_device[device]
         copy = self.engine.copy_pages_to_host(*self.arguments(), strategy=strategy)
         copy.wait()
-        assert copy.done()
+        assert copy.done() == done
         assert (self.rows == expected).all()
         assert (self.read() == on_device).all()
 
@@ -197,6 +197,31 @@ def test_batches_are_capped_ordered_and_merged(fake: ctypes.CDLL, library: str) 
     one_run = World(engine, Case(1, 1, 512, 6, whole.page_ids, whole.row_ids, 0, 0))
     one_run.check("batch")
     assert engine.statistics()["batch"]["descriptors"] == before + 2  # neighbours on both sides go as one
+
+
+BESIDE = Case(3, 2, 8192, 40, tuple(range(37)), tuple(range(36, -1, -1)), 16, 0)
+
+
+def test_pitched_copies_that_follow_others_go_in_part_by_fragments(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library, apart_percent=45, batch_descriptors=7)
+    world = World(engine, BESIDE)
+    world.check("pitched")
+    assert engine.statistics()["pitched"]["descriptors"] == 2 * 37 * 3  # one run a tensor
+    assert calls(fake, "copy_batch") == 0
+    answer(fake, "event_query", 600)  # from now on the copy before is not done
+    world.check("pitched", done=False)
+    assert engine.statistics()["pitched"]["descriptors"] == 2 * (37 * 3 + 21 * 3 + 16 * 6)
+    assert engine.statistics()["fallbacks"] == {}
+    assert calls(fake, "copy_batch") > 2 * 16 * 6 // 7
+    answer(fake, "copy_pitched", 801)
+    world.check("pitched", done=False)
+    assert engine.statistics()["fallbacks"] == {"the driver refused a pitched copy": 2}
+    assert engine.statistics()["batch"]["copies"] == 2
+    before = calls(fake, "copy_pitched")
+    answer(fake, "copy_pitched", 0)
+    answer(fake, "copy_batch", 1)  # those apart go by single copies
+    world.check("pitched", done=False)
+    assert calls(fake, "copy_pitched") == before + 2 * 21 * 3
 
 
 def check_slices(engine: GpuCopyEngine, strategy: Strategy) -> None:
