@@ -157,9 +157,8 @@ def killed(on: Bench) -> None:
         report(
             f"killed    {in_flight:2} writes of {chunk / MIB:.1f} MiB in flight, {rounds} rounds, {min(lines)} to"
             f" {max(lines)} writes before: changed after the reap {late}, poison overwritten after it {poisoned}; last"
-            f" change {min(end for end, _ in ends):.1f} to {max(end for end, _ in ends):.1f} ms after"
-            f" SIGKILL, the reap {min(reap for _, reap in ends):.1f} to {max(reap for _, reap in ends):.1f} ms:"
-            f" {verdict}"
+            f" change {min(end for end, _ in ends):.1f} to {max(end for end, _ in ends):.1f} ms after SIGKILL, the"
+            f" reap {min(reap for _, reap in ends):.1f} to {max(reap for _, reap in ends):.1f} ms: {verdict}"
         )
         on.end()
 
