@@ -73,6 +73,7 @@ LAYERS = {
 CLIENT = (
     "kvferry.transfer",
     "kvferry.transfer.geometry",
+    "kvferry.transfer.ipc_memory",
     "kvferry.transfer.lanes",
     "kvferry.transfer.layouts",
     "kvferry.transfer.namespace",

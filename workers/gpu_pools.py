@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry._core import GpuCopyEngine, GpuError, GpuMapping, GpuUnavailable, gpu_device_ordinal
 from kvferry.proto import worker_pb2
 from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.ipc_memory import IpcMemory
 from kvferry.transfer.lanes import rank_geometry
 from kvferry.transfer.layouts import RankStorage, StorageOrder
 from kvferry.workers.rank_pools import Bytes, RankPools
@@ -24,18 +24,17 @@ class GpuRankPools(RankPools):
     ) -> None:
         """Maps them. OSError where this process cannot; ValueError as RankPools."""
         storage = RankStorage.make(rank_geometry(geometry, len(pools)), order, pages)
-        self._mappings: list[GpuMapping] = []
+        self._mappings: list[IpcMemory] = []
         tensors: list[torch.Tensor] = []
         try:
             for pool in pools:
-                ordinal = gpu_device_ordinal(pool.device_uuid)
-                mapping = GpuCopyEngine(ordinal).open_ipc(pool.ipc_handle, pool.offset + storage.nbytes)
+                mapping = IpcMemory(pool.device_uuid, pool.ipc_handle, pool.offset + storage.nbytes)
                 self._mappings.append(mapping)
-                whole: torch.Tensor = torch.as_tensor(mapping, device=f"cuda:{ordinal}")
+                whole: torch.Tensor = torch.as_tensor(mapping, device=f"cuda:{mapping.device}")
                 tensors.append(whole[pool.offset :])
-        except (GpuUnavailable, GpuError) as error:
+        except BaseException:
             self._unmap()
-            raise OSError(f"the pool on a GPU: {error}") from error
+            raise
         super().__init__(geometry, order, pages, tensors)
         rank = storage.geometry
         shape = (pages, rank.layers, rank.tensors, rank.page_size, rank.kv_heads, rank.head_dim * rank.itemsize)
