@@ -10,7 +10,6 @@ import pytest
 import tiny_models
 from engines import Engines, settled
 from test_ranks import PAGE, Case, check_transfers, ids, spec_of
-from test_tiers import decode_worker
 
 from kvferry._core import GpuUnavailable, gpu_device_count
 from kvferry.daemon.stack import Stack
@@ -81,7 +80,9 @@ def test_the_pool_outlives_its_workers(stack: Stack) -> None:
     with Engines(prefills[0], decodes[0]) as engines:
         assert engines.turn(prompt, 5).error is None
     stack.kill(decodes[0].worker)
-    successor = decode_worker(stack, decodes[0])
+    words = ["worker", "decode", "--socket", decodes[0].socket, "--listen", "127.0.0.1:0", "--synthetic"]
+    worker = stack.start("decode-0-worker", [*words, *system.worker_flags])
+    successor = dataclasses.replace(decodes[0], worker=worker, worker_address=stack.ready(worker))
     with Engines(prefills[0], successor) as engines:
         turn = engines.turn(prompt, 5)
     assert turn.error is None, turn.details
