@@ -84,8 +84,9 @@ async def scatter(prefill: Side, decode: Side, pages: int) -> None:
     """Fills both pools with prompts of one page, the least recently used of which lie here and there: what a large
     prompt evicts for itself are scattered pages."""
     rng = random.Random(1)
-    for start in range(0, pages, BATCH):
-        names = [RequestName(os.urandom(16), 1) for _ in range(min(BATCH, pages - start))]
+    batch = max(1, min(BATCH, pages // 4))  # a daemon lets prompts that nobody asked for have half of its pool
+    for start in range(0, pages, batch):
+        names = [RequestName(os.urandom(16), 1) for _ in range(min(batch, pages - start))]
         asks = [{"digests": os.urandom(32), "tokens": PAGE_SIZE, "tail_digest": b"", "deadline_s": 30.0} for _ in names]
         begin, admit = prefill.client.begin, partial(decode.client.admit, prefill="prefill", max_new_tokens=1)
         for call in (begin, admit):
@@ -285,7 +286,7 @@ def measure_all(args: argparse.Namespace) -> int:
     print(f"plain peer copy of {args.gib:g} GiB: {limit * 1e3:.2f} ms, {nbytes / limit / 1e9:.0f} GB/s")
     awake = "kept from being halted" if args.awake else "as they are"
     print(f"{os.cpu_count()} processors, {awake}")
-    print("fragment   pages  ready ms  messages  moved   GB/s  of peer copy     wanted  stages of a part, mean us")
+    print("fragment   pages  ready ms  GB/s  messages  moved  GB/s  of peer copy     wanted  stages of a part, mean us")
     missed = 0
     for kib in map(int, args.fragments.split(",")):
         row = asyncio.run(measure(kib, args))
@@ -295,8 +296,8 @@ def measure_all(args: argparse.Namespace) -> int:
         missed += rate < wanted
         shown = ", ".join(f"{name} {row.stages[name] * 1e6:.0f}" for name in ("gather", "write", "scatter", "publish"))
         print(
-            f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} "
-            f"{rate:6.0f} {rate * limit / payload * 1e9:13.0%}   {wanted} "
+            f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {payload / row.ready_s / 1e9:5.0f} {row.messages_s * 1e3:9.2f} "
+            f"{moved_s * 1e3:6.2f} {rate:5.0f} {rate * limit / payload * 1e9:13.0%}   {wanted} "
             f"{'ok' if rate >= wanted else 'MISS':4}  {shown}",
             flush=True,
         )
