@@ -207,7 +207,7 @@ class Daemons:
         """A request that the prefill daemon has all of: pages, progress, aux."""
         name, tokens = RequestName(os.urandom(16), 1), len(digests) // 32 * PAGE_SIZE
         begun = await self.prefill.begin(name, digests=digests, tokens=tokens, tail_digest=b"", deadline_s=SECONDS)
-        self.prefill.pool[list(begun.pages[len(begun.pages) - delta :])] = fill
+        pages_of(self.prefill)[list(begun.pages[len(begun.pages) - delta :])] = fill
         self.prefill.progress(name, tokens)
         self.prefill.aux(name, b"first token")
         # Messages are taken in order: once a later one is answered, these were.
@@ -235,7 +235,8 @@ class Daemons:
         total = (time.monotonic() - begin) * 1e3
         self.transfers += delta > 0
         assert ready.delta_pages == delta, f"{ready.delta_pages} pages came, not {delta}"
-        assert delta == 0 or bool((self.decode.pool[list(admitted.pages[-delta:])] == fill).all()), "a wrong byte came"
+        came = pages_of(self.decode)[list(admitted.pages[len(admitted.pages) - delta :])]
+        assert bool((came == fill).all()), "a wrong byte came"
         begin = time.monotonic()
         await self.decode.grow(name, tokens)
         samples.add(stream=(time.monotonic() - begin) * 1e3)
@@ -244,6 +245,13 @@ class Daemons:
         after = await self.sums()
         spent = {stage: after[stage] - before[stage] for stage in after}
         _attribute(samples, total, ready.elapsed_us / 1e3, spent, delta)
+
+
+def pages_of(client: DaemonClient) -> NDArray[np.uint8]:
+    """The pool's bytes, (pages, page_bytes)."""
+    memory = client.pools.memories[0]
+    assert isinstance(memory, np.ndarray)
+    return memory.reshape(client.pools.pages, client.geometry.page_bytes)
 
 
 def _attribute(samples: Samples, total: float, elapsed: float, spent: dict[str, float], delta: int) -> None:

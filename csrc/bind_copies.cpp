@@ -8,6 +8,7 @@
 
 #include "bindings.h"
 #include "copy_pages.h"
+#include "host_pages.h"
 
 namespace nb = nanobind;
 
@@ -100,33 +101,86 @@ struct PageRange {
   size_t first = 0, last = 0;  // inclusive
 };
 
-void gather(nb::handle dst, int64_t dst_offset, nb::handle src, nb::handle page_ids, int64_t page_bytes,
-            int64_t byte_offset, int64_t nbytes, int64_t threads) {
+// The pages of a pool as a layout of one tensor.
+PageLayout plain_layout(const Buffer& pool, int64_t page_bytes) {
+  check_range("page_bytes", page_bytes, 1, int64_t(1) << 30);
+  PageLayout layout;
+  layout.bases.push_back(reinterpret_cast<uint64_t>(pool.data()));
+  layout.strides.push_back(page_bytes);
+  layout.fragment_bytes = uint32_t(page_bytes);
+  layout.pages = int64_t(pool.size()) / page_bytes;
+  return layout;
+}
+
+template <class Done, class Gather>
+Done gather(nb::handle dst, int64_t dst_offset, nb::handle src, nb::handle page_ids, int64_t page_bytes,
+            int64_t byte_offset, int64_t nbytes, int64_t threads, const Gather& run) {
   check_range("threads", threads, 1, kMaxThreads);
   const Buffer target(dst, "dst", Access::kWrite), pool(src, "src", Access::kRead);
   check_span("dst_offset", dst_offset, nbytes, target.size());
   const PageRange range(page_ids, pool, page_bytes, byte_offset, nbytes);
-  if (nbytes == 0) return;
   uint8_t* out = target.data() + dst_offset;
-  if (range.touches(pool.data(), size_t(page_bytes), out, size_t(nbytes))) refuse("dst: overlaps a page that is gathered");
-  nb::gil_scoped_release release;
-  gather_pages(out, pool.data(), range.ids.data(), size_t(page_bytes), size_t(byte_offset), size_t(nbytes),
-               unsigned(threads));
+  if (nbytes > 0 && range.touches(pool.data(), size_t(page_bytes), out, size_t(nbytes))) {
+    refuse("dst: overlaps a page that is gathered");
+  }
+  return run(pool, range, out);
 }
 
-void scatter(nb::handle dst, nb::handle page_ids, int64_t page_bytes, int64_t byte_offset, nb::handle src,
-             int64_t src_offset, int64_t nbytes, int64_t threads) {
+template <class Done, class Scatter>
+Done scatter(nb::handle dst, nb::handle page_ids, int64_t page_bytes, int64_t byte_offset, nb::handle src,
+             int64_t src_offset, int64_t nbytes, int64_t threads, const Scatter& run) {
   check_range("threads", threads, 1, kMaxThreads);
   const Buffer pool(dst, "dst", Access::kWrite), source(src, "src", Access::kRead);
   check_span("src_offset", src_offset, nbytes, source.size());
   const PageRange range(page_ids, pool, page_bytes, byte_offset, nbytes);
-  if (nbytes == 0) return;
-  range.check_distinct();
   const uint8_t* in = source.data() + src_offset;
-  if (range.touches(pool.data(), size_t(page_bytes), in, size_t(nbytes))) refuse("src: overlaps a page that is scattered to");
-  nb::gil_scoped_release release;
-  scatter_pages(pool.data(), range.ids.data(), size_t(page_bytes), size_t(byte_offset), in, size_t(nbytes),
-                unsigned(threads));
+  if (nbytes > 0) {
+    range.check_distinct();
+    if (range.touches(pool.data(), size_t(page_bytes), in, size_t(nbytes))) refuse("src: overlaps a page that is scattered to");
+  }
+  return run(pool, range, in);
+}
+
+void gather_plain(nb::handle dst, int64_t dst_offset, nb::handle src, nb::handle page_ids, int64_t page_bytes,
+                  int64_t byte_offset, int64_t nbytes, int64_t threads) {
+  gather<void>(dst, dst_offset, src, page_ids, page_bytes, byte_offset, nbytes, threads,
+               [&](const Buffer& pool, const PageRange& range, uint8_t* out) {
+                 nb::gil_scoped_release release;
+                 gather_pages(out, pool.data(), range.ids.data(), size_t(page_bytes), size_t(byte_offset), size_t(nbytes),
+                              unsigned(threads));
+               });
+}
+
+uint64_t gather_summed(nb::handle dst, int64_t dst_offset, nb::handle src, nb::handle page_ids, int64_t page_bytes,
+                       int64_t byte_offset, int64_t nbytes, int64_t threads) {
+  return gather<uint64_t>(dst, dst_offset, src, page_ids, page_bytes, byte_offset, nbytes, threads,
+                          [&](const Buffer& pool, const PageRange& range, uint8_t* out) {
+                            const PageLayout layout = plain_layout(pool, page_bytes);
+                            const PartRange part{uint64_t(byte_offset), uint64_t(nbytes)};
+                            nb::gil_scoped_release release;
+                            return gather_part_summed(out, layout, range.ids.data(), part, unsigned(threads));
+                          });
+}
+
+void scatter_plain(nb::handle dst, nb::handle page_ids, int64_t page_bytes, int64_t byte_offset, nb::handle src,
+                   int64_t src_offset, int64_t nbytes, int64_t threads) {
+  scatter<void>(dst, page_ids, page_bytes, byte_offset, src, src_offset, nbytes, threads,
+                [&](const Buffer& pool, const PageRange& range, const uint8_t* in) {
+                  nb::gil_scoped_release release;
+                  scatter_pages(pool.data(), range.ids.data(), size_t(page_bytes), size_t(byte_offset), in, size_t(nbytes),
+                                unsigned(threads));
+                });
+}
+
+uint64_t scatter_summed(nb::handle dst, nb::handle page_ids, int64_t page_bytes, int64_t byte_offset, nb::handle src,
+                        int64_t src_offset, int64_t nbytes, int64_t threads) {
+  return scatter<uint64_t>(dst, page_ids, page_bytes, byte_offset, src, src_offset, nbytes, threads,
+                           [&](const Buffer& pool, const PageRange& range, const uint8_t* in) {
+                             const PageLayout layout = plain_layout(pool, page_bytes);
+                             const PartRange part{uint64_t(byte_offset), uint64_t(nbytes)};
+                             nb::gil_scoped_release release;
+                             return scatter_part_summed(layout, range.ids.data(), part, in, unsigned(threads));
+                           });
 }
 
 void check_address(const char* field, size_t i, int64_t address, int64_t size) {
@@ -179,9 +233,13 @@ void zero(nb::handle dst, int64_t offset, int64_t fragments, int64_t stride, int
 
 void bind_copies(nb::module_& m) {
   using namespace nb::literals;
-  m.def("gather_pages", &gather, "dst"_a, "dst_offset"_a, "src"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a,
+  m.def("gather_pages", &gather_plain, "dst"_a, "dst_offset"_a, "src"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a,
         "nbytes"_a, "threads"_a = 1);
-  m.def("scatter_pages", &scatter, "dst"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a, "src"_a, "src_offset"_a,
+  m.def("gather_pages_summed", &gather_summed, "dst"_a, "dst_offset"_a, "src"_a, "page_ids"_a, "page_bytes"_a,
+        "byte_offset"_a, "nbytes"_a, "threads"_a = 1);
+  m.def("scatter_pages_summed", &scatter_summed, "dst"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a, "src"_a,
+        "src_offset"_a, "nbytes"_a, "threads"_a = 1);
+  m.def("scatter_pages", &scatter_plain, "dst"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a, "src"_a, "src_offset"_a,
         "nbytes"_a, "threads"_a = 1);
   m.def("copy_list", &copy_items, "dst_addresses"_a, "src_addresses"_a, "sizes"_a, "threads"_a = 1);
   m.def("zero_ranges", &zero, "dst"_a, "offset"_a, "fragments"_a, "stride"_a, "fragment_bytes"_a, "start"_a);

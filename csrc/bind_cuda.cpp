@@ -10,19 +10,13 @@
 #include <memory>
 #include <optional>
 
-#include "bindings.h"
-#include "cuda_engine.h"
+#include "bind_cuda.h"
 
 namespace nb = nanobind;
 
 namespace kvferry {
 namespace {
 
-using Integers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
-constexpr int64_t kMaxRowBytes = int64_t(1) << 30;
-constexpr int64_t kMaxPages = int64_t(1) << 31;
 const char* const kStrategyNames[kStrategies] = {"batch", "loop", "kernel", "staged", "pitched"};
 
 CopyStrategy strategy_named(const std::string& name) {
@@ -32,143 +26,63 @@ CopyStrategy strategy_named(const std::string& name) {
   refuse("strategy: '" + name.substr(0, 64) + "', must be batch, loop, kernel, staged or pitched");
 }
 
-// 0, 1 and 2 name the default streams: the batch copy refuses them, and nothing could overlap with them.
-GpuStream stream_at(std::optional<int64_t> handle) {
-  if (!handle) return nullptr;
-  check_range("stream", *handle, 3, kMaxInt64);
-  return reinterpret_cast<GpuStream>(*handle);
+const char* name_of(CopyStrategy strategy) { return kStrategyNames[size_t(strategy)]; }
+
+std::unique_ptr<GpuPages> pages_of(Engine& engine, const Integers& bases, const Integers& strides, int64_t fragment_bytes,
+                                   int64_t pages, int64_t pieces, int64_t piece_stride) {
+  PageLayout layout = checked_layout("bases", bases, 1, strides, fragment_bytes, pages, pieces, piece_stride);
+  nb::gil_scoped_release release;
+  return std::make_unique<GpuPages>(engine.device(), std::move(layout), engine.get().stream());
 }
 
-// A copy that was issued. It keeps alive what the copy uses; who drops it before it is done gives that up.
-struct Copying {
-  GpuCopy end;
-  CopyStrategy strategy;
-  nb::object uses;
-};
+std::unique_ptr<Copying> copy_pages(Engine& engine, const GpuPages& pages, const Integers& ids, nb::handle rows,
+                                    int64_t row_stride, const Integers& row_ids, CopyDirection direction,
+                                    std::optional<int64_t> stream, const std::string& strategy) {
+  const CopyStrategy wanted = strategy_named(strategy);
+  const bool to_host = direction == CopyDirection::kToHost;
+  const Buffer memory(rows, "rows", to_host ? Buffer::Access::kWrite : Buffer::Access::kRead);
+  const int64_t row_bytes = int64_t(pages.layout().row_bytes());
+  check_range("row_stride", row_stride, row_bytes, kMaxInt64);
+  check_range("row_ids", int64_t(row_ids.size()), int64_t(ids.size()), int64_t(ids.size()));
+  const int64_t size = int64_t(memory.size());
+  check_ids("page_ids", ids, pages.layout().pages);
+  check_ids("row_ids", row_ids, size < row_bytes ? 0 : std::min((size - row_bytes) / row_stride + 1, kMaxPages - 1));
+  check_distinct(to_host ? "row_ids" : "page_ids", to_host ? row_ids : ids);
+  const GpuStream on = stream ? stream_at(stream) : engine.get().stream();
+  return engine.issue(on, nb::make_tuple(rows, nb::find(pages)), [&](SumCells::Held*) {
+    const PageRows to{reinterpret_cast<uint64_t>(memory.data()), row_stride};
+    return name_of(engine.get().copy_pages(pages, ids.data(), to, row_ids.data(), ids.size(), direction, on, wanted));
+  });
+}
 
-class Engine {
- public:
-  Engine(int64_t device, const std::string& library, const std::string& api, const CopyTuning& tuning) {
-    check_range("device", device, 0, 1023);
-    if (api != "cuda" && api != "hip") refuse("api: '" + api.substr(0, 64) + "', must be cuda or hip");
-    nb::gil_scoped_release release;
-    auto driver = open_gpu_driver(library, api == "cuda" ? GpuApi::kCuda : GpuApi::kHip);
-    engine_ = std::make_unique<GpuCopyEngine>(std::make_shared<GpuDevice>(driver, int(device)), tuning);
-  }
-  ~Engine() {
-    nb::gil_scoped_release release;
-    engine_.reset();  // waits for what it has issued
-  }
-
-  GpuCopyEngine& get() { return *engine_; }
-
-  std::unique_ptr<GpuPages> pages(const Integers& bases, const Integers& strides, int64_t fragment_bytes, int64_t pages,
-                                  int64_t pieces, int64_t piece_stride) {
-    check_range("bases", int64_t(bases.size()), 1, 1 << 16);
-    check_range("strides", int64_t(strides.size()), int64_t(bases.size()), int64_t(bases.size()));
-    check_range("pages", pages, 1, kMaxPages - 1);
-    check_range("fragment_bytes", fragment_bytes, 1, kMaxRowBytes);
-    check_range("pieces", pieces, 1, kMaxRowBytes / fragment_bytes / int64_t(bases.size()));
-    check_range("piece_stride", piece_stride, pieces > 1 ? fragment_bytes : 0, kMaxInt64 / pieces);
-    const int64_t extent = (pieces - 1) * piece_stride + fragment_bytes;
-    PageLayout layout;
-    for (size_t i = 0; i < bases.size(); ++i) {
-      const int64_t base = bases.data()[i], stride = strides.data()[i];
-      check_range("bases", base, 1, kMaxInt64);
-      check_range("strides", stride, fragment_bytes, (kMaxInt64 - base - extent) / pages);
-      layout.bases.push_back(uint64_t(base));
-      layout.strides.push_back(stride);
+std::unique_ptr<Copying> copy_list(Engine& engine, const Integers& dst, const Integers& src, const Integers& sizes,
+                                   CopyDirection direction, std::optional<int64_t> stream, const std::string& strategy) {
+  const CopyStrategy wanted = strategy_named(strategy);
+  if (wanted != CopyStrategy::kBatch && wanted != CopyStrategy::kLoop) refuse("strategy: a list goes by batch or loop");
+  const int64_t count = int64_t(sizes.size());
+  check_range("dst_addresses", int64_t(dst.size()), count, count);
+  check_range("src_addresses", int64_t(src.size()), count, count);
+  CopyDescriptors list;
+  list.reserve(sizes.size());
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const int64_t to = dst.data()[i], from = src.data()[i], bytes = sizes.data()[i];
+    if (bytes == 0) continue;  // the driver refuses them
+    if (bytes < 0 || to <= 0 || from <= 0 || to > kMaxInt64 - bytes || from > kMaxInt64 - bytes) {
+      refuse("item " + std::to_string(i) + ": " + std::to_string(bytes) + " bytes from " + std::to_string(from) + " to " +
+             std::to_string(to) + " is no memory of a process");
     }
-    layout.piece_stride = piece_stride;
-    layout.pieces = uint32_t(pieces);
-    layout.fragment_bytes = uint32_t(fragment_bytes);
-    layout.pages = pages;
-    nb::gil_scoped_release release;
-    return std::make_unique<GpuPages>(engine_->device(), std::move(layout), engine_->stream());
+    list.add(uint64_t(to), uint64_t(from), size_t(bytes));
   }
+  const GpuStream on = stream ? stream_at(stream) : engine.get().stream();
+  return engine.issue(on, nb::none(),
+                      [&](SumCells::Held*) { return name_of(engine.get().copy_list(list, direction, on, wanted)); });
+}
 
-  std::unique_ptr<Copying> copy_pages(const GpuPages& pages, const Integers& ids, nb::handle rows, int64_t row_stride,
-                                      const Integers& row_ids, CopyDirection direction, std::optional<int64_t> stream,
-                                      const std::string& strategy) {
-    const CopyStrategy wanted = strategy_named(strategy);
-    const bool to_host = direction == CopyDirection::kToHost;
-    const Buffer memory(rows, "rows", to_host ? Buffer::Access::kWrite : Buffer::Access::kRead);
-    const int64_t row_bytes = int64_t(pages.layout().row_bytes());
-    check_range("row_stride", row_stride, row_bytes, kMaxInt64);
-    check_range("row_ids", int64_t(row_ids.size()), int64_t(ids.size()), int64_t(ids.size()));
-    const int64_t size = int64_t(memory.size());
-    check_ids("page_ids", ids, pages.layout().pages);
-    check_ids("row_ids", row_ids, size < row_bytes ? 0 : std::min((size - row_bytes) / row_stride + 1, kMaxPages - 1));
-    check_distinct(to_host ? "row_ids" : "page_ids", to_host ? row_ids : ids);
-    const GpuStream on = stream_at(stream);
-    return issue(on, nb::make_tuple(rows, nb::find(pages)), [&] {
-      return engine_->copy_pages(pages, ids.data(), {reinterpret_cast<uint64_t>(memory.data()), row_stride}, row_ids.data(),
-                                 ids.size(), direction, on, wanted);
-    });
-  }
-
-  std::unique_ptr<Copying> copy_list(const Integers& dst, const Integers& src, const Integers& sizes,
-                                     CopyDirection direction, std::optional<int64_t> stream, const std::string& strategy) {
-    const CopyStrategy wanted = strategy_named(strategy);
-    if (wanted != CopyStrategy::kBatch && wanted != CopyStrategy::kLoop) refuse("strategy: a list goes by batch or loop");
-    const int64_t count = int64_t(sizes.size());
-    check_range("dst_addresses", int64_t(dst.size()), count, count);
-    check_range("src_addresses", int64_t(src.size()), count, count);
-    CopyDescriptors list;
-    list.reserve(sizes.size());
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      const int64_t to = dst.data()[i], from = src.data()[i], bytes = sizes.data()[i];
-      if (bytes == 0) continue;  // the driver refuses them
-      if (bytes < 0 || to <= 0 || from <= 0 || to > kMaxInt64 - bytes || from > kMaxInt64 - bytes) {
-        refuse("item " + std::to_string(i) + ": " + std::to_string(bytes) + " bytes from " + std::to_string(from) + " to " +
-               std::to_string(to) + " is no memory of a process");
-      }
-      list.add(uint64_t(to), uint64_t(from), size_t(bytes));
-    }
-    const GpuStream on = stream_at(stream);
-    return issue(on, nb::none(), [&] { return engine_->copy_list(list, direction, on, wanted); });
-  }
-
- private:
-  static void check_ids(const char* field, const Integers& ids, int64_t count) {
-    for (size_t i = 0; i < ids.size(); ++i) {
-      if (ids.data()[i] >= 0 && ids.data()[i] < count) continue;
-      throw nb::index_error((std::string(field) + "[" + std::to_string(i) + "]: " + std::to_string(ids.data()[i]) +
-                             ", must be in [0, " + std::to_string(count) + ")")
-                                .c_str());
-    }
-  }
-
-  static void check_distinct(const char* field, const Integers& ids) {
-    std::vector<int64_t> sorted(ids.data(), ids.data() + ids.size());
-    std::sort(sorted.begin(), sorted.end());
-    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-    if (twice != sorted.end()) refuse(std::string(field) + ": " + std::to_string(*twice) + " would be written twice");
-  }
-
-  template <class Issue>
-  std::unique_ptr<Copying> issue(GpuStream stream, nb::object uses, const Issue& run) {
-    auto copying = std::unique_ptr<Copying>(new Copying{GpuCopy(engine_->device()), CopyStrategy::kBatch, std::move(uses)});
-    nb::gil_scoped_release release;
-    copying->strategy = run();
-    copying->end.record(stream == nullptr ? engine_->stream() : stream);
-    return copying;
-  }
-
-  std::unique_ptr<GpuCopyEngine> engine_;
-};
-
-// Pins a buffer, which stays exported as long as this lives: its owner cannot unmap or resize it.
-class PinnedBuffer {
- public:
-  PinnedBuffer(Engine& engine, nb::handle object)
-      : buffer_(object, "buffer", Buffer::Access::kWrite),
-        range_(engine.get().device(), buffer_.data(), buffer_.size()) {}
-
- private:
-  Buffer buffer_;
-  PinnedRange range_;
-};
+bool wait_for(const Copying& copy, double seconds) {
+  const auto time = checked_seconds(seconds);
+  nb::gil_scoped_release release;
+  return copy.end->wait_for(time);
+}
 
 nb::dict statistics(Engine& engine) {
   nb::dict result, fallbacks;
@@ -180,12 +94,74 @@ nb::dict statistics(Engine& engine) {
     of["bytes"] = counts[i].bytes;
     result[kStrategyNames[i]] = of;
   }
-  for (const auto& [reason, count] : engine.get().fallbacks()) fallbacks[reason.c_str()] = count;
+  for (const auto& [name, direction] : {std::pair{"gathered", PartDirection::kGather}, {"scattered", PartDirection::kScatter}}) {
+    const PartCount count = engine.parts().count(direction);
+    nb::dict of;
+    of["parts"] = count.parts;
+    of["launches"] = count.launches;
+    of["bytes"] = count.bytes;
+    result[name] = of;
+  }
+  nb::dict zeroed;
+  zeroed["pages"] = engine.parts().zeroed();
+  result["zeroed"] = zeroed;
+  auto reasons = engine.get().fallbacks();
+  for (const auto& [reason, count] : engine.parts().fallbacks()) reasons[reason] += count;
+  for (const auto& [reason, count] : reasons) fallbacks[reason.c_str()] = count;
   result["fallbacks"] = fallbacks;
   return result;
 }
 
 }  // namespace
+
+GpuStream stream_at(std::optional<int64_t> handle) {
+  if (!handle) return nullptr;
+  check_range("stream", *handle, 3, kMaxInt64);
+  return reinterpret_cast<GpuStream>(*handle);
+}
+
+GpuStream any_stream_at(int64_t handle) {
+  check_range("stream", handle, 0, kMaxInt64);
+  return reinterpret_cast<GpuStream>(handle);
+}
+
+std::chrono::nanoseconds checked_seconds(double seconds) {
+  constexpr double kMaxSeconds = 1e6;
+  if (!(seconds >= 0 && seconds <= kMaxSeconds)) {
+    refuse("seconds: " + std::to_string(seconds) + ", must be in [0, " + std::to_string(kMaxSeconds) + "]");
+  }
+  return std::chrono::nanoseconds(int64_t(seconds * 1e9));
+}
+
+std::shared_ptr<const GpuDriver> driver_of(const std::string& library, const std::string& api) {
+  if (api != "cuda" && api != "hip") refuse("api: '" + api.substr(0, 64) + "', must be cuda or hip");
+  nb::gil_scoped_release release;
+  return open_gpu_driver(library, api == "cuda" ? GpuApi::kCuda : GpuApi::kHip);
+}
+
+Engine::Engine(int64_t ordinal, const std::string& library, const std::string& api, const CopyTuning& tuning,
+               const PartTuning& part_tuning) {
+  check_range("device", ordinal, 0, 1023);
+  const auto driver = driver_of(library, api);
+  nb::gil_scoped_release release;
+  const auto device = std::make_shared<GpuDevice>(driver, int(ordinal));
+  const auto kernels = std::make_shared<const GpuKernels>(device);
+  engine_ = std::make_unique<GpuCopyEngine>(device, kernels, tuning);
+  parts_ = std::make_unique<GpuParts>(device, kernels, part_tuning);
+}
+
+Engine::~Engine() {
+  nb::gil_scoped_release release;
+  parts_.reset();  // both wait for what they have issued
+  engine_.reset();
+  small_.reset();
+}
+
+SmallAccess& Engine::small() {
+  const std::lock_guard<std::mutex> hold(small_mutex_);
+  if (small_ == nullptr) small_ = std::make_unique<SmallAccess>(device());
+  return *small_;
+}
 
 void bind_cuda(nb::module_& m) {
   using namespace nb::literals;
@@ -199,24 +175,27 @@ void bind_cuda(nb::module_& m) {
       .def_prop_ro("row_bytes", [](const GpuPages& self) { return self.layout().row_bytes(); })
       .def_prop_ro("pages", [](const GpuPages& self) { return self.layout().pages; });
 
-  nb::class_<GpuMemory>(m, "GpuMemory")
-      .def_prop_ro("address", &GpuMemory::address)
-      .def("__len__", &GpuMemory::size);
-
-  nb::class_<PinnedBuffer>(m, "PinnedBuffer").def(nb::init<Engine&, nb::handle>(), "engine"_a, "buffer"_a);
-
   nb::class_<Copying>(m, "GpuCopy")
-      .def_prop_ro("strategy", [](const Copying& self) { return kStrategyNames[size_t(self.strategy)]; })
-      .def("done", [](const Copying& self) { return self.end.done(); })
-      .def("wait", [](const Copying& self) { self.end.wait(); }, nb::call_guard<nb::gil_scoped_release>())
-      .def("hold", [](const Copying& self, int64_t stream) { self.end.hold(stream_at(stream)); }, "stream"_a);
+      .def_prop_ro("strategy", [](const Copying& self) { return self.strategy; })
+      .def("done", [](const Copying& self) { return self.end->done(); })
+      .def("wait", [](const Copying& self) { self.end->wait(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def("wait_for", &wait_for, "seconds"_a)
+      .def("checksum",
+           [](const Copying& self) {
+             if (self.sum == nullptr) refuse("checksum: the copy was not one that adds up its bytes");
+             if (!self.end->done()) refuse("checksum: the copy is not done");
+             return self.sum->sum();
+           })
+      .def("hold", [](const Copying& self, int64_t stream) { self.end->hold(any_stream_at(stream)); }, "stream"_a);
 
-  nb::class_<Engine>(m, "GpuCopyEngine")
+  nb::class_<Engine> engine(m, "GpuCopyEngine");
+  engine
       .def(
           "__init__",
           [](Engine* self, int64_t device, const std::string& library, const std::string& api, int64_t buffer_bytes,
              int64_t buffers, int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
-             int64_t batch_descriptors, int64_t batch_flags) {
+             int64_t batch_descriptors, int64_t batch_flags, int64_t apart_percent, int64_t part_blocks,
+             int64_t part_threads) {
             check_range("buffer_bytes", buffer_bytes, 1, kMaxRowBytes);
             check_range("buffers", buffers, 2, 64);
             check_range("small_bytes", small_bytes, 1, kMaxRowBytes);
@@ -225,7 +204,9 @@ void bind_cuda(nb::module_& m) {
             check_range("bus_blocks", bus_blocks, 1, 1024);
             check_range("batch_descriptors", batch_descriptors, 1, 1 << 20);
             check_range("batch_flags", batch_flags, 0, 1);
+            check_range("apart_percent", apart_percent, 0, 100);
             CopyTuning tuning;
+            tuning.apart_percent = unsigned(apart_percent);
             tuning.buffer_bytes = size_t(buffer_bytes);
             tuning.buffers = unsigned(buffers);
             tuning.small_bytes = size_t(small_bytes);
@@ -234,46 +215,44 @@ void bind_cuda(nb::module_& m) {
             tuning.bus_blocks = unsigned(bus_blocks);
             tuning.batch_descriptors = size_t(batch_descriptors);
             tuning.batch_flags = unsigned(batch_flags);
-            new (self) Engine(device, library, api, tuning);
+            check_range("part_blocks", part_blocks, 1, 1 << 16);
+            check_range("part_threads", part_threads, 1, kPartThreads);
+            check_range("part_threads % 32", part_threads % 32, 0, 0);
+            new (self) Engine(device, library, api, tuning, {unsigned(part_blocks), unsigned(part_threads)});
           },
           "device"_a = 0, "library"_a = "libcuda.so.1", "api"_a = "cuda", nb::kw_only(),
           "buffer_bytes"_a = CopyTuning().buffer_bytes, "buffers"_a = CopyTuning().buffers,
           "small_bytes"_a = CopyTuning().small_bytes, "growth"_a = CopyTuning().growth,
           "staging_blocks"_a = CopyTuning().staging_blocks, "bus_blocks"_a = CopyTuning().bus_blocks,
-          "batch_descriptors"_a = CopyTuning().batch_descriptors, "batch_flags"_a = CopyTuning().batch_flags)
-      .def("pages", &Engine::pages, "bases"_a, "strides"_a, "fragment_bytes"_a, "pages"_a, "pieces"_a = 1,
+          "batch_descriptors"_a = CopyTuning().batch_descriptors, "batch_flags"_a = CopyTuning().batch_flags,
+          "apart_percent"_a = CopyTuning().apart_percent, "part_blocks"_a = PartTuning().blocks, "part_threads"_a = PartTuning().threads)
+      .def("pages", &pages_of, "bases"_a, "strides"_a, "fragment_bytes"_a, "pages"_a, "pieces"_a = 1,
            "piece_stride"_a = 0)
-      .def("allocate",
-           [](Engine& self, int64_t nbytes) {
-             check_range("nbytes", nbytes, 1, kMaxInt64);
-             return std::make_unique<GpuMemory>(self.get().device(), size_t(nbytes));
-           },
-           "nbytes"_a)
       .def("copy_pages_to_host",
            [](Engine& self, const GpuPages& pages, const Integers& page_ids, nb::handle rows, int64_t row_stride,
               const Integers& row_ids, std::optional<int64_t> stream, const std::string& strategy) {
-             return self.copy_pages(pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToHost, stream, strategy);
+             return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToHost, stream, strategy);
            },
            "pages"_a, "page_ids"_a, "rows"_a, "row_stride"_a, "row_ids"_a, "stream"_a = nb::none(), "strategy"_a = "staged",
            nb::keep_alive<0, 1>())
       .def("copy_pages_from_host",
            [](Engine& self, const GpuPages& pages, const Integers& page_ids, nb::handle rows, int64_t row_stride,
               const Integers& row_ids, std::optional<int64_t> stream, const std::string& strategy) {
-             return self.copy_pages(pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToDevice, stream, strategy);
+             return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToDevice, stream, strategy);
            },
            "pages"_a, "page_ids"_a, "rows"_a, "row_stride"_a, "row_ids"_a, "stream"_a = nb::none(), "strategy"_a = "staged",
            nb::keep_alive<0, 1>())
       .def("copy_list_to_host",
            [](Engine& self, const Integers& dst, const Integers& src, const Integers& sizes, std::optional<int64_t> stream,
               const std::string& strategy) {
-             return self.copy_list(dst, src, sizes, CopyDirection::kToHost, stream, strategy);
+             return copy_list(self, dst, src, sizes, CopyDirection::kToHost, stream, strategy);
            },
            "dst_addresses"_a, "src_addresses"_a, "sizes"_a, "stream"_a = nb::none(), "strategy"_a = "batch",
            nb::keep_alive<0, 1>())
       .def("copy_list_from_host",
            [](Engine& self, const Integers& dst, const Integers& src, const Integers& sizes, std::optional<int64_t> stream,
               const std::string& strategy) {
-             return self.copy_list(dst, src, sizes, CopyDirection::kToDevice, stream, strategy);
+             return copy_list(self, dst, src, sizes, CopyDirection::kToDevice, stream, strategy);
            },
            "dst_addresses"_a, "src_addresses"_a, "sizes"_a, "stream"_a = nb::none(), "strategy"_a = "batch",
            nb::keep_alive<0, 1>())
@@ -282,6 +261,9 @@ void bind_cuda(nb::module_& m) {
       .def("busy", [](Engine& self) { return self.get().busy(); }, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.get().stream()); })
       .def("statistics", &statistics);
+  bind_gpu_memory(m, engine);
+  bind_gpu_parts(m, engine);
+  bind_gpu_waiter(m);
 }
 
 }  // namespace kvferry

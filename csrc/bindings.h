@@ -45,6 +45,7 @@ inline void check_range(const char* field, int64_t value, int64_t low, int64_t h
 void bind_digests(nanobind::module_& m);
 void bind_copies(nanobind::module_& m);
 void bind_cuda(nanobind::module_& m);
+void bind_host_pages(nanobind::module_& m);
 void bind_pool(nanobind::module_& m);
 void bind_tree(nanobind::module_& m);
 

@@ -1,5 +1,10 @@
 #include "cuda_device.h"
 
+#include <thread>
+
+#include "cuda_kernels.h"
+#include "wait_pace.h"
+
 namespace kvferry {
 
 GpuDevice::GpuDevice(std::shared_ptr<const GpuDriver> driver, int ordinal) : driver_(std::move(driver)) {
@@ -8,6 +13,19 @@ GpuDevice::GpuDevice(std::shared_ptr<const GpuDriver> driver, int ordinal) : dri
 }
 
 GpuDevice::~GpuDevice() { driver_->context_release(device_); }
+
+GpuUuid GpuDevice::uuid() const {
+  GpuUuid uuid{};
+  check(driver_->device_uuid(&uuid, device_), "uuid of the device");
+  return uuid;
+}
+
+std::pair<size_t, size_t> GpuDevice::memory_info() const {
+  const Use use(*this);
+  size_t free = 0, total = 0;
+  check(driver_->mem_info(&free, &total), "memory of the device");
+  return {free, total};
+}
 
 GpuDevice::Use::Use(const GpuDevice& device) : driver_(*device.driver_) {
   device.check(driver_.context_push(device.context_), "context");
@@ -18,9 +36,11 @@ GpuDevice::Use::~Use() {
   driver_.context_pop(&popped);
 }
 
-GpuMemory::GpuMemory(std::shared_ptr<GpuDevice> device, size_t bytes) : device_(std::move(device)), size_(bytes) {
+GpuMemory::GpuMemory(std::shared_ptr<GpuDevice> device, size_t bytes, size_t block)
+    : device_(std::move(device)), size_(bytes) {
   const GpuDevice::Use use(*device_);
-  device_->check(device_->driver().mem_alloc(&address_, bytes), "memory of the device");
+  const GpuStatus status = device_->driver().mem_alloc(&address_, (bytes + block - 1) / block * block);
+  if (status != kGpuSuccess) device_->check(status, ("memory of the device, " + std::to_string(bytes) + " bytes").c_str());
 }
 
 GpuMemory::~GpuMemory() {
@@ -32,7 +52,12 @@ PinnedRange::PinnedRange(std::shared_ptr<GpuDevice> device, void* address, size_
     : device_(std::move(device)), address_(address) {
   constexpr unsigned kPortable = 1, kMapped = 2;
   const GpuDevice::Use use(*device_);
-  device_->check(device_->driver().host_register(address, bytes, kPortable | kMapped), "pinning of host memory");
+  const GpuStatus status = device_->driver().host_register(address, bytes, kPortable | kMapped);
+  if (status == kGpuSuccess) return;
+  device_->check(status, ("pinning of " + std::to_string(bytes) +
+                          " bytes of host memory (anonymous, or of /dev/shm or a memfd; a file of a disk's file system cannot"
+                          " be pinned, nor memory that is pinned already, nor more than `ulimit -l` allows)")
+                             .c_str());
 }
 
 PinnedRange::~PinnedRange() {
@@ -41,7 +66,10 @@ PinnedRange::~PinnedRange() {
 }
 
 GpuPages::GpuPages(std::shared_ptr<GpuDevice> device, PageLayout layout, GpuStream stream)
-    : device_(std::move(device)), layout_(std::move(layout)), runs_(pitched_runs(layout_)), table_(device_, 2 * layout_.bases.size() * sizeof(uint64_t)) {
+    : device_(std::move(device)),
+      layout_(std::move(layout)),
+      runs_(pitched_runs(layout_)),
+      table_(device_, 2 * layout_.bases.size() * sizeof(uint64_t)) {
   const GpuDevice::Use use(*device_);
   const size_t bytes = layout_.bases.size() * sizeof(uint64_t);
   GpuCopy written(device_);
@@ -49,6 +77,48 @@ GpuPages::GpuPages(std::shared_ptr<GpuDevice> device, PageLayout layout, GpuStre
   device_->check(device_->driver().copy_to_device(strides(), layout_.strides.data(), bytes, stream), "layout");
   written.record(stream);
   written.wait();
+}
+
+GpuKernels::GpuKernels(std::shared_ptr<GpuDevice> device) : device_(std::move(device)) {
+  const GpuDriver& driver = device_->driver();
+  if (!driver.module_load || !driver.module_unload || !driver.module_function || !driver.launch) return;
+  const GpuDevice::Use use(*device_);
+  if (driver.module_load(&module_, kCopyKernels) != kGpuSuccess) module_ = nullptr;
+}
+
+GpuKernels::~GpuKernels() {
+  if (module_ == nullptr) return;
+  const GpuDevice::Use use(*device_);
+  device_->driver().module_unload(module_);
+}
+
+GpuFunction GpuKernels::get(const char* name) const {
+  GpuFunction function = nullptr;
+  device_->check(device_->driver().module_function(&function, module_, name), name);
+  return function;
+}
+
+OwnStream::OwnStream(std::shared_ptr<GpuDevice> device, Priority priority) : device_(std::move(device)) {
+  const GpuDevice::Use use(*device_);
+  int least = 0, greatest = 0;
+  device_->check(device_->driver().stream_priorities(&least, &greatest), "priorities");
+  device_->check(device_->driver().stream_create(&stream_, kGpuStreamNonBlocking,
+                                                 priority == Priority::kGreatest ? greatest : least),
+                 "stream");
+}
+
+OwnStream::~OwnStream() {
+  const GpuDevice::Use use(*device_);
+  device_->driver().stream_destroy(stream_);
+}
+
+void drain_stream(const GpuDevice& device, GpuStream stream) {
+  const GpuDriver& driver = device.driver();
+  const GpuDevice::Use use(device);
+  GpuEvent event = nullptr;
+  if (driver.event_create(&event, kGpuEventDisableTiming) != kGpuSuccess) return;
+  if (driver.event_record(event, stream) == kGpuSuccess) driver.event_synchronize(event);
+  driver.event_destroy(event);
 }
 
 GpuCopy::GpuCopy(std::shared_ptr<GpuDevice> device) : device_(std::move(device)) {
@@ -77,6 +147,19 @@ bool GpuCopy::done() const {
 void GpuCopy::wait() const {
   const GpuDevice::Use use(*device_);
   device_->check(device_->driver().event_synchronize(event_), "copy");
+}
+
+bool GpuCopy::wait_for(std::chrono::nanoseconds time) const {
+  const auto deadline = std::chrono::steady_clock::now() + time;
+  WaitPace pace;
+  for (; pace.next().count() == 0; ) {
+    if (done()) return true;
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+  }
+  for (const FineTimer fine; !done(); std::this_thread::sleep_for(pace.next())) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+  }
+  return true;
 }
 
 void GpuCopy::hold(GpuStream stream) const {

@@ -1,6 +1,7 @@
 // What lives on a GPU, and ends with its last user: a context, memory, layouts, the ends of copies.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -32,6 +33,8 @@ class GpuDevice {
   };
 
   const GpuDriver& driver() const { return *driver_; }
+  GpuUuid uuid() const;
+  std::pair<size_t, size_t> memory_info() const;  // bytes free, and all
   void check(GpuStatus status, const char* what) const { check_gpu(*driver_, status, what); }
 
  private:
@@ -43,7 +46,9 @@ class GpuDevice {
 // Memory of the device, a plain allocation: it can be shared with other processes.
 class GpuMemory {
  public:
-  GpuMemory(std::shared_ptr<GpuDevice> device, size_t bytes);
+  // What is allocated is a multiple of `block` bytes.
+  GpuMemory(std::shared_ptr<GpuDevice> device, size_t bytes, size_t block = 1);
+  const std::shared_ptr<GpuDevice>& device() const { return device_; }
   ~GpuMemory();
   GpuMemory(const GpuMemory&) = delete;
   GpuMemory& operator=(const GpuMemory&) = delete;
@@ -87,6 +92,42 @@ class GpuPages {
   GpuMemory table_;  // freed only when no kernel reads it any more: the driver waits
 };
 
+// The driver's compiled kernels. None, where it takes none.
+class GpuKernels {
+ public:
+  explicit GpuKernels(std::shared_ptr<GpuDevice> device);
+  ~GpuKernels();
+  GpuKernels(const GpuKernels&) = delete;
+  GpuKernels& operator=(const GpuKernels&) = delete;
+
+  bool loaded() const { return module_ != nullptr; }
+  GpuFunction get(const char* name) const;
+
+ private:
+  std::shared_ptr<GpuDevice> device_;
+  GpuModule module_ = nullptr;
+};
+
+// Waits for what was issued to `stream`, if it can; for the clean-up after an error.
+void drain_stream(const GpuDevice& device, GpuStream stream);
+
+// A stream of its own, that does not wait for the default ones.
+class OwnStream {
+ public:
+  enum class Priority { kLeast, kGreatest };  // greatest: before others when multiprocessors become free
+  OwnStream(std::shared_ptr<GpuDevice> device, Priority priority);
+  ~OwnStream();
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+
+  GpuStream get() const { return stream_; }
+  void drain() const { drain_stream(*device_, stream_); }
+
+ private:
+  std::shared_ptr<GpuDevice> device_;
+  GpuStream stream_ = nullptr;
+};
+
 // The end of a copy, as an event of its stream.
 class GpuCopy {
  public:
@@ -98,6 +139,8 @@ class GpuCopy {
   void record(GpuStream stream);
   bool done() const;
   void wait() const;
+  // False: it is not done after so long.
+  bool wait_for(std::chrono::nanoseconds time) const;
   // What is issued to `stream` from now on runs after the copy.
   void hold(GpuStream stream) const;
 

@@ -25,6 +25,8 @@ constexpr GpuStatus kGpuNotSupported = 801;
 constexpr unsigned kGpuStreamNonBlocking = 1;
 constexpr unsigned kGpuEventBlockingSync = 1;
 constexpr unsigned kGpuEventDisableTiming = 2;
+constexpr unsigned kGpuEventInterprocess = 4;
+constexpr unsigned kGpuIpcEnablePeerAccess = 1;  // between devices, when it is first needed
 
 // How the copies of a batch may read their sources.
 enum class SourceOrder : int { kStream = 1, kAny = 3 };
@@ -55,6 +57,15 @@ struct PitchedCopy {
 constexpr int kHostMemory = 1, kDeviceMemory = 2;
 constexpr int64_t kMaxPitch = (int64_t(1) << 31) - 1;
 
+// Names memory or an event to other processes: CUipcMemHandle, CUipcEventHandle. Passed by value.
+struct GpuIpcHandle {
+  char bytes[64];
+};
+
+struct GpuUuid {
+  char bytes[16];
+};
+
 // One table for every vendor: CUDA's driver has these signatures, and HIP took them over. What may be missing in an older
 // or another driver is null, and what is built on it is not offered.
 struct GpuDriver {
@@ -62,6 +73,8 @@ struct GpuDriver {
   GpuStatus (*driver_version)(int* version);
   GpuStatus (*error_name)(GpuStatus, const char** name);
   GpuStatus (*device_get)(int* device, int ordinal);
+  GpuStatus (*device_count)(int* count);
+  GpuStatus (*device_uuid)(GpuUuid*, int device);
   GpuStatus (*context_retain)(GpuContext*, int device);
   GpuStatus (*context_release)(int device);
   GpuStatus (*context_push)(GpuContext);
@@ -78,12 +91,22 @@ struct GpuDriver {
   GpuStatus (*event_elapsed)(float* milliseconds, GpuEvent begin, GpuEvent end);
   GpuStatus (*mem_alloc)(GpuAddress*, size_t);
   GpuStatus (*mem_free)(GpuAddress);
+  GpuStatus (*mem_info)(size_t* free, size_t* total);
+  GpuStatus (*mem_address_range)(GpuAddress* base, size_t* size, GpuAddress);
   GpuStatus (*host_register)(void*, size_t, unsigned flags);
   GpuStatus (*host_unregister)(void*);
   GpuStatus (*host_device_address)(GpuAddress*, void*, unsigned flags);
   GpuStatus (*copy_to_host)(void* dst, GpuAddress src, size_t, GpuStream);
   GpuStatus (*copy_to_device)(GpuAddress dst, const void* src, size_t, GpuStream);
   GpuStatus (*copy_on_device)(GpuAddress dst, GpuAddress src, size_t, GpuStream);
+  GpuStatus (*set_bytes)(GpuAddress, unsigned char value, size_t, GpuStream);
+
+  // Memory and events of other processes.
+  GpuStatus (*ipc_export)(GpuIpcHandle*, GpuAddress);
+  GpuStatus (*ipc_open)(GpuAddress*, GpuIpcHandle, unsigned flags);
+  GpuStatus (*ipc_close)(GpuAddress);
+  GpuStatus (*ipc_export_event)(GpuIpcHandle*, GpuEvent);
+  GpuStatus (*ipc_open_event)(GpuEvent*, GpuIpcHandle);
 
   GpuStatus (*copy_pitched)(const PitchedCopy*, GpuStream);
 

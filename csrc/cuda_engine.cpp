@@ -8,66 +8,60 @@ namespace {
 const char* const kKernelNames[] = {"copy_pages_16", "copy_pages_4", "copy_pages_1"};
 constexpr uint64_t kKernelWords[] = {16, 4, 1};
 constexpr unsigned kStagingThreads = 32, kBusThreads = kCopyThreads;  // a block
+constexpr size_t kLongRun = 1 << 20, kWholeFragment = 16 << 10;  // bytes: a gap after it is short; as short as one is
+constexpr size_t kApart = 16;  // pages between two calls for those that go apart
 constexpr double kMuchLonger = 1.3, kWait = 0.15;  // than at the best rate seen; ms: a staged copy's kernels waited
 
 }  // namespace
 
-GpuCopyEngine::GpuCopyEngine(std::shared_ptr<GpuDevice> device, const CopyTuning& tuning)
-    : device_(std::move(device)), driver_(device_->driver()), tuning_(tuning) {
+GpuCopyEngine::GpuCopyEngine(std::shared_ptr<GpuDevice> device, std::shared_ptr<const GpuKernels> kernels,
+                             const CopyTuning& tuning)
+    : device_(std::move(device)), driver_(device_->driver()), tuning_(tuning), module_(std::move(kernels)) {
   const GpuDevice::Use use(*device_);
   int least = 0, greatest = 0;
   device_->check(driver_.stream_priorities(&least, &greatest), "priorities");
   device_->check(driver_.stream_create(&stream_, kGpuStreamNonBlocking, least), "stream");
   for (Lane& lane : lanes_) {
     device_->check(driver_.stream_create(&lane.stream, kGpuStreamNonBlocking, greatest), "stream");
+    device_->check(driver_.stream_create(&lane.apart, kGpuStreamNonBlocking, least), "stream");
     device_->check(driver_.event_create(&lane.begun, kGpuEventDisableTiming), "event");
+    device_->check(driver_.event_create(&lane.ended, kGpuEventDisableTiming), "event");
     device_->check(driver_.event_create(&lane.from, 0), "event");
     device_->check(driver_.event_create(&lane.to, 0), "event");
   }
   probe_ = std::make_unique<BusyProbe>(*device_);
-  load_kernels();
+  if (!module_->loaded()) return;
+  for (size_t i = 0; i < kernels_.size(); ++i) kernels_[i] = module_->get(kKernelNames[i]);
 }
 
 GpuCopyEngine::~GpuCopyEngine() {
   const GpuDevice::Use use(*device_);
-  drain(stream_);
+  drain_stream(*device_, stream_);
   for (Lane& lane : lanes_) {
-    drain(lane.stream);
+    drain_stream(*device_, lane.stream);
+    drain_stream(*device_, lane.apart);
     for (Buffer& buffer : lane.buffers) {
       driver_.event_synchronize(buffer.emptied);  // a copy on a caller's stream may still read it
       driver_.event_destroy(buffer.filled);
       driver_.event_destroy(buffer.emptied);
       driver_.mem_free(buffer.address);
     }
-    for (const GpuEvent event : {lane.begun, lane.from, lane.to}) driver_.event_destroy(event);
-    driver_.stream_destroy(lane.stream);
+    for (const GpuEvent event : {lane.begun, lane.ended, lane.from, lane.to}) driver_.event_destroy(event);
+    for (const GpuStream own : {lane.stream, lane.apart}) driver_.stream_destroy(own);
   }
   probe_.reset();
   driver_.stream_destroy(stream_);
-  if (module_ != nullptr) driver_.module_unload(module_);
-}
-
-// Without them `batch` moves everything.
-void GpuCopyEngine::load_kernels() {
-  if (!driver_.module_load || !driver_.module_unload || !driver_.module_function || !driver_.launch) return;
-  if (driver_.module_load(&module_, kCopyKernels) != kGpuSuccess) {
-    module_ = nullptr;
-    return;
-  }
-  for (size_t i = 0; i < kernels_.size(); ++i) {
-    device_->check(driver_.module_function(&kernels_[i], module_, kKernelNames[i]), kKernelNames[i]);
-  }
 }
 
 bool GpuCopyEngine::can(CopyStrategy strategy) const {
   if (strategy == CopyStrategy::kBatch) return driver_.copy_batch != nullptr && !batch_refused_;
   if (strategy == CopyStrategy::kPitched) return driver_.copy_pitched != nullptr;
-  return strategy == CopyStrategy::kLoop || module_ != nullptr;
+  return strategy == CopyStrategy::kLoop || module_->loaded();
 }
 
 bool GpuCopyEngine::busy() {
   const std::lock_guard<std::mutex> hold(mutex_);
-  if (module_ == nullptr) return false;
+  if (!module_->loaded()) return false;
   const GpuDevice::Use use(*device_);
   learn_waits();
   return probe_->busy(kernels_[0]);
@@ -118,19 +112,18 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
       run_staged(copy, stream);
     } else if (strategy == CopyStrategy::kKernel) {
       run_kernel(copy, rows_on_device, stream);
-    } else if (strategy == CopyStrategy::kPitched && run_pitched(copy, stream)) {
-      descriptors = count * pages.runs().size();
-    } else {
+    } else if (strategy != CopyStrategy::kPitched || !run_pitched(copy, stream, &descriptors)) {
       if (strategy == CopyStrategy::kPitched) strategy = CopyStrategy::kBatch;
       descriptors = run_fragments(copy, stream, &strategy);
     }
     if (timed) device_->check(driver_.event_record(lane.to, stream), "event");
   } catch (...) {
-    drain(stream);  // the caller learns of no copy: none may run on
-    drain(lanes_[size_t(direction)].stream);
+    drain_stream(*device_, stream);  // the caller learns of no copy: none may run on
+    drain_stream(*device_, lane.stream);
+    drain_stream(*device_, lane.apart);
     throw;
   }
-  if (chosen_by_it && module_ != nullptr) probe_->launch(kernels_[0]);
+  if (chosen_by_it && module_->loaded()) probe_->launch(kernels_[0]);
   StrategyCount& counted = counts_[size_t(strategy)];
   counted.copies += 1;
   counted.descriptors += descriptors;
@@ -151,7 +144,7 @@ CopyStrategy GpuCopyEngine::copy_list(const CopyDescriptors& list, CopyDirection
   try {
     strategy = issue(list, direction, stream, strategy != CopyStrategy::kLoop);
   } catch (...) {
-    drain(stream);
+    drain_stream(*device_, stream);
     throw;
   }
   StrategyCount& counted = counts_[size_t(strategy)];
@@ -164,7 +157,7 @@ CopyStrategy GpuCopyEngine::copy_list(const CopyDescriptors& list, CopyDirection
 // The strategy that will be used in place of the one asked for: itself if nothing is in its way.
 CopyStrategy GpuCopyEngine::usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device) {
   if (strategy == CopyStrategy::kKernel || strategy == CopyStrategy::kStaged) {
-    if (module_ == nullptr) {
+    if (!module_->loaded()) {
       fall_back("the driver takes no kernels");
       return CopyStrategy::kBatch;
     }
@@ -245,8 +238,35 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
   if (!to_host) device_->check(driver_.stream_wait(stream, last->emptied, 0), "wait");
 }
 
+// A copy engine stands still for some 2.5 us after each pitched copy, and goes over fragments meanwhile if it has them. It is
+// slower on fragments alone, and this thread is, so a copy that nobody is before is sooner done without.
+size_t GpuCopyEngine::pages_apart(const Pages& copy, const Lane& lane) const {
+  const PageLayout& layout = copy.pages.layout();
+  if (!can(CopyStrategy::kBatch) || layout.row_bytes() >= copy.pages.runs().size() * kLongRun) return 0;
+  if (!lane.pitched || driver_.event_query(lane.ended) != kGpuNotReady) return 0;
+  const size_t percent = std::min<size_t>(tuning_.apart_percent, layout.fragment_bytes * 100 / kWholeFragment);
+  return copy.count * percent / 100;
+}
+
 // False: the driver refused one; what went before it may be copied again.
-bool GpuCopyEngine::run_pitched(const Pages& copy, GpuStream stream) {
+bool GpuCopyEngine::run_pitched(const Pages& copy, GpuStream stream, size_t* descriptors) {
+  Lane& lane = lanes_[size_t(copy.direction)];
+  const size_t apart = pages_apart(copy, lane);
+  if (apart > 0) {
+    device_->check(driver_.event_record(lane.begun, stream), "event");
+    device_->check(driver_.stream_wait(lane.apart, lane.begun, 0), "wait");
+  }
+  const bool issued = issue_pitched(copy, apart, stream, descriptors);
+  if (apart > 0) {
+    device_->check(driver_.event_record(lane.begun, lane.apart), "event");
+    device_->check(driver_.stream_wait(stream, lane.begun, 0), "wait");
+  }
+  device_->check(driver_.event_record(lane.ended, stream), "event");
+  lane.pitched = true;
+  return issued;
+}
+
+bool GpuCopyEngine::issue_pitched(const Pages& copy, size_t apart, GpuStream stream, size_t* descriptors) {
   const PageLayout& layout = copy.pages.layout();
   const bool to_host = copy.direction == CopyDirection::kToHost;
   PitchedCopy pitched{};
@@ -255,18 +275,31 @@ bool GpuCopyEngine::run_pitched(const Pages& copy, GpuStream stream) {
   on_device.memory_type = kDeviceMemory;
   in_row.memory_type = kHostMemory;
   in_row.pitch = pitched.width = layout.fragment_bytes;
+  *descriptors = 0;
+  scratch_.clear();
   for (size_t i = 0; i < copy.count; ++i) {
-    for (const PitchedRun& run : copy.pages.runs()) {
-      on_device.device = layout.address(copy.ids[i], run.first);
-      on_device.pitch = size_t(run.pitch);
-      in_row.host = reinterpret_cast<const void*>(copy.rows.of(copy.row_ids[i]) + size_t(run.first) * layout.fragment_bytes);
-      pitched.height = run.count;
-      const GpuStatus status = driver_.copy_pitched(&pitched, stream);
-      if (status == kGpuNotSupported || status == kGpuInvalidValue) {
-        fall_back("the driver refused a pitched copy");
-        return false;
+    if ((i + 1) * apart / copy.count > i * apart / copy.count) {
+      add_fragments(copy, i);
+    } else {
+      for (const PitchedRun& run : copy.pages.runs()) {
+        on_device.device = layout.address(copy.ids[i], run.first);
+        on_device.pitch = size_t(run.pitch);
+        in_row.host =
+            reinterpret_cast<const void*>(copy.rows.of(copy.row_ids[i]) + size_t(run.first) * layout.fragment_bytes);
+        pitched.height = run.count;
+        const GpuStatus status = driver_.copy_pitched(&pitched, stream);
+        if (status == kGpuNotSupported || status == kGpuInvalidValue) {
+          fall_back("the driver refused a pitched copy");
+          return false;
+        }
+        device_->check(status, "pitched copy");
       }
-      device_->check(status, "pitched copy");
+      *descriptors += copy.pages.runs().size();
+    }
+    if (scratch_.size() > 0 && ((i + 1) % kApart == 0 || i + 1 == copy.count)) {
+      issue(scratch_, copy.direction, lanes_[size_t(copy.direction)].apart, true);
+      *descriptors += scratch_.size();
+      scratch_.clear();
     }
   }
   return true;
@@ -281,21 +314,21 @@ void GpuCopyEngine::run_kernel(const Pages& copy, GpuAddress rows_on_device, Gpu
 }
 
 size_t GpuCopyEngine::run_fragments(const Pages& copy, GpuStream stream, CopyStrategy* strategy) {
+  scratch_.clear();
+  scratch_.reserve(copy.count * copy.pages.layout().fragments());
+  for (size_t i = 0; i < copy.count; ++i) add_fragments(copy, i);
+  *strategy = issue(scratch_, copy.direction, stream, *strategy == CopyStrategy::kBatch);
+  return scratch_.size();
+}
+
+void GpuCopyEngine::add_fragments(const Pages& copy, size_t page) {
   const PageLayout& layout = copy.pages.layout();
-  const uint32_t fragments = layout.fragments();
-  CopyDescriptors& list = scratch_;
-  list.clear();
-  list.reserve(copy.count * fragments);
-  for (size_t i = 0; i < copy.count; ++i) {
-    uint64_t in_row = copy.rows.of(copy.row_ids[i]);
-    for (uint32_t f = 0; f < fragments; ++f, in_row += layout.fragment_bytes) {
-      const uint64_t on_device = layout.address(copy.ids[i], f);
-      const bool to_host = copy.direction == CopyDirection::kToHost;
-      list.add(to_host ? in_row : on_device, to_host ? on_device : in_row, layout.fragment_bytes);
-    }
+  const bool to_host = copy.direction == CopyDirection::kToHost;
+  uint64_t in_row = copy.rows.of(copy.row_ids[page]);
+  for (uint32_t f = 0; f < layout.fragments(); ++f, in_row += layout.fragment_bytes) {
+    const uint64_t on_device = layout.address(copy.ids[page], f);
+    scratch_.add(to_host ? in_row : on_device, to_host ? on_device : in_row, layout.fragment_bytes);
   }
-  *strategy = issue(list, copy.direction, stream, *strategy == CopyStrategy::kBatch);
-  return list.size();
 }
 
 // By calls of at most batch_descriptors if `batch`, or else, or where the driver refuses them, one by one.
@@ -350,9 +383,7 @@ void GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress
     parameters.page_ids[i - chunk.begin] = uint32_t(copy.ids[i]);
     parameters.row_ids[i - chunk.begin] = rows_are_staged ? uint32_t(i - chunk.begin) : uint32_t(copy.row_ids[i]);
   }
-  uint64_t alignment = layout.fragment_bytes | uint64_t(layout.piece_stride) | rows | uint64_t(parameters.row_stride);
-  for (const uint64_t base : layout.bases) alignment |= base;
-  for (const int64_t stride : layout.strides) alignment |= uint64_t(stride);
+  const uint64_t alignment = layout.alignment() | rows | uint64_t(parameters.row_stride);
   size_t width = 0;
   while (alignment % kKernelWords[width] != 0) ++width;
   const uint64_t tiles = uint64_t(parameters.pages) * chunk.count * ((layout.fragment_bytes + kTileBytes - 1) / kTileBytes);
@@ -363,13 +394,6 @@ void GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress
   device_->check(driver_.launch(kernels_[width], unsigned(std::min<uint64_t>(blocks, useful)), 1, 1, threads, 1, 1, 0,
                                 stream, arguments, nullptr),
                  "kernel");
-}
-
-void GpuCopyEngine::drain(GpuStream stream) {
-  GpuEvent event = nullptr;
-  if (driver_.event_create(&event, kGpuEventDisableTiming) != kGpuSuccess) return;
-  if (driver_.event_record(event, stream) == kGpuSuccess) driver_.event_synchronize(event);
-  driver_.event_destroy(event);
 }
 
 }  // namespace kvferry

@@ -37,6 +37,9 @@ struct CopyTuning {
   unsigned bus_blocks = 4;                 // of the kernel strategy, which keeps its multiprocessors for as long as it runs
   size_t batch_descriptors = 4096;         // in one call of the driver
   unsigned batch_flags = 0;
+  // Of the pages of a pitched copy that follows another: they go by fragments on a second stream, which fills the gaps that
+  // a copy engine leaves between pages, and takes this thread 0.3 us a fragment. 0: none.
+  unsigned apart_percent = 0;
 };
 
 struct StrategyCount {
@@ -46,7 +49,7 @@ struct StrategyCount {
 // Bounds were checked by the caller: ids lie in the layout and in the rows, and no destination is named twice.
 class GpuCopyEngine {
  public:
-  GpuCopyEngine(std::shared_ptr<GpuDevice> device, const CopyTuning& tuning);
+  GpuCopyEngine(std::shared_ptr<GpuDevice> device, std::shared_ptr<const GpuKernels> kernels, const CopyTuning& tuning);
   ~GpuCopyEngine();
   GpuCopyEngine(const GpuCopyEngine&) = delete;
   GpuCopyEngine& operator=(const GpuCopyEngine&) = delete;
@@ -79,6 +82,9 @@ class GpuCopyEngine {
   struct Lane {
     GpuStream stream = nullptr;  // of its kernels; before others when multiprocessors become free
     GpuEvent begun = nullptr;
+    GpuStream apart = nullptr;  // of what a pitched copy does not move
+    GpuEvent ended = nullptr;   // of the last pitched copy
+    bool pitched = false;       // there is one
     std::vector<Buffer> buffers;
     size_t next = 0;
     // Around a copy, on its stream: its time. Of another copy only when this one's is known.
@@ -95,25 +101,26 @@ class GpuCopyEngine {
     CopyDirection direction;
   };
 
-  void load_kernels();
   bool prepare(Lane& lane);
   void learn_waits();
   CopyStrategy usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device);
   void fall_back(const char* reason) { ++fallbacks_[reason]; }
   void run_staged(const Pages& copy, GpuStream stream);
-  bool run_pitched(const Pages& copy, GpuStream stream);
+  bool run_pitched(const Pages& copy, GpuStream stream, size_t* descriptors);
+  bool issue_pitched(const Pages& copy, size_t apart, GpuStream stream, size_t* descriptors);
+  size_t pages_apart(const Pages& copy, const Lane& lane) const;
   void run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream);
   size_t run_fragments(const Pages& copy, GpuStream stream, CopyStrategy* strategy);
+  void add_fragments(const Pages& copy, size_t page);
   CopyStrategy issue(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, bool batch);
   void launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged,
               GpuStream stream);
-  void drain(GpuStream stream);
 
   const std::shared_ptr<GpuDevice> device_;
   const GpuDriver& driver_;
   const CopyTuning tuning_;
   GpuStream stream_ = nullptr;
-  GpuModule module_ = nullptr;
+  const std::shared_ptr<const GpuKernels> module_;  // without its kernels `batch` moves everything
   std::array<GpuFunction, 3> kernels_{};  // that move 16, 4, 1 bytes at a time
   std::array<Lane, 2> lanes_;             // by direction
   std::unique_ptr<BusyProbe> probe_;

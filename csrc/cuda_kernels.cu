@@ -62,3 +62,5 @@ extern "C" __global__ void __launch_bounds__(kvferry::kCopyThreads, 2)
     copy_pages_1(const __grid_constant__ kvferry::PageCopy copy) {
   copy_pages<uint8_t>(copy);
 }
+
+#include "part_kernels.cuh"

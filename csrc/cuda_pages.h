@@ -5,29 +5,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "page_layout.h"
+
 namespace kvferry {
 
 // Fragments [first, first + count) of a page lie `pitch` bytes apart.
 struct PitchedRun {
   uint32_t first, count;
   int64_t pitch;
-};
-
-// Fragment f = tensor * pieces + piece of page p: bases[tensor] + p * strides[tensor] + piece * piece_stride.
-struct PageLayout {
-  std::vector<uint64_t> bases;
-  std::vector<int64_t> strides;
-  int64_t piece_stride = 0;
-  uint32_t pieces = 1;
-  uint32_t fragment_bytes = 0;
-  int64_t pages = 0;
-
-  uint32_t fragments() const { return uint32_t(bases.size()) * pieces; }
-  size_t row_bytes() const { return size_t(fragments()) * fragment_bytes; }
-  uint64_t address(int64_t page, uint32_t fragment) const {
-    const uint32_t tensor = fragment / pieces;
-    return bases[tensor] + uint64_t(page * strides[tensor]) + uint64_t(int64_t(fragment % pieces) * piece_stride);
-  }
 };
 
 // A page's fragments as few runs, each of which a copy engine moves in one piece. Empty: the pitch is more than it takes.

@@ -8,6 +8,7 @@ NB_MODULE(_core, m) {
   kvferry::bind_digests(m);
   kvferry::bind_copies(m);
   kvferry::bind_cuda(m);
+  kvferry::bind_host_pages(m);
   kvferry::bind_pool(m);
   kvferry::bind_tree(m);
 }

@@ -20,6 +20,15 @@ from kvferry.daemon.namespaces import Quota
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.policy import policy_names
+from kvferry.transfer.courier_messages import MAX_SLOTS
+from kvferry.transfer.lanes import MAX_RANKS
+from kvferry.transfer.layouts import StorageOrder
+
+STORAGES = {
+    "page": StorageOrder.PAGE_MAJOR,
+    "layer": StorageOrder.LAYER_MAJOR,
+    "layer-blocks": StorageOrder.LAYER_BLOCKS,
+}
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -36,6 +45,19 @@ def parse_size(text: str) -> int:
     if found is None:
         raise ConfigError(f"size {text!r} is not a number of bytes, like 4096, 64MiB or 8GiB")
     return int(found.group(1)) * _UNITS[(found.group(2) or "").upper()]
+
+
+def parse_device(text: str) -> tuple[int, ...]:
+    """`cpu`: (); `cuda:0,cuda:1`: (0, 1). ConfigError."""
+    if text == "cpu":
+        return ()
+    found = [re.fullmatch(r"cuda:(\d{1,2})", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise ConfigError(f"device is {text[:64]!r}; it must be cpu, or cuda:I for each rank with commas between")
+    devices = tuple(int(match.group(1)) for match in found if match is not None)
+    if len(set(devices)) != len(devices):
+        raise ConfigError(f"device is {text[:64]!r}; it names a GPU twice")
+    return devices
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -142,6 +164,11 @@ def _ports(value: object) -> object:
     return int(first), int(last)
 
 
+def _device(value: str) -> str:
+    parse_device(value)
+    return value
+
+
 def _policy(value: str) -> str:
     if value not in policy_names():
         raise ConfigError(f"policy {value!r} must be one of {', '.join(policy_names())}")
@@ -170,6 +197,9 @@ Quotas = Annotated[
     _schema(type="object", additionalProperties={"type": "string", "pattern": "^[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?$"}),
 ]
 Ports = Annotated[tuple[int, int], BeforeValidator(_ports), _schema(type="string", pattern="^[0-9]+-[0-9]+$")]
+Device = Annotated[
+    str, AfterValidator(_device), _schema(type="string", pattern="^(cpu|cuda:[0-9]{1,2}(, *cuda:[0-9]{1,2})*)$")
+]
 Policy = Annotated[str, AfterValidator(_policy), _schema(type="string", enum=list(policy_names()))]
 Choice = Literal["on", "off"]
 
@@ -242,8 +272,28 @@ class DaemonConfig(BaseModel):
     pool_bytes: Annotated[Size, Field(ge=1, le=1 << 48, description="of each role's KV pool"), Flag("SIZE")] = 1 << 30
     page_size: Annotated[int, Field(ge=1, le=4096, description="tokens of a page"), Flag("TOKENS")] = 64
     shm_dir: Annotated[str, Field(description="where the pools' shared memory lies"), Flag("DIR")] = "/dev/shm"
-    slots: Annotated[int, Field(ge=1, le=1024, description="receive slots of a session, and sending slots of one")] = 16
-    slot_bytes: Annotated[Size, Field(ge=4096, le=1 << 30, description="of a slot"), Flag("SIZE")] = 8 << 20
+    device: Annotated[
+        Device,
+        Field(description="where the pool is: shared memory, or a GPU for each rank"),
+        Flag("cpu|cuda:I,..."),
+    ] = "cpu"
+    ranks: Annotated[
+        int,
+        Field(ge=1, le=MAX_RANKS, description="tensor-parallel ranks that share the pages"),
+        Flag("N", default="one a device"),
+    ] = Field(default_factory=lambda data: max(1, len(parse_device(data["device"]))))
+    storage: Annotated[
+        Literal["page", "layer", "layer-blocks"],
+        Field(description="of a rank's pool: whole pages, a tensor for each K and V of a layer, or one a layer"),
+    ] = "page"
+    slots: Annotated[
+        int, Field(ge=1, le=1024, description="receive slots of a session and rank, and sending slots of one")
+    ] = 16
+    slot_bytes: Annotated[
+        Size,
+        Field(ge=4096, le=1 << 29, description="of a slot, beside its header"),
+        Flag("SIZE", default="8MiB, on GPUs 64MiB"),
+    ] = Field(default_factory=lambda data: (8 << 20) if data["device"] == "cpu" else (64 << 20))
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24, description="prompt + output of a request")] = 1 << 20
     queue: Annotated[int, Field(ge=1, le=1 << 16, description="requests that may wait")] = 1024
     max_peers: Annotated[int, Field(ge=1, le=1024, description="sessions at most")] = 64
@@ -303,6 +353,11 @@ class DaemonConfig(BaseModel):
     )
 
     @property
+    def devices(self) -> tuple[int, ...]:
+        """The GPU of each rank; () on the CPU."""
+        return parse_device(self.device)
+
+    @property
     def roles(self) -> tuple[str, ...]:
         return ("decode", "prefill") if self.role == "both" else (self.role,)
 
@@ -317,6 +372,12 @@ class DaemonConfig(BaseModel):
             )
         if self.peer_service and "decode" not in self.roles:
             raise ConfigError(f"--peer-service is {self.peer_service}, but --role is prefill: only decode daemons dial")
+        if self.devices and self.ranks != len(self.devices):
+            raise ConfigError(f"--device is {self.device!r}, of {len(self.devices)} ranks; --ranks is {self.ranks}")
+        if self.slots * self.ranks > MAX_SLOTS:
+            raise ConfigError(
+                f"--slots is {self.slots} of each of {self.ranks} --ranks; together they must be {MAX_SLOTS} at most"
+            )
         if self.host_dir and not self.host_bytes:
             raise ConfigError(f"--host-dir is {self.host_dir!r}, but --host-bytes is 0: there is no host tier to keep")
         if self.write_through_hits and not self.host_bytes:

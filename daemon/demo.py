@@ -74,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="default: %(default)s")
     parser.add_argument("--pool-bytes", default="256MiB", metavar="SIZE", help="of each daemon (default: %(default)s)")
     parser.add_argument("--host-bytes", default="0", metavar="SIZE", help="of each daemon's host tier (default: none)")
+    parser.add_argument("--prefill-ranks", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument("--decode-ranks", type=int, default=1, metavar="N", help="likewise; SmolLM2 has 3 KV heads")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -114,13 +116,15 @@ def _run_once(args: argparse.Namespace, reuse: str, console: Console) -> Outcome
 
 def _run_in(folder: str, model: str, args: argparse.Namespace, reuse: str, console: Console) -> Outcome:
     """With the daemons' shared memory in `folder`."""
+    both = ["--shm-dir", folder, "--host-bytes", args.host_bytes]
     spec = SystemSpec(
         model=model,
         page_size=args.page_size,
         decode_pool_bytes=parse_size(args.pool_bytes),
         prefill_pool_bytes=parse_size(args.pool_bytes),
-        decode_flags=["--reuse", reuse, "--shm-dir", folder, "--host-bytes", args.host_bytes],
-        prefill_flags=["--shm-dir", folder, "--host-bytes", args.host_bytes],
+        decode_flags=[*both, "--reuse", reuse, "--ranks", str(args.decode_ranks)],
+        prefill_flags=[*both, "--ranks", str(args.prefill_ranks)],
+        worker_flags=["--synthetic-kv-heads", str(max(args.decode_ranks, args.prefill_ranks, 1))],
         front_flags=["--model-name", os.path.basename(model) or "synthetic"],
     )
     with Stack() as stack:

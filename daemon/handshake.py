@@ -10,6 +10,7 @@ from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.transfer.courier_link import CourierConfig
+from kvferry.transfer.lanes import check_ranks
 from kvferry.transfer.namespace import NamespaceFacts, differences
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1
 PROTOCOL_MIN = 1
-CAPABILITIES = ("ask-again", "aux")
+LANES = "lanes"
+HEADER_ROOM = 256  # of a slot, beside the pages: its header, and payloads that begin at multiples of 64 bytes
+CAPABILITIES = ("ask-again", "aux", LANES)
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -46,8 +49,9 @@ def hello_of(side: AnySide) -> peer.PeerHello:
         role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL,
         facts=side.facts.to_proto(),
         epoch=side.epoch,
-        page_bytes=side.page_bytes,
+        page_bytes=side.facts.geometry.page_bytes,
         capabilities=CAPABILITIES,
+        ranks=side.config.ranks,
     )
 
 
@@ -76,19 +80,41 @@ def check_hello(side: AnySide, hello: peer.PeerHello, where: str) -> None:
             raise precondition(
                 f"{difference.field}: {us} has {difference.ours}, {them} has {difference.theirs}; {difference.remedy}"
             )
-    if hello.page_bytes != side.page_bytes:
+    page_bytes = side.facts.geometry.page_bytes
+    if hello.page_bytes != page_bytes:
         raise precondition(
-            f"page_bytes: {us} has {side.page_bytes}, {them} {hello.page_bytes}; serve the same model on both"
+            f"page_bytes: {us} has {page_bytes}, {them} {hello.page_bytes}; serve the same model on both"
+        )
+    _check_ranks(side, hello, us, them)
+
+
+def ranks_of(hello: peer.PeerHello) -> int:
+    """The speaker's tensor-parallel ranks."""
+    return hello.ranks or 1
+
+
+def _check_ranks(side: AnySide, hello: peer.PeerHello, us: str, them: str) -> None:
+    assert side.facts is not None
+    ranks = ranks_of(hello)
+    try:
+        check_ranks(side.facts.geometry, ranks)
+    except ValueError as error:
+        raise precondition(f"ranks: {us} has {side.config.ranks}, {them} {ranks}, by which: {error}") from error
+    if max(ranks, side.config.ranks) > 1 and LANES not in hello.capabilities:
+        raise precondition(
+            f"ranks: {us} has {side.config.ranks}, {them} {ranks} and lacks the capability {LANES!r}; "
+            "install the same kvferry on both"
         )
 
 
 def courier_config(config: DaemonConfig, *, receive_slots: int, send_slots: int) -> CourierConfig:
-    """The courier's sockets follow the address that the daemon listens on."""
+    """receive_slots, send_slots: of each rank. The courier's sockets follow the address that the daemon listens on."""
     host, _ = parse_address(config.listen)
     return CourierConfig(
-        slot_bytes=config.slot_bytes,
-        receive_slots=receive_slots,
-        send_slots=send_slots,
+        slot_bytes=config.slot_bytes + HEADER_ROOM,
+        receive_slots=receive_slots * config.ranks,
+        send_slots=send_slots * config.ranks,
         bind_host=host,
         port_range=config.ucx_ports,
+        devices=config.devices,
     )

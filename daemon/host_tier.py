@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry import _core
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.namespaces import Quota
+from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.store import MAX_NAMESPACES, Started, Store, StoreLimits
 from kvferry.radix.tree import RESTORE
 from kvferry.transfer.host_index import OUTPUT_PAGE, Recovered, layout_fingerprint
@@ -43,16 +43,11 @@ class _Outcome:
 class HostTier:
     """Completions run on the event loop's thread."""
 
-    def __init__(
-        self, device: memoryview, page_bytes: int, rows: HostRows, pages: int, *, threads: int, checksums: bool
-    ) -> None:
-        self._device = np.frombuffer(device, np.uint8)
-        self._host = np.frombuffer(rows.buffer, np.uint8)
-        self._device_view, self._host_view = device, rows.buffer
-        self._page_bytes = page_bytes
+    def __init__(self, memory: PoolMemory, rows: HostRows, pages: int, *, checksums: bool) -> None:
+        self._memory = memory
+        memory.attach_rows(rows.buffer)
         self._rows = rows
         self._file = rows if isinstance(rows, FileRows) else None
-        self._threads = threads
         self._checksums = checksums
         self._sums = np.zeros(pages, np.uint64)
         self._verify = np.zeros(pages, np.bool_)  # rows whose checksum is known and is to be verified
@@ -142,7 +137,11 @@ class HostTier:
             await asyncio.wait(self._running)
         for executor in (self._spills, self._restores):
             executor.shutdown(wait=True)
-        del self._device, self._host
+        self.discard()
+
+    def discard(self) -> None:
+        """Lets the memory go; no copy runs."""
+        self._memory.detach_rows()
         self._rows.close()
 
     def _outcome(self, started: Started, rows: NDArray[np.int64], result: asyncio.Future[_Outcome]) -> _Outcome:
@@ -163,20 +162,18 @@ class HostTier:
     def _copy(self, device: NDArray[np.int64], host: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
         """On the copy thread. `known`: a restore, and which of its rows have a checksum."""
         began = time.perf_counter()
-        size = self._page_bytes
-        device_at = self._device.ctypes.data + device * size
-        host_at = self._host.ctypes.data + host * size
-        sizes = np.full(len(device), size, np.int64)
+        size = self._memory.shape.row_bytes
         failed: list[int] = []
         sums: NDArray[np.uint64] | None = None
         if known is None:
-            _core.copy_list(host_at, device_at, sizes, self._threads)
+            self._memory.spill(device, host)
             if self._checksums or self._file is not None:
-                sums = checksum_rows(self._host_view, host, size)
+                sums = checksum_rows(self._rows.buffer, host, size)
         else:
-            _core.copy_list(device_at, host_at, sizes, self._threads)
+            self._memory.restore(device, host)
             if known.any():
-                failed = verify_rows(self._device_view, device[known], size, self._sums[host[known]])
+                wrong = verify_rows(self._rows.buffer, host[known], size, self._sums[host[known]])
+                failed = device[np.isin(host, np.asarray(wrong, np.int64))].tolist()
         return _Outcome(failed, len(failed), time.perf_counter() - began, sums)
 
     def _restored(self, rows: Sequence[int], outcome: _Outcome) -> None:
@@ -196,26 +193,25 @@ class HostTier:
 
 
 def open_tier(
-    config: DaemonConfig, role: str, incarnation: bytes, facts: NamespaceFacts, device: memoryview, store: Store
+    config: DaemonConfig, role: str, incarnation: bytes, facts: NamespaceFacts, memory: PoolMemory, store: Store
 ) -> HostTier:
     """The memory of the store's host pool, and in the trees what its file holds. OSError, ValueError."""
-    geometry = facts.geometry
+    shape = memory.shape
     assert store.host is not None
-    page_bytes, pages = geometry.page_bytes, store.host.pages
+    page_bytes, pages = shape.row_bytes, store.host.pages
     rows: HostRows
     if config.host_dir:
-        layout = layout_fingerprint(geometry)
+        layout = layout_fingerprint(shape.geometry, len(shape.row_shards))
         rows = FileRows.open(config.host_dir, pages=pages, page_bytes=page_bytes, layout=layout, role=role)
     else:
         rows = AnonymousRows(config.shm_dir, f"kvferry-{incarnation.hex()}-{role}-host", pages, page_bytes)
-    threads, checksums = config.copy_threads, config.checksums == "on"
-    tier = HostTier(device, page_bytes, rows, pages, threads=threads, checksums=checksums)
+    tier = HostTier(memory, rows, pages, checksums=config.checksums == "on")
     store.host.log_frees = True
     # One place is left for the worker's own namespace, should it not be among those of the file.
     try:
         found = tier.recover(store, facts.id, MAX_NAMESPACES - 1)
     except BaseException:
-        rows.close()
+        tier.discard()
         raise
     if found is not None:
         dropped = ", ".join(f"{count} {reason.value}" for reason, count in found.report.dropped.items()) or "none"

@@ -11,13 +11,14 @@ import grpc
 
 from kvferry.daemon.effects import StartTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.handshake import CHANNEL_OPTIONS, check_hello, courier_config, hello_of
+from kvferry.daemon.handshake import CHANNEL_OPTIONS, HEADER_ROOM, check_hello, courier_config, hello_of, ranks_of
 from kvferry.daemon.limits import Name
 from kvferry.daemon.receiving import ReceivingSession
 from kvferry.daemon.session import SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.peer_pb2_grpc import PeerStub
 from kvferry.transfer.courier_link import CourierError
+from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.receiver import Receiver
 
 if TYPE_CHECKING:
@@ -131,14 +132,17 @@ class PeerLink:
             hello = answer.hello
             check_hello(side, hello, self.address)
             self.check_name(hello.daemon)
-            config = side.config
+            config, memory, ranks = side.config, side.memory, ranks_of(hello)
+            lanes = lanes_of(memory.shape.geometry, ranks, config.ranks)
             session = ReceivingSession(
                 remote=hello.daemon,
                 courier=courier_config(config, receive_slots=config.slots, send_slots=0),
-                copier=side.copier,
+                memory=memory,
+                lanes=lanes,
+                remote_ranks=ranks,
                 times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
                 receiver=Receiver(
-                    epoch=side.epoch, page_bytes=side.page_bytes, slot_bytes=config.slot_bytes, slots=config.slots
+                    epoch=side.epoch, lanes=lanes, slot_bytes=config.slot_bytes + HEADER_ROOM, slots=config.slots
                 ),
                 events=self,
                 counters=side.ready_core.transfer_counters,

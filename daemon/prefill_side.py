@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from kvferry import _core
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.counters import Latencies
 from kvferry.daemon.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
 from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.handshake import courier_config
+from kvferry.daemon.handshake import courier_config, ranks_of
 from kvferry.daemon.limits import Name, check_priority, check_prompt, name_of
 from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
 from kvferry.daemon.sending import SendingSession
@@ -19,6 +18,7 @@ from kvferry.daemon.side import Side, Worker
 from kvferry.daemon.store import Store
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.lanes import lanes_of
 
 
 class PrefillSide(Side[PrefillCore]):
@@ -79,7 +79,7 @@ class PrefillSide(Side[PrefillCore]):
 
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, ZeroTail):
-            self._zero_tail(effect)
+            self.memory.zero_tail(effect.page, effect.tokens)
             return
         assert isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | SendAux)
         session = self.sessions.get(effect.session)
@@ -104,30 +104,20 @@ class PrefillSide(Side[PrefillCore]):
         if session is not None:
             session.break_off(message)
 
-    def _zero_tail(self, effect: ZeroTail) -> None:
-        assert self.facts is not None
-        geometry = self.facts.geometry
-        _core.zero_ranges(
-            self.pool_buffer,
-            effect.page * geometry.page_bytes,
-            geometry.fragments,
-            geometry.fragment_bytes,
-            geometry.fragment_bytes,
-            effect.tokens * geometry.fragment_token_bytes,
-        )
-
     # -- sessions (SendingEvents) --------------------------------------------------------------------------------
 
     def new_session(self, hello: peer.PeerHello) -> SendingSession:
         """For a decode daemon whose Hello was checked. RESOURCE_EXHAUSTED beyond max_peers."""
-        config = self.config
+        config, memory, ranks = self.config, self.memory, ranks_of(hello)
         session = SendingSession(
             number=next(self._numbers),
             remote=hello.daemon,
             courier=courier_config(config, receive_slots=0, send_slots=config.slots),
-            copier=self.copier,
+            memory=memory,
+            lanes=lanes_of(memory.shape.geometry, config.ranks, ranks),
+            remote_ranks=ranks,
             times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
-            page_bytes=self.page_bytes,
+            send_slots=config.slots,
             remote_epoch=hello.epoch,
             events=self,
             counters=self.ready_core.transfer_counters,

@@ -10,14 +10,15 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvferry.daemon.copier import Copier
 from kvferry.daemon.counters import Latencies, TransferCounters
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.limits import Name, name_of
+from kvferry.daemon.pool_memory import PartCopies, PoolMemory
 from kvferry.daemon.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier_link import CourierConfig
 from kvferry.transfer.courier_messages import Notification, PostDone
+from kvferry.transfer.lanes import Lane
 from kvferry.transfer.receiver import Receiver, Regrant, Scatter, ScatterResult, TransferBroken
 from kvferry.transfer.slots import HEADER_BYTES, Credit
 
@@ -46,14 +47,18 @@ class ReceivingSession(Session):
         *,
         remote: str,
         courier: CourierConfig,
-        copier: Copier,
+        memory: PoolMemory,
+        lanes: Sequence[Lane],
+        remote_ranks: int,
         times: SessionTimes,
         receiver: Receiver,
         events: ReceivingEvents,
         counters: TransferCounters,
         latencies: Latencies,
     ) -> None:
-        super().__init__(remote=remote, courier=courier, copier=copier, times=times)
+        super().__init__(
+            remote=remote, courier=courier, memory=memory, lanes=lanes, remote_ranks=remote_ranks, times=times
+        )
         self.receiver = receiver
         self._events = events
         self._counters = counters
@@ -83,6 +88,9 @@ class ReceivingSession(Session):
 
     # -- the session's events ------------------------------------------------------------------------------------
 
+    def open_parts(self) -> PartCopies:
+        return self._memory.receiving(self.link, self.lanes)
+
     def on_up(self) -> None:
         self._send_credits(self.receiver.initial_credits())
         self._events.on_session_up()
@@ -104,10 +112,9 @@ class ReceivingSession(Session):
 
     def on_courier(self, event: PostDone | Notification) -> None:
         assert isinstance(event, Notification), "a receiving session posts nothing"
-        link = self.link
         counts = self.receiver.counts
         dropped, stale = counts.dropped_parts, counts.stale_notifications
-        actions = self.receiver.notification(event.payload, lambda slot: link.receive_slot(slot)[:HEADER_BYTES])
+        actions = self.receiver.notification(event.payload, self.parts.read_header)
         self._counters.dropped_parts += counts.dropped_parts - dropped
         self._counters.stale_notifications += counts.stale_notifications - stale
         for action in actions:
@@ -137,8 +144,7 @@ class ReceivingSession(Session):
             self._latencies.add_stage("publish", time.monotonic() - copied)
 
         self.copy_begins()
-        view = self.link.receive_slot(slot)
-        self._copier.scatter(view, scatter.page_ids, scatter.byte_offset, scatter.nbytes, done)
+        self.parts.scatter(scatter, done)
 
     def _scattered(self, result: ScatterResult) -> None:
         # The credit goes first: the sender can refill the slot while the pages are published.

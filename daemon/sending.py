@@ -7,17 +7,19 @@ part `gather`, the copy, and `write`, from the post until the courier says that 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
-from kvferry.daemon.copier import Copier
 from kvferry.daemon.counters import Latencies, TransferCounters
 from kvferry.daemon.effects import OpenSend
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.limits import Name
+from kvferry.daemon.pool_memory import PartCopies, PoolMemory
 from kvferry.daemon.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier_link import CourierConfig
 from kvferry.transfer.courier_messages import Notification, PostDone
+from kvferry.transfer.lanes import Lane
 from kvferry.transfer.sender import Completed, Ended, Failed, Gather, Sender
 from kvferry.transfer.slots import HEADER_BYTES, Credit
 
@@ -45,23 +47,29 @@ class SendingSession(Session):
         number: int,
         remote: str,
         courier: CourierConfig,
-        copier: Copier,
+        memory: PoolMemory,
+        lanes: Sequence[Lane],
+        remote_ranks: int,
         times: SessionTimes,
-        page_bytes: int,
+        send_slots: int,
         remote_epoch: int,
         events: SendingEvents,
         counters: TransferCounters,
         latencies: Latencies,
     ) -> None:
-        super().__init__(remote=remote, courier=courier, copier=copier, times=times)
+        """send_slots: of each rank."""
+        super().__init__(
+            remote=remote, courier=courier, memory=memory, lanes=lanes, remote_ranks=remote_ranks, times=times
+        )
         self.number = number
-        self._page_bytes = page_bytes
+        self._send_slots = send_slots
         self._remote_epoch = remote_epoch
         self._events = events
         self._counters = counters
         self._latencies = latencies
         self._asked: dict[int, float] = {}  # transfers of which nothing was gathered yet
         self._posted: dict[int, float] = {}  # posts in flight
+        self._gathering = 0  # gathers that run
         self.sender: Sender | None = None
 
     # -- the owner's words ---------------------------------------------------------------------------------------
@@ -94,12 +102,15 @@ class SendingSession(Session):
 
     # -- the session's events ------------------------------------------------------------------------------------
 
+    def open_parts(self) -> PartCopies:
+        return self._memory.sending(self.link, self.lanes)
+
     def on_up(self) -> None:
         self.sender = Sender(
-            page_bytes=self._page_bytes,
+            lanes=self.lanes,
             slot_bytes=min(self._courier_config.slot_bytes, self.remote_slot_bytes),
-            send_slots=self._courier_config.send_slots,
-            remote_slots=self.remote_slots,
+            send_slots=self._send_slots,
+            remote_slots=self.remote_slots // self._remote_ranks,
             epoch=self._remote_epoch,
         )
 
@@ -134,12 +145,14 @@ class SendingSession(Session):
     def _pump(self) -> None:
         sender = self._sender()
         if not self.closed:
-            for gather in sender.next_actions():
+            # What waits behind others gains nothing, and would keep the first one's post waiting.
+            for gather in sender.next_actions(self.parts.gathers_at_once - self._gathering):
                 self._gather(gather)
+            self.link.expect(self._gathering + len(self._posted))
         for event in sender.poll_events():
             if isinstance(event, Completed):
                 self._asked.pop(event.transfer, None)  # one without pages
-                self._counters.pages += event.payload_bytes // self._page_bytes
+                self._counters.pages += event.pages
                 self._events.on_send_completed(self, event.transfer)
             elif isinstance(event, Ended):
                 self._ended(event.transfer)
@@ -158,6 +171,7 @@ class SendingSession(Session):
 
         def done(problem: str) -> None:
             self.copy_ends()
+            self._gathering -= 1
             gathered = time.monotonic()
             self._latencies.add_stage("gather", gathered - begin)
             sender = self._sender()
@@ -166,7 +180,7 @@ class SendingSession(Session):
             else:
                 post = sender.gathered(slot)
                 if post is not None and not self.closed:
-                    self.link.send_slot(slot)[:HEADER_BYTES] = post.header
+                    self.parts.write_header(slot, post.header)
                     self._counters.parts += 1
                     self._counters.payload_bytes += post.nbytes - HEADER_BYTES
                     self._counters.wire_bytes += post.nbytes
@@ -175,4 +189,5 @@ class SendingSession(Session):
             self._pump()
 
         self.copy_begins()
-        self._copier.gather(self.link.send_slot(slot), gather.page_ids, gather.byte_offset, gather.nbytes, done)
+        self._gathering += 1
+        self.parts.gather(gather, done)

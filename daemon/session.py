@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
 
-from kvferry.daemon.copier import Copier
+from kvferry.daemon.pool_memory import PartCopies, PoolMemory
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_METADATA_BYTES
-from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
+from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink, RemoteRank
 from kvferry.transfer.courier_messages import (
+    MAX_SLOTS,
     Connected,
     CourierDied,
     CourierEvent,
@@ -27,6 +29,7 @@ from kvferry.transfer.courier_messages import (
     PostDone,
     PostFailed,
 )
+from kvferry.transfer.lanes import Lane
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +66,24 @@ class SessionTimes:
 class Session:
     """What is common to both ends. Subclasses handle the messages of their direction."""
 
-    def __init__(self, *, remote: str, courier: CourierConfig, copier: Copier, times: SessionTimes) -> None:
+    def __init__(
+        self,
+        *,
+        remote: str,
+        courier: CourierConfig,
+        memory: PoolMemory,
+        lanes: Sequence[Lane],
+        remote_ranks: int,
+        times: SessionTimes,
+    ) -> None:
         self.remote = remote  # the other daemon's name
+        self.lanes = lanes
         self.up = False
         self.closed = False
         self._courier_config = courier
-        self._copier = copier
+        self._memory = memory
+        self._parts: PartCopies | None = None  # of the session that is up
+        self._remote_ranks = remote_ranks
         self._times = times
         self._link: CourierLink | None = None
         self._outgoing: asyncio.Queue[peer.PeerMessage] = asyncio.Queue(OUTGOING)
@@ -77,7 +92,7 @@ class Session:
         self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._own_connected = False
         self._peer_connected = False
-        self.remote_slots = 0
+        self.remote_slots = 0  # over all ranks
         self.remote_slot_bytes = 0
         self._copies = 0
         self._copies_done = asyncio.Event()
@@ -109,6 +124,15 @@ class Session:
         """Ends the session; `run` raises. Idempotent."""
         if not self._broken.done():
             self._broken.set_result(reason)
+
+    @property
+    def parts(self) -> PartCopies:
+        assert self._parts is not None, "the session is not up"
+        return self._parts
+
+    def open_parts(self) -> PartCopies:
+        """The copies between the link's slots and the pool, once the session is up."""
+        raise AssertionError("a session has a direction")
 
     def copy_begins(self) -> None:
         self._copies += 1
@@ -178,6 +202,8 @@ class Session:
         while self._copies:
             self._copies_done.clear()
             await self._copies_done.wait()
+        if self._parts is not None:
+            self._parts.close()
         try:
             link = await start  # it has a deadline of its own, and what it started must be reaped
         except (CourierError, OSError, ValueError):
@@ -194,6 +220,7 @@ class Session:
             receive_address=link.receive_address,
             receive_slots=self._courier_config.receive_slots,
             slot_bytes=self._courier_config.slot_bytes,
+            ranks=[peer.CourierRank(receive_address=rank.address, device=rank.device) for rank in link.receive_ranks],
         )
         self.send(peer.PeerMessage(courier_up=up))
         self._connect_if_known()
@@ -263,10 +290,24 @@ class Session:
         for field, value, low, high in (
             ("metadata's length", len(up.metadata), 1, MAX_METADATA_BYTES),
             ("slot_bytes", up.slot_bytes, 4096, 1 << 30),
-            ("receive_slots", up.receive_slots, 0, 1024),
+            ("receive_slots", up.receive_slots, 0, MAX_SLOTS),
         ):
             if not low <= value <= high:
                 raise SessionBroken(f"courier_up: {field} is {value}; it must be {low} to {high}")
+        if len(up.ranks) not in (0, self._remote_ranks):
+            raise SessionBroken(
+                f"courier_up: ranks has {len(up.ranks)} entries; it must have {self._remote_ranks} or none"
+            )
+        if up.receive_slots % self._remote_ranks:
+            raise SessionBroken(
+                f"courier_up: receive_slots is {up.receive_slots}; "
+                f"it must be a multiple of its {self._remote_ranks} ranks"
+            )
+        if up.receive_slots and len(up.ranks) not in (0, self._remote_ranks):
+            raise SessionBroken(
+                f"courier_up: ranks has {len(up.ranks)} entries; it must have {self._remote_ranks}, "
+                "or none for slots in host memory"
+            )
         self.remote_slots, self.remote_slot_bytes = up.receive_slots, up.slot_bytes
         self._remote_up = up
         self._connect_if_known()
@@ -274,7 +315,8 @@ class Session:
     def _connect_if_known(self) -> None:
         if self._link is not None and self.remote_slot_bytes:
             up = self._remote_up
-            self._link.connect(up.metadata, up.receive_address, up.receive_slots, up.slot_bytes)
+            ranks = [RemoteRank(rank.receive_address, rank.device) for rank in up.ranks]
+            self._link.connect(up.metadata, up.receive_address, up.receive_slots, up.slot_bytes, ranks)
 
     def _on_courier(self, event: CourierEvent) -> None:
         if self.closed:
@@ -300,6 +342,7 @@ class Session:
     def _check_up(self) -> None:
         if self._own_connected and self._peer_connected and not self.up:
             self.up = True
+            self._parts = self.open_parts()
             log.info("session with %s is up", self.remote)
             self.on_up()
             self._up.set_result(None)

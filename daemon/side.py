@@ -15,21 +15,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.copier import Copier
+from kvferry.daemon.config import STORAGES, DaemonConfig
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.effects import Effect, ForgetRows, StartCopy, ToWorker, tier_effects
 from kvferry.daemon.errors import RequestError, exhausted, invalid, precondition
+from kvferry.daemon.gpu_memory import GpuPoolMemory
+from kvferry.daemon.host_memory import HostPoolMemory
 from kvferry.daemon.host_tier import HostTier, open_tier, store_limits
 from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.pins import Pins
+from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.session import SessionBroken
 from kvferry.daemon.store import Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
+from kvferry.transfer.layouts import StorageOrder
 from kvferry.transfer.namespace import NamespaceFacts, differences
-from kvferry.transfer.segment import FileLock, Segment
+from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
+from kvferry.transfer.segment import FileLock
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +107,7 @@ class Side(Generic[CoreT]):
         self.workers: dict[int, Worker] = {}
         self.draining = False
         self.has_pool = asyncio.Event()
-        self._segment: Segment | None = None
-        self._copier: Copier | None = None
+        self._memory: PoolMemory | None = None
         self._tier: HostTier | None = None
         self._next_worker = 1
         self._lost: dict[int, Worker] = {}
@@ -200,7 +203,8 @@ class Side(Generic[CoreT]):
         path = os.path.join(self.config.shm_dir, f"kvferry-{self.incarnation.hex()}-{self.role}-worker-{number}")
         worker = Worker(number, hello.worker, facts.id, FileLock.create(path), asyncio.Queue(WORKER_QUEUE))
         self.workers[number] = worker
-        assert self._segment is not None
+        pools, storage = self.memory.rank_pools(), self.memory.shape.order
+        plain = len(pools) == 1 and storage is StorageOrder.PAGE_MAJOR
         welcome = wire.Welcome(
             protocol=PROTOCOL,
             daemon=self.config.name,
@@ -209,9 +213,11 @@ class Side(Generic[CoreT]):
             geometry=facts.geometry.to_proto(),
             epoch=self.epoch,
             pages=self.store.pool.pages,
-            segment=self._segment.path,
+            segment=pools[0].segment if plain else "",
             session_file=path,
             max_tokens=self.config.max_tokens,
+            rank_pools=pools,
+            storage=common.Storage.Name(int(storage)),
         )
         return worker, welcome
 
@@ -225,47 +231,58 @@ class Side(Generic[CoreT]):
                 if difference.field != "tenant_salt_digest":
                     raise precondition(f"this daemon serves another model: {difference}")
             return
-        page_bytes = facts.geometry.page_bytes
+        try:
+            page_bytes, row_bytes = page_bytes_of(facts.geometry, self.config.ranks), facts.geometry.page_bytes
+        except ValueError as error:
+            raise precondition(f"this daemon cannot serve the model: {error}") from error
         pages = self.config.pool_bytes // page_bytes
         if not 1 <= pages < 1 << 31:
             raise exhausted(
                 f"--pool-bytes is {self.config.pool_bytes}, a page of this model {page_bytes}; "
                 "the pool must hold 1 to 2^31 - 1 pages"
             )
-        host_pages = self.config.host_bytes // page_bytes
+        host_pages = self.config.host_bytes // row_bytes
         if self.config.host_bytes and not 1 <= host_pages < 1 << 31:
             raise exhausted(
-                f"--host-bytes is {self.config.host_bytes}, a page of this model {page_bytes}; "
+                f"--host-bytes is {self.config.host_bytes}, a page of this model {row_bytes}; "
                 "the host tier must hold 1 to 2^31 - 1 pages"
             )
         name = f"kvferry-{self.incarnation.hex()}-{self.role}-pool"
         try:
             # In a thread: the kernel clears the memory, which takes seconds for a large pool.
-            self._segment = await asyncio.to_thread(Segment.create, self.config.shm_dir, name, pages * page_bytes)
+            memory = await asyncio.to_thread(self._make_memory, name, facts, pages)
         except OSError as error:
-            raise exhausted(f"pool of {pages * page_bytes} bytes in {self.config.shm_dir}: {error}") from error
+            place = self.config.device if self.config.devices else self.config.shm_dir
+            raise exhausted(f"pool of {pages * page_bytes} bytes in {place}: {error}") from error
         try:
             store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
             store.clock.now = self.now()
             if host_pages:
                 self._tier = await asyncio.to_thread(
-                    open_tier, self.config, self.role, self.incarnation, facts, self._segment.buffer, store
+                    open_tier, self.config, self.role, self.incarnation, facts, memory, store
                 )
         except (OSError, ValueError) as error:
-            self._segment.unlink()
-            self._segment.close()
-            message = f"host tier of {host_pages * page_bytes} bytes (--host-dir {self.config.host_dir!r}): {error}"
+            memory.close()
+            message = f"host tier of {host_pages * row_bytes} bytes (--host-dir {self.config.host_dir!r}): {error}"
             log.warning("%s", message)
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG)
             raise (exhausted(message) if full else precondition(message)) from error
         self.facts = facts
-        self._copier = Copier(self._segment.buffer, page_bytes, self.config.copy_threads)
+        self._memory = memory
         self.core = self.make_core(store)
         self.has_pool.set()
         log.info(
-            "%s pool: %d pages, host tier: %d pages, of %d bytes for %s",
-            *(self.role, pages, host_pages, page_bytes, facts.model),
+            "%s pool: %d pages, host tier: %d pages, of %d bytes for %s on %d ranks",
+            *(self.role, pages, host_pages, page_bytes, facts.model, self.config.ranks),
         )
+
+    def _make_memory(self, name: str, facts: NamespaceFacts, pages: int) -> PoolMemory:
+        """OSError where there is too little, or no such device."""
+        config = self.config
+        shape = PoolShape(facts.geometry, config.ranks, STORAGES[config.storage], pages)
+        if config.devices:
+            return GpuPoolMemory.create(shape, config.devices)
+        return HostPoolMemory.create(shape, config.shm_dir, name, config.copy_threads)
 
     def attach(self, worker: Worker) -> None:
         """The worker says that it holds its lock; it is looked at."""
@@ -359,9 +376,9 @@ class Side(Generic[CoreT]):
         self.tell(worker.number, wire.WorkerEvent(failed=failed))
 
     @property
-    def copier(self) -> Copier:
-        assert self._copier is not None
-        return self._copier
+    def memory(self) -> PoolMemory:
+        assert self._memory is not None
+        return self._memory
 
     @property
     def tier(self) -> HostTier:
@@ -375,13 +392,8 @@ class Side(Generic[CoreT]):
 
     @property
     def page_bytes(self) -> int:
-        assert self.facts is not None
-        return self.facts.geometry.page_bytes
-
-    @property
-    def pool_buffer(self) -> memoryview:
-        assert self._segment is not None
-        return self._segment.buffer
+        """Of a page over all ranks."""
+        return self.memory.shape.page_bytes
 
     def deadline_of(self, milliseconds: int) -> float:
         """A request's deadline: its own if it names one, never past the configured transfer time."""
@@ -405,16 +417,13 @@ class Side(Generic[CoreT]):
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._copier is not None:
-            self._copier.close()
         if self._tier is not None:
             await self._tier.close()
         for worker in [*self.workers.values(), *self._lost.values()]:
             worker.lock.close()
             worker.lock.unlink()
-        if self._segment is not None:
-            self._segment.unlink()
-            self._segment.close()
+        if self._memory is not None:
+            self._memory.close()
 
 
 AnySide: TypeAlias = Side[Any]

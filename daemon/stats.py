@@ -83,7 +83,7 @@ def side_stats(side: AnySide) -> cache.SideStats:
     side.store.settle()
     _requests(side, stats.requests)
     _device(side.store, side.page_bytes, stats.pool)
-    _host(side.store, side.page_bytes, stats.host)
+    _host(side.store, side.memory.shape.row_bytes, stats.host)
     _tiers(side, stats.tiers)
     _namespaces(side.store, stats)
     stats.policy = side.store.limits.policy
@@ -100,7 +100,7 @@ def side_stats(side: AnySide) -> cache.SideStats:
         for link in side.links.values():
             peer = stats.peers.add(name=link.name, address=link.address, state=link.state, error=link.error)
             if link.session is not None:
-                peer.slots = side.config.slots
+                peer.slots = side.config.slots * side.config.ranks
                 receiver = link.session.receiver
                 peer.free_credits, peer.busy_slots = receiver.free_credits, receiver.busy_slots
                 peer.withheld_slots = receiver.withheld_slots

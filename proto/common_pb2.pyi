@@ -18,6 +18,13 @@ class Layout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LAYOUT_PAGE_NHD: _ClassVar[Layout]
     LAYOUT_PAGE_HND: _ClassVar[Layout]
 
+class Storage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STORAGE_UNSPECIFIED: _ClassVar[Storage]
+    STORAGE_PAGE_MAJOR: _ClassVar[Storage]
+    STORAGE_LAYER_MAJOR: _ClassVar[Storage]
+    STORAGE_LAYER_BLOCKS: _ClassVar[Storage]
+
 class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ERROR_UNSPECIFIED: _ClassVar[ErrorCode]
@@ -36,6 +43,10 @@ ROLE_DECODE: Role
 LAYOUT_UNSPECIFIED: Layout
 LAYOUT_PAGE_NHD: Layout
 LAYOUT_PAGE_HND: Layout
+STORAGE_UNSPECIFIED: Storage
+STORAGE_PAGE_MAJOR: Storage
+STORAGE_LAYER_MAJOR: Storage
+STORAGE_LAYER_BLOCKS: Storage
 ERROR_UNSPECIFIED: ErrorCode
 ERROR_INVALID_ARGUMENT: ErrorCode
 ERROR_DEADLINE_EXCEEDED: ErrorCode

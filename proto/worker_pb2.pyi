@@ -64,7 +64,7 @@ class WorkerHello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., worker: _Optional[str] = ..., facts: _Optional[_Union[_common_pb2.NamespaceFacts, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens")
+    __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens", "rank_pools", "storage")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,8 @@ class Welcome(_message.Message):
     SESSION_FILE_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RANK_POOLS_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     daemon: str
     incarnation: bytes
@@ -87,7 +89,25 @@ class Welcome(_message.Message):
     session_file: str
     peer_address: str
     max_tokens: int
-    def __init__(self, protocol: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., epoch: _Optional[int] = ..., pages: _Optional[int] = ..., segment: _Optional[str] = ..., session_file: _Optional[str] = ..., peer_address: _Optional[str] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    rank_pools: _containers.RepeatedCompositeFieldContainer[RankPool]
+    storage: _common_pb2.Storage
+    def __init__(self, protocol: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., epoch: _Optional[int] = ..., pages: _Optional[int] = ..., segment: _Optional[str] = ..., session_file: _Optional[str] = ..., peer_address: _Optional[str] = ..., max_tokens: _Optional[int] = ..., rank_pools: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ...) -> None: ...
+
+class RankPool(_message.Message):
+    __slots__ = ("segment", "ipc_handle", "device", "device_uuid", "nbytes", "offset")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    segment: str
+    ipc_handle: bytes
+    device: int
+    device_uuid: bytes
+    nbytes: int
+    offset: int
+    def __init__(self, segment: _Optional[str] = ..., ipc_handle: _Optional[bytes] = ..., device: _Optional[int] = ..., device_uuid: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ()

@@ -14,6 +14,10 @@ FOLDERS = ("proto", "radix", "transfer", "daemon", "workers", "connectors", "loa
 PURE = (
     "kvferry.radix.",
     "kvferry.transfer.coverage",
+    "kvferry.transfer.lanes",
+    "kvferry.transfer.layouts",
+    "kvferry.transfer.outgoing",
+    "kvferry.transfer.pool_shape",
     "kvferry.transfer.receiver",
     "kvferry.transfer.sender",
     "kvferry.transfer.slots",
@@ -67,7 +71,15 @@ LAYERS = {
     "kvferry.loadgen.": ("kvferry", "kvferry.proto.", "kvferry.radix.", "kvferry.loadgen.", "CLIENT"),
 }
 # The client side maps the daemon's memory, and shares no other code with it.
-CLIENT = ("kvferry.transfer", "kvferry.transfer.geometry", "kvferry.transfer.namespace", "kvferry.transfer.segment")
+CLIENT = (
+    "kvferry.transfer",
+    "kvferry.transfer.geometry",
+    "kvferry.transfer.ipc_memory",
+    "kvferry.transfer.lanes",
+    "kvferry.transfer.layouts",
+    "kvferry.transfer.namespace",
+    "kvferry.transfer.segment",
+)
 
 FORBIDDEN_IMPORTS = frozenset(("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"))
 FORBIDDEN_BUILTINS = frozenset(("eval", "exec", "compile", "__import__"))

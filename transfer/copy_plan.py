@@ -3,9 +3,11 @@
 On the bus a copy engine needs long runs of bytes, and a call of the driver costs microseconds: pages in small fragments
 are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`). Beside kernels that hold every
 multiprocessor, as matrix products do, that kernel waits for the end of one; then a copy engine walks over the fragments
-itself (`pitched`), which costs it some 2.5 us a page, and nobody else anything. Rows that are short themselves go by a
-kernel which reads or writes host memory (`kernel`). Long fragments go as they are (`batch`). What a driver cannot do,
-the engine does otherwise, and counts it.
+itself (`pitched`), which costs it some 2.5 us a page, and nobody else anything. (That time is the engine's, one for
+each direction: more streams, or a batch of such copies in one call, do not hide it, and a copy within the GPU is a
+kernel as well. Only fragments fill it: see apart_percent in csrc/cuda_engine.h.) Rows that are short themselves go by
+a kernel which reads or writes host memory (`kernel`). Long fragments go as they are (`batch`). What a driver cannot
+do, the engine does otherwise, and counts it.
 """
 
 from __future__ import annotations
@@ -73,20 +75,40 @@ class GpuCopies:
         return choose(*shape, pages.runs, busy=not stays(*shape) and self.engine.busy())
 
     def to_host(
-        self, pages: GpuPages, page_ids: ArrayLike, rows: Buffer, row_ids: ArrayLike, stream: int | None = None
+        self,
+        pages: GpuPages,
+        page_ids: ArrayLike,
+        rows: Buffer,
+        row_ids: ArrayLike,
+        stream: int | None = None,
+        *,
+        row_stride: int | None = None,
+        row_offset: int = 0,
     ) -> GpuCopy:
-        """Page page_ids[i] to row row_ids[i], rows one behind the other. Hold the result until it is done."""
+        """Page page_ids[i] to the pages.row_bytes at row_offset + row_ids[i] * row_stride, which is pages.row_bytes if
+        None: a rank has its slice of wider rows. Hold the result until it is done.
+        """
         ids = _ids(page_ids)
         strategy = self.plan(pages, len(ids))
-        return self.engine.copy_pages_to_host(pages, ids, rows, pages.row_bytes, _ids(row_ids), stream, strategy)
+        to = _from(rows, row_offset), row_stride or pages.row_bytes, _ids(row_ids)
+        return self.engine.copy_pages_to_host(pages, ids, *to, stream, strategy)
 
     def from_host(
-        self, pages: GpuPages, page_ids: ArrayLike, rows: Buffer, row_ids: ArrayLike, stream: int | None = None
+        self,
+        pages: GpuPages,
+        page_ids: ArrayLike,
+        rows: Buffer,
+        row_ids: ArrayLike,
+        stream: int | None = None,
+        *,
+        row_stride: int | None = None,
+        row_offset: int = 0,
     ) -> GpuCopy:
-        """Row row_ids[i] to page page_ids[i]. No copy may still be writing these rows, on any stream."""
+        """The reverse of `to_host`. No copy may still be writing these rows, on any stream."""
         ids = _ids(page_ids)
         strategy = self.plan(pages, len(ids))
-        return self.engine.copy_pages_from_host(pages, ids, rows, pages.row_bytes, _ids(row_ids), stream, strategy)
+        source = _from(rows, row_offset), row_stride or pages.row_bytes, _ids(row_ids)
+        return self.engine.copy_pages_from_host(pages, ids, *source, stream, strategy)
 
     def statistics(self) -> dict[str, object]:
         """Copies, descriptors and bytes by strategy, fallbacks by reason, and what is forced."""
@@ -95,3 +117,12 @@ class GpuCopies:
 
 def _ids(ids: ArrayLike) -> NDArray[np.int64]:
     return np.ascontiguousarray(ids, np.int64)
+
+
+def _from(rows: Buffer, offset: int) -> Buffer:
+    if offset == 0:
+        return rows
+    memory = memoryview(rows).cast("B")
+    if not 0 < offset < len(memory):
+        raise ValueError(f"row_offset is {offset}; it must be 0 to {len(memory) - 1}")
+    return memory[offset:]

@@ -1,12 +1,13 @@
 """The courier: a child process that owns one NIXL agent and maps one session's slots and nothing else of its daemon.
 
-Started by `courier_link` as `python -m kvferry.transfer.courier SOCKET_FD MEMORY_FD`. NIXL has no abort, and whoever
-reaches its UCX port can write all that its process maps; so it lives here, where ending the process is the proof that
-nothing lands any more, and costs a session only.
+Started by `courier_link` as `python -m kvferry.transfer.courier SOCKET_FD [MEMORY_FD]`: the slots are in that memory
+file, or on GPUs, where it allocates them. NIXL has no abort, and whoever reaches its UCX port can write all that its
+process maps; so it lives here, where ending the process ends its writes and costs a session only.
 
 One thread and one loop: it waits for orders or bytes for a moment, then polls. NIXL's own progress thread would spin
-on a core; without it data arrive only while this loop polls. A post's handle is polled until it is done or has failed,
-and released then, once: only the poll sends the notification, and a handle released earlier writes on.
+on a core; without it data arrive only while this loop polls. Between GPUs a write takes less than a wait: there the
+loop spins as long as writes end or arrive. A post's handle is polled until it is done or has failed, and released
+then, once: only the poll sends the notification, and a handle released earlier writes on.
 
 It imports little, since each session waits for its start.
 """
@@ -22,6 +23,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from typing import Any, Protocol, cast
 
@@ -44,9 +46,12 @@ from kvferry.transfer.courier_messages import (
     decode_order,
     encode_event,
 )
+from kvferry.transfer.courier_posts import PostAgent, Posts, SlotPlaces
+from kvferry.transfer.gpu_slots import OwnSlots
 
 BUSY_SECONDS = 0.0003  # between polls while posts are in flight or parts are expected
 IDLE_SECONDS = 0.005
+SPIN_SECONDS = 0.002  # without a wait after the last post or progress, with slots on GPUs
 ORDERS_PER_ROUND = 64
 MAX_UNSENT = 4096  # events that may wait for a daemon that does not read
 PR_SET_PDEATHSIG = 1
@@ -56,7 +61,7 @@ SELECT_LIMIT = 1024  # descriptors from here on cannot be given to select()
 NIXL_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
 
 
-class Agent(Protocol):
+class Agent(PostAgent, Protocol):
     """What is used of nixl_agent. Failures raise."""
 
     def create_backend(self, backend: str, initParams: dict[str, str]) -> None: ...
@@ -66,10 +71,6 @@ class Agent(Protocol):
     def get_agent_metadata(self) -> bytes: ...
 
     def add_remote_agent(self, metadata: bytes) -> bytes: ...
-
-    def get_xfer_descs(self, descs: list[tuple[int, int, int]], mem_type: str) -> object: ...
-
-    def initialize_xfer(self, operation: str, local: object, remote: object, name: str, notif: bytes) -> object: ...
 
     def transfer(self, handle: object) -> str: ...
 
@@ -109,40 +110,62 @@ def _import_nixl() -> Any:  # NIXL has no types
 
 
 class Courier:
-    """The loop and what is in flight. `memory` is [receive slots][send slots] as in `setup`."""
+    """The loop and what is in flight. `memory`: the slots of `setup`, in host memory [receive slots][send slots]."""
 
-    def __init__(self, orders: socket.socket, memory: mmap.mmap, setup: Setup, agent: Agent) -> None:
+    def __init__(self, orders: socket.socket, memory: mmap.mmap | OwnSlots, setup: Setup, agent: Agent) -> None:
         self._orders = orders
         self._setup = setup
         self._agent = agent
-        self._memory = memory  # mapped for as long as the process lives
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._memory = memory  # held for as long as the process lives
+        self._sources = SlotPlaces("DRAM", ())  # the send slots
         self._remote: Connect | None = None
         self._remote_name = ""
+        self._writes: Posts | None = None
         self._posts: dict[int, object] = {}  # post id -> handle, not yet done
         self._expected = 0
         self._unsent: deque[bytes] = deque()
         self._event_sets: list[int] = []
+        self._spin_until = 0.0
 
     def start(self) -> None:
         """Registers the slots. The metadata are taken between: they give the peer the receive slots only."""
-        receive_bytes = self._setup.receive_slots * self._setup.slot_bytes
-        send_bytes = self._setup.send_slots * self._setup.slot_bytes
+        memory = self._memory
+        started = self._start_on_gpus(memory) if isinstance(memory, OwnSlots) else self._start_on_host(memory)
+        self._event_sets = ucx_event_sets()
+        self._send(started)
+
+    def _start_on_host(self, memory: mmap.mmap) -> Started:
+        setup = self._setup
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        receive_bytes, send_bytes = setup.receive_slots * setup.slot_bytes, setup.send_slots * setup.slot_bytes
         if receive_bytes:
-            self._agent.register_memory([(self._address, receive_bytes, 0, "")], "DRAM")
+            self._agent.register_memory([(address, receive_bytes, 0, "")], "DRAM")
         metadata = self._agent.get_agent_metadata()
         if send_bytes:
-            self._agent.register_memory([(self._address + receive_bytes, send_bytes, 0, "")], "DRAM")
-        self._event_sets = ucx_event_sets()
-        self._send(Started(self._address, metadata))
+            self._agent.register_memory([(address + receive_bytes, send_bytes, 0, "")], "DRAM")
+        self._sources = SlotPlaces.on_host(address + receive_bytes, setup.send_slots, setup.slot_bytes)
+        return Started(address, metadata)
+
+    def _start_on_gpus(self, own: OwnSlots) -> Started:
+        setup, ranks = self._setup, own.ranks
+        receiving = [(rank.receive_address, device) for rank, device in zip(ranks, setup.devices, strict=True)]
+        sending = [(rank.send_address, device) for rank, device in zip(ranks, setup.devices, strict=True)]
+        receive_bytes = setup.receive_slots // len(ranks) * setup.slot_bytes
+        send_bytes = setup.send_slots // len(ranks) * setup.slot_bytes
+        if receive_bytes:
+            self._agent.register_memory([(address, receive_bytes, device, "") for address, device in receiving], "VRAM")
+        metadata = self._agent.get_agent_metadata()
+        if send_bytes:
+            self._agent.register_memory([(address, send_bytes, device, "") for address, device in sending], "VRAM")
+        self._sources = SlotPlaces.on_gpus(sending, setup.send_slots, setup.slot_bytes)
+        return Started(0, metadata, ranks)
 
     def run(self) -> None:
         """Returns never: raises OrdersEnded when the daemon is gone, anything else when the courier cannot go on."""
         while True:
-            busy = self._posts or self._expected
-            wait = BUSY_SECONDS if busy else IDLE_SECONDS
+            wait = self._wait_seconds()
             watched: list[socket.socket | int] = [self._orders]
-            if busy:
+            if 0 < wait < IDLE_SECONDS:
                 watched += self._event_sets
             readable, _, _ = select.select(watched, [self._orders] if self._unsent else [], [], wait)
             if self._orders in readable:
@@ -150,6 +173,16 @@ class Courier:
             self._poll_posts()
             self._poll_notifications()
             self._flush()
+
+    def _wait_seconds(self) -> float:
+        if not self._posts and not self._expected:
+            return IDLE_SECONDS
+        return 0.0 if self._spin_until > time.monotonic() else BUSY_SECONDS
+
+    def _progress(self) -> None:
+        """Something was posted, ended or arrived: with slots on GPUs the next such thing is near."""
+        if self._setup.devices:
+            self._spin_until = time.monotonic() + SPIN_SECONDS
 
     def _take_orders(self) -> None:
         for _ in range(ORDERS_PER_ROUND):
@@ -166,6 +199,7 @@ class Courier:
                 self._post(order)
             elif isinstance(order, Expect):
                 self._expected = order.active
+                self._progress()
             elif isinstance(order, Connect):
                 self._connect(order)
             else:
@@ -177,30 +211,29 @@ class Courier:
             raise MessageError("order", "a second connect", "any other")
         self._remote_name = self._agent.add_remote_agent(connect.metadata).decode()
         self._remote = connect
+        if connect.ranks:
+            ranks = [(rank.address, rank.device) for rank in connect.ranks]
+            targets = SlotPlaces.on_gpus(ranks, connect.slots, connect.slot_bytes)
+        else:
+            targets = SlotPlaces.on_host(connect.receive_address, connect.slots, connect.slot_bytes)
+        self._writes = Posts(self._agent, self._remote_name, self._sources, targets)
         self._send(Connected())
 
     def _post(self, post: Post) -> None:
-        remote = self._remote
-        if remote is None:
+        remote, writes = self._remote, self._writes
+        if remote is None or writes is None:
             raise MessageError("order", "a post before connect", "connect first")
         check_range("send_slot", post.send_slot, 0, self._setup.send_slots - 1)
         check_range("remote_slot", post.remote_slot, 0, remote.slots - 1)
         check_range("nbytes", post.nbytes, 1, min(self._setup.slot_bytes, remote.slot_bytes))
         assert post.post_id not in self._posts, post
-        source = self._address + (self._setup.receive_slots + post.send_slot) * self._setup.slot_bytes
-        target = remote.receive_address + post.remote_slot * remote.slot_bytes
         try:
-            handle = self._agent.initialize_xfer(
-                "WRITE",
-                self._agent.get_xfer_descs([(source, post.nbytes, 0)], "DRAM"),
-                self._agent.get_xfer_descs([(target, post.nbytes, 0)], "DRAM"),
-                self._remote_name,
-                post.notification,
-            )
+            handle = writes.make(post.send_slot, post.remote_slot, post.nbytes, post.notification)
         except Exception as error:  # NIXL's classes have no common base of their own
             self._send(PostFailed(post.post_id, describe(error)))
             return
         self._posts[post.post_id] = handle
+        self._progress()
         self._advance(post.post_id, self._agent.transfer)
 
     def _poll_posts(self) -> None:
@@ -220,6 +253,7 @@ class Courier:
             event = PostFailed(post_id, describe(error))
         del self._posts[post_id]
         self._agent.release_xfer_handle(handle)
+        self._progress()
         self._send(event)
 
     def _poll_notifications(self) -> None:
@@ -227,6 +261,7 @@ class Courier:
             if name != self._remote_name:
                 print(f"{len(payloads)} notifications of an unknown agent dropped", file=sys.stderr, flush=True)
                 continue
+            self._progress()
             for payload in payloads:
                 check_range("the peer's notification's length", len(payload), 1, MAX_NOTIFICATION_BYTES)
                 self._send(Notification(payload))
@@ -285,7 +320,7 @@ def die_with_parent(parent: int) -> None:
         raise OrdersEnded
 
 
-def serve(orders: socket.socket, memory_fd: int) -> None:
+def serve(orders: socket.socket, memory_fd: int | None) -> None:
     """Never returns but by an exception, as `Courier.run`."""
     packet = orders.recv(MAX_PACKET_BYTES + 1)
     if not packet:
@@ -294,8 +329,14 @@ def serve(orders: socket.socket, memory_fd: int) -> None:
     if not isinstance(setup, Setup):
         raise MessageError("first order", type(setup).__name__, "Setup")
     die_with_parent(setup.parent)
-    memory = mmap.mmap(memory_fd, (setup.receive_slots + setup.send_slots) * setup.slot_bytes)
-    os.close(memory_fd)
+    if (memory_fd is None) != bool(setup.devices):
+        raise MessageError("devices", setup.devices, "given where no memory file is, and only there")
+    memory: mmap.mmap | OwnSlots
+    if memory_fd is None:
+        memory = OwnSlots(setup)
+    else:
+        memory = mmap.mmap(memory_fd, (setup.receive_slots + setup.send_slots) * setup.slot_bytes)
+        os.close(memory_fd)
     orders.setblocking(False)
     courier = Courier(orders, memory, setup, make_agent())
     courier.start()
@@ -306,7 +347,8 @@ def main(arguments: list[str]) -> int:
     """The process. Ends by _exit: NIXL's destructors would wait for peers, and the process's end is the fence."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole group; the daemon drains first and ends us then
-    socket_fd, memory_fd = (int(text) for text in arguments)
+    socket_fd, *rest = (int(text) for text in arguments)
+    memory_fd = rest[0] if rest else None
     # A daemon has many descriptors, and select() takes only low ones: the copy gets the lowest that is free.
     orders = socket.socket(fileno=os.dup(socket_fd))
     os.close(socket_fd)

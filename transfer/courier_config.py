@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import fcntl
+import ipaddress
 import math
 import os
 import socket
@@ -13,6 +16,14 @@ from dataclasses import dataclass
 from kvferry.transfer.courier_messages import MessageError, check_range, check_slots
 from kvferry.transfer.interfaces import Address, interface_of
 
+HOST_TLS = "tcp"
+# Where NIXL sees an NVIDIA GPU it refuses a UCX without GPU memory, whatever is to be written.
+HOST_TLS_BESIDE_GPUS = "cuda_copy,tcp"
+# cuda_ipc writes over NVLink; without cuda_copy UCX takes no GPU memory at all; notifications go over tcp.
+GPU_TLS = "cuda_copy,cuda_ipc,tcp"
+PCI_DEVICES = "/sys/bus/pci/devices"
+PCI_NVIDIA = 0x10DE
+PCI_GPU_CLASSES = (0x0300, 0x0302)
 ANY_ADDRESS = ("", "*", "0.0.0.0", "::")
 
 
@@ -25,7 +36,9 @@ class CourierConfig:
     """One courier. Raises MessageError for a value out of bounds, naming the field.
 
     `bind_host` chooses the network interfaces that UCX listens on and connects from: the one that owns the address,
-    or all for 0.0.0.0. `port_range` is inclusive; a courier takes one port of it per interface. `tls` is UCX_TLS.
+    or all for 0.0.0.0. `port_range` is inclusive; a courier takes one port of it per interface. `devices`: empty for
+    slots in host memory, else the GPU of each rank, by its number in this process; slot i is rank
+    i // (slots / ranks)'s. `tls` is UCX_TLS; None: GPU_TLS with devices, else HOST_TLS, or HOST_TLS_BESIDE_GPUS.
     """
 
     slot_bytes: int
@@ -33,17 +46,18 @@ class CourierConfig:
     send_slots: int
     bind_host: str = "127.0.0.1"
     port_range: tuple[int, int] = (21000, 21063)
-    tls: str = "tcp"
+    tls: str | None = None
     tcp_user_timeout_s: float = 3.0  # unacknowledged bytes for so long are an error; also kills a starved peer
     tcp_keepalive_idle_s: float = 1.0
     tcp_keepalive_interval_s: float = 1.0
+    devices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_slots(self.slot_bytes, self.receive_slots, self.send_slots)
+        check_slots(self.slot_bytes, self.receive_slots, self.send_slots, self.devices)
         first, last = self.port_range
         check_range("port_range's first", first, 1, 65535)
         check_range("port_range's last", last, first, 65535)
-        if not self.tls:
+        if self.tls == "":
             raise MessageError("tls", "empty", "a list of UCX transports")
         for field in ("tcp_user_timeout_s", "tcp_keepalive_idle_s", "tcp_keepalive_interval_s"):
             value: float = getattr(self, field)
@@ -51,8 +65,31 @@ class CourierConfig:
                 raise MessageError(field, value, "in 0.001..3600")
 
     @property
+    def transports(self) -> str:
+        """UCX_TLS."""
+        if self.tls is not None:
+            return self.tls
+        if self.devices:
+            return GPU_TLS
+        return HOST_TLS_BESIDE_GPUS if nvidia_gpus() else HOST_TLS
+
+    @property
     def memory_bytes(self) -> int:
         return (self.receive_slots + self.send_slots) * self.slot_bytes
+
+
+def nvidia_gpus(devices: str = PCI_DEVICES) -> int:
+    """As NIXL counts them: by the PCI devices of this machine, whether a driver is there or not."""
+    count = 0
+    with contextlib.suppress(OSError):
+        for name in os.listdir(devices):
+            with contextlib.suppress(OSError, ValueError):
+                values = []
+                for attribute in ("vendor", "class"):
+                    with open(os.path.join(devices, name, attribute)) as file:
+                        values.append(int(file.read(), 16))
+                count += values[0] == PCI_NVIDIA and values[1] >> 8 in PCI_GPU_CLASSES
+    return count
 
 
 def courier_environment(config: CourierConfig, bind: Address | None, base: Mapping[str, str]) -> dict[str, str]:
@@ -60,7 +97,7 @@ def courier_environment(config: CourierConfig, bind: Address | None, base: Mappi
     environment = dict(base)
     environment.pop("UCX_NET_DEVICES", None)
     environment |= {
-        "UCX_TLS": config.tls,
+        "UCX_TLS": config.transports,
         "UCX_TCP_PORT_RANGE": f"{config.port_range[0]}-{config.port_range[1]}",
         "UCX_TCP_USER_TIMEOUT": _milliseconds(config.tcp_user_timeout_s),
         "UCX_TCP_KEEPIDLE": _milliseconds(config.tcp_keepalive_idle_s),
@@ -92,6 +129,19 @@ def make_slot_memory(nbytes: int) -> int:
         os.close(fd)
         raise CourierError(f"no memory for {nbytes} bytes of slots: {error.strerror}") from error
     return fd
+
+
+async def bind_address(bind_host: str) -> Address | None:
+    """The address to listen on; None: every interface. Raises CourierError for a name that is none."""
+    host = bind_host.strip("[]")
+    if host in ANY_ADDRESS:
+        return None
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise CourierError(f"bind_host {host!r} cannot be resolved: {error.strerror}") from error
+    addresses = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found]
+    return min(addresses, key=lambda address: address.version)
 
 
 def check_free_port(bind: Address | None, port_range: tuple[int, int]) -> None:

@@ -8,20 +8,16 @@ that cannot be ends the courier.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
 import logging
-import mmap
 import os
 import socket
-import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvferry.transfer.courier_config import (
-    ANY_ADDRESS,
     CourierConfig,
     CourierError,
+    bind_address,
     check_free_port,
     courier_environment,
     make_slot_memory,
@@ -39,23 +35,24 @@ from kvferry.transfer.courier_messages import (
     Post,
     PostDone,
     PostFailed,
+    RemoteRank,
     Setup,
     Started,
     check_range,
     decode_event,
     encode_order,
 )
-from kvferry.transfer.interfaces import Address
+from kvferry.transfer.courier_process import CourierProcess
+from kvferry.transfer.gpu_slots import GpuOf, GpuSlot, MappedSlots, gpu
+from kvferry.transfer.host_slots import HostSlots
 
-__all__ = ["CourierConfig", "CourierError", "CourierLink"]
+__all__ = ["CourierConfig", "CourierError", "CourierLink", "GpuSlot", "RemoteRank"]
 
 log = logging.getLogger(__name__)
 
 SOCKET_BUFFER_BYTES = 1 << 20
 EVENTS_PER_ROUND = 64
 UNSENT_BESIDE_POSTS = 64  # orders that may wait, beside one post a send slot
-OUTPUT_LIMIT_BYTES = 64 * 1024  # of a courier's output that is logged
-OUTPUT_KEPT_LINES = 4  # for error messages
 OWN_EXIT_SECONDS = 1.0  # for one that closed its socket to end by itself, so that its status can be told
 REAP_SECONDS = 10.0  # for the end of a process after SIGKILL, where no deadline was given
 
@@ -63,20 +60,18 @@ REAP_SECONDS = 10.0  # for the end of a process after SIGKILL, where no deadline
 class CourierLink:
     """A running courier. Made by `start`, ended by `stop`."""
 
-    def __init__(self, config: CourierConfig, on_event: Callable[[CourierEvent], None]) -> None:
+    def __init__(self, config: CourierConfig, on_event: Callable[[CourierEvent], None], gpu_of: GpuOf) -> None:
         """Use `start`."""
+        self._gpu_of = gpu_of
+        self._slots: HostSlots | MappedSlots | None = None
         self._config = config
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[Started] = self._loop.create_future()
-        self._process: asyncio.subprocess.Process | None = None
-        self._output: asyncio.Task[None] | None = None
-        self._last_lines: deque[str] = deque(maxlen=OUTPUT_KEPT_LINES)
+        self._process: CourierProcess | None = None
         self._end: asyncio.Task[None] | None = None
         self._orders: socket.socket | None = None  # None: the courier is gone or going
         self._unsent: deque[bytes] = deque()
-        self._memory: mmap.mmap | None = None
-        self._view = memoryview(b"")
         self._stopped = False
         self._remote: Connect | None = None
         self._connected = False
@@ -84,18 +79,24 @@ class CourierLink:
         self._busy_slots: set[int] = set()
         self._expecting = False  # what the courier was told last
         self.metadata = b""  # for the peer's `connect`, as the next
-        self.receive_address = 0  # of the receive slots, in the courier's process
+        self.receive_address = 0  # of the receive slots, in the courier's process; on GPUs the next in its place
+        self.receive_ranks: tuple[RemoteRank, ...] = ()
 
     @classmethod
     async def start(
-        cls, config: CourierConfig, on_event: Callable[[CourierEvent], None], deadline_s: float
+        cls,
+        config: CourierConfig,
+        on_event: Callable[[CourierEvent], None],
+        deadline_s: float,
+        gpu_of: GpuOf = gpu,
     ) -> CourierLink:
-        """Starts a courier and waits, `deadline_s` at most, until its agent is up.
+        """Starts a courier and waits, `deadline_s` at most, until its agent is up and slots on GPUs are mapped here, by
+        `gpu_of`'s engines.
 
         `on_event` is called on this loop's thread, never after `stop` was called. Raises InterfaceError for a
         `bind_host` that no interface owns, CourierError where the courier does not start; nothing of it is left then.
         """
-        link = cls(config, on_event)
+        link = cls(config, on_event, gpu_of)
         try:
             started = await asyncio.wait_for(link._start(), deadline_s)
         except BaseException as error:
@@ -103,24 +104,48 @@ class CourierLink:
             if isinstance(error, asyncio.TimeoutError):
                 raise CourierError(
                     f"the courier did not start within {deadline_s} s (ports {config.port_range[0]} to"
-                    f" {config.port_range[1]} may all be taken){link._said()}"
+                    f" {config.port_range[1]} may all be taken){link._process.said() if link._process else ''}"
                 ) from error
             raise
         link.metadata, link.receive_address = started.metadata, started.receive_address
+        devices = config.devices if config.receive_slots else ()
+        ranks = zip(started.ranks, devices, strict=False)
+        link.receive_ranks = tuple(RemoteRank(rank.receive_address, device) for rank, device in ranks)
         return link
 
     async def _start(self) -> Started:
-        bind = await self._bind_address()
+        bind = await bind_address(self._config.bind_host)
         check_free_port(bind, self._config.port_range)
         environment = courier_environment(self._config, bind, os.environ)
+        if self._config.devices:
+            await self._spawn(environment)
+            started = await self._started
+            await self._map(started)
+            return started
         memory_fd = await self._make_memory()
         try:
-            self._memory = mmap.mmap(memory_fd, self._config.memory_bytes)
-            self._view = memoryview(self._memory)
-            await self._spawn(memory_fd, environment)
+            self._slots = HostSlots(self._config, memory_fd)
+            await self._spawn(environment, memory_fd)
         finally:
             os.close(memory_fd)
         return await self._started
+
+    async def _map(self, started: Started) -> None:
+        """Maps the courier's slots; off the loop, since a device's first use takes a second."""
+        config = self._config
+
+        def map_slots() -> MappedSlots:
+            counts = (config.receive_slots, config.send_slots)
+            return MappedSlots(config.devices, started.ranks, counts, config.slot_bytes, self._gpu_of)
+
+        mapping = asyncio.create_task(asyncio.to_thread(map_slots))
+        try:
+            self._slots = await asyncio.shield(mapping)
+        except asyncio.CancelledError:
+            mapping.add_done_callback(_close_mapped)
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise CourierError(f"the courier's slots cannot be mapped: {error}") from error
 
     async def _make_memory(self) -> int:
         making = asyncio.create_task(asyncio.to_thread(make_slot_memory, self._config.memory_bytes))
@@ -130,18 +155,7 @@ class CourierLink:
             making.add_done_callback(_close_made)
             raise
 
-    async def _bind_address(self) -> Address | None:
-        host = self._config.bind_host.strip("[]")
-        if host in ANY_ADDRESS:
-            return None
-        try:
-            found = await self._loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except socket.gaierror as error:
-            raise CourierError(f"bind_host {host!r} cannot be resolved: {error.strerror}") from error
-        addresses = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found]
-        return min(addresses, key=lambda address: address.version)
-
-    async def _spawn(self, memory_fd: int, environment: dict[str, str]) -> None:
+    async def _spawn(self, environment: dict[str, str], *memory_fd: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders = ours
         with theirs:
@@ -149,24 +163,10 @@ class CourierLink:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
             ours.setblocking(False)
-            # The kernel ends the courier when the thread that forks it ends: this one, the loop's.
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "kvferry.transfer.courier",
-                str(theirs.fileno()),
-                str(memory_fd),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), memory_fd),
-                env=environment,
-            )
-        self._output = asyncio.create_task(self._log_output(self._process))
+            self._process = await CourierProcess.start((theirs.fileno(), *memory_fd), environment)
         self._loop.add_reader(ours, self._read_events)
-        self._order(
-            Setup(self._config.slot_bytes, self._config.receive_slots, self._config.send_slots, parent=os.getpid())
-        )
+        config = self._config
+        self._order(Setup(config.slot_bytes, config.receive_slots, config.send_slots, os.getpid(), config.devices))
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
@@ -176,28 +176,62 @@ class CourierLink:
         return self._process.pid
 
     def receive_slot(self, slot: int) -> memoryview:
-        """The slot's bytes, writable. Not to be used after `stop`."""
-        check_range("receive slot", slot, 0, self._config.receive_slots - 1)
-        return self._slot(slot)
+        """The slot's bytes in host memory, writable. Not to be used after `stop`."""
+        return self._host_slots().receive_slot(slot)
 
     def send_slot(self, slot: int) -> memoryview:
-        """The slot's bytes, writable; not to be written while a post of the slot is in flight, or after `stop`."""
-        check_range("send slot", slot, 0, self._config.send_slots - 1)
-        return self._slot(self._config.receive_slots + slot)
+        """The slot's bytes in host memory, writable; not to be written while a post of the slot is in flight, or after
+        `stop`."""
+        return self._host_slots().send_slot(slot)
 
-    def _slot(self, index: int) -> memoryview:
-        if self._memory is None:
+    def receive_gpu_slot(self, slot: int) -> GpuSlot:
+        """The slot where this process maps it. No copy may use it once `stop` was called."""
+        return self._gpu_slots().receive_slot(slot)
+
+    def send_gpu_slot(self, slot: int) -> GpuSlot:
+        """As `receive_gpu_slot`; what is written there must have ended before the slot is posted."""
+        return self._gpu_slots().send_slot(slot)
+
+    def read_header(self, receive_slot: int, nbytes: int) -> bytes:
+        """The first bytes of a receive slot, of either kind."""
+        return self._any_slots().read_header(receive_slot, nbytes)
+
+    def write_header(self, send_slot: int, header: bytes) -> None:
+        """To the start of a send slot, of either kind. It is there when this returns."""
+        self._any_slots().write_header(send_slot, header)
+
+    def _any_slots(self) -> HostSlots | MappedSlots:
+        if self._slots is None:
             raise CourierError("the courier was stopped, and its slots with it")
-        return self._view[index * self._config.slot_bytes : (index + 1) * self._config.slot_bytes]
+        return self._slots
+
+    def _host_slots(self) -> HostSlots:
+        slots = self._any_slots()
+        if isinstance(slots, MappedSlots):
+            raise CourierError("its slots are on GPUs")
+        return slots
+
+    def _gpu_slots(self) -> MappedSlots:
+        slots = self._any_slots()
+        if isinstance(slots, HostSlots):
+            raise CourierError("its slots are in host memory")
+        return slots
 
     # -- orders: after the courier's death they go nowhere, since CourierDied says what became of them --------------
 
-    def connect(self, metadata: bytes, receive_address: int, slots: int, slot_bytes: int) -> None:
-        """Names the other courier, once: what its link has as `metadata` and `receive_address`, and its receive
+    def connect(
+        self,
+        metadata: bytes,
+        receive_address: int,
+        slots: int,
+        slot_bytes: int,
+        ranks: Sequence[RemoteRank] = (),
+    ) -> None:
+        """Names the other courier, once: its link's `metadata`, `receive_address` and `receive_ranks`, and its receive
         slots. `Connected` answers; metadata that NIXL does not take end the courier. Raises MessageError."""
         if self._remote is not None:
             raise MessageError("connect", "repeated", "called once")
-        connect = Connect(bytes(metadata), receive_address, slots, slot_bytes)
+        connect = Connect(bytes(metadata), receive_address, slots, slot_bytes, tuple(ranks))
         packet = encode_order(connect)
         self._remote = connect
         self._send(packet)
@@ -327,13 +361,12 @@ class CourierLink:
 
     async def _end_process(self, message: str, grace_s: float) -> None:
         assert self._process is not None
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._process.wait(), grace_s)
+        await self._process.wait(grace_s)
         try:
-            status = await self._reap(REAP_SECONDS)
+            status = await self._process.reap(REAP_SECONDS)
         except CourierError as error:
             status = str(error)
-        text = f"{message or 'its socket was closed'} ({status}){self._said()}"
+        text = f"{message or 'its socket was closed'} ({status}){self._process.said()}"
         if not self._started.done():
             self._started.set_exception(CourierError(f"the courier did not start: {text}"))
             self._started.exception()  # may have no reader any more
@@ -342,28 +375,19 @@ class CourierLink:
 
     async def stop(self, deadline_s: float) -> None:
         """Ends the courier: SIGKILL, reaped within `deadline_s` (CourierError if not), its slots unmapped. After it
-        nothing lands any more. No event is delivered once this was called. Idempotent."""
+        nothing of it lands any more, and nothing lands in host slots. No event is delivered once this was called.
+        Idempotent."""
         self._stopped = True
         self._close_orders()
-        await self._reap(deadline_s)
+        if self._process is not None:
+            await self._process.reap(deadline_s)
         if self._end is not None:
             await self._end
-        self._unmap()
-
-    async def _reap(self, deadline_s: float) -> str:
-        """Kills the process, waits for its end; how it ended."""
-        if self._process is None:
-            return "never started"
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        assert self._output is not None
-        try:
-            code = await asyncio.wait_for(self._process.wait(), deadline_s)
-            await asyncio.wait_for(asyncio.shield(self._output), deadline_s)
-        except asyncio.TimeoutError:
-            raise CourierError(f"courier {self.pid} did not end within {deadline_s} s of SIGKILL") from None
-        return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        slots, self._slots = self._slots, None
+        if isinstance(slots, MappedSlots):
+            await asyncio.to_thread(slots.close)  # may wait for the device
+        elif slots is not None:
+            slots.close()
 
     def _close_orders(self) -> None:
         orders, self._orders = self._orders, None
@@ -373,37 +397,10 @@ class CourierLink:
             orders.close()
         self._unsent.clear()
 
-    def _unmap(self) -> None:
-        memory, self._memory = self._memory, None
-        if memory is None:
-            return
-        self._view.release()
-        try:
-            memory.close()
-        except BufferError:  # views that callers still hold keep the memory until they go
-            log.debug("courier %d: its slots are still in use", self.pid)
 
-    async def _log_output(self, process: asyncio.subprocess.Process) -> None:
-        """Logs the courier's first OUTPUT_LIMIT_BYTES, drops the rest: a peer may be able to make it talk."""
-        assert process.stdout is not None
-        logged, rest = 0, b""
-        while chunk := await process.stdout.read(4096):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > 4096:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                text = line.decode(errors="backslashreplace").rstrip()
-                self._last_lines.append(text[:500])
-                if logged <= OUTPUT_LIMIT_BYTES:
-                    log.info("courier %d: %s", process.pid, text)
-                    if (logged := logged + len(line) + 1) > OUTPUT_LIMIT_BYTES:
-                        log.warning("courier %d: it said more than %d bytes, the rest is dropped", process.pid, logged)
-        if rest:
-            self._last_lines.append(rest.decode(errors="backslashreplace")[:500])
-
-    def _said(self) -> str:
-        lines = [line for line in self._last_lines if line]
-        return f"; its last words: {' | '.join(lines)}" if lines else ""
+def _close_mapped(mapping: asyncio.Task[MappedSlots]) -> None:
+    if not mapping.cancelled() and mapping.exception() is None:
+        mapping.result().close()
 
 
 def _close_made(making: asyncio.Task[int]) -> None:

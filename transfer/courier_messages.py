@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 MAX_METADATA_BYTES = 64 * 1024
 MAX_NOTIFICATION_BYTES = 256
 MAX_MESSAGE_BYTES = 4096  # of an error's text, UTF-8
-MAX_PACKET_BYTES = MAX_METADATA_BYTES + 64
+MAX_RANKS = 64
+IPC_HANDLE_BYTES = 64
+MAX_PACKET_BYTES = MAX_METADATA_BYTES + MAX_RANKS * 144 + 64
 MAX_SLOTS = 1024  # of each kind, on each side
 MAX_SLOT_BYTES = 1 << 30
 MIN_SLOT_BYTES = 4096
 MAX_EXPECTED = (1 << 32) - 1
+MAX_DEVICE = 1023
+MAX_ADDRESS = (1 << 63) - 1
 
 
 class MessageError(ValueError):
@@ -36,23 +40,36 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The slot memory that came with the process, [receive slots][send slots], and the pid of its parent."""
+    """The slots, and the pid of the courier's parent. `devices` empty: slots in the memory that came with the process,
+    [receive slots][send slots]. Else the device of each rank: slot i is rank i // (slots / ranks)'s, on its device."""
 
     slot_bytes: int
     receive_slots: int
     send_slots: int
     parent: int
+    devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRank:
+    """Where one rank's receive slots lie in the other courier's process: their address, and the device by its number
+    there."""
+
+    address: int
+    device: int
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
     """The other courier: its agent's metadata, the address of its receive slots in its process, their count and size.
-    With no slots there is nothing to write to; the agent is added all the same."""
+    With no slots there is nothing to write to; the agent is added all the same. Slots on GPUs have an address a rank
+    in place of `receive_address`, which is 0 then."""
 
     metadata: bytes
     receive_address: int
     slots: int
     slot_bytes: int
+    ranks: tuple[RemoteRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +85,7 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """How many transfers may bring parts now: above 0 the courier polls fast."""
+    """How many transfers may bring parts now, or parts are about to be posted: above 0 the courier polls fast."""
 
     active: int
 
@@ -79,11 +96,24 @@ Order: TypeAlias = Setup | Connect | Post | Expect
 
 
 @dataclass(frozen=True, slots=True)
+class RankSlots:
+    """One rank's slots on its GPU: addresses in the courier's process, and the handles by which others map them.
+    Address 0 where it has none of that kind."""
+
+    receive_address: int
+    receive_handle: bytes
+    send_address: int
+    send_handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
-    """The agent is up and its receive slots, at this address of its process, are registered."""
+    """The agent is up and its receive slots are registered: at this address of its process, or, on GPUs, rank by
+    rank."""
 
     receive_address: int
     metadata: bytes
+    ranks: tuple[RankSlots, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +154,14 @@ CourierEvent: TypeAlias = Connected | PostDone | PostFailed | Notification | Cou
 
 # -- packets -----------------------------------------------------------------------------------------------------
 
-_SETUP = struct.Struct("<BQIIQ")
-_CONNECT = struct.Struct("<BQIQ")  # then the metadata
+_SETUP = struct.Struct("<BQIIQ")  # then the devices
+_DEVICE = struct.Struct("<I")
+_CONNECT = struct.Struct("<BQIQI")  # then the ranks, as many as the last field says, and the metadata
+_REMOTE_RANK = struct.Struct("<QI")
 _POST = struct.Struct("<BQIIQ")  # then the notification
 _EXPECT = struct.Struct("<BI")
-_STARTED = struct.Struct("<BQ")  # then the metadata
+_STARTED = struct.Struct("<BQI")  # then the ranks, as many as the last field says, and the metadata
+_RANK_SLOTS = struct.Struct(f"<Q{IPC_HANDLE_BYTES}sQ{IPC_HANDLE_BYTES}s")
 _CONNECTED = struct.Struct("<B")
 _POST_DONE = struct.Struct("<BQ")
 _POST_FAILED = struct.Struct("<BQ")  # then the text
@@ -145,23 +178,42 @@ def check_range(field: str, value: int, low: int, high: int) -> None:
         raise MessageError(field, value, f"in {low}..{high}")
 
 
-def check_slots(slot_bytes: int, receive_slots: int, send_slots: int) -> None:
-    """Raises MessageError for slot counts or sizes (bytes) that no courier takes."""
+def check_slots(slot_bytes: int, receive_slots: int, send_slots: int, devices: tuple[int, ...] = ()) -> None:
+    """Raises MessageError for slot counts, sizes (bytes) or devices that no courier takes."""
     check_range("slot_bytes", slot_bytes, MIN_SLOT_BYTES, MAX_SLOT_BYTES)
     check_range("receive_slots", receive_slots, 0, MAX_SLOTS)
     check_range("send_slots", send_slots, 0, MAX_SLOTS)
     if receive_slots + send_slots == 0:
         raise MessageError("receive_slots + send_slots", 0, "at least 1")
+    check_range("devices' count", len(devices), 0, MAX_RANKS)
+    for device in devices:
+        check_range("device", device, 0, MAX_DEVICE)
+    for field, slots in (("receive_slots", receive_slots), ("send_slots", send_slots)):
+        _check_shared(field, slots, len(devices))
+
+
+def _check_shared(field: str, slots: int, ranks: int) -> None:
+    if ranks and slots % ranks:
+        raise MessageError(field, slots, f"a multiple of the {ranks} ranks")
 
 
 def check_connect(connect: Connect) -> None:
     """Raises MessageError for a remote courier that no courier connects to."""
     check_range("metadata's length", len(connect.metadata), 1, MAX_METADATA_BYTES)
     check_range("remote slots", connect.slots, 0, MAX_SLOTS)
-    if connect.slots:
-        check_range("remote slot_bytes", connect.slot_bytes, MIN_SLOT_BYTES, MAX_SLOT_BYTES)
-        last = (1 << 63) - connect.slots * connect.slot_bytes
+    check_range("remote ranks", len(connect.ranks), 0, MAX_RANKS)
+    _check_shared("remote slots", connect.slots, len(connect.ranks))
+    for rank in connect.ranks:
+        check_range("remote rank's device", rank.device, 0, MAX_DEVICE)
+    if not connect.slots:
+        return
+    check_range("remote slot_bytes", connect.slot_bytes, MIN_SLOT_BYTES, MAX_SLOT_BYTES)
+    if not connect.ranks:
+        last = MAX_ADDRESS + 1 - connect.slots * connect.slot_bytes
         check_range("remote receive_address", connect.receive_address, 1, last)
+    for rank in connect.ranks:
+        last = MAX_ADDRESS + 1 - connect.slots // len(connect.ranks) * connect.slot_bytes
+        check_range("remote rank's address", rank.address, 1, last)
 
 
 def encode_order(order: Order) -> bytes:
@@ -174,10 +226,12 @@ def encode_order(order: Order) -> bytes:
         return _EXPECT.pack(_KIND_EXPECT, order.active)
     if isinstance(order, Connect):
         check_connect(order)
-        fixed = _CONNECT.pack(_KIND_CONNECT, order.receive_address, order.slots, order.slot_bytes)
-        return fixed + order.metadata
-    check_slots(order.slot_bytes, order.receive_slots, order.send_slots)
-    return _SETUP.pack(_KIND_SETUP, order.slot_bytes, order.receive_slots, order.send_slots, order.parent)
+        fixed = _CONNECT.pack(_KIND_CONNECT, order.receive_address, order.slots, order.slot_bytes, len(order.ranks))
+        ranks = b"".join(_REMOTE_RANK.pack(rank.address, rank.device) for rank in order.ranks)
+        return fixed + ranks + order.metadata
+    check_slots(order.slot_bytes, order.receive_slots, order.send_slots, order.devices)
+    fixed = _SETUP.pack(_KIND_SETUP, order.slot_bytes, order.receive_slots, order.send_slots, order.parent)
+    return fixed + b"".join(_DEVICE.pack(device) for device in order.devices)
 
 
 def decode_order(packet: bytes) -> Order:
@@ -190,14 +244,18 @@ def decode_order(packet: bytes) -> Order:
     if kind == _KIND_EXPECT:
         return Expect(_whole(_EXPECT, packet)[1])
     if kind == _KIND_CONNECT:
-        (_, address, slots, slot_bytes), rest = _split(_CONNECT, packet)
-        connect = Connect(rest, address, slots, slot_bytes)
+        (_, address, slots, slot_bytes, count), rest = _split(_CONNECT, packet)
+        ranks, metadata = _records(_REMOTE_RANK, count, rest)
+        connect = Connect(metadata, address, slots, slot_bytes, tuple(RemoteRank(*rank) for rank in ranks))
         check_connect(connect)
         return connect
     if kind == _KIND_SETUP:
-        _, slot_bytes, receive_slots, send_slots, parent = _whole(_SETUP, packet)
-        check_slots(slot_bytes, receive_slots, send_slots)
-        return Setup(slot_bytes, receive_slots, send_slots, parent)
+        (_, slot_bytes, receive_slots, send_slots, parent), rest = _split(_SETUP, packet)
+        records, left = _records(_DEVICE, len(rest) // _DEVICE.size, rest)
+        check_range("bytes behind the devices", len(left), 0, 0)
+        devices = tuple(device for (device,) in records)
+        check_slots(slot_bytes, receive_slots, send_slots, devices)
+        return Setup(slot_bytes, receive_slots, send_slots, parent, devices)
     raise MessageError("order's kind", kind, f"in {_KIND_SETUP}..{_KIND_EXPECT}")
 
 
@@ -212,7 +270,13 @@ def encode_event(event: Started | CourierEvent) -> bytes:
         return _POST_FAILED.pack(_KIND_POST_FAILED, event.post_id) + _text(event.message)
     if isinstance(event, Started):
         check_range("metadata's length", len(event.metadata), 1, MAX_METADATA_BYTES)
-        return _STARTED.pack(_KIND_STARTED, event.receive_address) + event.metadata
+        check_range("ranks", len(event.ranks), 0, MAX_RANKS)
+        ranks = [
+            _RANK_SLOTS.pack(rank.receive_address, rank.receive_handle, rank.send_address, rank.send_handle)
+            for rank in event.ranks
+        ]
+        fixed = _STARTED.pack(_KIND_STARTED, event.receive_address, len(event.ranks))
+        return fixed + b"".join(ranks) + event.metadata
     if isinstance(event, CourierDied):
         return _DIED.pack(_KIND_DIED) + _text(event.message)
     return _CONNECTED.pack(_KIND_CONNECTED)
@@ -231,9 +295,10 @@ def decode_event(packet: bytes) -> Started | CourierEvent:
         (_, post_id), rest = _split(_POST_FAILED, packet)
         return PostFailed(post_id, _read_text(rest))
     if kind == _KIND_STARTED:
-        (_, address), rest = _split(_STARTED, packet)
-        check_range("metadata's length", len(rest), 1, MAX_METADATA_BYTES)
-        return Started(address, rest)
+        (_, address, count), rest = _split(_STARTED, packet)
+        ranks, metadata = _records(_RANK_SLOTS, count, rest)
+        check_range("metadata's length", len(metadata), 1, MAX_METADATA_BYTES)
+        return Started(address, metadata, tuple(RankSlots(*rank) for rank in ranks))
     if kind == _KIND_DIED:
         return CourierDied(_read_text(_split(_DIED, packet)[1]))
     if kind == _KIND_CONNECTED:
@@ -245,6 +310,14 @@ def decode_event(packet: bytes) -> Started | CourierEvent:
 def _kind(packet: bytes) -> int:
     check_range("packet's length", len(packet), 1, MAX_PACKET_BYTES)
     return packet[0]
+
+
+def _records(form: struct.Struct, count: int, packet: bytes) -> tuple[list[tuple[Any, ...]], bytes]:
+    """The ranks' records that a packet goes on with, and what follows them."""
+    check_range("ranks", count, 0, MAX_RANKS)
+    size = form.size * count
+    check_range("length of what follows the fixed fields", len(packet), size, MAX_PACKET_BYTES)
+    return list(form.iter_unpack(packet[:size])), packet[size:]
 
 
 def _split(form: struct.Struct, packet: bytes) -> tuple[tuple[int, ...], bytes]:

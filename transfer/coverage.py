@@ -1,6 +1,6 @@
-"""Which bytes of a transfer were announced, which were written, and which pages that completes.
+"""Which bytes of a transfer were announced on a lane, which were written, and which pages' rows that completes.
 
-Bytes are numbered from 0 at the start of the transfer's run of pages, pages from 0 likewise.
+Bytes are numbered from 0 at the start of the transfer's run of rows, pages from 0 likewise.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class IntervalSet:
 
 
 class Coverage:
-    """Of one transfer. A range is claimed when its notification is believed, and written when its copy is done."""
+    """Of one transfer on one lane. A range is claimed when its notification is believed, written when it is copied."""
 
     def __init__(self, *, pages: int, page_bytes: int) -> None:
         if pages < 1:

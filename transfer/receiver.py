@@ -2,9 +2,9 @@
 
 A state machine without I/O. A part is believed only if its notification names the credit that is out for the slot
 (CreditTable.generation_matches), the header in the slot says the same (check_binding), and its range lies in an open
-transfer, was never announced before (range_error, Coverage.overlaps) and does not scatter the transfer over more
-ranges than an honest sender can (Coverage.ranges_with). A page is reported once, when all of its
-bytes were copied (Coverage.is_covered). A part of a transfer that is not open is dropped, and its slot granted anew.
+transfer, was never announced before on its lane (range_error, Coverage.overlaps) and does not scatter the lane's bytes
+over more ranges than an honest sender can (Coverage.ranges_with). A page is reported once, when all of its bytes were
+copied on every lane (Coverage.is_covered). A part of a transfer that is not open is dropped, and its slot granted anew.
 
 Where notification and header disagree, the peer or its transport does not keep the protocol, and its write may still
 be on the way: SlotError, the slot is granted no more, and the session is to be ended.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.transfer.coverage import Coverage
+from kvferry.transfer.lanes import Lane
 from kvferry.transfer.slots import (
     HEADER_BYTES,
     Buffer,
@@ -28,18 +29,20 @@ from kvferry.transfer.slots import (
 )
 
 MAX_PAGES = 1 << 32  # page indexes of a prompt are 32 bits on the wire
+MAX_LANES = 255  # more than any two numbers of ranks need; a page's count of them is a byte
 
-# A sender's cursor only moves forward, so each gap between the ranges of a transfer is parts whose slots are not back:
-# slots + 1 ranges at most. Each costs time at every part, so that many more are refused.
+# A sender's cursor only moves forward, so each gap between a lane's ranges of a transfer is parts whose slots are not
+# back: slots + 1 ranges at most. Each costs time at every part, so that many more are refused.
 RANGES_PER_SLOT = 4
 RANGES_BESIDE_SLOTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Copy `nbytes` from behind the slot's header to the pages `page_ids`, laid end to end, from byte_offset on.
+    """Copy `nbytes` from behind the slot's header to the lane's rows of the pages `page_ids`, laid end to end, from
+    byte_offset on.
 
-    page_ids[i] takes prompt page first_page + i; every page named is touched; byte_offset < page_bytes. checksum: of
+    page_ids[i] takes prompt page first_page + i; every page named is touched; byte_offset < row_bytes. checksum: of
     those bytes, 64 bits, 0 for none; the copy verifies it, and a mismatch is a scatter_failed.
     """
 
@@ -50,6 +53,7 @@ class Scatter:
     byte_offset: int
     nbytes: int
     checksum: int
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +101,13 @@ class ReceiverCounts:
 class _Incoming:
     """One transfer."""
 
-    __slots__ = ("broken", "coverage", "ended", "first_page", "page_ids", "scatters")
+    __slots__ = ("broken", "coverage", "ended", "first_page", "missing", "page_ids", "scatters")
 
-    def __init__(self, first_page: int, page_ids: Sequence[int], page_bytes: int) -> None:
+    def __init__(self, first_page: int, page_ids: Sequence[int], lanes: Sequence[Lane]) -> None:
         self.first_page = first_page
         self.page_ids = page_ids
-        self.coverage = Coverage(pages=len(page_ids), page_bytes=page_bytes)
+        self.coverage = [Coverage(pages=len(page_ids), page_bytes=lane.row_bytes) for lane in lanes]
+        self.missing = bytearray([len(lanes)]) * len(page_ids)  # by page, lanes on which its row is not complete
         self.scatters = 0  # running
         self.ended = False
         self.broken = False
@@ -111,6 +116,19 @@ class _Incoming:
     def closed(self) -> bool:
         return self.ended or self.broken
 
+    @property
+    def complete(self) -> bool:
+        return all(coverage.complete for coverage in self.coverage)
+
+    def written(self, lane: int, start: int, nbytes: int) -> list[int]:
+        """A claimed range of the lane is in its pages: the pages which that completes on all lanes, ascending."""
+        arrived = []
+        for page in self.coverage[lane].written(start, nbytes):
+            self.missing[page] -= 1
+            if self.missing[page] == 0:
+                arrived.append(page)
+        return arrived
+
 
 @dataclass(frozen=True, slots=True)
 class _Running:
@@ -118,29 +136,29 @@ class _Running:
 
     transfer: int
     incoming: _Incoming
-    start: int  # byte of the transfer's run
+    lane: int
+    start: int  # byte of the transfer's run on the lane
     nbytes: int
 
 
 class Receiver:
     """One per session and direction. Not thread-safe: one owner calls it.
 
-    epoch: of the own pool. page_bytes: of a page on this rank. slot_bytes: of a receive slot, header included. slots:
-    receive slots, numbered from 0.
+    epoch: of the own pool. lanes: between both sides' ranks. slot_bytes: of a receive slot, header included. slots:
+    receive slots of each rank; numbered from 0, rank by rank.
     """
 
-    def __init__(self, *, epoch: int, page_bytes: int, slot_bytes: int, slots: int, rank: int = 0) -> None:
-        if page_bytes < 1:
-            raise ValueError(f"page_bytes is {page_bytes}, must be at least 1")
+    def __init__(self, *, epoch: int, lanes: Sequence[Lane], slot_bytes: int, slots: int) -> None:
+        if not 1 <= len(lanes) <= MAX_LANES or min(lane.row_bytes for lane in lanes) < 1:
+            raise ValueError(f"lanes has {len(lanes)}, must have 1 to {MAX_LANES}, with row_bytes of at least 1")
         if slot_bytes <= HEADER_BYTES:
             raise ValueError(f"slot_bytes is {slot_bytes}, must be greater than the header's {HEADER_BYTES}")
         check_unsigned("epoch", epoch, 64)
-        check_unsigned("rank", rank, 16)
         self._epoch = epoch
-        self._page_bytes = page_bytes
+        self._lanes = list(lanes)
         self._capacity = slot_bytes - HEADER_BYTES
-        self._rank = rank
-        self._credits = CreditTable(slots)
+        self._slots = slots
+        self._credits = CreditTable(slots * (1 + max(lane.receiver for lane in lanes)))
         self._max_ranges = RANGES_PER_SLOT * slots + RANGES_BESIDE_SLOTS
         self._transfers: dict[int, _Incoming] = {}
         self._newest_transfer = -1
@@ -194,7 +212,7 @@ class Receiver:
             raise ValueError(f"page_ids names a page twice among its {pages}")
         self._newest_transfer = transfer
         if pages > 0:
-            self._transfers[transfer] = _Incoming(first_page, list(page_ids), self._page_bytes)
+            self._transfers[transfer] = _Incoming(first_page, list(page_ids), self._lanes)
 
     def notification(self, payload: bytes, read_header: Callable[[int], Buffer]) -> list[ReceiverAction]:
         """A notification of the courier: what to do, in order. read_header(slot) gives the slot's first HEADER_BYTES.
@@ -222,12 +240,13 @@ class Receiver:
         if message is not None:
             incoming.broken = True
             return [TransferBroken(notice.transfer, message), self._drop(notice)]
-        start = (header.first_page - incoming.first_page) * self._page_bytes + header.byte_offset
-        incoming.coverage.claim(start, header.nbytes)
+        row_bytes = self._lanes[header.lane].row_bytes
+        start = (header.first_page - incoming.first_page) * row_bytes + header.byte_offset
+        incoming.coverage[header.lane].claim(start, header.nbytes)
         incoming.scatters += 1
-        self._running[slot] = _Running(notice.transfer, incoming, start, header.nbytes)
-        page = start // self._page_bytes
-        last_page = (start + header.nbytes - 1) // self._page_bytes
+        self._running[slot] = _Running(notice.transfer, incoming, header.lane, start, header.nbytes)
+        page = start // row_bytes
+        last_page = (start + header.nbytes - 1) // row_bytes
         return [
             Scatter(
                 slot=slot,
@@ -237,34 +256,40 @@ class Receiver:
                 byte_offset=header.byte_offset,
                 nbytes=header.nbytes,
                 checksum=header.checksum,
+                lane=header.lane,
             )
         ]
 
     def check_binding(self, notice: PartNotice, header: PartHeader) -> None:
-        """Guard: the slot's content is that of which the notification speaks. Raises SlotError naming the field."""
+        """Guard: the slot's content is that of which the notification speaks, on a lane of the slot's rank. Raises
+        SlotError naming the field."""
         for field in ("epoch", "transfer", "slot", "generation"):
             value, announced = getattr(header, field), getattr(notice, field)
             if value != announced:
                 raise SlotError(f"part.{field}", value, f"{announced} as in the notification of slot {notice.slot}")
-        if header.rank != self._rank:
-            raise SlotError("part.rank", header.rank, str(self._rank))
+        if not header.lane < len(self._lanes):
+            raise SlotError("part.lane", header.lane, f"in 0..{len(self._lanes) - 1}")
+        rank = notice.slot // self._slots
+        if self._lanes[header.lane].receiver != rank:
+            raise SlotError("part.lane", header.lane, f"a lane to rank {rank}, whose slot {notice.slot} is")
 
     def range_error(self, incoming: _Incoming, header: PartHeader) -> str | None:
-        """Guard: the part lies in its slot and its transfer, and none of it was announced before, nor are the
-        transfer's ranges too many with it; else the reason."""
+        """Guard: the part lies in its slot and its transfer, and none of it was announced before, nor are the lane's
+        ranges of the transfer too many with it; else the reason."""
         first, pages = incoming.first_page, len(incoming.page_ids)
+        row_bytes, coverage = self._lanes[header.lane].row_bytes, incoming.coverage[header.lane]
         if not first <= header.first_page < first + pages:
             return f"part.first_page is {header.first_page}, must be in {first}..{first + pages - 1}"
-        if header.byte_offset >= self._page_bytes:
-            return f"part.byte_offset is {header.byte_offset}, must be less than page_bytes = {self._page_bytes}"
-        start = (header.first_page - first) * self._page_bytes + header.byte_offset
-        limit = min(self._capacity, incoming.coverage.nbytes - start)
+        if header.byte_offset >= row_bytes:
+            return f"part.byte_offset is {header.byte_offset}, must be less than row_bytes = {row_bytes}"
+        start = (header.first_page - first) * row_bytes + header.byte_offset
+        limit = min(self._capacity, coverage.nbytes - start)
         if not 1 <= header.nbytes <= limit:
             return f"part.nbytes is {header.nbytes}, must be in 1..{limit} for a part at byte {start} of the transfer"
-        if incoming.coverage.overlaps(start, header.nbytes):
+        if coverage.overlaps(start, header.nbytes):
             end = start + header.nbytes
             return f"part.byte_offset: bytes {start}..{end - 1} of the transfer came twice, must come once"
-        ranges = incoming.coverage.ranges_with(start, header.nbytes)
+        ranges = coverage.ranges_with(start, header.nbytes)
         if ranges > self._max_ranges:
             return f"part.byte_offset: separate ranges of the transfer are {ranges}, must be at most {self._max_ranges}"
         return None
@@ -279,9 +304,9 @@ class Receiver:
         arrived: list[int] = []
         complete = False
         if not incoming.closed:
-            pages = incoming.coverage.written(running.start, running.nbytes)
+            pages = incoming.written(running.lane, running.start, running.nbytes)
             arrived = [incoming.first_page + page for page in pages]
-            complete = incoming.coverage.complete and incoming.scatters == 0
+            complete = incoming.complete and incoming.scatters == 0
             if complete:
                 del self._transfers[running.transfer]
         return ScatterResult(

@@ -1,8 +1,9 @@
 """The sending half of a session: which bytes of which transfer go into which slot next.
 
 A state machine without I/O. For each free sending slot and credit, `next_actions` names a byte range to gather;
-`gathered` says what to write where; `posted_done` frees the sending slot. The cursor of a transfer only moves
-forward, so no byte is sent twice and none before its page is ready. Transfers take turns, a part each.
+`gathered` says what to write where; `posted_done` frees the sending slot. A transfer has a cursor on every lane, which
+only moves forward, so no byte is sent twice and none before its page is ready. A part takes a sending slot of its
+lane's sending rank and a credit of its receiving rank. Lanes take turns, and on each the transfers do, a part each.
 
     transfer:       open -> (parts) -> Completed          every byte posted and every post done
                       \\-> end() -> Ended                  no gather of it runs and nothing more is posted
@@ -16,17 +17,21 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.transfer.lanes import Lane
+from kvferry.transfer.outgoing import Outgoing
 from kvferry.transfer.slots import HEADER_BYTES, Credit, CreditPurse, PartHeader, PartNotice, check_unsigned
 
 MAX_PAGES = 1 << 32  # page indexes of a prompt are 32 bits on the wire
+PART_ALIGNMENT = 16  # bytes: rows that do not fit in a slot are cut at multiples, so that copies on GPUs are aligned
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Copy bytes [byte_offset, byte_offset + nbytes) of the pages `page_ids`, laid end to end, behind a header.
+    """Copy bytes [byte_offset, byte_offset + nbytes) of the lane's rows of the pages `page_ids`, laid end to end,
+    behind a header.
 
     The slot is the own sending slot `send_slot`. page_ids[i] holds prompt page first_page + i; every page named is
-    touched; byte_offset < page_bytes.
+    touched; byte_offset < row_bytes.
     """
 
     transfer: int
@@ -36,6 +41,7 @@ class Gather:
     first_page: int
     byte_offset: int
     nbytes: int
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ class Completed:
     parts: int
     payload_bytes: int
     wire_bytes: int  # payload and headers
+    pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,72 +95,41 @@ class SenderCounts:
     wire_bytes: int = 0
 
 
-class _Outgoing:
-    """One transfer."""
-
-    __slots__ = (
-        "ended",
-        "failure",
-        "first_page",
-        "gathers",
-        "nbytes",
-        "page_ids",
-        "parts",
-        "posted",
-        "queued",
-        "ready",
-        "sent",
-    )
-
-    def __init__(self, first_page: int, page_ids: Sequence[int], page_bytes: int) -> None:
-        self.first_page = first_page
-        self.page_ids = page_ids
-        self.nbytes = len(page_ids) * page_bytes
-        self.ready = 0  # bytes from the run's start that are final in the pool
-        self.sent = 0  # the cursor: bytes from the run's start given to gathers
-        self.parts = 0
-        self.gathers = 0  # running
-        self.posted = 0  # posts in flight
-        self.queued = False  # whether it stands in the round
-        self.ended = False
-        self.failure: str | None = None
-
-    @property
-    def closed(self) -> bool:
-        return self.ended or self.failure is not None
-
-
 class Sender:
     """One per session and direction. Not thread-safe: one owner calls it.
 
-    page_bytes: of a page on this rank. slot_bytes: the smaller of both sides' slots, header included. send_slots: own
-    sending slots. remote_slots: the peer's receive slots. epoch: of the peer's pool, by which it knows its own
-    transfers.
+    lanes: between both sides' ranks. slot_bytes: the smaller of both sides' slots, header included. send_slots: own
+    sending slots of each rank. remote_slots: the peer's receive slots of each rank. epoch: of the peer's pool, by which
+    it knows its own transfers.
     """
 
     def __init__(
-        self, *, page_bytes: int, slot_bytes: int, send_slots: int, remote_slots: int, epoch: int, rank: int = 0
+        self, *, lanes: Sequence[Lane], slot_bytes: int, send_slots: int, remote_slots: int, epoch: int
     ) -> None:
-        if page_bytes < 1:
-            raise ValueError(f"page_bytes is {page_bytes}, must be at least 1")
+        if not lanes or min(lane.row_bytes for lane in lanes) < 1:
+            raise ValueError(f"lanes has {len(lanes)}, must have at least 1, with row_bytes of at least 1")
         if slot_bytes <= HEADER_BYTES:
             raise ValueError(f"slot_bytes is {slot_bytes}, must be greater than the header's {HEADER_BYTES}")
         if send_slots < 1:
             raise ValueError(f"send_slots is {send_slots}, must be at least 1")
         check_unsigned("epoch", epoch, 64)
-        check_unsigned("rank", rank, 16)
-        self._page_bytes = page_bytes
-        self._capacity = slot_bytes - HEADER_BYTES
+        self._lanes = list(lanes)
+        self._row_bytes = sum(lane.row_bytes for lane in lanes)
+        self._cuts = [_cut_bytes(lane.row_bytes, slot_bytes - HEADER_BYTES) for lane in lanes]
         self._epoch = epoch
-        self._rank = rank
-        self._purse = CreditPurse(remote_slots)
+        self._purse = CreditPurse(remote_slots, 1 + max(lane.receiver for lane in lanes))
         self._send_slots = send_slots
-        self._free_slots = deque(range(send_slots))
+        self._free_slots = [  # by rank
+            deque(range(rank * send_slots, (rank + 1) * send_slots))
+            for rank in range(1 + max(lane.sender for lane in lanes))
+        ]
         self._gathering: dict[int, Gather] = {}  # by sending slot
         self._posted: dict[int, tuple[int, int]] = {}  # post id: (sending slot, transfer)
         self._next_post = 1
-        self._transfers: dict[int, _Outgoing] = {}
-        self._round: deque[int] = deque()  # transfers with bytes to send; closed ones are dropped when met
+        self._transfers: dict[int, Outgoing] = {}
+        # By lane: transfers with bytes to send; closed ones are dropped when met.
+        self._rounds: list[deque[int]] = [deque() for _ in lanes]
+        self._turn = 0  # the lane whose turn it is
         self._events: list[SenderEvent] = []
         self.counts = SenderCounts()
 
@@ -165,7 +141,7 @@ class Sender:
     @property
     def free_send_slots(self) -> int:
         """Sending slots that no part has."""
-        return len(self._free_slots)
+        return sum(map(len, self._free_slots))
 
     @property
     def posts_in_flight(self) -> int:
@@ -196,9 +172,9 @@ class Sender:
         if len(page_ids) != pages:
             raise ValueError(f"page_ids has {len(page_ids)} entries, must have pages = {pages}")
         if pages == 0:
-            self._events.append(Completed(transfer, 0, 0, 0))
+            self._events.append(Completed(transfer, 0, 0, 0, 0))
             return
-        self._transfers[transfer] = _Outgoing(first_page, list(page_ids), self._page_bytes)
+        self._transfers[transfer] = Outgoing(first_page, list(page_ids), len(self._lanes))
 
     def progress(self, transfer: int, pages_ready: int) -> None:
         """Prompt pages [0, pages_ready) are final in the pool. Ignored for a transfer that is completed or ended.
@@ -209,11 +185,12 @@ class Sender:
         if outgoing is None:
             return
         pages = min(max(pages_ready - outgoing.first_page, 0), len(outgoing.page_ids))
-        if pages * self._page_bytes < outgoing.ready:
-            was = outgoing.first_page + outgoing.ready // self._page_bytes
+        if pages < outgoing.ready:
+            was = outgoing.first_page + outgoing.ready
             raise ValueError(f"pages_ready of transfer {transfer} is {pages_ready}, must be at least {was} as before")
-        outgoing.ready = pages * self._page_bytes
-        self._queue(transfer, outgoing)
+        outgoing.ready = pages
+        for lane in range(len(self._lanes)):
+            self._queue(lane, transfer, outgoing)
 
     def end(self, transfer: int) -> None:
         """Post no more of it. An Ended event follows, at once for a transfer that is not open (any more)."""
@@ -229,19 +206,21 @@ class Sender:
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
             return True
-        return outgoing.gathers == 0 and (outgoing.closed or outgoing.sent == outgoing.nbytes)
+        return outgoing.gathers == 0 and (outgoing.closed or outgoing.unsent == 0)
 
-    def next_actions(self) -> list[Gather]:
-        """As many gathers as sending slots, credits and ready bytes allow. Answer each by gathered or gather_failed."""
+    def next_actions(self, most: int | None = None) -> list[Gather]:
+        """As many gathers as sending slots, credits and ready bytes allow, and no more than `most`. Answer each by
+        gathered or gather_failed."""
         gathers: list[Gather] = []
-        while self._round and self._free_slots and len(self._purse) > 0:
-            transfer = self._round.popleft()
-            outgoing = self._transfers.get(transfer)
-            if outgoing is None or outgoing.closed:
-                continue
-            outgoing.queued = False
-            gathers.append(self._cut(transfer, outgoing))
-            self._queue(transfer, outgoing)
+        idle = 0  # lanes in a row that had nothing, or no slot, or no credit
+        while idle < len(self._lanes) and (most is None or len(gathers) < most):
+            gather = self._next_on(self._turn)
+            self._turn = (self._turn + 1) % len(self._lanes)
+            if gather is None:
+                idle += 1
+            else:
+                idle = 0
+                gathers.append(gather)
         return gathers
 
     def gathered(self, send_slot: int, checksum: int = 0) -> Post | None:
@@ -262,7 +241,7 @@ class Sender:
             transfer=gather.transfer,
             slot=credit.slot,
             generation=credit.generation,
-            rank=self._rank,
+            lane=gather.lane,
             first_page=gather.first_page,
             byte_offset=gather.byte_offset,
             nbytes=gather.nbytes,
@@ -300,15 +279,17 @@ class Sender:
         if post_id not in self._posted:
             raise ValueError(f"post_id is {post_id}, must be one of the {len(self._posted)} posts in flight")
         send_slot, transfer = self._posted.pop(post_id)
-        self._free_slots.append(send_slot)
+        self._free(send_slot)
         outgoing = self._transfers.get(transfer)
         if outgoing is None:  # ended while this was in flight
             return
         outgoing.posted -= 1
-        if outgoing.sent == outgoing.nbytes and outgoing.gathers == 0 and outgoing.posted == 0 and not outgoing.closed:
+        if outgoing.unsent == 0 and outgoing.gathers == 0 and outgoing.posted == 0 and not outgoing.closed:
             del self._transfers[transfer]
-            wire_bytes = outgoing.nbytes + outgoing.parts * HEADER_BYTES
-            self._events.append(Completed(transfer, outgoing.parts, outgoing.nbytes, wire_bytes))
+            pages = len(outgoing.page_ids)
+            nbytes = pages * self._row_bytes
+            wire_bytes = nbytes + outgoing.parts * HEADER_BYTES
+            self._events.append(Completed(transfer, outgoing.parts, nbytes, wire_bytes, pages))
 
     def poll_events(self) -> list[SenderEvent]:
         """What happened since the last call, in order."""
@@ -318,41 +299,70 @@ class Sender:
     def check(self) -> None:
         """Recounts everything; for tests."""
         busy = [*self._gathering, *(send_slot for send_slot, _ in self._posted.values())]
-        assert sorted([*self._free_slots, *busy]) == list(range(self._send_slots))
+        free = [slot for slots in self._free_slots for slot in slots]
+        assert sorted([*free, *busy]) == list(range(self._send_slots * len(self._free_slots)))
+        assert all(slot // self._send_slots == rank for rank, slots in enumerate(self._free_slots) for slot in slots)
+        for gather in self._gathering.values():
+            lane = self._lanes[gather.lane]
+            assert gather.send_slot // self._send_slots == lane.sender
         self._purse.check(gather.credit for gather in self._gathering.values())
         for transfer, outgoing in self._transfers.items():
-            assert 0 <= outgoing.sent <= outgoing.ready <= outgoing.nbytes
+            assert 0 <= outgoing.ready <= len(outgoing.page_ids)
+            for lane, sent, queued in zip(self._lanes, outgoing.sent, outgoing.queued, strict=True):
+                assert 0 <= sent <= outgoing.ready * lane.row_bytes
+                assert outgoing.closed or queued == (sent < outgoing.ready * lane.row_bytes)
+            ends = [len(outgoing.page_ids) * lane.row_bytes for lane in self._lanes]
+            assert outgoing.unsent == sum(sent < end for sent, end in zip(outgoing.sent, ends, strict=True))
             assert outgoing.gathers == sum(gather.transfer == transfer for gather in self._gathering.values())
             assert outgoing.posted == sum(owner == transfer for _, owner in self._posted.values())
             assert not outgoing.closed or outgoing.gathers > 0
-            assert outgoing.closed or outgoing.queued == (outgoing.sent < outgoing.ready)
 
-    def _queue(self, transfer: int, outgoing: _Outgoing) -> None:
-        if not outgoing.queued and not outgoing.closed and outgoing.sent < outgoing.ready:
-            outgoing.queued = True
-            self._round.append(transfer)
+    def _queue(self, lane: int, transfer: int, outgoing: Outgoing) -> None:
+        ready = outgoing.ready * self._lanes[lane].row_bytes
+        if not outgoing.queued[lane] and not outgoing.closed and outgoing.sent[lane] < ready:
+            outgoing.queued[lane] = True
+            self._rounds[lane].append(transfer)
 
-    def _cut(self, transfer: int, outgoing: _Outgoing) -> Gather:
-        start = outgoing.sent
-        nbytes = min(self._capacity, outgoing.ready - start)
+    def _next_on(self, number: int) -> Gather | None:
+        """A part of the transfer whose turn it is on this lane."""
+        lane, waiting = self._lanes[number], self._rounds[number]
+        if not self._free_slots[lane.sender] or not self._purse.has(lane.receiver):
+            return None
+        while waiting:
+            transfer = waiting.popleft()
+            outgoing = self._transfers.get(transfer)
+            if outgoing is None or outgoing.closed:
+                continue
+            outgoing.queued[number] = False
+            gather = self._cut(number, transfer, outgoing)
+            self._queue(number, transfer, outgoing)
+            return gather
+        return None
+
+    def _cut(self, number: int, transfer: int, outgoing: Outgoing) -> Gather:
+        lane, start = self._lanes[number], outgoing.sent[number]
+        nbytes = min(self._cuts[number], outgoing.ready * lane.row_bytes - start)
         assert nbytes > 0
-        page, byte_offset = divmod(start, self._page_bytes)
-        last_page = (start + nbytes - 1) // self._page_bytes
+        page, byte_offset = divmod(start, lane.row_bytes)
+        last_page = (start + nbytes - 1) // lane.row_bytes
         gather = Gather(
             transfer=transfer,
-            send_slot=self._free_slots.popleft(),
-            credit=self._purse.take(),
+            send_slot=self._free_slots[lane.sender].popleft(),
+            credit=self._purse.take(lane.receiver),
             page_ids=outgoing.page_ids[page : last_page + 1],
             first_page=outgoing.first_page + page,
             byte_offset=byte_offset,
             nbytes=nbytes,
+            lane=number,
         )
-        outgoing.sent += nbytes
+        outgoing.sent[number] += nbytes
+        if outgoing.sent[number] == len(outgoing.page_ids) * lane.row_bytes:
+            outgoing.unsent -= 1
         outgoing.gathers += 1
         self._gathering[gather.send_slot] = gather
         return gather
 
-    def _gather_done(self, send_slot: int) -> tuple[Gather, _Outgoing]:
+    def _gather_done(self, send_slot: int) -> tuple[Gather, Outgoing]:
         if send_slot not in self._gathering:
             raise ValueError(f"send_slot is {send_slot}, must be one of the {len(self._gathering)} that are gathering")
         gather = self._gathering.pop(send_slot)
@@ -361,10 +371,13 @@ class Sender:
         return gather, outgoing
 
     def _undo(self, gather: Gather) -> None:
-        self._free_slots.append(gather.send_slot)
+        self._free(gather.send_slot)
         self._purse.put_back(gather.credit)
 
-    def _close_if_drained(self, transfer: int, outgoing: _Outgoing) -> None:
+    def _free(self, send_slot: int) -> None:
+        self._free_slots[send_slot // self._send_slots].append(send_slot)
+
+    def _close_if_drained(self, transfer: int, outgoing: Outgoing) -> None:
         if outgoing.gathers > 0:
             return
         del self._transfers[transfer]
@@ -372,3 +385,10 @@ class Sender:
             self._events.append(Failed(transfer, outgoing.failure))
         else:
             self._events.append(Ended(transfer))
+
+
+def _cut_bytes(row_bytes: int, capacity: int) -> int:
+    """The most that a part takes: whole rows where one fits."""
+    if row_bytes <= capacity:
+        return capacity - capacity % row_bytes
+    return capacity - capacity % PART_ALIGNMENT if capacity >= PART_ALIGNMENT else capacity

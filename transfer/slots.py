@@ -1,10 +1,10 @@
 """The slot protocol: what a part looks like in a slot, what its notification says, and who may write a slot when.
 
-A slot holds one part: HEADER_BYTES of header, then the payload, a byte range of a transfer's pages taken in prompt
-order. The receiver grants a slot as a credit (slot, generation). The sender spends a credit on one write and its
-notification. The receiver takes the slot when the notification names the generation that it granted, copies the
-payload out, and grants the slot anew under the next generation, so whatever still names an older generation is
-refused.
+A slot holds one part: HEADER_BYTES of header, then the payload, a byte range of a transfer's pages, that is of their
+rows on one lane, taken in prompt order. The receiver grants a slot as a credit (slot, generation). The sender spends a
+credit on one write and its notification. The receiver takes the slot when the notification names the generation that it
+granted, copies the payload out, and grants the slot anew under the next generation, so whatever still names an older
+generation is refused. Slots belong to ranks: where each has n, slot i is rank i // n's.
 
     receiver's slot:  FREE -> GRANTED -> TAKEN -> GRANTED (generation + 1) ...
                                            \\-> WITHHELD: not what the notification said; lost to the session
@@ -54,16 +54,16 @@ def check_unsigned(field: str, value: int, bits: int) -> None:
 class PartHeader:
     """The first HEADER_BYTES of a slot.
 
-    The part's payload is the bytes [byte_offset, byte_offset + nbytes) of the pages from `first_page` on, laid end to
-    end; `first_page` is an index into the prompt's pages and holds the part's first byte, so byte_offset <
-    page_bytes.
+    The part's payload is the bytes [byte_offset, byte_offset + nbytes) of the lane's rows of the pages from
+    `first_page` on, laid end to end; `first_page` is an index into the prompt's pages and holds the part's first byte,
+    so byte_offset < row_bytes.
     """
 
     epoch: int  # of the receiver's pool, 64 bits
     transfer: int  # 64 bits
     slot: int  # the receiver's, 32 bits
     generation: int  # of the credit, 64 bits
-    rank: int  # tensor-parallel rank of the pages, 16 bits
+    lane: int  # 16 bits
     first_page: int  # 32 bits
     byte_offset: int  # 64 bits
     nbytes: int  # payload without the header, 64 bits
@@ -71,7 +71,7 @@ class PartHeader:
 
     def pack(self) -> bytes:
         """The HEADER_BYTES bytes. Raises SlotError for a field that does not fit its bits."""
-        check_unsigned("part.rank", self.rank, 16)
+        check_unsigned("part.lane", self.lane, 16)
         check_unsigned("part.slot", self.slot, 32)
         check_unsigned("part.first_page", self.first_page, 32)
         for field in ("epoch", "transfer", "generation", "byte_offset", "nbytes", "checksum"):
@@ -79,7 +79,7 @@ class PartHeader:
         return _HEADER.pack(
             _HEADER_MAGIC,
             PART_VERSION,
-            self.rank,
+            self.lane,
             self.epoch,
             self.transfer,
             self.generation,
@@ -95,7 +95,7 @@ class PartHeader:
         """Reads the header at the start of `buffer`, each byte once. Raises SlotError for length, magic or version."""
         if len(buffer) < HEADER_BYTES:
             raise SlotError("part.length", f"{len(buffer)} bytes", f"at least {HEADER_BYTES}")
-        magic, version, rank, epoch, transfer, generation, slot, first_page, byte_offset, nbytes, checksum = (
+        magic, version, lane, epoch, transfer, generation, slot, first_page, byte_offset, nbytes, checksum = (
             _HEADER.unpack_from(buffer)
         )
         if magic != _HEADER_MAGIC:
@@ -107,7 +107,7 @@ class PartHeader:
             transfer=transfer,
             slot=slot,
             generation=generation,
-            rank=rank,
+            lane=lane,
             first_page=first_page,
             byte_offset=byte_offset,
             nbytes=nbytes,
@@ -236,22 +236,28 @@ class CreditTable:
 
 
 class CreditPurse:
-    """The sender's unspent credits, oldest first.
+    """The sender's unspent credits, by rank of the receiver, oldest first.
 
     A credit is unspent until its part is posted: from then on the peer may have the notification and grant the slot
     anew, even before the courier reports the post done. A slot has one unspent credit at most, so neither the purse
     nor the gathers can outgrow the peer's slots.
     """
 
-    def __init__(self, slots: int) -> None:
-        if not 1 <= slots <= MAX_SLOTS:
-            raise ValueError(f"slots is {slots}, must be in 1..{MAX_SLOTS}")
-        self._newest = [0] * slots  # by slot, the newest generation seen
-        self._credits: deque[Credit] = deque()
+    def __init__(self, slots: int, ranks: int = 1) -> None:
+        """slots: of each rank."""
+        if not slots >= 1 or slots * ranks > MAX_SLOTS:
+            raise ValueError(f"slots is {slots}, must be in 1..{MAX_SLOTS // ranks}")
+        self._slots = slots
+        self._newest = [0] * (slots * ranks)  # by slot, the newest generation seen
+        self._credits: list[deque[Credit]] = [deque() for _ in range(ranks)]
         self._unspent: set[int] = set()  # slots whose credit is in the purse, or taken and not yet spent
 
     def __len__(self) -> int:
-        return len(self._credits)
+        return sum(map(len, self._credits))
+
+    def has(self, rank: int) -> bool:
+        """Whether there is one of this rank."""
+        return bool(self._credits[rank])
 
     def add(self, credits: Iterable[Credit]) -> None:
         """Credits that the peer granted. Raises SlotError for a slot out of range, a generation that is not new, or a
@@ -267,11 +273,11 @@ class CreditPurse:
                 raise SlotError("credit.slot", credit.slot, "a slot whose former credit was spent")
             self._newest[credit.slot] = credit.generation
             self._unspent.add(credit.slot)
-            self._credits.append(credit)
+            self._credits[self._rank(credit)].append(credit)
 
-    def take(self) -> Credit:
-        """Guard: a credit leaves the purse for the one part that may spend it. The purse must not be empty."""
-        return self._credits.popleft()
+    def take(self, rank: int = 0) -> Credit:
+        """Guard: a credit of this rank leaves the purse for the one part that may spend it. There must be one."""
+        return self._credits[rank].popleft()
 
     def spend(self, credit: Credit) -> None:
         """The part of a taken credit is posted: the peer may grant the slot anew."""
@@ -281,14 +287,18 @@ class CreditPurse:
     def put_back(self, credit: Credit) -> None:
         """Returns a taken credit of which nothing was written."""
         assert credit.slot in self._unspent, f"{credit} was spent"
-        self._credits.appendleft(credit)
+        self._credits[self._rank(credit)].appendleft(credit)
 
     def held(self) -> Sequence[Credit]:
-        """A copy, in the order of use."""
-        return tuple(self._credits)
+        """A copy, by rank, in the order of use."""
+        return tuple(credit for credits in self._credits for credit in credits)
 
     def check(self, taken: Iterable[Credit]) -> None:
         """Recounts everything, `taken` being those neither spent nor put back; for tests."""
-        slots = [credit.slot for credit in (*self._credits, *taken)]
+        assert all(self._rank(credit) == rank for rank, credits in enumerate(self._credits) for credit in credits)
+        slots = [credit.slot for credit in (*self.held(), *taken)]
         assert len(slots) == len(self._unspent)
         assert set(slots) == self._unspent
+
+    def _rank(self, credit: Credit) -> int:
+        return credit.slot // self._slots

@@ -5,37 +5,77 @@ from __future__ import annotations
 import contextlib
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvferry.proto import common_pb2, worker_pb2
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.lanes import rank_geometry
+from kvferry.transfer.layouts import RankStorage, StorageOrder
 from kvferry.transfer.segment import FileLock, Segment
+from kvferry.workers.rank_pools import RankPools
 
 
 class Attachment:
-    """The lock on the session file, taken first, and the mapped segment.
+    """The lock on the session file, taken first, and the mapped segments.
 
     The kernel releases the lock when the process ends, however it ends: that is the daemon's proof that the worker
     writes no more. So the lock is held until the mapping is no longer used.
     """
 
-    def __init__(self, session_file: str, segment: str, *, pages: int, page_bytes: int) -> None:
-        """Raises OSError when a file cannot be opened, ValueError when it is locked or the segment too short."""
+    def __init__(self, session_file: str, welcome: worker_pb2.Welcome, geometry: KVGeometry) -> None:
+        """Raises OSError when a file cannot be opened, ValueError when it is locked, a segment is too short, or what
+        the daemon says of its pools cannot be."""
+        pools = list(welcome.rank_pools) or [worker_pb2.RankPool(segment=welcome.segment)]
+        order = _order(welcome)
+        storage = RankStorage.make(rank_geometry(geometry, len(pools)), order, welcome.pages)
+        on_gpus = [bool(pool.ipc_handle) for pool in pools]
+        if any(on_gpus) and not all(on_gpus):
+            raise ValueError("rank_pools: some lie on GPUs, others in shared memory")
+        self._segments: list[Segment] = []
         self._lock = FileLock.open(session_file)
         try:
             if not self._lock.try_acquire():
                 raise ValueError(f"session file {session_file} is locked by another process")
-            self._segment = Segment.open(segment, pages * page_bytes)
+            if any(on_gpus):
+                from kvferry.workers.gpu_pools import GpuRankPools  # needs torch
+
+                self.pools: RankPools = GpuRankPools(geometry, order, welcome.pages, pools)
+                """The pages, writable, shared with the daemon."""
+            else:
+                self.pools = self._map(geometry, order, welcome.pages, pools, storage.nbytes)
         except BaseException:
+            self._unmap()
             self._lock.close()
             raise
-        self.pool: NDArray[np.uint8] = np.frombuffer(
-            self._segment.buffer, dtype=np.uint8, count=pages * page_bytes
-        ).reshape(pages, page_bytes)
-        """The pages, uint8 of shape (pages, page_bytes), writable, shared with the daemon."""
+
+    def _map(
+        self, geometry: KVGeometry, order: StorageOrder, pages: int, pools: list[worker_pb2.RankPool], nbytes: int
+    ) -> RankPools:
+        """The segments of all ranks."""
+        for pool in pools:
+            self._segments.append(Segment.open(pool.segment, pool.offset + nbytes))
+        memories = [
+            np.frombuffer(segment.buffer, np.uint8, nbytes, pool.offset)
+            for segment, pool in zip(self._segments, pools, strict=True)
+        ]
+        return RankPools(geometry, order, pages, memories)
 
     def close(self) -> None:
         """Lets the memory and then the lock go. The caller touches no page any more."""
-        self.pool = np.empty((0, 0), dtype=np.uint8)
-        # A view may still be alive somewhere: the mapping goes with the last one, and nothing writes through it.
-        with contextlib.suppress(BufferError):
-            self._segment.close()
+        self.pools.release()
+        self._unmap()
         self._lock.close()
+
+    def _unmap(self) -> None:
+        for segment in self._segments:
+            # A view may still be alive somewhere: the mapping goes with the last one, and nothing writes through it.
+            with contextlib.suppress(BufferError):
+                segment.close()
+        self._segments.clear()
+
+
+def _order(welcome: worker_pb2.Welcome) -> StorageOrder:
+    storage = welcome.storage or common_pb2.STORAGE_PAGE_MAJOR
+    known = {int(order) for order in StorageOrder}
+    if int(storage) not in known:
+        raise ValueError(f"storage is {storage}; it must be one of {sorted(known)}")
+    return StorageOrder(storage)

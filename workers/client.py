@@ -53,8 +53,8 @@ class DaemonClient:
     ) -> None:
         self.welcome = welcome
         self.geometry = geometry
-        self.pool = attachment.pool
-        """uint8 (pages, page_bytes): the daemon's pool. Only pages of this worker's living requests may be touched."""
+        self.pools = attachment.pools
+        """The daemon's. Only pages of this worker's living requests may be touched."""
         self.gone: asyncio.Future[DaemonGone] = asyncio.get_running_loop().create_future()
         """Done when the session is broken; not when it was closed from here."""
         self._call = stream.call
@@ -87,9 +87,7 @@ class DaemonClient:
         try:
             welcome = await asyncio.wait_for(read_welcome(stream.call), deadline_s)
             geometry = KVGeometry.from_proto(welcome.geometry)
-            attachment = Attachment(
-                welcome.session_file, welcome.segment, pages=welcome.pages, page_bytes=geometry.page_bytes
-            )
+            attachment = Attachment(welcome.session_file, welcome, geometry)
         except BaseException as error:
             stream.call.cancel()
             await stream.channel.close(None)
@@ -267,7 +265,6 @@ class DaemonClient:
         self._call.cancel()
         await self._channel.close(None)
         self._break("the session was closed")
-        self.pool = self.pool[:0]
         self._attachment.close()
 
     # -- the stream ------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from kvferry.workers.synthetic import SimulatedTime, SyntheticCompute
 
 DTYPES = ("float32", "bfloat16", "float16")
 SYNTHETIC_MAX_TOKENS = 1 << 20
+LAYOUTS = {"nhd": common_pb2.LAYOUT_PAGE_NHD, "hnd": common_pb2.LAYOUT_PAGE_HND}
 
 _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 
@@ -70,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     synthetic.add_argument("--synthetic-layers", type=_at_least_1, default=2, metavar="N")
     synthetic.add_argument("--synthetic-kv-heads", type=_at_least_1, default=1, metavar="N")
     synthetic.add_argument("--synthetic-head-dim", type=_at_least_1, default=16, metavar="N")
+    synthetic.add_argument("--synthetic-tensors", type=int, choices=(1, 2), default=2, help="a layer: K and V, or one")
+    synthetic.add_argument("--synthetic-layout", choices=sorted(LAYOUTS), default="nhd", help="of a page's rows")
     synthetic.add_argument("--synthetic-prefill-us", type=float, default=0.0, metavar="US", help="a prompt token takes")
     synthetic.add_argument("--synthetic-decode-us", type=float, default=0.0, metavar="US", help="a decode step takes")
 
@@ -96,12 +99,13 @@ def _prepare_synthetic(args: argparse.Namespace) -> Prepared:
         kv_heads=args.synthetic_kv_heads,
         head_dim=args.synthetic_head_dim,
         dtype=args.dtype,
-        tensors=2,
+        tensors=args.synthetic_tensors,
+        layout=LAYOUTS[args.synthetic_layout],
     )
     simulated = SimulatedTime(args.synthetic_prefill_us / 1e6, args.synthetic_decode_us / 1e6)
     facts = _facts(args, "synthetic", args.revision or "1", geometry)
     config = _config(args, facts, tokenizer="synthetic", model_max_tokens=SYNTHETIC_MAX_TOKENS)
-    return config, lambda client: SyntheticCompute(client.pool, client.geometry, simulated)
+    return config, lambda client: SyntheticCompute(client.pools, simulated)
 
 
 def _prepare_model(args: argparse.Namespace) -> Prepared:
@@ -119,7 +123,7 @@ def _prepare_model(args: argparse.Namespace) -> Prepared:
         tokenizer = str(folder.resolve())
     facts = _facts(args, model.fingerprint, args.revision or model.revision, model.geometry)
     config = _config(args, facts, tokenizer=tokenizer, model_max_tokens=model.max_tokens)
-    return config, lambda client: model.compute(client.pool, client.geometry)
+    return config, lambda client: model.compute(client.pools)
 
 
 def _facts(

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvferry.proto import common_pb2
-from kvferry.transfer.geometry import KVGeometry
 from kvferry.workers.compute import Prompt
-from kvferry.workers.paged_cache import PagedCache, PageTable, pool_view
+from kvferry.workers.paged_cache import PagedCache, PageTable, RankView, rank_views
+from kvferry.workers.rank_pools import RankPools
 from kvferry.workers.sampling import Sampling, sample
 
 UNBOUNDED_TOKENS = 1 << 20  # where a model's configuration names no length
@@ -58,18 +57,22 @@ class LoadedModel:
         """Where its weights are."""
         return next(self.network.parameters()).device  # type: ignore[no-any-return]
 
-    def compute(self, pool: NDArray[np.uint8] | torch.Tensor, geometry: KVGeometry) -> ModelCompute:
-        """Over `pool`, uint8 (pages, page_bytes), which lies where the model does: an array on the CPU, else a tensor.
+    def compute(self, pools: RankPools) -> ModelCompute:
+        """Over the ranks' pools, in one process: arrays on the CPU, else tensors on the model's kind of device.
 
-        Raises ValueError when `geometry` is not the model's, or the pool is elsewhere.
+        Raises ValueError when their geometry is not the model's, or they are elsewhere.
         """
+        geometry = pools.geometry
         given = KVShape(geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype)
         if given != self.shape or geometry.tensors != 2:
             raise ValueError(f"geometry is {given}, {geometry.tensors} tensors; the model's is {self.shape}, 2 tensors")
-        tensor = pool if isinstance(pool, torch.Tensor) else torch.from_numpy(pool)
-        if tensor.device != self.device:
-            raise ValueError(f"pool is on {tensor.device}, the model on {self.device}; they must be on one device")
-        return ModelCompute(self, pool_view(tensor, geometry), geometry)
+        ranks = rank_views(pools)
+        for number, rank in enumerate(ranks):
+            if rank.device.type != self.device.type:
+                raise ValueError(
+                    f"rank {number}'s pool is on {rank.device}, the model on {self.device}; give it --device"
+                )
+        return ModelCompute(self, ranks, geometry.page_size)
 
 
 def load_model(folder: Path, *, dtype: str, threads: int, revision: str = "", device: str = "cpu") -> LoadedModel:
@@ -150,10 +153,10 @@ def weights_revision(folder: Path) -> str:
 class ModelCompute:
     """The model over a pool, as a `Compute`."""
 
-    def __init__(self, model: LoadedModel, pool: torch.Tensor, geometry: KVGeometry) -> None:
+    def __init__(self, model: LoadedModel, ranks: list[RankView], page_size: int) -> None:
         self._model = model
-        self._pool = pool
-        self._geometry = geometry
+        self._ranks = ranks
+        self._page_size = page_size
 
     @property
     def vocabulary(self) -> int:
@@ -168,28 +171,29 @@ class ModelCompute:
         shared_tokens: int,
         asked: Prompt | None = None,
     ) -> ModelSequence:
-        device = self._pool.device
-        table = PageTable(self._geometry.page_size, pages, shared_tokens=shared_tokens, device=device)
-        return ModelSequence(self._model.network, self._pool, table, prompt, sampling)
+        table = PageTable(self._page_size, pages, shared_tokens=shared_tokens, device=self._model.device)
+        return ModelSequence(self._model.network, self._ranks, table, prompt, sampling)
 
 
 class ModelSequence:
     """One request, as a `SequenceCompute`."""
 
-    def __init__(self, network: Any, pool: torch.Tensor, table: PageTable, prompt: Prompt, sampling: Sampling) -> None:
+    def __init__(
+        self, network: Any, ranks: list[RankView], table: PageTable, prompt: Prompt, sampling: Sampling
+    ) -> None:
         self._network = network
-        self._pool = pool
+        self._ranks = ranks
         self._table = table
-        self._tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).unsqueeze(0).to(pool.device)
+        self._tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).unsqueeze(0).to(table.pages.device)
         self._sampling = sampling
-        self._cache = PagedCache(pool, table, tokens=0)
+        self._cache = PagedCache(ranks, table, tokens=0)
         self._logits: torch.Tensor | None = None
 
     def add_pages(self, pages: Sequence[int]) -> None:
         self._table.add(pages)
 
     def resume(self, tokens: int) -> None:
-        self._cache = PagedCache(self._pool, self._table, tokens=tokens)
+        self._cache = PagedCache(self._ranks, self._table, tokens=tokens)
 
     def prompt(self, start: int, end: int) -> None:
         self._forward(self._tokens[:, start:end], start)
@@ -203,6 +207,8 @@ class ModelSequence:
 
     def step(self, token: int, position: int) -> int:
         self._forward(torch.tensor([[token]], device=self._tokens.device), position)
+        if len(self._ranks) > 1:
+            self._settle()  # not every rank is read for the token
         return self._next()
 
     def finish(self) -> None:
@@ -211,8 +217,8 @@ class ModelSequence:
     def _settle(self) -> None:
         """What was computed is in the pages: the daemon may read them once it is told so. `_next` waits for a token,
         and so for all before it."""
-        if self._tokens.is_cuda:
-            torch.cuda.current_stream(self._tokens.device).record_event().synchronize()
+        for device in {rank.device for rank in self._ranks if rank.elements.is_cuda}:
+            torch.cuda.current_stream(device).record_event().synchronize()
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, position: int) -> None:

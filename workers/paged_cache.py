@@ -1,4 +1,4 @@
-"""A transformers cache whose keys and values lie in the daemon's pool pages.
+"""A transformers cache whose keys and values lie in the daemon's pool pages, each head on the ranks that hold it.
 
 Every layer writes what the model computes into the request's pages and gives attention the keys and values gathered
 from them, so what a request reads is what the pool holds. One request is one cache, a batch of one.
@@ -7,20 +7,38 @@ from them, so what a request reads is what the pool holds. One request is one ca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.workers.rank_pools import RankPools
 
 
-def pool_view(pool: torch.Tensor, geometry: KVGeometry) -> torch.Tensor:
-    """The pool's bytes, uint8 (pages, page_bytes) on any device, as elements, shape (pages, layers, 2, page size,
-    heads, head dimension) whatever the layout; a view."""
+class RankView(NamedTuple):
+    """One rank's memory: its elements, shape (pages, layers, 2, page size, heads, head dimension) whatever order and
+    layout, and which heads they are."""
+
+    elements: torch.Tensor  # a view
+    heads: slice  # of the model
+
+    @property
+    def device(self) -> torch.device:
+        return self.elements.device
+
+
+def rank_views(pools: RankPools) -> list[RankView]:
+    """Of each rank."""
+    geometry = pools.storage.geometry
     dtype = getattr(torch, geometry.dtype)
     assert isinstance(dtype, torch.dtype)
-    elements = pool.view(dtype).view(len(pool), *geometry.page_shape)
-    return elements if geometry.layout is Layout.PAGE_NHD else elements.transpose(3, 4)
+    shape = (pools.pages, geometry.layers, geometry.tensors, geometry.page_size, geometry.kv_heads, geometry.head_dim)
+    strides = (*(stride // geometry.itemsize for stride in pools.storage.view_strides), 1)
+    views: list[RankView] = []
+    for memory, heads in zip(pools.memories, pools.heads, strict=True):
+        tensor = memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
+        views.append(RankView(tensor.view(dtype).as_strided(shape, strides), slice(heads.first, heads.end)))
+    return views
 
 
 class PageTable:
@@ -29,7 +47,7 @@ class PageTable:
     def __init__(
         self, page_size: int, pages: Sequence[int], *, shared_tokens: int, device: torch.device | str = "cpu"
     ) -> None:
-        """The pages of the first `shared_tokens` tokens are read only. device: the pool's."""
+        """The pages of the first `shared_tokens` tokens are read only. device: the model's."""
         self.page_size = page_size
         self.shared_tokens = shared_tokens
         self.pages = torch.tensor(list(pages), dtype=torch.int64, device=device)
@@ -47,9 +65,12 @@ class PageTable:
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's keys and values."""
 
-    def __init__(self, pool: torch.Tensor, layer: int, table: PageTable, tokens: int) -> None:
+    def __init__(self, ranks: Sequence[RankView], layer: int, table: PageTable, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._stored = pool[:, layer]  # (pages, 2, page size, heads, head dimension)
+        # Of each rank: (pages, 2, page size, heads, head dimension), and its heads.
+        self._ranks = [RankView(rank.elements[:, layer], rank.heads) for rank in ranks]
+        firsts = {rank.heads.start: rank for rank in reversed(self._ranks)}
+        self._read = [firsts[start].elements for start in sorted(firsts)]  # each head once
         self._table = table
         self._tokens = tokens
         self.is_initialized = True
@@ -70,17 +91,22 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert key_states.shape[0] == 1, f"a batch of {key_states.shape[0]}; a paged cache holds one request"
         assert start >= self._table.shared_tokens, f"token {start} is in a shared page"
         assert end <= self._table.capacity, f"{end} tokens; the pages hold {self._table.capacity}"
-        positions = torch.arange(start, end, device=self._stored.device)
+        positions = torch.arange(start, end, device=self._table.pages.device)
         pages = self._table.pages[positions // self._table.page_size]
         offsets = positions % self._table.page_size
-        self._stored[pages, 0, offsets] = key_states[0].transpose(0, 1)
-        self._stored[pages, 1, offsets] = value_states[0].transpose(0, 1)
+        for stored, heads in self._ranks:
+            at = (pages.to(stored.device), offsets.to(stored.device))
+            for tensor, states in enumerate((key_states, value_states)):
+                stored[at[0], tensor, at[1]] = states[0, heads].transpose(0, 1).to(stored.device)
         self._tokens = end
         return self._gather(0), self._gather(1)
 
     def _gather(self, tensor: int) -> torch.Tensor:
         used = -(-self._tokens // self._table.page_size)
-        pages = self._stored[self._table.pages[:used], tensor]  # (used, page size, heads, head dimension), a copy
+        ids = self._table.pages[:used]
+        # Of each rank (used, page size, heads, head dimension), a copy, where the model is.
+        ranks = [stored[ids.to(stored.device), tensor].to(ids.device) for stored in self._read]
+        pages = ranks[0] if len(ranks) == 1 else torch.cat(ranks, dim=2)
         rows = pages.flatten(0, 1)[: self._tokens]
         return rows.transpose(0, 1).contiguous().unsqueeze(0)
 
@@ -103,7 +129,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class PagedCache(Cache):
     """The cache of one request; pass it to a model as `past_key_values`."""
 
-    def __init__(self, pool: torch.Tensor, table: PageTable, *, tokens: int) -> None:
-        """`pool`: of `pool_view`. The pages hold the KV of the first `tokens` tokens."""
+    def __init__(self, ranks: Sequence[RankView], table: PageTable, *, tokens: int) -> None:
+        """`ranks`: of `rank_views`. The pages hold the KV of the first `tokens` tokens."""
         assert 0 <= tokens <= table.capacity
-        super().__init__(layers=[PagedLayer(pool, layer, table, tokens) for layer in range(pool.shape[1])])
+        layers = ranks[0].elements.shape[1]
+        super().__init__(layers=[PagedLayer(ranks, layer, table, tokens) for layer in range(layers)])

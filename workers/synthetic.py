@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.workers.compute import Prompt, WrongPage
+from kvferry.workers.rank_pools import RankPools
 from kvferry.workers.sampling import Sampling
 
 VOCABULARY = 32_000
@@ -57,11 +58,10 @@ def output_token(prompt: Prompt, index: int) -> int:
 
 
 class SyntheticCompute:
-    """Fills and checks pages of `pool`, uint8 (pages, page_bytes)."""
+    """Fills and checks pages of `pools`, on every rank."""
 
-    def __init__(self, pool: Bytes, geometry: KVGeometry, simulated: SimulatedTime) -> None:
-        self._pool = pool
-        self._geometry = geometry
+    def __init__(self, pools: RankPools, simulated: SimulatedTime) -> None:
+        self._pools = pools
         self._simulated = simulated
 
     @property
@@ -77,9 +77,7 @@ class SyntheticCompute:
         shared_tokens: int,
         asked: Prompt | None = None,
     ) -> SyntheticSequence:
-        return SyntheticSequence(
-            self._pool, self._geometry, self._simulated, prompt, list(pages), shared_tokens, asked or prompt
-        )
+        return SyntheticSequence(self._pools, self._simulated, prompt, list(pages), shared_tokens, asked or prompt)
 
 
 class SyntheticSequence:
@@ -88,16 +86,15 @@ class SyntheticSequence:
 
     def __init__(
         self,
-        pool: Bytes,
-        geometry: KVGeometry,
+        pools: RankPools,
         simulated: SimulatedTime,
         prompt: Prompt,
         pages: list[int],
         shared_tokens: int,
         asked: Prompt,
     ) -> None:
-        self._pool = pool
-        self._geometry = geometry
+        self._pools = pools
+        self._geometry = geometry = pools.geometry
         self._simulated = simulated
         self._prompt = prompt
         self._asked = asked
@@ -173,7 +170,7 @@ class SyntheticSequence:
 
     def _store(self, index: int, content: Bytes) -> None:
         assert index >= self._shared_pages, f"page {index} of the request is shared"
-        self._pool[self._pages[index]] = content
+        self._pools.store(self._pages[index], content)
 
     def _check(self) -> None:
         for index in range(self._stored_pages):
@@ -182,9 +179,8 @@ class SyntheticSequence:
             self._check_page(self._full_pages, self._tail, "the prompt's tail")
 
     def _check_page(self, index: int, content: Bytes, source: str) -> None:
-        page = self._pool[self._pages[index]]
-        if not np.array_equal(page, content):
-            wrong = np.flatnonzero(page != content)
+        wrong = self._pools.wrong_bytes(self._pages[index], content)
+        if len(wrong):
             raise WrongPage(
                 f"page {self._pages[index]} (page {index} of the request) does not hold the bytes of {source}: "
                 f"{len(wrong)} of {len(content)} are wrong, the first at byte {wrong[0]}"

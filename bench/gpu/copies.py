@@ -6,7 +6,8 @@ run. `batch` and `loop`: one cuMemcpyBatchAsync, and a loop of cuMemcpyAsync, ov
 engine. limit: bytes / (0.945 x peak) + 60 us; ok: within it, and not slower than batch. Under load: 8192^3 bf16
 products on another stream, pairs with and without copies in turn, two copies in flight all the time.
 
-    python bench/gpu/copies.py [--repeat 21] [--pairs 20] [--only verify,idle,load]
+    python bench/gpu/copies.py [--repeat 21] [--pairs 20] [--only verify,idle,load] [--beside chosen,staged]
+        [--apart 45]
 """
 
 from __future__ import annotations
@@ -89,13 +90,15 @@ class Field:
         rows[torch.from_numpy(self.row_ids).cuda()] = torch.cat([tensor[ids] for tensor in self.tensors], 1)
         return rows
 
-    def check(self, strategy: Strategy, beside: Callable[[], None]) -> None:
-        """Every byte of rows and tensors after a spill and a restore, between poisoned neighbours."""
+    def check(self, strategy: Strategy, beside: Callable[[bool], object]) -> None:
+        """Every byte of rows and tensors after a spill and a restore, between poisoned neighbours. beside(to_host)
+        starts what runs beside each.
+        """
         expected = self.expected_rows()
         kept = [tensor.clone() for tensor in self.tensors]
         self.rows[:] = POISON
         torch.cuda.synchronize()
-        beside()
+        held = [beside(True)]
         copy = self.copy(True, strategy)
         copy.wait()
         assert copy.strategy == strategy, f"{copy.strategy} in place of {strategy}: {self.engine.statistics()}"
@@ -104,7 +107,7 @@ class Field:
         for tensor in self.tensors:
             tensor.fill_(POISON)
         torch.cuda.synchronize()
-        beside()
+        held.append(beside(False))
         self.copy(False, strategy).wait()
         ids = torch.from_numpy(self.page_ids).cuda()
         for number, (tensor, before) in enumerate(zip(self.tensors, kept, strict=True)):
@@ -114,6 +117,7 @@ class Field:
                 raise AssertionError(f"{self.shape.name}: {strategy} to the device: tensor {number} differs")
             tensor.copy_(before)
         torch.cuda.synchronize()
+        del held
 
 
 def timed(issue: Callable[[], GpuCopy]) -> float:
@@ -274,11 +278,12 @@ def load(engine: GpuCopyEngine, peak: Peak, pairs: int, ways: tuple[Strategy | N
 def verify(engine: GpuCopyEngine) -> None:
     products = Products()
     for shape in SHAPES:
-        field = Field(shape, engine)
+        field, other = Field(shape, engine), Field(shape, engine)
         for strategy in STRATEGIES:
-            field.check(strategy, lambda: None)
-            field.check(strategy, partial(products.start, 8))
-    done = f"{len(SHAPES)} shapes, both directions, idle and beside products"
+            field.check(strategy, lambda to_host: None)
+            field.check(strategy, lambda to_host: products.start(8))
+            field.check(strategy, partial(other.copy, strategy=strategy))
+    done = f"{len(SHAPES)} shapes, both directions, idle, beside products and another copy"
     print(f"every byte right: {done}, {', '.join(STRATEGIES)}")
 
 
@@ -287,11 +292,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=21)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--only", default="verify,idle,load")
+    parser.add_argument("--beside", default="chosen", help="strategies measured under load")
+    parser.add_argument("--apart", type=int, default=0, help="apart_percent of the engine")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
     torch.manual_seed(1)
     torch.zeros(1, device="cuda")
-    engine = GpuCopyEngine(0)
+    engine = GpuCopyEngine(0, apart_percent=arguments.apart)
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     if "verify" in parts:
         verify(engine)
@@ -299,7 +306,8 @@ def main() -> None:
     if "idle" in parts:
         idle(engine, peak, arguments.repeat)
     if "load" in parts:
-        load(engine, peak, arguments.pairs, (None, "staged"))
+        ways: dict[str, Strategy | None] = {"chosen": None, **{name: name for name in STRATEGIES}}
+        load(engine, peak, arguments.pairs, tuple(ways[name] for name in arguments.beside.split(",")))
     print(f"\ncounters: {engine.statistics()}")
 
 

@@ -18,8 +18,9 @@ ln -sf "$PWD/$BUILD"/_core*.so "$SITE/"
 export PYTHONPATH=$PWD/build/gpu-site PYTHONUNBUFFERED=1
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-$PYTHON -m pytest -q -p no:cacheprovider tests/csrc/test_cuda.py tests/transfer/test_copy_plan.py 2>&1 | tail -15
+$PYTHON -m pytest -q -p no:cacheprovider tests/csrc tests/transfer/test_copy_plan.py 2>&1 | tail -15
 if command -v compute-sanitizer >/dev/null; then
-  compute-sanitizer --tool memcheck --error-exitcode 9 $PYTHON -m pytest -q -p no:cacheprovider tests/csrc/test_cuda.py -m gpu -k small 2>&1 | tail -6
+  compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 $PYTHON -m pytest -q -p no:cacheprovider tests/csrc -m gpu -k small 2>&1 | tail -6
 fi
 $PYTHON bench/gpu/copies.py 2>&1 | tee "$OUT_DIR/gpu_copies.txt"
+$PYTHON bench/gpu/parts.py 2>&1 | tee "$OUT_DIR/gpu_parts.txt"

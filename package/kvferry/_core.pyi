@@ -77,6 +77,118 @@ def scatter_pages(
 ) -> None:
     """Slot to pool, the reverse of `gather_pages`; a page named twice is a ValueError as well."""
 
+def gather_pages_summed(
+    dst: Buffer,
+    dst_offset: int,
+    src: Buffer,
+    page_ids: Ids,
+    page_bytes: int,
+    byte_offset: int,
+    nbytes: int,
+    threads: int = 1,
+) -> int:
+    """`gather_pages`, and the `part_checksum` of what it gathered, made on the way: nearly as fast where page_bytes and
+    byte_offset are multiples of 8.
+    """
+
+def scatter_pages_summed(
+    dst: Buffer,
+    page_ids: Ids,
+    page_bytes: int,
+    byte_offset: int,
+    src: Buffer,
+    src_offset: int,
+    nbytes: int,
+    threads: int = 1,
+) -> int:
+    """`scatter_pages`, and the `part_checksum` of what it scattered. The bytes are in the pages when it is known."""
+
+def part_checksum(buffer: Buffer) -> int:
+    """A 64-bit sum over the bytes, the same that the `_summed` copies make of a part here and on a GPU. GIL released.
+
+    Finds every change within one aligned group of 4 bytes; anything else is missed with a chance near 2**-64 as long as
+    nobody looks for bytes with the same sum (csrc/part_sum.h has the details): accidents, not attacks.
+    """
+
+class HostPages:
+    """Pages in a buffer of host memory: fragment tensor * pieces + piece of page p is the fragment_bytes at
+    offsets[tensor] + p * strides[tensor] + piece * piece_stride; a page's row is its fragments one behind the other.
+
+    So page-major pools are one tensor of one piece, layer-major ones a tensor for each layer's K and V, and a range of
+    heads of NHD pages is pieces = tokens, piece_stride = a token's bytes, fragment_bytes = those of the heads. The
+    buffer is writable, and stays exported until `close`. ValueError, names the field: the buffer is too small, or any
+    other bound.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        offsets: NDArray[np.int64],
+        strides: NDArray[np.int64],
+        pieces: int,
+        piece_stride: int,
+        fragment_bytes: int,
+        pages: int,
+    ) -> None: ...
+    @property
+    def fragments(self) -> int:
+        """Of a page."""
+    @property
+    def fragment_bytes(self) -> int: ...
+    @property
+    def row_bytes(self) -> int:
+        """Of a page."""
+    @property
+    def pages(self) -> int: ...
+    def gather_part(
+        self,
+        page_ids: NDArray[np.int64],
+        byte_offset: int,
+        nbytes: int,
+        slot: Buffer,
+        slot_offset: int = 0,
+        threads: int = 1,
+    ) -> None:
+        """The rows of page_ids laid end to end; their [byte_offset, byte_offset + nbytes), which touches every page
+        named (so byte_offset < row_bytes), goes to slot[slot_offset:]. GIL released.
+
+        IndexError (page id) or ValueError (any other bound, or the slot lies in the pages) before a byte has moved.
+        """
+    def gather_part_summed(
+        self,
+        page_ids: NDArray[np.int64],
+        byte_offset: int,
+        nbytes: int,
+        slot: Buffer,
+        slot_offset: int = 0,
+        threads: int = 1,
+    ) -> int:
+        """And the `part_checksum` of the part."""
+    def scatter_part(
+        self,
+        page_ids: NDArray[np.int64],
+        byte_offset: int,
+        nbytes: int,
+        slot: Buffer,
+        slot_offset: int = 0,
+        threads: int = 1,
+    ) -> None:
+        """The reverse of `gather_part`; a page named twice is a ValueError as well."""
+    def scatter_part_summed(
+        self,
+        page_ids: NDArray[np.int64],
+        byte_offset: int,
+        nbytes: int,
+        slot: Buffer,
+        slot_offset: int = 0,
+        threads: int = 1,
+    ) -> int:
+        """And the `part_checksum` of the part."""
+    def zero_page_from(self, page_id: int, start: int, first_piece: int = 0) -> None:
+        """In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero."""
+    def close(self) -> None:
+        """Lets go of the buffer; later calls are ValueErrors. ValueError: a call is running in another thread."""
+
 def copy_list(
     dst_addresses: NDArray[np.int64], src_addresses: NDArray[np.int64], sizes: NDArray[np.int64], threads: int = 1
 ) -> None:
@@ -116,14 +228,53 @@ class GpuPages:
     def pages(self) -> int: ...
 
 class GpuMemory:
-    """A plain allocation on the device, freed with this object."""
+    """A plain allocation on the device, freed with this object. What it holds at first is anything.
+    `torch.as_tensor(memory, device=...)` is a tensor of uint8 over it, which keeps it.
+    """
 
     @property
     def address(self) -> int: ...
     def __len__(self) -> int: ...
+    def ipc_handle(self) -> bytes:
+        """64 bytes by which other processes map it (`GpuCopyEngine.open_ipc`), as long as it is here."""
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """uint8, one dimension, version 3."""
+
+class GpuMapping:
+    """Memory of another process, mapped until it is closed or this object ends. The exporter's end does not end it."""
+
+    @property
+    def address(self) -> int:
+        """ValueError: it is closed."""
+    def __len__(self) -> int:
+        """As many bytes as were asked for."""
+    @property
+    def closed(self) -> bool: ...
+    def close(self) -> None:
+        """Nobody may use the address any more: no copy under way, no tensor over it."""
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """As that of GpuMemory."""
+
+class GpuIpcEvent:
+    """A point in the work of a stream that other processes' streams wait for (`GpuCopyEngine.hold`). The process that
+    made it must outlive its use. An event stands for the record that was last when a wait was issued: who waits must
+    know (by a message) that `record` has returned.
+    """
+
+    @property
+    def handle(self) -> bytes:
+        """64 bytes by which other processes open it."""
+    def record(self, stream: int) -> None:
+        """After what was issued to `stream` (0: the default one) until now."""
+    def done(self) -> bool:
+        """Whether the last record's point was reached; True if there is none."""
 
 class PinnedBuffer:
-    """A writable buffer, pinned and exported as long as this lives. GpuError: it cannot be pinned, or is already."""
+    """A writable buffer, pinned and exported as long as this lives: anonymous or shared memory (/dev/shm, memfd).
+    GpuError says why it cannot be pinned.
+    """
 
     def __init__(self, engine: GpuCopyEngine, buffer: Buffer) -> None: ...
 
@@ -137,8 +288,27 @@ class GpuCopy:
         """GpuError: the copy, or anything on the device before it, failed."""
     def wait(self) -> None:
         """The thread sleeps, without the GIL, until it is done."""
+    def wait_for(self, seconds: float) -> bool:
+        """False: it was not done after so long. Looks for some microseconds, then sleeps in between; GIL released."""
+    def checksum(self) -> int:
+        """Of a `_summed` part or of `add_up`: its bytes' `part_checksum`. ValueError: another copy, or not done."""
     def hold(self, stream: int) -> None:
-        """What is issued to `stream` from now on runs after the copy."""
+        """What is issued to `stream` (0: the default one) from now on runs after the copy."""
+
+class GpuWaiter:
+    """One thread waits for many copies: it sleeps while there are none, and learns of an end within some 20 us."""
+
+    def __init__(self) -> None: ...
+    def add(self, copy: GpuCopy) -> None:
+        """From any thread; a `wait` that runs includes it. ValueError: 65536 are waited for already."""
+    def wait(self, seconds: float) -> list[GpuCopy]:
+        """Those that ended, well or not (`done` tells), at least one unless the time is up or `wake` was called; no
+        other `wait` returns them. GIL released.
+        """
+    def wake(self) -> None:
+        """The `wait` that runs, or else the next one, returns at once."""
+    def __len__(self) -> int:
+        """Copies that no `wait` has returned."""
 
 class GpuCopyEngine:
     """Copies between one device and host memory that is pinned (other memory works, slowly and not asynchronously).
@@ -162,8 +332,13 @@ class GpuCopyEngine:
         bus_blocks: int = ...,
         batch_descriptors: int = ...,
         batch_flags: int = ...,
+        apart_percent: int = ...,
+        part_blocks: int = ...,
+        part_threads: int = ...,
     ) -> None:
-        """GpuUnavailable or GpuError. The numbers are those of CopyTuning in csrc/cuda_engine.h."""
+        """GpuUnavailable or GpuError. The numbers are those of CopyTuning in csrc/cuda_engine.h and of PartTuning in
+        csrc/cuda_parts.h.
+        """
     def pages(
         self,
         bases: NDArray[np.int64],
@@ -177,7 +352,101 @@ class GpuCopyEngine:
         p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. The addresses are the
         caller's word.
         """
-    def allocate(self, nbytes: int) -> GpuMemory: ...
+    def allocate(self, nbytes: int) -> GpuMemory:
+        """Whole blocks of 2 MiB, of which nobody else has a part: their handle shows others nothing else."""
+    def export_memory(self, address: int, nbytes: int) -> tuple[bytes, int]:
+        """The handle of the allocation that these bytes lie in, whoever made it, and their offset in it: others open
+        offset + nbytes of it. ValueError: not in one allocation. GpuError: one that cannot be exported (mapped piece by
+        piece, as torch's expandable segments are).
+        """
+    def open_ipc(self, handle: bytes, nbytes: int) -> GpuMapping:
+        """The first nbytes of another process's allocation, on any device that this one's can reach. GpuError: fewer
+        bytes, a handle of this process, or one whose memory or process is gone.
+        """
+    def address_range(self, address: int) -> tuple[int, int]:
+        """Base and size of the allocation, or of the mapping, that it lies in. GpuError: in none."""
+    def check_range(self, address: int, nbytes: int) -> None:
+        """ValueError: the bytes do not lie in one allocation, which is named."""
+    def check_pages(self, pages: GpuPages) -> None:
+        """`check_range` of every tensor: bases[t] to the end of its last page."""
+    def device_uuid(self) -> bytes:
+        """16 bytes, the same in every process."""
+    def device_memory_info(self) -> tuple[int, int]:
+        """Bytes free on the device, and all it has."""
+    def read(self, address: int, nbytes: int) -> bytes:
+        """At most 4096 bytes of the device, at once: it waits for nothing that was issued before. GpuError: not done in
+        10 s. GIL released. The address is the caller's word, here and in `write`.
+        """
+    def write(self, address: int, data: Buffer) -> None:
+        """At most 4096 bytes; they are there when it returns."""
+    def make_ipc_event(self) -> GpuIpcEvent: ...
+    def open_ipc_event(self, handle: bytes) -> GpuIpcEvent:
+        """Another process's. GpuError: this process's own. That of a process which has ended may open, as done."""
+    def hold(self, event: GpuIpcEvent, stream: int | None = None) -> None:
+        """What is issued to `stream` from now on runs after the event's last record; None: to any of the engine's own
+        streams. The host does not wait.
+        """
+    def gather_part(
+        self,
+        pages: GpuPages,
+        page_ids: NDArray[np.int64],
+        byte_offset: int,
+        nbytes: int,
+        slot_address: int,
+        stream: int | None = None,
+    ) -> GpuCopy:
+        """Pool to slot on one device, or devices that reach each other: the rows of page_ids laid end to end; their
+        [byte_offset, byte_offset + nbytes), which touches every page named (so byte_offset < row_bytes), goes to
+        slot_address. stream None: `gather_stream`. Fast where all addresses and sizes are multiples of 16.
+
+        IndexError (page id) or ValueError (any other bound) before a byte has moved.
+        """
+    def gather_part_summed(
+        self,
+        pages: GpuPages,
+        page_ids: NDArray[np.int64],
+        byte_offset: int,
+        nbytes: int,
+        slot_address: int,
+        stream: int | None = None,
+    ) -> GpuCopy:
+        """And adds up: `GpuCopy.checksum`. GpuError: the driver takes no kernels, or 1024 sums are held."""
+    def scatter_part(
+        self,
+        pages: GpuPages,
+        page_ids: NDArray[np.int64],
+        byte_offset: int,
+        nbytes: int,
+        slot_address: int,
+        stream: int | None = None,
+    ) -> GpuCopy:
+        """The reverse of `gather_part`, on `scatter_stream`; a page named twice is a ValueError as well."""
+    def scatter_part_summed(
+        self,
+        pages: GpuPages,
+        page_ids: NDArray[np.int64],
+        byte_offset: int,
+        nbytes: int,
+        slot_address: int,
+        stream: int | None = None,
+    ) -> GpuCopy: ...
+    def add_up(self, address: int, nbytes: int, stream: int | None = None) -> GpuCopy:
+        """The `part_checksum` of device memory, as `GpuCopy.checksum`; on `scatter_stream`."""
+    def zero_pages(self, pages: GpuPages, page_ids: NDArray[np.int64], stream: int | None = None) -> GpuCopy:
+        """All bytes of these pages become zero; on `scatter_stream`."""
+    def zero_page_from(
+        self, pages: GpuPages, page_id: int, start: int, first_piece: int = 0, stream: int | None = None
+    ) -> GpuCopy:
+        """In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero; on
+        `scatter_stream`.
+        """
+    @property
+    def has_kernels(self) -> bool:
+        """Otherwise parts move by the driver's copies, which is slow, and nothing is added up."""
+    @property
+    def gather_stream(self) -> int: ...
+    @property
+    def scatter_stream(self) -> int: ...
     def copy_pages_to_host(
         self,
         pages: GpuPages,
@@ -227,7 +496,18 @@ class GpuCopyEngine:
     def stream(self) -> int:
         """The engine's own."""
     def statistics(self) -> dict[str, dict[str, int]]:
-        """By strategy that was used: copies, descriptors, bytes; under `fallbacks`, how often for what reason."""
+        """By strategy that was used: copies, descriptors, bytes; under `gathered` and `scattered`: parts, launches,
+        bytes; under `zeroed`: pages; under `fallbacks`, how often for what reason.
+        """
+
+def gpu_device_count(library: str = "libcuda.so.1", api: Literal["cuda", "hip"] = "cuda") -> int:
+    """GpuUnavailable: no driver, or no device."""
+
+def gpu_device_uuid(ordinal: int, library: str = "libcuda.so.1", api: Literal["cuda", "hip"] = "cuda") -> bytes:
+    """16 bytes, the same in every process, whatever devices it sees."""
+
+def gpu_device_ordinal(uuid: bytes, library: str = "libcuda.so.1", api: Literal["cuda", "hip"] = "cuda") -> int:
+    """Of the device in this process. ValueError: this process does not see it."""
 
 # -- page pools
 

@@ -6,6 +6,7 @@
 
 #include "../../csrc/cuda_driver.h"
 #include "../../csrc/cuda_kernels.h"
+#include "../../csrc/part_kernels.h"
 
 using namespace kvferry;
 
@@ -16,6 +17,8 @@ std::map<std::string, long> answers;  // of functions that shall not succeed
 size_t largest_batch = 0;
 int last_source_order = 0;
 int contexts = 0;
+std::map<GpuAddress, size_t> allocations;  // of this "device", and those of another "process" that are mapped
+std::map<GpuAddress, size_t> foreign;      // of another "process"
 
 GpuStatus answer(const char* name) {
   ++calls[name];
@@ -37,9 +40,79 @@ void copy_word_by_word(const PageCopy& copy, size_t width) {
   }
 }
 
+uint64_t load(const char* bytes, size_t count) {
+  uint64_t word = 0;
+  std::memcpy(&word, bytes, count);
+  return word;
+}
+
+void add_up(const SumInto& into, unsigned blocks, uint64_t sum) {
+  into.cell->sum += sum;
+  into.cell->blocks += blocks;
+  if (into.cell->blocks != into.blocks) return;
+  *into.result = into.cell->sum;
+  *into.cell = {};
+}
+
+char* fragment_at(const uint64_t* bases, const int64_t* strides, int64_t piece_stride, uint32_t page, uint32_t tensor,
+                  uint32_t piece) {
+  return reinterpret_cast<char*>(bases[tensor]) + int64_t(page) * strides[tensor] + int64_t(piece) * piece_stride;
+}
+
+void copy_part(const PartCopy& copy, size_t width, bool summed, unsigned blocks) {
+  uint64_t sum = 0;
+  for (uint32_t i = 0; i < copy.words; ++i) {
+    const uint32_t at = copy.first + i, row = at / copy.row_words.divisor, in_row = at % copy.row_words.divisor;
+    if (copy.row_words.divide(at) != row) abort();
+    const uint32_t fragment = in_row / copy.fragment_words.divisor, inside = in_row % copy.fragment_words.divisor;
+    if (copy.fragment_words.divide(in_row) != fragment) abort();
+    char* on_page = fragment_at(copy.bases, copy.strides, copy.piece_stride, copy.page_ids[row],
+                                fragment / copy.pieces.divisor, fragment % copy.pieces.divisor) + size_t(inside) * width;
+    char* in_slot = reinterpret_cast<char*>(copy.slot) + size_t(i) * width;
+    if ((reinterpret_cast<uint64_t>(on_page) | reinterpret_cast<uint64_t>(in_slot)) % width != 0) abort();
+    std::memcpy(copy.to_slot ? in_slot : on_page, copy.to_slot ? on_page : in_slot, width);
+    if (!summed) continue;
+    for (uint32_t half = 0; half < 2; ++half) sum += mixed_word(load(in_slot + 8 * half, 8), copy.first_sum + 2 * i + half);
+  }
+  if (summed) add_up(copy.sum, blocks, sum);
+}
+
+void sum_part(const PartSum& part, unsigned blocks) {
+  uint64_t sum = 0;
+  for (uint64_t at = 0; at < part.nbytes; at += 8) {
+    sum += mixed_word(load(reinterpret_cast<const char*>(part.address) + at, part.nbytes - at < 8 ? part.nbytes - at : 8), at / 8);
+  }
+  add_up(part.sum, blocks, sum);
+}
+
+void zero_pages(const ZeroPages& zero, size_t width) {
+  for (uint32_t i = 0; i < zero.total; ++i) {
+    const uint32_t page = i / zero.page_words.divisor, in_page = i % zero.page_words.divisor;
+    const uint32_t tensor = in_page / zero.tensor_words.divisor, in_tensor = in_page % zero.tensor_words.divisor;
+    char* fragment = fragment_at(zero.bases, zero.strides, zero.piece_stride, zero.page_ids[page], tensor,
+                                 zero.first_piece + in_tensor / zero.words.divisor);
+    char* word = fragment + (zero.first + size_t(in_tensor % zero.words.divisor)) * width;
+    if (reinterpret_cast<uint64_t>(word) % width != 0) abort();
+    std::memset(word, 0, width);
+  }
+}
+
+// A kernel's name is its handle.
+size_t width_of(const std::string& name) { return std::strtoul(name.c_str() + name.rfind('_') + 1, nullptr, 10); }
+
+bool begins(const std::string& name, const char* with) { return name.rfind(with, 0) == 0; }
+
 }  // namespace
 
 extern "C" {
+
+// An allocation of another "process": what its handle is made of.
+GpuAddress fake_foreign(size_t bytes) {
+  const auto address = reinterpret_cast<GpuAddress>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
+  foreign[address] = bytes;
+  return address;
+}
+void fake_foreign_ends(GpuAddress address) { foreign.erase(address); }
 
 long fake_calls(const char* name) { return calls[name]; }
 void fake_answer(const char* name, long status) { answers[name] = status; }
@@ -58,6 +131,11 @@ GpuStatus hipDrvGetErrorName(GpuStatus status, const char** name) {
   return *name = status == kGpuInvalidValue ? "INVALID_VALUE" : "OTHER", answer("error_name");
 }
 GpuStatus hipDeviceGet(int* device, int ordinal) { return *device = ordinal, answer("device_get"); }
+GpuStatus hipGetDeviceCount(int* count) { return *count = 3, answer("device_count"); }
+GpuStatus hipDeviceGetUuid(GpuUuid* uuid, int device) {
+  std::memset(uuid->bytes, 0x10 + device, sizeof uuid->bytes);
+  return answer("device_uuid");
+}
 GpuStatus hipDevicePrimaryCtxRetain(GpuContext* context, int) { return *context = &calls, answer("context_retain"); }
 GpuStatus hipDevicePrimaryCtxRelease(int) { return answer("context_release"); }
 GpuStatus hipCtxPushCurrent(GpuContext) { return ++contexts, answer("context_push"); }
@@ -80,10 +158,47 @@ GpuStatus hipEventElapsedTime(float* milliseconds, GpuEvent, GpuEvent) {
 }
 GpuStatus hipMalloc(GpuAddress* address, size_t bytes) {
   const GpuStatus status = answer("mem_alloc");
-  if (status == kGpuSuccess) *address = reinterpret_cast<GpuAddress>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
+  if (status != kGpuSuccess) return status;
+  *address = reinterpret_cast<GpuAddress>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
+  allocations[*address] = bytes;
   return status;
 }
-GpuStatus hipFree(GpuAddress address) { return std::free(reinterpret_cast<void*>(address)), answer("mem_free"); }
+GpuStatus hipFree(GpuAddress address) {
+  allocations.erase(address);
+  return std::free(reinterpret_cast<void*>(address)), answer("mem_free");
+}
+GpuStatus hipMemGetInfo(size_t* free, size_t* total) { return *free = 1000, *total = 2000, answer("mem_info"); }
+GpuStatus hipMemGetAddressRange(GpuAddress* base, size_t* size, GpuAddress address) {
+  const GpuStatus status = answer("mem_address_range");
+  if (status != kGpuSuccess) return status;
+  auto found = allocations.upper_bound(address);
+  if (found == allocations.begin() || address >= (--found)->first + found->second) return kGpuInvalidValue;
+  return *base = found->first, *size = found->second, kGpuSuccess;
+}
+GpuStatus hipMemsetD8Async(GpuAddress address, unsigned char value, size_t bytes, GpuStream) {
+  return std::memset(reinterpret_cast<void*>(address), value, bytes), answer("set_bytes");
+}
+GpuStatus hipIpcGetMemHandle(GpuIpcHandle* handle, GpuAddress address) {
+  std::memset(handle->bytes, 0x5A, sizeof handle->bytes);
+  std::memcpy(handle->bytes, &address, sizeof address);
+  return answer("ipc_export");
+}
+GpuStatus hipIpcOpenMemHandle(GpuAddress* address, GpuIpcHandle handle, unsigned) {
+  const GpuStatus status = answer("ipc_open");
+  if (status != kGpuSuccess) return status;
+  std::memcpy(address, handle.bytes, sizeof *address);
+  const auto found = foreign.find(*address);
+  if (found == foreign.end()) return kGpuInvalidValue;
+  allocations[found->first] = found->second;
+  return kGpuSuccess;
+}
+GpuStatus hipIpcCloseMemHandle(GpuAddress address) { return allocations.erase(address), answer("ipc_close"); }
+GpuStatus hipIpcGetEventHandle(GpuIpcHandle* handle, GpuEvent event) {
+  std::memset(handle->bytes, 0xE5, sizeof handle->bytes);
+  std::memcpy(handle->bytes, &event, sizeof event);
+  return answer("ipc_export_event");
+}
+GpuStatus hipIpcOpenEventHandle(GpuEvent* event, GpuIpcHandle) { return *event = std::malloc(1), answer("ipc_open_event"); }
 GpuStatus hipHostRegister(void*, size_t, unsigned) { return answer("host_register"); }
 GpuStatus hipHostUnregister(void*) { return answer("host_unregister"); }
 GpuStatus hipHostGetDevicePointer(GpuAddress* address, void* host, unsigned) {
@@ -128,15 +243,29 @@ GpuStatus hipMemcpyParam2DAsync(const PitchedCopy* copy, GpuStream stream) {
 GpuStatus hipModuleLoadData(GpuModule* module, const void*) { return *module = &calls, answer("module_load"); }
 GpuStatus hipModuleUnload(GpuModule) { return answer("module_unload"); }
 GpuStatus hipModuleGetFunction(GpuFunction* function, GpuModule, const char* name) {
-  *function = reinterpret_cast<GpuFunction>(uint64_t(std::strtoul(name + std::strlen("copy_pages_"), nullptr, 10)));
+  *function = const_cast<char*>(name);
   return answer("module_function");
 }
 GpuStatus hipModuleLaunchKernel(GpuFunction function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned,
                                 unsigned, unsigned, GpuStream, void** parameters, void**) {
   const GpuStatus status = answer("launch");
   if (status != kGpuSuccess) return status;
-  if (blocks == 0 || threads % 32 != 0 || threads > kCopyThreads) return kGpuInvalidValue;
-  copy_word_by_word(*static_cast<const PageCopy*>(parameters[0]), reinterpret_cast<uint64_t>(function));
+  const std::string name = static_cast<const char*>(function);
+  const void* const of = parameters[0];
+  if (blocks == 0 || threads % 32 != 0 || threads > (begins(name, "copy_pages") ? kCopyThreads : kPartThreads)) {
+    return kGpuInvalidValue;
+  }
+  if (begins(name, "copy_pages")) {
+    copy_word_by_word(*static_cast<const PageCopy*>(of), width_of(name));
+  } else if (begins(name, "copy_part")) {
+    copy_part(*static_cast<const PartCopy*>(of), width_of(name), begins(name, "copy_part_summed"), blocks);
+  } else if (name == "sum_part") {
+    sum_part(*static_cast<const PartSum*>(of), blocks);
+  } else if (begins(name, "zero_pages")) {
+    zero_pages(*static_cast<const ZeroPages*>(of), width_of(name));
+  } else {
+    abort();
+  }
   return kGpuSuccess;
 }
 
@@ -146,6 +275,16 @@ GpuStatus cuGetProcAddress_v2(const char* symbol, void** address, int version, u
       {"cuDriverGetVersion", (void*)hipDriverGetVersion},
       {"cuGetErrorName", (void*)hipDrvGetErrorName},
       {"cuDeviceGet", (void*)hipDeviceGet},
+      {"cuDeviceGetCount", (void*)hipGetDeviceCount},
+      {"cuDeviceGetUuid", (void*)hipDeviceGetUuid},
+      {"cuMemGetInfo", (void*)hipMemGetInfo},
+      {"cuMemGetAddressRange", (void*)hipMemGetAddressRange},
+      {"cuMemsetD8Async", (void*)hipMemsetD8Async},
+      {"cuIpcGetMemHandle", (void*)hipIpcGetMemHandle},
+      {"cuIpcOpenMemHandle", (void*)hipIpcOpenMemHandle},
+      {"cuIpcCloseMemHandle", (void*)hipIpcCloseMemHandle},
+      {"cuIpcGetEventHandle", (void*)hipIpcGetEventHandle},
+      {"cuIpcOpenEventHandle", (void*)hipIpcOpenEventHandle},
       {"cuDevicePrimaryCtxRetain", (void*)hipDevicePrimaryCtxRetain},
       {"cuDevicePrimaryCtxRelease", (void*)hipDevicePrimaryCtxRelease},
       {"cuCtxPushCurrent", (void*)hipCtxPushCurrent},

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvferry import _core
 from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
+from kvferry.transfer.copy_plan import GpuCopies
 
 POISON = 0xA5
 Bytes = NDArray[np.uint8]
@@ -33,26 +34,6 @@ def real_engine(**tuning: int) -> GpuCopyEngine:
         return GpuCopyEngine(0, **tuning)
     except (GpuUnavailable, GpuError) as reason:
         pytest.skip(f"needs a GPU: {reason}")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler to make the fake driver with")
-    path = tmp_path_factory.mktemp("fake") / "libfake_gpu.so"
-    source = Path(__file__).with_name("fake_gpu_driver.cpp")
-    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
-    return str(path)
-
-
-@pytest.fixture
-def fake(library: str) -> Iterator[ctypes.CDLL]:
-    driver = ctypes.CDLL(library)
-    driver.fake_reset()
-    yield driver
-    assert driver.fake_contexts() == 0, "a context was left current"
-    driver.fake_reset()
 
 
 def answer(fake: ctypes.CDLL, name: str, status: int) -> None:
@@ -147,8 +128,8 @@ class World:
         page_ids, row_ids = (np.array(ids, np.int64) for ids in (self.case.page_ids, self.case.row_ids))
         return self.pages, page_ids, self.rows, self.row_stride, row_ids
 
-    def check(self, strategy: Strategy) -> None:
-        """A spill and a restore, with poison around all that is written."""
+    def check(self, strategy: Strategy, *, done: bool = True) -> None:
+        """A spill and a restore, with poison around all that is written. done: what the driver says when it is."""
         random = np.random.default_rng(1)
         on_device: Bytes = random.integers(0, 256, self.size, np.uint8)
         self.write(on_device)
@@ -158,7 +139,7 @@ class World:
             expected[row] = on_device[device]
         copy = self.engine.copy_pages_to_host(*self.arguments(), strategy=strategy)
         copy.wait()
-        assert copy.done()
+        assert copy.done() == done
         assert (self.rows == expected).all()
         assert (self.read() == on_device).all()
 
@@ -216,6 +197,83 @@ def test_batches_are_capped_ordered_and_merged(fake: ctypes.CDLL, library: str) 
     one_run = World(engine, Case(1, 1, 512, 6, whole.page_ids, whole.row_ids, 0, 0))
     one_run.check("batch")
     assert engine.statistics()["batch"]["descriptors"] == before + 2  # neighbours on both sides go as one
+
+
+BESIDE = Case(3, 2, 8192, 40, tuple(range(37)), tuple(range(36, -1, -1)), 16, 0)
+
+
+def test_pitched_copies_that_follow_others_go_in_part_by_fragments(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library, apart_percent=45, batch_descriptors=7)
+    world = World(engine, BESIDE)
+    world.check("pitched")
+    assert engine.statistics()["pitched"]["descriptors"] == 2 * 37 * 3  # one run a tensor
+    assert calls(fake, "copy_batch") == 0
+    answer(fake, "event_query", 600)  # from now on the copy before is not done
+    world.check("pitched", done=False)
+    assert engine.statistics()["pitched"]["descriptors"] == 2 * (37 * 3 + 21 * 3 + 16 * 6)
+    assert engine.statistics()["fallbacks"] == {}
+    assert calls(fake, "copy_batch") > 2 * 16 * 6 // 7
+    answer(fake, "copy_pitched", 801)
+    world.check("pitched", done=False)
+    assert engine.statistics()["fallbacks"] == {"the driver refused a pitched copy": 2}
+    assert engine.statistics()["batch"]["copies"] == 2
+    before = calls(fake, "copy_pitched")
+    answer(fake, "copy_pitched", 0)
+    answer(fake, "copy_batch", 1)  # those apart go by single copies
+    world.check("pitched", done=False)
+    assert calls(fake, "copy_pitched") == before + 2 * 21 * 3
+
+
+def check_slices(engine: GpuCopyEngine, strategy: Strategy) -> None:
+    """Two ranks' pools of different fragments, one row a page for both: each copies its slice, and no more."""
+    copies = GpuCopies(engine, strategy)
+    rng = np.random.default_rng(11)
+    pool, fragments, tensors = 12, (512, 2048), 3
+    widths = [tensors * fragment for fragment in fragments]
+    stride = sum(widths) + 64
+    rows: Bytes = np.full((pool, stride), POISON, np.uint8)
+    pinned = _core.PinnedBuffer(engine, rows)
+    page_ids, row_ids = rng.permutation(pool)[:7], rng.permutation(pool)[:7]
+    expected, ranks, offset = rows.copy(), [], 16
+    for fragment, width in zip(fragments, widths, strict=True):
+        memory = engine.allocate(tensors * pool * fragment)
+        bytes_: Bytes = rng.integers(0, 256, len(memory), np.uint8)
+        at, by, size = np.array([memory.address]), np.array([bytes_.ctypes.data]), np.array([len(memory)])
+        engine.copy_list_from_host(at, by, size, strategy="loop").wait()
+        bases = memory.address + np.arange(tensors) * pool * fragment
+        pages = engine.pages(bases, np.full(tensors, fragment), fragment, pool)
+        tensor = bytes_.reshape(tensors, pool, fragment)
+        expected[row_ids, offset : offset + width] = tensor[:, page_ids].transpose(1, 0, 2).reshape(7, width)
+        ranks.append((pages, memory, bytes_, offset))
+        offset += width
+    running = [copies.to_host(p, page_ids, rows, row_ids, row_stride=stride, row_offset=o) for p, _, _, o in ranks]
+    for copy in running:
+        copy.wait()
+        assert copy.strategy == strategy
+    assert (rows == expected).all()
+    for pages, memory, bytes_, offset in ranks:
+        back: Bytes = np.full_like(bytes_, POISON)
+        at, by, size = np.array([memory.address]), np.array([back.ctypes.data]), np.array([len(memory)])
+        engine.copy_list_from_host(at, by, size, strategy="loop").wait()
+        copies.from_host(pages, page_ids, rows, row_ids, row_stride=stride, row_offset=offset).wait()
+        engine.copy_list_to_host(by, at, size, strategy="loop").wait()
+        fragment = pages.fragment_bytes
+        wanted: Bytes = np.full_like(bytes_, POISON).reshape(tensors, pool, fragment)
+        wanted[:, page_ids] = bytes_.reshape(tensors, pool, fragment)[:, page_ids]
+        assert (back == wanted.reshape(-1)).all()
+    assert (rows == expected).all()
+    with pytest.raises(ValueError, match=f"row_offset is {rows.size}"):
+        copies.to_host(ranks[0][0], page_ids, rows, row_ids, row_stride=stride, row_offset=rows.size)
+    with pytest.raises(
+        IndexError, match=r"row_ids\[0\]: 11, must be in \[0, 11\)"
+    ):  # its slice ends behind the last row
+        copies.to_host(ranks[1][0], [0], rows, [11], row_stride=stride, row_offset=16 + 64 + widths[0])
+    del pinned
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_has_its_slice_of_wider_rows(fake: ctypes.CDLL, library: str, strategy: Strategy) -> None:
+    check_slices(GpuCopyEngine(0, library, **TIGHT), strategy)
 
 
 @pytest.mark.parametrize("status", [801, 1])
@@ -415,6 +473,12 @@ def test_small_pages_on_a_gpu(strategy: Strategy) -> None:
     ):
         World(engine, case).check(strategy)
     assert engine.statistics()["fallbacks"] == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_small_slices_of_wider_rows_on_a_gpu(strategy: Strategy) -> None:
+    check_slices(real_engine(**TIGHT), strategy)
 
 
 @pytest.mark.gpu

@@ -68,7 +68,13 @@ def test_defaults_follow_the_role() -> None:
         (["--name", "x" * 200], "must be 1 to 128"),
         (["--page-size", "0"], "--page-size is 0; it must be 1 to 4096"),
         (["--slots", "5000"], "--slots is 5000; it must be 1 to 1024"),
-        (["--slot-bytes", "100"], "--slot-bytes is 100; it must be 4KiB to 1GiB"),
+        (["--ranks", "0"], "--ranks is 0; it must be 1 to 64"),
+        (["--ranks", "65"], "--ranks is 65; it must be 1 to 64"),
+        (["--ranks", "64", "--slots", "17"], "--slots is 17 of each of 64 --ranks; together they must be 1024 at most"),
+        (["--device", "gpu"], "device is 'gpu'; it must be cpu, or cuda:I"),
+        (["--device", "cuda:0,cuda:0"], "names a GPU twice"),
+        (["--device", "cuda:0,cuda:1", "--ranks", "3"], "of 2 ranks; --ranks is 3"),
+        (["--slot-bytes", "100"], "--slot-bytes is 100; it must be 4KiB to 512MiB"),
         (["--pool-bytes", "0"], "--pool-bytes is 0; it must be 1 to 256TiB"),
         (["--transfer-seconds", "0"], "--transfer-seconds is 0; it must be 0.05 to 3600"),
         (["--ucx-ports", "80-90"], "--ucx-ports: ports '80-90' are not FIRST-LAST"),
@@ -230,7 +236,13 @@ def test_serve_says_its_defaults_and_names_flags_nearby(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    for words in ("(default: 1GiB)", "(default: 8MiB)", "(default: 21000-21063)", "(default: 30)", "(default: lru)"):
+    for words in (
+        "(default: 1GiB)",
+        "(default: 8MiB, on GPUs 64MiB)",
+        "(default: 21000-21063)",
+        "(default: 30)",
+        "(default: lru)",
+    ):
         assert words in said
     assert "Undefined" not in said
     with pytest.raises(SystemExit) as ended:

@@ -83,7 +83,14 @@ def test_a_newer_protocol_that_still_speaks_ours_is_taken(replicas: tuple[Replic
 
 @pytest.mark.parametrize(
     ("changes", "part"),
-    [({"role": common_pb2.ROLE_PREFILL}, "role"), ({"page_bytes": 5}, "page_bytes"), ({"facts": None}, "facts")],
+    [
+        ({"role": common_pb2.ROLE_PREFILL}, "role"),
+        ({"page_bytes": 5}, "page_bytes"),
+        ({"facts": None}, "facts"),
+        ({"ranks": 65}, "ranks is 65; it must be 1 to 64"),
+        ({"ranks": 2}, "has 1, 'test' at ipv4:127.0.0.1"),
+        ({"ranks": 2}, "2 and lacks the capability 'lanes'; install the same kvferry on both"),
+    ],
 )
 def test_other_hellos_that_do_not_fit(replicas: tuple[Replica, Replica], changes: dict[str, object], part: str) -> None:
     refused = open_session(replicas[0], hello(replicas[0], **changes))

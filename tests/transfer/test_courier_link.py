@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.transfer.courier_config import courier_environment, make_slot_memory
-from kvferry.transfer.courier_link import OUTPUT_LIMIT_BYTES, CourierConfig, CourierError, CourierLink
+from kvferry.transfer.courier_config import courier_environment, make_slot_memory, nvidia_gpus
+from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 from kvferry.transfer.courier_messages import (
     Connected,
     CourierDied,
@@ -28,6 +28,7 @@ from kvferry.transfer.courier_messages import (
     PostDone,
     encode_order,
 )
+from kvferry.transfer.courier_process import OUTPUT_LIMIT_BYTES
 from kvferry.transfer.interfaces import InterfaceError, interface_addresses, interface_of
 
 SECONDS = 30.0
@@ -44,7 +45,7 @@ def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Actor:
             #!{sys.executable}
             import os, socket, struct, sys, time
             s = socket.socket(fileno=int(sys.argv[3]))
-            started = struct.pack("<BQ", 17, 4096) + b"metadata"
+            started = struct.pack("<BQI", 17, 4096, 0) + b"metadata"
         """
         path = tmp_path / "actor"
         path.write_text(textwrap.dedent(head) + textwrap.dedent(program))
@@ -91,7 +92,7 @@ def test_one_that_says_nothing_is_ended_at_the_deadline(actor: Actor) -> None:
         ("struct.pack('<B', 21) + b'payload'", "event is Notification"),
         ("struct.pack('<B', 21) + b'x' * 257", "notification's length is 257"),
         ("struct.pack('<B', 99)", "event's kind is 99"),
-        ("b'x' * 70000", "packet's length is"),
+        ("b'x' * 90000", "packet's length is"),
         ("struct.pack('<B', 22) + b'I am done'", "I am done"),
     ],
 )
@@ -203,6 +204,27 @@ def test_one_that_talks_without_end_is_read_and_dropped(actor: Actor, caplog: py
     assert "the rest is dropped" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("ranks", "said"), [("b''", "ranks of the courier is 0"), ("rank * 2", "ranks of the courier is 2")]
+)
+def test_one_that_has_other_ranks_is_ended(actor: Actor, ranks: str, said: str) -> None:
+    actor(f"""
+        rank = struct.pack("<Q64sQ64s", 4096, b"handle", 8192, b"handle")
+        ranks = {ranks}
+        s.send(struct.pack("<BQI", 17, 0, len(ranks) // len(rank)) + ranks + b"metadata")
+        time.sleep(600)
+    """)
+    config = dataclasses.replace(CONFIG, devices=(0,))
+    with pytest.raises(CourierError, match=f"cannot be mapped: {said}"):
+        asyncio.run(CourierLink.start(config, lambda _: None, SECONDS))
+
+
+def test_a_courier_without_its_gpu_says_so() -> None:
+    config = dataclasses.replace(CONFIG, devices=(1023,))
+    with pytest.raises(CourierError, match=r"did not start: Gpu(Unavailable|Error): "):
+        asyncio.run(CourierLink.start(config, lambda _: None, SECONDS))
+
+
 # -- configuration -------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +236,10 @@ def test_one_that_talks_without_end_is_read_and_dropped(actor: Actor, caplog: py
         ("receive_slots", {"receive_slots": -1}),
         ("send_slots", {"send_slots": 1025}),
         ("receive_slots + send_slots", {"receive_slots": 0, "send_slots": 0}),
+        ("devices' count", {"devices": (0,) * 65}),
+        ("device", {"devices": (-1,)}),
+        ("receive_slots", {"receive_slots": 3, "send_slots": 2, "devices": (0, 1)}),
+        ("send_slots", {"receive_slots": 2, "devices": (0, 1)}),
         ("port_range's first", {"port_range": (0, 10)}),
         ("port_range's last", {"port_range": (10, 9)}),
         ("tls", {"tls": ""}),
@@ -231,12 +257,38 @@ def test_environment(tmp_path: Path) -> None:
     base = {"HOME": str(tmp_path), "UCX_TLS": "all", "UCX_NET_DEVICES": "eth7", "KEPT": "1"}
     environment = courier_environment(CONFIG, ipaddress.ip_address("127.0.0.1"), base)
     assert environment["UCX_NET_DEVICES"] == "lo"
-    assert environment["UCX_TLS"] == "tcp"
+    assert environment["UCX_TLS"] == ("cuda_copy,tcp" if nvidia_gpus() else "tcp")
     assert environment["UCX_TCP_PORT_RANGE"] == "21300-21363"
     assert environment["UCX_TCP_USER_TIMEOUT"] == "3000ms"
     assert environment["HOME"] == str(tmp_path)
     assert environment["KEPT"] == "1"
     assert "UCX_NET_DEVICES" not in courier_environment(CONFIG, None, base)
+
+
+@pytest.mark.parametrize(
+    ("values", "transports"),
+    [({"devices": (0,)}, "cuda_copy,cuda_ipc,tcp"), ({"tls": "tcp"}, "tcp"), ({"devices": (0,), "tls": "all"}, "all")],
+)
+def test_transports(values: dict[str, Any], transports: str) -> None:
+    config = dataclasses.replace(CONFIG, **values)
+    assert courier_environment(config, None, {})["UCX_TLS"] == transports
+
+
+def test_gpus_are_counted_by_their_pci_devices(tmp_path: Path) -> None:
+    devices = (
+        ("0x10de", "0x030200"),
+        ("0x10de", "0x030000"),
+        ("0x10de", "0x040300"),
+        ("0x1002", "0x030000"),
+        ("?", "?"),
+    )
+    for number, (vendor, class_) in enumerate(devices):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "vendor").write_text(vendor + "\n")
+        (tmp_path / str(number) / "class").write_text(class_ + "\n")
+    (tmp_path / "without files").mkdir()
+    assert nvidia_gpus(str(tmp_path)) == 2
+    assert nvidia_gpus(str(tmp_path / "none")) == 0
 
 
 @pytest.mark.parametrize("home", [None, "", "/nonexistent/home"])

@@ -1,23 +1,28 @@
-"""A sender and a receiver joined by an in-memory link over bytearrays, driven by random steps.
+"""A sender and a receiver joined by an in-memory link over the memories of their ranks, driven by random steps.
 
 The link keeps what the real one promises (a notification follows its write; control messages are in order) and
 nothing more: copies, writes, reports and notifications run in any order, are repeated, and meet transfers that ended.
-The oracle: a page reported arrived holds exactly its bytes and keeps them; pages that no open transfer owns keep
-theirs; no byte is posted twice; at the end every transfer is over and every credit and slot is back.
+The oracle: a page reported arrived holds exactly its bytes, each rank its heads', and keeps them; pages that no open
+transfer owns keep theirs; no byte is posted twice; at the end every transfer is over and every credit and slot is back.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reshard import heads_of_rank
 
 from kvferry.transfer.coverage import Coverage
+from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.lanes import lanes_of
+from kvferry.transfer.layouts import RowMap, StorageOrder
+from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Receiver, ReceiverAction, Regrant, Scatter, ScatterResult
 from kvferry.transfer.sender import Completed, Failed, Gather, Post, Sender
 from kvferry.transfer.slots import HEADER_BYTES, Credit, CreditPurse, CreditTable, PartHeader, PartNotice, SlotError
@@ -39,10 +44,56 @@ def expect(holds: object, message: str) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    page_bytes: int
+    geometry: KVGeometry
+    senders: int
+    receivers: int
+    source: StorageOrder
+    target: StorageOrder
     capacity: int  # payload of a slot
-    slots: int
-    send_slots: int
+    slots: int  # of each receiving rank
+    send_slots: int  # of each sending rank
+
+
+class Pool:
+    """A pool over its ranks."""
+
+    def __init__(self, geometry: KVGeometry, ranks: int, order: StorageOrder) -> None:
+        self.geometry = geometry
+        self.shape = PoolShape(geometry, ranks, order, POOL_PAGES)
+        self.memories = [np.full(self.shape.storage.nbytes, POISON, np.uint8) for _ in range(ranks)]
+        self.views = [self.shape.storage.view(memory) for memory in self.memories]
+        self.heads = [heads_of_rank(geometry, ranks, rank) for rank in range(ranks)]
+
+    def store(self, page_id: int, row: bytes) -> None:
+        for view, heads in zip(self.views, self.heads, strict=True):
+            view[page_id] = self.by_head(row)[:, :, :, heads]
+
+    def holds(self, page_id: int, row: bytes) -> bool:
+        return all(
+            np.array_equal(view[page_id], self.by_head(row)[:, :, :, heads])
+            for view, heads in zip(self.views, self.heads, strict=True)
+        )
+
+    def fill(self, page_id: int, value: int) -> None:
+        for view in self.views:
+            view[page_id] = value
+
+    def is_filled(self, page_id: int, value: int) -> bool:
+        return all((view[page_id] == value).all() for view in self.views)
+
+    def by_head(self, row: bytes) -> np.ndarray:
+        shaped = np.frombuffer(row, np.uint8).reshape(*self.geometry.page_shape[:4], -1)
+        return shaped if self.geometry.layout is Layout.PAGE_NHD else shaped.transpose(0, 1, 3, 2, 4)
+
+
+def read_part(memory: np.ndarray, rows: RowMap, ids: Sequence[int], byte_offset: int, nbytes: int) -> bytes:
+    runs = zip(*(each.tolist() for each in rows.part(ids, byte_offset, nbytes)), strict=True)
+    return b"".join(memory[at : at + size].tobytes() for at, _, size in runs)
+
+
+def write_part(memory: np.ndarray, rows: RowMap, ids: Sequence[int], byte_offset: int, payload: bytes) -> None:
+    for at, start, size in zip(*(each.tolist() for each in rows.part(ids, byte_offset, len(payload))), strict=True):
+        memory[at : at + size] = np.frombuffer(payload[start : start + size], np.uint8)
 
 
 @dataclass
@@ -55,7 +106,7 @@ class Moving:
     target: list[int]  # of the receiver
     ready: int = 0  # pages
     arrived: set[int] = field(default_factory=set)
-    posted: list[tuple[int, int]] = field(default_factory=list)
+    posted: list[tuple[int, int, int]] = field(default_factory=list)  # lane, bytes of its run
     sender_over: bool = False
     receiver_over: bool = False
     ended: bool = False  # by anyone, before it was complete
@@ -78,21 +129,25 @@ class Loop:
     def __init__(self, sizes: Sizes, *, notice_may_overtake: bool = False) -> None:
         slot_bytes = sizes.capacity + HEADER_BYTES
         self.sizes = sizes
+        self.lanes = lanes_of(sizes.geometry, sizes.senders, sizes.receivers)
+        self.row_bytes = sum(lane.row_bytes for lane in self.lanes)
         self.notice_may_overtake = notice_may_overtake  # a transport that breaks its promise
         self.sender = Sender(
-            page_bytes=sizes.page_bytes,
+            lanes=self.lanes,
             slot_bytes=slot_bytes,
             send_slots=sizes.send_slots,
             remote_slots=sizes.slots,
             epoch=EPOCH,
         )
-        self.receiver = Receiver(epoch=EPOCH, page_bytes=sizes.page_bytes, slot_bytes=slot_bytes, slots=sizes.slots)
-        self.source = bytearray(POOL_PAGES * sizes.page_bytes)
-        self.target = bytearray([POISON]) * (POOL_PAGES * sizes.page_bytes)
+        self.receiver = Receiver(epoch=EPOCH, lanes=self.lanes, slot_bytes=slot_bytes, slots=sizes.slots)
+        self.source = Pool(sizes.geometry, sizes.senders, sizes.source)
+        self.target = Pool(sizes.geometry, sizes.receivers, sizes.target)
+        self.source_rows = self.source.shape.sending_rows(self.lanes)
+        self.target_rows = self.target.shape.receiving_rows(self.lanes)
         self.free_source = list(range(POOL_PAGES))
         self.free_target = list(reversed(range(POOL_PAGES)))
-        self.send_slots = [bytearray(slot_bytes) for _ in range(sizes.send_slots)]
-        self.receive_slots = [bytearray(slot_bytes) for _ in range(sizes.slots)]
+        self.send_slots = [bytearray(slot_bytes) for _ in range(sizes.send_slots * sizes.senders)]
+        self.receive_slots = [bytearray(slot_bytes) for _ in range(sizes.slots * sizes.receivers)]
         self.moving: dict[int, Moving] = {}
         self.newest = 0
         self.control: list[Open | End | list[Credit]] = [self.receiver.initial_credits()]
@@ -109,14 +164,7 @@ class Loop:
     # what pages hold
 
     def content(self, transfer: int, page: int) -> bytes:
-        return random.Random(transfer * 1000 + page).randbytes(self.sizes.page_bytes)
-
-    def page(self, pool: bytearray, page_id: int) -> memoryview:
-        start = page_id * self.sizes.page_bytes
-        return memoryview(pool)[start : start + self.sizes.page_bytes]
-
-    def run_bytes(self, pool: bytearray, page_ids: Any) -> bytearray:
-        return bytearray(b"".join(self.page(pool, page_id) for page_id in page_ids))
+        return random.Random(transfer * 1000 + page).randbytes(self.sizes.geometry.page_bytes)
 
     # steps
 
@@ -156,7 +204,7 @@ class Loop:
         m = self.moving[transfers[choice % len(transfers)]]
         ready = min(m.ready + 1 + choice % 3, len(m.source))
         for page in range(m.ready, ready):
-            self.page(self.source, m.source[page])[:] = self.content(m.transfer, page)
+            self.source.store(m.source[page], self.content(m.transfer, page))
         m.ready = ready
         self.sender.progress(m.transfer, m.first_page + ready)
 
@@ -167,14 +215,19 @@ class Loop:
         if not self.gathers:
             return
         g = self.gathers.pop(choice % len(self.gathers))
-        run = self.run_bytes(self.source, g.page_ids)
-        expect(
-            len(run) - self.sizes.page_bytes < g.byte_offset + g.nbytes, "a gather names a page that it does not read"
-        )
-        expect(g.byte_offset + g.nbytes <= len(run), "a gather reads behind its pages")
+        lane, end = self.lanes[g.lane], g.byte_offset + g.nbytes
+        expect((len(g.page_ids) - 1) * lane.row_bytes < end, "a gather names a page that it does not read")
+        expect(end <= len(g.page_ids) * lane.row_bytes, "a gather reads behind its pages")
         expect(g.nbytes <= self.sizes.capacity, "a part is larger than a slot")
+        expect(g.send_slot // self.sizes.send_slots == lane.sender, "a sending slot of another rank")
+        expect(g.credit.slot // self.sizes.slots == lane.receiver, "a credit of another rank")
+        if lane.row_bytes <= self.sizes.capacity:
+            expect(g.byte_offset == 0, "a part begins inside a row that fits in a slot")
+            expect(g.nbytes % lane.row_bytes == 0, "a part ends inside one")
         slot = self.send_slots[g.send_slot]
-        slot[HEADER_BYTES : HEADER_BYTES + g.nbytes] = run[g.byte_offset : g.byte_offset + g.nbytes]
+        slot[HEADER_BYTES : HEADER_BYTES + g.nbytes] = read_part(
+            self.source.memories[lane.sender], self.source_rows[g.lane], g.page_ids, g.byte_offset, g.nbytes
+        )
         post = self.sender.gathered(g.send_slot)
         self.take_events()
         if post is None:
@@ -182,9 +235,10 @@ class Loop:
         slot[:HEADER_BYTES] = post.header
         m = self.moving[g.transfer]
         expect(not m.sender_over, "a part is posted after the transfer's end")
-        start = (g.first_page - m.first_page) * self.sizes.page_bytes + g.byte_offset
-        expect(all(end <= start or start + g.nbytes <= low for low, end in m.posted), "bytes are posted twice")
-        m.posted.append((start, start + g.nbytes))
+        start = (g.first_page - m.first_page) * lane.row_bytes + g.byte_offset
+        before = [(low, high) for number, low, high in m.posted if number == g.lane]
+        expect(all(high <= start or start + g.nbytes <= low for low, high in before), "bytes are posted twice")
+        m.posted.append((g.lane, start, start + g.nbytes))
         expect(post.nbytes == g.nbytes + HEADER_BYTES, "a post is not header and payload")
         self.wire_bytes += post.nbytes
         self.writes.append(post)
@@ -221,7 +275,7 @@ class Loop:
             self.deliver(self.delivered[-1 - choice % min(len(self.delivered), 8)])
 
     def step_other_epoch(self, choice: int) -> None:
-        slot = choice % self.sizes.slots
+        slot = choice % len(self.receive_slots)
         self.deliver(PartNotice(EPOCH - 1, self.newest, slot, 1 + choice % 4).pack())
 
     def step_scatter(self, choice: int) -> None:
@@ -283,14 +337,15 @@ class Loop:
         first = s.first_page - m.first_page
         expect(not m.receiver_over, "a copy runs after its transfer let the pages go")
         expect(m.target[first : first + len(s.page_ids)] == list(s.page_ids), "a copy names pages of others")
-        expect(s.byte_offset + s.nbytes <= len(s.page_ids) * self.sizes.page_bytes, "a copy writes behind its pages")
-        run = self.run_bytes(self.target, s.page_ids)
-        expect(
-            len(run) - self.sizes.page_bytes < s.byte_offset + s.nbytes, "a copy names a page that it does not write"
-        )
-        run[s.byte_offset : s.byte_offset + nbytes] = self.receive_slots[s.slot][HEADER_BYTES : HEADER_BYTES + nbytes]
-        for i, page_id in enumerate(s.page_ids):
-            self.page(self.target, page_id)[:] = run[i * self.sizes.page_bytes : (i + 1) * self.sizes.page_bytes]
+        lane, end = self.lanes[s.lane], s.byte_offset + s.nbytes
+        expect(end <= len(s.page_ids) * lane.row_bytes, "a copy writes behind its pages")
+        expect((len(s.page_ids) - 1) * lane.row_bytes < end, "a copy names a page that it does not write")
+        expect(s.slot // self.sizes.slots == lane.receiver, "a copy out of a slot of another rank")
+        payload = bytes(self.receive_slots[s.slot][HEADER_BYTES : HEADER_BYTES + nbytes])
+        if payload:
+            write_part(
+                self.target.memories[lane.receiver], self.target_rows[s.lane], s.page_ids, s.byte_offset, payload
+            )
 
     def after_copy(self, result: ScatterResult) -> None:
         m = self.moving[result.transfer]
@@ -315,14 +370,15 @@ class Loop:
             expect(self.sender.released(event.transfer), "over but not released")
             if isinstance(event, Completed):
                 expect(not m.sender_over, "completed after its end")
-                payload = len(m.source) * self.sizes.page_bytes
-                expect(event.payload_bytes == payload == sum(end - start for start, end in m.posted), "payload")
+                payload = len(m.source) * self.row_bytes
+                expect(event.payload_bytes == payload == sum(end - start for _, start, end in m.posted), "payload")
+                expect(event.pages == len(m.source), "pages")
                 expect(event.parts == len(m.posted), "parts")
                 expect(event.wire_bytes == payload + event.parts * HEADER_BYTES, "wire bytes")
             if not m.sender_over:
                 m.sender_over = True
                 for page_id in m.source:  # the pages are somebody else's now
-                    self.page(self.source, page_id)[:] = bytes([0xEE]) * self.sizes.page_bytes
+                    self.source.fill(page_id, 0xEE)
                 self.free_source += m.source
                 self.release(m)
             if isinstance(event, Failed):
@@ -340,13 +396,13 @@ class Loop:
             self.check_pages(m)
             m.released = True
             for page_id in m.target:
-                self.page(self.target, page_id)[:] = bytes([POISON]) * self.sizes.page_bytes
+                self.target.fill(page_id, POISON)
             self.free_target += m.target
 
     def check_pages(self, m: Moving) -> None:
         for page in m.arrived:
             i = page - m.first_page
-            expect(self.page(self.target, m.target[i]) == self.content(m.transfer, i), "a page holds foreign bytes")
+            expect(self.target.holds(m.target[i], self.content(m.transfer, i)), "a page holds foreign bytes")
 
     def check(self) -> None:
         self.sender.check()
@@ -355,7 +411,7 @@ class Loop:
             if not m.released:
                 self.check_pages(m)
         for page_id in self.free_target:
-            expect(self.page(self.target, page_id) == bytes([POISON]) * self.sizes.page_bytes, "a free page is written")
+            expect(self.target.is_filled(page_id, POISON), "a free page is written")
 
     def drain(self) -> None:
         """Everything that is under way goes its way; what cannot end is a violation."""
@@ -380,15 +436,16 @@ class Loop:
                 break
         stuck = [m.transfer for m in self.moving.values() if not m.released]
         expect(not stuck, f"transfers {stuck} never end")
-        expect(self.sender.free_credits == self.sizes.slots, "the sender lacks credits")
-        expect(self.receiver.free_credits == self.sizes.slots, "the receiver lacks slots")
-        expect(self.sender.free_send_slots == self.sizes.send_slots, "the sender lacks sending slots")
+        expect(self.sender.free_credits == len(self.receive_slots), "the sender lacks credits")
+        expect(self.receiver.free_credits == len(self.receive_slots), "the receiver lacks slots")
+        used = 1 + max(lane.sender for lane in self.lanes)
+        expect(self.sender.free_send_slots == self.sizes.send_slots * used, "the sender lacks sending slots")
         counts = self.sender.counts
         expect(counts.wire_bytes == self.wire_bytes, "wire bytes")
         expect(counts.wire_bytes == counts.payload_bytes + counts.parts * HEADER_BYTES, "headers")
         received = self.receiver.counts
         if not any(m.ended for m in self.moving.values()):
-            delta = sum(len(m.source) for m in self.moving.values()) * self.sizes.page_bytes
+            delta = sum(len(m.source) for m in self.moving.values()) * self.row_bytes
             expect(counts.payload_bytes == received.payload_bytes == delta, "more or less than the delta was sent")
             expect(counts.parts == received.parts, "parts")
             expect(received.dropped_parts == 0, "dropped parts")
@@ -409,13 +466,51 @@ FLOW: list[Step] = [
 REPEATS: list[Step] = [Loop.step_repeat, Loop.step_other_epoch]
 ABORTS: list[Step] = [Loop.step_end, Loop.step_gather_failed, Loop.step_scatter_failed]
 
+
+def one_rank(page_bytes: int) -> KVGeometry:
+    return KVGeometry(layers=1, kv_heads=1, head_dim=page_bytes, dtype="uint8", page_size=1, tensors=1)
+
+
+def joins(sizes: Sizes) -> bool:
+    """Its ranks can share the heads, and a page takes no more parts than a test has time for."""
+    ranks = (sizes.senders, sizes.receivers)
+    heads = sizes.geometry.kv_heads
+    shared = sizes.geometry.tensors == 1 or all(heads % count == 0 or count % heads == 0 for count in ranks)
+    return shared and sizes.geometry.page_bytes <= 16 * sizes.capacity
+
+
+orders = st.sampled_from(StorageOrder)
 sizes_of = st.builds(
     Sizes,
-    page_bytes=st.sampled_from([1, 7, 16, 33]),
+    geometry=st.builds(one_rank, st.sampled_from([1, 7, 16, 33])),
+    senders=st.just(1),
+    receivers=st.just(1),
+    source=st.just(StorageOrder.PAGE_MAJOR),
+    target=st.just(StorageOrder.PAGE_MAJOR),
     capacity=st.sampled_from([1, 5, 16, 50, 200]),
     slots=st.integers(1, 5),
     send_slots=st.integers(1, 4),
-).filter(lambda sizes: sizes.page_bytes <= 16 * sizes.capacity)
+).filter(joins)
+sizes_over_ranks = st.builds(
+    Sizes,
+    geometry=st.builds(
+        KVGeometry,
+        layers=st.integers(1, 2),
+        kv_heads=st.sampled_from([1, 2, 4]),
+        head_dim=st.integers(1, 3),
+        dtype=st.sampled_from(["int8", "bfloat16"]),
+        page_size=st.integers(1, 3),
+        layout=st.sampled_from(Layout),
+        tensors=st.integers(1, 2),
+    ),
+    senders=st.sampled_from([1, 2, 4]),
+    receivers=st.sampled_from([1, 2, 4]),
+    source=orders,
+    target=orders,
+    capacity=st.sampled_from([5, 16, 50, 200]),
+    slots=st.integers(1, 3),
+    send_slots=st.integers(1, 3),
+).filter(joins)
 
 
 def plans(steps: list[Step]) -> st.SearchStrategy[list[tuple[Step, int]]]:
@@ -444,6 +539,18 @@ def test_aborts_at_any_instant(sizes: Sizes, plan: list[tuple[Step, int]]) -> No
     play(Loop(sizes), plan)
 
 
+@settings(deadline=None, max_examples=80)
+@given(sizes_over_ranks, plans(FLOW * 3 + REPEATS))
+def test_everything_arrives_once_on_every_rank(sizes: Sizes, plan: list[tuple[Step, int]]) -> None:
+    play(Loop(sizes), plan)
+
+
+@settings(deadline=None, max_examples=80)
+@given(sizes_over_ranks, plans(FLOW * 3 + REPEATS + ABORTS))
+def test_aborts_between_ranks(sizes: Sizes, plan: list[tuple[Step, int]]) -> None:
+    play(Loop(sizes), plan)
+
+
 @settings(deadline=None, max_examples=100)
 @given(sizes_of, plans(FLOW * 3 + REPEATS + ABORTS))
 def test_a_transport_that_notifies_too_early_ends_the_session_and_harms_no_page(
@@ -455,7 +562,11 @@ def test_a_transport_that_notifies_too_early_ends_the_session_and_harms_no_page(
 def play_seed(seed: int, *, notice_may_overtake: bool) -> Loop:
     rng = random.Random(seed)
     sizes = Sizes(
-        page_bytes=rng.choice([7, 16]),
+        one_rank(rng.choice([7, 16])),
+        senders=1,
+        receivers=1,
+        source=StorageOrder.PAGE_MAJOR,
+        target=StorageOrder.PAGE_MAJOR,
         capacity=rng.choice([5, 16, 50]),
         slots=rng.randint(1, 4),
         send_slots=rng.randint(1, 3),
@@ -489,7 +600,7 @@ def any_content(receiver: Receiver, notice: PartNotice, header: PartHeader) -> N
     return None
 
 
-def keep_the_credit(purse: CreditPurse) -> Credit:
+def keep_the_credit(purse: CreditPurse, rank: int = 0) -> Credit:
     return purse.held()[0]
 
 

@@ -339,4 +339,5 @@ def test_the_fingerprint_tells_every_field() -> None:
     prints = [layout_fingerprint(geometry) for geometry in (GEOMETRY, *others)]
     assert len(set(prints)) == len(prints)
     assert {len(made) for made in prints} == {DIGEST_BYTES}
-    assert layout_fingerprint(dataclasses.replace(GEOMETRY)) == prints[0]
+    assert layout_fingerprint(dataclasses.replace(GEOMETRY)) == layout_fingerprint(GEOMETRY, 1) == prints[0]
+    assert len({layout_fingerprint(GEOMETRY, shards) for shards in (1, 2, 4)}) == 3

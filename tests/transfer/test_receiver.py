@@ -7,17 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
+from kvferry.transfer.lanes import Heads, Lane
 from kvferry.transfer.receiver import Receiver, Regrant, Scatter, TransferBroken
 from kvferry.transfer.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
 
 EPOCH = 77
 
 
+LANE = Lane(0, 0, Heads(0, 1), 0, 0, 100)
+
+
 class Bench:
     """A receiver of pages of 100 bytes through slots of 64 + 250, and a peer that writes what it is told."""
 
     def __init__(self, slots: int = 4) -> None:
-        self.receiver = Receiver(epoch=EPOCH, page_bytes=100, slot_bytes=HEADER_BYTES + 250, slots=slots)
+        self.receiver = Receiver(epoch=EPOCH, lanes=[LANE], slot_bytes=HEADER_BYTES + 250, slots=slots)
         self.credits = self.receiver.initial_credits()
         self.headers: dict[int, bytes] = {}
 
@@ -28,7 +32,7 @@ class Bench:
             transfer=transfer,
             slot=credit.slot,
             generation=credit.generation,
-            rank=0,
+            lane=0,
             first_page=first_page,
             byte_offset=byte_offset,
             nbytes=nbytes,
@@ -134,7 +138,7 @@ def test_end_during_copies_is_drained_by_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("epoch", 1), ("transfer", 2), ("slot", 3), ("generation", 2), ("rank", 1)]
+    ("field", "value"), [("epoch", 1), ("transfer", 2), ("slot", 3), ("generation", 2), ("lane", 1)]
 )
 def test_content_that_is_not_what_the_notification_says(field: str, value: int) -> None:
     bench = Bench()
@@ -188,7 +192,7 @@ def test_notifications_that_cannot_be(payload: bytes, message: str) -> None:
     [
         ((4, 0, 100), r"part\.first_page is 4, must be in 5\.\.6"),
         ((7, 0, 100), r"part\.first_page is 7, must be in 5\.\.6"),
-        ((5, 100, 10), r"part\.byte_offset is 100, must be less than page_bytes = 100"),
+        ((5, 100, 10), r"part\.byte_offset is 100, must be less than row_bytes = 100"),
         ((5, 0, 0), r"part\.nbytes is 0, must be in 1\.\.200"),
         ((5, 0, 201), r"part\.nbytes is 201, must be in 1\.\.200"),
         ((6, 99, 2), r"part\.nbytes is 2, must be in 1\.\.1 for a part at byte 199"),
@@ -291,10 +295,10 @@ def test_bad_calls_name_the_field() -> None:
         (lambda: receiver.open(1 << 64, first_page=0, pages=1, page_ids=[1]), "transfer is 18446744073709551616"),
         (lambda: receiver.scattered(2), "slot is 2, must be one of the 0 being scattered"),
         (lambda: receiver.scatter_failed(2, ""), "slot is 2"),
-        (lambda: Receiver(epoch=1, page_bytes=0, slot_bytes=99, slots=1), "page_bytes is 0"),
-        (lambda: Receiver(epoch=1, page_bytes=1, slot_bytes=64, slots=1), "slot_bytes is 64, must be greater than"),
-        (lambda: Receiver(epoch=-1, page_bytes=1, slot_bytes=99, slots=1), "epoch is -1"),
-        (lambda: Receiver(epoch=1, page_bytes=1, slot_bytes=99, slots=0), "slots is 0"),
+        (lambda: Receiver(epoch=1, lanes=[], slot_bytes=99, slots=1), "lanes has 0"),
+        (lambda: Receiver(epoch=1, lanes=[LANE], slot_bytes=64, slots=1), "slot_bytes is 64, must be greater than"),
+        (lambda: Receiver(epoch=-1, lanes=[LANE], slot_bytes=99, slots=1), "epoch is -1"),
+        (lambda: Receiver(epoch=1, lanes=[LANE], slot_bytes=99, slots=0), "slots is 0"),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):

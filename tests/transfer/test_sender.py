@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.transfer.lanes import Heads, Lane
 from kvferry.transfer.sender import Completed, Ended, Failed, Gather, Sender
 from kvferry.transfer.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
 
 EPOCH = 77
 
 
+def lane(row_bytes: int, sender: int = 0, receiver: int = 0) -> Lane:
+    return Lane(sender, receiver, Heads(0, 1), 0, 0, row_bytes)
+
+
 def make(*, page_bytes: int = 100, capacity: int = 100, send_slots: int = 4, credits: int = 4) -> Sender:
     sender = Sender(
-        page_bytes=page_bytes,
+        lanes=[lane(page_bytes)],
         slot_bytes=capacity + HEADER_BYTES,
         send_slots=send_slots,
         remote_slots=max(credits, 1),
@@ -41,7 +46,7 @@ def test_one_part_from_open_to_completed() -> None:
     assert post is not None
     assert (post.transfer, post.send_slot, post.remote_slot, post.nbytes) == (5, 0, 0, 164)
     assert PartHeader.unpack(post.header) == PartHeader(
-        epoch=EPOCH, transfer=5, slot=0, generation=1, rank=0, first_page=2, byte_offset=0, nbytes=100, checksum=9
+        epoch=EPOCH, transfer=5, slot=0, generation=1, lane=0, first_page=2, byte_offset=0, nbytes=100, checksum=9
     )
     assert PartNotice.unpack(post.notification) == PartNotice(epoch=EPOCH, transfer=5, slot=0, generation=1)
     assert sender.released(5), "the bytes are in the sending slot"
@@ -49,7 +54,7 @@ def test_one_part_from_open_to_completed() -> None:
     assert (sender.free_credits, sender.free_send_slots, sender.posts_in_flight) == (3, 3, 1)
     sender.check()
     sender.posted_done(post.post_id)
-    assert sender.poll_events() == [Completed(5, 1, 100, 164)]
+    assert sender.poll_events() == [Completed(5, 1, 100, 164, 1)]
     assert sender.poll_events() == []
     assert (sender.free_credits, sender.free_send_slots, sender.transfers()) == (3, 4, [])
     assert (sender.counts.parts, sender.counts.payload_bytes, sender.counts.wire_bytes) == (1, 100, 164)
@@ -58,7 +63,7 @@ def test_one_part_from_open_to_completed() -> None:
 def test_no_pages_is_complete_at_once() -> None:
     sender = make()
     sender.open(1, first_page=3, pages=0, page_ids=[])
-    assert sender.poll_events() == [Completed(1, 0, 0, 0)]
+    assert sender.poll_events() == [Completed(1, 0, 0, 0, 0)]
     assert sender.next_actions() == []
 
 
@@ -79,9 +84,9 @@ def test_slots_larger_than_a_page() -> None:
     sender.open(1, first_page=0, pages=13, page_ids=list(range(100, 113)))
     sender.progress(1, 20)
     assert cuts(sender.next_actions()) == [
-        (0, 0, 64, list(range(100, 107))),
-        (6, 4, 64, list(range(106, 113))),
-        (12, 8, 2, [112]),
+        (0, 0, 60, list(range(100, 106))),
+        (6, 0, 60, list(range(106, 112))),
+        (12, 0, 10, [112]),
     ]
 
 
@@ -229,7 +234,7 @@ def test_completed_waits_for_every_post() -> None:
     sender.posted_done(second.post_id)
     assert sender.poll_events() == []
     sender.posted_done(first.post_id)
-    assert sender.poll_events() == [Completed(1, 2, 200, 328)]
+    assert sender.poll_events() == [Completed(1, 2, 200, 328, 2)]
 
 
 def test_bad_calls_name_the_field() -> None:
@@ -262,10 +267,10 @@ def test_bad_calls_name_the_field() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("page_bytes", 0), ("slot_bytes", HEADER_BYTES), ("send_slots", 0), ("epoch", -1), ("rank", 1 << 16)],
+    [("slot_bytes", HEADER_BYTES), ("send_slots", 0), ("epoch", -1)],
 )
 def test_bad_sizes_name_the_field(field: str, value: int) -> None:
-    sizes = {"page_bytes": 1, "slot_bytes": HEADER_BYTES + 1, "send_slots": 1, "remote_slots": 1, "epoch": 1, "rank": 0}
-    Sender(**sizes)
+    sizes = {"slot_bytes": HEADER_BYTES + 1, "send_slots": 1, "remote_slots": 1, "epoch": 1}
+    Sender(lanes=[lane(1)], **sizes)
     with pytest.raises(ValueError, match=f"{field} is {value}, must be"):
-        Sender(**{**sizes, field: value})
+        Sender(lanes=[lane(1)], **{**sizes, field: value})

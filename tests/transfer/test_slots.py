@@ -33,18 +33,18 @@ headers = st.builds(
     transfer=st.integers(0, U64),
     slot=st.integers(0, U32),
     generation=st.integers(0, U64),
-    rank=st.integers(0, U16),
+    lane=st.integers(0, U16),
     first_page=st.integers(0, U32),
     byte_offset=st.integers(0, U64),
     nbytes=st.integers(0, U64),
     checksum=st.integers(0, U64),
 )
 HEADER = PartHeader(
-    epoch=1, transfer=2, slot=3, generation=4, rank=5, first_page=6, byte_offset=7, nbytes=8, checksum=9
+    epoch=1, transfer=2, slot=3, generation=4, lane=5, first_page=6, byte_offset=7, nbytes=8, checksum=9
 )
 
 
-@pytest.mark.parametrize("module", ["slots", "coverage", "sender", "receiver"])
+@pytest.mark.parametrize("module", ["slots", "coverage", "lanes", "outgoing", "sender", "receiver"])
 def test_cores_do_no_io(module: str) -> None:
     spec = importlib.util.find_spec(f"kvferry.transfer.{module}")
     assert spec is not None
@@ -101,7 +101,7 @@ def test_header_errors_name_the_field() -> None:
 
 @pytest.mark.parametrize(
     ("field", "bits"),
-    [("rank", 16), ("slot", 32), ("first_page", 32)]
+    [("lane", 16), ("slot", 32), ("first_page", 32)]
     + [(field, 64) for field in ("epoch", "transfer", "generation", "byte_offset", "nbytes", "checksum")],
 )
 def test_header_fields_have_bounds(field: str, bits: int) -> None:

@@ -41,7 +41,7 @@ def run(
     step_s: float = 0.0,
 ) -> None:
     def synthetic(client: DaemonClient) -> Compute:
-        return SyntheticCompute(client.pool, client.geometry, SimulatedTime(decode_step_s=step_s))
+        return SyntheticCompute(client.pools, SimulatedTime(decode_step_s=step_s))
 
     async def session() -> None:
         facts = common_pb2.NamespaceFacts(model="m", geometry=geometry.to_proto())

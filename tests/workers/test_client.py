@@ -48,7 +48,7 @@ def test_decode_request_from_admit_to_finish(tmp_path: Path) -> None:
         pages = await admit(client, request)
         assert pages == (0, 1, 2)
         assert (await client.ready(request)).aux == b"first"
-        client.pool[pages[2], :4] = 7
+        client.pools.memories[0].reshape(daemon.pool.shape)[pages[2], :4] = 7
         assert daemon.pool[2, :4].tolist() == [7, 7, 7, 7]
         assert await client.grow(request, 13) == (3,)
         await client.finish(request, tokens=13, digests=bytes(32))

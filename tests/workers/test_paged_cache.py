@@ -9,7 +9,8 @@ from transformers.cache_utils import DynamicCache
 from kvferry.transfer.geometry import KVGeometry, Layout
 from kvferry.workers.compute import Prompt
 from kvferry.workers.model import KVShape, LoadedModel, kv_shape, loaded
-from kvferry.workers.paged_cache import PagedCache, PageTable, pool_view
+from kvferry.workers.paged_cache import PagedCache, PageTable, rank_views
+from kvferry.workers.rank_pools import RankPools
 from kvferry.workers.sampling import Sampling
 from kvferry.workers.smollm import converted_model
 
@@ -39,7 +40,9 @@ def tokens_over_pages(
     prompt_pages = -(-len(prompt) // PAGE_SIZE)
     spec = Prompt(np.array(prompt, dtype=np.uint32), b"", b"")
 
-    prefill = model.compute(pools[0], geometry).sequence(spec, pages[0][:prompt_pages], sampling, shared_tokens=0)
+    prefill = model.compute(RankPools.single(pools[0], geometry)).sequence(
+        spec, pages[0][:prompt_pages], sampling, shared_tokens=0
+    )
     prefill.resume(0)
     for start in range(0, len(prompt), chunk_tokens):
         prefill.prompt(start, min(start + chunk_tokens, len(prompt)))
@@ -47,7 +50,9 @@ def tokens_over_pages(
 
     pools[1][pages[1][:prompt_pages]] = pools[0][pages[0][:prompt_pages]]
     shared = len(prompt) // PAGE_SIZE * PAGE_SIZE
-    decode = model.compute(pools[1], geometry).sequence(spec, pages[1][:prompt_pages], sampling, shared_tokens=shared)
+    decode = model.compute(RankPools.single(pools[1], geometry)).sequence(
+        spec, pages[1][:prompt_pages], sampling, shared_tokens=shared
+    )
     decode.resume(len(prompt))
     decode.add_pages(pages[1][prompt_pages:count])
     while len(output) < new_tokens:
@@ -83,7 +88,7 @@ def test_gathered_keys_and_values_are_those_of_the_dynamic_cache_to_the_bit() ->
     geometry = geometry_of(model, Layout.PAGE_NHD)
     pool = np.zeros((8, geometry.page_bytes), dtype=np.uint8)
     table = PageTable(PAGE_SIZE, [5, 2, 7, 0], shared_tokens=0)
-    paged = PagedCache(pool_view(torch.from_numpy(pool), geometry), table, tokens=0)
+    paged = PagedCache(rank_views(RankPools.single(pool, geometry)), table, tokens=0)
     plain = DynamicCache(config=network.config)
     tokens = torch.arange(21).unsqueeze(0)
     with torch.inference_mode():
@@ -91,7 +96,7 @@ def test_gathered_keys_and_values_are_those_of_the_dynamic_cache_to_the_bit() ->
             ours = network(input_ids=tokens[:, start:end], past_key_values=paged).logits
             theirs = network(input_ids=tokens[:, start:end], past_key_values=plain).logits
             assert torch.equal(ours, theirs)
-    stored = pool_view(torch.from_numpy(pool), geometry)
+    stored = rank_views(RankPools.single(pool, geometry))[0].elements
     for index, layer in enumerate(plain.layers):
         rows = torch.cat([stored[page, index] for page in (5, 2, 7)], dim=1)[:, :21]
         assert torch.equal(rows[0].transpose(0, 1), layer.keys[0])
@@ -105,7 +110,7 @@ def test_a_resumed_prompt_reads_the_pages_and_never_writes_shared_ones() -> None
     model = loaded(network, "qwen2", "1")
     geometry = geometry_of(model, Layout.PAGE_NHD)
     pool = np.zeros((8, geometry.page_bytes), dtype=np.uint8)
-    compute = model.compute(pool, geometry)
+    compute = model.compute(RankPools.single(pool, geometry))
     prompt = Prompt(np.arange(20, dtype=np.uint32), b"", b"")
     first = compute.sequence(prompt, [0, 1, 2], Sampling(), shared_tokens=0)
     first.resume(0)
@@ -168,4 +173,4 @@ def test_another_geometry_is_refused() -> None:
     model = loaded(random_model("gpt2"), "gpt2", "1")
     geometry = KVGeometry(3, 4, 4, "float32", PAGE_SIZE, Layout.PAGE_NHD)
     with pytest.raises(ValueError, match="head_dim=8"):
-        model.compute(np.zeros((1, geometry.page_bytes), dtype=np.uint8), geometry)
+        model.compute(RankPools.single(np.zeros((1, geometry.page_bytes), dtype=np.uint8), geometry))

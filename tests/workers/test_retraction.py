@@ -57,7 +57,7 @@ def test_a_model_gives_the_tokens_of_one_process(
         assert len(admits(daemon)) == count + 1
         check_words(daemon, prompt, tokens_of(replies))
 
-    run(tmp_path, scenario, at=at, keep=keep, geometry=geometry, compute=lambda c: model.compute(c.pool, c.geometry))
+    run(tmp_path, scenario, at=at, keep=keep, geometry=geometry, compute=lambda c: model.compute(c.pools))
 
 
 @pytest.mark.parametrize("prefill", ["", "p"])

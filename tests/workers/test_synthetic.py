@@ -8,6 +8,7 @@ import pytest
 from kvferry.radix.digests import prompt_digests
 from kvferry.transfer.geometry import KVGeometry, Layout
 from kvferry.workers.compute import Prompt, WrongPage
+from kvferry.workers.rank_pools import RankPools
 from kvferry.workers.sampling import Sampling
 from kvferry.workers.synthetic import (
     VOCABULARY,
@@ -30,7 +31,7 @@ def prompt_of(tokens: list[int]) -> Prompt:
 
 def compute(pages: int = 16) -> tuple[SyntheticCompute, np.ndarray]:
     pool = np.zeros((pages, GEOMETRY.page_bytes), dtype=np.uint8)
-    return SyntheticCompute(pool, GEOMETRY, SimulatedTime()), pool
+    return SyntheticCompute(RankPools.single(pool, GEOMETRY), SimulatedTime()), pool
 
 
 def test_content_follows_from_the_digest() -> None:

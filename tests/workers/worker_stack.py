@@ -42,7 +42,7 @@ async def worker_stack(
     make_compute: Callable[[DaemonClient], Compute] | None = None,
 ) -> AsyncIterator[WorkerStack]:
     client = await DaemonClient.connect(socket, role, facts, "test", deadline_s=10)
-    compute = make_compute(client) if make_compute else SyntheticCompute(client.pool, client.geometry, simulated)
+    compute = make_compute(client) if make_compute else SyntheticCompute(client.pools, simulated)
     thread = ComputeThread()
     jobs = Jobs(max_requests)
     make = PrefillWorker if role == common_pb2.ROLE_PREFILL else DecodeWorker

@@ -1,0 +1,82 @@
+// The engine as Python has it, for the files that bind its parts.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "bindings.h"
+#include "bind_layout.h"
+#include "cuda_engine.h"
+#include "cuda_parts.h"
+#include "cuda_small.h"
+
+namespace kvferry {
+
+// 0, 1 and 2 name the default streams: the batch copy refuses them, and nothing could overlap with them.
+GpuStream stream_at(std::optional<int64_t> handle);
+
+// To record an event on, or to hold, where a default stream is as good as another.
+GpuStream any_stream_at(int64_t handle);
+
+// ValueError: negative, or more than a million.
+std::chrono::nanoseconds checked_seconds(double seconds);
+
+// ValueError: an api that is none.
+std::shared_ptr<const GpuDriver> driver_of(const std::string& library, const std::string& api);
+
+// A copy that was issued. It keeps alive what the copy uses; who drops it before it is done gives that up.
+struct Copying {
+  std::shared_ptr<GpuCopy> end;
+  const char* strategy;
+  nanobind::object uses;
+  std::unique_ptr<SumCells::Held> sum;
+};
+
+class Engine {
+ public:
+  Engine(int64_t device, const std::string& library, const std::string& api, const CopyTuning& tuning,
+         const PartTuning& part_tuning);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  GpuCopyEngine& get() { return *engine_; }
+  GpuParts& parts() { return *parts_; }
+  SmallAccess& small();  // made when first used: not every driver lets memory be pinned
+  const std::shared_ptr<GpuDevice>& device() const { return engine_->device(); }
+
+  // Issues by run() what ends on `stream`, without the GIL. run returns the strategy's name.
+  template <class Issue>
+  std::unique_ptr<Copying> issue(GpuStream stream, nanobind::object uses, const Issue& run,
+                                 std::unique_ptr<SumCells::Held> sum = nullptr) {
+    auto copying = std::unique_ptr<Copying>(
+        new Copying{std::make_shared<GpuCopy>(device()), "", std::move(uses), std::move(sum)});
+    nanobind::gil_scoped_release release;
+    if (copying->sum != nullptr) copying->sum->spoil_until_issued();
+    copying->strategy = run(copying->sum.get());
+    copying->end->record(stream);
+    if (copying->sum != nullptr) copying->sum->used_until(copying->end);
+    return copying;
+  }
+
+ private:
+  std::unique_ptr<GpuCopyEngine> engine_;
+  std::unique_ptr<GpuParts> parts_;
+  std::mutex small_mutex_;
+  std::unique_ptr<SmallAccess> small_;
+};
+
+// Each adds its methods to the engine's class.
+void bind_gpu_memory(nanobind::module_& m, nanobind::class_<Engine>& engine);
+void bind_gpu_parts(nanobind::module_& m, nanobind::class_<Engine>& engine);
+
+// After GpuCopy.
+void bind_gpu_waiter(nanobind::module_& m);
+
+}  // namespace kvferry

@@ -1,0 +1,98 @@
+// Checks the bounds of parts that move within a GPU, and of pages that are zeroed, then issues them with the GIL released.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <algorithm>
+
+#include "bind_cuda.h"
+
+namespace nb = nanobind;
+
+namespace kvferry {
+namespace {
+
+using Held = std::unique_ptr<SumCells::Held>;
+
+const char* way(Engine& engine) { return engine.parts().has_kernels() ? "kernel" : "batch"; }
+
+void check_slot(const char* field, int64_t address, uint64_t nbytes) {
+  check_range(field, address, 1, kMaxInt64 - int64_t(nbytes));
+}
+
+template <PartDirection kDirection, bool kSummed>
+std::unique_ptr<Copying> copy_part(Engine& engine, const GpuPages& pages, const Integers& ids, int64_t byte_offset,
+                                   int64_t nbytes, int64_t slot, std::optional<int64_t> stream) {
+  const PartRange part = checked_part(pages.layout(), ids, byte_offset, nbytes);
+  if (kDirection == PartDirection::kScatter) check_distinct("page_ids", ids);
+  check_slot("slot_address", slot, part.bytes);
+  const GpuStream on = stream ? stream_at(stream) : engine.parts().stream(kDirection);
+  Held sum = kSummed ? std::make_unique<SumCells::Held>(engine.parts().sums(), part.bytes) : nullptr;
+  const auto run = [&](SumCells::Held* into) {
+    engine.parts().copy(pages, ids.data(), part, GpuAddress(slot), kDirection, on, into);
+    return way(engine);
+  };
+  return engine.issue(on, nb::find(pages), run, std::move(sum));
+}
+
+std::unique_ptr<Copying> add_up(Engine& engine, int64_t address, int64_t nbytes, std::optional<int64_t> stream) {
+  check_range("nbytes", nbytes, 1, kMaxInt64);
+  check_slot("address", address, uint64_t(nbytes));
+  const GpuStream on = stream ? stream_at(stream) : engine.parts().stream(PartDirection::kScatter);
+  auto sum = std::make_unique<SumCells::Held>(engine.parts().sums(), uint64_t(nbytes));
+  const auto run = [&](SumCells::Held* into) {
+    engine.parts().add_up(GpuAddress(address), uint64_t(nbytes), PartDirection::kScatter, on, *into);
+    return way(engine);
+  };
+  return engine.issue(on, nb::none(), run, std::move(sum));
+}
+
+std::unique_ptr<Copying> zero(Engine& engine, const GpuPages& pages, const int64_t* ids, size_t count, int64_t first_piece,
+                              int64_t start, std::optional<int64_t> stream) {
+  const GpuStream on = stream ? stream_at(stream) : engine.parts().stream(PartDirection::kScatter);
+  return engine.issue(on, nb::find(pages), [&](SumCells::Held*) {
+    engine.parts().zero(pages, ids, count, uint32_t(first_piece), uint32_t(start), on);
+    return way(engine);
+  });
+}
+
+std::unique_ptr<Copying> zero_pages(Engine& engine, const GpuPages& pages, const Integers& ids,
+                                    std::optional<int64_t> stream) {
+  check_ids("page_ids", ids, pages.layout().pages);
+  return zero(engine, pages, ids.data(), ids.size(), 0, 0, stream);
+}
+
+std::unique_ptr<Copying> zero_page_from(Engine& engine, const GpuPages& pages, int64_t page_id, int64_t start,
+                                        int64_t first_piece, std::optional<int64_t> stream) {
+  check_range("page_id", page_id, 0, pages.layout().pages - 1);
+  check_range("start", start, 0, pages.layout().fragment_bytes);
+  check_range("first_piece", first_piece, 0, pages.layout().pieces);
+  return zero(engine, pages, &page_id, 1, first_piece, start, stream);
+}
+
+}  // namespace
+
+void bind_gpu_parts(nb::module_&, nb::class_<Engine>& engine) {
+  using namespace nb::literals;
+  constexpr auto kGather = PartDirection::kGather, kScatter = PartDirection::kScatter;
+  const auto part = [&](const char* name, auto function) {
+    engine.def(name, function, "pages"_a, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot_address"_a,
+               "stream"_a = nb::none(), nb::keep_alive<0, 1>());
+  };
+  part("gather_part", &copy_part<kGather, false>);
+  part("gather_part_summed", &copy_part<kGather, true>);
+  part("scatter_part", &copy_part<kScatter, false>);
+  part("scatter_part_summed", &copy_part<kScatter, true>);
+  engine
+      .def("add_up", &add_up, "address"_a, "nbytes"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>())
+      .def("zero_pages", &zero_pages, "pages"_a, "page_ids"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>())
+      .def("zero_page_from", &zero_page_from, "pages"_a, "page_id"_a, "start"_a, "first_piece"_a = 0,
+           "stream"_a = nb::none(), nb::keep_alive<0, 1>())
+      .def_prop_ro("has_kernels", [](Engine& self) { return self.parts().has_kernels(); })
+      .def_prop_ro("gather_stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.parts().stream(kGather)); })
+      .def_prop_ro("scatter_stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.parts().stream(kScatter)); });
+}
+
+}  // namespace kvferry

@@ -1,0 +1,157 @@
+// Pages in a buffer of host memory: every bound is checked before a byte moves, and copies run with the GIL released.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <memory>
+#include <string>
+
+#include "bind_layout.h"
+#include "host_pages.h"
+#include "part_sum.h"
+
+namespace nb = nanobind;
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kMaxThreads = 64;
+
+class HostPages {
+ public:
+  HostPages(nb::handle buffer, const Integers& offsets, const Integers& strides, int64_t pieces, int64_t piece_stride,
+            int64_t fragment_bytes, int64_t pages)
+      : buffer_(std::make_unique<Buffer>(buffer, "buffer", Buffer::Access::kWrite)),
+        layout_(checked_layout("offsets", offsets, 0, strides, fragment_bytes, pages, pieces, piece_stride)) {
+    for (size_t t = 0; t < layout_.bases.size(); ++t) {
+      const uint64_t end = layout_.bases[t] + uint64_t((pages - 1) * layout_.strides[t] + layout_.extent());
+      if (end > buffer_->size()) {
+        refuse("offsets[" + std::to_string(t) + "]: " + std::to_string(layout_.bases[t]) + " with " + std::to_string(pages) +
+               " pages of stride " + std::to_string(layout_.strides[t]) + " ends at " + std::to_string(end) +
+               ", behind the " + std::to_string(buffer_->size()) + " bytes there are");
+      }
+      layout_.bases[t] += reinterpret_cast<uint64_t>(buffer_->data());
+    }
+  }
+
+  const PageLayout& layout() const { return layout_; }
+
+  // While a call runs without the GIL the buffer stays.
+  const PageLayout& open() const {
+    if (buffer_ == nullptr) refuse("pages: they are closed");
+    return layout_;
+  }
+
+  void close() {
+    if (users_ > 0) refuse("pages: in use by " + std::to_string(users_) + " calls");
+    buffer_.reset();
+  }
+
+  class Use {  // with the GIL
+   public:
+    explicit Use(HostPages& pages) : pages_(pages) { ++pages_.users_; }
+    ~Use() { --pages_.users_; }
+
+   private:
+    HostPages& pages_;
+  };
+
+ private:
+  std::unique_ptr<Buffer> buffer_;
+  PageLayout layout_;
+  int users_ = 0;
+};
+
+// A part and the bytes of a slot that it goes to or comes from.
+struct Checked {
+  Checked(HostPages& pages, const Integers& ids, int64_t byte_offset, int64_t nbytes, const Buffer& slot, int64_t offset,
+          int64_t threads)
+      : part(checked_part(pages.open(), ids, byte_offset, nbytes)) {
+    check_range("threads", threads, 1, kMaxThreads);
+    const int64_t size = int64_t(slot.size());
+    check_range("nbytes", nbytes, 1, size);
+    check_range("slot_offset", offset, 0, size - nbytes);
+    bytes = slot.data() + offset;
+    const uint64_t begin = reinterpret_cast<uint64_t>(bytes), end = begin + part.bytes;
+    const PageLayout& layout = pages.layout();
+    for (size_t t = 0; t < layout.bases.size(); ++t) {
+      const uint64_t last = layout.bases[t] + uint64_t((layout.pages - 1) * layout.strides[t] + layout.extent());
+      if (begin < last && layout.bases[t] < end) refuse("slot: overlaps the pages of tensor " + std::to_string(t));
+    }
+  }
+
+  PartRange part;
+  uint8_t* bytes;
+};
+
+template <class Sum, class Copy>
+Sum gather(HostPages& pages, const Integers& ids, int64_t byte_offset, int64_t nbytes, nb::handle slot, int64_t slot_offset,
+           int64_t threads, const Copy& copy) {
+  const Buffer target(slot, "slot", Buffer::Access::kWrite);
+  const Checked to(pages, ids, byte_offset, nbytes, target, slot_offset, threads);
+  const HostPages::Use use(pages);
+  nb::gil_scoped_release release;
+  return copy(to.bytes, pages.layout(), ids.data(), to.part, unsigned(threads));
+}
+
+template <class Sum, class Copy>
+Sum scatter(HostPages& pages, const Integers& ids, int64_t byte_offset, int64_t nbytes, nb::handle slot, int64_t slot_offset,
+            int64_t threads, const Copy& copy) {
+  const Buffer source(slot, "slot", Buffer::Access::kRead);
+  const Checked from(pages, ids, byte_offset, nbytes, source, slot_offset, threads);
+  check_distinct("page_ids", ids);
+  const HostPages::Use use(pages);
+  nb::gil_scoped_release release;
+  return copy(pages.layout(), ids.data(), from.part, from.bytes, unsigned(threads));
+}
+
+void zero_from(HostPages& pages, int64_t page_id, int64_t start, int64_t first_piece) {
+  const PageLayout& layout = pages.open();
+  check_range("page_id", page_id, 0, layout.pages - 1);
+  check_range("start", start, 0, layout.fragment_bytes);
+  check_range("first_piece", first_piece, 0, layout.pieces);
+  const HostPages::Use use(pages);
+  nb::gil_scoped_release release;
+  zero_page(layout, page_id, uint32_t(first_piece), uint32_t(start));
+}
+
+uint64_t checksum(nb::handle object) {
+  const Buffer buffer(object, "buffer", Buffer::Access::kRead);
+  nb::gil_scoped_release release;
+  return part_sum(sum_words(buffer.data(), buffer.size(), 0), buffer.size());
+}
+
+}  // namespace
+
+void bind_host_pages(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<HostPages> pages(m, "HostPages");
+  pages
+      .def(nb::init<nb::handle, const Integers&, const Integers&, int64_t, int64_t, int64_t, int64_t>(), "buffer"_a,
+           "offsets"_a, "strides"_a, "pieces"_a, "piece_stride"_a, "fragment_bytes"_a, "pages"_a)
+      .def_prop_ro("fragments", [](const HostPages& self) { return self.layout().fragments(); })
+      .def_prop_ro("fragment_bytes", [](const HostPages& self) { return self.layout().fragment_bytes; })
+      .def_prop_ro("row_bytes", [](const HostPages& self) { return self.layout().row_bytes(); })
+      .def_prop_ro("pages", [](const HostPages& self) { return self.layout().pages; })
+      .def("zero_page_from", &zero_from, "page_id"_a, "start"_a, "first_piece"_a = 0)
+      .def("close", &HostPages::close);
+  const auto part = [&](const char* name, auto function) {
+    pages.def(name, function, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot"_a, "slot_offset"_a = 0, "threads"_a = 1);
+  };
+  using Part = int64_t;
+  part("gather_part", [](HostPages& self, const Integers& ids, Part at, Part nbytes, nb::handle slot, Part offset, Part threads) {
+    gather<void>(self, ids, at, nbytes, slot, offset, threads, gather_part);
+  });
+  part("gather_part_summed", [](HostPages& self, const Integers& ids, Part at, Part nbytes, nb::handle slot, Part offset, Part threads) {
+    return gather<uint64_t>(self, ids, at, nbytes, slot, offset, threads, gather_part_summed);
+  });
+  part("scatter_part", [](HostPages& self, const Integers& ids, Part at, Part nbytes, nb::handle slot, Part offset, Part threads) {
+    scatter<void>(self, ids, at, nbytes, slot, offset, threads, scatter_part);
+  });
+  part("scatter_part_summed", [](HostPages& self, const Integers& ids, Part at, Part nbytes, nb::handle slot, Part offset, Part threads) {
+    return scatter<uint64_t>(self, ids, at, nbytes, slot, offset, threads, scatter_part_summed);
+  });
+  m.def("part_checksum", &checksum, "buffer"_a);
+}
+
+}  // namespace kvferry

@@ -1,0 +1,37 @@
+// Page layouts and page ids as Python gives them, checked.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "bindings.h"
+#include "page_layout.h"
+
+namespace kvferry {
+
+using Integers = nanobind::ndarray<const int64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+
+constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
+constexpr int64_t kMaxRowBytes = int64_t(1) << 30;
+constexpr int64_t kMaxPages = int64_t(1) << 31;
+
+// A layout whose tensors begin at `begins`, each at least `lowest`, which are called `field`.
+PageLayout checked_layout(const char* field, const Integers& begins, int64_t lowest, const Integers& strides,
+                          int64_t fragment_bytes, int64_t pages, int64_t pieces, int64_t piece_stride);
+
+// IndexError names the first that is not in [0, count).
+void check_ids(const char* field, const Integers& ids, int64_t count);
+
+// ValueError names one that is there twice.
+void check_distinct(const char* field, const Integers& ids);
+
+// A part of these pages' rows that touches every one of them.
+PartRange checked_part(const PageLayout& layout, const Integers& page_ids, int64_t byte_offset, int64_t nbytes);
+
+}  // namespace kvferry

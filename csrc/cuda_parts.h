@@ -1,0 +1,86 @@
+// Moves parts between pages and slots of one GPU, and zeroes pages. Gathers, scatters and spills never wait for each other
+// to be issued, and run on streams of their own.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "cuda_device.h"
+#include "cuda_sums.h"
+#include "part_kernels.h"
+
+namespace kvferry {
+
+enum class PartDirection : int { kGather = 0, kScatter = 1 };
+
+struct PartTuning {
+  unsigned blocks = 1056;  // of one launch at most: what an H200 holds at a time
+  unsigned threads = 256;  // a block
+};
+
+struct PartCount {
+  uint64_t parts = 0, launches = 0, bytes = 0;
+};
+
+// All bounds were checked by the caller; slot and pages do not overlap.
+class GpuParts {
+ public:
+  GpuParts(std::shared_ptr<GpuDevice> device, std::shared_ptr<const GpuKernels> kernels, const PartTuning& tuning);
+  ~GpuParts();
+  GpuParts(const GpuParts&) = delete;
+  GpuParts& operator=(const GpuParts&) = delete;
+
+  // Ordered on `stream`, null: that of the direction. sum: adds up the part too, with kernels only.
+  void copy(const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot, PartDirection direction,
+            GpuStream stream, SumCells::Held* sum);
+
+  // Adds up bytes of the device that lie one behind the other.
+  void add_up(GpuAddress address, uint64_t nbytes, PartDirection direction, GpuStream stream, SumCells::Held& sum);
+
+  // Of pages ids[0 .. count): in the fragments of pieces [first_piece, pieces), bytes [start, fragment_bytes).
+  void zero(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start, GpuStream stream);
+
+  bool has_kernels() const { return kernels_->loaded(); }
+  GpuStream stream(PartDirection direction) const { return lanes_[size_t(direction)].stream.get(); }
+  std::shared_ptr<SumCells> sums();
+  PartCount count(PartDirection direction) const;
+  uint64_t zeroed() const;  // pages
+  std::map<std::string, uint64_t> fallbacks() const;
+
+ private:
+  static constexpr size_t kWidths = 3;
+  struct Lane {
+    OwnStream stream;
+    mutable std::mutex mutex;  // held while a part is issued, not while it moves
+    PartCount count;
+    uint64_t zeroed = 0;
+    std::map<std::string, uint64_t> fallbacks;
+  };
+
+  void launch_copies(Lane& lane, const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
+                     PartDirection direction, GpuStream stream, SumCells::Held* sum);
+  void launch_sum(GpuAddress address, uint64_t nbytes, GpuStream stream, SumCells::Held& sum);
+  void launch_zeros(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start,
+                    GpuStream stream);
+  void copy_by_driver(const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
+                      PartDirection direction, GpuStream stream);
+  unsigned blocks_for(uint64_t words, unsigned words_a_thread) const;
+  void launch(GpuFunction kernel, unsigned blocks, GpuStream stream, void* parameters);
+
+  const std::shared_ptr<GpuDevice> device_;
+  const GpuDriver& driver_;
+  const std::shared_ptr<const GpuKernels> kernels_;
+  const PartTuning tuning_;
+  std::array<GpuFunction, kWidths> copies_{}, zeros_{};
+  GpuFunction summed_copy_ = nullptr, sum_ = nullptr;
+  std::array<Lane, 2> lanes_;
+  std::mutex sums_mutex_;
+  std::shared_ptr<SumCells> sums_;  // made when first used
+};
+
+}  // namespace kvferry

@@ -1,0 +1,58 @@
+#include "cuda_small.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace kvferry {
+namespace {
+
+constexpr std::chrono::seconds kDeadline(10);
+
+char* page_of_memory() {
+  void* memory = std::aligned_alloc(4096, SmallAccess::kMaxBytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return static_cast<char*>(memory);
+}
+
+}  // namespace
+
+SmallAccess::SmallAccess(std::shared_ptr<GpuDevice> device)
+    : device_(std::move(device)),
+      buffer_(page_of_memory(), std::free),
+      pinned_(device_, buffer_.get(), kMaxBytes),
+      stream_(device_, OwnStream::Priority::kGreatest),
+      end_(device_) {}
+
+SmallAccess::~SmallAccess() { stream_.drain(); }
+
+void SmallAccess::read(void* dst, GpuAddress src, size_t bytes) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  if (stuck_) finish("read");
+  {
+    const GpuDevice::Use use(*device_);
+    device_->check(device_->driver().copy_to_host(buffer_.get(), src, bytes, stream_.get()), "read");
+    finish("read");
+  }
+  std::memcpy(dst, buffer_.get(), bytes);
+}
+
+void SmallAccess::write(GpuAddress dst, const void* src, size_t bytes) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  if (stuck_) finish("write");
+  std::memcpy(buffer_.get(), src, bytes);
+  const GpuDevice::Use use(*device_);
+  device_->check(device_->driver().copy_to_device(dst, buffer_.get(), bytes, stream_.get()), "write");
+  finish("write");
+}
+
+void SmallAccess::finish(const char* what) {
+  if (!stuck_) end_.record(stream_.get());
+  stuck_ = true;
+  if (!end_.wait_for(kDeadline)) {
+    throw GpuError(std::string(what) + ": not done in " + std::to_string(kDeadline.count()) + " s");
+  }
+  stuck_ = false;
+}
+
+}  // namespace kvferry

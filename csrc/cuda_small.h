@@ -1,0 +1,38 @@
+// Reads and writes a few bytes of the device, and waits for them: the headers of slots.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "cuda_device.h"
+
+namespace kvferry {
+
+class SmallAccess {
+ public:
+  static constexpr size_t kMaxBytes = 4096;
+
+  explicit SmallAccess(std::shared_ptr<GpuDevice> device);
+  ~SmallAccess();
+  SmallAccess(const SmallAccess&) = delete;
+  SmallAccess& operator=(const SmallAccess&) = delete;
+
+  // Both run beside everything else on the device: what must come before them has ended. GpuError: not done in kDeadline.
+  void read(void* dst, GpuAddress src, size_t bytes);
+  void write(GpuAddress dst, const void* src, size_t bytes);
+
+ private:
+  void finish(const char* what);
+
+  const std::shared_ptr<GpuDevice> device_;
+  const std::unique_ptr<char, void (*)(void*)> buffer_;
+  const PinnedRange pinned_;
+  const OwnStream stream_;
+  GpuCopy end_;
+  std::mutex mutex_;
+  bool stuck_ = false;  // an access was given up: the buffer is the device's until it ends
+};
+
+}  // namespace kvferry

@@ -1,0 +1,99 @@
+#include "host_pages.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "part_sum.h"
+#include "split_work.h"
+
+namespace kvferry {
+namespace {
+
+constexpr size_t kBlock = 16 << 10;  // stays in a first-level cache between a copy and its sum
+constexpr uint64_t kWord = sizeof(uint64_t);
+
+// Calls move(page bytes, offset in the slot, bytes).
+template <class Move>
+void walk(const PageLayout& layout, const int64_t* ids, const PartRange& part, size_t begin, size_t end, const Move& move) {
+  walk_part(layout, ids, part, begin, end, [&](uint64_t address, size_t bytes) {
+    move(reinterpret_cast<uint8_t*>(address), begin, bytes);
+    begin += bytes;
+  });
+}
+
+// Whether every fragment, or part of one, begins with a word of the part.
+bool in_words(const PageLayout& layout, const PartRange& part) {
+  return layout.fragment_bytes % kWord == 0 && part.offset % kWord == 0;
+}
+
+template <class Copy>
+void in_blocks(size_t begin, size_t end, const Copy& copy) {
+  for (; begin < end; begin += kBlock) copy(begin, std::min(begin + kBlock, end));
+}
+
+}  // namespace
+
+void gather_part(uint8_t* slot, const PageLayout& layout, const int64_t* ids, const PartRange& part, unsigned threads) {
+  split(part.bytes, threads, [&](size_t begin, size_t end) {
+    walk(layout, ids, part, begin, end,
+         [slot](const uint8_t* page, size_t at, size_t bytes) { std::memcpy(slot + at, page, bytes); });
+  });
+}
+
+void scatter_part(const PageLayout& layout, const int64_t* ids, const PartRange& part, const uint8_t* slot, unsigned threads) {
+  split(part.bytes, threads, [&](size_t begin, size_t end) {
+    walk(layout, ids, part, begin, end,
+         [slot](uint8_t* page, size_t at, size_t bytes) { std::memcpy(page, slot + at, bytes); });
+  });
+}
+
+uint64_t gather_part_summed(uint8_t* slot, const PageLayout& layout, const int64_t* ids, const PartRange& part,
+                            unsigned threads) {
+  std::atomic<uint64_t> sum{0};
+  split(part.bytes, threads, [&](size_t first, size_t last) {
+    uint64_t own = 0;
+    if (in_words(layout, part)) {
+      walk(layout, ids, part, first, last, [&](const uint8_t* page, size_t at, size_t bytes) {
+        own += copy_words(slot + at, page, bytes, at / kWord);
+      });
+    } else {
+      in_blocks(first, last, [&](size_t begin, size_t end) {
+        walk(layout, ids, part, begin, end,
+             [slot](const uint8_t* page, size_t at, size_t bytes) { std::memcpy(slot + at, page, bytes); });
+        own += sum_words(slot + begin, end - begin, begin / kWord);
+      });
+    }
+    sum += own;
+  });
+  return part_sum(sum, part.bytes);
+}
+
+uint64_t scatter_part_summed(const PageLayout& layout, const int64_t* ids, const PartRange& part, const uint8_t* slot,
+                             unsigned threads) {
+  std::atomic<uint64_t> sum{0};
+  split(part.bytes, threads, [&](size_t first, size_t last) {
+    uint64_t own = 0;
+    if (in_words(layout, part)) {
+      walk(layout, ids, part, first, last, [&](uint8_t* page, size_t at, size_t bytes) {
+        own += copy_words(page, slot + at, bytes, at / kWord);
+      });
+    } else {
+      in_blocks(first, last, [&](size_t begin, size_t end) {
+        own += sum_words(slot + begin, end - begin, begin / kWord);
+        walk(layout, ids, part, begin, end,
+             [slot](uint8_t* page, size_t at, size_t bytes) { std::memcpy(page, slot + at, bytes); });
+      });
+    }
+    sum += own;
+  });
+  return part_sum(sum, part.bytes);
+}
+
+void zero_page(const PageLayout& layout, int64_t page, uint32_t first_piece, uint32_t start) {
+  for (uint32_t f = 0; f < layout.fragments(); ++f) {
+    if (f % layout.pieces < first_piece) continue;
+    std::memset(reinterpret_cast<uint8_t*>(layout.address(page, f)) + start, 0, layout.fragment_bytes - start);
+  }
+}
+
+}  // namespace kvferry

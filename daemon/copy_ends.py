@@ -1,0 +1,112 @@
+"""The ends of GPU copies, told to the event loop.
+
+Copies within a GPU take some 50 us, and a thread that sleeps takes longer than that to wake. So while copies run, and
+for a moment after, the loop does not sleep but looks at them in every turn; what takes longer is left to a thread that
+waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from kvferry._core import GpuCopy, GpuError, GpuWaiter
+from kvferry.daemon.pool_memory import CopyEnd
+
+AWAKE_SECONDS = 0.001  # since a copy was added or ended: the next one is near
+LOOK_SECONDS = 1.0  # between the thread's looks at whether it is to end
+MAX_COPIES = 1 << 14
+
+
+class CopyEnds:
+    """All methods but the thread's own are called on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._waiter = GpuWaiter()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[int, tuple[GpuCopy, CopyEnd]] = {}  # by id of the copy, which is held here
+        self._given: set[int] = set()  # of these, what the thread waits for
+        self._awake_until = 0.0
+        self._turning = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-copy-ends", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """Copies that run."""
+        return len(self._waiting)
+
+    def add(self, copy: GpuCopy, done: CopyEnd) -> None:
+        """ValueError where too many are waited for; then `done` is not called."""
+        if len(self._waiting) >= MAX_COPIES:
+            raise ValueError(f"copies that run are {len(self._waiting)}; they must be {MAX_COPIES} at most")
+        self._loop = asyncio.get_running_loop()
+        self._waiting[id(copy)] = (copy, done)
+        self._stay_awake()
+
+    def close(self) -> None:
+        """Waits for the copies that run; nobody is told of their ends any more."""
+        self._closing = True
+        self._waiter.wake()
+        self._thread.join()
+        for copy, _ in self._waiting.values():
+            try:
+                copy.wait()
+            except GpuError:
+                continue  # it has ended all the same
+        self._waiting.clear()
+
+    def _stay_awake(self) -> None:
+        assert self._loop is not None
+        self._awake_until = time.monotonic() + AWAKE_SECONDS
+        if not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """One look, in every turn of the loop while it is awake."""
+        if self._closing:
+            return
+        assert self._loop is not None
+        ended = [copy for key, (copy, _) in self._waiting.items() if key not in self._given and _has_ended(copy)]
+        self._tell(ended)
+        if time.monotonic() < self._awake_until:
+            self._loop.call_soon(self._turn)
+            return
+        self._turning = False
+        for key, (copy, _) in self._waiting.items():
+            if key not in self._given:
+                self._given.add(key)
+                self._waiter.add(copy)
+
+    def _run(self) -> None:
+        while not self._closing:
+            ended = self._waiter.wait(LOOK_SECONDS)
+            if ended and not self._closing:
+                assert self._loop is not None, "a copy came from a loop"
+                try:
+                    self._loop.call_soon_threadsafe(self._tell, ended)
+                except RuntimeError:  # the loop is closed: who asked is gone
+                    return
+
+    def _tell(self, ended: list[GpuCopy]) -> None:
+        for copy in ended:
+            found = self._waiting.pop(id(copy), None)
+            self._given.discard(id(copy))
+            if found is None or self._closing:
+                continue
+            problem = ""
+            try:
+                copy.done()
+            except GpuError as error:
+                problem = f"GpuError: {error}"
+            self._stay_awake()
+            found[1](problem)
+
+
+def _has_ended(copy: GpuCopy) -> bool:
+    try:
+        return copy.done()
+    except GpuError:
+        return True

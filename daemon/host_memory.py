@@ -1,0 +1,186 @@
+"""A pool in shared memory, a segment for each rank; copies by memcpy: small ones at once, large ones on the copy
+threads that it owns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry import _core
+from kvferry.daemon.pool_memory import CopyEnd
+from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.courier_link import CourierLink
+from kvferry.transfer.lanes import Lane
+from kvferry.transfer.layouts import Int64s, RowMap
+from kvferry.transfer.pool_shape import PoolShape, RowShard
+from kvferry.transfer.receiver import Scatter
+from kvferry.transfer.segment import Segment
+from kvferry.transfer.sender import Gather
+from kvferry.transfer.slots import HEADER_BYTES
+
+INLINE_BYTES = 256 * 1024  # below it the hop to a thread costs more than the copy
+
+
+def host_pages(pool: memoryview, rows: RowMap) -> _core.HostPages:
+    """These rows of a rank's memory, to be copied part by part. ValueError where they do not lie in it."""
+    bounds = (rows.pieces, rows.piece_stride, rows.fragment_bytes, rows.pages)
+    return _core.HostPages(pool, rows.offsets, rows.strides, *bounds)
+
+
+class HostPartCopies:
+    """Of one session."""
+
+    def __init__(
+        self, link: CourierLink, lanes: list[_core.HostPages], executor: ThreadPoolExecutor, threads: int
+    ) -> None:
+        self._link = link
+        self._lanes = lanes
+        self._executor = executor
+        self._threads = threads
+
+    @property
+    def gathers_at_once(self) -> int:
+        return self._threads + 1
+
+    def gather(self, gather: Gather, done: CopyEnd) -> None:
+        slot, rows = self._link.send_slot(gather.send_slot), self._lanes[gather.lane]
+
+        def copy() -> None:
+            ids = np.asarray(gather.page_ids, np.int64)
+            rows.gather_part(ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES)
+
+        self._run(copy, gather.nbytes, done)
+
+    def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
+        slot, rows = self._link.receive_slot(scatter.slot), self._lanes[scatter.lane]
+
+        def copy() -> None:
+            ids = np.asarray(scatter.page_ids, np.int64)
+            rows.scatter_part(ids, scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES)
+
+        self._run(copy, scatter.nbytes, done)
+
+    def write_header(self, send_slot: int, header: bytes) -> None:
+        self._link.write_header(send_slot, header)
+
+    def read_header(self, receive_slot: int) -> bytes:
+        return self._link.read_header(receive_slot, HEADER_BYTES)
+
+    def close(self) -> None:
+        for rows in self._lanes:
+            rows.close()
+
+    def _run(self, copy: Callable[[], None], nbytes: int, done: CopyEnd) -> None:
+        loop = asyncio.get_running_loop()
+        if nbytes <= INLINE_BYTES:
+            # Its completion comes later all the same: callers may hold a state machine half-way.
+            loop.call_soon(done, _attempt(copy))
+        else:
+            future = loop.run_in_executor(self._executor, _attempt, copy)
+            future.add_done_callback(lambda finished: done(finished.result()))
+
+
+class HostPoolMemory:
+    """See `kvferry.daemon.pool_memory.PoolMemory`."""
+
+    def __init__(self, shape: PoolShape, segments: list[Segment], threads: int) -> None:
+        """Use `create`."""
+        self.shape = shape
+        self._segments = segments
+        self._memory = [np.frombuffer(segment.buffer, np.uint8) for segment in segments]
+        self._planes = [host_pages(segment.buffer, shape.storage.planes()) for segment in segments]
+        self._host: NDArray[np.uint8] | None = None
+        self._threads = threads
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvferry-copy")
+
+    @staticmethod
+    def create(shape: PoolShape, directory: str, stem: str, threads: int) -> HostPoolMemory:
+        """Segments `stem`, or `stem`-RANK for more than one rank. OSError where there is too little memory."""
+        segments: list[Segment] = []
+        try:
+            for rank in range(shape.ranks):
+                name = f"{stem}-{rank}" if shape.ranks > 1 else stem
+                segments.append(Segment.create(directory, name, shape.storage.nbytes))
+        except BaseException:
+            for segment in segments:
+                segment.unlink()
+                segment.close()
+            raise
+        return HostPoolMemory(shape, segments, threads)
+
+    @property
+    def workers(self) -> dict[str, Executor]:
+        return {"copy worker": self._executor}
+
+    def rank_pools(self) -> list[wire.RankPool]:
+        return [wire.RankPool(segment=segment.path, nbytes=segment.nbytes) for segment in self._segments]
+
+    def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
+        rows = zip(lanes, self.shape.sending_rows(lanes), strict=True)
+        ranks = [host_pages(self._segments[lane.sender].buffer, each) for lane, each in rows]
+        return HostPartCopies(link, ranks, self._executor, self._threads)
+
+    def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
+        rows = zip(lanes, self.shape.receiving_rows(lanes), strict=True)
+        ranks = [host_pages(self._segments[lane.receiver].buffer, each) for lane, each in rows]
+        return HostPartCopies(link, ranks, self._executor, self._threads)
+
+    def zero_tail(self, page: int, tokens: int) -> None:
+        for planes in self._planes:
+            planes.zero_page_from(page, tokens * self.shape.storage.geometry.fragment_token_bytes)
+
+    def attach_rows(self, rows: memoryview) -> None:
+        self._host = np.frombuffer(rows, np.uint8)
+
+    def detach_rows(self) -> None:
+        self._host = None
+
+    def spill(self, pages: Int64s, rows: Int64s) -> None:
+        for shard in self.shape.row_shards:
+            host, sizes = self._host_runs(shard, rows)
+            _core.copy_list(host, self._pool_runs(shard, shard.ranks[0], pages), sizes, self._threads)
+
+    def restore(self, pages: Int64s, rows: Int64s) -> None:
+        for shard in self.shape.row_shards:
+            host, sizes = self._host_runs(shard, rows)
+            for rank in shard.ranks:
+                _core.copy_list(self._pool_runs(shard, rank, pages), host, sizes, self._threads)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)
+        self._memory.clear()
+        for planes in self._planes:
+            planes.close()
+        self._planes.clear()
+        for segment in self._segments:
+            segment.unlink()
+            segment.close()
+        self._segments.clear()
+
+    def _host_runs(self, shard: RowShard, rows: Int64s) -> tuple[Int64s, Int64s]:
+        """Addresses and sizes of the shard's fragments in these rows."""
+        assert self._host is not None, "there is no host tier"
+        count = len(self._host) // self.shape.row_bytes
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count):
+            raise ValueError(f"rows are {int(rows.min())} to {int(rows.max())}; they must be 0 to {count - 1}")
+        size = shard.rows.fragment_bytes
+        fragments = np.arange(shard.rows.fragments, dtype=np.int64) * size
+        starts = self._host.ctypes.data + rows * self.shape.row_bytes + shard.start
+        at = (starts[:, None] + fragments).ravel()
+        return at, np.full(len(at), size, np.int64)
+
+    def _pool_runs(self, shard: RowShard, rank: int, pages: Int64s) -> Int64s:
+        found: Int64s = (self._memory[rank].ctypes.data + shard.rows.fragments_of(pages)).ravel()
+        return found
+
+
+def _attempt(copy: Callable[[], None]) -> str:
+    try:
+        copy()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,86 @@
+"""A pool's memory on all its ranks, and every copy from it and to it: what the daemon asks of it, wherever it lies.
+
+A page id names the same place on every rank. Sessions copy parts of pages between the pool and their slots, the host
+tier copies whole pages between the pool and its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Protocol, TypeAlias
+
+from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.courier_link import CourierLink
+from kvferry.transfer.lanes import Lane
+from kvferry.transfer.layouts import Int64s
+from kvferry.transfer.pool_shape import PoolShape
+from kvferry.transfer.receiver import Scatter
+from kvferry.transfer.sender import Gather
+from kvferry.transfer.slots import Buffer
+
+CopyEnd: TypeAlias = Callable[[str], None]
+"""Called with "" or what went wrong, on the event loop's thread, and never before the call that it ends returns."""
+
+
+class PartCopies(Protocol):
+    """The copies of one session. All methods are called on the event loop's thread, and none after `close`."""
+
+    @property
+    def gathers_at_once(self) -> int:
+        """More of them would wait for each other."""
+
+    def gather(self, gather: Gather, done: CopyEnd) -> None:
+        """Pages -> behind the header of the sending slot."""
+
+    def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
+        """From behind the receiving slot's header -> pages."""
+
+    def write_header(self, send_slot: int, header: bytes) -> None:
+        """To the start of a slot whose gather is done. It is there when this returns."""
+
+    def read_header(self, receive_slot: int) -> Buffer:
+        """The first HEADER_BYTES of a slot that was written."""
+
+    def close(self) -> None:
+        """No copy runs; the courier and its slots go next."""
+
+
+class PoolMemory(Protocol):
+    """Owns the memory of a pool of `shape`. All methods but `spill` and `restore` are called on the event loop's
+    thread."""
+
+    @property
+    def shape(self) -> PoolShape: ...
+
+    @property
+    def workers(self) -> dict[str, Executor]:
+        """Its copy threads by name, if it has any: whose progress may be watched."""
+
+    def rank_pools(self) -> list[wire.RankPool]:
+        """Where workers find it, rank by rank."""
+
+    def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> PartCopies:
+        """For a session that is up; the sending slots are the ranks', `slots_of_rank` after each other."""
+
+    def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> PartCopies:
+        """Likewise with receiving slots."""
+
+    def zero_tail(self, page: int, tokens: int) -> None:
+        """Clears what lies behind the first `tokens` tokens of a page on every rank. It is done, or before any later
+        gather, when this returns."""
+
+    def attach_rows(self, rows: memoryview) -> None:
+        """Names the host tier's memory, rows of `shape.row_bytes` one behind the other; before the first `spill`."""
+
+    def detach_rows(self) -> None:
+        """Forgets it: nothing of it is held any more. Idempotent."""
+
+    def spill(self, pages: Int64s, rows: Int64s) -> None:
+        """Page pages[i] -> row rows[i]; blocks until it is done, on a copy thread. OSError or ValueError: failed."""
+
+    def restore(self, pages: Int64s, rows: Int64s) -> None:
+        """Row rows[i] -> page pages[i], on all ranks; otherwise as `spill`, and beside one maybe."""
+
+    def close(self) -> None:
+        """Waits for the copies that run, whose number is bounded by the slots, and lets the memory go."""

@@ -1,0 +1,47 @@
+"""A fake GPU driver, whose device memory is this process's, and engines over it or over a real one."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to make the fake driver with")
+    path = tmp_path_factory.mktemp("fake") / "libfake_gpu.so"
+    source = Path(__file__).with_name("fake_gpu_driver.cpp")
+    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+    return str(path)
+
+
+@pytest.fixture
+def fake(library: str) -> Iterator[ctypes.CDLL]:
+    driver = ctypes.CDLL(library)
+    driver.fake_reset()
+    driver.fake_foreign.restype = ctypes.c_uint64
+    driver.fake_foreign.argtypes = [ctypes.c_size_t]
+    driver.fake_foreign_ends.argtypes = [ctypes.c_uint64]
+    yield driver
+    assert driver.fake_contexts() == 0, "a context was left current"
+    driver.fake_reset()
+
+
+@pytest.fixture
+def gpu_engine() -> Callable[..., GpuCopyEngine]:
+    """Makes engines of a real device; skips where there is none."""
+
+    def make(**tuning: int) -> GpuCopyEngine:
+        try:
+            return GpuCopyEngine(0, **tuning)
+        except (GpuUnavailable, GpuError) as reason:
+            pytest.skip(f"needs a GPU: {reason}")
+
+    return make

@@ -1,0 +1,104 @@
+"""A courier's slots on GPUs in its daemon: where each lies, and that nothing stays mapped. The GPUs are stand-ins that
+record; tests/transfer/test_courier_gpu.py has real ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.transfer.courier_messages import MessageError, RankSlots, Setup
+from kvferry.transfer.gpu_slots import GpuSlot, MappedSlots, OwnSlots
+
+SLOT = 1 << 16
+
+
+class Memory:
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def ipc_handle(self) -> bytes:
+        return b"%064d" % self.address
+
+
+class Mapping:
+    def __init__(self, gpu: Gpu, address: int) -> None:
+        self._gpu = gpu
+        self.address = address
+
+    def close(self) -> None:
+        self._gpu.mapped.remove(self.address)
+
+
+class Gpu:
+    """Maps a handle at the number it holds plus 7 << 40."""
+
+    def __init__(self, device: int, mappings: int = 100) -> None:
+        self.next = (device + 1) << 32
+        self.allocated: list[int] = []
+        self.mapped: list[int] = []
+        self.mappings = mappings
+        self.bytes: dict[int, bytes] = {}
+
+    def allocate(self, nbytes: int) -> Memory:
+        self.allocated.append(nbytes)
+        self.next += 1 << 24
+        return Memory(self.next)
+
+    def open_ipc(self, handle: bytes, nbytes: int) -> Mapping:
+        if len(self.mapped) == self.mappings:
+            raise RuntimeError("no more")
+        self.mapped.append(int(handle) + (7 << 40))
+        return Mapping(self, self.mapped[-1])
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        return self.bytes[address][:nbytes]
+
+    def write(self, address: int, data: bytes) -> None:
+        self.bytes[address] = data
+
+
+def test_slots_are_rank_major_each_kind_in_an_allocation_of_its_own() -> None:
+    gpus = {device: Gpu(device) for device in (2, 5)}
+    own = OwnSlots(Setup(SLOT, 4, 2, 1, (5, 2)), gpus.__getitem__)
+    assert gpus[2].allocated == gpus[5].allocated == [2 * SLOT, SLOT]
+    assert own.ranks[0].receive_address >> 32 == 6
+    assert own.ranks[1].send_address >> 32 == 3
+
+    mapped = MappedSlots((5, 2), own.ranks, (4, 2), SLOT, gpus.__getitem__)
+    base = 7 << 40
+    assert [mapped.receive_slot(slot) for slot in range(4)] == [
+        GpuSlot(rank, device, base + own.ranks[rank].receive_address + index * SLOT, SLOT)
+        for rank, device in ((0, 5), (1, 2))
+        for index in (0, 1)
+    ]
+    assert mapped.send_slot(1) == GpuSlot(1, 2, base + own.ranks[1].send_address, SLOT)
+    mapped.write_header(1, b"header")
+    assert gpus[2].bytes == {mapped.send_slot(1).address: b"header"}
+    gpus[5].bytes[mapped.receive_slot(1).address] = b"of slot 1"
+    assert mapped.read_header(1, 2) == b"of"
+    for slot in (-1, 4):
+        with pytest.raises(MessageError, match="receive slot is"):
+            mapped.receive_slot(slot)
+    with pytest.raises(MessageError, match="send slot is 2"):
+        mapped.write_header(2, b"header")
+    mapped.close()
+    mapped.close()
+    assert gpus[2].mapped == gpus[5].mapped == []
+
+
+def test_one_kind_only() -> None:
+    gpu = Gpu(0)
+    own = OwnSlots(Setup(SLOT, 0, 2, 1, (0,)), lambda _: gpu)
+    assert own.ranks == (RankSlots(0, bytes(64), own.ranks[0].send_address, own.ranks[0].send_handle),)
+    mapped = MappedSlots((0,), own.ranks, (0, 2), SLOT, lambda _: gpu)
+    assert len(gpu.mapped) == 1
+    with pytest.raises(MessageError, match="receive slot is 0"):
+        mapped.receive_slot(0)
+    mapped.close()
+
+
+def test_where_one_cannot_be_mapped_none_stays_mapped() -> None:
+    gpus = {0: Gpu(0), 1: Gpu(1, mappings=1)}
+    own = OwnSlots(Setup(SLOT, 2, 2, 1, (0, 1)), gpus.__getitem__)
+    with pytest.raises(RuntimeError, match="no more"):
+        MappedSlots((0, 1), own.ranks, (2, 2), SLOT, gpus.__getitem__)
+    assert gpus[0].mapped == gpus[1].mapped == []

@@ -1,0 +1,136 @@
+"""Rows and fragments of a rank's memory, against whole arrays that were transposed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reshard import random_pages, rows, stored
+
+from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.layouts import RankStorage, RowMap, StorageOrder
+
+PAGES = 5
+GEOMETRY = KVGeometry(layers=2, kv_heads=4, head_dim=8, dtype="bfloat16", page_size=16)
+HEAD = 16  # bytes of GEOMETRY's
+TOKEN = 4 * HEAD
+TENSOR = 16 * TOKEN
+
+geometries = st.builds(
+    KVGeometry,
+    layers=st.integers(1, 3),
+    kv_heads=st.integers(1, 5),
+    head_dim=st.integers(1, 5),
+    dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "int8", "float64"]),
+    page_size=st.sampled_from([1, 2, 3, 7, 16]),
+    layout=st.sampled_from(Layout),
+    tensors=st.integers(1, 2),
+)
+orders = st.sampled_from(StorageOrder)
+
+
+def gathered(memory: np.ndarray, rows: RowMap, ids: list[int], byte_offset: int, nbytes: int) -> bytes:
+    runs = rows.part(ids, byte_offset, nbytes)
+    out = np.full(nbytes, 0xAA, np.uint8)
+    for at, to, size in zip(runs.memory.tolist(), runs.stream.tolist(), runs.sizes.tolist(), strict=True):
+        assert size > 0
+        out[to : to + size] = memory[at : at + size]
+    assert int(runs.sizes.sum()) == nbytes
+    return out.tobytes()
+
+
+@settings(deadline=None, max_examples=150)
+@given(geometries, orders, st.data())
+def test_any_part_of_any_heads_is_the_canonical_bytes(
+    geometry: KVGeometry, order: StorageOrder, data: st.DataObject
+) -> None:
+    pages = random_pages(geometry, PAGES, seed=1)
+    memory = stored(pages, geometry.layout, order)
+    first = data.draw(st.integers(0, geometry.kv_heads - 1))
+    heads = data.draw(st.integers(1, geometry.kv_heads - first))
+    storage = RankStorage.make(geometry, order, PAGES)
+    assert storage.nbytes == len(memory)
+    found = storage.rows(first, heads)
+    assert found.end <= storage.nbytes
+    ids = data.draw(st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True))
+    expected = rows(pages[ids][..., first : first + heads, :], geometry.layout).tobytes()
+    assert found.row_bytes * len(ids) == len(expected)
+    start = data.draw(st.integers(0, len(expected) - 1))
+    nbytes = data.draw(st.integers(1, len(expected) - start))
+    assert gathered(memory, found, ids, start, nbytes) == expected[start : start + nbytes]
+    whole = b"".join(
+        memory[at : at + found.fragment_bytes].tobytes() for at in found.fragments_of(ids).ravel().tolist()
+    )
+    assert whole == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(geometries, orders, st.data())
+def test_views_and_planes(geometry: KVGeometry, order: StorageOrder, data: st.DataObject) -> None:
+    pages = random_pages(geometry, PAGES, seed=2)
+    memory = stored(pages, geometry.layout, order)
+    storage = RankStorage.make(geometry, order, PAGES)
+    assert np.array_equal(storage.view(memory), pages)
+    tokens = data.draw(st.integers(0, geometry.page_size - 1))
+    planes = storage.planes()
+    assert planes.row_bytes == storage.rows().row_bytes
+    for at in planes.fragments_of([3]).ravel().tolist():
+        memory[at + tokens * geometry.fragment_token_bytes : at + planes.fragment_bytes] = 0
+    pages[3, :, :, tokens:] = 0
+    assert np.array_equal(memory, stored(pages, geometry.layout, order))
+
+
+def shape(rows: RowMap) -> tuple[list[int], list[int], int, int, int]:
+    return rows.offsets.tolist(), rows.strides.tolist(), rows.pieces, rows.piece_stride, rows.fragment_bytes
+
+
+def test_fragments_are_as_few_as_can_be() -> None:
+    page, layer = (RankStorage.make(GEOMETRY, order, PAGES) for order in list(StorageOrder)[:2])
+    assert shape(page.rows()) == ([0], [4 * TENSOR], 1, 0, 4 * TENSOR)
+    starts = [i * PAGES * TENSOR for i in range(4)]
+    assert shape(layer.rows()) == (starts, [TENSOR] * 4, 1, 0, TENSOR)
+    half = layer.rows(2, 2)
+    assert shape(half) == ([start + 2 * HEAD for start in starts], [TENSOR] * 4, 16, TOKEN, 2 * HEAD)
+    blocks = RankStorage.make(GEOMETRY, StorageOrder.LAYER_BLOCKS, PAGES)
+    assert shape(blocks.rows()) == (
+        [0, TENSOR, 2 * PAGES * TENSOR, (2 * PAGES + 1) * TENSOR],
+        [2 * TENSOR] * 4,
+        1,
+        0,
+        TENSOR,
+    )
+    heads_first = KVGeometry(2, 4, 8, "bfloat16", 16, Layout.PAGE_HND)
+    half = RankStorage.make(heads_first, StorageOrder.PAGE_MAJOR, PAGES).rows(2, 2)
+    assert shape(half) == ([i * TENSOR + TENSOR // 2 for i in range(4)], [4 * TENSOR] * 4, 1, 0, TENSOR // 2)
+
+
+def test_an_engines_own_tensors() -> None:
+    """One allocation a layer, of shape (2, blocks, ...), wherever it lies."""
+    blocks, gap = 3, 1000
+    layers = np.array([5000, 100], np.int64)
+    bases = (layers[:, None] + np.array([0, blocks * TENSOR])).ravel()
+    storage = RankStorage(GEOMETRY, bases, np.full(4, TENSOR, np.int64), blocks)
+    memory = np.random.default_rng(0).integers(0, 256, 5000 + 2 * blocks * TENSOR + gap, dtype=np.uint8)
+    tensors = [memory[at : at + 2 * blocks * TENSOR].reshape(2, blocks, 16, 4, HEAD) for at in layers]
+    expected = b"".join(tensor[kv, 2][:, 1:3].tobytes() for tensor in tensors for kv in range(2))
+    found = storage.rows(1, 2)
+    assert gathered(memory, found, [2], 0, found.row_bytes) == expected
+
+
+def test_what_cannot_be_is_refused() -> None:
+    storage = RankStorage.make(GEOMETRY, StorageOrder.LAYER_MAJOR, PAGES)
+    rows = storage.rows()
+    with pytest.raises(ValueError, match="pages is 0; it must be at least 1"):
+        RankStorage.make(GEOMETRY, StorageOrder.PAGE_MAJOR, 0)
+    with pytest.raises(ValueError, match="heads 3 to 4; the rank has heads 0 to 3"):
+        storage.rows(3, 2)
+    with pytest.raises(ValueError, match="page ids are 0 to 5; they must be 0 to 4"):
+        rows.fragments_of([0, 5])
+    with pytest.raises(ValueError, match="page ids are -1 to 0"):
+        rows.part([0, -1], 0, 1)
+    for byte_offset, nbytes in ((-1, 2), (0, 0), (rows.row_bytes, 1), (0, rows.row_bytes + 1)):
+        with pytest.raises(ValueError, match=f"part of {nbytes} bytes at byte {byte_offset}"):
+            rows.part([1], byte_offset, nbytes)
+    with pytest.raises(ValueError, match="must be contiguous and of"):
+        storage.view(np.zeros(10, np.uint8))

@@ -1,0 +1,151 @@
+"""Slots on GPUs: what a courier allocates for each rank, and how its daemon maps them.
+
+A courier's slots are plain allocations, shared by CUDA IPC. A mapping outlives the courier, and the memory goes when
+the last process that maps it ends or lets go, the peer's courier included: after the courier's end the peer may still
+write it, and nobody else is given it (docs/nvlink.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from kvferry.transfer.courier_messages import IPC_HANDLE_BYTES, RankSlots, Setup, check_range
+
+
+class GpuMemory(Protocol):
+    """Freed with its last reference."""
+
+    @property
+    def address(self) -> int: ...
+
+    def ipc_handle(self) -> bytes: ...
+
+
+class GpuMapping(Protocol):
+    """Memory of another process."""
+
+    @property
+    def address(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class SlotGpu(Protocol):
+    """What is used of `kvferry._core.GpuCopyEngine`. Failures raise RuntimeError."""
+
+    def allocate(self, nbytes: int) -> GpuMemory: ...
+
+    def open_ipc(self, handle: bytes, nbytes: int) -> GpuMapping: ...
+
+    def read(self, address: int, nbytes: int) -> bytes: ...
+
+    def write(self, address: int, data: bytes) -> None: ...
+
+
+GpuOf = Callable[[int], SlotGpu]
+"""The GPU of that number in this process."""
+
+
+@functools.cache
+def gpu(device: int) -> SlotGpu:
+    """One engine a device and process. Raises GpuUnavailable, a RuntimeError."""
+    from kvferry._core import GpuCopyEngine  # couriers of host slots go without it
+
+    return cast(SlotGpu, GpuCopyEngine(device))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSlot:
+    """A slot as its daemon maps it: `nbytes` at `address` of this process, on the rank's device."""
+
+    rank: int
+    device: int
+    address: int
+    nbytes: int
+
+
+class OwnSlots:
+    """A courier's own slots, for as long as this lives."""
+
+    def __init__(self, setup: Setup, gpu_of: GpuOf = gpu) -> None:
+        """Raises RuntimeError where a device is not there or has too little memory."""
+        self._memory: list[GpuMemory] = []  # held
+        self.ranks = tuple(self._allocate(setup, gpu_of(device)) for device in setup.devices)
+
+    def _allocate(self, setup: Setup, of: SlotGpu) -> RankSlots:
+        addresses, handles = [], []
+        for slots in (setup.receive_slots, setup.send_slots):
+            nbytes = slots // len(setup.devices) * setup.slot_bytes
+            # Two allocations, since a peer that is given a handle can write all of the allocation.
+            memory = of.allocate(nbytes) if nbytes else None
+            if memory is not None:
+                self._memory.append(memory)
+            addresses.append(memory.address if memory else 0)
+            handles.append(memory.ipc_handle() if memory else bytes(IPC_HANDLE_BYTES))
+        return RankSlots(addresses[0], handles[0], addresses[1], handles[1])
+
+
+class MappedSlots:
+    """A courier's slots in its daemon: rank-major, mapped until `close`."""
+
+    def __init__(
+        self,
+        devices: Sequence[int],
+        ranks: Sequence[RankSlots],
+        counts: tuple[int, int],
+        slot_bytes: int,
+        gpu_of: GpuOf,
+    ) -> None:
+        """`counts`: receive and send slots of all ranks together. Raises MessageError for what no courier says,
+        RuntimeError where the memory cannot be mapped; nothing stays mapped then. May take a second on a device's first
+        use."""
+        check_range("ranks of the courier", len(ranks), len(devices), len(devices))
+        self._devices = devices
+        self._slot_bytes = slot_bytes
+        self._counts = [count // len(devices) for count in counts]  # a rank
+        self._gpus = [gpu_of(device) for device in devices]
+        self._mappings: list[list[GpuMapping]] = [[], []]  # of receive slots and of send slots, rank by rank
+        try:
+            for of, rank in zip(self._gpus, ranks, strict=True):
+                for kind, handle in enumerate((rank.receive_handle, rank.send_handle)):
+                    if self._counts[kind]:
+                        self._mappings[kind].append(of.open_ipc(handle, self._counts[kind] * slot_bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def receive_slot(self, slot: int) -> GpuSlot:
+        """Raises MessageError for one that is not there, as the others."""
+        return self._slot("receive slot", 0, slot)
+
+    def send_slot(self, slot: int) -> GpuSlot:
+        return self._slot("send slot", 1, slot)
+
+    def _slot(self, field: str, kind: int, slot: int) -> GpuSlot:
+        check_range(field, slot, 0, self._counts[kind] * len(self._devices) - 1)
+        rank, index = divmod(slot, self._counts[kind])
+        address = self._mappings[kind][rank].address + index * self._slot_bytes
+        return GpuSlot(rank, self._devices[rank], address, self._slot_bytes)
+
+    def read_header(self, receive_slot: int, nbytes: int) -> bytes:
+        """The slot's first bytes. Waits for the device, microseconds."""
+        slot = self.receive_slot(receive_slot)
+        check_range("nbytes", nbytes, 1, slot.nbytes)
+        return self._gpus[slot.rank].read(slot.address, nbytes)
+
+    def write_header(self, send_slot: int, header: bytes) -> None:
+        """To the slot's start. It is there when this returns."""
+        slot = self.send_slot(send_slot)
+        check_range("header's length", len(header), 1, slot.nbytes)
+        self._gpus[slot.rank].write(slot.address, header)
+
+    def close(self) -> None:
+        """Unmaps them; nothing of this process may use them any more. Idempotent."""
+        for mappings in self._mappings:
+            while mappings:
+                with contextlib.suppress(RuntimeError):
+                    mappings.pop().close()

@@ -1,0 +1,197 @@
+"""Where the bytes of pages lie in one rank's memory, and the rows that are made of them.
+
+A row is what travels and what the host tier keeps of a page: some heads of it in canonical order, which is (layer, K or
+V, token, head, head dimension), or with the head before the token where the geometry's layout is HND. However a rank
+stores its pages, a row has the same bytes. A row's fragments are its runs that are contiguous in the rank's memory.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.proto import common_pb2 as common
+from kvferry.transfer.geometry import KVGeometry, Layout
+
+Int64s: TypeAlias = NDArray[np.int64]
+
+
+class StorageOrder(enum.IntEnum):
+    """Of a rank's memory."""
+
+    PAGE_MAJOR = common.STORAGE_PAGE_MAJOR  # (page, layer, K or V, ...): a page is one contiguous row
+    LAYER_MAJOR = common.STORAGE_LAYER_MAJOR  # (layer, K or V, page, ...): a tensor for each K and each V of a layer
+    LAYER_BLOCKS = common.STORAGE_LAYER_BLOCKS  # (layer, page, K or V, ...): one tensor a layer, as some engines have
+
+
+class Runs(NamedTuple):
+    """A part of a stream of rows: `sizes[i]` bytes at byte `memory[i]` of the memory are at byte `stream[i]` of the
+    part. All (n,) int64."""
+
+    memory: Int64s
+    stream: Int64s
+    sizes: Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMap:
+    """Fragment tensor * pieces + piece of page p's row lies at offsets[tensor] + p * strides[tensor] + piece *
+    piece_stride of the memory, and has fragment_bytes bytes. Bytes throughout."""
+
+    offsets: Int64s  # (tensors,)
+    strides: Int64s  # (tensors,): from a page to the next
+    pieces: int  # of a tensor
+    piece_stride: int
+    fragment_bytes: int
+    pages: int  # ids are 0..pages-1
+
+    @property
+    def fragments(self) -> int:
+        """Of a row."""
+        return len(self.offsets) * self.pieces
+
+    @property
+    def row_bytes(self) -> int:
+        return self.fragments * self.fragment_bytes
+
+    @property
+    def end(self) -> int:
+        """The byte behind the last that it names."""
+        last = self.offsets + (self.pages - 1) * self.strides
+        return int(last.max()) + (self.pieces - 1) * self.piece_stride + self.fragment_bytes
+
+    def compact(self) -> RowMap:
+        """The same rows in the fewest fragments: neighbours that touch on every page are one."""
+        merged = self
+        if merged.pieces > 1 and merged.piece_stride == merged.fragment_bytes:
+            merged = RowMap(merged.offsets, merged.strides, 1, 0, merged.fragment_bytes * merged.pieces, merged.pages)
+        touching = bool((np.diff(merged.offsets) == merged.fragment_bytes).all())
+        if merged.pieces == 1 and touching and bool((merged.strides == merged.strides[0]).all()):
+            size = merged.fragment_bytes * len(merged.offsets)
+            return RowMap(merged.offsets[:1], merged.strides[:1], 1, 0, size, merged.pages)
+        return merged
+
+    def check_ids(self, page_ids: Sequence[int] | Int64s) -> Int64s:
+        """The ids as an array. ValueError for one that is not there."""
+        ids = np.asarray(page_ids, np.int64)
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.pages):
+            raise ValueError(f"page ids are {int(ids.min())} to {int(ids.max())}; they must be 0 to {self.pages - 1}")
+        return ids
+
+    def fragments_of(self, page_ids: Sequence[int] | Int64s) -> Int64s:
+        """(pages, fragments): where each begins. ValueError for a page that is not there."""
+        ids = self.check_ids(page_ids)
+        tensors = self.offsets[None, :] + ids[:, None] * self.strides[None, :]
+        pieces = np.arange(self.pieces, dtype=np.int64) * self.piece_stride
+        return (tensors[:, :, None] + pieces).reshape(len(ids), self.fragments)
+
+    def part(self, page_ids: Sequence[int] | Int64s, byte_offset: int, nbytes: int) -> Runs:
+        """Bytes [byte_offset, byte_offset + nbytes) of these pages' rows laid end to end. ValueError for a page that
+        is not there, or a part that does not lie in the rows."""
+        ids = self.check_ids(page_ids)
+        end, size = byte_offset + nbytes, self.fragment_bytes
+        if byte_offset < 0 or nbytes < 1 or end > len(ids) * self.row_bytes:
+            raise ValueError(
+                f"part of {nbytes} bytes at byte {byte_offset}; it must have at least 1 and end within the "
+                f"{len(ids) * self.row_bytes} bytes of {len(ids)} rows"
+            )
+        first, last = byte_offset // size, (end - 1) // size
+        page, fragment = np.divmod(np.arange(first, last + 1, dtype=np.int64), self.fragments)
+        tensor, piece = np.divmod(fragment, self.pieces)
+        memory = self.offsets[tensor] + ids[page] * self.strides[tensor] + piece * self.piece_stride
+        sizes = np.full(len(memory), size, np.int64)
+        skipped = byte_offset - first * size
+        memory[0] += skipped
+        sizes[0] -= skipped
+        sizes[-1] -= (last + 1) * size - end
+        return Runs(memory, np.cumsum(sizes) - sizes, sizes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankStorage:
+    """One rank's memory: a K or V tensor of a layer (one, where both are one) at bases[layer * tensors + tensor], its
+    page p page_strides[...] * p bytes further on, and in it tokens and heads in the geometry's layout."""
+
+    geometry: KVGeometry  # of this rank: its own heads only
+    bases: Int64s  # (layers * tensors,)
+    page_strides: Int64s  # (layers * tensors,)
+    pages: int
+
+    @staticmethod
+    def make(geometry: KVGeometry, order: StorageOrder, pages: int) -> RankStorage:
+        """Without gaps, from byte 0 on. ValueError: no pages."""
+        if pages < 1:
+            raise ValueError(f"pages is {pages}; it must be at least 1")
+        tensors = geometry.layers * geometry.tensors
+        size = geometry.page_bytes // tensors  # of a tensor's page
+        at = np.arange(tensors, dtype=np.int64)
+        if order is StorageOrder.PAGE_MAJOR:
+            return RankStorage(geometry, at * size, np.full(tensors, geometry.page_bytes, np.int64), pages)
+        if order is StorageOrder.LAYER_MAJOR:
+            return RankStorage(geometry, at * (size * pages), np.full(tensors, size, np.int64), pages)
+        layer, tensor = np.divmod(at, geometry.tensors)
+        bases = layer * (size * geometry.tensors * pages) + tensor * size
+        return RankStorage(geometry, bases, np.full(tensors, size * geometry.tensors, np.int64), pages)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages together."""
+        return self.geometry.page_bytes * self.pages
+
+    def rows(self, first_head: int = 0, heads: int | None = None) -> RowMap:
+        """Rows of heads [first_head, first_head + heads) of this rank's own; by default of all. ValueError names the
+        field."""
+        geometry = self.geometry
+        count = geometry.kv_heads - first_head if heads is None else heads
+        if count < 1 or first_head < 0 or first_head + count > geometry.kv_heads:
+            raise ValueError(
+                f"heads {first_head} to {first_head + count - 1}; the rank has heads 0 to {geometry.kv_heads - 1}"
+            )
+        head_bytes = geometry.head_dim * geometry.itemsize
+        if geometry.layout is Layout.PAGE_HND:
+            plane = head_bytes * geometry.page_size
+            offsets = self.bases + first_head * plane
+            return RowMap(offsets, self.page_strides, 1, 0, count * plane, self.pages).compact()
+        offsets = self.bases + first_head * head_bytes
+        token = head_bytes * geometry.kv_heads
+        pieces = geometry.page_size
+        return RowMap(offsets, self.page_strides, pieces, token, count * head_bytes, self.pages).compact()
+
+    def planes(self) -> RowMap:
+        """Rows of all heads in fragments in which the tokens follow each other: token t of a page begins at byte
+        t * geometry.fragment_token_bytes of each."""
+        geometry = self.geometry
+        heads = geometry.kv_heads if geometry.layout is Layout.PAGE_HND else 1
+        size = geometry.fragment_bytes
+        return RowMap(self.bases, self.page_strides, heads, size, size, self.pages)
+
+    def view(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The rank's memory as (pages, layers, tensors, page size, heads, bytes of a head), whatever order and layout;
+        a view. As `view_strides`; ValueError: too short."""
+        geometry = self.geometry
+        if memory.ndim != 1 or not memory.flags.c_contiguous or len(memory) < self.nbytes:
+            raise ValueError(f"memory has shape {memory.shape}; it must be contiguous and of {self.nbytes} bytes")
+        shape = (self.pages, geometry.layers, geometry.tensors, geometry.page_size, geometry.kv_heads)
+        head_bytes = geometry.head_dim * geometry.itemsize
+        return np.lib.stride_tricks.as_strided(
+            memory[int(self.bases[0]) :], (*shape, head_bytes), (*self.view_strides, 1)
+        )
+
+    @property
+    def view_strides(self) -> tuple[int, int, int, int, int]:
+        """Bytes from a page, layer, tensor, token and head to the next. Only for equal page strides and evenly spaced
+        tensors, which `make` gives."""
+        geometry = self.geometry
+        head_bytes = geometry.head_dim * geometry.itemsize
+        first = self.bases.reshape(geometry.layers, geometry.tensors)
+        layer_stride = int(first[1, 0] - first[0, 0]) if geometry.layers > 1 else 0
+        tensor_stride = int(first[0, 1] - first[0, 0]) if geometry.tensors > 1 else 0
+        token, head = head_bytes * geometry.kv_heads, head_bytes
+        if geometry.layout is Layout.PAGE_HND:
+            token, head = head_bytes, head_bytes * geometry.page_size
+        return (int(self.page_strides[0]), layer_stride, tensor_stride, token, head)

@@ -1,0 +1,62 @@
+"""The daemon's pool on GPUs, mapped by CUDA IPC, as a worker sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.proto import worker_pb2
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.ipc_memory import IpcMemory
+from kvferry.transfer.lanes import rank_geometry
+from kvferry.transfer.layouts import RankStorage, StorageOrder
+from kvferry.workers.rank_pools import Bytes, RankPools
+
+
+class GpuRankPools(RankPools):
+    """`memories` are tensors, uint8, on the rank's device."""
+
+    def __init__(
+        self, geometry: KVGeometry, order: StorageOrder, pages: int, pools: Sequence[worker_pb2.RankPool]
+    ) -> None:
+        """Maps them. OSError where this process cannot; ValueError as RankPools."""
+        storage = RankStorage.make(rank_geometry(geometry, len(pools)), order, pages)
+        self._mappings: list[IpcMemory] = []
+        tensors: list[torch.Tensor] = []
+        try:
+            for pool in pools:
+                mapping = IpcMemory(pool.device_uuid, pool.ipc_handle, pool.offset + storage.nbytes)
+                self._mappings.append(mapping)
+                whole: torch.Tensor = torch.as_tensor(mapping, device=f"cuda:{mapping.device}")
+                tensors.append(whole[pool.offset :])
+        except BaseException:
+            self._unmap()
+            raise
+        super().__init__(geometry, order, pages, tensors)
+        rank = storage.geometry
+        shape = (pages, rank.layers, rank.tensors, rank.page_size, rank.kv_heads, rank.head_dim * rank.itemsize)
+        first = int(storage.bases[0])
+        self._tensors = [tensor[first:].as_strided(shape, (*storage.view_strides, 1)) for tensor in tensors]
+
+    def read(self, rank: int, page: int) -> Bytes:
+        found: Bytes = self._tensors[rank][page].cpu().numpy()
+        return found
+
+    def write(self, rank: int, page: int, content: NDArray[np.generic]) -> None:
+        tensor = self._tensors[rank]
+        tensor[page] = torch.from_numpy(np.ascontiguousarray(content)).to(tensor.device)
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+    def release(self) -> None:
+        for tensor in self._tensors:
+            torch.cuda.synchronize(tensor.device)
+        self._tensors.clear()
+        super().release()
+        self._unmap()
+
+    def _unmap(self) -> None:
+        while self._mappings:
+            self._mappings.pop().close()
