@@ -296,9 +296,9 @@ def measure_all(args: argparse.Namespace) -> int:
         missed += rate < wanted
         shown = ", ".join(f"{name} {row.stages[name] * 1e6:.0f}" for name in ("gather", "write", "scatter", "publish"))
         print(
-            f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {payload / row.ready_s / 1e9:5.0f} {row.messages_s * 1e3:9.2f} "
-            f"{moved_s * 1e3:6.2f} {rate:5.0f} {rate * limit / payload * 1e9:13.0%}   {wanted} "
-            f"{'ok' if rate >= wanted else 'MISS':4}  {shown}",
+            f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {payload / row.ready_s / 1e9:5.0f} "
+            f"{row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} {rate:5.0f} {rate * limit / payload * 1e9:13.0%}   "
+            f"{wanted} {'ok' if rate >= wanted else 'MISS':4}  {shown}",
             flush=True,
         )
     print("every byte of the first and the last round compared, and of pages that no round named")
