@@ -169,7 +169,7 @@ def config_of(args: argparse.Namespace) -> DaemonConfig:
         socket=args.socket or os.path.join(runtime_dir(), f"kvferry-{args.role}.sock"),
         peers=peers,
         pool_bytes=parse_size(args.pool_bytes),
-        ranks=args.ranks or max(1, len(devices)),
+        ranks=max(1, len(devices)) if args.ranks is None else args.ranks,
         slot_bytes=parse_size(args.slot_bytes or ("64MiB" if devices else "8MiB")),
         host_bytes=parse_size(args.host_bytes),
         quotas=quotas,
