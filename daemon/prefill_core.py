@@ -343,12 +343,16 @@ class PrefillCore:
 
     def _publish(self, prompt: Prompt, full: int) -> None:
         """Computed full pages enter the tree. Where another request was first, its page wins and ours stays private
-        until the end.
+        until the end. Its pages are locked then, too: while they are promised to others, ours wait.
         """
         if full <= prompt.tree_pages:
             return
-        fresh = prompt.pages[prompt.tree_pages : full]
+        namespace = prompt.hold.namespace
         digests = prompt.digests[: full * DIGEST_BYTES]
+        theirs = namespace.tree.match(digests).device_pages - prompt.tree_pages
+        if theirs > 0 and not self.store.fits(namespace, theirs):
+            return
+        fresh = prompt.pages[prompt.tree_pages : full]
         duplicates = self._supply.holds.extend(prompt.hold, digests, fresh, prompt.tree_pages, PROMPT)
         prompt.tree_pages = full
         given = set(fresh) - set(duplicates)
