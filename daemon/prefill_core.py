@@ -29,6 +29,7 @@ from kvferry.daemon.errors import (
     deadline_exceeded,
     exhausted,
     invalid,
+    out_of_range,
     precondition,
     unavailable,
 )
@@ -363,7 +364,9 @@ class PrefillCore:
     def _ask_refusal(self, session: int, entry: Entry | None, name: Name, ask: peer.Ask) -> RequestError | None:
         newest = self._newest.get(session, -1)
         if ask.transfer <= newest:
-            return invalid(f"transfer is {ask.transfer}; it must be greater than {newest}, the newest of the session")
+            return precondition(
+                f"transfer is {ask.transfer}; it must be greater than {newest}, the newest of the session"
+            )
         for field_name in ("namespace_id", "last_full_digest", "tail_digest"):
             length = len(getattr(ask, field_name))
             if length > DIGEST_BYTES:
@@ -402,7 +405,9 @@ class PrefillCore:
             else:
                 if ask.first_page + ask.pages <= total:
                     continue
-                error = invalid(f"first_page {ask.first_page} + pages {ask.pages} is past the prompt's {total} pages")
+                error = out_of_range(
+                    f"first_page {ask.first_page} + pages {ask.pages} is past the prompt's {total} pages"
+                )
             entry.asks.remove(ask)
             assert entry.session is not None
             self._effects.append(FailAsk(entry.session, ask.transfer, error))
