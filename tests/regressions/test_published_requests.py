@@ -6,7 +6,7 @@ import pytest
 from request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, Prefill, digests, name
 
 from kvferry.daemon.effects import EndSend, FailAsk, OpenSend, SendDone, StartCopy, StartTransfer
-from kvferry.daemon.errors import RequestError
+from kvferry.daemon.errors import RequestError, unavailable
 from kvferry.daemon.lease import LeaseState
 from kvferry.daemon.limits import Name
 from kvferry.proto import common_pb2 as common
@@ -195,3 +195,17 @@ def test_a_prefill_that_is_not_wanted_any_more_is_let_go() -> None:
     side.core.done(1, name(2), 0.0)
     side.take()
     assert side.told("ended") and side.store.locks == 0 and not side.core.entries
+
+
+def test_what_arrived_for_a_failed_attempt_is_not_asked_for_again() -> None:
+    decode = Decode(16)
+    decode.admit(name(1), "x", 4)
+    decode.core.pages_arrived(1, [0, 1], 0.0)
+    decode.core.transfer_failed(1, unavailable("the prefill worker is gone"), 0.0)
+    decode.take()
+    assert decode.told("failed")
+    decode.core.transfer_drained(1, 0.0)
+    decode.core.abort(1, name(1), 0.0)
+    decode.admit(name(1, attempt=2), "x", 4, prefill="other")
+    (started,) = decode.of(StartTransfer)
+    assert (started.prefill, started.ask.first_page, started.ask.pages) == ("other", 2, 2)
