@@ -97,6 +97,11 @@ class DecodeCore:
         return len(self._asks)
 
     @property
+    def draining_transfers(self) -> int:
+        """Of the active ones, those that were ended while copies into their pages may run."""
+        return self._asks.draining
+
+    @property
     def transfer_counters(self) -> TransferCounters:
         return self._asks.counters
 

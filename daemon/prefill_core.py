@@ -93,6 +93,11 @@ class PrefillCore:
     def active_transfers(self) -> int:
         return len(self._sends)
 
+    @property
+    def draining_transfers(self) -> int:
+        """Of the active ones, those of requests that have ended: gathers from their pages may run."""
+        return sum(entry.done for entry in self._sends.values())
+
     # -- worker's words ------------------------------------------------------------------------------------------
 
     def begin(
