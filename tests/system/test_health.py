@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, settled, stats
+from engines import OPTIONS, Engines, courier_pids, settled, stats
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from test_failures import courier_pids, describe
+from test_failures import describe
 
 from kvferry.daemon.stack import Stack
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas
