@@ -205,7 +205,7 @@ class Storm:
         with self._lock:
             seen = self.seen[first:]
         caught = [each for each in seen if each.started < at <= each.ended]
-        failures = [each.ended - at for each in seen if each.outcome == "failed" and each.started <= at + lasting + 0.5]
+        failures = [each.ended - at for each in caught if each.outcome == "failed"]
         row = Row(
             what,
             sum(each.outcome == "ok" for each in seen),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def test_every_process_and_every_fault() -> None:
             storm.suffer(f"SIGKILL a courier of {daemon}", lambda d=daemon: storm.kill_courier(d))
             storm.suffer(f"SIGSTOP 5 s courier of {daemon}", lambda d=daemon: storm.stop_courier(d), lasting=5.0)
         finish(storm)
-        write_table(storm, "faults.txt")
+        write_table(storm, "faults.txt", "every_process")
     slow = [row for row in storm.rows if row.released is not None and row.released > LOCKS_BACK_S + 6]
     assert not slow, "\n".join(map(str, slow))
 
@@ -69,7 +70,7 @@ def test_ten_minutes_with_a_fault_every_five_seconds() -> None:
             print(storm.suffer(what, fault, lasting=lasting), flush=True)
             time.sleep(2)
         finish(storm)
-        write_table(storm, "faults-soak.txt")
+        write_table(storm, "faults-soak.txt", "ten_minutes")
 
 
 def cycles(count: int) -> None:
@@ -93,6 +94,13 @@ def test_a_hundred_restarts_leave_no_growth() -> None:
     cycles(100)
 
 
-def write_table(storm: Storm, name: str) -> None:
+def write_table(storm: Storm, name: str, test: str) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / name).write_text(storm.table() + "\n")
+    model = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    (RESULTS / name).write_text(
+        f"python -m pytest tests/faults -m nightly -k {test}\n"
+        f"{model}, {os.cpu_count()} cores, Linux {os.uname().release}, load average {os.getloadavg()[0]:.1f}\n"
+        "requests by outcome while the fault lasted and until all routes served again; seconds from the fault until the "
+        "first request in flight failed,\nuntil the last of those in flight had ended and its locks were back, and until "
+        f"both prefill replicas and none served again\n\n{storm.table()}\n"
+    )
