@@ -17,12 +17,10 @@ from dataclasses import dataclass
 
 import grpc
 import numpy as np
-from engines import OPTIONS, Engines, Turn, courier_pids
+from engines import Engines, Turn, courier_pids
 
 from kvferry.daemon.stack import Process, Stack
-from kvferry.daemon.stats_main import fetch
 from kvferry.daemon.system import Replica
-from kvferry.proto import cache_pb2
 from kvferry.radix.digests import prompt_digests
 from kvferry.workers.compute import Prompt
 from kvferry.workers.synthetic import output_token
@@ -80,11 +78,22 @@ class Row:
 HEAD = f"{'fault':<32}{'ok':>6}{'failed':>8}{'wrong':>7}{'detected s':>11}{'locks s':>11}{'served s':>11}"
 
 
+Place = Callable[[str], tuple[Sequence[str], str]]
+"""Of a process by its name: a command that starts it in its place, and the address on which it listens there."""
+
+
+def anywhere(name: str) -> tuple[Sequence[str], str]:
+    return (), "127.0.0.1"
+
+
 class Storm:
     """A context: two prefill replicas and a decode one, and clients that never rest until `calm`."""
 
-    def __init__(self, stack: Stack, *, clients: int = 4, seed: int = 0, host_tier: bool = True) -> None:
+    def __init__(
+        self, stack: Stack, *, clients: int = 4, seed: int = 0, host_tier: bool = True, place: Place = anywhere
+    ) -> None:
         self.stack = stack
+        self._place = place
         self.parts: dict[str, Part] = {}
         self.rows: list[Row] = []
         self.seen: list[Seen] = []
@@ -130,24 +139,22 @@ class Storm:
             self._start(f"{name}-worker", words)
 
     def _daemon(self, role: str, name: str, words: Sequence[str]) -> list[str]:
-        common = ["--name", name, "--listen", "127.0.0.1:0", "--socket", self._socket(name), "--page-size", str(PAGE)]
-        return ["serve", "--role", role, *common, "--checksums", "on", *words]
+        listen = f"{self._place(name)[1]}:0"
+        common = ["--name", name, "--listen", listen, "--socket", self._socket(name), "--page-size", str(PAGE)]
+        return ["serve", "--role", role, *common, "--insecure", "--checksums", "on", *words]
 
     def _socket(self, name: str) -> str:
         return os.path.join(self.stack.folder, f"{name}.sock")
 
     def _start(self, name: str, words: list[str]) -> None:
-        part = self.parts[name] = Part(name, words, self.stack.start(name, words))
+        part = self.parts[name] = Part(name, words, self.stack.start(name, words, prefix=self._place(name)[0]))
         part.address = self.stack.ready(part.process)
-        part.words = [part.address if word == "127.0.0.1:0" else word for word in words]
+        part.words = [part.address if word.endswith(":0") else word for word in words]
 
     def replica(self, name: str) -> Replica:
         daemon, worker = self.parts[name], self.parts[f"{name}-worker"]
-        return Replica(name, daemon.process, worker.process, daemon.address, worker.address, self._socket(name))
-
-    def stats(self, name: str) -> cache_pb2.SideStats:
-        with grpc.insecure_channel(self.parts[name].address, OPTIONS) as channel:
-            return fetch(channel).sides[0]
+        unix = f"unix:{self._socket(name)}"  # wherever its network is
+        return Replica(name, daemon.process, worker.process, unix, worker.address, self._socket(name))
 
     # -- load --------------------------------------------------------------------------------------------------------
 
@@ -268,7 +275,7 @@ class Storm:
 
     def _restart(self, name: str) -> None:
         part = self.parts[name]
-        part.process = self.stack.start(name, part.words)
+        part.process = self.stack.start(name, part.words, prefix=self._place(name)[0])
         assert self.stack.ready(part.process) == part.address
 
     def stop(self, name: str) -> Callable[[], None]:

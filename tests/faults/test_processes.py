@@ -96,11 +96,12 @@ def test_a_hundred_restarts_leave_no_growth() -> None:
 
 def write_table(storm: Storm, name: str, test: str) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
-    model = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
     (RESULTS / name).write_text(
         f"python -m pytest tests/faults -m nightly -k {test}\n"
         f"{model}, {os.cpu_count()} cores, Linux {os.uname().release}, load average {os.getloadavg()[0]:.1f}\n"
-        "requests by outcome while the fault lasted and until all routes served again; seconds from the fault until the "
-        "first request in flight failed,\nuntil the last of those in flight had ended and its locks were back, and until "
-        f"both prefill replicas and none served again\n\n{storm.table()}\n"
+        "requests by outcome, from the fault until all routes served again; seconds from the fault until\n"
+        "the first request in flight failed, until the last of those in flight had ended and its locks were back, and\n"
+        f"until turns by way of each prefill replica, and of none, were answered again\n\n{storm.table()}\n"
     )

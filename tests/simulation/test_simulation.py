@@ -65,6 +65,25 @@ def test_many_seeds() -> None:
         judge(list(executor.map(outcome, range(2000), chunksize=8)))
 
 
+@pytest.mark.nightly
+def test_a_hundred_thousand_aborts() -> None:
+    """At random instants, beside crashes and failing copies."""
+    total: Counter[str] = Counter()
+    seed = 0
+    with ProcessPoolExecutor(os.cpu_count()) as executor:
+        while total["aborts"] < 100_000:
+            for counts in executor.map(mostly_aborted, range(seed, seed + 64)):
+                total += counts
+            seed += 64
+    print(f"{seed} seeds:")
+    show(total)
+
+
+def mostly_aborted(seed: int) -> Counter[str]:
+    faults = Faults(aborts=0.95, repeats=0.1, copies_fail=0.005, tier_fails=0.05, decode_crashes=1, prefill_crashes=1)
+    return simulate(seed, faults=faults).counts
+
+
 def test_without_faults_every_request_is_answered() -> None:
     counts = simulate(1, faults=Faults()).counts
     assert counts["answered"] == counts["requests"] >= REQUESTS
