@@ -46,7 +46,7 @@ def test_shared_memory_that_is_full(stack: Stack, small_disk: Path) -> None:
 
 def test_a_disk_that_is_full(stack: Stack, small_disk: Path) -> None:
     spec = SystemSpec(page_size=PAGE, decode_flags=["--host-bytes", "16MiB", "--host-dir", str(small_disk / "host")])
-    with pytest.raises(StackError, match="needs [0-9]+ bytes more; the disk has 2097152"):
+    with pytest.raises(StackError, match=r"needs \d+ bytes more; the disk has 2097152"):
         start_replicas(stack, spec)
 
 
