@@ -100,5 +100,9 @@ def test_without_a_guard_harm_is_found(guard: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("guard", GUARDS)
-def test_without_a_guard_harm_is_found_among_all_faults(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    print(harm(GUARDS[guard], monkeypatch, None))
+def test_without_a_guard_harm_is_found_among_all_faults(
+    guard: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = harm(GUARDS[guard], monkeypatch, None)
+    with capsys.disabled():
+        print(f"\n{found}")

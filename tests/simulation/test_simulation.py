@@ -48,7 +48,7 @@ def judge(outcomes: list[Outcome]) -> None:
     for done in outcomes:
         total += done.counts
         assert done.counts["requests"] >= REQUESTS
-    print(f"{len(outcomes)} seeds, {outcomes[0].seed} to {outcomes[-1].seed}:")
+    print(f"\n{len(outcomes)} seeds, {outcomes[0].seed} to {outcomes[-1].seed}:")
     show(total)
     missing = [what for what in MET if not total[what]]
     assert not missing, f"nothing of {missing} happened"
@@ -60,13 +60,15 @@ def test_seeds() -> None:
 
 
 @pytest.mark.nightly
-def test_many_seeds() -> None:
+def test_many_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     with ProcessPoolExecutor(os.cpu_count()) as executor:
-        judge(list(executor.map(outcome, range(2000), chunksize=8)))
+        outcomes = list(executor.map(outcome, range(2000), chunksize=8))
+    with capsys.disabled():
+        judge(outcomes)
 
 
 @pytest.mark.nightly
-def test_a_hundred_thousand_aborts() -> None:
+def test_a_hundred_thousand_aborts(capsys: pytest.CaptureFixture[str]) -> None:
     """At random instants, beside crashes and failing copies."""
     total: Counter[str] = Counter()
     seed = 0
@@ -75,8 +77,9 @@ def test_a_hundred_thousand_aborts() -> None:
             for counts in executor.map(mostly_aborted, range(seed, seed + 64)):
                 total += counts
             seed += 64
-    print(f"{seed} seeds:")
-    show(total)
+    with capsys.disabled():
+        print(f"\n{seed} seeds:")
+        show(total)
 
 
 def mostly_aborted(seed: int) -> Counter[str]:
