@@ -34,10 +34,13 @@ from kvferry.proto.limits import (
 )
 from kvferry.transfer.courier_config import CourierConfig
 from kvferry.transfer.courier_messages import MAX_NOTIFICATION_BYTES, MAX_PACKET_BYTES, MessageError, decode_order
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.receiver import Receiver
 from kvferry.transfer.slots import NOTICE_BYTES, CreditPurse, PartNotice, SlotError
 
 PAGE = 4
+GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=1, dtype="float16", page_size=PAGE)
 MAX_TOKENS = 40
 NAMESPACE = bytes(32)
 NAME = Name(bytes(16), 1)
@@ -204,7 +207,14 @@ def pins(count: int) -> None:
 def courier_up(**fields: Any) -> None:
     async def hear() -> None:
         config = CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1)
-        session = Session(remote="p", courier=config, copier=cast(Any, None), times=SessionTimes(0.5, 3.0))
+        session = Session(
+            remote="p",
+            courier=config,
+            memory=cast(Any, None),
+            lanes=lanes_of(GEOMETRY, 1, 1),
+            remote_ranks=1,
+            times=SessionTimes(0.5, 3.0),
+        )
         up = {"metadata": b"m", "slot_bytes": 4096, "receive_slots": 1, **fields}
         session._dispatch(peer.PeerMessage(courier_up=peer.CourierUp(**up)))
 
@@ -238,7 +248,7 @@ class CreditOf:
 
 
 def notified(slot: int = 0, nbytes: int = NOTICE_BYTES) -> None:
-    receiver = Receiver(epoch=1, page_bytes=16, slot_bytes=128, slots=4)
+    receiver = Receiver(epoch=1, lanes=lanes_of(GEOMETRY, 1, 1), slot_bytes=128, slots=4)
     payload = PartNotice(2, 1, slot, 1).pack() if nbytes == NOTICE_BYTES else bytes(nbytes)
     receiver.notification(payload, lambda slot: bytes(64))
 

@@ -7,27 +7,34 @@ from typing import cast
 
 import pytest
 
-from kvferry.daemon.copier import Copier
+from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier_config import CourierConfig
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.receiver import Receiver, Regrant, Scatter
 from kvferry.transfer.sender import Ended, Failed, Post, Sender
 from kvferry.transfer.slots import HEADER_BYTES
 
 EPOCH = 7
-PAGE_BYTES = 32
+GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=4, dtype="float16", page_size=4)
+PAGE_BYTES = GEOMETRY.page_bytes
 SLOT_BYTES = HEADER_BYTES + PAGE_BYTES
+
+
+def new_session(config: CourierConfig) -> Session:
+    memory, lanes = cast(PoolMemory, None), lanes_of(GEOMETRY, 1, 1)
+    return Session(remote="p", courier=config, memory=memory, lanes=lanes, remote_ranks=1, times=SessionTimes(0.5, 3.0))
 
 
 class Pair:
     """A sender and a receiver with their slots; a write is put where and when the test says."""
 
     def __init__(self, slots: int = 4) -> None:
-        self.sender = Sender(
-            page_bytes=PAGE_BYTES, slot_bytes=SLOT_BYTES, send_slots=slots, remote_slots=slots, epoch=EPOCH
-        )
-        self.receiver = Receiver(epoch=EPOCH, page_bytes=PAGE_BYTES, slot_bytes=SLOT_BYTES, slots=slots)
+        lanes = lanes_of(GEOMETRY, 1, 1)
+        self.sender = Sender(lanes=lanes, slot_bytes=SLOT_BYTES, send_slots=slots, remote_slots=slots, epoch=EPOCH)
+        self.receiver = Receiver(epoch=EPOCH, lanes=lanes, slot_bytes=SLOT_BYTES, slots=slots)
         self.slots = [bytearray(SLOT_BYTES) for _ in range(slots)]
         self.sender.credits(self.receiver.initial_credits())
 
@@ -107,7 +114,7 @@ def test_the_same_agent_cannot_be_added_twice() -> None:
 
     async def twice() -> None:
         config = CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1)
-        session = Session(remote="p", courier=config, copier=cast(Copier, None), times=SessionTimes(0.5, 3.0))
+        session = new_session(config)
         up = peer.CourierUp(metadata=b"agent", receive_address=4096, receive_slots=1, slot_bytes=4096)
         session._dispatch(peer.PeerMessage(courier_up=up))
         with pytest.raises(SessionBroken, match="courier_up twice"):
@@ -128,7 +135,7 @@ def test_the_same_agent_cannot_be_added_twice() -> None:
 def test_a_couriers_word_with_missing_fields_or_absurd_sizes_ends_the_session(up: peer.CourierUp, named: str) -> None:
     async def hear() -> None:
         config = CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1)
-        session = Session(remote="p", courier=config, copier=cast(Copier, None), times=SessionTimes(0.5, 3.0))
+        session = new_session(config)
         with pytest.raises(SessionBroken, match=named):
             session._dispatch(peer.PeerMessage(courier_up=up))
         with pytest.raises(SessionBroken, match="no known kind"):

@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.copier import Copier
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.effects import Effect, StartTransfer
 from kvferry.daemon.host_tier import HostTier
 from kvferry.daemon.limits import Name
 from kvferry.daemon.namespaces import Quota, slack
+from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.sending import SendingSession
 from kvferry.daemon.side import AnySide, Worker
 from kvferry.daemon.store import Store, StoreLimits
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.courier_link import CourierConfig
+from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.namespace import NamespaceFacts
 from tests.simulation.clock import Clock, expect
-from tests.simulation.memory import GEOMETRY, PAGE, PAGE_BYTES, Memory, SimCopier, SimTier
+from tests.simulation.memory import GEOMETRY, PAGE, Memory, SimPoolMemory, SimTier
 from tests.simulation.network import TIMES, SimSending
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class SimSide:
 
     clock: Clock
     setting: Setting
-    memory: Memory
+    pages_memory: Memory
     dead: bool
 
     def furnish(self, clock: Clock, setting: Setting, faults: Faults) -> None:
@@ -67,18 +68,14 @@ class SimSide:
         )
         store = Store(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
         store.clock.now = clock.now
-        self.memory = Memory(store, side.config.name)
-        side._copier = cast(Copier, SimCopier(clock, self.memory, faults.copies_fail))
+        self.pages_memory = Memory(store, side.config.name)
+        side._memory = cast(PoolMemory, SimPoolMemory(clock, self.pages_memory, faults.copies_fail))
         if store.host is not None:
             store.host.log_frees = True
-            side._tier = cast(HostTier, SimTier(clock, self.memory, setting.host_pages, faults.tier_fails))
+            side._tier = cast(HostTier, SimTier(clock, self.pages_memory, setting.host_pages, faults.tier_fails))
         side.core = side.make_core(store)
         for facts in TENANTS:
             store.namespace(facts.id)
-
-    @property
-    def pool_buffer(self) -> memoryview:
-        return memoryview(self.memory.bytes)
 
     def enter(self, tenant: int, events: object) -> Worker:
         side = cast(AnySide, self)
@@ -139,7 +136,7 @@ class SimSide:
         for prompt in prompts:
             lock = tree.lock(tree.match(prompt.digests))
             pages = tree.path_pages(lock)
-            self.memory.check(pages, prompt.contents, "the cache")
+            self.pages_memory.check(pages, prompt.contents, "the cache")
             tree.unlock(lock)
             seen += len(pages)
         return seen
@@ -171,7 +168,7 @@ class SimDecode(SimSide, DecodeSide):
         indexes = list(prompt_pages)
         prompt, first, page_ids = self._coming[transfer]
         pages = [page_ids[index - first] for index in indexes]
-        self.memory.check(pages, [prompt.contents[index] for index in indexes], "a page reported as arrived")
+        self.pages_memory.check(pages, [prompt.contents[index] for index in indexes], "a page reported as arrived")
         super().on_pages(transfer, indexes)
 
     def check_idle(self) -> None:
@@ -192,9 +189,11 @@ class SimPrefill(SimSide, PrefillSide):
             number=next(self._numbers),
             remote=decode.config.name,
             courier=courier,
-            copier=self.copier,
+            memory=self.memory,
+            lanes=lanes_of(GEOMETRY, 1, 1),
+            remote_ranks=1,
             times=TIMES,
-            page_bytes=PAGE_BYTES,
+            send_slots=courier.send_slots,
             remote_epoch=decode.epoch,
             events=self,
             counters=self.ready_core.transfer_counters,

@@ -8,13 +8,21 @@ under him.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 
+from kvferry.daemon.pool_memory import CopyEnd
 from kvferry.daemon.store import Started, Store
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
+from kvferry.transfer.courier_link import CourierLink
 from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.slots import HEADER_BYTES
+from kvferry.transfer.lanes import Lane
+from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.pool_shape import PoolShape
+from kvferry.transfer.receiver import Scatter
+from kvferry.transfer.sender import Gather
+from kvferry.transfer.slots import HEADER_BYTES, Buffer
 from tests.simulation.clock import Clock, expect
 
 PAGE = 4  # tokens
@@ -98,68 +106,51 @@ class Memory:
         expect(self.generations(pages) == list(generations), f"{self.who}: pages {pages} were freed while {what}")
 
 
-class SimCopier:
-    """Gathers and scatters take their time; some fail."""
+class SimParts:
+    """The copies of one session: they take their time, and some fail."""
 
-    def __init__(self, clock: Clock, memory: Memory, failing: float) -> None:
-        self._clock, self._memory, self._failing = clock, memory, failing
+    gathers_at_once = 64
+
+    def __init__(self, clock: Clock, memory: Memory, failing: float, link: CourierLink) -> None:
+        self._clock, self._memory, self._failing, self._link = clock, memory, failing, link
         self._pool = memory.pool
 
-    def gather(
-        self, slot: memoryview, page_ids: Sequence[int], byte_offset: int, nbytes: int, done: Callable[[str], None]
-    ) -> None:
-        states = self._pool.states(page_ids)
-        expect(PageState.FREE not in states, f"{self._memory.who}: a gather names the free page in {page_ids}")
-        generations = self._memory.generations(page_ids)
-        self._clock.after(
-            self._clock.between(0.00002, 0.001), self._gathered, slot, page_ids, generations, byte_offset, nbytes, done
-        )
+    def gather(self, gather: Gather, done: CopyEnd) -> None:
+        states = self._pool.states(gather.page_ids)
+        expect(PageState.FREE not in states, f"{self._memory.who}: a gather names the free page in {gather.page_ids}")
+        generations = self._memory.generations(gather.page_ids)
+        self._clock.after(self._clock.between(0.00002, 0.001), self._gathered, gather, generations, done)
 
-    def _gathered(
-        self,
-        slot: memoryview,
-        page_ids: Sequence[int],
-        generations: Sequence[int],
-        byte_offset: int,
-        nbytes: int,
-        done: Callable[[str], None],
-    ) -> None:
+    def _gathered(self, gather: Gather, generations: Sequence[int], done: CopyEnd) -> None:
         memory = self._memory
-        memory.check_kept(page_ids, generations, "a gather ran")
+        memory.check_kept(gather.page_ids, generations, "a gather ran")
         if self._clock.chance(self._failing):
             self._clock.counts["gathers that failed"] += 1
             done("injected")
             return
-        data = b"".join(memory.read(page) for page in page_ids)
-        slot[HEADER_BYTES : HEADER_BYTES + nbytes] = data[byte_offset : byte_offset + nbytes]
+        data = b"".join(memory.read(page) for page in gather.page_ids)
+        slot = self._link.send_slot(gather.send_slot)
+        slot[HEADER_BYTES : HEADER_BYTES + gather.nbytes] = data[gather.byte_offset :][: gather.nbytes]
         done("")
 
-    def scatter(
-        self, slot: memoryview, page_ids: Sequence[int], byte_offset: int, nbytes: int, done: Callable[[str], None]
-    ) -> None:
-        states = set(self._pool.states(page_ids))
-        expect(states <= set(_SCATTERED), f"{self._memory.who}: a scatter names pages {page_ids} in states {states}")
-        generations = self._memory.generations(page_ids)
-        self._clock.after(
-            self._clock.between(0.00002, 0.001), self._scattered, slot, page_ids, generations, byte_offset, nbytes, done
+    def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
+        states = set(self._pool.states(scatter.page_ids))
+        expect(
+            states <= set(_SCATTERED),
+            f"{self._memory.who}: a scatter names pages {scatter.page_ids} in states {states}",
         )
+        generations = self._memory.generations(scatter.page_ids)
+        self._clock.after(self._clock.between(0.00002, 0.001), self._scattered, scatter, generations, done)
 
-    def _scattered(
-        self,
-        slot: memoryview,
-        page_ids: Sequence[int],
-        generations: Sequence[int],
-        byte_offset: int,
-        nbytes: int,
-        done: Callable[[str], None],
-    ) -> None:
-        memory = self._memory
-        memory.check_kept(page_ids, generations, "a scatter ran")
+    def _scattered(self, scatter: Scatter, generations: Sequence[int], done: CopyEnd) -> None:
+        memory, nbytes = self._memory, scatter.nbytes
+        memory.check_kept(scatter.page_ids, generations, "a scatter ran")
         failed = self._clock.chance(self._failing)
         if failed:
             nbytes //= 2
-        at, left = byte_offset, bytes(slot[HEADER_BYTES : HEADER_BYTES + nbytes])
-        for page in page_ids:
+        slot = self._link.receive_slot(scatter.slot)
+        at, left = scatter.byte_offset, bytes(slot[HEADER_BYTES : HEADER_BYTES + nbytes])
+        for page in scatter.page_ids:
             room = PAGE_BYTES - at
             start = page * PAGE_BYTES + at
             memory.bytes[start : start + len(left[:room])] = left[:room]
@@ -167,6 +158,35 @@ class SimCopier:
         if failed:
             self._clock.counts["scatters that failed"] += 1
         done("injected" if failed else "")
+
+    def write_header(self, send_slot: int, header: bytes) -> None:
+        self._link.send_slot(send_slot)[:HEADER_BYTES] = header
+
+    def read_header(self, receive_slot: int) -> Buffer:
+        return self._link.receive_slot(receive_slot)[:HEADER_BYTES]
+
+    def close(self) -> None:
+        pass
+
+
+class SimPoolMemory:
+    """As `kvferry.daemon.pool_memory.PoolMemory`, as far as sessions ask of it."""
+
+    def __init__(self, clock: Clock, memory: Memory, failing: float) -> None:
+        self._clock, self._memory, self._failing = clock, memory, failing
+        self.shape = PoolShape(GEOMETRY, 1, StorageOrder.PAGE_MAJOR, memory.pool.pages)
+        self.workers: dict[str, Executor] = {}
+
+    def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
+        return SimParts(self._clock, self._memory, self._failing, link)
+
+    def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
+        return SimParts(self._clock, self._memory, self._failing, link)
+
+    def zero_tail(self, page: int, tokens: int) -> None:
+        size, kept = GEOMETRY.fragment_bytes, tokens * GEOMETRY.fragment_token_bytes
+        for start in range(page * PAGE_BYTES, (page + 1) * PAGE_BYTES, size):
+            self._memory.bytes[start + kept : start + size] = bytes(size - kept)
 
 
 class SimTier:

@@ -18,8 +18,10 @@ from kvferry.daemon.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier_link import CourierConfig, CourierLink
 from kvferry.transfer.courier_messages import Connected, Notification, PostDone, PostFailed
+from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.receiver import Receiver
 from tests.simulation.clock import Clock, Pipe, Violation, expect
+from tests.simulation.memory import GEOMETRY
 
 if TYPE_CHECKING:
     from tests.simulation.daemons import SimDecode, SimPrefill
@@ -130,6 +132,7 @@ class SimSession(Session):
     def begin(self) -> None:
         """The courier is up; the other side's is, too."""
         self._link = cast(CourierLink, self.courier)
+        self._parts = self.open_parts()
         self.clock.after(self.clock.between(0.001, 0.02), self.courier._hear, Connected())
 
     def break_off(self, reason: str) -> None:
@@ -176,13 +179,14 @@ class Wire:
         self.cut = False
         self.injected = False
         setting = peering.setting
-        self.receiver = Receiver(
-            epoch=decode.epoch, page_bytes=decode.page_bytes, slot_bytes=setting.slot_bytes, slots=setting.slots
-        )
+        lanes = lanes_of(GEOMETRY, 1, 1)
+        self.receiver = Receiver(epoch=decode.epoch, lanes=lanes, slot_bytes=setting.slot_bytes, slots=setting.slots)
         self.receiving = SimReceiving(
             remote=prefill.config.name,
             courier=_config(setting.slot_bytes, setting.slots, 0),
-            copier=decode.copier,
+            memory=decode.memory,
+            lanes=lanes,
+            remote_ranks=1,
             times=TIMES,
             receiver=self.receiver,
             events=peering.link,

@@ -41,7 +41,7 @@ class Process:
 
     def __init__(self, clock: Clock, side: SimDecode | SimPrefill, tenant: int) -> None:
         self.clock, self.side, self.tenant = clock, side, tenant
-        self.memory: Memory = side.memory
+        self.memory: Memory = side.pages_memory
         self.connected = True
         self.writing = True  # it lives
         self.jobs: dict[Name, Job] = {}
