@@ -28,6 +28,10 @@ class Asks:
     def __len__(self) -> int:
         return len(self._transfers)
 
+    @property
+    def draining(self) -> int:
+        return sum(transfer.draining for transfer in self._transfers.values())
+
     def get(self, number: int) -> Transfer | None:
         return self._transfers.get(number)
 

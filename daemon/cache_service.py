@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvferry.daemon.health import HealthWatch
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.stats import load_of, side_stats
 from kvferry.proto import cache_pb2 as cache
@@ -20,15 +21,17 @@ if TYPE_CHECKING:
 
 
 class CacheService(cache_pb2_grpc.CacheServicer):
-    def __init__(self, name: str, sides: dict[str, AnySide], now: Callable[[], float]) -> None:
+    def __init__(self, name: str, sides: dict[str, AnySide], watch: HealthWatch, now: Callable[[], float]) -> None:
         self._name = name
+        self._watch = watch
         self._sides = sides
         self._now = now
         self._started = now()
 
     async def Stats(self, request: cache.StatsRequest, context: Context) -> cache.StatsReply:
         sides = [side_stats(side) for side in self._sides.values()]
-        return cache.StatsReply(daemon=self._name, uptime_seconds=self._now() - self._started, sides=sides)
+        uptime = self._now() - self._started
+        return cache.StatsReply(daemon=self._name, uptime_seconds=uptime, sides=sides, stalled=self._watch.stalled)
 
     async def Lookup(self, request: cache.LookupRequest, context: Context) -> cache.LookupReply:
         """Of the decode side where there is one."""

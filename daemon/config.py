@@ -114,6 +114,8 @@ class DaemonConfig:
     heartbeat_seconds: float = 0.5
     peer_lost_seconds: float = 3.0
     grace_seconds: float = 30.0
+    stalled_seconds: float = 10.0  # without progress of some part, behind which the daemon is not healthy
+    orphaned_share: float = 0.5  # of a pool, that may wait for lost workers' proven ends before requests are refused
     copy_threads: int = 1
     reuse: str = "on"
     host_bytes: int = 0  # of each role's host tier; 0: none
@@ -187,8 +189,10 @@ class DaemonConfig:
                 raise ConfigError(
                     f"quotas: {namespace!r} must be 64 hexadecimal digits (see kvferry stats --format json), or default"
                 )
+        if not 0.0 <= self.orphaned_share <= 1.0:
+            raise ConfigError(f"orphaned_share is {self.orphaned_share}; it must be 0 to 1")
         times = ("admission_seconds", "transfer_seconds", "heartbeat_seconds", "peer_lost_seconds", "grace_seconds")
-        for name in times:
+        for name in (*times, "stalled_seconds"):
             seconds: float = getattr(self, name)
             if not 0.05 <= seconds <= 3600:
                 raise ConfigError(f"{name} is {seconds}; it must be 0.05 to 3600")

@@ -97,6 +97,11 @@ class DecodeCore:
         return len(self._asks)
 
     @property
+    def draining_transfers(self) -> int:
+        """Of the active ones, those that were ended while copies into their pages may run."""
+        return self._asks.draining
+
+    @property
     def transfer_counters(self) -> TransferCounters:
         return self._asks.counters
 
@@ -527,12 +532,18 @@ class DecodeCore:
             lease.worker, wire.WorkerEvent(failed=wire.Failed(name=lease.name.to_proto(), error=error.to_proto()))
         )
         if lease.queued:
-            self._supply.remove(lease)
+            self._leave_queue(lease)
             del self.leases[lease.name]
             return
         self._withdraw(lease)
         lease.state = LeaseState.FAILED
         self._settle(lease)
+
+    def _leave_queue(self, lease: Lease) -> None:
+        """It has asked for nothing; still its prefill daemon, which may have computed it, need not wait."""
+        self._supply.remove(lease)
+        if not lease.local:
+            self._effects.append(SendDone(lease.prefill, lease.name))
 
     def _withdraw(self, lease: Lease) -> None:
         """The request wants nothing more of its prefill daemon and waits for no page."""
@@ -545,7 +556,7 @@ class DecodeCore:
     def _end(self, lease: Lease) -> None:
         """The worker touches its pages no more."""
         if lease.queued:
-            self._supply.remove(lease)
+            self._leave_queue(lease)
             self._forget(lease)
             return
         if lease.live:

@@ -66,6 +66,7 @@ class DecodeSide(Side[DecodeCore]):
     def _admit(self, worker: Worker, name: Name, request: wire.Admit, now: float) -> None:
         if self.draining and not self.ready_core.comes_back(worker.number, name):
             raise unavailable("the daemon is shutting down; send the request to another one")
+        self.check_quarantine()
         check_priority(request.priority)
         check_prompt(
             tokens=request.tokens,

@@ -64,6 +64,7 @@ class PrefillSide(Side[PrefillCore]):
     def _begin(self, worker: Worker, name: Name, request: wire.Begin, now: float) -> None:
         if self.draining:
             raise unavailable("the daemon is shutting down; send the request to another one")
+        self.check_quarantine()
         check_priority(request.priority)
         check_prompt(
             tokens=request.tokens,

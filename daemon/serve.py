@@ -36,6 +36,8 @@ _SAME = [  # flags that are settings as they stand
     "heartbeat_seconds",
     "peer_lost_seconds",
     "grace_seconds",
+    "stalled_seconds",
+    "orphaned_share",
     "copy_threads",
     "reuse",
     "host_dir",
@@ -90,6 +92,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heartbeat-seconds", type=float, default=defaults["heartbeat_seconds"])
     parser.add_argument("--peer-lost-seconds", type=float, default=defaults["peer_lost_seconds"])
     parser.add_argument("--grace-seconds", type=float, default=defaults["grace_seconds"])
+    parser.add_argument(
+        "--stalled-seconds",
+        type=float,
+        default=defaults["stalled_seconds"],
+        metavar="S",
+        help="not healthy when a part of the daemon has not moved for so long (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--orphaned-share",
+        type=float,
+        default=defaults["orphaned_share"],
+        metavar="SHARE",
+        help="of a pool that may belong to lost workers before requests are refused (default: %(default)s)",
+    )
     parser.add_argument("--copy-threads", type=int, default=defaults["copy_threads"])
     parser.add_argument("--host-bytes", default="0", metavar="SIZE", help="of the host tier (default: none)")
     parser.add_argument(

@@ -12,6 +12,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -76,6 +77,9 @@ class Core(Protocol):
 
     @property
     def active_transfers(self) -> int: ...
+
+    @property
+    def draining_transfers(self) -> int: ...
 
     def take_effects(self) -> list[Effect]: ...
 
@@ -175,7 +179,10 @@ class Side(Generic[CoreT]):
         if len(hello.worker) > MAX_NAME_CHARS:
             raise invalid(f"worker has {len(hello.worker)} characters; the bound is {MAX_NAME_CHARS}")
         if len(self.workers) + len(self._lost) >= self.config.max_workers:
-            raise exhausted(f"{len(self.workers)} workers are here; max_workers is {self.config.max_workers}")
+            raise exhausted(
+                f"{len(self.workers)} workers are here and {len(self._lost)} lost ones not proven gone; "
+                f"max_workers is {self.config.max_workers}"
+            )
         page_size = hello.facts.geometry.page_size
         if page_size not in (0, self.config.page_size):
             raise precondition(
@@ -357,6 +364,20 @@ class Side(Generic[CoreT]):
             self.fail(worker, Name(message.request_id, message.attempt), error)
             return None
 
+    def check_quarantine(self) -> None:
+        """RESOURCE_EXHAUSTED while too many pages wait for the proof that their worker writes no more."""
+        orphaned, bound = self.store.pool.counts().orphaned, self.config.orphaned_share * self.store.pool.pages
+        if orphaned > bound:
+            raise exhausted(
+                f"{orphaned} pages of {len(self._lost)} lost workers are orphaned until these are proven gone; "
+                f"new requests are taken up to {int(bound)} (orphaned_share {self.config.orphaned_share:g})"
+            )
+
+    @property
+    def lost_workers(self) -> int:
+        """Whose stream broke, and whose end is not proven."""
+        return len(self._lost)
+
     def tell(self, number: int, event: wire.WorkerEvent) -> None:
         worker = self.workers.get(number)
         if worker is None:
@@ -379,6 +400,11 @@ class Side(Generic[CoreT]):
     def tier(self) -> HostTier:
         assert self._tier is not None
         return self._tier
+
+    def copy_workers(self) -> dict[str, Executor]:
+        """By name; none before the pool is made."""
+        workers = self._memory.workers if self._memory is not None else {}
+        return workers | self._tier.workers if self._tier is not None else workers
 
     @property
     def unverified_pages(self) -> int:

@@ -26,6 +26,10 @@ def side_stats(side: AnySide) -> cache.SideStats:
     _namespaces(side.store, stats)
     stats.policy = side.store.limits.policy
     _transfers(side, stats.transfers)
+    stats.quarantine.orphaned_pages = side.store.pool.counts().orphaned
+    stats.quarantine.orphaned_bound = int(side.config.orphaned_share * side.store.pool.pages)
+    stats.quarantine.lost_workers, stats.quarantine.workers_bound = side.lost_workers, side.config.max_workers
+    stats.quarantine.draining_transfers = side.ready_core.draining_transfers
     latencies = side.latencies
     stats.admit_to_ready.count = latencies.count
     stats.admit_to_ready.p50_ms = latencies.quantile(0.50) * 1e3

@@ -36,6 +36,7 @@ PURE = (
     "kvferry.daemon.prefill_core",
     "kvferry.daemon.prefill_entry",
     "kvferry.daemon.prefill_supply",
+    "kvferry.daemon.progress",
     "kvferry.daemon.store",
     "kvferry.daemon.supply",
 )

@@ -15,7 +15,7 @@ from kvferry.workers.decode import DecodeWorker, Ending, Paused, Reply, Started
 from kvferry.workers.jobs import Jobs
 from kvferry.workers.orders import Bounds, decode_order, prefill_order
 from kvferry.workers.prefill import PrefillWorker
-from kvferry.workers.requests import DaemonGone, RequestFailed
+from kvferry.workers.requests import DaemonGone, RequestFailed, RequestName
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # 1 Mi tokens are at most 5 MiB
 
@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 PrefillContext = grpc.aio.ServicerContext[engine_pb2.PrefillRequest, engine_pb2.PrefillReply]
 DecodeContext = grpc.aio.ServicerContext[engine_pb2.DecodeRequest, engine_pb2.DecodeReply]
+AbortContext = grpc.aio.ServicerContext[engine_pb2.AbortRequest, engine_pb2.AbortReply]
 DescribeContext = grpc.aio.ServicerContext[engine_pb2.DescribeRequest, engine_pb2.DescribeReply]
 
 
@@ -59,6 +60,16 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         except Exception as error:
             await _abort(context, error)
         return engine_pb2.PrefillReply(matched_tokens=prefilled.matched_tokens, chunk_ends=prefilled.chunk_ends)
+
+    async def Abort(self, request: engine_pb2.AbortRequest, context: AbortContext) -> engine_pb2.AbortReply:
+        if not isinstance(self._worker, PrefillWorker):
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a decode worker: cancel the call")
+        try:
+            name = RequestName.from_proto(request.name)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _bounded(str(error)))
+        await self._worker.give_up(name)
+        return engine_pb2.AbortReply()
 
     async def Decode(self, request: engine_pb2.DecodeRequest, context: DecodeContext) -> None:
         if not isinstance(self._worker, DecodeWorker):

@@ -13,7 +13,7 @@ from kvferry.workers.compute import Compute, WrongPage
 from kvferry.workers.compute_thread import ComputeThread, complete
 from kvferry.workers.handoff import pack_first_token
 from kvferry.workers.orders import PrefillOrder
-from kvferry.workers.requests import DaemonGone, NotOpened, RequestFailed
+from kvferry.workers.requests import DaemonGone, NotOpened, RequestFailed, RequestName
 
 HANDOVER_DEADLINE_S = 120.0  # from the first token until the daemon needs the pages no more
 
@@ -36,6 +36,7 @@ class PrefillWorker:
         self._thread = thread
         self._chunk_tokens = chunk_tokens
         self._handing_over: set[asyncio.Task[None]] = set()
+        self._handed_over: set[RequestName] = set()  # names of theirs
 
     async def prefill(self, order: PrefillOrder) -> Prefilled:
         """Returns when the first token and all pages are with the daemon. Raises RequestFailed, DaemonGone; whatever it
@@ -62,6 +63,11 @@ class PrefillWorker:
             await self._compute_prompt(order)
         finally:
             await complete(self._client.abort(order.name, "a rehearsal"))
+
+    async def give_up(self, name: RequestName) -> None:
+        """Of a prompt that was handed over: nobody will ask for it. Does nothing for any other name."""
+        if name in self._handed_over:
+            await self._client.abort(name, "the request's other half failed")
 
     async def close(self) -> None:
         """Waits no longer for the end of answered requests: the daemon needs nothing of this worker for that."""
@@ -107,6 +113,7 @@ class PrefillWorker:
 
     async def _hand_over(self, order: PrefillOrder) -> None:
         deadline_s = max(HANDOVER_DEADLINE_S, order.deadline_s + ANSWER_SLACK_S)
+        self._handed_over.add(order.name)
         try:
             await self._client.ended(order.name, deadline_s)
         except RequestFailed as error:
@@ -114,3 +121,5 @@ class PrefillWorker:
             await self._client.abort(order.name, error.message)
         except DaemonGone:
             pass
+        finally:
+            self._handed_over.discard(order.name)
