@@ -68,7 +68,7 @@ class DecodeWorker:
         self._compute = compute
         self._thread = thread
         self._chunk_tokens = chunk_tokens
-        self._pace = pace or NoPace()
+        self._pace = pace or NoPace(thread)
         self._places = Places(max_running)
 
     async def close(self) -> None:
@@ -185,7 +185,7 @@ class DecodeWorker:
                     await room.for_token(position)
                     await engine.step(position + 1)
                     self._client.check_kept(order.name)
-                    token = await self._thread.run(sequence.step, token, position)
+                    token = await engine.compute(sequence.step, token, position)
                     output.append(token)
                     emit(token)
         finally:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.engine_model import EngineModel
 
 GRACE_S = 0.1  # a batch goes on without a sequence that has not come for its next step
@@ -27,6 +28,9 @@ _log = logging.getLogger(__name__)
 class Stepping(Protocol):
     async def step(self, context: int) -> None:
         """Returns when a step of this sequence, which has `context` tokens, would be over."""
+
+    async def compute(self, step: Callable[[int, int], int], token: int, position: int) -> int:
+        """Its computation."""
 
 
 class Pace(Protocol):
@@ -77,7 +81,10 @@ class Turn:
 
 
 class NoPace:
-    """An engine that takes its own time."""
+    """An engine that takes its own time, in `thread`."""
+
+    def __init__(self, thread: ComputeThread) -> None:
+        self._steps = _OwnTime(thread)
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Turn]:
@@ -91,15 +98,21 @@ class NoPace:
 
     @asynccontextmanager
     async def decoding(self) -> AsyncIterator[Stepping]:
-        yield _NoSteps()
+        yield self._steps
 
     def close(self) -> None:
         pass
 
 
-class _NoSteps:
+class _OwnTime:
+    def __init__(self, thread: ComputeThread) -> None:
+        self._thread = thread
+
     async def step(self, context: int) -> None:
         pass
+
+    async def compute(self, step: Callable[[int, int], int], token: int, position: int) -> int:
+        return await self._thread.run(step, token, position)
 
 
 @dataclass(slots=True)
@@ -219,6 +232,10 @@ class Batch:
         self._waiting.append((future, context))
         self._look()
         await future
+
+    async def compute(self, step: Callable[[int, int], int], token: int, position: int) -> int:
+        """Here and now: a synthetic step takes less than its way to another thread."""
+        return step(token, position)
 
     def close(self) -> None:
         if self._running is not None:

@@ -44,7 +44,7 @@ class PrefillWorker:
         self._compute = compute
         self._thread = thread
         self._chunk_tokens = chunk_tokens
-        self._pace = pace or NoPace()
+        self._pace = pace or NoPace(thread)
         self._handing_over: set[asyncio.Task[None]] = set()
 
     async def prefill(self, order: PrefillOrder) -> Prefilled:
