@@ -34,6 +34,7 @@ class ModelInfo(NamedTuple):
 class Timing:
     """Of one request, in seconds since its sending."""
 
+    opened_s: float | None = None  # to the first choice, with content or without
     first_s: float | None = None  # to the first content
     last_s: float = 0.0  # to the last content
     gaps_s: list[float] = field(default_factory=list)  # from one content to the next
@@ -162,9 +163,13 @@ class Client:
             outcome.error = _describe(error)
         except ServerError as error:
             outcome.error = str(error)
-        outcome.timing.latency_s = time.perf_counter() - start
-        if outcome.error is None and outcome.timing.first_s is None:
-            outcome.error = "the reply has no content"
+        timing = outcome.timing
+        timing.latency_s = time.perf_counter() - start
+        if outcome.error is None and timing.first_s is None:
+            if outcome.output_tokens and timing.opened_s is not None:  # tokens that read as no text
+                timing.first_s = timing.opened_s
+            else:
+                outcome.error = "the reply has no content"
         return outcome
 
 
@@ -193,6 +198,8 @@ def _take(outcome: Outcome, chunk: _Chunk, now_s: float) -> None:
     if chunk.error is not None:
         raise ServerError(_message(json.dumps({"error": chunk.error}).encode()))
     for choice in chunk.choices[:1]:
+        if outcome.timing.opened_s is None:
+            outcome.timing.opened_s = now_s
         text = choice.text or choice.delta.content or ""
         tokens = choice.token_ids or []
         if text or tokens or choice.delta.reasoning_content:

@@ -71,9 +71,10 @@ def table(rows: Sequence[Row], baseline: Row) -> Iterator[str]:
 
 
 def sensitivity(model: EngineModel, sizes: Sizes) -> Iterator[str]:
-    """By simulation: each parameter changed alone, baseline and reuse both; and the share of a step that was stated."""
+    """By simulation: each parameter changed alone, for baseline and reuse; and the share of a step that was stated."""
     yield "each parameter -25 % and +25 %, baseline and reuse both (simulated):"
-    yield f"{'':<32} {'off req/s':>9} {'on req/s':>9} {'':>6} {'off TTFT p50':>13} {'on':>8} {'':>7} {'inter-token':>12}"
+    heads = f"{'off req/s':>9} {'on req/s':>9} {'':>6} {'off TTFT p50':>13} {'on':>8} {'':>7} {'inter-token':>12}"
+    yield f"{'':<32} {heads}"
     for name in FITTED:
         for factor in (0.75, 1.25):
             changed = replace(model, **{name: getattr(model, name) * factor})
@@ -88,8 +89,9 @@ def sensitivity(model: EngineModel, sizes: Sizes) -> Iterator[str]:
 def _pair(what: str, model: EngineModel, sizes: Sizes, cap: int) -> str:
     off = of_simulation(what, model, sizes, "off")
     on = of_simulation(what, model, sizes, "on", cap)
+    ratio = on.requests_per_s / off.requests_per_s
     return (
-        f"{what:<32} {off.requests_per_s:>9.2f} {on.requests_per_s:>9.2f} {on.requests_per_s / off.requests_per_s:>5.2f}x "
+        f"{what:<32} {off.requests_per_s:>9.2f} {on.requests_per_s:>9.2f} {ratio:>5.2f}x "
         f"{off.ttft_p50_s:>11.1f} s {on.ttft_p50_s:>6.2f} s {off.ttft_p50_s / on.ttft_p50_s:>6.1f}x "
         f"{on.inter_token_ms:>6.1f} ms {on.inter_token_ms / off.inter_token_ms:>4.2f}x"
     )

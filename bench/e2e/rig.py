@@ -36,7 +36,7 @@ class Setup:
 
     decode_pages: int
     prefill_pages: int
-    engine: Path
+    engine: Path | None  # None: as fast as it goes
     clock: float = 1.0
     prefills: int = 1
     decodes: int = 1
@@ -60,7 +60,9 @@ class Setup:
         daemon += ["--admission-seconds", PATIENCE, "--transfer-seconds", PATIENCE, "--log-level", "warning"]
         host = ["--host-bytes", str(self.host_pages * self.page_bytes)] if self.host_pages else []
         worker = ["--synthetic-layers", "1", "--synthetic-kv-heads", "1", "--synthetic-head-dim", str(head_dim)]
-        worker += ["--dtype", "float16", "--engine-model", str(self.engine), "--clock", str(self.clock)]
+        worker += ["--dtype", "float16"]
+        if self.engine is not None:
+            worker += ["--engine-model", str(self.engine), "--clock", str(self.clock)]
         worker += ["--chunk-tokens", str(self.chunk_tokens), "--grace", "5"]
         decode_worker = ["--stream-interval", str(self.stream_interval), "--max-running", str(self.max_running)]
         decode_worker += ["--local-prefill-max-tokens", str(self.local_prefill_max_tokens)]

@@ -176,6 +176,7 @@ async def sent(head: str, *parts: str) -> Outcome:
         ),
         (('data: {"choices": [{"delta": {"content": "a"}}]}\n\n',), "a", "ended without [DONE]"),
         (("data: [DONE]\n\n",), "", "the reply has no content"),
+        (('data: {"choices": [{"text": ""}]}\n\ndata: [DONE]\n\n',), "", "the reply has no content"),
         ((": a comment\n\ndata: nonsense\n\n",), "", "not a chunk: nonsense"),
         (('data: {"error": {"message": "full"}}\n\n',), "", "full"),
         (('data: {"choices": [], "usage": {"prompt_tokens": "x"}}\n\n',), "", "not a chunk"),
@@ -190,6 +191,14 @@ def test_streams(parts: tuple[str, ...], text: str, error: str | None) -> None:
     else:
         assert outcome.error is not None
         assert error in outcome.error
+
+
+def test_tokens_that_read_as_no_text() -> None:
+    parts = ('data: {"choices": [{"text": ""}]}', 'data: {"choices": [], "usage": {"completion_tokens": 2}}')
+    outcome = asyncio.run(sent("200 OK", *(f"{part}\n\n" for part in (*parts, "data: [DONE]"))))
+    assert (outcome.error, outcome.output_tokens) == (None, 2)
+    assert outcome.timing.first_s is not None
+    assert outcome.timing.first_s < outcome.timing.latency_s
 
 
 def test_an_event_as_large_as_a_prompt() -> None:
