@@ -71,7 +71,14 @@ def decode_side(address: str) -> cache_pb2.SideStats:
 
 def profile(given: argparse.Namespace, target: Server, folder: str) -> int:
     words = [given.aiperf, "profile", "--model", given.model, "--url", target.url, "--endpoint-type", "chat"]
-    words += ["--streaming", "--tokenizer", given.tokenizer, "--concurrency", str(given.concurrency)]
+    words += [
+        "--streaming",
+        "--use-server-token-count",
+        "--tokenizer",
+        given.tokenizer,
+        "--concurrency",
+        str(given.concurrency),
+    ]
     words += ["--conversation-num", str(given.conversations), "--conversation-turn-mean", str(given.turns)]
     words += ["--conversation-turn-stddev", "0", "--synthetic-input-tokens-mean", str(given.user_tokens)]
     words += ["--synthetic-input-tokens-stddev", "0", "--output-tokens-mean", str(given.output_tokens)]

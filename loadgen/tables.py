@@ -66,15 +66,17 @@ def print_comparison(names: tuple[str, str], reports: tuple[Report, Report], con
     for a, b in zip(_totals(first), _totals(second), strict=False):
         if a.name == b.name:
             table.add_row(a.name, a.text, b.text, _ratio(a.value, b.value))
-    rows = {row.name: row.values for row in _rows(second)}
-    for row in _rows(first):
-        other = rows.get(row.name)
-        if other is None or not (row.values.count and other.count):
-            continue
-        table.add_section()
-        for name in ("mean", "p50", "p90", "p99"):
-            x, y = getattr(row.values, name), getattr(other, name)
-            table.add_row(f"{row.name}, {name}", _number(x), _number(y), _ratio(x, y))
+    for rows, columns in ((_times, ("mean", "p50", "p90", "p99")), (_turns, ("p50",)), (_sizes, ("mean",))):
+        others = {row.name: row.values for row in rows(second)}
+        for row in rows(first):
+            other = others.get(row.name)
+            if other is None or not (row.values.count and other.count):
+                continue
+            if len(columns) > 1 or row.name.endswith(" 1"):
+                table.add_section()
+            for name in columns:
+                x, y = getattr(row.values, name), getattr(other, name)
+                table.add_row(f"{row.name}, {name}", _number(x), _number(y), _ratio(x, y))
     console.print(table)
     for name, report in zip(names, reports, strict=True):
         if report.failed:
@@ -82,15 +84,27 @@ def print_comparison(names: tuple[str, str], reports: tuple[Report, Report], con
 
 
 def _rows(report: Report) -> Iterator[Row]:
+    yield from _times(report)
+    yield from _turns(report)
+    yield from _sizes(report)
+
+
+def _times(report: Report) -> Iterator[Row]:
     yield Row("time to first token", report.ttft_ms)
     yield Row("inter-token latency", report.inter_token_ms)
     yield Row("time per output token", report.token_ms)
     yield Row("request latency", report.latency_ms)
     if report.late_ms.max > 1:
         yield Row("  of it, sent late", report.late_ms)
-    for k, by_turn in enumerate(report.ttft_by_turn_ms[:MAX_TURNS]):
-        if len(report.ttft_by_turn_ms) > 1:
+
+
+def _turns(report: Report) -> Iterator[Row]:
+    if len(report.ttft_by_turn_ms) > 1:
+        for k, by_turn in enumerate(report.ttft_by_turn_ms[:MAX_TURNS]):
             yield Row(f"  first token, turn {k + 1}", by_turn)
+
+
+def _sizes(report: Report) -> Iterator[Row]:
     yield Row("input tokens", report.input_tokens)
     yield Row("output tokens", report.output_tokens_each)
     yield Row("turns of a conversation", report.turns)
