@@ -54,7 +54,7 @@ aiperf: venv
 	PYTHON=$(BIN)/python bash bench/aiperf.sh
 
 published: venv
-	$(BIN)/python bench/e2e/published.py --clock 2
+	$(BIN)/python bench/e2e/published.py
 
 e2e: venv
 	@for claim in reuse host_tier concurrency turns local_prefill; do $(BIN)/python bench/e2e/$$claim.py || exit 1; done

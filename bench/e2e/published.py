@@ -1,6 +1,6 @@
 """The published workload through the synthetic engine: the baseline as it was fitted, and reuse as a prediction.
 
-    python bench/e2e/published.py                               # the whole of it: 1,000 requests, in real time / 4
+    python bench/e2e/published.py                               # the whole of it: 1,000 requests, in real time / 3
     python bench/e2e/published.py --requests 300 --clock 6      # a shorter one
     python bench/e2e/published.py --simulate                    # parameters +-25 % by simulation alone, in seconds
 
@@ -100,7 +100,7 @@ def _pair(what: str, model: EngineModel, sizes: Sizes, cap: int) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=SIZES.requests)
-    parser.add_argument("--clock", type=float, default=4.0)
+    parser.add_argument("--clock", type=float, default=3.0)
     parser.add_argument("--engine", type=Path, default=FILE)
     parser.add_argument("--runs", default="off,on,cap", help="of: off, on, cap (default: all)")
     parser.add_argument("--simulate", action="store_true", help="no run, only the sensitivity")
@@ -139,6 +139,7 @@ def measured_rows(model: EngineModel, sizes: Sizes, given: argparse.Namespace) -
                 engine=given.engine,
                 clock=given.clock,
                 prefills=3,
+                stream_interval=25,
                 reuse=reuse,
                 max_running=cap,
             ),
