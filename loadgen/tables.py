@@ -63,9 +63,10 @@ def print_comparison(names: tuple[str, str], reports: tuple[Report, Report], con
     for column in ("A", "B", "B / A"):
         table.add_column(column, justify="right", no_wrap=True)
     first, second = reports
-    for a, b in zip(_totals(first), _totals(second), strict=False):
-        if a.name == b.name:
-            table.add_row(a.name, a.text, b.text, _ratio(a.value, b.value))
+    totals = {total.name: total for total in _totals(second)}
+    for a in _totals(first):
+        b = totals.get(a.name)
+        table.add_row(a.name, a.text, "-" if b is None else b.text, "-" if b is None else _ratio(a.value, b.value))
     for rows, columns in ((_times, ("mean", "p50", "p90", "p99")), (_turns, ("p50",)), (_sizes, ("mean",))):
         others = {row.name: row.values for row in rows(second)}
         for row in rows(first):

@@ -158,8 +158,11 @@ def test_clients_and_active_conversations(stack: Stack, capsys: pytest.CaptureFi
 def test_files_and_comparison(stack: Stack, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("a", "b"):
         report_of(stack, capsys, *SMALL, "--json", str(tmp_path / f"{name}.json"), "--csv", str(tmp_path / "x.csv"))
+    report_of(stack, capsys, *SMALL, "--json", str(tmp_path / "a.json"), "--goodput", "ttft:60000")
     assert loadgen("--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")) == 0
     out = capsys.readouterr().out
+    for words in ("goodput, requests/s", "matched tokens", "bytes moved"):  # rows behind one that B has not
+        assert words in out
     for words in ("requests/s", "B / A", "time to first token, p99", "1.00x"):
         assert words in out
     assert loadgen("--compare", str(tmp_path / "a.json"), str(tmp_path / "x.csv")) == 1
