@@ -53,11 +53,22 @@ class Pace(Protocol):
 
 
 class Turn:
-    """A prompt's turn at the device."""
+    """A prompt's turn at the device; with no lock it always has it."""
 
     def __init__(self, lock: asyncio.Lock | None) -> None:
         self._lock = lock
+        self._held = False
         self.since = time.monotonic()
+
+    async def take(self) -> None:
+        if self._lock is not None:
+            await self._lock.acquire()
+            self._held = True
+
+    def give_up(self) -> None:
+        if self._lock is not None and self._held:
+            self._lock.release()
+            self._held = False
 
     async def opening(self, begin: Awaitable[_T]) -> _T:
         """`begin` is the daemon's answer that the prompt may be computed, with what it matches then. It may wait for
@@ -68,16 +79,15 @@ class Turn:
         try:
             done, _ = await asyncio.wait({task}, timeout=OPENING_S)
             if not done:
-                self._lock.release()
-                try:
-                    await asyncio.wait({task})
-                finally:
-                    await self._lock.acquire()
+                self.give_up()
+                await asyncio.wait({task})
                 self.since = time.monotonic()
-            return await task
+                await self.take()
         except asyncio.CancelledError:
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             raise
+        return task.result()
 
 
 class NoPace:
@@ -156,8 +166,11 @@ class ModelPace:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Turn]:
         turn = Turn(self._turns)
-        async with self._turns:
+        await turn.take()
+        try:
             yield turn
+        finally:
+            turn.give_up()
 
     async def prompt(self, start: int, end: int, since: float) -> None:
         await self._device.serve(self._model.prompt_s(start, end), since)
@@ -190,7 +203,7 @@ class ModelPace:
                     timeline.behind_s * timeline.clock,
                 )
         if self._batch.steps:
-            _log.info("decode: %d steps, mean batch %.1f", self._batch.steps, self._batch.mean)
+            _log.info("batch: %d steps, mean %.1f", self._batch.steps, self._batch.mean)
 
 
 class Batch:

@@ -88,7 +88,7 @@ class Run:
     report: Report
     decode: cache.SideStats
     prefill: cache.SideStats
-    engine_log: tuple[str, ...]  # what the decode worker said at its end
+    engine_log: tuple[str, ...]  # what the workers said at their end
 
     @property
     def hit_share(self) -> float:
@@ -104,7 +104,7 @@ def run(setup: Setup, load: Sequence[str], *, limit_s: float = 3600.0) -> Run:
         report = drive(system.url, [*_stats(system.decodes), *load], limit_s)
         decode = _side(system.decodes[0].daemon_address, common.ROLE_DECODE)
         prefill = _side(system.prefills[0].daemon_address, common.ROLE_PREFILL)
-        log = _last_words(stack, system.decodes[0].worker)
+        log = _last_words(stack, [replica.worker for replica in (*system.decodes, *system.prefills)])
     pool = decode.pool
     states = (pool.free, pool.leased, pool.arriving, pool.cached, pool.spilling, pool.restoring, pool.orphaned)
     if sum(states) != pool.pages:
@@ -158,7 +158,11 @@ def _side(address: str, role: common.Role) -> cache.SideStats:
         return next(side for side in fetch(channel).sides if side.role == role)
 
 
-def _last_words(stack: Stack, worker: Process) -> tuple[str, ...]:
-    stack.stop(worker)
-    lines = Path(worker.log_path).read_text(errors="replace").splitlines()
-    return tuple(line.partition("INFO ")[2] for line in lines if "kvferry.workers.pacing INFO" in line)
+def _last_words(stack: Stack, workers: Iterable[Process]) -> tuple[str, ...]:
+    words: list[str] = []
+    for worker in workers:
+        stack.stop(worker)
+        lines = Path(worker.log_path).read_text(errors="replace").splitlines()
+        name = worker.name.removesuffix("-worker")
+        words += [f"{name}: {line.partition('INFO ')[2]}" for line in lines if "workers.pacing INFO" in line]
+    return tuple(words)
