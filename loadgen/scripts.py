@@ -75,10 +75,8 @@ class Workload(Protocol):
 
 def token_run(tokens: Sequence[int]) -> TokenRun:
     largest = max(tokens, default=0)
-    if largest < len(_TEXTS):  # looked up: a third of the time of making them
-        words = list(map(_TEXTS.__getitem__, tokens))
-    else:
-        words = list(map(str, tokens))
+    text = _TEXTS.__getitem__ if largest < len(_TEXTS) else str  # looked up is quicker than made
+    words = list(map(text, tokens))
     return TokenRun(",".join(words).encode(), len(words))
 
 
