@@ -57,6 +57,7 @@ class Setup:
         if rest or not head_dim:
             raise RigError(f"page_bytes is {self.page_bytes}; it must be a multiple of {4 * self.page_size}")
         daemon = ["--shm-dir", shm, "--slots", "4", "--slot-bytes", "4MiB", "--ucx-ports", self.ucx_ports]
+        daemon += ["--peer-lost-seconds", "60"]  # a machine that stands still for a while is no dead peer
         daemon += ["--admission-seconds", PATIENCE, "--transfer-seconds", PATIENCE, "--log-level", "warning"]
         host = ["--host-bytes", str(self.host_pages * self.page_bytes)] if self.host_pages else []
         worker = ["--synthetic-layers", "1", "--synthetic-kv-heads", "1", "--synthetic-head-dim", str(head_dim)]
