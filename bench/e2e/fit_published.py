@@ -27,16 +27,13 @@ from pathlib import Path
 import numpy as np
 from simulation import Outcome, System, simulate
 
-from kvferry.loadgen.shared_prefix import PRESETS, SharedPrefix
+from kvferry.loadgen.shared_prefix import PRESETS, SharedPrefix, Sizes
 from kvferry.workers.engine_model import EngineModel
 
 FILE = Path(__file__).with_name("published_engine.json")
 SIZES = PRESETS["published"]
 REQUESTS_IN_POOL = 37
 PAGE_TOKENS = 64
-REQUEST_PAGES = -(-(SIZES.prefix + SIZES.suffix + SIZES.output - 1) // PAGE_TOKENS)
-POOL_PAGES = REQUESTS_IN_POOL * REQUEST_PAGES
-BASELINE = System(prefills=3, pool_pages=POOL_PAGES, reuse="off")
 ROW = (1.21, 73.2, 65.6)  # requests/s, TTFT p50 in s, inter-token ms
 KV_BYTES = 64 * 2 * 8 * 128 * 2
 ATTENTION = 4 * 64 * 8192 * 1000 / (2 * 32.8e9)  # of a token's other computing, for each 1,000 tokens before it
@@ -59,9 +56,32 @@ def engine(prefill: float, link: float, step_ms: float, fixed_share: float, batc
     )
 
 
+def scaled(model: EngineModel, sizes: Sizes, tokens: int) -> tuple[EngineModel, Sizes]:
+    """The same requests of `tokens` times fewer tokens, on an engine that needs as long for each: for machines that
+    cannot carry the real number of tokens. Tokens come `tokens` times slower."""
+    slower = replace(
+        model,
+        prefill_tokens_per_s=model.prefill_tokens_per_s / tokens,
+        prefill_context_ns=model.prefill_context_ns * tokens**2,
+        decode_step_ms=model.decode_step_ms * tokens,
+        decode_context_ns=model.decode_context_ns * tokens**2,
+        kv_bytes_per_token=model.kv_bytes_per_token * tokens,
+    )
+    fewer = replace(sizes, prefix=sizes.prefix // tokens, suffix=sizes.suffix // tokens, output=sizes.output // tokens)
+    return slower, fewer
+
+
+def request_pages(sizes: Sizes) -> int:
+    return -(-(sizes.prefix + sizes.suffix + sizes.output - 1) // PAGE_TOKENS)
+
+
 def prefixes() -> list[int]:
     workload = SharedPrefix(SIZES, seed=0, vocabulary=32_000)
     return [workload.prefix_of(i) for i in range(SIZES.requests)]
+
+
+POOL_PAGES = REQUESTS_IN_POOL * request_pages(SIZES)
+BASELINE = System(prefills=3, pool_pages=POOL_PAGES, reuse="off")
 
 
 def observed(outcome: Outcome) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

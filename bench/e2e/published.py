@@ -1,7 +1,7 @@
 """The published workload through the synthetic engine: the baseline as it was fitted, and reuse as a prediction.
 
     python bench/e2e/published.py                               # the whole of it: 1,000 requests, in real time / 3
-    python bench/e2e/published.py --requests 300 --clock 6      # a shorter one
+    python bench/e2e/published.py --fewer 10                    # a tenth of the tokens, the same times for each request
     python bench/e2e/published.py --simulate                    # parameters +-25 % by simulation alone, in seconds
 
 3 prefill + 1 decode worker, the decode pool of 37 requests' pages, page payload 4 KiB standing for 16 MiB. Every page's
@@ -14,12 +14,13 @@ import argparse
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from fit_published import BASELINE, FILE, POOL_PAGES, SIZES, fit, prefixes
+from fit_published import BASELINE, FILE, REQUESTS_IN_POOL, SIZES, fit, prefixes, request_pages, scaled
 from rig import Run, Setup, run
 from simulation import simulate
 
@@ -47,16 +48,16 @@ PUBLISHED = {
 }
 
 
-def of_run(what: str, measured: Run) -> Row:
+def of_run(what: str, measured: Run, fewer: int) -> Row:
     report = measured.report
     ttft = report.ttft_ms
-    return Row(what, report.requests_per_s, ttft.p50 / 1000, ttft.mean / 1000, report.token_ms.mean)
+    return Row(what, report.requests_per_s, ttft.p50 / 1000, ttft.mean / 1000, report.token_ms.mean / fewer)
 
 
-def of_simulation(what: str, model: EngineModel, sizes: Sizes, reuse: str, cap: int = 0) -> Row:
-    system = replace(BASELINE, reuse=reuse, max_running=cap)
+def of_simulation(what: str, model: EngineModel, sizes: Sizes, reuse: str, cap: int = 0, fewer: int = 1) -> Row:
+    system = replace(BASELINE, reuse=reuse, max_running=cap, pool_pages=REQUESTS_IN_POOL * request_pages(sizes))
     outcome = simulate(model, sizes, system, prefixes())
-    return Row(what, outcome.requests_per_s, outcome.ttft_p50_s, outcome.ttft_mean_s, outcome.inter_token_ms)
+    return Row(what, outcome.requests_per_s, outcome.ttft_p50_s, outcome.ttft_mean_s, outcome.inter_token_ms / fewer)
 
 
 def table(rows: Sequence[Row], baseline: Row) -> Iterator[str]:
@@ -101,6 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=SIZES.requests)
     parser.add_argument("--clock", type=float, default=3.0)
+    parser.add_argument("--fewer", type=int, default=1, metavar="N", help="tokens, N times; each N times slower")
     parser.add_argument("--engine", type=Path, default=FILE)
     parser.add_argument("--runs", default="off,on,cap", help="of: off, on, cap (default: all)")
     parser.add_argument("--simulate", action="store_true", help="no run, only the sensitivity")
@@ -109,7 +111,7 @@ def main(words: Sequence[str] | None = None) -> int:
     sizes = replace(SIZES, requests=given.requests)
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; "
-        f"{sizes.requests} requests, {sizes.concurrency} at a time, clock x {given.clock:g}; pool {POOL_PAGES:,} pages"
+        f"{sizes.requests} requests, {sizes.concurrency} at a time, clock x {given.clock:g}"
     )
     print(f"engine: {', '.join(f'{f.name}={getattr(model, f.name)}' for f in fields(model) if f.name != 'name')}\n")
     if not given.simulate:
@@ -129,30 +131,38 @@ def measured_rows(model: EngineModel, sizes: Sizes, given: argparse.Namespace) -
     }
     rows: list[Row] = []
     notes: list[str] = []
+    model, sizes = scaled(model, sizes, given.fewer)
+    if given.fewer > 1:
+        yield f"tokens {given.fewer} times fewer and slower: {sizes.prefix} + {sizes.suffix}, output {sizes.output}; "
+        yield "times between tokens are given for the full number of them"
+    folder = tempfile.TemporaryDirectory()
+    engine = Path(folder.name) / "engine.json"
+    engine.write_text(model.json())
     for kind in given.runs.split(","):
         what, reuse, cap = kinds[kind]
         began = time.perf_counter()
         measured = run(
             Setup(
-                decode_pages=POOL_PAGES,
+                decode_pages=REQUESTS_IN_POOL * request_pages(sizes),
                 prefill_pages=PREFILL_PAGES,
-                engine=given.engine,
+                engine=engine,
                 clock=given.clock,
                 prefills=3,
-                stream_interval=25,
+                stream_interval=25 if given.fewer == 1 else 4,
                 reuse=reuse,
                 max_running=cap,
             ),
             load_of(sizes),
         )
-        rows.append(of_run(what, measured))
-        rows.append(of_simulation("  the same, simulated", model, sizes, reuse, cap))
+        rows.append(of_run(what, measured, given.fewer))
+        rows.append(of_simulation("  the same, simulated", model, sizes, reuse, cap, given.fewer))
         notes.append(
             f"{what}: {time.perf_counter() - began:.0f} s here; {measured.report.requests} requests, "
             f"{measured.report.failed} failed, 0 wrong bytes; {measured.decode.transfers.delta_pages:,} pages moved, "
             f"hit rate {measured.hit_share:.1%}"
         )
         notes += [f"  {line}" for line in measured.engine_log]
+    folder.cleanup()
     yield from table([PUBLISHED["off"], PUBLISHED["on"]], PUBLISHED["off"])
     yield from table(rows, rows[0])
     yield ""
@@ -161,7 +171,8 @@ def measured_rows(model: EngineModel, sizes: Sizes, given: argparse.Namespace) -
 
 def load_of(sizes: Sizes) -> list[str]:
     words = ["--workload", "shared-prefix", "--preset", "published", "--api", "completions-tokens", "--ignore-eos"]
-    return [*words, "--requests", str(sizes.requests), "--seed", "0"]
+    words += ["--prefix-tokens", str(sizes.prefix), "--suffix-tokens", str(sizes.suffix)]
+    return [*words, "--max-tokens", str(sizes.output), "--requests", str(sizes.requests), "--seed", "0"]
 
 
 if __name__ == "__main__":
