@@ -1,5 +1,7 @@
 # make demo      set up and run the demonstration          make test      set up and run the tests
 # make nightly   the long tests                            make lint types proto wheel clean
+# make aiperf    AIPerf against the front end              make published   the published workload, rehearsed
+# make e2e       one benchmark a claim, off and on         make trace TRACE=FILE   a whole trace through the system
 #
 # PYTHON=python3.12            the interpreter (>= 3.10) that .venv is made with
 # TORCH_INDEX=https://...      an extra package index, for instance one of CPU builds of torch
@@ -22,7 +24,7 @@ PIP_INSTALL := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-ur
 PACKAGES := proto radix transfer daemon workers loadgen
 TYPED := build/typed
 
-.PHONY: all venv demo test nightly lint types proto proto-check wheel clean
+.PHONY: all venv demo test nightly aiperf published e2e trace lint types proto proto-check wheel clean
 all: venv
 
 venv: $(STAMP)
@@ -47,6 +49,18 @@ nightly: venv
 	@mkdir -p bench/results
 	@{ date -u '+%Y-%m-%d %H:%M UTC'; echo "commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown), $$(nproc) cores"; } > bench/results/nightly.txt
 	$(BIN)/python -m pytest -m nightly --no-header --timeout=3600 $(PYTEST_FLAGS) 2>&1 | tee -a bench/results/nightly.txt
+
+aiperf: venv
+	PYTHON=$(BIN)/python bash bench/aiperf.sh
+
+published: venv
+	$(BIN)/python bench/e2e/published.py
+
+e2e: venv
+	@for claim in reuse host_tier concurrency turns local_prefill; do $(BIN)/python bench/e2e/$$claim.py || exit 1; done
+
+trace: venv
+	$(BIN)/python bench/e2e/trace.py --trace $(TRACE)
 
 lint: venv
 	$(BIN)/python -m ruff check .

@@ -38,13 +38,20 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     """Serves one worker: a prefill one or a decode one; the other's call is UNIMPLEMENTED."""
 
     def __init__(
-        self, description: engine_pb2.DescribeReply, bounds: Bounds, worker: PrefillWorker | DecodeWorker, jobs: Jobs
+        self,
+        description: engine_pb2.DescribeReply,
+        bounds: Bounds,
+        worker: PrefillWorker | DecodeWorker,
+        jobs: Jobs,
+        *,
+        stream_interval: int = 1,
     ) -> None:
         self._description = description
         self._bounds = bounds
         self._prompts = PromptCache(page_size=bounds.page_size)
         self._worker = worker
         self._jobs = jobs
+        self._stream_interval = stream_interval
 
     async def Describe(self, request: engine_pb2.DescribeRequest, context: DescribeContext) -> engine_pb2.DescribeReply:
         return self._description
@@ -82,7 +89,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             job = self._jobs.start(order.name, self._worker.decode(order, replies.put_nowait))
             job.add_done_callback(lambda _: replies.put_nowait(None))
             try:
-                await _forward(replies, context)
+                await _forward(replies, context, self._stream_interval)
             except BaseException:
                 job.cancel()  # the reader has left
                 raise
@@ -102,13 +109,16 @@ async def _outcome(job: asyncio.Task[_T]) -> _T:
         raise
 
 
-async def _forward(replies: asyncio.Queue[Reply | None], context: DecodeContext) -> None:
-    """Sends replies until None; tokens that wait together travel together."""
+async def _forward(replies: asyncio.Queue[Reply | None], context: DecodeContext, interval: int) -> None:
+    """Sends replies until None; tokens that wait together travel together, and behind the first one `interval` of
+    them."""
     ended = False
+    sent = 0
     while not ended:
         batch = [await replies.get()]
-        while not replies.empty():
-            batch.append(replies.get_nowait())
+        while not replies.empty() or (sent and isinstance(batch[-1], int) and len(batch) < interval):
+            batch.append(await replies.get())
+        sent += sum(isinstance(reply, int) for reply in batch)
         tokens: list[int] = []
         for reply in batch:
             if isinstance(reply, int):

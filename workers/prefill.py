@@ -13,6 +13,7 @@ from kvferry.workers.compute import Compute, WrongPage
 from kvferry.workers.compute_thread import ComputeThread, complete
 from kvferry.workers.handoff import pack_first_token
 from kvferry.workers.orders import PrefillOrder
+from kvferry.workers.pacing import NoPace, Pace, Turn
 from kvferry.workers.requests import DaemonGone, NotOpened, RequestFailed, RequestName
 
 HANDOVER_DEADLINE_S = 120.0  # from the first token until the daemon needs the pages no more
@@ -28,13 +29,22 @@ class Prefilled(NamedTuple):
 class PrefillWorker:
     """Computes prompts in chunks of `chunk_tokens` from the matched length on."""
 
-    def __init__(self, client: DaemonClient, compute: Compute, thread: ComputeThread, *, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        client: DaemonClient,
+        compute: Compute,
+        thread: ComputeThread,
+        *,
+        chunk_tokens: int,
+        pace: Pace | None = None,
+    ) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
         self._client = client
         self._compute = compute
         self._thread = thread
         self._chunk_tokens = chunk_tokens
+        self._pace = pace or NoPace(thread)
         self._handing_over: set[asyncio.Task[None]] = set()
         self._handed_over: set[RequestName] = set()  # names of theirs
 
@@ -71,23 +81,30 @@ class PrefillWorker:
 
     async def close(self) -> None:
         """Waits no longer for the end of answered requests: the daemon needs nothing of this worker for that."""
+        self._pace.close()
         for task in self._handing_over:
             task.cancel()
         await asyncio.gather(*self._handing_over, return_exceptions=True)
 
     async def _compute_prompt(self, order: PrefillOrder) -> tuple[Prefilled, int]:
         """And the first token."""
+        async with self._pace.turn() as turn:
+            return await self._compute_in_turn(order, turn)
+
+    async def _compute_in_turn(self, order: PrefillOrder, turn: Turn) -> tuple[Prefilled, int]:
         client, name, prompt = self._client, order.name, order.prompt
         deadline = time.monotonic() + order.deadline_s
         tokens = len(prompt.tokens)
-        begun = await client.begin(
-            name,
-            digests=prompt.digests,
-            tokens=tokens,
-            tail_digest=prompt.tail_digest,
-            deadline_s=order.deadline_s,
-            priority=order.priority,
-            warmup=order.warmup,
+        begun = await turn.opening(
+            client.begin(
+                name,
+                digests=prompt.digests,
+                tokens=tokens,
+                tail_digest=prompt.tail_digest,
+                deadline_s=order.deadline_s,
+                priority=order.priority,
+                warmup=order.warmup,
+            )
         )
         matched = begun.matched_tokens
         if not 0 <= matched < tokens:
@@ -105,6 +122,7 @@ class PrefillWorker:
                     f"{start} of {tokens} prompt tokens were ready after {order.deadline_s:g} s",
                 )
             client.check(name)
+            await self._pace.prompt(start, end, turn.since)
             await self._thread.run(sequence.prompt, start, end)
             client.progress(name, end)
             chunk_ends.append(end)
