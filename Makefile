@@ -19,7 +19,7 @@ DEMO_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvferry-installed
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_FLAGS)
-PACKAGES := proto radix transfer daemon workers loadgen
+PACKAGES := proto radix transfer daemon workers loadgen connectors
 TYPED := build/typed
 
 .PHONY: all venv demo test nightly lint types proto proto-check wheel clean
