@@ -31,7 +31,8 @@ from kvferry.connectors.scheduler_decode import DecodeScheduler
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
 from kvferry.connectors.scheduler_side import SchedulerSide
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.worker_side import WorkerSide, connector_of
+from kvferry.connectors.worker_session import connector_of
+from kvferry.connectors.worker_side import WorkerSide
 from kvferry.proto import common_pb2
 
 if TYPE_CHECKING:
