@@ -156,18 +156,22 @@ class Load:
     turns: int = 4
     user_words: int = 120
     max_tokens: int = 32
+    concurrency: int = 0  # requests at a time; 0: as many as there are conversations
 
 
 async def chats(ask: Ask, load: Load, replies: Sequence[Sequence[str]] | None = None) -> list[list[Reply]]:
     """All conversations at once, each turn after the one before. `replies`: what the assistant is said to have
     answered (so that two runs have the same prompts); without, what it did answer."""
 
+    turn_of = asyncio.Semaphore(load.concurrency or load.conversations)
+
     async def one(conversation: int) -> list[Reply]:
         messages: Messages = []
         got: list[Reply] = []
         for turn in range(load.turns):
             messages.append({"role": "user", "content": user_text(conversation, turn, load.user_words)})
-            reply = await ask(list(messages), load.max_tokens)
+            async with turn_of:
+                reply = await ask(list(messages), load.max_tokens)
             got.append(reply)
             said = replies[conversation][turn] if replies is not None else reply.text
             messages.append({"role": "assistant", "content": said})
