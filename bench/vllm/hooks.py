@@ -79,11 +79,12 @@ def judge(deciding: list[Step], working: list[Step]) -> tuple[float, str]:
         return 0.0, f"{len(deciding)} steps, too few for blocks"
     shares = [sum(s.hooks for s in block) / sum(s.wall for s in block) for block in with_hooks]
     in_worker = [sum(s.hooks for s in block) / sum(s.wall for s in block) for block in blocks_of(working, True)]
-    total = statistics.median(shares) + (statistics.median(in_worker) if in_worker else 0.0)
+    deciding_share = statistics.median(shares)
+    total = deciding_share + (statistics.median(in_worker) if in_worker else 0.0)
     steps = [statistics.median(s.wall for block in side for s in block) * 1000 for side in (with_hooks, without)]
     return total, (
-        f"{len(deciding)} steps in {len(with_hooks)} + {len(without)} blocks; CPU time in hooks {total:.3%} of the "
-        f"steps' time (scheduler {statistics.median(shares):.3%}, worker {total - statistics.median(shares):.3%}; worst block "
+        f"{len(deciding)} steps in {len(with_hooks)} + {len(without)} blocks; hooks take {total:.3%} CPU of the "
+        f"steps' time (scheduler {deciding_share:.3%}, worker {total - deciding_share:.3%}; worst "
         f"{max(shares) + max(in_worker, default=0):.3%}); median step {steps[0]:.2f} ms with, {steps[1]:.2f} ms without"
     )
 

@@ -226,6 +226,25 @@ def test_what_the_decode_engine_holds_does_not_travel_and_the_daemon_gets_it_fro
     until(lambda: pair.at_rest("decode"))
 
 
+def test_blocks_that_are_held_are_read_when_the_step_that_computes_them_is_over(pair: Pair) -> None:
+    """vLLM lets a request hold blocks that another computes in the same step."""
+    prompt, name = new_prompt(2 * PAGE), new_name()
+    engine, side = pair.engines["decode"], pair.sides["decode"]
+    push(pair, "a", name, prompt, (0, 1, 2, 3))
+    side.take(Orders([Load("a", name, prompt, "p", PAGE, (40, 41), (42, 43))]))
+    until(lambda: pair.stats("decode").requests.running)
+    time.sleep(0.2)
+    for layer in engine.layers:
+        layer[40:42] += 1
+    wanted = [engine.block(40), engine.block(41)]
+    side.forward_done()
+    assert received(side, "a") == set()
+    sent(pair.sides["prefill"], "a")
+    pair.give("decode", Restore("b", new_name(), Prompt(prompt.digests[:32], PAGE + 1, bytes(32)), 0, (50, 51)))
+    assert received(side, "b") == set()
+    assert [engine.block(50), engine.block(51)] == wanted
+
+
 def test_what_is_stored_is_found_by_a_lookup_and_comes_back(pair: Pair) -> None:
     engine, side = pair.engines["decode"], pair.sides["decode"]
     prompt = new_prompt(3 * PAGE)
