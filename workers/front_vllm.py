@@ -210,7 +210,14 @@ class VllmFront:
     ) -> Reply:
         """With its first bytes: vLLM sends headers before it has anything to say."""
         reply = await self._ask(stack, server, path, fields)
-        return reply._replace(first=await anext(reply.rest, b""))
+        try:
+            return reply._replace(first=await anext(reply.rest, b""))
+        except httpx.TimeoutException as error:
+            raise Refusal(
+                504, f"decode server {server.url} said nothing for {self.config.first_token_s:g} s"
+            ) from error
+        except httpx.TransportError as error:
+            raise Refusal(502, f"decode server {server.url}: {type(error).__name__} {error}") from error
 
     async def _ask(
         self, stack: contextlib.AsyncExitStack, server: Server, path: str, fields: dict[str, object]

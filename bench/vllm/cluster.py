@@ -133,6 +133,7 @@ class Cluster:
 
     def start_front(self) -> None:
         words = ["front", "--listen", "127.0.0.1:0", "--vllm-prefill", f"prefill={self.engines['prefill'].url}"]
+        words += ["--first-token-seconds", "240", "--next-token-seconds", "240"]
         front = self.stack.start("front", [*words, "--vllm-decode", self.engines["decode"].url])
         self.front = f"http://{self.stack.ready(front)}"
 

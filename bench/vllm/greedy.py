@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
 
-from chat import Comparison, Load, Reply, chats, new_client, one_server
+from chat import Comparison, Load, Reply, Token, chats, new_client, one_server
 from cluster import Cluster, Spec, machine
 
 
@@ -21,24 +24,42 @@ async def run_chats(url: str, load: Load, replies: list[list[str]] | None = None
         return await chats(one_server(client, url), load, replies)
 
 
+def kept(path: str | None) -> list[list[Reply]] | None:
+    if path is None or not Path(path).exists():
+        return None
+    return [
+        [Reply(**{**reply, "tokens": [Token(**token) for token in reply["tokens"]]}) for reply in replies]
+        for replies in json.loads(Path(path).read_text())
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--user-words", type=int, default=120)
-    parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--small-blocks", type=int, default=40, help="decode blocks of the evicting case")
+    parser.add_argument("--user-words", type=int, default=60)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--small-blocks", type=int, default=34, help="decode blocks of the evicting case")
     parser.add_argument("--page-size", type=int, default=32)
+    parser.add_argument("--reference", metavar="FILE", help="take the single server's replies from there, or keep them")
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
     load = Load(args.conversations, args.turns, args.user_words, args.max_tokens)
     lines = [f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
-    with Cluster(Spec()) as cluster:
-        reference = asyncio.run(run_chats(cluster.alone().url, load))
+    print(lines[0], flush=True)
+    reference = kept(args.reference)
+    if reference is None:
+        with Cluster(Spec()) as cluster:
+            reference = asyncio.run(run_chats(cluster.alone().url, load))
+        if args.reference:
+            told = [[asdict(reply) for reply in replies] for replies in reference]
+            Path(args.reference).write_text(json.dumps(told))
     said = [[reply.text for reply in replies] for replies in reference]
     wrong = 0
     for case, blocks in (("large decode cache", 0), ("small decode cache", args.small_blocks)):
-        with Cluster(Spec(decode_blocks=blocks, page_size=args.page_size)) as cluster:
+        with Cluster(
+            Spec(decode_blocks=blocks, page_size=args.page_size, extra={"deadline_seconds": 120.0})
+        ) as cluster:
             cluster.kvferry()
             got = asyncio.run(run_chats(cluster.front, load, said))
             comparison = Comparison()
@@ -53,10 +74,10 @@ def main() -> int:
             f"{len(comparison.ties)} at ties; prompts {prompt} tokens, the engine had {hits:.0f} itself, "
             f"received {stats.transfers.delta_pages} pages, the daemon held {stats.requests.hit_tokens} tokens"
         )
+        print(lines[-1], *comparison.ties, *comparison.wrong, sep="\n", flush=True)
         lines += [f"  allowed: {told}" for told in comparison.ties] + [f"  WRONG: {told}" for told in comparison.wrong]
         wrong += len(comparison.wrong)
     text = "\n".join(lines)
-    print(text)
     if args.output:
         with open(args.output, "w") as file:
             file.write(text + "\n")
