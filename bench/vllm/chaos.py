@@ -139,22 +139,34 @@ def main() -> int:
     asked = prompts(4, 3)
     with Cluster(Spec()) as cluster:
         wanted = asyncio.run(references(cluster.alone().url, asked, args.max_tokens))
-    run = Run(args.aborts, args.restarts)
     with Cluster(Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0})) as cluster:
         cluster.kvferry()
-        began = time.monotonic()
-        asyncio.run(storm(run, cluster, asked, wanted, args.clients, args.max_tokens))
-        seconds = time.monotonic() - began
-        held = leaks(cluster)
-        after = Comparison()
-        replies = asyncio.run(references(cluster.front, asked, args.max_tokens))
-        for number, (want, have) in enumerate(zip(wanted, replies, strict=True)):
-            after.add(f"afterwards, prompt {number}", want, have)
-        received = cluster.stats("decode").transfers.delta_pages
-        held += leaks(cluster)
+        lines, failed = run_on(cluster, asked, wanted, args.aborts, args.restarts, args.clients, args.max_tokens)
+    lines.insert(0, f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
+    print("\n".join(lines))
+    if args.output:
+        with open(args.output, "w") as file:
+            file.write("\n".join(lines) + "\n")
+    return 1 if failed else 0
+
+
+def run_on(
+    cluster: Cluster, asked: list[Messages], wanted: list[Reply], aborts: int, restarts: int, clients: int, tokens: int
+) -> tuple[list[str], int]:
+    """The storm on servers that are up: what to tell, and how much was wrong."""
+    run = Run(aborts, restarts)
+    began = time.monotonic()
+    asyncio.run(storm(run, cluster, asked, wanted, clients, tokens))
+    seconds = time.monotonic() - began
+    held = leaks(cluster)
+    after = Comparison()
+    replies = asyncio.run(references(cluster.front, asked, tokens))
+    for number, (want, have) in enumerate(zip(wanted, replies, strict=True)):
+        after.add(f"afterwards, prompt {number}", want, have)
+    received = cluster.stats("decode").transfers.delta_pages
+    held += leaks(cluster)
     wrong = run.comparison.wrong + after.wrong
     lines = [
-        f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC",
         f"{run.done} requests finished, {run.aborted} aborted, {run.restarted} daemons killed and started, "
         f"in {seconds:.0f} s",
         f"{run.comparison.tokens + after.tokens} tokens compared: {len(wrong)} wrong, "
@@ -165,11 +177,7 @@ def main() -> int:
         *(f"  LEAK: {told}" for told in held),
         *(f"  allowed: {told}" for told in run.comparison.ties + after.ties),
     ]
-    print("\n".join(lines))
-    if args.output:
-        with open(args.output, "w") as file:
-            file.write("\n".join(lines) + "\n")
-    return 1 if wrong or run.refused or held else 0
+    return lines, len(wrong) + len(run.refused) + len(held)
 
 
 if __name__ == "__main__":

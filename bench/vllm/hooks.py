@@ -75,18 +75,21 @@ def main() -> int:
 
 def judge(deciding: list[Step], working: list[Step]) -> tuple[float, str]:
     with_hooks, without = (blocks_of(deciding, runs) for runs in (True, False))
-    if not with_hooks or not without:
-        return 0.0, f"{len(deciding)} steps, too few for blocks"
+    if not with_hooks:
+        return 0.0, f"{len(deciding)} steps, too few"
     shares = [sum(s.hooks for s in block) / sum(s.wall for s in block) for block in with_hooks]
     in_worker = [sum(s.hooks for s in block) / sum(s.wall for s in block) for block in blocks_of(working, True)]
     deciding_share = statistics.median(shares)
     total = deciding_share + (statistics.median(in_worker) if in_worker else 0.0)
-    steps = [statistics.median(s.wall for block in side for s in block) * 1000 for side in (with_hooks, without)]
-    return total, (
-        f"{len(deciding)} steps in {len(with_hooks)} + {len(without)} blocks; hooks take {total:.3%} CPU of the "
-        f"steps' time (scheduler {deciding_share:.3%}, worker {total - deciding_share:.3%}; worst "
-        f"{max(shares) + max(in_worker, default=0):.3%}); median step {steps[0]:.2f} ms with, {steps[1]:.2f} ms without"
+    told = (
+        f"{len(deciding)} steps in {len(with_hooks)} + {len(without)} blocks; hooks take {total:.3%} CPU of the steps' "
+        f"time (scheduler {deciding_share:.3%}, worker {total - deciding_share:.3%}; worst block "
+        f"{max(shares) + max(in_worker, default=0):.3%})"
     )
+    if without:
+        steps = [statistics.median(s.wall for block in side for s in block) * 1000 for side in (with_hooks, without)]
+        told += f"; median step {steps[0]:.2f} ms with, {steps[1]:.2f} ms without"
+    return total, told
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The connector with its hooks timed: CPU seconds of each step, to a file a process. In every other block of steps the
-hooks do nothing, so that the steps' times can be compared.
+"""The connector with its hooks timed: CPU seconds of each step, to a file a process. In a decode engine the hooks of
+every other block of steps do nothing unless there is something to be done, so that the steps' times can be compared.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class TimedConnector(KVFerryConnector):
         folder = os.environ["KVFERRY_HOOK_TIMES"]
         side = f"{vllm_config.kv_transfer_config.kv_role}-{role.name.lower()}"
         self._file = open(os.path.join(folder, side), "w")  # noqa: SIM115
+        self._always = vllm_config.kv_transfer_config.kv_role == "kv_producer"  # chunks are saved at every step
         self._began = 0.0
         self._spent = 0.0
         self._steps = 0
         self._tokens = 0
-        self._held_back: list[Any] = []
         for name in (*SCHEDULER, *WORKER):
             setattr(self, name, self._timed(getattr(self, name)))
 
@@ -51,7 +51,7 @@ class TimedConnector(KVFerryConnector):
 
     @property
     def _runs(self) -> bool:
-        return self._steps // BLOCK_STEPS % 2 == 0
+        return self._always or self._steps // BLOCK_STEPS % 2 == 0
 
     def _next_step(self, tokens: int) -> None:
         now = time.monotonic()
@@ -70,7 +70,7 @@ class TimedConnector(KVFerryConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._next_step(scheduler_output.total_num_scheduled_tokens)
-        if not self._runs and not self._deciding._orders:
+        if not (self._runs or self._deciding._orders or scheduler_output.preempted_req_ids):
             return KVFerryMetadata()
         return self._timed(super().build_connector_meta)(scheduler_output)
 
@@ -82,5 +82,5 @@ class TimedConnector(KVFerryConnector):
             self._connector_metadata = connector_metadata
 
     def wait_for_save(self) -> None:
-        if self._runs or self._working._saves:
+        if self._runs or self._working._saves or self._working._computed:
             self._timed(super().wait_for_save)()
