@@ -3,9 +3,9 @@
 python bench/vllm/suite.py [--folder bench/results]
 
 One vLLM alone gives the reference. Then the same chats go through kvferry and through vLLM's NixlConnector, each with a
-large decode cache and with one that evicts; the first cluster also serves the hooks' times, the second the aborts and
-restarts. Writes vllm-greedy.txt, vllm-compare.txt, vllm-hooks.txt and vllm-chaos.txt (greedy.py, compare.py, hooks.py and
-chaos.py do one of them each).
+large decode cache and with one that evicts; the first cluster also serves the hooks' times, the second aborts and
+restarts. Writes vllm-greedy.txt, vllm-compare.txt, vllm-hooks.txt and vllm-chaos.txt (greedy.py, compare.py, hooks.py
+and chaos.py do one of them each).
 """
 
 from __future__ import annotations
