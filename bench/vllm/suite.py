@@ -90,11 +90,12 @@ def tell_greedy(log: Log, case: str, cluster: Cluster, comparison: Comparison) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", default="bench/results")
-    parser.add_argument("--conversations", type=int, default=6)
+    parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--user-words", type=int, default=100)
-    parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--small-blocks", type=int, default=48)
+    parser.add_argument("--user-words", type=int, default=80)
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--small-blocks", type=int, default=36)
+    parser.add_argument("--small-pool", default="80MiB", help="of the daemons in the evicting case")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--restarts", type=int, default=10)
@@ -106,6 +107,29 @@ def main() -> int:
     bad = 0
     results: dict[tuple[str, str], compare.Result] = {}
     patient: dict[str, object] = {"deadline_seconds": 45.0}
+
+    def compared(case: str, blocks: int) -> int:
+        with Cluster(Spec(decode_blocks=blocks)) as cluster:
+            cluster.nixl()
+            results[case, "nixl"] = asyncio.run(compare.drive(cluster, "nixl", load, reference.said))
+        pair = [results[case, "nixl"], results[case, "kvferry"]]
+        console = Console(record=True, width=118, file=open(os.devnull, "w"))  # noqa: SIM115
+        console.print(compare.table(case, blocks, pair))
+        missed = compare.judge(case, *pair)
+        logs["compare"].add(console.export_text().rstrip(), *(missed or [f"{case}: every aim was met"]))
+        return len(missed)
+
+    # the decode daemon's pool is too small for all conversations as well: what it evicts comes back from its host tier
+    with Cluster(Spec(decode_blocks=args.small_blocks, pool_bytes=args.small_pool, extra=patient)) as cluster:
+        cluster.kvferry()
+        results["evicting", "kvferry"] = result = asyncio.run(compare.drive(cluster, "kvferry", load, reference.said))
+        comparison = against(reference, result)
+        tell_greedy(logs["greedy"], "evicting", cluster, comparison)
+        bad += len(comparison.wrong)
+        lines, failed = chaos.run_on(cluster, reference.prompts, reference.answers, args.aborts, args.restarts, 4, 16)
+        logs["chaos"].add(*lines)
+        bad += failed
+    bad += compared("evicting", args.small_blocks)
 
     with tempfile.TemporaryDirectory() as times:
         os.environ["KVFERRY_HOOK_TIMES"] = times
@@ -122,28 +146,7 @@ def main() -> int:
         )
         logs["hooks"].add(told, f"limit {hooks.LIMIT:.1%}: {'met' if share <= hooks.LIMIT else 'MISSED'}")
         bad += share > hooks.LIMIT
-
-    # the decode daemon's pool is too small for all conversations as well: what it evicts comes back from its host tier
-    with Cluster(Spec(decode_blocks=args.small_blocks, pool_bytes="160MiB", extra=patient)) as cluster:
-        cluster.kvferry()
-        results["evicting", "kvferry"] = result = asyncio.run(compare.drive(cluster, "kvferry", load, reference.said))
-        comparison = against(reference, result)
-        tell_greedy(logs["greedy"], "evicting", cluster, comparison)
-        bad += len(comparison.wrong)
-        lines, failed = chaos.run_on(cluster, reference.prompts, reference.answers, args.aborts, args.restarts, 4, 16)
-        logs["chaos"].add(*lines)
-        bad += failed
-
-    for case, blocks in (("large", 0), ("evicting", args.small_blocks)):
-        with Cluster(Spec(decode_blocks=blocks)) as cluster:
-            cluster.nixl()
-            results[case, "nixl"] = result = asyncio.run(compare.drive(cluster, "nixl", load, reference.said))
-        pair = [results[case, "nixl"], results[case, "kvferry"]]
-        console = Console(record=True, width=118, file=open(os.devnull, "w"))  # noqa: SIM115
-        console.print(compare.table(case, blocks, pair))
-        missed = compare.judge(case, *pair)
-        logs["compare"].add(console.export_text().rstrip(), *(missed or [f"{case}: every aim was met"]))
-        bad += len(missed)
+    bad += compared("large", 0)
     return 1 if bad else 0
 
 
