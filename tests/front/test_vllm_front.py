@@ -3,6 +3,7 @@ vLLM's HTTP."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvferry.workers import front_main
 from kvferry.workers.front_server import QuietServer, listen
 from kvferry.workers.front_vllm import Body, VllmConfig, VllmFront, create_app, parse_prefill, parse_url
 
@@ -269,3 +271,20 @@ def test_names_and_urls() -> None:
     assert parse_prefill("p=http://host:1") == ("p", "http://host:1")
     with pytest.raises(ValueError, match="must be a URL"):
         parse_url("host:1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--prefill and --decode are required (or --vllm-decode)"),
+        (["--vllm-prefill", "p=http://a"], "--vllm-decode is required"),
+        (["--vllm-decode", "http://a", "--decode", "h:1"], "do not go with --prefill and --decode"),
+    ],
+)
+def test_which_servers_it_is_before_must_be_clear(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    front_main.add_arguments(parser)
+    assert front_main.run(parser.parse_args(words)) == 2
+    assert message in capsys.readouterr().err
