@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from kvferry.connectors.blocks import BlockMap, Copies
 from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Order, Orders, Prompt, Release, Restore, Save, Store
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.worker_session import Connect, Refused
+from kvferry.connectors.worker_session import Connect, Refused, pool_of
 from kvferry.connectors.worker_state import Lease, Moved, Push, Reports
 from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.workers.requests import DaemonAbsent, DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
@@ -245,11 +245,13 @@ class WorkerSide:
             if matched < held:
                 own = order.held_blocks[matched // self._blocks.block_tokens :]
                 await computed.wait()
-                await self._to_pages(self._blocks.copies(client.pool, admitted.pages, own, matched, held))
+                await self._to_pages(self._blocks.copies(pool_of(client), admitted.pages, own, matched, held))
                 client.progress(order.name, held)
             await client.ready(order.name)
             tokens = order.prompt.tokens
-            await self._to_blocks(self._blocks.copies(client.pool, admitted.pages, order.blocks, order.start, tokens))
+            await self._to_blocks(
+                self._blocks.copies(pool_of(client), admitted.pages, order.blocks, order.start, tokens)
+            )
             client.check(order.name)  # the pages were ours until now
             lease.then(self._finish(client, order.name, tokens))
             self.moved.loads += 1
@@ -270,7 +272,7 @@ class WorkerSide:
             end = min(admitted.local_tokens, tokens - 1)
             if end <= order.start:
                 return 0
-            await self._to_blocks(self._blocks.copies(client.pool, admitted.pages, order.blocks, order.start, end))
+            await self._to_blocks(self._blocks.copies(pool_of(client), admitted.pages, order.blocks, order.start, end))
             client.check(order.name)
             if end == tokens - 1:  # else it has pages that nobody filled: it is aborted
                 lease.then(self._finish(client, order.name, tokens))
@@ -292,7 +294,7 @@ class WorkerSide:
             await client.ready(order.name)
             matched = admitted.matched_tokens
             own = order.blocks[matched // self._blocks.block_tokens :]
-            await self._to_pages(self._blocks.copies(client.pool, admitted.pages, own, matched, tokens))
+            await self._to_pages(self._blocks.copies(pool_of(client), admitted.pages, own, matched, tokens))
             lease.then(self._finish(client, order.name, tokens))
             self.moved.stored += 1
 
@@ -333,7 +335,7 @@ class WorkerSide:
         end = min(matched, order.end)
         good = 0
         if end > order.start:
-            await self._to_blocks(self._blocks.copies(client.pool, pages, order.blocks, order.start, end))
+            await self._to_blocks(self._blocks.copies(pool_of(client), pages, order.blocks, order.start, end))
             client.check(order.name)
             good = (end - order.start) // self._blocks.block_tokens
         push.received = True
@@ -353,11 +355,11 @@ class WorkerSide:
                 push.save = None
                 continue
             own = save.blocks[saved // self._blocks.block_tokens :]
-            copies = self._blocks.copies(client.pool, pages, own, saved, end)
+            copies = self._blocks.copies(pool_of(client), pages, own, saved, end)
             push.copying.clear()
             try:
                 if end == total:
-                    self._blocks.wipe_tail(client.pool, pages[-1], end)
+                    self._blocks.wipe_tail(pool_of(client), pages[-1], end)
                 await self._to_pages(copies)
             finally:
                 push.copying.set()
