@@ -35,9 +35,7 @@ def connector_of(settings: Settings, role: common_pb2.Role, facts: common_pb2.Na
         memories = client.pools.memories
         if len(memories) != 1 or not isinstance(memories[0], np.ndarray):
             await client.close()
-            raise HandshakeFailed(
-                "the daemon's pool is no shared memory of one rank; start it without --ranks, --device"
-            )
+            raise HandshakeFailed("the daemon's pool is no shared memory of one rank: start it without --device")
         return client
 
     return connect

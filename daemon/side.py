@@ -229,8 +229,8 @@ class Side(Generic[CoreT]):
             return
         if facts.geometry.layout is Layout.ENGINE and (self.config.ranks, self.config.storage) != (1, "page"):
             raise precondition(
-                f"ranks is {self.config.ranks} and storage {self.config.storage!r}; a page in an engine's own layout cannot "
-                "be taken apart: start the daemon with --ranks 1 --storage page"
+                f"ranks is {self.config.ranks} and storage {self.config.storage!r}; a page in an engine's own layout "
+                "cannot be taken apart: start the daemon with --ranks 1 --storage page"
             )
         try:
             page_bytes, row_bytes = page_bytes_of(facts.geometry, self.config.ranks), facts.geometry.page_bytes
