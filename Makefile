@@ -2,6 +2,7 @@
 # make nightly   the long tests                            make lint types proto wheel clean
 # make aiperf    AIPerf against the front end              make published   the published workload, rehearsed
 # make e2e       one benchmark a claim, off and on         make trace TRACE=FILE   a whole trace through the system
+# make demo-vllm the same with two vLLM servers on this machine's CPU, in an environment of their own
 #
 # PYTHON=python3.12            the interpreter (>= 3.10) that .venv is made with
 # TORCH_INDEX=https://...      an extra package index, for instance one of CPU builds of torch
@@ -21,10 +22,12 @@ DEMO_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvferry-installed
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_FLAGS)
-PACKAGES := proto radix transfer daemon workers loadgen
+PACKAGES := proto radix transfer daemon workers loadgen connectors
 TYPED := build/typed
 
-.PHONY: all venv demo test nightly aiperf published e2e trace lint types proto proto-check wheel clean
+VLLM_VENV ?= build/vllm-venv
+
+.PHONY: all venv demo demo-vllm test nightly aiperf published e2e trace lint types proto proto-check wheel clean
 all: venv
 
 venv: $(STAMP)
@@ -41,6 +44,14 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 demo: venv
 	$(BIN)/kvferry demo $(DEMO_FLAGS)
+
+demo-vllm: venv $(VLLM_VENV)/.kvferry-installed
+	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python bench/vllm/demo.py $(DEMO_FLAGS)
+
+$(VLLM_VENV)/.kvferry-installed: bench/vllm/venv.sh $(STAMP)
+	@echo "== installing vLLM for CPUs into $(VLLM_VENV) (some minutes the first time)"
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) bench/vllm/venv.sh $(VLLM_VENV)
+	@touch $@
 
 test: venv proto-check
 	$(BIN)/python -m pytest -m 'not nightly' $(PYTEST_FLAGS)

@@ -31,6 +31,7 @@ from kvferry.daemon.store import Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
+from kvferry.transfer.geometry import Layout
 from kvferry.transfer.layouts import StorageOrder
 from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
@@ -233,6 +234,11 @@ class Side(Generic[CoreT]):
                 if difference.field != "tenant_salt_digest":
                     raise precondition(f"this daemon serves another model: {difference}")
             return
+        if facts.geometry.layout is Layout.ENGINE and (self.config.ranks, self.config.storage) != (1, "page"):
+            raise precondition(
+                f"ranks is {self.config.ranks} and storage {self.config.storage!r}; a page in an engine's own layout "
+                "cannot be taken apart: start the daemon with --ranks 1 --storage page"
+            )
         try:
             page_bytes, row_bytes = page_bytes_of(facts.geometry, self.config.ranks), facts.geometry.page_bytes
         except ValueError as error:
