@@ -1,6 +1,9 @@
 # make demo      set up and run the demonstration          make test      set up and run the tests
 # make nightly   the long tests                            make lint types proto wheel clean
 # make image     the container image (VARIANT=cpu|cuda)    make image-test  two of its root file systems under load
+# make aiperf    AIPerf against the front end              make published   the published workload, rehearsed
+# make e2e       one benchmark a claim, off and on         make trace TRACE=FILE   a whole trace through the system
+# make demo-vllm the same with two vLLM servers on this machine's CPU, in an environment of their own
 #
 # PYTHON=python3.12            the interpreter (>= 3.10) that .venv is made with
 # TORCH_INDEX=https://...      an extra package index, for instance one of CPU builds of torch
@@ -21,10 +24,12 @@ VARIANT ?= cpu
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvferry-installed
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_FLAGS)
-PACKAGES := proto radix transfer daemon workers loadgen
+PACKAGES := proto radix transfer daemon workers loadgen connectors
 TYPED := build/typed
 
-.PHONY: all venv demo test nightly lint types proto proto-check wheel wheels image image-test clean
+VLLM_VENV ?= build/vllm-venv
+
+.PHONY: all venv demo demo-vllm test nightly aiperf published e2e trace lint types proto proto-check wheel wheels image image-test clean
 all: venv
 
 venv: $(STAMP)
@@ -42,6 +47,14 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 demo: venv
 	$(BIN)/kvferry demo $(DEMO_FLAGS)
 
+demo-vllm: venv $(VLLM_VENV)/.kvferry-installed
+	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python bench/vllm/demo.py $(DEMO_FLAGS)
+
+$(VLLM_VENV)/.kvferry-installed: bench/vllm/venv.sh $(STAMP)
+	@echo "== installing vLLM for CPUs into $(VLLM_VENV) (some minutes the first time)"
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) bench/vllm/venv.sh $(VLLM_VENV)
+	@touch $@
+
 test: venv proto-check
 	$(BIN)/python -m pytest -m 'not nightly' $(PYTEST_FLAGS)
 
@@ -49,6 +62,18 @@ nightly: venv
 	@mkdir -p bench/results
 	@{ date -u '+%Y-%m-%d %H:%M UTC'; echo "commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown), $$(nproc) cores"; } > bench/results/nightly.txt
 	$(BIN)/python -m pytest -m nightly --no-header --timeout=3600 $(PYTEST_FLAGS) 2>&1 | tee -a bench/results/nightly.txt
+
+aiperf: venv
+	PYTHON=$(BIN)/python bash bench/aiperf.sh
+
+published: venv
+	$(BIN)/python bench/e2e/published.py
+
+e2e: venv
+	@for claim in reuse host_tier concurrency turns local_prefill; do $(BIN)/python bench/e2e/$$claim.py || exit 1; done
+
+trace: venv
+	$(BIN)/python bench/e2e/trace.py --trace $(TRACE)
 
 lint: venv
 	$(BIN)/python -m ruff check .

@@ -20,6 +20,7 @@ import json
 import struct
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 from kvferry.radix import DIGEST_BYTES
 from kvferry.radix.policy import Clock, Policy, policy_names
 from kvferry.radix.pool import PagePool
-from kvferry.radix.tree import PagedRadixTree
+from kvferry.radix.tree import Lock, PagedRadixTree
 
 BLOCK_TOKENS = 512
 NEVER = 1 << 62
@@ -145,12 +146,14 @@ def _shown(record: dict[str, object], name: str) -> str:
 # -- the tree ----------------------------------------------------------------------------------------------------------
 
 
-def replay(requests: Sequence[Request], policy: str, device_pages: int, host_pages: int) -> Hits:
+def replay(requests: Sequence[Request], policy: str, device_pages: int, host_pages: int, in_flight: int = 1) -> Hits:
+    """Of the latest `in_flight` requests the whole paths are locked, unless there is no room for that many."""
     device = PagePool(device_pages)
     host = PagePool(host_pages, "host") if host_pages else None
     clock = Clock()
     tree = PagedRadixTree(device, host, Policy(policy), clock)
     on_device, on_host = np.zeros(len(requests), np.int64), np.zeros(len(requests), np.int64)
+    held: deque[Lock] = deque()
     began = time.perf_counter()
     for i, request in enumerate(requests):
         clock.now = request.seconds
@@ -160,13 +163,20 @@ def replay(requests: Sequence[Request], policy: str, device_pages: int, host_pag
             match = tree.match(request.digests[: device_pages * DIGEST_BYTES])
         lock = tree.lock(match)
         fits = min(len(request), device_pages)
+        while held and device.free + tree.evictable < fits - match.device_pages:
+            tree.unlock(held.popleft())
         make_room(tree, fits - match.device_pages)
         if match.pages > match.device_pages:
             copy = tree.restore(lock, device.allocate(match.pages - match.device_pages))
             assert copy is not None
             tree.finish_copy(copy.id)
         if fits > match.pages:
-            tree.insert(request.digests[: fits * DIGEST_BYTES], device.allocate(fits - match.pages), match.pages)
+            pages = device.allocate(fits - match.pages)
+            tree.relock(lock, tree.insert(request.digests[: fits * DIGEST_BYTES], pages, match.pages).match)
+        held.append(lock)
+        while len(held) >= in_flight:
+            tree.unlock(held.popleft())
+    for lock in held:
         tree.unlock(lock)
     seconds = time.perf_counter() - began
     tree.check()
@@ -245,8 +255,9 @@ def optimum(requests: Sequence[Request], uses: Sequence[NDArray[np.int64]], capa
 
 
 class Scores:
-    def __init__(self, requests: Sequence[Request], page_size: int, score_from: int) -> None:
+    def __init__(self, requests: Sequence[Request], page_size: int, score_from: int, in_flight: int = 1) -> None:
         self._requests = requests
+        self._in_flight = in_flight
         self._scale = BLOCK_TOKENS // page_size
         self._score_from = score_from
         self._lengths = np.array([len(request) for request in requests])
@@ -260,10 +271,10 @@ class Scores:
         both = optimum(self._requests, self._uses, pages + host_pages) if host_pages else device
         best = self._row(blocks, OPTIMUM, Hits(device.device, both.device - device.device), None)
         yield best
-        lru = replay(self._requests, "lru", pages, host_pages)
+        lru = replay(self._requests, "lru", pages, host_pages, self._in_flight)
         gap = (self._row(blocks, "lru", lru, None).scored, best.scored)
         for policy in policies:
-            hits = lru if policy == "lru" else replay(self._requests, policy, pages, host_pages)
+            hits = lru if policy == "lru" else replay(self._requests, policy, pages, host_pages, self._in_flight)
             yield self._row(blocks, policy, hits, gap)
 
     def _row(self, blocks: int, policy: str, hits: Hits, gap: tuple[float, float] | None) -> Row:
@@ -328,6 +339,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=_positive, default=None, help="only the first so many")
     parser.add_argument("--page-size", type=_positive, default=BLOCK_TOKENS, help="tokens; a divisor of 512")
     parser.add_argument("--blocks", type=_sizes, default=_sizes("2000,4000,8000,16000,32000"), help="device pools")
+    parser.add_argument("--in-flight", type=_positive, default=1, help="requests whose paths are locked at a time")
     parser.add_argument("--host-blocks", type=_positive, default=0, help="host pool; none if not given")
     parser.add_argument("--policies", type=_policies, default=policy_names(), help=", ".join(policy_names()))
     parser.add_argument(
@@ -351,7 +363,7 @@ def main(words: Sequence[str] | None = None) -> int:
     different = 1 + max(int(request.pages.max(initial=0)) for request in requests)
     title = f"{len(requests):,} requests, {pages:,} pages of {given.page_size} tokens, {different:,} different"
     print(f"{title}; host tier: {given.host_blocks:,} blocks\n" if given.host_blocks else f"{title}; no host tier\n")
-    scores = Scores(requests, given.page_size, score_from)
+    scores = Scores(requests, given.page_size, score_from, given.in_flight)
     rows: list[Row] = []
 
     def all_rows() -> Iterator[Row]:

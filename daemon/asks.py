@@ -28,6 +28,10 @@ class Asks:
     def __len__(self) -> int:
         return len(self._transfers)
 
+    @property
+    def draining(self) -> int:
+        return sum(transfer.draining for transfer in self._transfers.values())
+
     def get(self, number: int) -> Transfer | None:
         return self._transfers.get(number)
 
@@ -49,7 +53,7 @@ class Asks:
             namespace_id=lease.namespace_id,
             first_page=first_page,
             pages=pages,
-            promised_tokens=lease.matched * self._page_size,
+            promised_tokens=lease.promised * self._page_size,
             tokens=lease.tokens,
             last_full_digest=lease.digests[-DIGEST_BYTES:],
             tail_digest=lease.tail_digest,

@@ -303,6 +303,19 @@ class DaemonConfig(BaseModel):
     heartbeat_seconds: Annotated[Seconds, Field(description="between heartbeats of a session")] = 0.5
     peer_lost_seconds: Annotated[Seconds, Field(description="a peer that says nothing for so long is lost")] = 3.0
     grace_seconds: Annotated[Seconds, Field(description="that running requests have at the end")] = 30.0
+    stalled_seconds: Annotated[
+        Seconds, Field(description="not healthy when a part of the daemon has not moved for so long")
+    ] = 10.0
+    orphaned_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            allow_inf_nan=False,
+            description="of a pool that may belong to lost workers before requests are refused",
+        ),
+        Flag("SHARE"),
+    ] = 0.5
     copy_threads: Annotated[int, Field(ge=1, le=64, description="threads of large copies on the CPU")] = 1
     host_bytes: Annotated[
         Size, Field(ge=0, le=1 << 48, description="of each role's host tier; 0: none"), Flag("SIZE")

@@ -97,6 +97,11 @@ class DecodeCore:
         return len(self._asks)
 
     @property
+    def draining_transfers(self) -> int:
+        """Of the active ones, those that were ended while copies into their pages may run."""
+        return self._asks.draining
+
+    @property
     def transfer_counters(self) -> TransferCounters:
         return self._asks.counters
 
@@ -120,6 +125,11 @@ class DecodeCore:
             raise invalid(
                 f"max_new_tokens is {request.max_new_tokens}; with {request.tokens} prompt tokens it must be 1 to "
                 f"{self.limits.max_tokens - request.tokens}"
+            )
+        if request.held_tokens % self.store.page_size or request.held_tokens > request.tokens:
+            raise invalid(
+                f"held_tokens is {request.held_tokens}; it must be a multiple of {self.store.page_size}, "
+                f"at most the prompt's {request.tokens}"
             )
         namespace = self.store.namespace(namespace_id)
         prompt = pages_for(request.tokens, self.store.page_size)
@@ -159,8 +169,10 @@ class DecodeCore:
             deadline=deadline,
             order=self._next_order if order is None else order,
             keep=keep,
+            held_pages=request.held_tokens // self.store.page_size,
             resumed=order is not None,
-            looked_up=order is not None,
+            # What the worker only hands in says nothing about what was found.
+            looked_up=order is not None or (request.prefill == "" and request.held_tokens == request.tokens),
         )
         self._next_order += 1
         self.leases[name] = lease
@@ -168,10 +180,25 @@ class DecodeCore:
         self._pump(now)
 
     def _matchable(self, request: wire.Admit) -> bytes:
-        if request.prefill:
+        if request.prefill or request.held_tokens == request.tokens:
             return request.digests
         # At least one token is left to compute, for its logits.
         return request.digests[: (request.tokens - 1) // self.store.page_size * DIGEST_BYTES]
+
+    def filled(self, worker: int, name: Name, tokens: int, now: float) -> None:
+        """The worker has filled the pages of what it holds itself, which nobody is asked for."""
+        lease = self._lease_of(worker, name)
+        if lease.state is LeaseState.FAILED:
+            return  # it crossed Failed on the way
+        held = lease.held_pages * self.store.page_size
+        own = lease.pages[lease.matched : lease.held_pages]
+        if lease.state is not LeaseState.FILLING or lease.local or tokens != held or not lease.filling.issuperset(own):
+            self._fail(
+                lease, invalid(f"tokens is {tokens}; a decode worker says held_tokens, {held}, once, when admitted")
+            )
+        else:
+            self._readable(lease, own, now)
+        self._pump(now)
 
     def grow(self, worker: int, name: Name, tokens: int, now: float) -> None:
         lease = self._lease_of(worker, name)
@@ -294,10 +321,14 @@ class DecodeCore:
         pages = [moving.page_ids[index - moving.first_page] for index in prompt_pages]
         pages = [page for page in pages if page in self._arrivals]
         lease.delta_pages += len(pages)
+        self._readable(lease, pages, now)
+        self._pump(now)
+
+    def _readable(self, lease: Lease, pages: list[int], now: float) -> None:
+        """The bytes of these pages, which the lease was to bring, are there."""
         lease.hold.namespace.tree.arrived(page for page in pages if self.store.pool.state(page) is PageState.ARRIVING)
         for waiter in {waiter: None for page in pages for waiter in self._arrivals.arrived(page)}:
             self._check_ready(waiter, now)
-        self._pump(now)
 
     def transfer_completed(self, transfer: int, now: float) -> None:
         """Every page of it has arrived; the receiver knows it no more."""
@@ -471,7 +502,9 @@ class DecodeCore:
         )
 
     def _fetch(self, lease: Lease, fresh: list[int], adopted: list[int]) -> None:
-        """Puts the full delta pages into the tree as arriving, asks for the delta and for what it adopted."""
+        """Puts the full delta pages into the tree as arriving, asks for the delta behind what the worker itself holds,
+        and for what it adopted.
+        """
         for page in fresh:
             self._arrivals.expect(page, lease)
         full = len(lease.digests) // DIGEST_BYTES
@@ -481,7 +514,7 @@ class DecodeCore:
             duplicates = self._holds.extend(lease.hold, lease.digests, coming, lease.matched, PROMPT)
             assert not duplicates, "pages behind a full match were in the tree"
             lease.tree_pages = full
-        self._asks.first(lease, lease.matched, len(fresh))
+        self._asks.first(lease, lease.promised, len(lease.pages) - lease.promised)
         if adopted:
             self._asks.ask_again(lease, adopted)
 
@@ -528,12 +561,18 @@ class DecodeCore:
             lease.worker, wire.WorkerEvent(failed=wire.Failed(name=lease.name.to_proto(), error=error.to_proto()))
         )
         if lease.queued:
-            self._supply.remove(lease)
+            self._leave_queue(lease)
             del self.leases[lease.name]
             return
         self._withdraw(lease)
         lease.state = LeaseState.FAILED
         self._settle(lease)
+
+    def _leave_queue(self, lease: Lease) -> None:
+        """It has asked for nothing; still its prefill daemon, which may have computed it, need not wait."""
+        self._supply.remove(lease)
+        if not lease.local:
+            self._effects.append(SendDone(lease.prefill, lease.name))
 
     def _withdraw(self, lease: Lease) -> None:
         """The request wants nothing more of its prefill daemon and waits for no page."""
@@ -546,7 +585,7 @@ class DecodeCore:
     def _end(self, lease: Lease) -> None:
         """The worker touches its pages no more."""
         if lease.queued:
-            self._supply.remove(lease)
+            self._leave_queue(lease)
             self._forget(lease)
             return
         if lease.live:

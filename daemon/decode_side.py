@@ -62,7 +62,7 @@ class DecodeSide(Side[DecodeCore]):
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
         core, now, number = self.ready_core, self.now(), worker.number
-        if kind not in ("admit", "grow", "finish", "abort"):
+        if kind not in ("admit", "progress", "grow", "finish", "abort"):
             raise precondition(f"a decode worker does not send {kind}")
         name = self.name_of(worker, getattr(message, kind).name)
         if name is None:
@@ -70,6 +70,8 @@ class DecodeSide(Side[DecodeCore]):
         try:
             if kind == "admit":
                 self._admit(worker, name, message.admit, now)
+            elif kind == "progress":
+                core.filled(number, name, message.progress.tokens, now)
             elif kind == "grow":
                 core.grow(number, name, message.grow.tokens, now)
             elif kind == "finish":
@@ -84,6 +86,7 @@ class DecodeSide(Side[DecodeCore]):
     def _admit(self, worker: Worker, name: Name, request: wire.Admit, now: float) -> None:
         if self.draining and not self.ready_core.comes_back(worker.number, name):
             raise unavailable("the daemon is shutting down; send the request to another one")
+        self.check_quarantine()
         check_priority(request.priority)
         check_prompt(
             tokens=request.tokens,

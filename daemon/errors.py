@@ -31,6 +31,10 @@ def invalid(message: str) -> RequestError:
     return RequestError(common.ERROR_INVALID_ARGUMENT, message)
 
 
+def out_of_range(message: str) -> RequestError:
+    return RequestError(common.ERROR_OUT_OF_RANGE, message)
+
+
 def exhausted(message: str) -> RequestError:
     return RequestError(common.ERROR_RESOURCE_EXHAUSTED, message)
 

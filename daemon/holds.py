@@ -70,7 +70,7 @@ class Holds:
         if refusal := self._refusal(hold, hold.wanted - match.device_pages):
             return refusal  # locking the match can only make it worse; a request that waits should not look like use
         lock = self._lock(hold)
-        if refusal := self._refusal(hold, hold.wanted - lock.device_pages):
+        if refusal := self.refusal_once_locked(hold, lock):
             namespace.tree.unlock(lock)
             return refusal
         assert total >= lock.pages
@@ -151,6 +151,10 @@ class Holds:
         tree.relock(hold.lock, result.match)
         self._store.publish(hold.namespace, len(own) - len(result.duplicates))
         return result.duplicates
+
+    def refusal_once_locked(self, hold: Hold, lock: Lock) -> Admission | None:
+        """Guard: the promise is judged with the path locked, since its pages may be those that could be evicted."""
+        return self._refusal(hold, hold.wanted - lock.device_pages)
 
     def _refusal(self, hold: Hold, now: int) -> Admission | None:
         pages = max(0, now) + math.ceil(hold.growth / hold.overcommit)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,11 @@ class HostTier:
         self._restores = ThreadPoolExecutor(1, thread_name_prefix="kvferry-restore")
         self._running: set[asyncio.Future[_Outcome]] = set()
         self._closing = False
+
+    @property
+    def workers(self) -> dict[str, Executor]:
+        """Whose progress is watched."""
+        return {"spill worker": self._spills, "restore worker": self._restores}
 
     @property
     def survives(self) -> bool:

@@ -34,6 +34,7 @@ class Lease:
     deadline: float
     order: int  # of admission requests: the oldest follower takes over, the youngest is retracted
     keep: bool  # its pages enter the tree
+    held_pages: int = 0  # of the prompt, that the worker has in memory of its own
     resumed: bool = False  # it was retracted before
     looked_up: bool = False  # it is in the hit rate
     overtaken: int = 0
@@ -95,6 +96,11 @@ class Lease:
     @property
     def matched(self) -> int:
         return self.hold.matched
+
+    @property
+    def promised(self) -> int:
+        """Pages that prefill need not send."""
+        return max(self.hold.matched, self.held_pages)
 
     @property
     def own(self) -> list[int]:

@@ -42,6 +42,7 @@ def families(reply: cache.StatsReply) -> Iterator[Metric]:
     sides = [(common.Role.Name(side.role).removeprefix("ROLE_").lower(), side) for side in reply.sides]
     yield from _requests(sides)
     yield from _pools(sides)
+    yield from _quarantine(sides)
     yield from _tiers(sides)
     yield from _transfers(sides)
     yield from _latencies(sides)
@@ -83,6 +84,7 @@ def _daemon(reply: cache.StatsReply) -> Iterator[Metric]:
     named = [([reply.daemon, build.version, str(build.protocol), build.nixl, build.python], 1)] if reply.daemon else []
     yield _gauge("build_info", "1, with what runs here", ["daemon", "version", "protocol", "nixl", "python"], named)
     yield _gauge("uptime_seconds", "since the daemon's start", [], [([], reply.uptime_seconds)])
+    yield _gauge("stalled_parts", "parts of the daemon that do not move: not healthy", [], [([], len(reply.stalled))])
     lag = "how late a timer of the event loop was, 20 times a second"
     yield _histogram("event_loop_lag_seconds", lag, [], [([], reply.loop_lag)])
     rpcs = [([rpc.method, rpc.code], rpc.seconds) for rpc in reply.rpcs]
@@ -137,6 +139,16 @@ def _pools(sides: Sides) -> Iterator[Metric]:
     yield _gauge("promised_pages", "pages promised to running requests and not given yet", ["role"], one("promised"))
     yield _gauge("locks", "lock handles held on the tree", ["role"], one("locks"))
     yield _gauge("tree_nodes", "nodes of the trees", ["role"], one("tree_nodes"))
+
+
+def _quarantine(sides: Sides) -> Iterator[Metric]:
+    role, one = ["role"], _one(sides, "quarantine")
+    yield _gauge("orphaned_pages", "pages of lost workers that are not proven gone", role, one("orphaned_pages"))
+    yield _gauge("orphaned_pages_bound", "of them, behind which new work is refused", role, one("orphaned_bound"))
+    help_ = "workers whose stream broke and whose end is not proven"
+    yield _gauge("lost_workers", help_, role, one("lost_workers"))
+    help_ = "transfers that ended while copies of them may run"
+    yield _gauge("draining_transfers", help_, role, one("draining_transfers"))
 
 
 def _tiers(sides: Sides) -> Iterator[Metric]:

@@ -29,6 +29,7 @@ from kvferry.daemon.errors import (
     deadline_exceeded,
     exhausted,
     invalid,
+    out_of_range,
     precondition,
     unavailable,
 )
@@ -91,6 +92,11 @@ class PrefillCore:
     @property
     def active_transfers(self) -> int:
         return len(self._sends)
+
+    @property
+    def draining_transfers(self) -> int:
+        """Of the active ones, those of requests that have ended: gathers from their pages may run."""
+        return sum(entry.done for entry in self._sends.values())
 
     # -- worker's words ------------------------------------------------------------------------------------------
 
@@ -344,12 +350,16 @@ class PrefillCore:
 
     def _publish(self, prompt: Prompt, full: int) -> None:
         """Computed full pages enter the tree. Where another request was first, its page wins and ours stays private
-        until the end.
+        until the end. Its pages are locked then, too: while they are promised to others, ours wait.
         """
         if full <= prompt.tree_pages:
             return
-        fresh = prompt.pages[prompt.tree_pages : full]
+        namespace = prompt.hold.namespace
         digests = prompt.digests[: full * DIGEST_BYTES]
+        theirs = namespace.tree.match(digests).device_pages - prompt.tree_pages
+        if theirs > 0 and not self.store.fits(namespace, theirs):
+            return
+        fresh = prompt.pages[prompt.tree_pages : full]
         duplicates = self._supply.holds.extend(prompt.hold, digests, fresh, prompt.tree_pages, PROMPT)
         prompt.tree_pages = full
         given = set(fresh) - set(duplicates)
@@ -360,7 +370,9 @@ class PrefillCore:
     def _ask_refusal(self, session: int, entry: Entry | None, name: Name, ask: peer.Ask) -> RequestError | None:
         newest = self._newest.get(session, -1)
         if ask.transfer <= newest:
-            return invalid(f"transfer is {ask.transfer}; it must be greater than {newest}, the newest of the session")
+            return precondition(
+                f"transfer is {ask.transfer}; it must be greater than {newest}, the newest of the session"
+            )
         for field_name in ("namespace_id", "last_full_digest", "tail_digest"):
             length = len(getattr(ask, field_name))
             if length > DIGEST_BYTES:
@@ -399,7 +411,9 @@ class PrefillCore:
             else:
                 if ask.first_page + ask.pages <= total:
                     continue
-                error = invalid(f"first_page {ask.first_page} + pages {ask.pages} is past the prompt's {total} pages")
+                error = out_of_range(
+                    f"first_page {ask.first_page} + pages {ask.pages} is past the prompt's {total} pages"
+                )
             entry.asks.remove(ask)
             assert entry.session is not None
             self._effects.append(FailAsk(entry.session, ask.transfer, error))

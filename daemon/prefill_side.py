@@ -18,6 +18,7 @@ from kvferry.daemon.side import Side, Worker
 from kvferry.daemon.store import Store
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.geometry import Layout
 from kvferry.transfer.lanes import lanes_of
 
 
@@ -64,6 +65,7 @@ class PrefillSide(Side[PrefillCore]):
     def _begin(self, worker: Worker, name: Name, request: wire.Begin, now: float) -> None:
         if self.draining:
             raise unavailable("the daemon is shutting down; send the request to another one")
+        self.check_quarantine()
         check_priority(request.priority)
         check_prompt(
             tokens=request.tokens,
@@ -79,7 +81,9 @@ class PrefillSide(Side[PrefillCore]):
 
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, ZeroTail):
-            self.memory.zero_tail(effect.page, effect.tokens)
+            # In an engine's own layout only the engine knows where a token's bytes lie.
+            if self.memory.shape.geometry.layout is not Layout.ENGINE:
+                self.memory.zero_tail(effect.page, effect.tokens)
             return
         assert isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | SendAux)
         session = self.sessions.get(effect.session)

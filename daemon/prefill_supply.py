@@ -1,18 +1,20 @@
 """Which of the begun prompts gets its pages next. Core: no I/O.
 
-Requests that no decode daemon has asked for hold at most half of the pool and get no pages while one that was asked
-for waits for room. So one that needs no more than half waits only for what others have asked for; a larger one may
-wait also for those that nobody asks for, until their deadline.
+Requests that no decode daemon has asked for hold at most half of what the namespaces' soft quotas leave of the pool
+and of their namespace's hard quota, and get no pages while one that was asked for waits for room. So one that needs no
+more than that half waits only for what others have asked for; a larger one may wait also for those that nobody asks
+for, until their deadline.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvferry.daemon.admission import Admission, AdmissionQueue
 from kvferry.daemon.arrivals import Arrivals
 from kvferry.daemon.holds import Holds
+from kvferry.daemon.namespaces import Namespace
 from kvferry.daemon.prefill_entry import Entry, Prompt
 from kvferry.daemon.store import Ended, Store
 from kvferry.radix.pool import PageState
@@ -33,7 +35,7 @@ class PrefillSupply:
         self._reserved: deque[Entry] = deque()
         self._returned: list[Entry] = []
         self._asked_waiting = 0
-        self._unasked_pages = 0  # reserved for or held by prompts that nobody asked for
+        self._unasked: Counter[bytes] = Counter()  # pages by namespace, reserved for or held by prompts not asked for
 
     @property
     def waiting(self) -> int:
@@ -43,10 +45,20 @@ class PrefillSupply:
     def reserved(self) -> int:
         return len(self._reserved)
 
+    @property
+    def unasked_pages(self) -> int:
+        """Reserved for or held by prompts that nobody asked for."""
+        return self._unasked.total()
+
+    def most_unasked(self, namespace: Namespace | None = None) -> int:
+        """Guard: the bound of them, of one namespace or of all; prompts that were asked for need the rest."""
+        shared = self._store.pool.pages - sum(each.quota.soft for each in self._store.namespaces.values())
+        return max(0, shared if namespace is None else min(shared, self._store.most(namespace))) // 2
+
     def add(self, entry: Entry) -> None:
         prompt = entry.prompt
         assert prompt is not None and not prompt.queued
-        if not entry.asked and prompt.hold.wanted > self._most_unasked:
+        if not entry.asked and prompt.hold.wanted > self.most_unasked(prompt.hold.namespace):
             self._parked.add(entry)
             return
         self._asked_waiting += entry.asked
@@ -91,10 +103,6 @@ class PrefillSupply:
                 self._check_begun(entry)
         return ended
 
-    @property
-    def _most_unasked(self) -> int:
-        return self._store.pool.pages // 2
-
     def _leave_queue(self, entry: Entry) -> bool:
         """Whether it waited."""
         if entry in self._parked:
@@ -110,7 +118,12 @@ class PrefillSupply:
     def _must_wait(self, entry: Entry, prompt: Prompt) -> bool:
         if entry.asked:
             return False
-        return self._asked_waiting > 0 or self._unasked_pages + prompt.hold.wanted > self._most_unasked
+        if self._asked_waiting > 0:
+            return True
+        namespace, wanted = prompt.hold.namespace, prompt.hold.wanted
+        return self.unasked_pages + wanted > self.most_unasked() or self._unasked[
+            namespace.id
+        ] + wanted > self.most_unasked(namespace)
 
     def _reserve(self, entry: Entry) -> Admission:
         prompt = entry.prompt
@@ -122,7 +135,7 @@ class PrefillSupply:
         self._asked_waiting -= entry.asked
         if not entry.asked:
             prompt.unasked = prompt.hold.wanted
-            self._unasked_pages += prompt.unasked
+            self._unasked[prompt.namespace_id] += prompt.unasked
         self._reserved.append(entry)
         self._claim()
         return admission
@@ -171,5 +184,5 @@ class PrefillSupply:
         self._count_asked(prompt)
 
     def _count_asked(self, prompt: Prompt) -> None:
-        self._unasked_pages -= prompt.unasked
+        self._unasked[prompt.namespace_id] -= prompt.unasked
         prompt.unasked = 0

@@ -23,6 +23,7 @@ from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, pa
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.discovery import Discovery
 from kvferry.daemon.handshake import SERVER_OPTIONS
+from kvferry.daemon.health import HealthWatch
 from kvferry.daemon.metrics_server import MetricsServer
 from kvferry.daemon.peer_service import PeerService
 from kvferry.daemon.prefill_side import PrefillSide
@@ -86,6 +87,7 @@ class Daemon:
         self._lock = FileLock.create_held(os.path.join(config.shm_dir, f"kvferry-{self.incarnation.hex()}-lock"))
         _clear_socket(config.socket)
         self._health = HealthServicer()
+        self._watch = self._snapshots.watch = HealthWatch(self.sides, config.stalled_seconds, self._announce)
         timed = [self._snapshots.rpcs]
         self._tcp, self._unix = (grpc.aio.server(interceptors=timed, options=SERVER_OPTIONS) for _ in range(2))
         host, port = parse_address(config.listen)
@@ -99,9 +101,10 @@ class Daemon:
         self.address = f"{host if ':' not in host else f'[{host}]'}:{bound}"
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.sides, self.address), self._unix)
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.sides), self._unix)
+        cache = CacheService(self.sides, self._snapshots)
         services = [cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name]
         for server in (self._tcp, self._unix):
-            cache_pb2_grpc.add_CacheServicer_to_server(CacheService(self.sides, self._snapshots), server)
+            cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         prefill = self.sides.get("prefill")
         if isinstance(prefill, PrefillSide):
@@ -128,8 +131,7 @@ class Daemon:
         await self._tcp.start()
         await self._unix.start()
         os.chmod(config.socket, 0o600)
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        self._tasks = [asyncio.create_task(self._tick())]
+        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._watch.run())]
         decode = self.sides.get("decode")
         if isinstance(decode, DecodeSide):
             self._tasks += [asyncio.create_task(link.run()) for link in decode.links.values()]
@@ -202,6 +204,10 @@ class Daemon:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.config.socket)
         self.discard()
+
+    async def _announce(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

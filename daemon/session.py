@@ -142,6 +142,11 @@ class Session:
         self._copies_done.set()
 
     @property
+    def courier_pid(self) -> int | None:
+        """None before it is up and once the session ends."""
+        return self._link.pid if self._link is not None and not self.closed else None
+
+    @property
     def link(self) -> CourierLink:
         assert self._link is not None, "the courier is not up"
         return self._link

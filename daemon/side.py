@@ -12,6 +12,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -30,6 +31,7 @@ from kvferry.daemon.store import Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
+from kvferry.transfer.geometry import Layout
 from kvferry.transfer.layouts import StorageOrder
 from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
@@ -76,6 +78,9 @@ class Core(Protocol):
 
     @property
     def active_transfers(self) -> int: ...
+
+    @property
+    def draining_transfers(self) -> int: ...
 
     def take_effects(self) -> list[Effect]: ...
 
@@ -180,7 +185,10 @@ class Side(Generic[CoreT]):
         if len(hello.worker) > MAX_NAME_CHARS:
             raise invalid(f"worker has {len(hello.worker)} characters; the bound is {MAX_NAME_CHARS}")
         if self.workers_here >= self.config.max_workers:
-            raise exhausted(f"{len(self.workers)} workers are here; --max-workers is {self.config.max_workers}")
+            raise exhausted(
+                f"{len(self.workers)} workers are here and {len(self._lost)} lost ones not proven gone; "
+                f"--max-workers is {self.config.max_workers}"
+            )
         page_size = hello.facts.geometry.page_size
         if page_size not in (0, self.config.page_size):
             raise precondition(
@@ -231,6 +239,11 @@ class Side(Generic[CoreT]):
                 if difference.field != "tenant_salt_digest":
                     raise precondition(f"this daemon serves another model: {difference}")
             return
+        if facts.geometry.layout is Layout.ENGINE and (self.config.ranks, self.config.storage) != (1, "page"):
+            raise precondition(
+                f"ranks is {self.config.ranks} and storage {self.config.storage!r}; a page in an engine's own layout "
+                "cannot be taken apart: start the daemon with --ranks 1 --storage page"
+            )
         try:
             page_bytes, row_bytes = page_bytes_of(facts.geometry, self.config.ranks), facts.geometry.page_bytes
         except ValueError as error:
@@ -362,6 +375,20 @@ class Side(Generic[CoreT]):
             self.fail(worker, Name(message.request_id, message.attempt), error)
             return None
 
+    def check_quarantine(self) -> None:
+        """RESOURCE_EXHAUSTED while too many pages wait for the proof that their worker writes no more."""
+        orphaned, bound = self.store.pool.counts().orphaned, self.config.orphaned_share * self.store.pool.pages
+        if orphaned > bound:
+            raise exhausted(
+                f"{orphaned} pages of {len(self._lost)} lost workers are orphaned until these are proven gone; "
+                f"new requests are taken up to {int(bound)} (orphaned_share {self.config.orphaned_share:g})"
+            )
+
+    @property
+    def lost_workers(self) -> int:
+        """Whose stream broke, and whose end is not proven."""
+        return len(self._lost)
+
     def tell(self, number: int, event: wire.WorkerEvent) -> None:
         worker = self.workers.get(number)
         if worker is None:
@@ -384,6 +411,11 @@ class Side(Generic[CoreT]):
     def tier(self) -> HostTier:
         assert self._tier is not None
         return self._tier
+
+    def copy_workers(self) -> dict[str, Executor]:
+        """By name; none before the pool is made."""
+        workers = self._memory.workers if self._memory is not None else {}
+        return workers | self._tier.workers if self._tier is not None else workers
 
     @property
     def unverified_pages(self) -> int:

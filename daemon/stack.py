@@ -57,12 +57,19 @@ class Stack:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def start(self, name: str, words: Sequence[str], *, environment: dict[str, str] | None = None) -> Process:
-        """`kvferry WORDS` in a process of its own."""
+    def start(
+        self,
+        name: str,
+        words: Sequence[str],
+        *,
+        environment: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> Process:
+        """`kvferry WORDS` in a process of its own; `prefix` is a command that runs another one, like `nice`."""
         log_path = os.path.join(self.folder, f"{name}-{len(self.processes)}.log")
         with open(log_path, "w") as log:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "kvferry", *words],
+                [*prefix, sys.executable, "-m", "kvferry", *words],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -13,6 +13,7 @@ import kvferry
 from kvferry.daemon.counters import BOUNDS, Histogram
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.handshake import PROTOCOL
+from kvferry.daemon.health import HealthWatch
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.rpc_times import RpcTimes
 from kvferry.daemon.side import AnySide
@@ -28,6 +29,7 @@ class Snapshots:
     def __init__(self, name: str, sides: dict[str, AnySide], now: Callable[[], float]) -> None:
         self.rpcs = RpcTimes(now)
         self.loop_lag = Histogram()
+        self.watch: HealthWatch | None = None  # once the daemon starts
         self.metrics = ""  # the Prometheus endpoint's HOST:PORT, once it listens
         self._name = name
         self._sides = sides
@@ -53,6 +55,7 @@ class Snapshots:
                 for (method, code), histogram in sorted(self.rpcs.histograms.items())
             ],
             metrics=self.metrics,
+            stalled=self.watch.stalled if self.watch is not None else (),
         )
 
 
@@ -88,6 +91,10 @@ def side_stats(side: AnySide) -> cache.SideStats:
     _namespaces(side.store, stats)
     stats.policy = side.store.limits.policy
     _transfers(side, stats.transfers)
+    stats.quarantine.orphaned_pages = side.store.pool.counts().orphaned
+    stats.quarantine.orphaned_bound = int(side.config.orphaned_share * side.store.pool.pages)
+    stats.quarantine.lost_workers, stats.quarantine.workers_bound = side.lost_workers, side.config.max_workers
+    stats.quarantine.draining_transfers = side.ready_core.draining_transfers
     latencies = side.latencies
     stats.admit_to_ready.count = latencies.count
     stats.admit_to_ready.p50_ms = latencies.quantile(0.50) * 1e3

@@ -133,6 +133,10 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
         ("  arriving", f"{pool.arriving}"),
         ("  cached (evictable)", f"{pool.cached} ({pool.evictable})"),
         ("  spilling / restoring / orphaned", f"{pool.spilling} / {pool.restoring} / {pool.orphaned}"),
+        (
+            "lost workers / transfers that drain",
+            f"{side.quarantine.lost_workers} / {side.quarantine.draining_transfers}",
+        ),
         (f"promised / locks / evicted by {side.policy or '-'}", f"{pool.promised} / {pool.locks} / {pool.evicted}"),
     ]
     rows += _host_rows(side.host, side.tiers)

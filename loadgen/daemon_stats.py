@@ -30,6 +30,9 @@ class DaemonCounts:
     queried_tokens: int = 0
     hit_tokens: int = 0
     evicted_pages: int = 0
+    host_hit_tokens: int = 0  # of the hit tokens, those that came back from the host tier
+    spilled_pages: int = 0
+    restored_pages: int = 0
 
     def since(self, before: DaemonCounts) -> DaemonCounts:
         return DaemonCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
@@ -74,4 +77,7 @@ def _counts(side: cache_pb2.SideStats) -> DaemonCounts:
         queried_tokens=side.requests.queried_tokens,
         hit_tokens=side.requests.hit_tokens,
         evicted_pages=side.pool.evicted,
+        host_hit_tokens=side.requests.host_hit_tokens,
+        spilled_pages=side.tiers.spilled_pages,
+        restored_pages=side.tiers.restored_pages,
     )

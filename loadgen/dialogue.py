@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypedDict
 
-from kvferry.loadgen.workload import TextScript, TokenScript
+from kvferry.loadgen.scripts import TextScript, TokenScript, token_run
 
 
 class Reply(NamedTuple):
@@ -12,14 +14,15 @@ class Reply(NamedTuple):
     tokens: list[int]  # empty unless the server gave the ids
 
 
-class Generation(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Generation:
     """What every request of a run asks for."""
 
     model: str
-    max_tokens: int
     temperature: float
     seed: int
     ignore_eos: bool
+    extra: dict[str, object] = field(default_factory=dict)  # more fields of the body
 
 
 class ReplyError(Exception):
@@ -29,9 +32,6 @@ class ReplyError(Exception):
 class ChatMessage(TypedDict):
     role: str
     content: str
-
-
-Value = str | int | float | bool | dict[str, bool] | list[int] | list[ChatMessage]
 
 
 class Dialogue(Protocol):
@@ -44,17 +44,20 @@ class Dialogue(Protocol):
     @property
     def turns(self) -> int: ...
 
-    def request(self, turn: int) -> dict[str, Value]:
-        """The body that carries the history and the script's turn."""
+    def think_s(self, turn: int) -> float:
+        """From the reply before to this turn."""
+
+    def request(self, turn: int) -> bytes:
+        """The JSON body that carries the history and the script's turn."""
 
     def append(self, reply: Reply) -> None:
-        """The server's reply to the last request. Raises ReplyError."""
+        """The server's reply to the last request, when another turn follows. Raises ReplyError."""
 
 
-def _common(generation: Generation) -> dict[str, Value]:
-    body: dict[str, Value] = {
+def _common(generation: Generation, max_tokens: int) -> dict[str, object]:
+    body: dict[str, object] = {
         "model": generation.model,
-        "max_tokens": generation.max_tokens,
+        "max_tokens": max_tokens,
         "temperature": generation.temperature,
         "seed": generation.seed,
         "stream": True,
@@ -62,7 +65,7 @@ def _common(generation: Generation) -> dict[str, Value]:
     }
     if generation.ignore_eos:  # an extension: not every server knows it
         body["ignore_eos"] = True
-    return body
+    return body | generation.extra
 
 
 class ChatDialogue:
@@ -79,9 +82,13 @@ class ChatDialogue:
     def turns(self) -> int:
         return len(self._script.turns)
 
-    def request(self, turn: int) -> dict[str, Value]:
-        self._messages.append({"role": "user", "content": self._script.turns[turn]})
-        return {**_common(self._generation), "messages": self._messages}
+    def think_s(self, turn: int) -> float:
+        return self._script.turns[turn].think_s
+
+    def request(self, turn: int) -> bytes:
+        self._messages.append({"role": "user", "content": self._script.turns[turn].text})
+        body = _common(self._generation, self._script.turns[turn].max_tokens) | {"messages": self._messages}
+        return json.dumps(body).encode()
 
     def append(self, reply: Reply) -> None:
         self._messages.append({"role": "assistant", "content": reply.text})
@@ -95,17 +102,25 @@ class TokenDialogue:
     def __init__(self, script: TokenScript, generation: Generation) -> None:
         self._script = script
         self._generation = generation
-        self._tokens = list(script.system)
+        self._history: list[bytes] = []
 
     @property
     def turns(self) -> int:
         return len(self._script.turns)
 
-    def request(self, turn: int) -> dict[str, Value]:
-        self._tokens += self._script.turns[turn]
-        return {**_common(self._generation), "prompt": self._tokens, "return_token_ids": True}
+    def think_s(self, turn: int) -> float:
+        return self._script.turns[turn].think_s
+
+    def request(self, turn: int) -> bytes:
+        step = self._script.turns[turn]
+        self._history += [run.json for run in step.runs if run.count]
+        body = _common(self._generation, step.max_tokens)
+        if turn + 1 < self.turns:
+            body["return_token_ids"] = True
+        # The ids are JSON already: 50,000 of them are not turned into text once more for each request.
+        return json.dumps(body)[:-1].encode() + b', "prompt": [' + b",".join(self._history) + b"]}"
 
     def append(self, reply: Reply) -> None:
         if not reply.tokens:
             raise ReplyError("the server gave no token ids (return_token_ids): use the chat API with it")
-        self._tokens += reply.tokens
+        self._history.append(token_run(reply.tokens).json)

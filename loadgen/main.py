@@ -5,151 +5,130 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvferry.loadgen.arguments import (
+    CHAT,
+    COMPLETIONS_TOKENS,
+    add_arguments,
+    loop_name,
+    make_loop,
+    make_workload,
+    starts,
+)
 from kvferry.loadgen.client import Client, ModelInfo, ServerError
 from kvferry.loadgen.daemon_stats import StatsError, read_counts
 from kvferry.loadgen.dialogue import ChatDialogue, Dialogue, Generation, TokenDialogue
-from kvferry.loadgen.report import Report, make_report, print_tables
-from kvferry.loadgen.runner import TurnRecord
+from kvferry.loadgen.files import FileError, read_report, write_csv, write_json, write_requests
+from kvferry.loadgen.plots import plots_missing, write_plots
+from kvferry.loadgen.progress import Live
+from kvferry.loadgen.report import Report, Setup, make_report
+from kvferry.loadgen.runner import Closed, Conversation, Open, RunRecord
 from kvferry.loadgen.runner import run as run_conversations
-from kvferry.loadgen.workload import Workload, text_script, token_script
+from kvferry.loadgen.scripts import Workload, WorkloadError
+from kvferry.loadgen.tables import console, print_comparison, print_tables
 
-CHAT = "chat"
-COMPLETIONS_TOKENS = "completions-tokens"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", required=True, metavar="http://HOST:PORT", help="of the server")
-    parser.add_argument(
-        "--api",
-        choices=(CHAT, COMPLETIONS_TOKENS),
-        default=CHAT,
-        help="text through /v1/chat/completions, or token ids through /v1/completions (default: %(default)s)",
-    )
-    parser.add_argument("--model", help="default: the server's first")
-    parser.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS", help="for each part of a reply")
-    parser.add_argument(
-        "--stats",
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="a decode daemon whose statistics are read before and after; may be repeated",
-    )
-    parser.add_argument("--format", choices=("table", "json"), default="table")
-    work = parser.add_argument_group("workload")
-    work.add_argument("--conversations", type=_whole, default=8, metavar="N", help="default %(default)s")
-    work.add_argument("--turns", type=_whole, default=4, metavar="M", help="of each (default %(default)s)")
-    work.add_argument("--concurrency", type=_whole, default=4, metavar="C", help="conversations at a time (default 4)")
-    work.add_argument("--user-words", type=_whole, default=40, metavar="N", help="of a turn; with token ids: tokens")
-    work.add_argument("--system-words", type=_whole_or_0, default=0, metavar="N", help="shared by all conversations")
-    work.add_argument("--seed", type=_whole_or_0, default=0, help="the same seed gives the same conversations")
-    work.add_argument("--vocabulary", type=_whole, metavar="N", help="token ids are below (default: the server's)")
-    reply = parser.add_argument_group("replies")
-    reply.add_argument("--max-tokens", type=_whole, default=32, metavar="N", help="default %(default)s")
-    reply.add_argument("--temperature", type=_not_negative, default=0.0, help="default 0: greedy")
-    reply.add_argument("--ignore-eos", action="store_true", help="replies end at --max-tokens only (an extension)")
+__all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        report = asyncio.run(_run(args))
-    except (ServerError, StatsError, ValueError) as error:
+        if args.compare is not None:
+            reports = (read_report(args.compare[0]), read_report(args.compare[1]))
+            print_comparison((str(args.compare[0]), str(args.compare[1])), reports, console())
+            return 0
+        if args.url is None:
+            raise WorkloadError("--url is needed, or --compare")
+        if args.plots is not None and (missing := plots_missing()) is not None:
+            raise WorkloadError(f"--plots: {missing}")
+        measured = asyncio.run(_run(args))
+        _write(args, measured)
+    except (ServerError, StatsError, FileError, OSError, ValueError) as error:
         print(f"kvferry loadgen: {error}", file=sys.stderr)
         return 1
     if args.format == "json":
-        print(report.json())
+        print(measured.report.json())
     else:
-        print_tables(report, Console())
-    return 0 if report.ok else 1
+        print_tables(measured.report, console())
+    return 0 if measured.report.ok else 1
 
 
-async def _run(args: argparse.Namespace) -> Report:
-    workload = Workload(
-        conversations=args.conversations,
-        turns=args.turns,
-        user_words=args.user_words,
-        system_words=args.system_words,
-        seed=args.seed,
-    )
-    async with Client(args.url, connections=args.concurrency, timeout_s=args.timeout) as client:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    report: Report
+    record: RunRecord
+
+
+async def _run(args: argparse.Namespace) -> Measured:
+    loop = make_loop(args)
+    in_flight = loop.clients if isinstance(loop, Closed) else loop.in_flight
+    headers = dict(args.header)
+    async with Client(args.url, connections=in_flight, timeout_s=args.timeout, headers=headers) as client:
         model = await client.model()
+        workload = make_workload(args, model.vocabulary)
+        turns = sum(map(workload.turns, range(workload.conversations)))
+        conversations = _conversations(args, workload, model)
+        warm_up = 0
+        if args.warm_up:
+            if args.warm_up >= workload.conversations:
+                raise WorkloadError(f"--warm-up is {args.warm_up}; the workload has {workload.conversations}")
+            warm_up = await _warm_up(client, list(islice(conversations, args.warm_up)), loop)
+            turns -= sum(map(workload.turns, range(args.warm_up)))
         before = await read_counts(args.stats)
-        # on stderr, and only for someone who looks
-        console = Console(stderr=True)
-        with _progress(console) as progress:
-            task = progress.add_task("turns", total=workload.conversations * workload.turns, failed=0)
-            failed = 0
-
-            def on_turn(record: TurnRecord) -> None:
-                nonlocal failed
-                failed += record.error is not None
-                progress.update(task, advance=1, failed=failed)
-
-            dialogues = _dialogues(args, workload, model)
-            record = await run_conversations(client, dialogues, concurrency=args.concurrency, on_turn=on_turn)
+        began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        with Live(Console(stderr=True), turns) as live:
+            record = await run_conversations(client, conversations, loop, on_turn=live.on_turn, seconds=args.seconds)
         after = await read_counts(args.stats)
-    return make_report(record, after.since(before) if args.stats else None)
+    setup = Setup(args.url, args.model or model.name, workload.name, loop_name(args, loop), args.seed, began, warm_up)
+    counts = after.since(before) if args.stats else None
+    return Measured(make_report(record, counts, setup=setup, target=args.goodput), record)
 
 
-def _dialogues(args: argparse.Namespace, workload: Workload, model: ModelInfo) -> Iterator[Dialogue]:
+async def _warm_up(client: Client, conversations: list[Conversation], loop: Closed | Open) -> int:
+    """Runs them to their end. Returns the number of requests. Raises ServerError where one fails."""
+    first_s = conversations[0].start_s
+    moved = (conversation._replace(start_s=conversation.start_s - first_s) for conversation in conversations)
+    record = await run_conversations(client, moved, loop, on_turn=lambda turn: None)
+    for turn in record.turns:
+        if turn.error is not None:
+            raise ServerError(f"a warm-up request failed: {turn.error}")
+    return len(record.turns)
+
+
+def _conversations(args: argparse.Namespace, workload: Workload, model: ModelInfo) -> Iterator[Conversation]:
+    """The measured ones of an open loop start at 0, too."""
     generation = Generation(
         model=args.model or model.name,
-        max_tokens=args.max_tokens,
         temperature=args.temperature,
         seed=args.seed,
         ignore_eos=args.ignore_eos,
+        extra=args.extra,
     )
-    vocabulary = args.vocabulary or model.vocabulary or 256
-    for number in range(workload.conversations):
-        if args.api == CHAT:
-            yield ChatDialogue(text_script(workload, number), generation)
+    api = args.api or (COMPLETIONS_TOKENS if args.workload == "trace" else CHAT)
+    first_s = 0.0
+    for number, start_s in enumerate(starts(args, workload)):
+        if number == args.warm_up:
+            first_s = start_s
+        dialogue: Dialogue
+        if api == CHAT:
+            dialogue = ChatDialogue(workload.text(number), generation)
         else:
-            yield TokenDialogue(token_script(workload, number, vocabulary), generation)
+            dialogue = TokenDialogue(workload.tokens(number), generation)
+        yield Conversation(number, dialogue, start_s - first_s)
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[failed]} failed"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-
-
-def _whole(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _whole_or_0(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(bound: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < bound:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= {bound}, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"must be > 0, got {text!r}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
-    return value
+def _write(args: argparse.Namespace, measured: Measured) -> None:
+    report, turns = measured.report, measured.record.turns
+    if args.json is not None:
+        write_json(report, args.json)
+    if args.csv is not None:
+        write_csv(report, args.csv)
+    if args.jsonl is not None:
+        write_requests(turns, args.jsonl)
+    if args.plots is not None:
+        write_plots(report, turns, args.plots)

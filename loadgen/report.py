@@ -1,31 +1,34 @@
-"""A run's numbers, as a table and as JSON."""
+"""A run's numbers. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from kvferry.loadgen.daemon_stats import DaemonCounts
-from kvferry.loadgen.runner import RunRecord
+from kvferry.loadgen.runner import RunRecord, TurnRecord
 
 MAX_ERRORS = 20  # kinds of errors that are listed
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """In milliseconds; of no values: zeros."""
+    """Of no values: zeros."""
 
     count: int
     mean: float
+    std: float
+    min: float
+    p25: float
     p50: float
+    p75: float
     p90: float
     p99: float
+    max: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +38,65 @@ class ErrorCount:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """What a request must keep to be counted as good; None: no bound. Milliseconds."""
+
+    ttft_ms: float | None = None
+    inter_token_ms: float | None = None  # the mean of the request's
+    latency_ms: float | None = None
+
+    def met(self, turn: TurnRecord) -> bool:
+        values = (
+            (self.ttft_ms, turn.first_s),
+            (self.inter_token_ms, turn.token_s),
+            (self.latency_ms, turn.latency_s),
+        )
+        return all(bound is None or value is None or value * 1000 <= bound for bound, value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    target: Target
+    requests: int  # that met it
+    requests_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What was run."""
+
+    url: str
+    model: str
+    workload: str
+    loop: str
+    seed: int
+    began: str  # UTC
+    warm_up_requests: int  # before the measured ones; in none of the numbers
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
+    setup: Setup | None
     duration_s: float
     requests: int  # sent
     failed: int
-    skipped: int  # never sent, because an earlier turn of their conversation failed
+    skipped: int  # never sent, because an earlier turn of their conversation failed or the time was over
     requests_per_s: float  # that did not fail
     output_tokens_per_s: float
+    tokens_per_s: float  # input and output
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int  # matched, by the replies' usage
     ttft_ms: Distribution
-    inter_token_ms: Distribution
+    inter_token_ms: Distribution  # between parts of a reply
+    token_ms: Distribution  # of each request, the mean time of an output token behind the first
     latency_ms: Distribution
+    late_ms: Distribution  # from the intended start to the sending, included in the latencies
+    input_tokens: Distribution
+    output_tokens_each: Distribution
+    turns: Distribution  # answered, of a conversation
     ttft_by_turn_ms: tuple[Distribution, ...]
+    goodput: Goodput | None
     daemons: DaemonCounts | None  # None: not asked
     errors: tuple[ErrorCount, ...]
 
@@ -60,84 +108,60 @@ class Report:
         return json.dumps(asdict(self), indent=2)
 
 
-def distribution(seconds: Iterable[float]) -> Distribution:
-    values = np.fromiter(seconds, dtype=np.float64) * 1000
-    if not len(values):
-        return Distribution(0, 0.0, 0.0, 0.0, 0.0)
-    p50, p90, p99 = (float(p) for p in np.percentile(values, (50, 90, 99)))
-    return Distribution(len(values), float(values.mean()), p50, p90, p99)
+def distribution(values: Iterable[float], scale: float = 1000.0) -> Distribution:
+    """Times `scale`; by default of seconds in milliseconds."""
+    array = np.fromiter(values, dtype=np.float64) * scale
+    if not len(array):
+        return Distribution(0, *(0.0,) * 9)
+    p25, p50, p75, p90, p99 = (float(p) for p in np.percentile(array, (25, 50, 75, 90, 99)))
+    std = float(array.std(ddof=1)) if len(array) > 1 else 0.0
+    low, high = float(array.min()), float(array.max())
+    return Distribution(len(array), float(array.mean()), std, low, p25, p50, p75, p90, p99, high)
 
 
-def make_report(record: RunRecord, daemons: DaemonCounts | None) -> Report:
+def make_report(
+    record: RunRecord, daemons: DaemonCounts | None, *, setup: Setup | None = None, target: Target | None = None
+) -> Report:
     good = [turn for turn in record.turns if turn.error is None]
     errors = Counter(turn.error for turn in record.turns if turn.error is not None)
-    turns = 1 + max((turn.turn for turn in good), default=-1)
     output_tokens = sum(turn.output_tokens for turn in good)
+    prompt_tokens = sum(turn.prompt_tokens for turn in good)
     return Report(
+        setup=setup,
         duration_s=record.duration_s,
         requests=len(record.turns),
         failed=len(record.turns) - len(good),
         skipped=record.skipped,
         requests_per_s=len(good) / record.duration_s,
         output_tokens_per_s=output_tokens / record.duration_s,
-        prompt_tokens=sum(turn.prompt_tokens for turn in good),
+        tokens_per_s=(prompt_tokens + output_tokens) / record.duration_s,
+        prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         cached_tokens=sum(turn.cached_tokens for turn in good),
         ttft_ms=distribution(turn.first_s for turn in good if turn.first_s is not None),
         inter_token_ms=distribution(gap for turn in good for gap in turn.gaps_s),
+        token_ms=distribution(turn.token_s for turn in good if turn.token_s is not None),
         latency_ms=distribution(turn.latency_s for turn in good),
-        ttft_by_turn_ms=tuple(
-            distribution(turn.first_s for turn in good if turn.turn == k and turn.first_s is not None)
-            for k in range(turns)
-        ),
+        late_ms=distribution(turn.late_s for turn in good),
+        input_tokens=distribution((turn.prompt_tokens for turn in good), 1),
+        output_tokens_each=distribution((turn.output_tokens for turn in good), 1),
+        turns=distribution(Counter(turn.conversation for turn in good).values(), 1),
+        ttft_by_turn_ms=_by_turn(good),
+        goodput=None if target is None else _goodput(good, target, record.duration_s),
         daemons=daemons,
         errors=tuple(ErrorCount(message, count) for message, count in errors.most_common(MAX_ERRORS)),
     )
 
 
-def print_tables(report: Report, console: Console) -> None:
-    times = Table(title="milliseconds")
-    for column in ("", "mean", "p50", "p90", "p99", "count"):
-        times.add_column(column, justify="left" if not column else "right")
-    _row(times, "time to first token", report.ttft_ms)
-    _row(times, "inter-token latency", report.inter_token_ms)
-    _row(times, "request latency", report.latency_ms)
-    for k, by_turn in enumerate(report.ttft_by_turn_ms):
-        _row(times, f"  first token, turn {k + 1}", by_turn)
-    console.print(times)
-    totals = Table(show_header=False)
-    totals.add_column()
-    totals.add_column(justify="right")
-    for name, value in _totals(report):
-        totals.add_row(name, value)
-    console.print(totals)
-    for error in report.errors:
-        console.print(f"{error.count} x {error.message}", style="red", markup=False, highlight=False)
+def _by_turn(good: Sequence[TurnRecord]) -> tuple[Distribution, ...]:
+    turns = 1 + max((turn.turn for turn in good), default=-1)
+    firsts: list[list[float]] = [[] for _ in range(turns)]
+    for turn in good:
+        if turn.first_s is not None:
+            firsts[turn.turn].append(turn.first_s)
+    return tuple(map(distribution, firsts))
 
 
-def _row(table: Table, name: str, values: Distribution) -> None:
-    numbers = (values.mean, values.p50, values.p90, values.p99)
-    table.add_row(name, *(f"{number:,.1f}" if values.count else "-" for number in numbers), f"{values.count:,}")
-
-
-def _totals(report: Report) -> list[tuple[str, str]]:
-    rows = [
-        ("requests", f"{report.requests:,}"),
-        ("errors", f"{report.failed:,} ({report.skipped:,} turns skipped)" if report.failed else "0"),
-        ("duration", f"{report.duration_s:,.1f} s"),
-        ("throughput", f"{report.requests_per_s:,.2f} requests/s"),
-        ("", f"{report.output_tokens_per_s:,.1f} output tokens/s"),
-        ("prompt tokens", f"{report.prompt_tokens:,}"),
-        ("matched tokens", _share(report.cached_tokens, report.prompt_tokens)),
-    ]
-    if report.daemons is not None:
-        all_bytes = report.daemons.moved_bytes + report.daemons.saved_bytes
-        rows += [
-            ("bytes moved", f"{report.daemons.moved_bytes:,} ({report.daemons.moved_pages:,} pages)"),
-            ("bytes saved", _share(report.daemons.saved_bytes, all_bytes)),
-        ]
-    return rows
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part:,} ({part / whole:.1%})" if whole else f"{part:,}"
+def _goodput(good: Sequence[TurnRecord], target: Target, duration_s: float) -> Goodput:
+    met = sum(target.met(turn) for turn in good)
+    return Goodput(target, met, met / duration_s)

@@ -1,23 +1,28 @@
-"""Closed loop: so many conversations at a time, each sending its next turn when the last one is answered."""
+"""Conversations against a server: closed loop (so many clients) or open loop (conversations start at given times)."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.loadgen.client import Client
 from kvferry.loadgen.dialogue import Dialogue, ReplyError
 
+MAX_OPEN = 100_000  # conversations of an open loop at a time; more start late, and their latency says so
+
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """One request. Times in seconds."""
+    """One request. Times in seconds. Latencies count from when the request was meant to start."""
 
     conversation: int
     turn: int
-    start_s: float  # since the run's start
+    start_s: float  # when it was meant to start, since the run's start
+    late_s: float  # from then to its sending; 0 in a closed loop
     latency_s: float
     first_s: float | None  # to the first content; None when none came
     gaps_s: tuple[float, ...]
@@ -26,65 +31,170 @@ class TurnRecord:
     output_tokens: int
     error: str | None
 
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.latency_s
+
+    @property
+    def token_s(self) -> float | None:
+        """Mean time of an output token behind the first; None without one."""
+        if self.first_s is None or self.output_tokens < 2 or not self.gaps_s:
+            return None
+        return sum(self.gaps_s) / (self.output_tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     turns: tuple[TurnRecord, ...]
-    skipped: int  # turns never sent, because an earlier one of their conversation failed
+    skipped: int  # turns never sent, because an earlier one of their conversation failed or the time was over
     duration_s: float
 
 
+class Conversation(NamedTuple):
+    number: int
+    dialogue: Dialogue
+    start_s: float  # open loop only
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """`clients` requests at a time, of `active` conversations that are open at a time."""
+
+    clients: int
+    active: int
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise ValueError(f"clients must be >= 1, got {self.clients}")
+        if self.active < self.clients:
+            raise ValueError(f"active must be >= clients ({self.clients}), got {self.active}")
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Conversations start at their times; at most `in_flight` requests at a time."""
+
+    in_flight: int
+
+    def __post_init__(self) -> None:
+        if self.in_flight < 1:
+            raise ValueError(f"in_flight must be >= 1, got {self.in_flight}")
+
+
+OnTurn = Callable[[TurnRecord], None]
+
+
 async def run(
-    client: Client, dialogues: Iterable[Dialogue], *, concurrency: int, on_turn: Callable[[TurnRecord], None]
-) -> RunRecord:
-    """`on_turn` hears of every request that is over."""
-    if concurrency < 1:
-        raise ValueError(f"concurrency must be >= 1, got {concurrency}")
-    start = time.perf_counter()
-    records: list[TurnRecord] = []
-    waiting = iter(enumerate(dialogues))
-    skipped = await asyncio.gather(*(_user(client, waiting, start, records, on_turn) for _ in range(concurrency)))
-    return RunRecord(tuple(records), sum(skipped), time.perf_counter() - start)
-
-
-async def _user(
     client: Client,
-    waiting: Iterator[tuple[int, Dialogue]],
-    start: float,
-    records: list[TurnRecord],
-    on_turn: Callable[[TurnRecord], None],
-) -> int:
-    """Takes one conversation after the other; returns the number of turns that were never sent."""
-    skipped = 0
-    for number, dialogue in waiting:
-        for turn in range(dialogue.turns):
-            record = await _turn(client, dialogue, number, turn, start)
-            records.append(record)
-            on_turn(record)
-            if record.error is not None:
-                skipped += dialogue.turns - turn - 1
-                break
-    return skipped
+    conversations: Iterable[Conversation],
+    loop: Closed | Open,
+    *,
+    on_turn: OnTurn,
+    seconds: float = float("inf"),
+) -> RunRecord:
+    """`on_turn` hears of every request that is over. After `seconds` no request starts."""
+    run = _Run(client, on_turn, seconds, loop)
+    waiting = iter(conversations)
+    if isinstance(loop, Closed):
+        await asyncio.gather(*(run.user(waiting) for _ in range(loop.active)))
+    else:
+        await run.arrivals(waiting)
+    return RunRecord(tuple(run.records), run.skipped, time.perf_counter() - run.start)
 
 
-async def _turn(client: Client, dialogue: Dialogue, number: int, turn: int, start: float) -> TurnRecord:
-    sent = time.perf_counter() - start
-    outcome = await client.send(dialogue.path, dialogue.request(turn))
-    error = outcome.error
-    if error is None:
+class _Run:
+    def __init__(self, client: Client, on_turn: OnTurn, seconds: float, loop: Closed | Open) -> None:
+        self._client = client
+        self._on_turn = on_turn
+        self._closed = isinstance(loop, Closed)
+        self._places = asyncio.Semaphore(loop.clients if isinstance(loop, Closed) else loop.in_flight)
+        self.start = time.perf_counter()
+        self._end_s = seconds
+        self.records: list[TurnRecord] = []
+        self.skipped = 0
+
+    async def user(self, waiting: Iterator[Conversation]) -> None:
+        """Takes one conversation after the other."""
+        for conversation in waiting:
+            await self._converse(conversation, self._now())
+
+    async def arrivals(self, waiting: Iterator[Conversation]) -> None:
+        room = asyncio.Semaphore(MAX_OPEN)
+        running: set[asyncio.Task[None]] = set()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            room.release()
+            if not task.cancelled() and task.exception() is not None:
+                broken.append(task)
+
+        broken: list[asyncio.Task[None]] = []
         try:
-            dialogue.append(outcome.reply())
-        except ReplyError as failure:
-            error = str(failure)
-    return TurnRecord(
-        conversation=number,
-        turn=turn,
-        start_s=sent,
-        latency_s=outcome.timing.latency_s,
-        first_s=outcome.timing.first_s,
-        gaps_s=tuple(outcome.timing.gaps_s),
-        prompt_tokens=outcome.prompt_tokens,
-        cached_tokens=outcome.cached_tokens,
-        output_tokens=outcome.output_tokens,
-        error=error,
-    )
+            for conversation in waiting:
+                await self._sleep_until(conversation.start_s)
+                await room.acquire()
+                task = asyncio.create_task(self._converse(conversation, conversation.start_s))
+                running.add(task)
+                task.add_done_callback(ended)
+            if running:
+                await asyncio.wait(running)
+        finally:
+            for task in running:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*running, return_exceptions=True)
+        for task in broken:
+            task.result()
+
+    async def _converse(self, conversation: Conversation, start_s: float) -> None:
+        dialogue = conversation.dialogue
+        for turn in range(dialogue.turns):
+            start_s += dialogue.think_s(turn)
+            await self._sleep_until(start_s)
+            record = None
+            async with self._places:
+                if self._now() < self._end_s:
+                    record = await self._turn(conversation, turn, start_s)
+            if record is None:
+                self.skipped += dialogue.turns - turn
+                return
+            self.records.append(record)
+            self._on_turn(record)
+            if record.error is not None:
+                self.skipped += dialogue.turns - turn - 1
+                return
+            start_s = record.end_s
+
+    async def _turn(self, conversation: Conversation, turn: int, start_s: float) -> TurnRecord:
+        dialogue = conversation.dialogue
+        body = dialogue.request(turn)
+        meant_s = self._now() if self._closed else start_s
+        late_s = max(0.0, self._now() - meant_s)
+        outcome = await self._client.send(dialogue.path, body)
+        error = outcome.error
+        if error is None and turn + 1 < dialogue.turns:
+            try:
+                dialogue.append(outcome.reply())
+            except ReplyError as failure:
+                error = str(failure)
+        timing = outcome.timing
+        return TurnRecord(
+            conversation=conversation.number,
+            turn=turn,
+            start_s=meant_s,
+            late_s=late_s,
+            latency_s=timing.latency_s + late_s,
+            first_s=None if timing.first_s is None else timing.first_s + late_s,
+            gaps_s=tuple(timing.gaps_s),
+            prompt_tokens=outcome.prompt_tokens,
+            cached_tokens=outcome.cached_tokens,
+            output_tokens=outcome.output_tokens,
+            error=error,
+        )
+
+    async def _sleep_until(self, at_s: float) -> None:
+        if (left := at_s - self._now()) > 0:
+            await asyncio.sleep(left)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self.start

@@ -1,79 +1,106 @@
-"""Seeded multi-turn conversations: what the users say. The same seed gives the same conversations, whatever their
-number."""
+"""Seeded multi-turn conversations. The same seed gives the same conversations, whatever their number."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from kvferry.loadgen.distributions import Constant, Distribution, generator
+from kvferry.loadgen.scripts import (
+    FIRST_TOKEN,
+    TextScript,
+    TextTurn,
+    TokenRun,
+    TokenScript,
+    TokenTurn,
+    WorkloadError,
+    check_vocabulary,
+    token_run,
+)
 from kvferry.loadgen.words import WORDS
 
-FIRST_TOKEN = 32  # token ids below are control characters of the byte tokenizer, and special tokens of many others
-
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class MultiTurn:
+    """Sizes are words of text, or as many token ids. A conversation begins with what all share, then with words of its
+    own, then with its first user's."""
+
     conversations: int
-    turns: int
-    user_words: int  # of one turn
-    system_words: int = 0  # of the system prompt that all conversations share; 0: none
+    turns_each: Distribution
+    user_words: Distribution
+    output_tokens: Distribution
+    system_words: Distribution = field(default_factory=lambda: Constant(0))  # shared by all
+    own_words: Distribution = field(default_factory=lambda: Constant(0))  # of one conversation, before its first turn
+    think_s: Distribution = field(default_factory=lambda: Constant(0))
     seed: int = 0
+    vocabulary: int = 256
+    source: Sequence[str] = WORDS  # of text
+    label: str = "multi-turn"
 
     def __post_init__(self) -> None:
-        for name, value, bound in (
-            ("conversations", self.conversations, 1),
-            ("turns", self.turns, 1),
-            ("user_words", self.user_words, 1),
-            ("system_words", self.system_words, 0),
-        ):
-            if value < bound:
-                raise ValueError(f"{name} must be >= {bound}, got {value}")
+        if self.conversations < 1:
+            raise WorkloadError(f"conversations must be >= 1, got {self.conversations}")
+        check_vocabulary(self.vocabulary)
+
+    @property
+    def name(self) -> str:
+        sizes = f"turns {self.turns_each}, user {self.user_words}, output {self.output_tokens}"
+        return f"{self.label}: {self.conversations} conversations, {sizes}, shared {self.system_words}"
+
+    def turns(self, conversation: int) -> int:
+        return self.turns_each.count(self._random("turns", conversation), 1)
+
+    def start_s(self, conversation: int) -> float | None:
+        return None
+
+    def text(self, conversation: int) -> TextScript:
+        content = self._random("conversation", conversation)
+        own = self.own_words.count(self._random("own", conversation), 0)
+        before = f"{_sentence(content, own, self.source)} " if own else ""
+        shared = self._shared_words()
+        turns = []
+        for k, (words, output, think_s) in enumerate(self._turn_sizes(conversation)):
+            text = _sentence(content, words, self.source)
+            turns.append(TextTurn(before + text if k == 0 else text, output, think_s))
+        system = _sentence(self._random("system"), shared, self.source) if shared else ""
+        return TextScript(system, tuple(turns))
+
+    def tokens(self, conversation: int) -> TokenScript:
+        content = self._random("conversation", conversation)
+        own = self.own_words.count(self._random("own", conversation), 0)
+        first = [random_run(self._random("system"), self._shared_words(), self.vocabulary)]
+        first.append(random_run(content, own, self.vocabulary))
+        turns = []
+        for k, (words, output, think_s) in enumerate(self._turn_sizes(conversation)):
+            run = random_run(content, words, self.vocabulary)
+            turns.append(TokenTurn((*first, run) if k == 0 else (run,), output, think_s))
+        return TokenScript(tuple(turns))
+
+    def _shared_words(self) -> int:
+        return self.system_words.count(self._random("system size"), 0)
+
+    def _turn_sizes(self, conversation: int) -> list[tuple[int, int, float]]:
+        """Of each turn: user's words, tokens of the reply, seconds before it."""
+        source = self._random("sizes", conversation)
+        return [
+            (
+                self.user_words.count(source, 1),
+                self.output_tokens.count(source, 1),
+                self.think_s.sample(source) if k else 0.0,
+            )
+            for k in range(self.turns(conversation))
+        ]
+
+    def _random(self, *purpose: str | int) -> np.random.Generator:
+        return generator(self.seed, *purpose)
 
 
-@dataclass(frozen=True, slots=True)
-class TextScript:
-    """One conversation's user side."""
-
-    system: str  # "" without one
-    turns: tuple[str, ...]
+def random_run(source: np.random.Generator, count: int, vocabulary: int) -> TokenRun:
+    """`count` token ids of [32, vocabulary)."""
+    return token_run(source.integers(FIRST_TOKEN, vocabulary, count).tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class TokenScript:
-    """The same in token ids."""
-
-    system: tuple[int, ...]
-    turns: tuple[tuple[int, ...], ...]
-
-
-def text_script(workload: Workload, conversation: int) -> TextScript:
-    shared = _random(workload, "system")
-    own = _random(workload, f"conversation {conversation}")
-    return TextScript(
-        system=_sentence(shared, workload.system_words) if workload.system_words else "",
-        turns=tuple(_sentence(own, workload.user_words) for _ in range(workload.turns)),
-    )
-
-
-def token_script(workload: Workload, conversation: int, vocabulary: int) -> TokenScript:
-    """With as many tokens as the workload has words, of ids [32, vocabulary)."""
-    if vocabulary <= FIRST_TOKEN:
-        raise ValueError(f"vocabulary must be > {FIRST_TOKEN}, got {vocabulary}")
-    shared = _random(workload, "system")
-    own = _random(workload, f"conversation {conversation}")
-    return TokenScript(
-        system=_tokens(shared, workload.system_words, vocabulary),
-        turns=tuple(_tokens(own, workload.user_words, vocabulary) for _ in range(workload.turns)),
-    )
-
-
-def _random(workload: Workload, purpose: str) -> random.Random:
-    return random.Random(f"{workload.seed} {purpose}")
-
-
-def _sentence(source: random.Random, words: int) -> str:
-    return " ".join(source.choice(WORDS) for _ in range(words)).capitalize() + "."
-
-
-def _tokens(source: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
-    return tuple(source.randrange(FIRST_TOKEN, vocabulary) for _ in range(count))
+def _sentence(source: np.random.Generator, count: int, words: Sequence[str]) -> str:
+    return " ".join(words[i] for i in source.integers(0, len(words), count).tolist()).capitalize() + "."

@@ -12,7 +12,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("daemon", "uptime_seconds", "sides", "build", "loop_lag", "rpcs", "metrics")
+    __slots__ = ("daemon", "uptime_seconds", "sides", "build", "loop_lag", "rpcs", "metrics", "stalled")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SIDES_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class StatsReply(_message.Message):
     LOOP_LAG_FIELD_NUMBER: _ClassVar[int]
     RPCS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
     daemon: str
     uptime_seconds: float
     sides: _containers.RepeatedCompositeFieldContainer[SideStats]
@@ -27,7 +28,8 @@ class StatsReply(_message.Message):
     loop_lag: Histogram
     rpcs: _containers.RepeatedCompositeFieldContainer[RpcStats]
     metrics: str
-    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., loop_lag: _Optional[_Union[Histogram, _Mapping]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., metrics: _Optional[str] = ...) -> None: ...
+    stalled: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., loop_lag: _Optional[_Union[Histogram, _Mapping]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., metrics: _Optional[str] = ..., stalled: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BuildInfo(_message.Message):
     __slots__ = ("version", "protocol", "nixl", "python")
@@ -70,7 +72,7 @@ class ReasonCount(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SideStats(_message.Message):
-    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers")
+    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers", "quarantine")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +84,7 @@ class SideStats(_message.Message):
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     role: _common_pb2.Role
     requests: RequestStats
     pool: PoolStats
@@ -93,7 +96,22 @@ class SideStats(_message.Message):
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
     policy: str
     workers: int
-    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ...) -> None: ...
+    quarantine: QuarantineStats
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ...) -> None: ...
+
+class QuarantineStats(_message.Message):
+    __slots__ = ("orphaned_pages", "orphaned_bound", "lost_workers", "workers_bound", "draining_transfers")
+    ORPHANED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ORPHANED_BOUND_FIELD_NUMBER: _ClassVar[int]
+    LOST_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_BOUND_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    orphaned_pages: int
+    orphaned_bound: int
+    lost_workers: int
+    workers_bound: int
+    draining_transfers: int
+    def __init__(self, orphaned_pages: _Optional[int] = ..., orphaned_bound: _Optional[int] = ..., lost_workers: _Optional[int] = ..., workers_bound: _Optional[int] = ..., draining_transfers: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
     __slots__ = ("admitted", "waiting", "running", "finished", "aborted", "failed", "refused", "queried_tokens", "hit_tokens", "hit_rate", "recent_hit_rate", "recent_requests", "host_hit_tokens", "retracted", "overtaken", "reserved", "failures", "oldest_seconds")

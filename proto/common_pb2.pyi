@@ -17,6 +17,7 @@ class Layout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LAYOUT_UNSPECIFIED: _ClassVar[Layout]
     LAYOUT_PAGE_NHD: _ClassVar[Layout]
     LAYOUT_PAGE_HND: _ClassVar[Layout]
+    LAYOUT_ENGINE: _ClassVar[Layout]
 
 class Storage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,6 +44,7 @@ ROLE_DECODE: Role
 LAYOUT_UNSPECIFIED: Layout
 LAYOUT_PAGE_NHD: Layout
 LAYOUT_PAGE_HND: Layout
+LAYOUT_ENGINE: Layout
 STORAGE_UNSPECIFIED: Storage
 STORAGE_PAGE_MAJOR: Storage
 STORAGE_LAYER_MAJOR: Storage
@@ -77,20 +79,24 @@ class Geometry(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., layout: _Optional[_Union[Layout, str]] = ..., tensors: _Optional[int] = ...) -> None: ...
 
 class NamespaceFacts(_message.Message):
-    __slots__ = ("model", "revision", "geometry", "digest_algorithm", "root_digest", "tenant_salt_digest")
+    __slots__ = ("model", "revision", "geometry", "digest_algorithm", "root_digest", "tenant_salt_digest", "engine_layout", "digest_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     DIGEST_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     ROOT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     revision: str
     geometry: Geometry
     digest_algorithm: str
     root_digest: bytes
     tenant_salt_digest: bytes
-    def __init__(self, model: _Optional[str] = ..., revision: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., digest_algorithm: _Optional[str] = ..., root_digest: _Optional[bytes] = ..., tenant_salt_digest: _Optional[bytes] = ...) -> None: ...
+    engine_layout: str
+    digest_tokens: int
+    def __init__(self, model: _Optional[str] = ..., revision: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., digest_algorithm: _Optional[str] = ..., root_digest: _Optional[bytes] = ..., tenant_salt_digest: _Optional[bytes] = ..., engine_layout: _Optional[str] = ..., digest_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestName(_message.Message):
     __slots__ = ("request_id", "attempt")

@@ -25,35 +25,39 @@ _sym_db = _symbol_database.Default()
 from kvferry.proto import common_pb2 as kvferry_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/proto/engine.proto\x12\nkvferry.v1\x1a\x1akvferry/proto/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x86\x02\n\rDescribeReply\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x61\x65mon\x18\x03 \x01(\t\x12\x16\n\x0e\x64\x61\x65mon_address\x18\x04 \x01(\t\x12)\n\x05\x66\x61\x63ts\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.NamespaceFacts\x12\x14\n\x0cnamespace_id\x18\x06 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12 \n\x18local_prefill_max_tokens\x18\x08 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\t \x01(\r\x12\x11\n\ttokenizer\x18\n \x01(\t\"K\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\xa6\x01\n\x0ePrefillRequest\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.Sampling\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x0e\n\x06warmup\x18\x06 \x01(\x08\":\n\x0cPrefillReply\x12\x16\n\x0ematched_tokens\x18\x01 \x01(\r\x12\x12\n\nchunk_ends\x18\x02 \x03(\r\"\xe3\x01\n\rDecodeRequest\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.Sampling\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x13\n\x0bstop_tokens\x18\x05 \x03(\r\x12\x0f\n\x07prefill\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0e\n\x06warmup\x18\t \x01(\x08\"\xb5\x01\n\x0b\x44\x65\x63odeReply\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.StartedH\x00\x12*\n\tgenerated\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.GeneratedH\x00\x12$\n\x06\x65nding\x18\x03 \x01(\x0b\x32\x12.kvferry.v1.EndingH\x00\x12$\n\x06paused\x18\x04 \x01(\x0b\x32\x12.kvferry.v1.PausedH\x00\x42\x06\n\x04kind\"{\n\x07Started\x12\x16\n\x0ematched_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x64\x65lta_pages\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65lta_bytes\x18\x03 \x01(\x04\x12\x19\n\x11\x61\x64mit_to_ready_us\x18\x04 \x01(\x04\x12\x13\n\x0bhost_tokens\x18\x05 \x01(\r\"\x1b\n\tGenerated\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"\x08\n\x06Paused\"/\n\x06\x45nding\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\routput_tokens\x18\x02 \x01(\r2\xcd\x01\n\x06\x45ngine\x12\x42\n\x08\x44\x65scribe\x12\x1b.kvferry.v1.DescribeRequest\x1a\x19.kvferry.v1.DescribeReply\x12?\n\x07Prefill\x12\x1a.kvferry.v1.PrefillRequest\x1a\x18.kvferry.v1.PrefillReply\x12>\n\x06\x44\x65\x63ode\x12\x19.kvferry.v1.DecodeRequest\x1a\x17.kvferry.v1.DecodeReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/proto/engine.proto\x12\nkvferry.v1\x1a\x1akvferry/proto/common.proto\"5\n\x0c\x41\x62ortRequest\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\"\x0c\n\nAbortReply\"\x11\n\x0f\x44\x65scribeRequest\"\x86\x02\n\rDescribeReply\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x61\x65mon\x18\x03 \x01(\t\x12\x16\n\x0e\x64\x61\x65mon_address\x18\x04 \x01(\t\x12)\n\x05\x66\x61\x63ts\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.NamespaceFacts\x12\x14\n\x0cnamespace_id\x18\x06 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12 \n\x18local_prefill_max_tokens\x18\x08 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\t \x01(\r\x12\x11\n\ttokenizer\x18\n \x01(\t\"K\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\xa6\x01\n\x0ePrefillRequest\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.Sampling\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x0e\n\x06warmup\x18\x06 \x01(\x08\":\n\x0cPrefillReply\x12\x16\n\x0ematched_tokens\x18\x01 \x01(\r\x12\x12\n\nchunk_ends\x18\x02 \x03(\r\"\xe3\x01\n\rDecodeRequest\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.Sampling\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x13\n\x0bstop_tokens\x18\x05 \x03(\r\x12\x0f\n\x07prefill\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0e\n\x06warmup\x18\t \x01(\x08\"\xb5\x01\n\x0b\x44\x65\x63odeReply\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.StartedH\x00\x12*\n\tgenerated\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.GeneratedH\x00\x12$\n\x06\x65nding\x18\x03 \x01(\x0b\x32\x12.kvferry.v1.EndingH\x00\x12$\n\x06paused\x18\x04 \x01(\x0b\x32\x12.kvferry.v1.PausedH\x00\x42\x06\n\x04kind\"{\n\x07Started\x12\x16\n\x0ematched_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x64\x65lta_pages\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65lta_bytes\x18\x03 \x01(\x04\x12\x19\n\x11\x61\x64mit_to_ready_us\x18\x04 \x01(\x04\x12\x13\n\x0bhost_tokens\x18\x05 \x01(\r\"\x1b\n\tGenerated\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"\x08\n\x06Paused\"/\n\x06\x45nding\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\routput_tokens\x18\x02 \x01(\r2\x88\x02\n\x06\x45ngine\x12\x42\n\x08\x44\x65scribe\x12\x1b.kvferry.v1.DescribeRequest\x1a\x19.kvferry.v1.DescribeReply\x12?\n\x07Prefill\x12\x1a.kvferry.v1.PrefillRequest\x1a\x18.kvferry.v1.PrefillReply\x12>\n\x06\x44\x65\x63ode\x12\x19.kvferry.v1.DecodeRequest\x1a\x17.kvferry.v1.DecodeReply0\x01\x12\x39\n\x05\x41\x62ort\x12\x18.kvferry.v1.AbortRequest\x1a\x16.kvferry.v1.AbortReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.proto.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DESCRIBEREQUEST']._serialized_start=70
-  _globals['_DESCRIBEREQUEST']._serialized_end=87
-  _globals['_DESCRIBEREPLY']._serialized_start=90
-  _globals['_DESCRIBEREPLY']._serialized_end=352
-  _globals['_SAMPLING']._serialized_start=354
-  _globals['_SAMPLING']._serialized_end=429
-  _globals['_PREFILLREQUEST']._serialized_start=432
-  _globals['_PREFILLREQUEST']._serialized_end=598
-  _globals['_PREFILLREPLY']._serialized_start=600
-  _globals['_PREFILLREPLY']._serialized_end=658
-  _globals['_DECODEREQUEST']._serialized_start=661
-  _globals['_DECODEREQUEST']._serialized_end=888
-  _globals['_DECODEREPLY']._serialized_start=891
-  _globals['_DECODEREPLY']._serialized_end=1072
-  _globals['_STARTED']._serialized_start=1074
-  _globals['_STARTED']._serialized_end=1197
-  _globals['_GENERATED']._serialized_start=1199
-  _globals['_GENERATED']._serialized_end=1226
-  _globals['_PAUSED']._serialized_start=1228
-  _globals['_PAUSED']._serialized_end=1236
-  _globals['_ENDING']._serialized_start=1238
-  _globals['_ENDING']._serialized_end=1285
-  _globals['_ENGINE']._serialized_start=1288
-  _globals['_ENGINE']._serialized_end=1493
+  _globals['_ABORTREQUEST']._serialized_start=70
+  _globals['_ABORTREQUEST']._serialized_end=123
+  _globals['_ABORTREPLY']._serialized_start=125
+  _globals['_ABORTREPLY']._serialized_end=137
+  _globals['_DESCRIBEREQUEST']._serialized_start=139
+  _globals['_DESCRIBEREQUEST']._serialized_end=156
+  _globals['_DESCRIBEREPLY']._serialized_start=159
+  _globals['_DESCRIBEREPLY']._serialized_end=421
+  _globals['_SAMPLING']._serialized_start=423
+  _globals['_SAMPLING']._serialized_end=498
+  _globals['_PREFILLREQUEST']._serialized_start=501
+  _globals['_PREFILLREQUEST']._serialized_end=667
+  _globals['_PREFILLREPLY']._serialized_start=669
+  _globals['_PREFILLREPLY']._serialized_end=727
+  _globals['_DECODEREQUEST']._serialized_start=730
+  _globals['_DECODEREQUEST']._serialized_end=957
+  _globals['_DECODEREPLY']._serialized_start=960
+  _globals['_DECODEREPLY']._serialized_end=1141
+  _globals['_STARTED']._serialized_start=1143
+  _globals['_STARTED']._serialized_end=1266
+  _globals['_GENERATED']._serialized_start=1268
+  _globals['_GENERATED']._serialized_end=1295
+  _globals['_PAUSED']._serialized_start=1297
+  _globals['_PAUSED']._serialized_end=1305
+  _globals['_ENDING']._serialized_start=1307
+  _globals['_ENDING']._serialized_end=1354
+  _globals['_ENGINE']._serialized_start=1357
+  _globals['_ENGINE']._serialized_end=1621
 # @@protoc_insertion_point(module_scope)

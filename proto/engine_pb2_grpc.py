@@ -49,6 +49,11 @@ class EngineStub(object):
                 request_serializer=kvferry_dot_proto_dot_engine__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_engine__pb2.DecodeReply.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/kvferry.v1.Engine/Abort',
+                request_serializer=kvferry_dot_proto_dot_engine__pb2.AbortRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_engine__pb2.AbortReply.FromString,
+                _registered_method=True)
 
 
 class EngineServicer(object):
@@ -73,6 +78,14 @@ class EngineServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abort(self, request, context):
+        """A prompt that was handed to the daemon is wanted no more, since its other half failed. Idempotent; returns once the daemon has let it go. What is
+        still computed is ended by cancelling its Prefill.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +103,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=kvferry_dot_proto_dot_engine__pb2.DecodeRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_engine__pb2.DecodeReply.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=kvferry_dot_proto_dot_engine__pb2.AbortRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_engine__pb2.AbortReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +191,33 @@ class Engine(object):
             '/kvferry.v1.Engine/Decode',
             kvferry_dot_proto_dot_engine__pb2.DecodeRequest.SerializeToString,
             kvferry_dot_proto_dot_engine__pb2.DecodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Engine/Abort',
+            kvferry_dot_proto_dot_engine__pb2.AbortRequest.SerializeToString,
+            kvferry_dot_proto_dot_engine__pb2.AbortReply.FromString,
             options,
             channel_credentials,
             insecure,

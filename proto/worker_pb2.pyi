@@ -118,7 +118,7 @@ class Quiesced(_message.Message):
     def __init__(self) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup", "held_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class Admit(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     WARMUP_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
@@ -137,7 +138,8 @@ class Admit(_message.Message):
     deadline_ms: int
     priority: int
     warmup: bool
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages", "local_tokens", "host_tokens")

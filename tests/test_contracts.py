@@ -13,6 +13,13 @@ FOLDERS = ("proto", "radix", "transfer", "daemon", "workers", "connectors", "loa
 # The core: state machines fed with events and a clock, so that a simulator can drive them. Whole folders end in a dot.
 PURE = (
     "kvferry.radix.",
+    "kvferry.connectors.digests",
+    "kvferry.connectors.orders",
+    "kvferry.connectors.params",
+    "kvferry.connectors.scheduler_decode",
+    "kvferry.connectors.scheduler_prefill",
+    "kvferry.connectors.scheduler_side",
+    "kvferry.connectors.settings",
     "kvferry.transfer.coverage",
     "kvferry.transfer.lanes",
     "kvferry.transfer.layouts",
@@ -37,6 +44,7 @@ PURE = (
     "kvferry.daemon.prefill_core",
     "kvferry.daemon.prefill_entry",
     "kvferry.daemon.prefill_supply",
+    "kvferry.daemon.progress",
     "kvferry.daemon.store",
     "kvferry.daemon.supply",
 )
@@ -67,7 +75,16 @@ LAYERS = {
     "kvferry.radix.": ("kvferry._core", "kvferry.radix."),
     "kvferry.transfer.": ("kvferry", "kvferry._core", "kvferry.proto.", "kvferry.transfer."),
     "kvferry.workers.": ("kvferry", "kvferry.proto.", "kvferry.radix.", "kvferry.workers.", "CLIENT"),
-    "kvferry.connectors.": ("kvferry", "kvferry.proto.", "kvferry.radix.", "kvferry.connectors.", "CLIENT"),
+    "kvferry.connectors.": (
+        "kvferry",
+        "kvferry._core",
+        "kvferry.proto.",
+        "kvferry.radix.",
+        "kvferry.connectors.",
+        "kvferry.workers.client",
+        "kvferry.workers.requests",
+        "CLIENT",
+    ),
     "kvferry.loadgen.": ("kvferry", "kvferry.proto.", "kvferry.radix.", "kvferry.loadgen.", "CLIENT"),
 }
 # The client side maps the daemon's memory, and shares no other code with it.

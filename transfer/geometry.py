@@ -21,10 +21,11 @@ MAX_PAGE_BYTES = 1 << 30
 
 
 class Layout(enum.IntEnum):
-    """Of a page's bytes; both are page-major (a page is one contiguous row)."""
+    """Of a page's bytes; all are page-major (a page is one contiguous row)."""
 
     PAGE_NHD = common.LAYOUT_PAGE_NHD  # (layer, K or V, token, head, head dimension)
     PAGE_HND = common.LAYOUT_PAGE_HND  # (layer, K or V, head, token, head dimension)
+    ENGINE = common.LAYOUT_ENGINE  # inside as the engine has it: nobody else may read or change a part of a page
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass
 
 from kvferry.proto import common_pb2 as common
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry import KVGeometry, Layout
 
 MAX_TEXT = 512
 DIGEST_BYTES = 32
@@ -16,12 +16,15 @@ _REMEDIES = {
     "model": "serve the same model on both sides",
     "revision": "serve the same weights on both sides",
     "digest_algorithm": "configure the same digest algorithm on both sides",
-    "root_digest": "configure the same hash seed on both sides",
+    "root_digest": "configure the same hash seed on both sides (vLLM: PYTHONHASHSEED)",
     "tenant_salt_digest": "give both workers the same --tenant-salt",
     "geometry.page_size": "start both daemons with the same --page-size",
     "geometry.dtype": "start both workers with the same --dtype",
     "geometry.layout": "configure the same page layout on both sides",
+    "engine_layout": "run the same engine with the same block size, KV dtype and kind of processor on both sides",
+    "digest_tokens": "give both engines the same hash block size",
 }
+_LATER = ("engine_layout", "digest_tokens")
 _SAME_MODEL = "serve the same model with the same parallelism on both sides"
 
 
@@ -35,6 +38,8 @@ class NamespaceFacts:
     digest_algorithm: str
     root_digest: bytes  # parent of first pages
     tenant_salt_digest: bytes = b""  # SHA-256 of the salt; empty without one
+    engine_layout: str = ""  # of Layout.ENGINE: names the order of a page's bytes
+    digest_tokens: int = 0  # of a digest of the chain, where that is not a page; a page's digest is its last one's
 
     def __post_init__(self) -> None:
         """ValueError names the field, its value and the bound."""
@@ -47,12 +52,24 @@ class NamespaceFacts:
         if len(self.tenant_salt_digest) not in (0, DIGEST_BYTES):
             length = len(self.tenant_salt_digest)
             raise ValueError(f"facts.tenant_salt_digest has {length} bytes; it must have 0 or {DIGEST_BYTES}")
+        least = 1 if self.geometry.layout is Layout.ENGINE else 0
+        if not least <= len(self.engine_layout) <= MAX_TEXT:
+            raise ValueError(
+                f"facts.engine_layout has {len(self.engine_layout)} characters; with layout "
+                f"{self.geometry.layout.name} it must have {least} to {MAX_TEXT}"
+            )
+        if self.digest_tokens and self.geometry.page_size % self.digest_tokens:
+            raise ValueError(
+                f"facts.digest_tokens is {self.digest_tokens}; it must divide the page size, {self.geometry.page_size}"
+            )
 
     @property
     def id(self) -> bytes:
-        """SHA-256 over every field with its name and length, 32 bytes."""
+        """SHA-256 over every field with its name and length, 32 bytes; what came later counts only where it is set."""
         sha = hashlib.sha256(b"kvferry-namespace-1")
         for name, value in _flat(self):
+            if name in _LATER and not value:
+                continue
             data = value if isinstance(value, bytes) else str(value).encode()
             sha.update(f"\n{name}:{len(data)}:".encode() + data)
         return sha.digest()
@@ -65,6 +82,8 @@ class NamespaceFacts:
             digest_algorithm=self.digest_algorithm,
             root_digest=self.root_digest,
             tenant_salt_digest=self.tenant_salt_digest,
+            engine_layout=self.engine_layout,
+            digest_tokens=self.digest_tokens,
         )
 
     @staticmethod
@@ -77,6 +96,8 @@ class NamespaceFacts:
             digest_algorithm=message.digest_algorithm,
             root_digest=message.root_digest,
             tenant_salt_digest=message.tenant_salt_digest,
+            engine_layout=message.engine_layout,
+            digest_tokens=message.digest_tokens,
         )
 
 

@@ -1,6 +1,6 @@
 """A worker's session with its daemon: a stream on the daemon's Unix socket (proto/worker.proto) and the pool's memory.
 
-decode:  admit -> ready -> grow* -> finish; a retracted one finishes early and is admitted again
+decode:  admit -> progress? -> ready -> grow* -> finish; a retracted one finishes early and is admitted again
 prefill: begin -> progress* -> aux -> ended
 Any of them: abort. A request that failed is answered with abort too, once nothing of the worker touches its pages.
 
@@ -25,6 +25,7 @@ from kvferry.workers.open_request import OpenRequest
 from kvferry.workers.requests import (
     Admitted,
     Begun,
+    DaemonAbsent,
     DaemonGone,
     HandshakeFailed,
     NotOpened,
@@ -79,7 +80,8 @@ class DaemonClient:
         """Opens the session on the Unix socket `socket`, waiting up to `deadline_s` for the daemon to be there.
 
         facts.geometry.page_size may be 0 and its layout unspecified: the daemon's are taken (`.geometry` has them).
-        Raises HandshakeFailed when the daemon refuses, is not there in time or its memory cannot be mapped.
+        Raises HandshakeFailed when the daemon refuses, its memory cannot be mapped, or (DaemonAbsent) it is not there
+        in time.
         """
         stream = open_stream(socket)
         hello = worker_pb2.WorkerHello(protocol=PROTOCOL, role=role, worker=worker, facts=facts)
@@ -92,7 +94,7 @@ class DaemonClient:
             stream.call.cancel()
             await stream.channel.close(None)
             if isinstance(error, asyncio.TimeoutError):
-                raise HandshakeFailed(f"no daemon answered on {socket} within {deadline_s} s") from None
+                raise DaemonAbsent(f"no daemon answered on {socket} within {deadline_s} s") from None
             if isinstance(error, (OSError, ValueError)):
                 raise HandshakeFailed(f"cannot attach to the pool of daemon {welcome.daemon!r}: {error}") from error
             raise
@@ -114,9 +116,12 @@ class DaemonClient:
         deadline_s: float,
         priority: int = 0,
         warmup: bool = False,
+        held_tokens: int = 0,
     ) -> Admitted:
-        """Asks the daemon to hold this prompt until Ready, within `deadline_s`. Raises RequestFailed, DaemonGone;
-        NotOpened when the name is in use or the digests of the prompt or of the output do not fit in a message."""
+        """Asks the daemon to hold this prompt until Ready, within `deadline_s`. `held_tokens`: with KV in memory of the
+        worker's own, a multiple of the page size; it fills their pages behind the matched ones and says `progress`.
+        Raises RequestFailed, DaemonGone; NotOpened when the name is in use or the digests of the prompt or of the
+        output do not fit in a message."""
         message = worker_pb2.WorkerMessage(
             admit=worker_pb2.Admit(
                 name=name.to_proto(),
@@ -128,6 +133,7 @@ class DaemonClient:
                 deadline_ms=_milliseconds(deadline_s),
                 priority=priority,
                 warmup=warmup,
+                held_tokens=held_tokens,
             )
         )
         page_size = self.geometry.page_size

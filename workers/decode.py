@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from kvferry.workers.compute import Compute, Prompt, SequenceCompute, WrongPage
 from kvferry.workers.compute_thread import ComputeThread, complete
 from kvferry.workers.handoff import unpack_first_token
 from kvferry.workers.orders import DecodeOrder
+from kvferry.workers.pacing import NoPace, Pace
+from kvferry.workers.places import Places
 from kvferry.workers.requests import NotOpened, Ready, RequestFailed, Retracted
 from kvferry.workers.room import Room
 
@@ -46,21 +49,41 @@ Emit = Callable[[Reply], None]
 
 class DecodeWorker:
     """Decodes requests, each a batch of one; requests take turns. Without a prefill daemon a prompt's missing part is
-    computed here, in chunks of `chunk_tokens`."""
+    computed here, in chunks of `chunk_tokens`. At most `max_running` (0: any number) are with the daemon at a time; the
+    others wait in order."""
 
-    def __init__(self, client: DaemonClient, compute: Compute, thread: ComputeThread, *, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        client: DaemonClient,
+        compute: Compute,
+        thread: ComputeThread,
+        *,
+        chunk_tokens: int,
+        max_running: int = 0,
+        pace: Pace | None = None,
+    ) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
         self._client = client
         self._compute = compute
         self._thread = thread
         self._chunk_tokens = chunk_tokens
+        self._pace = pace or NoPace(thread)
+        self._places = Places(max_running)
+
+    async def close(self) -> None:
+        """No more waits for a modelled engine."""
+        self._pace.close()
 
     async def decode(self, order: DecodeOrder, emit: Emit) -> None:
         """Emits Started, the output tokens (a stop token too), Paused where it was retracted, and Ending. Raises
         RequestFailed, DaemonGone; whatever it raises, what it opened is over at the daemon and nothing of this worker
         touches its pages. Cancelled once the prompt is readable, it leaves what it computed with the daemon, as at a
         reply's end."""
+        async with self._places.take(order.deadline_s) as left_s:
+            await self._run(order._replace(deadline_s=left_s), emit)
+
+    async def _run(self, order: DecodeOrder, emit: Emit) -> None:
         try:
             ending = await self._decode(order, emit)
         except NotOpened:
@@ -107,6 +130,7 @@ class DecodeWorker:
             warmup=order.warmup,
         )
         ready = await client.ready(order.name)
+        await self._pace.arrived(ready.delta_bytes, admitted.host_tokens)
         readable = prompt_tokens if order.prefill else admitted.local_tokens
         # the prompt's full pages that are readable are in the tree: others may read them too
         shared = readable - readable % client.geometry.page_size
@@ -155,13 +179,15 @@ class DecodeWorker:
         output.append(token)
         emit(token)
         try:
-            while token not in order.stop_tokens and len(output) < order.max_new_tokens:
-                position = len(order.prompt.tokens) + len(output) - 1
-                await room.for_token(position)
-                self._client.check_kept(order.name)
-                token = await self._thread.run(sequence.step, token, position)
-                output.append(token)
-                emit(token)
+            async with self._pace.decoding() as engine:
+                while token not in order.stop_tokens and len(output) < order.max_new_tokens:
+                    position = len(order.prompt.tokens) + len(output) - 1
+                    await room.for_token(position)
+                    await engine.step(position + 1)
+                    self._client.check_kept(order.name)
+                    token = await engine.compute(sequence.step, token, position)
+                    output.append(token)
+                    emit(token)
         finally:
             await room.close()
 
@@ -183,5 +209,7 @@ class DecodeWorker:
             )
         for first in range(start, tokens, self._chunk_tokens):
             self._client.check(order.name)
-            await self._thread.run(sequence.prompt, first, min(first + self._chunk_tokens, tokens))
+            end = min(first + self._chunk_tokens, tokens)
+            await self._pace.prompt(first, end, time.monotonic())
+            await self._thread.run(sequence.prompt, first, end)
         return await self._thread.run(sequence.first_token)

@@ -15,7 +15,7 @@ from kvferry.workers.decode import DecodeWorker, Ending, Paused, Reply, Started
 from kvferry.workers.jobs import Jobs
 from kvferry.workers.orders import Bounds, decode_order, prefill_order
 from kvferry.workers.prefill import PrefillWorker
-from kvferry.workers.requests import DaemonGone, RequestFailed
+from kvferry.workers.requests import DaemonGone, RequestFailed, RequestName
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # 1 Mi tokens are at most 5 MiB
 
@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 PrefillContext = grpc.aio.ServicerContext[engine_pb2.PrefillRequest, engine_pb2.PrefillReply]
 DecodeContext = grpc.aio.ServicerContext[engine_pb2.DecodeRequest, engine_pb2.DecodeReply]
+AbortContext = grpc.aio.ServicerContext[engine_pb2.AbortRequest, engine_pb2.AbortReply]
 DescribeContext = grpc.aio.ServicerContext[engine_pb2.DescribeRequest, engine_pb2.DescribeReply]
 
 
@@ -37,13 +38,20 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     """Serves one worker: a prefill one or a decode one; the other's call is UNIMPLEMENTED."""
 
     def __init__(
-        self, description: engine_pb2.DescribeReply, bounds: Bounds, worker: PrefillWorker | DecodeWorker, jobs: Jobs
+        self,
+        description: engine_pb2.DescribeReply,
+        bounds: Bounds,
+        worker: PrefillWorker | DecodeWorker,
+        jobs: Jobs,
+        *,
+        stream_interval: int = 1,
     ) -> None:
         self._description = description
         self._bounds = bounds
         self._prompts = PromptCache(page_size=bounds.page_size)
         self._worker = worker
         self._jobs = jobs
+        self._stream_interval = stream_interval
 
     async def Describe(self, request: engine_pb2.DescribeRequest, context: DescribeContext) -> engine_pb2.DescribeReply:
         return self._description
@@ -60,6 +68,16 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             await _abort(context, error)
         return engine_pb2.PrefillReply(matched_tokens=prefilled.matched_tokens, chunk_ends=prefilled.chunk_ends)
 
+    async def Abort(self, request: engine_pb2.AbortRequest, context: AbortContext) -> engine_pb2.AbortReply:
+        if not isinstance(self._worker, PrefillWorker):
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a decode worker: cancel the call")
+        try:
+            name = RequestName.from_proto(request.name)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _bounded(str(error)))
+        await self._worker.give_up(name)
+        return engine_pb2.AbortReply()
+
     async def Decode(self, request: engine_pb2.DecodeRequest, context: DecodeContext) -> None:
         if not isinstance(self._worker, DecodeWorker):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a prefill worker")
@@ -71,7 +89,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             job = self._jobs.start(order.name, self._worker.decode(order, replies.put_nowait))
             job.add_done_callback(lambda _: replies.put_nowait(None))
             try:
-                await _forward(replies, context)
+                await _forward(replies, context, self._stream_interval)
             except BaseException:
                 job.cancel()  # the reader has left
                 raise
@@ -91,13 +109,16 @@ async def _outcome(job: asyncio.Task[_T]) -> _T:
         raise
 
 
-async def _forward(replies: asyncio.Queue[Reply | None], context: DecodeContext) -> None:
-    """Sends replies until None; tokens that wait together travel together."""
+async def _forward(replies: asyncio.Queue[Reply | None], context: DecodeContext, interval: int) -> None:
+    """Sends replies until None; tokens that wait together travel together, and behind the first one `interval` of
+    them."""
     ended = False
+    sent = 0
     while not ended:
         batch = [await replies.get()]
-        while not replies.empty():
-            batch.append(replies.get_nowait())
+        while not replies.empty() or (sent and isinstance(batch[-1], int) and len(batch) < interval):
+            batch.append(await replies.get())
+        sent += sum(isinstance(reply, int) for reply in batch)
         tokens: list[int] = []
         for reply in batch:
             if isinstance(reply, int):

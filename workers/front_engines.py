@@ -21,6 +21,7 @@ from kvferry.workers.front_errors import ApiError, from_grpc, unavailable
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 DESCRIBE_DEADLINE_S = 2.0
+ABORT_DEADLINE_S = 5.0
 RECHECK_S = 10.0  # a server that is up is described again this often
 MIN_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
@@ -123,6 +124,7 @@ class EngineLink:
         self.outstanding = 0  # requests of this front end that are not over
         self.assigned = 0  # requests ever given to it
         self.recheck = asyncio.Event()
+        self._letting_go: set[asyncio.Task[None]] = set()  # each has a deadline
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         # The generated stubs do the same, without types.
         self._describe = self._channel.unary_unary(
@@ -141,6 +143,12 @@ class EngineLink:
             response_deserializer=engine_pb2.DecodeReply.FromString,
         )
 
+        self._abort = self._channel.unary_unary(
+            "/kvferry.v1.Engine/Abort",
+            request_serializer=engine_pb2.AbortRequest.SerializeToString,
+            response_deserializer=engine_pb2.AbortReply.FromString,
+        )
+
     @property
     def label(self) -> str:
         return f"{_role(self.role)} server {self.address}"
@@ -156,6 +164,20 @@ class EngineLink:
     def decode(self, request: engine_pb2.DecodeRequest) -> DecodeCall:
         return self._decode(request)
 
+    def let_go(self, name: common_pb2.RequestName) -> None:
+        """A prompt that it has handed over is wanted no more. Where it cannot be told, its daemon keeps the prompt
+        until its deadline.
+        """
+        task = asyncio.create_task(self._let_go(name))
+        self._letting_go.add(task)
+        task.add_done_callback(self._letting_go.discard)
+
+    async def _let_go(self, name: common_pb2.RequestName) -> None:
+        try:
+            await self._abort(engine_pb2.AbortRequest(name=name), timeout=ABORT_DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            _log.info("%s: an abort was not acknowledged: %s", self.label, error.details())
+
     def failed(self, error: grpc.aio.AioRpcError) -> ApiError:
         """A call ended with this error: what the client is told. An unavailable server is described again."""
         if error.code() == grpc.StatusCode.UNAVAILABLE:
@@ -163,6 +185,7 @@ class EngineLink:
         return from_grpc(self.label, error)
 
     async def close(self) -> None:
+        await asyncio.gather(*self._letting_go)
         await self._channel.close(None)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,9 +13,14 @@ import grpc.aio
 
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.workers.front_engines import DecodeCall, EngineLink
-from kvferry.workers.front_errors import internal, timed_out
+from kvferry.workers.front_errors import ApiError, internal, timed_out
 
 ANSWER_SLACK_S = 2.0  # the servers keep the deadlines themselves; their word is awaited this much longer
+ATTEMPTS = 2
+_MAY_BE_OF_PREFILL = (503,)  # the decode daemon lost its session, or the prefill side ended the request
+_PREFILL_MAY_DIFFER = (429, 500, 503)  # another server may have room, or be well
+
+_log = logging.getLogger(__name__)
 
 
 class Started(NamedTuple):
@@ -54,16 +61,56 @@ class LegsRequest:
     warmup: bool = False  # it never enters the cache
 
 
+class PrefillFailed(Exception):
+    """The prefill call failed while something was still wanted of it."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+Elsewhere = Callable[[EngineLink], "EngineLink | None"]
+"""Another prefill server than this one, if there is one."""
+
+
 async def run_legs(
-    request: LegsRequest, decode: EngineLink, prefill: EngineLink | None
+    request: LegsRequest, decode: EngineLink, prefill: EngineLink | None, elsewhere: Elsewhere
 ) -> AsyncGenerator[LegEvent, None]:
     """The request's events: Started, Generated or Paused..., Ended. Raises ApiError.
 
-    Without a prefill server the decode server computes what it lacks. A prefill that fails before the first token fails
-    the request with its error. Closing the iterator before its end cancels both calls.
+    Without a prefill server the decode server computes what it lacks. A prefill that fails before the prompt is ready
+    is tried once elsewhere, as attempt 2: what has arrived stays with the decode server's daemon and is not sent again.
+    Where there is no other server, or it fails, too, so does the request. Closing the iterator before its end cancels
+    both calls.
     """
-    name = common_pb2.RequestName(request_id=request.request_id, attempt=1)
-    deadline_ms = max(1, round(request.first_token_s * 1000))
+    deadline = asyncio.get_running_loop().time() + request.first_token_s
+    for attempt in range(1, ATTEMPTS + 1):
+        ready = False
+        try:
+            async with aclosing(_attempt(request, attempt, deadline, decode, prefill)) as events:
+                async for event in events:
+                    ready = True
+                    yield event
+            return
+        except (ApiError, PrefillFailed) as failure:
+            error = failure.error if isinstance(failure, PrefillFailed) else failure
+            # Of the decode server's words only one says that it may be the prefill side's fault.
+            tell = _PREFILL_MAY_DIFFER if isinstance(failure, PrefillFailed) else _MAY_BE_OF_PREFILL
+            may = attempt < ATTEMPTS and prefill is not None and not ready and error.status in tell
+            other = elsewhere(prefill) if may and prefill is not None else None
+            if other is None:
+                raise error from failure
+            _log.info("request %s is tried again at %s: %s", request.request_id.hex(), other.label, error)
+            prefill = other
+
+
+async def _attempt(
+    request: LegsRequest, attempt: int, first_token_at: float, decode: EngineLink, prefill: EngineLink | None
+) -> AsyncGenerator[LegEvent, None]:
+    """Raises ApiError, PrefillFailed."""
+    name = common_pb2.RequestName(request_id=request.request_id, attempt=attempt)
+    left = max(0.001, first_token_at - asyncio.get_running_loop().time())
+    deadline_ms = max(1, round(left * 1000))
     prefilling = None
     if prefill is not None:
         prefill_request = engine_pb2.PrefillRequest(
@@ -74,7 +121,7 @@ async def run_legs(
             priority=request.priority,
             warmup=request.warmup,
         )
-        prefilling = _start_prefill(prefill, prefill_request, deadline_s=request.first_token_s + ANSWER_SLACK_S)
+        prefilling = _start_prefill(prefill, prefill_request, deadline_s=left + ANSWER_SLACK_S)
     decode_request = engine_pb2.DecodeRequest(
         name=name,
         tokens=request.tokens,
@@ -89,16 +136,19 @@ async def run_legs(
     call = decode.decode(decode_request)
     decode.outstanding += 1
     decode.assigned += 1
-    ended = False
+    ready = False
     try:
-        async for event in _events(request, decode, call, prefilling):
-            ended = isinstance(event, Ended)
+        async for event in _events(request, first_token_at, decode, call, prefilling):
+            ready = True
             yield event
+            if isinstance(event, Ended):
+                prefilling = None
     finally:
         decode.outstanding -= 1
         call.cancel()  # nothing happens to a call that is over
-        if prefilling is not None and not ended:
-            prefilling.cancel()
+        over = prefilling is not None and not prefilling.cancel() and prefilling.exception() is None
+        if over and prefill is not None and not ready:
+            prefill.let_go(name)  # it has handed the prompt over, and nobody will ask for it
 
 
 def _daemon(prefill: EngineLink) -> str:
@@ -133,10 +183,14 @@ async def _prefill(link: EngineLink, request: engine_pb2.PrefillRequest, deadlin
 
 
 async def _events(
-    request: LegsRequest, decode: EngineLink, call: DecodeCall, prefilling: asyncio.Task[None] | None
+    request: LegsRequest,
+    first_token_at: float,
+    decode: EngineLink,
+    call: DecodeCall,
+    prefilling: asyncio.Task[None] | None,
 ) -> AsyncGenerator[LegEvent, None]:
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + request.first_token_s + ANSWER_SLACK_S
+    deadline = first_token_at + ANSWER_SLACK_S
     awaited = "first token"
     while True:
         reply = await _read(decode, call, prefilling, deadline, awaited)
@@ -167,7 +221,7 @@ async def _events(
 async def _read(
     decode: EngineLink, call: DecodeCall, prefilling: asyncio.Task[None] | None, deadline: float, awaited: str
 ) -> engine_pb2.DecodeReply:
-    """The decode server's next word. Raises ApiError: its own failure, the prefill's, or a deadline that passed."""
+    """The decode server's next word. Raises ApiError for its own failure or a deadline that passed, PrefillFailed."""
     loop = asyncio.get_running_loop()
     reading = asyncio.create_task(_read_decode(decode, call))
     try:
@@ -177,8 +231,8 @@ async def _read(
                 waits.add(prefilling)
             left = deadline - loop.time()
             done, _ = await asyncio.wait(waits, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
-            if prefilling is not None and prefilling in done:
-                prefilling.result()
+            if prefilling is not None and prefilling in done and isinstance(error := prefilling.exception(), ApiError):
+                raise PrefillFailed(error)
             if reading in done:
                 return reading.result()
             if left <= 0:

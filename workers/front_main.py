@@ -9,8 +9,10 @@ import math
 import signal
 import sys
 
+from kvferry.workers import front_vllm_server
 from kvferry.workers.front_server import FrontConfig, serve
 from kvferry.workers.front_service import ServiceConfig
+from kvferry.workers.front_vllm import VllmConfig, parse_prefill, parse_url
 from kvferry.workers.routing import RoutingRule
 
 
@@ -21,8 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for role in ("prefill", "decode"):
         parser.add_argument(
-            f"--{role}", nargs="+", action="extend", required=True, metavar="HOST:PORT", help=f"{role} servers"
+            f"--{role}", nargs="+", action="extend", default=[], metavar="HOST:PORT", help=f"{role} servers"
         )
+    vllm = parser.add_argument_group("before vLLM servers instead (kvferry's connector in each)")
+    vllm.add_argument(
+        "--vllm-prefill",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=_prefill,
+        metavar="NAME=URL",
+        help="prefill servers, each with its daemon's name",
+    )
+    vllm.add_argument(
+        "--vllm-decode", nargs="+", action="extend", default=[], type=_url, metavar="URL", help="decode servers"
+    )
     parser.add_argument("--model-name", help="as clients call the model (default: as the servers do)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the folder that the servers name")
     parser.add_argument(
@@ -61,6 +76,25 @@ def run(args: argparse.Namespace) -> int:
             level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
         )
     host, port = args.listen
+    if problem := _problem(args):
+        print(f"kvferry front: {problem}", file=sys.stderr)
+        return 2
+    if args.vllm_decode:
+        return front_vllm_server.run(
+            VllmConfig(
+                prefill=tuple(args.vllm_prefill),
+                decode=tuple(args.vllm_decode),
+                first_token_s=args.first_token_seconds,
+                next_token_s=args.next_token_seconds,
+                max_requests=args.max_requests,
+                load_factor=args.load_factor,
+                load_slack=args.load_slack,
+            ),
+            host=host,
+            port=port,
+            wait_s=args.wait_seconds,
+            grace_s=args.grace,
+        )
     config = FrontConfig(
         host=host,
         port=port,
@@ -89,6 +123,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _problem(args: argparse.Namespace) -> str:
+    """Which servers it is before must be clear; empty: it is."""
+    if args.vllm_decode or args.vllm_prefill:
+        if args.prefill or args.decode:
+            return "--vllm-prefill and --vllm-decode do not go with --prefill and --decode"
+        return "" if args.vllm_decode else "--vllm-decode is required"
+    return "" if args.prefill and args.decode else "--prefill and --decode are required (or --vllm-decode)"
+
+
 async def _serve(config: FrontConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -101,6 +144,20 @@ def _address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"must be HOST:PORT with a port of 0 to 65535, got {text!r}")
     return host.strip("[]"), int(port)
+
+
+def _prefill(text: str) -> tuple[str, str]:
+    try:
+        return parse_prefill(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _url(text: str) -> str:
+    try:
+        return parse_url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _whole(text: str) -> int:

@@ -29,7 +29,7 @@ class FrontConfig:
     grace_s: float = 30.0  # for running requests at the end
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """uvicorn without its signal handlers, which would end the process by the signal instead of with exit code 0."""
 
     @contextlib.contextmanager
@@ -43,7 +43,7 @@ async def serve(config: FrontConfig, *, stop: asyncio.Event, ready: Callable[[st
     The socket listens at once: requests get 503 until the servers are up. `ready` is called with host:port then, or
     after `wait_s` without them. Raises OSError when the address cannot be bound.
     """
-    listener = _listen(config.host, config.port)
+    listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
     service = FrontService(config.service, clock=time.monotonic)
     settings = uvicorn.Config(
@@ -53,7 +53,7 @@ async def serve(config: FrontConfig, *, stop: asyncio.Event, ready: Callable[[st
         access_log=False,
         timeout_graceful_shutdown=max(1, round(config.grace_s)),
     )
-    server = _Server(settings)
+    server = QuietServer(settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     telling = asyncio.create_task(_tell(service, config.wait_s, f"{host}:{port}", ready))
     stopping = asyncio.create_task(stop.wait())
@@ -76,7 +76,8 @@ async def _tell(service: FrontService, wait_s: float, address: str, ready: Calla
     ready(address)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Raises OSError when the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -145,7 +145,7 @@ class FrontService:
         reply = ReplyText(served.tokenizer, stop_tokens=stop_tokens, stops=request.stop)
         started = Started(0, 0, 0, 0)
         reason = "stop"
-        async with aclosing(run_legs(legs, route.decode, route.prefill)) as events:
+        async with aclosing(run_legs(legs, route.decode, route.prefill, self._elsewhere)) as events:
             async for event in events:
                 if isinstance(event, Started):
                     started = event
@@ -237,6 +237,14 @@ class FrontService:
         prefill = choose_prefill([PrefillCandidate(link.outstanding, link.assigned) for link in prefills])
         return Route(links[chosen], prefills[prefill])
 
+    def _elsewhere(self, failed: EngineLink) -> EngineLink | None:
+        """Another prefill server, for a request that failed at this one."""
+        others = [link for link in self.engines.prefill if link.up and link is not failed]
+        if not others:
+            return None
+        self.stats.tried_again += 1
+        return others[choose_prefill([PrefillCandidate(link.outstanding, link.assigned) for link in others])]
+
     def _count_started(self, started: Started) -> None:
         self.stats.matched_tokens += started.matched_tokens
         self.stats.delta_pages += started.delta_pages
@@ -258,6 +266,7 @@ class FrontService:
             cancelled=stats.cancelled,
             local_prefill=stats.local_prefill,
             paused=stats.paused,
+            tried_again=stats.tried_again,
             prompt_tokens=stats.prompt_tokens,
             matched_tokens=stats.matched_tokens,
             output_tokens=stats.output_tokens,

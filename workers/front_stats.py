@@ -47,6 +47,7 @@ class StatsReport(BaseModel):
     cancelled: int  # by the client's leaving
     local_prefill: int  # no prefill server was used
     paused: int  # times that a running request waited for pages again
+    tried_again: int  # prefills that failed and were tried once at another server
     prompt_tokens: int
     matched_tokens: int
     output_tokens: int
@@ -67,6 +68,7 @@ class FrontStats:
     cancelled: int = 0
     local_prefill: int = 0
     paused: int = 0
+    tried_again: int = 0  # prefills that failed before the prompt was ready
     prompt_tokens: int = 0
     matched_tokens: int = 0
     output_tokens: int = 0

@@ -15,12 +15,16 @@ from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
 from kvferry.workers.client import DaemonClient
 from kvferry.workers.compute import Compute
+from kvferry.workers.engine_model import EngineModel, read_engine_model
+from kvferry.workers.pacing import ModelPace, Pace
 from kvferry.workers.server import WorkerConfig, serve
 from kvferry.workers.synthetic import SimulatedTime, SyntheticCompute
 
 DTYPES = ("float32", "bfloat16", "float16")
 SYNTHETIC_MAX_TOKENS = 1 << 20
 LAYOUTS = {"nhd": common_pb2.LAYOUT_PAGE_NHD, "hnd": common_pb2.LAYOUT_PAGE_HND}
+
+_log = logging.getLogger(__name__)
 
 _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 
@@ -40,6 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="decode: an unmatched part this short needs no prefill server",
+    )
+    parser.add_argument(
+        "--max-running",
+        type=_at_least_0,
+        default=0,
+        metavar="N",
+        help="decode: with the daemon at a time (0: any number)",
+    )
+    parser.add_argument(
+        "--stream-interval", type=_at_least_1, default=1, metavar="N", help="decode: tokens that are sent together"
     )
     parser.add_argument("--connect-timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for the daemon")
     parser.add_argument(
@@ -61,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "layers=N,hidden=N,heads=N,kv_heads=N,head_dim=N,intermediate=N[,vocabulary=128][,max_tokens=N]",
     )
     source.add_argument("--synthetic", action="store_true", help="no model: pages follow from their digests")
+    source.add_argument("--engine", choices=("synthetic",), help="the same as --synthetic")
     model.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and KV")
     model.add_argument(
         "--device", default="cpu", metavar="cpu|cuda:N", help="that computes; the daemon's pool is there too"
@@ -68,6 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--revision", default="", help="of the weights, instead of a hash of their files")
     model.add_argument("--threads", type=_at_least_1, default=1, metavar="N", help="that compute")
     synthetic = parser.add_argument_group("synthetic")
+    synthetic.add_argument(
+        "--engine-model", type=Path, metavar="FILE", help="wait as long as the engine of this JSON description would"
+    )
+    synthetic.add_argument("--clock", type=_clock, default=1.0, metavar="X", help="all its waits are X times shorter")
     synthetic.add_argument("--synthetic-layers", type=_at_least_1, default=2, metavar="N")
     synthetic.add_argument("--synthetic-kv-heads", type=_at_least_1, default=1, metavar="N")
     synthetic.add_argument("--synthetic-head-dim", type=_at_least_1, default=16, metavar="N")
@@ -81,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if not logging.getLogger().handlers:
         form = "%(asctime)s %(name)s %(levelname)s %(message)s"
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
+    args.synthetic = args.synthetic or args.engine is not None
     prepare = _prepare_synthetic if args.synthetic else _prepare_model
     try:
         config, make_compute = prepare(args)
@@ -105,7 +125,24 @@ def _prepare_synthetic(args: argparse.Namespace) -> Prepared:
     simulated = SimulatedTime(args.synthetic_prefill_us / 1e6, args.synthetic_decode_us / 1e6)
     facts = _facts(args, "synthetic", args.revision or "1", geometry)
     config = _config(args, facts, tokenizer="synthetic", model_max_tokens=SYNTHETIC_MAX_TOKENS)
+    if args.engine_model is not None:
+        config = config._replace(make_pace=_pace_of(read_engine_model(args.engine_model), args.clock))
     return config, lambda client: SyntheticCompute(client.pools, simulated)
+
+
+def _pace_of(model: EngineModel, clock: float) -> Callable[[DaemonClient], Pace]:
+    def make(client: DaemonClient) -> Pace:
+        geometry = client.geometry
+        _log.info(
+            "engine %s, clock x %g: pages of %d bytes stand for %d",
+            model.name,
+            clock,
+            geometry.page_bytes,
+            model.kv_bytes_per_token * geometry.page_size,
+        )
+        return ModelPace(model, clock=clock, token_bytes=geometry.token_bytes)
+
+    return make
 
 
 def _prepare_model(args: argparse.Namespace) -> Prepared:
@@ -113,6 +150,8 @@ def _prepare_model(args: argparse.Namespace) -> Prepared:
     from kvferry.workers.model import load_model
     from kvferry.workers.random_weights import parse_shape, random_model
 
+    if args.engine_model is not None:
+        raise ValueError("--engine-model is for --engine synthetic: a model takes its own time")
     if args.random_weights:
         shape = parse_shape(args.random_weights)
         model = random_model(shape, dtype=args.dtype, threads=args.threads, device=args.device)
@@ -157,6 +196,8 @@ def _config(
         grace_s=args.grace,
         connect_deadline_s=args.connect_timeout,
         warmups=args.warmup,
+        max_running=args.max_running,
+        stream_interval=args.stream_interval,
     )
 
 
@@ -166,6 +207,16 @@ def _at_least_0(text: str) -> int:
 
 def _at_least_1(text: str) -> int:
     return _integer(text, 1)
+
+
+def _clock(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, at most 1000")
+    return value
 
 
 def _integer(text: str, least: int) -> int:

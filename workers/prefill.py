@@ -13,7 +13,8 @@ from kvferry.workers.compute import Compute, WrongPage
 from kvferry.workers.compute_thread import ComputeThread, complete
 from kvferry.workers.handoff import pack_first_token
 from kvferry.workers.orders import PrefillOrder
-from kvferry.workers.requests import DaemonGone, NotOpened, RequestFailed
+from kvferry.workers.pacing import NoPace, Pace, Turn
+from kvferry.workers.requests import DaemonGone, NotOpened, RequestFailed, RequestName
 
 HANDOVER_DEADLINE_S = 120.0  # from the first token until the daemon needs the pages no more
 
@@ -28,14 +29,24 @@ class Prefilled(NamedTuple):
 class PrefillWorker:
     """Computes prompts in chunks of `chunk_tokens` from the matched length on."""
 
-    def __init__(self, client: DaemonClient, compute: Compute, thread: ComputeThread, *, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        client: DaemonClient,
+        compute: Compute,
+        thread: ComputeThread,
+        *,
+        chunk_tokens: int,
+        pace: Pace | None = None,
+    ) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
         self._client = client
         self._compute = compute
         self._thread = thread
         self._chunk_tokens = chunk_tokens
+        self._pace = pace or NoPace(thread)
         self._handing_over: set[asyncio.Task[None]] = set()
+        self._handed_over: set[RequestName] = set()  # names of theirs
 
     async def prefill(self, order: PrefillOrder) -> Prefilled:
         """Returns when the first token and all pages are with the daemon. Raises RequestFailed, DaemonGone; whatever it
@@ -63,25 +74,37 @@ class PrefillWorker:
         finally:
             await complete(self._client.abort(order.name, "a rehearsal"))
 
+    async def give_up(self, name: RequestName) -> None:
+        """Of a prompt that was handed over: nobody will ask for it. Does nothing for any other name."""
+        if name in self._handed_over:
+            await self._client.abort(name, "the request's other half failed")
+
     async def close(self) -> None:
         """Waits no longer for the end of answered requests: the daemon needs nothing of this worker for that."""
+        self._pace.close()
         for task in self._handing_over:
             task.cancel()
         await asyncio.gather(*self._handing_over, return_exceptions=True)
 
     async def _compute_prompt(self, order: PrefillOrder) -> tuple[Prefilled, int]:
         """And the first token."""
+        async with self._pace.turn() as turn:
+            return await self._compute_in_turn(order, turn)
+
+    async def _compute_in_turn(self, order: PrefillOrder, turn: Turn) -> tuple[Prefilled, int]:
         client, name, prompt = self._client, order.name, order.prompt
         deadline = time.monotonic() + order.deadline_s
         tokens = len(prompt.tokens)
-        begun = await client.begin(
-            name,
-            digests=prompt.digests,
-            tokens=tokens,
-            tail_digest=prompt.tail_digest,
-            deadline_s=order.deadline_s,
-            priority=order.priority,
-            warmup=order.warmup,
+        begun = await turn.opening(
+            client.begin(
+                name,
+                digests=prompt.digests,
+                tokens=tokens,
+                tail_digest=prompt.tail_digest,
+                deadline_s=order.deadline_s,
+                priority=order.priority,
+                warmup=order.warmup,
+            )
         )
         matched = begun.matched_tokens
         if not 0 <= matched < tokens:
@@ -99,6 +122,7 @@ class PrefillWorker:
                     f"{start} of {tokens} prompt tokens were ready after {order.deadline_s:g} s",
                 )
             client.check(name)
+            await self._pace.prompt(start, end, turn.since)
             await self._thread.run(sequence.prompt, start, end)
             client.progress(name, end)
             chunk_ends.append(end)
@@ -107,6 +131,7 @@ class PrefillWorker:
 
     async def _hand_over(self, order: PrefillOrder) -> None:
         deadline_s = max(HANDOVER_DEADLINE_S, order.deadline_s + ANSWER_SLACK_S)
+        self._handed_over.add(order.name)
         try:
             await self._client.ended(order.name, deadline_s)
         except RequestFailed as error:
@@ -114,3 +139,5 @@ class PrefillWorker:
             await self._client.abort(order.name, error.message)
         except DaemonGone:
             pass
+        finally:
+            self._handed_over.discard(order.name)

@@ -62,6 +62,10 @@ class HandshakeFailed(Exception):
     """The daemon refused the worker, or could not be reached in time."""
 
 
+class DaemonAbsent(HandshakeFailed):
+    """No daemon was there in time, or it was about to go."""
+
+
 class Admitted(NamedTuple):
     matched_tokens: int  # readable or arriving for someone else; a multiple of the page size
     pages: tuple[int, ...]  # ids of all prompt pages in order, the partial one too

@@ -20,6 +20,7 @@ from kvferry.workers.decode import DecodeWorker
 from kvferry.workers.engine_service import MAX_MESSAGE_BYTES, EngineService
 from kvferry.workers.jobs import Jobs
 from kvferry.workers.orders import Bounds
+from kvferry.workers.pacing import Pace
 from kvferry.workers.prefill import PrefillWorker
 from kvferry.workers.requests import HandshakeFailed
 from kvferry.workers.warm_up import warm_up
@@ -41,6 +42,9 @@ class WorkerConfig(NamedTuple):
     grace_s: float  # for running requests after SIGTERM
     connect_deadline_s: float
     warmups: int = 0  # requests of its own before it is ready
+    max_running: int = 0  # decode: requests with the daemon at a time; 0: any number
+    stream_interval: int = 1  # tokens of a reply that travel together, behind the first
+    make_pace: Callable[[DaemonClient], Pace] | None = None  # of an engine whose time is modelled
 
 
 async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Compute]) -> int:
@@ -70,7 +74,8 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
             vocabulary=compute.vocabulary,
             page_size=client.geometry.page_size,
         )
-        service = EngineService(describe(config, client, bounds.max_tokens), bounds, worker, jobs)
+        description = describe(config, client, bounds.max_tokens)
+        service = EngineService(description, bounds, worker, jobs, stream_interval=config.stream_interval)
         stopped = asyncio.create_task(stop.wait())
         ends: set[asyncio.Future[Any]] = {stopped, client.gone}
         if config.warmups:
@@ -81,8 +86,7 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await serving.enter_graceful_shutdown()
             await jobs.drain(config.grace_s if not client.gone.done() else 0)
-            if isinstance(worker, PrefillWorker):
-                await worker.close()
+            await worker.close()
             await serving.server.stop(5)
         stopped.cancel()
     finally:
@@ -143,9 +147,12 @@ async def _until(ends: set[asyncio.Future[Any]], work: Coroutine[Any, Any, None]
 def _worker(
     config: WorkerConfig, client: DaemonClient, compute: Compute, thread: ComputeThread
 ) -> PrefillWorker | DecodeWorker:
+    pace = None if config.make_pace is None else config.make_pace(client)
     if config.role == common_pb2.ROLE_PREFILL:
-        return PrefillWorker(client, compute, thread, chunk_tokens=config.chunk_tokens)
-    return DecodeWorker(client, compute, thread, chunk_tokens=config.chunk_tokens)
+        return PrefillWorker(client, compute, thread, chunk_tokens=config.chunk_tokens, pace=pace)
+    return DecodeWorker(
+        client, compute, thread, chunk_tokens=config.chunk_tokens, max_running=config.max_running, pace=pace
+    )
 
 
 class _Serving(NamedTuple):

@@ -11,7 +11,7 @@ import grpc.aio
 
 from kvferry.proto import worker_pb2
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
-from kvferry.workers.requests import HandshakeFailed
+from kvferry.workers.requests import DaemonAbsent, HandshakeFailed
 
 PROTOCOL = 1
 MAX_UNSENT_MESSAGES = 8192
@@ -52,7 +52,8 @@ async def read_welcome(call: Call) -> worker_pb2.Welcome:
     try:
         event = await call.read()
     except grpc.aio.AioRpcError as error:
-        raise HandshakeFailed(f"the daemon refused the worker: {error.code().name}: {error.details()}") from None
+        kind = DaemonAbsent if error.code() is grpc.StatusCode.UNAVAILABLE else HandshakeFailed
+        raise kind(f"the daemon refused the worker: {error.code().name}: {error.details()}") from None
     if not isinstance(event, worker_pb2.WorkerEvent):
         raise HandshakeFailed(f"the daemon refused the worker: {(await call.code()).name}: {await call.details()}")
     if event.WhichOneof("kind") != "welcome":

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvferry.workers.rank_pools import RankPools
 from kvferry.workers.sampling import Sampling
 
 VOCABULARY = 32_000
+KEPT_BYTES = 128 << 20  # of contents that are kept for the next comparison, instead of being made once more
 Bytes = NDArray[np.uint8]
 
 
@@ -40,6 +42,18 @@ def page_content(digest: bytes, page_bytes: int) -> Bytes:
     counter[2:] = words[2:]
     stream = np.random.Philox(key=words[:2], counter=counter)
     return stream.random_raw(-(-page_bytes // 8)).view(np.uint8)[:page_bytes]
+
+
+def kept_contents(page_bytes: int) -> Callable[[bytes], Bytes]:
+    """`page_content` of pages of this size, read-only; the latest are kept."""
+
+    @lru_cache(maxsize=KEPT_BYTES // page_bytes)
+    def content(digest: bytes) -> Bytes:
+        made = page_content(digest, page_bytes)
+        made.setflags(write=False)
+        return made
+
+    return content
 
 
 def arrived_tail(tail_digest: bytes, tokens: int, geometry: KVGeometry) -> Bytes:
@@ -63,6 +77,7 @@ class SyntheticCompute:
     def __init__(self, pools: RankPools, simulated: SimulatedTime) -> None:
         self._pools = pools
         self._simulated = simulated
+        self._content = kept_contents(pools.geometry.page_bytes)
 
     @property
     def vocabulary(self) -> int:
@@ -77,7 +92,9 @@ class SyntheticCompute:
         shared_tokens: int,
         asked: Prompt | None = None,
     ) -> SyntheticSequence:
-        return SyntheticSequence(self._pools, self._simulated, prompt, list(pages), shared_tokens, asked or prompt)
+        return SyntheticSequence(
+            self._pools, self._simulated, self._content, prompt, list(pages), shared_tokens, asked or prompt
+        )
 
 
 class SyntheticSequence:
@@ -88,6 +105,7 @@ class SyntheticSequence:
         self,
         pools: RankPools,
         simulated: SimulatedTime,
+        content: Callable[[bytes], Bytes],
         prompt: Prompt,
         pages: list[int],
         shared_tokens: int,
@@ -96,6 +114,7 @@ class SyntheticSequence:
         self._pools = pools
         self._geometry = geometry = pools.geometry
         self._simulated = simulated
+        self._content = content
         self._prompt = prompt
         self._asked = asked
         self._pages = pages
@@ -165,7 +184,7 @@ class SyntheticSequence:
 
     def _store_full(self, index: int) -> None:
         assert index == self._stored_pages, f"page {index} of the request after {self._stored_pages}"
-        self._store(index, page_content(self._digest(index), self._geometry.page_bytes))
+        self._store(index, self._content(self._digest(index)))
         self._stored_pages += 1
 
     def _store(self, index: int, content: Bytes) -> None:
@@ -174,7 +193,7 @@ class SyntheticSequence:
 
     def _check(self) -> None:
         for index in range(self._stored_pages):
-            self._check_page(index, page_content(self._digest(index), self._geometry.page_bytes), "its digest")
+            self._check_page(index, self._content(self._digest(index)), "its digest")
         if self._tail is not None:
             self._check_page(self._full_pages, self._tail, "the prompt's tail")
 

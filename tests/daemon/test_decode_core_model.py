@@ -43,6 +43,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.prompts: dict[Name, tuple[list[bytes], bytes, int]] = {}  # full digests, tail digest, tokens
         self.content: dict[int, bytes] = {}  # page -> digest of what was copied to it
         self.local: set[Name] = set()
+        self.unfilled: set[Name] = set()  # their workers hold pages themselves that they have not filled in the pool
         self.transfers: dict[int, tuple[Name, int, tuple[int, ...]]] = {}
         self.stopping: list[int] = []
         self.arrived: dict[int, int] = {}
@@ -87,6 +88,8 @@ class CoreMachine(RuleBasedStateMachine):
                 if isinstance(effect, StartTransfer):
                     name = Name(effect.ask.name.request_id, effect.ask.name.attempt)
                     assert effect.ask.first_page * PAGE >= 0
+                    lease = self.core.leases[name]
+                    assert effect.ask.promised_tokens == max(lease.matched, lease.held_pages) * PAGE
                     assert len(effect.page_ids) == effect.ask.pages
                     self.transfers[effect.ask.transfer] = (name, effect.ask.first_page, effect.page_ids)
                     self.arrived[effect.ask.transfer] = 0
@@ -121,7 +124,10 @@ class CoreMachine(RuleBasedStateMachine):
                 want = [*digests, tail] if tail else digests
                 for index in range(message.local_tokens // PAGE, len(want)):
                     self.content[message.pages[index]] = want[index]
+            elif self.core.leases[name].held_pages * PAGE > message.matched_tokens:
+                self.unfilled.add(name)
         elif kind == "ready":
+            assert name not in self.unfilled, "ready before the worker had filled its own pages"
             digests, tail, _ = self.prompts[name]
             want = [*digests, tail] if tail else digests
             assert [self.content.get(p) for p in self.pages[name]] == want, "a wrong byte would be read"
@@ -143,6 +149,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.ready.pop(name, None)
         self.growing.discard(name)
         self.retracting.discard(name)
+        self.unfilled.discard(name)
 
     def names(self, worker: int | None = None) -> list[Name]:
         leases = self.core.leases.values()
@@ -159,6 +166,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         warmup=st.sampled_from([False, False, False, True]),
         namespace=st.sampled_from([NAMESPACES[0], *NAMESPACES]),
+        held=st.sampled_from([0, 0, 1, 2, 5]),
     )
     def admit(
         self,
@@ -170,6 +178,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority: int,
         warmup: bool,
         namespace: bytes,
+        held: int = 0,
     ) -> None:
         tokens = len(symbols) * PAGE + tail
         if tokens == 0 or worker not in self.workers:
@@ -190,6 +199,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_new_tokens=new,
             priority=priority,
             warmup=warmup,
+            held_tokens=min(held, len(symbols)) * PAGE,
         )
         self.namespace_of[name] = namespace
         try:
@@ -205,15 +215,18 @@ class CoreMachine(RuleBasedStateMachine):
         prefill=st.sampled_from(["p", "q", ""]),
         namespace=st.sampled_from(NAMESPACES),
         copies_end=st.sampled_from([True, True, True, False]),
+        held=st.sampled_from([0, 0, 2, 5]),
     )
     def whole_request(
-        self, symbols: list[int], output: int, worker: int, prefill: str, namespace: bytes, copies_end: bool
+        self, symbols: list[int], output: int, worker: int, prefill: str, namespace: bytes, copies_end: bool, held: int
     ) -> None:
         """From admission to its end, as far as it comes: this fills the cache."""
         before = set(self.prompts)
-        self.admit(symbols, 1, output, worker, prefill, 0, False, namespace)
+        self.admit(symbols, 1, output, worker, prefill, 0, False, namespace, held)
         fresh = set(self.prompts) - before
         for _ in range(8):
+            for name in sorted(fresh & self.unfilled):
+                self.fill_own(name)
             for number in range(len(self.copies)) if copies_end else ():
                 del number
                 self.end_copy(0, [])
@@ -303,6 +316,27 @@ class CoreMachine(RuleBasedStateMachine):
         if upto == len(pages) and pages:
             del self.transfers[transfer]
             self.core.transfer_completed(transfer, self.now)
+        self.run_effects()
+
+    def unfilled_there(self) -> list[Name]:
+        return sorted(name for name in self.unfilled if self.core.leases[name].worker in self.workers)
+
+    @precondition(lambda self: self.unfilled_there())
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        self.fill_own(data.draw(st.sampled_from(self.unfilled_there())))
+
+    def fill_own(self, name: Name) -> None:
+        """What the worker holds itself goes into the pool's pages."""
+        lease = self.core.leases[name]
+        if lease.state is not LeaseState.FILLING or lease.worker not in self.workers:
+            return
+        self.unfilled.discard(name)
+        digests, _, _ = self.prompts[name]
+        for index in range(lease.matched, lease.held_pages):
+            assert self.core.store.pool.state(lease.pages[index]) in (PageState.LEASED, PageState.ARRIVING)
+            self.content[lease.pages[index]] = digests[index]
+        self.core.filled(lease.worker, name, lease.held_pages * PAGE, self.now)
         self.run_effects()
 
     @precondition(lambda self: self.stopping)

@@ -497,7 +497,7 @@ class PrefillMachine(RuleBasedStateMachine):
         in_tree = counts.cached + counts.spilling + counts.restoring + counts.arriving
         assert counts.free + in_tree + len(private) == PAGES
         unasked = sum(prompt.hold.wanted for entry, prompt in held if not entry.asked)
-        assert core._supply._unasked_pages == unasked == sum(prompt.unasked for _, prompt in prompts)
+        assert core._supply.unasked_pages == unasked == sum(prompt.unasked for _, prompt in prompts)
         assert unasked <= PAGES // 2, "what nobody asked for holds more than half of the pool"
         waiting = [entry for entry, prompt in prompts if prompt.hold.lock is None]
         assert len(waiting) == core.waiting_requests
@@ -550,7 +550,7 @@ class PrefillMachine(RuleBasedStateMachine):
         store.flush(store.namespaces.values())
         assert store.pool.free == PAGES, "pages leaked"
         assert store.host is None or store.host.free == store.host.pages, "host pages leaked"
-        assert self.core.active_transfers == self.core.waiting_requests == self.core._supply._unasked_pages == 0
+        assert self.core.active_transfers == self.core.waiting_requests == self.core._supply.unasked_pages == 0
         counters = self.core.transfer_counters
         assert counters.opened == counters.completed + counters.failed + counters.aborted
 

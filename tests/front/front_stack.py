@@ -77,6 +77,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         self.free_pages = 1_000_000
         self.prefills: list[engine_pb2.PrefillRequest] = []
         self.decodes: list[engine_pb2.DecodeRequest] = []
+        self.aborts: list[common_pb2.RequestName] = []
         self.lookups = 0
         self.cancelled = 0
         self.running = 0
@@ -126,6 +127,10 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
             met.set_result(None)
         return engine_pb2.PrefillReply(chunk_ends=[len(request.tokens)])
 
+    async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> engine_pb2.AbortReply:
+        self.aborts.append(request.name)
+        return engine_pb2.AbortReply()
+
     async def Decode(self, request: engine_pb2.DecodeRequest, context: Any) -> None:
         self.decodes.append(request)
         self.running += 1
@@ -143,7 +148,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         matched = self.matched_pages(chain_digests(prompt, page_size=PAGE_SIZE, parent=root_digest()).tobytes())
         delta = -(-len(prompt) // PAGE_SIZE) - matched
         if request.prefill:
-            await self.meeting.of(request.name.request_id)
+            await asyncio.shield(self.meeting.of(request.name.request_id))
         self.moved_pages += delta
         self.saved_pages += matched
         started = engine_pb2.Started(

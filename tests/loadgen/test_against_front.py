@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -114,13 +115,63 @@ def test_a_failure_inside_a_stream(stack: Stack, capsys: pytest.CaptureFixture[s
 def test_table(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     assert loadgen("--url", stack.url, "--stats", stack.decode[0].address, *SMALL) == 0
     out = capsys.readouterr().out
-    for words in ("time to first token", "inter-token latency", "request latency", "bytes moved", "bytes saved", "p90"):
+    for words in (
+        "time to first token",
+        "inter-token latency",
+        "request latency",
+        "bytes moved",
+        "bytes saved",
+        "p90",
+        "hit, host",
+    ):
         assert words in out
+
+
+def test_warm_up_is_in_none_of_the_numbers(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(stack, capsys, *SMALL, "--warm-up", "1")
+    assert (report["requests"], report["setup"]["warm_up_requests"]) == (6, 3)
+    finished = sum(len(server.decodes) for server in stack.decode)
+    assert finished == 9
+    assert report["cached_tokens"] == report["daemons"]["saved_pages"] * PAGE_SIZE
+
+
+def test_an_open_loop_counts_from_the_intended_start(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    """One request at a time, all meant to start within a millisecond: the last one has waited for the others."""
+    words = ("--conversations", "6", "--turns", "1", "--rate", "5000", "--concurrency", "1", "--user-words", "4")
+    report = report_of(stack, capsys, *words, "--goodput", "latency:100000", "--arrivals", "constant")
+    assert report["requests"] == report["goodput"]["requests"] == 6
+    assert report["late_ms"]["max"] > 0.8 * sum([report["latency_ms"]["max"] / 6] * 5)
+    assert report["latency_ms"]["max"] == pytest.approx(1000 * report["duration_s"], rel=0.2)
+    assert report["ttft_ms"]["max"] > report["late_ms"]["max"]
+
+
+def test_clients_and_active_conversations(stack: Stack, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With one client and three conversations open, the turns of the three are mixed."""
+    path = tmp_path / "requests.jsonl"
+    report_of(stack, capsys, *SMALL, "--concurrency", "1", "--active", "3", "--jsonl", str(path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["turn"] for line in lines] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    starts, ends = [line["start_s"] for line in lines], [line["start_s"] + line["latency_s"] for line in lines]
+    assert all(start >= end for start, end in zip(starts[1:], ends, strict=False))
+
+
+def test_files_and_comparison(stack: Stack, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        report_of(stack, capsys, *SMALL, "--json", str(tmp_path / f"{name}.json"), "--csv", str(tmp_path / "x.csv"))
+    report_of(stack, capsys, *SMALL, "--json", str(tmp_path / "a.json"), "--goodput", "ttft:60000")
+    assert loadgen("--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")) == 0
+    out = capsys.readouterr().out
+    for words in ("goodput, requests/s", "matched tokens", "bytes moved"):  # rows behind one that B has not
+        assert words in out
+    for words in ("requests/s", "B / A", "time to first token, p99", "1.00x"):
+        assert words in out
+    assert loadgen("--compare", str(tmp_path / "a.json"), str(tmp_path / "x.csv")) == 1
+    assert "x.csv: not a report" in capsys.readouterr().err
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert loadgen("--url", "http://127.0.0.1:9", "--conversations", "1") == 1
-    assert "kvferry loadgen: /v1/models: ConnectError" in capsys.readouterr().err
+    assert "kvferry loadgen: /v1/models: ClientConnectorError" in capsys.readouterr().err
 
 
 def test_no_daemon(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,8 +182,11 @@ def test_no_daemon(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--turns", "0"), "must be a whole number >= 1, got '0'"),
-        (("--system-words", "-1"), "must be a whole number >= 0, got '-1'"),
+        (("--conversations", "0"), "must be a whole number >= 1, got '0'"),
+        (("--system-words", "-1"), "value must be >= 0, got -1 (in '-1')"),
+        (("--goodput", "p99:3"), "must name ttft, itl, latency, got 'p99:3'"),
+        (("--header", "x"), "must be NAME:VALUE, got 'x'"),
+        (("--extra", "[1]"), "must be a JSON object, got '[1]'"),
         (("--timeout", "0"), "must be > 0, got '0'"),
         (("--temperature", "nan"), "must be a number >= 0, got 'nan'"),
     ],

@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAPPED = {"package/kvferry": "kvferry"} | {
-    folder: f"kvferry/{folder}" for folder in ("proto", "radix", "transfer", "daemon", "workers", "loadgen")
+    folder: f"kvferry/{folder}"
+    for folder in ("proto", "radix", "transfer", "daemon", "workers", "loadgen", "connectors")
 }
 NO_INDEX = ("No matching distribution found", "Could not find a version that satisfies", "Max retries exceeded")
 LIMIT_S = 200

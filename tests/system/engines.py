@@ -147,3 +147,19 @@ def settled(replica: Replica, seconds: float = 10.0) -> cache_pb2.SideStats:
         if time.monotonic() > deadline:
             raise AssertionError(f"still held after {seconds} s:\n{side}")
         threading.Event().wait(0.05)
+
+
+def courier_pids(daemon: int) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/cmdline", "rb") as line, open(f"/proc/{entry}/stat") as stat:
+                    if (
+                        b"kvferry.transfer.courier" in line.read()
+                        and int(stat.read().rsplit(")", 1)[1].split()[1]) == daemon
+                    ):
+                        found.append(int(entry))
+            except (OSError, ValueError):
+                continue
+    return found

@@ -10,7 +10,7 @@ import time
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, Turn, settled, stats
+from engines import OPTIONS, Engines, Turn, courier_pids, settled, stats
 
 from kvferry.daemon.stack import Stack, StackError
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas
@@ -157,22 +157,6 @@ def test_client_that_leaves_aborts_both_halves(stack: Stack) -> None:
 def describe(replica: Replica) -> engine_pb2.DescribeReply:
     with grpc.insecure_channel(replica.worker_address, OPTIONS) as channel:
         return EngineStub(channel).Describe(engine_pb2.DescribeRequest(), timeout=5)
-
-
-def courier_pids(daemon: int) -> list[int]:
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/cmdline", "rb") as line, open(f"/proc/{entry}/stat") as stat:
-                    if (
-                        b"kvferry.transfer.courier" in line.read()
-                        and int(stat.read().rsplit(")", 1)[1].split()[1]) == daemon
-                    ):
-                        found.append(int(entry))
-            except (OSError, ValueError):
-                continue
-    return found
 
 
 def test_a_silent_prefill_daemon_costs_its_requests_only(stack: Stack) -> None:

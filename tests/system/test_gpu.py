@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 from engines import Engines, settled
-from test_ranks import PAGE, Case, check_transfers, ids, spec_of
+from test_ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
 
 from kvferry._core import GpuUnavailable, gpu_device_count
 from kvferry.daemon.stack import Stack
@@ -52,25 +52,7 @@ def test_chats_over_both_tiers(stack: Stack, name: str) -> None:
     """Pools smaller than the chats: pages are spilled and restored all the time, and every byte is checked."""
     prefill, decode, case = SYSTEMS[name]
     prefills, decodes = start_replicas(stack, on(spec_of(case), prefill, decode))
-    rng = random.Random(1)
-    histories = [ids(rng, 90) for _ in range(8)]
-    left, pages = [0] * len(histories), 0
-    with Engines(prefills[0], decodes[0]) as engines:
-        for _ in range(2):
-            for i, history in enumerate(histories):
-                turn = engines.turn(history, 20)
-                assert turn.error is None, turn.details
-                assert turn.matched == left[i] // PAGE * PAGE
-                pages += turn.delta_pages
-                left[i] = len(history) + 19
-                histories[i] = history + turn.output + ids(rng, 30)
-        together = engines.turns([ids(rng, 100) for _ in range(6)], 3)
-        assert [turn.details for turn in together if turn.error] == []
-        pages += sum(turn.delta_pages for turn in together)
-    for side in (settled(decodes[0]), settled(prefills[0])):
-        check_transfers(side, pages, case.page_bytes(case.decode))
-        assert side.tiers.restored_pages > 0
-        assert side.tiers.mismatched_pages == side.tiers.restore_failed_pages == side.tiers.spill_failed_pages == 0
+    chat_over_both_tiers(prefills[0], decodes[0], case)
 
 
 def test_the_pool_outlives_its_workers(stack: Stack) -> None:

@@ -10,7 +10,7 @@ import pytest
 from engines import Engines, settled, stats
 
 from kvferry.daemon.stack import Stack, StackError
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.system import Replica, SystemSpec, start_replicas
 from kvferry.proto.cache_pb2 import SideStats
 
 PAGE = 16
@@ -82,11 +82,21 @@ def spec_of(case: Case, decode_pages: int = 40) -> SystemSpec:
 def test_chats_between_ranks_over_both_tiers(stack: Stack, case: Case) -> None:
     """Each turn moves only its delta, pools smaller than the chats lose nothing, and bytes are counted over ranks."""
     prefills, decodes = start_replicas(stack, spec_of(case))
+    prefill, decode = chat_over_both_tiers(prefills[0], decodes[0], case)
+    for side in (decode, prefill):
+        assert side.host.page_bytes == case.row_bytes
+        assert [(peer.slots, peer.free_credits) for peer in side.peers] == [(SLOTS * case.decode, SLOTS * case.decode)]
+    assert (decode.pool.pages, decode.pool.page_bytes) == (40, case.page_bytes(case.decode))
+    assert (prefill.pool.pages, prefill.pool.page_bytes) == (40, case.page_bytes(case.prefill))
+
+
+def chat_over_both_tiers(prefill: Replica, decode: Replica, case: Case) -> tuple[SideStats, SideStats]:
+    """Chats that pools of `spec_of` cannot hold; what they moved, spilled and restored. Both sides' statistics."""
     rng = random.Random(1)
     histories = [ids(rng, 90) for _ in range(8)]
     left = [0] * len(histories)
     pages = 0
-    with Engines(prefills[0], decodes[0]) as engines:
+    with Engines(prefill, decode) as engines:
         for _ in range(2):
             for i, history in enumerate(histories):
                 turn = engines.turn(history, 20)
@@ -100,15 +110,12 @@ def test_chats_between_ranks_over_both_tiers(stack: Stack, case: Case) -> None:
         together = engines.turns([ids(rng, 100) for _ in range(6)], 3)  # transfers take turns on every lane
         assert [turn.details for turn in together if turn.error] == []
         pages += sum(turn.delta_pages for turn in together)
-    decode, prefill = settled(decodes[0]), settled(prefills[0])
-    for side in (decode, prefill):
+    sides = settled(prefill), settled(decode)
+    for side in sides:
         check_transfers(side, pages, case.page_bytes(case.decode))
         assert side.tiers.restored_pages > 0
         assert side.tiers.mismatched_pages == side.tiers.restore_failed_pages == side.tiers.spill_failed_pages == 0
-        assert side.host.page_bytes == case.row_bytes
-        assert [(peer.slots, peer.free_credits) for peer in side.peers] == [(SLOTS * case.decode, SLOTS * case.decode)]
-    assert (decode.pool.pages, decode.pool.page_bytes) == (40, case.page_bytes(case.decode))
-    assert (prefill.pool.pages, prefill.pool.page_bytes) == (40, case.page_bytes(case.prefill))
+    return sides
 
 
 def check_transfers(side: SideStats, pages: int, page_bytes: int) -> None:

@@ -70,15 +70,22 @@ def test_a_full_hit_sends_no_page(stack: Stack) -> None:
 
 
 def test_pages_larger_than_a_slot_travel_in_parts(stack: Stack) -> None:
-    spec = SystemSpec(page_size=PAGE, decode_flags=["--slot-bytes", "4096"], prefill_flags=["--slot-bytes", "5000"])
+    spec = SystemSpec(
+        page_size=PAGE,
+        decode_flags=["--slot-bytes", "5000"],
+        prefill_flags=["--slot-bytes", "6000"],
+        worker_flags=["--synthetic-kv-heads", "2"],
+    )
     prefills, decodes = start_replicas(stack, spec)
     with Engines(prefills[0], decodes[0]) as engines:
         turn = engines.turn(ids(random.Random(3), 100), 3)
         assert turn.error is None, turn.details
     decode = settled(decodes[0])
     assert decode.transfers.delta_pages == 7
-    assert decode.transfers.parts == 8  # 7 x 4096 bytes in slots of 4096 - 64
-    assert decode.transfers.wire_bytes == 7 * 4096 + 8 * 64
+    payload = (5000 + 256 - 64) // 16 * 16  # a slot has room for its header, and parts are multiples of 16 bytes
+    parts = -(-7 * 8192 // payload)
+    assert decode.transfers.parts == parts == 12
+    assert decode.transfers.wire_bytes == 7 * 8192 + parts * 64
 
 
 def test_more_requests_than_slots_and_small_pools(stack: Stack) -> None:

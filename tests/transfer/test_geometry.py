@@ -97,6 +97,8 @@ OTHER: dict[str, object] = {
     "digest_algorithm": "blake3_cbor",
     "root_digest": bytes([1]) * 32,
     "tenant_salt_digest": bytes([2]) * 32,
+    "engine_layout": "vllm cpu, blocks of 8",
+    "digest_tokens": 8,
 }
 OTHER_GEOMETRY: dict[str, object] = {
     "layers": 4,
@@ -166,3 +168,18 @@ def test_text_does_not_leak_from_one_field_into_the_next() -> None:
 def test_unusable_facts_are_named(field: str, value: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(FACTS, **{field: value})  # type: ignore[arg-type]
+
+
+def test_what_was_added_later_leaves_older_ids_as_they_were() -> None:
+    assert FACTS.id.hex() == "32fddf148d71b8dec6fd57268f02117824a75d04fdedb08a04a4c86cadf6bb0f"
+
+
+def test_a_layout_of_an_engine_has_a_name() -> None:
+    geometry = dataclasses.replace(GEOMETRY, layout=Layout.ENGINE)
+    with pytest.raises(ValueError, match=r"engine_layout has 0 characters; with layout ENGINE it must have 1 to 512"):
+        dataclasses.replace(FACTS, geometry=geometry)
+
+
+def test_digests_of_a_part_of_a_page_divide_it() -> None:
+    with pytest.raises(ValueError, match=r"digest_tokens is 6; it must divide the page size, 16"):
+        dataclasses.replace(FACTS, digest_tokens=6)

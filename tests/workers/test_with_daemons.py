@@ -235,6 +235,26 @@ def test_a_prefill_call_that_is_cancelled_frees_its_pages_at_once(addresses: Add
     run(addresses, scenario)
 
 
+def test_a_prompt_that_was_handed_over_is_let_go_when_nobody_wants_it(addresses: Addresses) -> None:
+    """The deadline is far: only the Abort can free its pages."""
+
+    async def scenario(engines: Engines) -> None:
+        order = engine_pb2.PrefillRequest(name=name(), tokens=list(range(200)), deadline_ms=600_000)
+        await engines.prefill.Prefill(order)
+        assert (await engines.sides())[0].pool.locks == 1
+        for _ in range(2):
+            await engines.prefill.Abort(engine_pb2.AbortRequest(name=order.name))
+        await engines.until_nothing_is_held()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await engines.prefill.Abort(engine_pb2.AbortRequest())
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await engines.decode.Abort(engine_pb2.AbortRequest(name=order.name))
+        assert error.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+    run(addresses, scenario)
+
+
 def test_a_prefill_call_that_is_cancelled_while_it_waits_for_pages(addresses: Addresses) -> None:
     async def scenario(engines: Engines) -> None:
         # of more than half the pool: it waits until a decode daemon asks for it, and none does

@@ -1,0 +1,169 @@
+"""A whole system of synthetic engines on this machine, load on it, and its report in the model's time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import grpc
+
+from kvferry.daemon.stack import Process, Stack
+from kvferry.daemon.stats_main import fetch
+from kvferry.daemon.system import SystemSpec, start_system
+from kvferry.loadgen.files import read_report
+from kvferry.loadgen.report import Distribution, Goodput, Report
+from kvferry.proto import cache_pb2 as cache
+from kvferry.proto import common_pb2 as common
+
+HERE = Path(__file__).parent
+NO_PROXY = [("grpc.enable_http_proxy", 0)]
+PATIENCE = "3600"  # seconds: what waits here waits for its turn, not for what is broken
+HEAD_ROOM = 1.02  # of prefill pools
+
+
+class RigError(RuntimeError):
+    """A run that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Pools in pages; a page has `page_bytes` here, whatever it stands for."""
+
+    decode_pages: int
+    prefill_pages: int
+    engine: Path | None  # None: as fast as it goes
+    clock: float = 1.0
+    prefills: int = 1
+    decodes: int = 1
+    page_size: int = 64
+    page_bytes: int = 4096
+    reuse: str = "on"
+    host_pages: int = 0
+    max_running: int = 0
+    stream_interval: int = 8
+    chunk_tokens: int = 8192
+    local_prefill_max_tokens: int = 0
+    policy: str = "lru"
+    ucx_ports: str = "25000-25255"
+    decode_flags: Sequence[str] = field(default=())
+
+    def spec(self, shm: str) -> SystemSpec:
+        head_dim, rest = divmod(self.page_bytes, self.page_size * 2 * 2)  # one layer, K and V, one head of float16
+        if rest or not head_dim:
+            raise RigError(f"page_bytes is {self.page_bytes}; it must be a multiple of {4 * self.page_size}")
+        daemon = ["--shm-dir", shm, "--slots", "4", "--slot-bytes", "4MiB", "--ucx-ports", self.ucx_ports]
+        daemon += ["--peer-lost-seconds", "60"]  # a machine that stands still for a while is no dead peer
+        daemon += ["--admission-seconds", PATIENCE, "--transfer-seconds", PATIENCE, "--log-level", "warning"]
+        host = ["--host-bytes", str(self.host_pages * self.page_bytes)] if self.host_pages else []
+        worker = ["--synthetic-layers", "1", "--synthetic-kv-heads", "1", "--synthetic-head-dim", str(head_dim)]
+        worker += ["--dtype", "float16"]
+        if self.engine is not None:
+            worker += ["--engine-model", str(self.engine), "--clock", str(self.clock)]
+        worker += ["--chunk-tokens", str(self.chunk_tokens), "--grace", "5"]
+        decode_worker = ["--stream-interval", str(self.stream_interval), "--max-running", str(self.max_running)]
+        decode_worker += ["--local-prefill-max-tokens", str(self.local_prefill_max_tokens)]
+        return SystemSpec(
+            prefills=self.prefills,
+            decodes=self.decodes,
+            page_size=self.page_size,
+            decode_pool_bytes=self.decode_pages * self.page_bytes,
+            prefill_pool_bytes=self.prefill_pages * self.page_bytes,
+            decode_flags=[*daemon, *host, "--reuse", self.reuse, "--policy", self.policy, *self.decode_flags],
+            prefill_flags=daemon,
+            worker_flags=worker,
+            decode_worker_flags=decode_worker,
+            front_flags=["--first-token-seconds", PATIENCE, "--next-token-seconds", PATIENCE],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`report` is in the model's time."""
+
+    setup: Setup
+    report: Report
+    decode: cache.SideStats
+    prefill: cache.SideStats
+    engine_log: tuple[str, ...]  # what the workers said at their end
+
+    @property
+    def hit_share(self) -> float:
+        requests = self.decode.requests
+        return requests.hit_tokens / requests.queried_tokens if requests.queried_tokens else 0.0
+
+
+def run(setup: Setup, load: Sequence[str], *, limit_s: float = 3600.0) -> Run:
+    """`load`: flags of `kvferry loadgen`. Raises RigError where a request fails or pages do not add up."""
+    shm = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(prefix="kvferry-e2e-", dir=shm) as folder, Stack() as stack:
+        system = start_system(stack, setup.spec(folder))
+        report = drive(system.url, [*_stats(system.decodes), *load], limit_s)
+        decode = _side(system.decodes[0].daemon_address, common.ROLE_DECODE)
+        prefill = _side(system.prefills[0].daemon_address, common.ROLE_PREFILL)
+        log = _last_words(stack, [replica.worker for replica in (*system.decodes, *system.prefills)])
+    pool = decode.pool
+    states = (pool.free, pool.leased, pool.arriving, pool.cached, pool.spilling, pool.restoring, pool.orphaned)
+    if sum(states) != pool.pages:
+        raise RigError(f"the decode pool's states {states} do not sum to its {pool.pages} pages")
+    return Run(setup, in_model_time(report, setup.clock), decode, prefill, log)
+
+
+def drive(url: str, load: Sequence[str], limit_s: float) -> Report:
+    """The load generator in a process of its own. Raises RigError where a request failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        words = ["loadgen", "--url", url, "--timeout", PATIENCE, "--json", str(path), *load]
+        done = subprocess.run(
+            [sys.executable, "-m", "kvferry", *words], stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False
+        )
+        if not path.exists():
+            raise RigError(f"the load ended with {done.returncode}: {done.stdout[-2000:]}")
+        report = read_report(path)
+    if not report.ok:
+        raise RigError(f"{report.failed} of {report.requests} requests failed: {report.errors}")
+    return report
+
+
+def in_model_time(report: Report, clock: float) -> Report:
+    """A report of a run whose waits were `clock` times shorter."""
+    changes: dict[str, object] = {"duration_s": report.duration_s * clock}
+    for entry in fields(Report):
+        value = getattr(report, entry.name)
+        if entry.name.endswith("_per_s"):
+            changes[entry.name] = value / clock
+        elif entry.name.endswith("_ms") and isinstance(value, Distribution):
+            changes[entry.name] = _scaled(value, clock)
+    changes["ttft_by_turn_ms"] = tuple(_scaled(turn, clock) for turn in report.ttft_by_turn_ms)
+    if report.goodput is not None:
+        goodput = report.goodput
+        changes["goodput"] = Goodput(goodput.target, goodput.requests, goodput.requests_per_s / clock)
+    return replace(report, **changes)  # type: ignore[arg-type]
+
+
+def _scaled(values: Distribution, factor: float) -> Distribution:
+    scaled = (getattr(values, entry.name) * factor for entry in fields(Distribution)[1:])
+    return Distribution(values.count, *scaled)
+
+
+def _stats(replicas: Iterable[object]) -> list[str]:
+    return [word for replica in replicas for word in ("--stats", replica.daemon_address)]  # type: ignore[attr-defined]
+
+
+def _side(address: str, role: common.Role) -> cache.SideStats:
+    with grpc.insecure_channel(address, NO_PROXY) as channel:
+        return next(side for side in fetch(channel).sides if side.role == role)
+
+
+def _last_words(stack: Stack, workers: Iterable[Process]) -> tuple[str, ...]:
+    words: list[str] = []
+    for worker in workers:
+        stack.stop(worker)
+        lines = Path(worker.log_path).read_text(errors="replace").splitlines()
+        name = worker.name.removesuffix("-worker")
+        words += [f"{name}: {line.partition('INFO ')[2]}" for line in lines if "workers.pacing INFO" in line]
+    return tuple(words)

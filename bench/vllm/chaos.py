@@ -1,0 +1,184 @@
+"""Clients that leave and daemons that die, under load: no wrong token, no hang, nothing leaked.
+
+python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--output bench/results/vllm-chaos.txt]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+
+import httpx
+from chat import Comparison, Messages, Reply, body, new_client, one_server, streamed, user_text
+from cluster import Cluster, Spec, machine
+
+REQUEST_SECONDS = 180.0
+REST_SECONDS = 120.0
+
+
+@dataclass
+class Run:
+    aborts: int
+    restarts: int
+    done: int = 0
+    aborted: int = 0
+    restarted: int = 0
+    refused: list[str] = field(default_factory=list)
+    comparison: Comparison = field(default_factory=Comparison)
+
+    @property
+    def over(self) -> bool:
+        return self.aborted >= self.aborts and self.restarted >= self.restarts
+
+
+def prompts(conversations: int, turns: int) -> list[Messages]:
+    """Each a beginning of a chat; those of one chat share what they begin with."""
+    made = []
+    for conversation in range(conversations):
+        messages: Messages = []
+        for turn in range(turns):
+            messages.append({"role": "user", "content": user_text(conversation, turn, 70)})
+            made.append(list(messages))
+            messages.append({"role": "assistant", "content": user_text(conversation, 100 + turn, 12)})
+    return made
+
+
+async def references(url: str, asked: list[Messages], max_tokens: int) -> list[Reply]:
+    async with new_client() as client:
+        ask = one_server(client, url)
+        limit = asyncio.Semaphore(4)
+
+        async def one(messages: Messages) -> Reply:
+            async with limit:
+                return await ask(messages, max_tokens)
+
+        return list(await asyncio.gather(*(one(messages) for messages in asked)))
+
+
+async def client_loop(
+    run: Run, client: httpx.AsyncClient, url: str, asked: list[Messages], wanted: list[Reply], seed: int, tokens: int
+) -> None:
+    chosen = random.Random(seed)
+    while not run.over:
+        number = chosen.randrange(len(asked))
+        leaves = run.aborted < run.aborts and chosen.random() < 0.6
+        sending = asyncio.create_task(streamed(client, url, body(asked[number], tokens), time.monotonic()))
+        finished, _ = await asyncio.wait({sending}, timeout=chosen.uniform(0.0, 4.0) if leaves else REQUEST_SECONDS)
+        if not finished:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            if leaves:
+                run.aborted += 1
+            else:
+                run.refused.append(f"prompt {number}: no reply within {REQUEST_SECONDS:g} s")
+            continue
+        try:
+            reply = sending.result()
+        except (httpx.HTTPError, RuntimeError) as error:
+            run.refused.append(f"prompt {number}: {type(error).__name__} {error}")
+            continue
+        run.done += 1
+        run.comparison.add(f"request {run.done}, prompt {number}", wanted[number], reply)
+
+
+async def restart_loop(run: Run, cluster: Cluster) -> None:
+    chosen = random.Random(5)
+    for number in range(run.restarts):
+        await asyncio.sleep(chosen.uniform(2.0, 8.0))
+        name = ("decode", "prefill")[number % 2]
+        await asyncio.to_thread(cluster.kill_daemon, name)
+        await asyncio.sleep(chosen.uniform(0.0, 3.0))
+        await asyncio.to_thread(cluster.start_daemon, name)
+        run.restarted += 1
+
+
+async def storm(
+    run: Run, cluster: Cluster, asked: list[Messages], wanted: list[Reply], clients: int, tokens: int
+) -> None:
+    async with new_client() as client:
+        loops = [client_loop(run, client, cluster.front, asked, wanted, seed, tokens) for seed in range(clients)]
+        await asyncio.gather(restart_loop(run, cluster), *loops)
+
+
+def leaks(cluster: Cluster) -> list[str]:
+    """What is still held once everything should be at rest."""
+    deadline = time.monotonic() + REST_SECONDS
+    while True:
+        found = []
+        for name in ("prefill", "decode"):
+            for metric in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+                if value := cluster.metric(name, f"vllm:{metric}"):
+                    found.append(f"{name} engine: {metric} is {value}")
+            side = cluster.stats(name)
+            for part, fields in (
+                ("pool", ("leased", "arriving", "spilling", "restoring", "orphaned", "promised", "locks")),
+                ("requests", ("running", "waiting")),
+                ("transfers", ("active",)),
+            ):
+                for field_name in fields:
+                    if value := getattr(getattr(side, part), field_name):
+                        found.append(f"{name} daemon: {part}.{field_name} is {value}")
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(1.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--aborts", type=int, default=100)
+    parser.add_argument("--restarts", type=int, default=10)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--decode-blocks", type=int, default=64)
+    parser.add_argument("--output", metavar="FILE")
+    args = parser.parse_args()
+    asked = prompts(4, 3)
+    with Cluster(Spec()) as cluster:
+        wanted = asyncio.run(references(cluster.alone().url, asked, args.max_tokens))
+    with Cluster(Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0})) as cluster:
+        cluster.kvferry()
+        lines, failed = run_on(cluster, asked, wanted, args.aborts, args.restarts, args.clients, args.max_tokens)
+    lines.insert(0, f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
+    print("\n".join(lines))
+    if args.output:
+        with open(args.output, "w") as file:
+            file.write("\n".join(lines) + "\n")
+    return 1 if failed else 0
+
+
+def run_on(
+    cluster: Cluster, asked: list[Messages], wanted: list[Reply], aborts: int, restarts: int, clients: int, tokens: int
+) -> tuple[list[str], int]:
+    """The storm on servers that are up: what to tell, and how much was wrong."""
+    run = Run(aborts, restarts)
+    began = time.monotonic()
+    asyncio.run(storm(run, cluster, asked, wanted, clients, tokens))
+    seconds = time.monotonic() - began
+    held = leaks(cluster)
+    after = Comparison()
+    replies = asyncio.run(references(cluster.front, asked, tokens))
+    for number, (want, have) in enumerate(zip(wanted, replies, strict=True)):
+        after.add(f"afterwards, prompt {number}", want, have)
+    received = cluster.stats("decode").transfers.delta_pages
+    held += leaks(cluster)
+    wrong = run.comparison.wrong + after.wrong
+    lines = [
+        f"{run.done} requests finished, {run.aborted} aborted, {run.restarted} daemons killed and started, "
+        f"in {seconds:.0f} s",
+        f"{run.comparison.tokens + after.tokens} tokens compared: {len(wrong)} wrong, "
+        f"{len(run.comparison.ties) + len(after.ties)} at ties; {len(run.refused)} requests failed; "
+        f"{len(held)} leaks; afterwards the decode daemon received {received} pages",
+        *(f"  WRONG: {told}" for told in wrong),
+        *(f"  FAILED: {told}" for told in run.refused),
+        *(f"  LEAK: {told}" for told in held),
+        *(f"  allowed: {told}" for told in run.comparison.ties + after.ties),
+    ]
+    return lines, len(wrong) + len(run.refused) + len(held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

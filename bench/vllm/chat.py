@@ -1,0 +1,205 @@
+"""Multi-turn chats against OpenAI servers: several conversations at a time, turn by turn, streamed and timed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+MODEL_NAME = "smol"
+WORDS = [
+    "ferry",
+    "river",
+    "harbour",
+    "engine",
+    "water",
+    "captain",
+    "bridge",
+    "cargo",
+    "morning",
+    "signal",
+    "anchor",
+    "north",
+    "island",
+    "letter",
+    "copper",
+    "window",
+    "garden",
+    "market",
+    "station",
+    "summer",
+    "winter",
+    "number",
+    "silver",
+    "paper",
+    "story",
+    "music",
+    "colour",
+    "mountain",
+    "valley",
+    "forest",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    text: str
+    logprob: float
+    second: float  # the second best token's log probability
+
+    @property
+    def gap(self) -> float:
+        return self.logprob - self.second
+
+
+@dataclass(slots=True)
+class Reply:
+    text: str = ""
+    ttft_s: float = 0.0
+    seconds: float = 0.0
+    tokens: list[Token] = field(default_factory=list)
+    prompt_tokens: int = 0
+
+
+Messages = list[dict[str, str]]
+Ask = Callable[[Messages, int], Awaitable[Reply]]
+
+
+def user_text(conversation: int, turn: int, words: int) -> str:
+    chosen = random.Random(f"{conversation} {turn}")
+    return f"Chat {conversation}, part {turn}: " + " ".join(chosen.choice(WORDS) for _ in range(words)) + ". Go on."
+
+
+def body(messages: Messages, max_tokens: int, *, logprobs: bool = True) -> dict[str, object]:
+    asked: dict[str, object] = {
+        "model": MODEL_NAME,
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return {**asked, "logprobs": True, "top_logprobs": 2} if logprobs else asked
+
+
+async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object], began: float) -> Reply:
+    """httpx.HTTPError or RuntimeError where the server fails."""
+    reply = Reply()
+    async with client.stream("POST", url + "/v1/chat/completions", json=asked) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{url} answered {response.status_code}: {(await response.aread()).decode()[:300]}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"{url}: {event['error']}")
+            if event.get("usage"):
+                reply.prompt_tokens = event["usage"]["prompt_tokens"]
+            for choice in event["choices"]:
+                text = choice["delta"].get("content")
+                if text and not reply.ttft_s:
+                    reply.ttft_s = time.monotonic() - began
+                reply.text += text or ""
+                for item in (choice.get("logprobs") or {}).get("content") or []:
+                    others = [top["logprob"] for top in item["top_logprobs"] if top["token"] != item["token"]]
+                    reply.tokens.append(Token(item["token"], item["logprob"], max(others, default=-1e9)))
+    reply.seconds = time.monotonic() - began
+    reply.ttft_s = reply.ttft_s or reply.seconds
+    return reply
+
+
+def one_server(client: httpx.AsyncClient, url: str) -> Ask:
+    """A server alone, or a front end."""
+
+    async def ask(messages: Messages, max_tokens: int) -> Reply:
+        return await streamed(client, url, body(messages, max_tokens), time.monotonic())
+
+    return ask
+
+
+def prefill_first(client: httpx.AsyncClient, prefill: str, decode: str) -> Ask:
+    """As vLLM's own proxies do: prefill's answer says where decode finds the KV."""
+
+    async def ask(messages: Messages, max_tokens: int) -> Reply:
+        began = time.monotonic()
+        asked = body(messages, max_tokens)
+        first = {**asked, "max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+        del first["stream_options"]
+        first["kv_transfer_params"] = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+        request_id = {"X-Request-Id": secrets.token_hex(8)}
+        answer = await client.post(prefill + "/v1/chat/completions", json=first, headers=request_id)
+        answer.raise_for_status()
+        asked["kv_transfer_params"] = answer.json()["kv_transfer_params"]
+        return await streamed(client, decode, asked, began)
+
+    return ask
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    conversations: int = 4
+    turns: int = 4
+    user_words: int = 120
+    max_tokens: int = 32
+    concurrency: int = 0  # requests at a time; 0: as many as there are conversations
+
+
+async def chats(ask: Ask, load: Load, replies: Sequence[Sequence[str]] | None = None) -> list[list[Reply]]:
+    """All conversations at once, each turn after the one before. `replies`: what the assistant is said to have
+    answered (so that two runs have the same prompts); without, what it did answer."""
+
+    turn_of = asyncio.Semaphore(load.concurrency or load.conversations)
+
+    async def one(conversation: int) -> list[Reply]:
+        messages: Messages = []
+        got: list[Reply] = []
+        for turn in range(load.turns):
+            messages.append({"role": "user", "content": user_text(conversation, turn, load.user_words)})
+            async with turn_of:
+                reply = await ask(list(messages), load.max_tokens)
+            got.append(reply)
+            said = replies[conversation][turn] if replies is not None else reply.text
+            messages.append({"role": "assistant", "content": said})
+        return got
+
+    return list(await asyncio.gather(*(one(conversation) for conversation in range(load.conversations))))
+
+
+def new_client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=httpx.Timeout(300.0), trust_env=False)
+
+
+@dataclass(slots=True)
+class Comparison:
+    tokens: int = 0
+    ties: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, where: str, reference: Reply, got: Reply, tie: float = 1e-3) -> None:
+        """Token for token; behind a difference nothing can be compared."""
+        for position, (want, have) in enumerate(zip(reference.tokens, got.tokens, strict=False)):
+            self.tokens += 1
+            if want.text == have.text:
+                continue
+            told = (
+                f"{where}, token {position}: {want.text!r} became {have.text!r}; the reference's gap is {want.gap:.2e}"
+            )
+            (self.ties if want.gap < tie else self.wrong).append(told)
+            return
+        if len(reference.tokens) != len(got.tokens):
+            self.wrong.append(f"{where}: {len(reference.tokens)} tokens became {len(got.tokens)}")

@@ -1,0 +1,251 @@
+"""Real vLLM processes on this CPU machine: one alone, a pair joined by vLLM's own NixlConnector, or a pair joined by
+kvferry (two daemons and the front end). Used by the scripts beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import grpc
+import httpx
+
+from kvferry.daemon.stack import Process, Stack
+from kvferry.daemon.stats_main import fetch
+from kvferry.proto import cache_pb2
+from kvferry.workers.smollm import converted_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / "build" / "vllm-venv" / "bin" / "python"))
+MODEL_NAME = "smol"
+START_SECONDS = 600.0
+STOP_SECONDS = 60.0
+BLOCK = 32
+
+
+class ClusterError(RuntimeError):
+    """A process did not come up, or ended when it should not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    decode_blocks: int = 0  # of the decode engine's KV cache; 0: as many as 1 GiB holds
+    prefill_blocks: int = 0
+    max_model_len: int = 1024
+    batch_tokens: int = 512  # of a step: longer prompts are computed in chunks
+    page_size: int = BLOCK
+    pool_bytes: str = "512MiB"  # of each daemon
+    host_bytes: str = "1GiB"  # of the decode daemon's host tier
+    threads: int = 1  # of each engine
+    connector_class: str = "kvferry.connectors.vllm:KVFerryConnector"
+    extra: dict[str, object] = field(default_factory=dict)  # of kv_connector_extra_config
+
+
+@dataclass(eq=False)
+class Engine:
+    name: str
+    url: str
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    def tail(self, lines: int = 25) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class Cluster:
+    """A context: what it started is ended with it."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.stack = Stack()
+        self.engines: dict[str, Engine] = {}
+        self.daemons: dict[str, Process] = {}
+        self._daemon_words: dict[str, list[str]] = {}
+        self.front = ""  # URL of kvferry's front end
+        logs = os.environ.get("VLLM_BENCH_LOGS")
+        self._own = None if logs else tempfile.TemporaryDirectory(prefix="kvferry-vllm-")
+        self.folder = Path(logs or self._own.name)  # type: ignore[union-attr]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.model = model_folder()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for engine in self.engines.values():
+            if engine.popen.poll() is None:
+                engine.popen.send_signal(signal.SIGTERM)
+        for engine in self.engines.values():
+            try:
+                engine.popen.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(engine.popen.pid, signal.SIGKILL)
+                engine.popen.wait()
+        self.stack.close()
+        if self._own is not None:
+            self._own.cleanup()
+
+    # -- what there can be -----------------------------------------------------------------------------------------
+
+    def alone(self) -> Engine:
+        return self._wait(self._vllm("alone", 0, None))
+
+    def nixl(self) -> None:
+        """A prefill and a decode engine with vLLM's own connector; routers ask prefill first."""
+        for name, blocks in (("prefill", self.spec.prefill_blocks), ("decode", self.spec.decode_blocks)):
+            transfer: dict[str, object] = {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_buffer_device": "cpu",
+                "kv_load_failure_policy": "recompute",
+            }
+            self._vllm(name, blocks, transfer, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())})
+        for engine in self.engines.values():
+            self._wait(engine)
+
+    def kvferry(self) -> None:
+        self.start_daemons()
+        module, _, class_name = self.spec.connector_class.partition(":")
+        for name, blocks in (("prefill", self.spec.prefill_blocks), ("decode", self.spec.decode_blocks)):
+            transfer: dict[str, object] = {
+                "kv_connector": class_name,
+                "kv_connector_module_path": module,
+                "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {
+                    "socket": self.socket_of(name),
+                    "page_size": self.spec.page_size,
+                    **self.spec.extra,
+                },
+            }
+            self._vllm(name, blocks, transfer, {"PYTHONPATH": str(ROOT / "bench" / "vllm")})
+        for engine in self.engines.values():
+            self._wait(engine)
+        self.start_front()
+
+    def start_front(self) -> None:
+        words = ["front", "--listen", "127.0.0.1:0", "--vllm-prefill", f"prefill={self.engines['prefill'].url}"]
+        words += ["--first-token-seconds", "240", "--next-token-seconds", "240"]
+        front = self.stack.start("front", [*words, "--vllm-decode", self.engines["decode"].url])
+        self.front = f"http://{self.stack.ready(front)}"
+
+    # -- daemons ---------------------------------------------------------------------------------------------------
+
+    def socket_of(self, name: str) -> str:
+        return str(Path(self.stack.folder) / f"{name}.sock")
+
+    def start_daemons(self) -> None:
+        ports = {name: free_port() for name in ("prefill", "decode")}
+        common = ["--page-size", str(self.spec.page_size), "--pool-bytes", self.spec.pool_bytes]
+        for name in ("prefill", "decode"):
+            words = ["serve", "--role", name, "--name", name, "--listen", f"127.0.0.1:{ports[name]}", *common]
+            words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(name)]
+            if name == "decode":
+                words += ["--peer", f"prefill=127.0.0.1:{ports['prefill']}", "--host-bytes", self.spec.host_bytes]
+            self._daemon_words[name] = words
+            self.start_daemon(name)
+
+    def start_daemon(self, name: str) -> None:
+        self.daemons[name] = self.stack.start(f"{name}-daemon", self._daemon_words[name])
+        self.stack.ready(self.daemons[name])
+
+    def kill_daemon(self, name: str) -> None:
+        self.stack.kill(self.daemons[name])
+        self.stack.processes.remove(self.daemons[name])
+
+    def stats(self, name: str) -> cache_pb2.SideStats:
+        with grpc.insecure_channel(f"unix:{self.socket_of(name)}") as channel:
+            return fetch(channel).sides[0]
+
+    # -- vLLM ------------------------------------------------------------------------------------------------------
+
+    def metric(self, name: str, metric: str) -> float:
+        """The sum of one of an engine's Prometheus samples over its labels."""
+        text = httpx.get(self.engines[name].url + "/metrics", trust_env=False, timeout=30).text
+        return sum(float(value) for value in re.findall(rf"^{re.escape(metric)}(?:\{{.*\}})? (\S+)$", text, re.M))
+
+    def _vllm(
+        self, name: str, blocks: int, transfer: dict[str, object] | None, environment: dict[str, str] | None = None
+    ) -> Engine:
+        if not PYTHON.exists():
+            raise ClusterError(f"no vLLM at {PYTHON}: bench/vllm/venv.sh makes its environment (or set VLLM_PYTHON)")
+        port = free_port()
+        words = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        words += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+        words += ["--block-size", str(BLOCK), "--prefix-caching-hash-algo", "sha256_cbor", "--enforce-eager"]
+        words += ["--max-model-len", str(self.spec.max_model_len), "--max-num-seqs", "16"]
+        words += ["--max-num-batched-tokens", str(self.spec.batch_tokens), "--disable-uvicorn-access-log"]
+        if blocks:
+            words += ["--num-gpu-blocks-override", str(blocks)]
+        if transfer is not None:
+            words += ["--kv-transfer-config", json.dumps(transfer)]
+        settings = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": str(self.spec.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        log = self.folder / f"{name}-{len(self.engines)}.log"
+        with log.open("wb") as output:
+            popen = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **settings, **(environment or {})},
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        engine = self.engines[name] = Engine(name, f"http://127.0.0.1:{port}", popen, log)
+        return engine
+
+    def _wait(self, engine: Engine) -> Engine:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if engine.popen.poll() is not None:
+                raise ClusterError(f"vLLM {engine.name} ended with {engine.popen.returncode}:\n{engine.tail()}")
+            try:
+                if httpx.get(engine.url + "/health", trust_env=False, timeout=5).status_code == 200:
+                    return engine
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        raise ClusterError(f"vLLM {engine.name} was not up within {START_SECONDS:g} s:\n{engine.tail()}")
+
+
+def model_folder() -> Path:
+    """VLLM_MODEL, or SmolLM2-135M-Instruct as the demo of kvferry converts it."""
+    named = os.environ.get("VLLM_MODEL")
+    return Path(named) if named else converted_model()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def ucx_ports(name: str) -> str:
+    first = int(os.environ.get("KVFERRY_UCX_BASE", "22100")) + (0 if name == "prefill" else 32)
+    return f"{first}-{first + 31}"
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return f"{os.cpu_count()} cores of {model}, commit {commit.stdout.strip() or 'unknown'}"
+
+
+__all__ = ["Cluster", "ClusterError", "Engine", "Spec", "free_port", "machine", "replace"]

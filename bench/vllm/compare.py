@@ -1,0 +1,133 @@
+"""vLLM's own NixlConnector (CPU buffers) against kvferry: the same two servers, the same chats, one run.
+
+python bench/vllm/compare.py [--output bench/results/vllm-compare.txt]
+
+Two cases: a decode engine whose KV cache holds every conversation, and one that evicts them between turns. Bytes are
+those that went from the prefill to the decode host. Aim: equal or better in the first case; in the second at least
+2 x fewer bytes and a lower TTFT from the second turn on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+from chat import Ask, Load, Reply, chats, new_client, one_server, prefill_first
+from cluster import Cluster, Spec, machine
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    system: str
+    wire_bytes: float
+    seconds: float
+    replies: list[list[Reply]]
+
+    def ttfts(self, turn: int) -> list[float]:
+        return sorted(replies[turn].ttft_s * 1000 for replies in self.replies)
+
+    @property
+    def requests(self) -> int:
+        return sum(len(replies) for replies in self.replies)
+
+    @property
+    def later_ttft(self) -> float:
+        """Median from the second turn on, in ms."""
+        return statistics.median(reply.ttft_s * 1000 for replies in self.replies for reply in replies[1:])
+
+
+async def drive(cluster: Cluster, system: str, load: Load, said: list[list[str]] | None) -> Result:
+    async with new_client() as client:
+        ask: Ask
+        if system == "kvferry":
+            ask = one_server(client, cluster.front)
+        else:
+            ask = prefill_first(client, cluster.engines["prefill"].url, cluster.engines["decode"].url)
+        await chats(ask, Load(1, 2, 20, 4))  # the first requests open sessions and warm the kernels
+        before = wire_bytes(cluster, system)
+        began = time.monotonic()
+        replies = await chats(ask, load, said)
+        seconds = time.monotonic() - began
+    return Result(system, wire_bytes(cluster, system) - before, seconds, replies)
+
+
+def wire_bytes(cluster: Cluster, system: str) -> float:
+    if system == "kvferry":
+        return float(cluster.stats("decode").transfers.wire_bytes)
+    return cluster.metric("decode", "vllm:nixl_bytes_transferred_sum")
+
+
+def percentile(values: list[float], share: float) -> float:
+    return values[min(len(values) - 1, int(share * len(values)))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--conversations", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--user-words", type=int, default=120)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--concurrency", type=int, default=2, help="requests at a time")
+    parser.add_argument("--small-blocks", type=int, default=56, help="decode blocks of the evicting case")
+    parser.add_argument("--output", metavar="FILE")
+    args = parser.parse_args()
+    load = Load(args.conversations, args.turns, args.user_words, args.max_tokens, args.concurrency)
+    console = Console(record=True, width=118)
+    console.print(f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
+    missed = []
+    said: list[list[str]] | None = None
+    for case, blocks in (("large", 0), ("evicting", args.small_blocks)):
+        results = []
+        for system in ("nixl", "kvferry"):
+            with Cluster(Spec(decode_blocks=blocks)) as cluster:
+                getattr(cluster, system)()
+                result = asyncio.run(drive(cluster, system, load, said))
+            said = said or [[reply.text for reply in replies] for replies in result.replies]
+            results.append(result)
+        console.print(table(case, blocks, results))
+        missed += judge(case, *results)
+    for line in missed or ["every aim was met"]:
+        console.print(line)
+    if args.output:
+        with open(args.output, "w") as file:
+            file.write(console.export_text())
+    return 1 if missed else 0
+
+
+def table(case: str, blocks: int, results: list[Result]) -> Table:
+    shown = Table(title=f"{case} decode cache ({blocks or 'all'} blocks), TTFT in ms, p50 / p90")
+    for name in ("system", "MB moved", "requests/s", *(f"turn {i + 1}" for i in range(len(results[0].replies[0])))):
+        shown.add_column(name, justify="left" if name == "system" else "right")
+    for result in results:
+        turns = range(len(result.replies[0]))
+        shown.add_row(
+            result.system,
+            f"{result.wire_bytes / 1e6:.1f}",
+            f"{result.requests / result.seconds:.3f}",
+            *(f"{percentile(result.ttfts(i), 0.5):.0f} / {percentile(result.ttfts(i), 0.9):.0f}" for i in turns),
+        )
+    return shown
+
+
+def judge(case: str, nixl: Result, kvferry: Result) -> list[str]:
+    missed = []
+    factor = 1.0 if case == "large" else 2.0
+    if kvferry.wire_bytes * factor > nixl.wire_bytes:
+        missed.append(
+            f"missed, {case}: {kvferry.wire_bytes / 1e6:.1f} MB, not {factor:g} x below {nixl.wire_bytes / 1e6:.1f}"
+        )
+    if kvferry.later_ttft > nixl.later_ttft:
+        missed.append(
+            f"missed, {case}: median TTFT from turn 2 on {kvferry.later_ttft:.0f} ms, not below {nixl.later_ttft:.0f}"
+        )
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Greedy output of two vLLM servers joined by kvferry against one vLLM without any connector, token for token.
+
+python bench/vllm/greedy.py [--output bench/results/vllm-greedy.txt]
+
+A difference is allowed only where the reference's two best logits are within 1e-3; it is printed and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from chat import Comparison, Load, Reply, Token, chats, new_client, one_server
+from cluster import Cluster, Spec, machine
+
+
+async def run_chats(url: str, load: Load, replies: list[list[str]] | None = None) -> list[list[Reply]]:
+    async with new_client() as client:
+        return await chats(one_server(client, url), load, replies)
+
+
+def kept(path: str | None) -> list[list[Reply]] | None:
+    if path is None or not Path(path).exists():
+        return None
+    return [
+        [Reply(**{**reply, "tokens": [Token(**token) for token in reply["tokens"]]}) for reply in replies]
+        for replies in json.loads(Path(path).read_text())
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--conversations", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--user-words", type=int, default=60)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--small-blocks", type=int, default=34, help="decode blocks of the evicting case")
+    parser.add_argument("--page-size", type=int, default=32)
+    parser.add_argument("--reference", metavar="FILE", help="take the single server's replies from there, or keep them")
+    parser.add_argument("--output", metavar="FILE")
+    args = parser.parse_args()
+    load = Load(args.conversations, args.turns, args.user_words, args.max_tokens)
+    lines = [f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
+    print(lines[0], flush=True)
+    reference = kept(args.reference)
+    if reference is None:
+        with Cluster(Spec()) as cluster:
+            reference = asyncio.run(run_chats(cluster.alone().url, load))
+        if args.reference:
+            told = [[asdict(reply) for reply in replies] for replies in reference]
+            Path(args.reference).write_text(json.dumps(told))
+    said = [[reply.text for reply in replies] for replies in reference]
+    wrong = 0
+    for case, blocks in (("large decode cache", 0), ("small decode cache", args.small_blocks)):
+        with Cluster(
+            Spec(decode_blocks=blocks, page_size=args.page_size, extra={"deadline_seconds": 120.0})
+        ) as cluster:
+            cluster.kvferry()
+            got = asyncio.run(run_chats(cluster.front, load, said))
+            comparison = Comparison()
+            for conversation, (wants, haves) in enumerate(zip(reference, got, strict=True)):
+                for turn, (want, have) in enumerate(zip(wants, haves, strict=True)):
+                    comparison.add(f"conversation {conversation}, turn {turn}", want, have)
+            stats = cluster.stats("decode")
+            hits = cluster.metric("decode", "vllm:prefix_cache_hits_total")
+        prompt = sum(reply.prompt_tokens for replies in got for reply in replies)
+        lines.append(
+            f"{case} ({blocks or 'all'} blocks): {comparison.tokens} tokens compared, {len(comparison.wrong)} wrong, "
+            f"{len(comparison.ties)} at ties; prompts {prompt} tokens, the engine had {hits:.0f} itself, "
+            f"received {stats.transfers.delta_pages} pages, the daemon held {stats.requests.hit_tokens} tokens"
+        )
+        print(lines[-1], *comparison.ties, *comparison.wrong, sep="\n", flush=True)
+        lines += [f"  allowed: {told}" for told in comparison.ties] + [f"  WRONG: {told}" for told in comparison.wrong]
+        wrong += len(comparison.wrong)
+    text = "\n".join(lines)
+    if args.output:
+        with open(args.output, "w") as file:
+            file.write(text + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

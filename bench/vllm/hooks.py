@@ -1,0 +1,96 @@
+"""CPU time of the connector's hooks against the steps' time, in a decode engine under load.
+
+python bench/vllm/hooks.py [--steps 2000] [--output bench/results/vllm-hooks.txt]
+
+Blocks of steps with and without the hooks alternate in one run; medians over the blocks. Limit: 2 % of the steps' time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from chat import new_client, one_server, user_text
+from cluster import Cluster, Spec, machine
+from timed_steps import Step, blocks_of, read_steps
+
+LIMIT = 0.02
+
+
+async def load(url: str, folder: Path, steps: int, at_a_time: int) -> None:
+    """New chats again and again until the decode engine has done the steps."""
+    async with new_client() as client:
+        ask = one_server(client, url)
+        done = False
+
+        async def one(number: int) -> None:
+            count = 0
+            while not done:
+                text = user_text(number, count, 60)
+                await ask([{"role": "user", "content": text}], 100 + 20 * number)
+                count += 1
+
+        tasks = [asyncio.create_task(one(number)) for number in range(at_a_time)]
+        while len(read_steps(folder / "kv_consumer-scheduler")) < steps:
+            await asyncio.sleep(2.0)
+            if finished := [task for task in tasks if task.done()]:
+                finished[0].result()
+        done = True
+        await asyncio.gather(*tasks)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--at-a-time", type=int, default=4)
+    parser.add_argument("--output", metavar="FILE")
+    args = parser.parse_args()
+    lines = [f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["KVFERRY_HOOK_TIMES"] = name
+        folder = Path(name)
+        with Cluster(Spec(connector_class="timed_connector:TimedConnector")) as cluster:
+            cluster.kvferry()
+            asyncio.run(load(cluster.front, folder, args.steps, args.at_a_time))
+        worst = 0.0
+        for role, title in (("kv_consumer", "decode engine"), ("kv_producer", "prefill engine")):
+            deciding = read_steps(folder / f"{role}-scheduler")
+            working = read_steps(folder / f"{role}-worker")
+            share, told = judge(deciding, working)
+            lines.append(f"{title}: {told}")
+            if role == "kv_consumer":
+                worst = share
+    lines.append(f"limit {LIMIT:.1%} of the decode engine's steps: {'met' if worst <= LIMIT else 'MISSED'}")
+    print("\n".join(lines))
+    if args.output:
+        Path(args.output).write_text("\n".join(lines) + "\n")
+    return 0 if worst <= LIMIT else 1
+
+
+def judge(deciding: list[Step], working: list[Step]) -> tuple[float, str]:
+    with_hooks, without = (blocks_of(deciding, runs) for runs in (True, False))
+    if not with_hooks:
+        return 0.0, f"{len(deciding)} steps, too few"
+    shares = [sum(s.hooks for s in block) / sum(s.wall for s in block) for block in with_hooks]
+    in_worker = [sum(s.hooks for s in block) / sum(s.wall for s in block) for block in blocks_of(working, True)]
+    deciding_share = statistics.median(shares)
+    total = deciding_share + (statistics.median(in_worker) if in_worker else 0.0)
+    told = (
+        f"{len(deciding)} steps in {len(with_hooks)} + {len(without)} blocks; hooks take {total:.3%} CPU of the steps' "
+        f"time (scheduler {deciding_share:.3%}, worker {total - deciding_share:.3%}; worst block "
+        f"{max(shares) + max(in_worker, default=0):.3%})"
+    )
+    if without:
+        steps = [statistics.median(s.wall for block in side for s in block) * 1000 for side in (with_hooks, without)]
+        told += f"; median step {steps[0]:.2f} ms with, {steps[1]:.2f} ms without"
+    return total, told
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""All that is to hold of the vLLM connector, in one run with as few starts of servers as can be.
+
+python bench/vllm/suite.py [--folder bench/results]
+
+One vLLM alone gives the reference. Then the same chats go through kvferry and through vLLM's NixlConnector, each with a
+large decode cache and with one that evicts; the first cluster also serves the hooks' times, the second aborts and
+restarts. Writes vllm-greedy.txt, vllm-compare.txt, vllm-hooks.txt and vllm-chaos.txt (greedy.py, compare.py, hooks.py
+and chaos.py do one of them each).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import chaos
+import compare
+import hooks
+from chat import Comparison, Load, Reply, chats, new_client, one_server
+from cluster import Cluster, Spec, machine
+from rich.console import Console
+from timed_steps import read_steps
+
+
+@dataclass(slots=True)
+class Reference:
+    load: Load
+    replies: list[list[Reply]]
+    prompts: list[list[dict[str, str]]]
+    answers: list[Reply]
+
+    @property
+    def said(self) -> list[list[str]]:
+        return [[reply.text for reply in replies] for replies in self.replies]
+
+
+class Log:
+    """Lines of one result, shown as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[str] = []
+        self.add(f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
+
+    def add(self, *lines: str) -> None:
+        self.lines += lines
+        print(*lines, sep="\n", flush=True)
+        self.path.write_text("\n".join(self.lines) + "\n")
+
+
+def refer(load: Load, chaos_tokens: int) -> Reference:
+    asked = chaos.prompts(4, 3)
+    with Cluster(Spec()) as cluster:
+        url = cluster.alone().url
+
+        async def run() -> Reference:
+            async with new_client() as client:
+                replies = await chats(one_server(client, url), load)
+            return Reference(load, replies, asked, await chaos.references(url, asked, chaos_tokens))
+
+        return asyncio.run(run())
+
+
+def against(reference: Reference, result: compare.Result) -> Comparison:
+    comparison = Comparison()
+    for conversation, (wants, haves) in enumerate(zip(reference.replies, result.replies, strict=True)):
+        for turn, (want, have) in enumerate(zip(wants, haves, strict=True)):
+            comparison.add(f"{result.system}, conversation {conversation}, turn {turn}", want, have)
+    return comparison
+
+
+def tell_greedy(log: Log, case: str, cluster: Cluster, comparison: Comparison) -> None:
+    stats = cluster.stats("decode")
+    log.add(
+        f"{case} decode cache: {comparison.tokens} tokens compared, {len(comparison.wrong)} wrong, "
+        f"{len(comparison.ties)} at ties; received {stats.transfers.delta_pages} pages, the daemon held "
+        f"{stats.requests.hit_tokens} of {stats.requests.queried_tokens} tokens, {stats.requests.host_hit_tokens} of "
+        f"them on the host",
+        *(f"  allowed: {told}" for told in comparison.ties),
+        *(f"  WRONG: {told}" for told in comparison.wrong),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", default="bench/results")
+    parser.add_argument("--conversations", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--user-words", type=int, default=80)
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--small-blocks", type=int, default=36)
+    parser.add_argument("--small-pool", default="80MiB", help="of the daemons in the evicting case")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--aborts", type=int, default=100)
+    parser.add_argument("--restarts", type=int, default=10)
+    args = parser.parse_args()
+    folder = Path(args.folder)
+    load = Load(args.conversations, args.turns, args.user_words, args.max_tokens, concurrency=2)
+    logs = {name: Log(folder / f"vllm-{name}.txt") for name in ("greedy", "compare", "hooks", "chaos")}
+    reference = refer(load, 16)
+    bad = 0
+    results: dict[tuple[str, str], compare.Result] = {}
+    patient: dict[str, object] = {"deadline_seconds": 45.0}
+
+    def compared(case: str, blocks: int) -> int:
+        with Cluster(Spec(decode_blocks=blocks)) as cluster:
+            cluster.nixl()
+            results[case, "nixl"] = asyncio.run(compare.drive(cluster, "nixl", load, reference.said))
+        pair = [results[case, "nixl"], results[case, "kvferry"]]
+        console = Console(record=True, width=118, file=open(os.devnull, "w"))  # noqa: SIM115
+        console.print(compare.table(case, blocks, pair))
+        missed = compare.judge(case, *pair)
+        logs["compare"].add(console.export_text().rstrip(), *(missed or [f"{case}: every aim was met"]))
+        return len(missed)
+
+    # the decode daemon's pool is too small for all conversations as well: what it evicts comes back from its host tier
+    with Cluster(Spec(decode_blocks=args.small_blocks, pool_bytes=args.small_pool, extra=patient)) as cluster:
+        cluster.kvferry()
+        results["evicting", "kvferry"] = result = asyncio.run(compare.drive(cluster, "kvferry", load, reference.said))
+        comparison = against(reference, result)
+        tell_greedy(logs["greedy"], "evicting", cluster, comparison)
+        bad += len(comparison.wrong)
+        lines, failed = chaos.run_on(cluster, reference.prompts, reference.answers, args.aborts, args.restarts, 4, 16)
+        logs["chaos"].add(*lines)
+        bad += failed
+    bad += compared("evicting", args.small_blocks)
+
+    with tempfile.TemporaryDirectory() as times:
+        os.environ["KVFERRY_HOOK_TIMES"] = times
+        spec = Spec(connector_class="timed_connector:TimedConnector", extra=patient)
+        with Cluster(spec) as cluster:
+            cluster.kvferry()
+            results["large", "kvferry"] = result = asyncio.run(compare.drive(cluster, "kvferry", load, reference.said))
+            comparison = against(reference, result)
+            tell_greedy(logs["greedy"], "large", cluster, comparison)
+            bad += len(comparison.wrong)
+            asyncio.run(hooks.load(cluster.front, Path(times), args.steps, 4))
+        share, told = hooks.judge(
+            read_steps(Path(times) / "kv_consumer-scheduler"), read_steps(Path(times) / "kv_consumer-worker")
+        )
+        logs["hooks"].add(told, f"limit {hooks.LIMIT:.1%}: {'met' if share <= hooks.LIMIT else 'MISSED'}")
+        bad += share > hooks.LIMIT
+    bad += compared("large", 0)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

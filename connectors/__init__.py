@@ -1,0 +1,1 @@
+"""Adapters by which engines use the daemon: vLLM."""

@@ -1,0 +1,95 @@
+"""An engine's KV blocks and the daemon's pages: the list of copies between them.
+
+A page of Layout.ENGINE is, layer by layer, its blocks' bytes as the engine has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry import _core
+
+
+class Copies(NamedTuple):
+    """Addresses and sizes of equal length, int64."""
+
+    pages: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def to_blocks(self) -> None:
+        _core.copy_list(self.blocks, self.pages, self.sizes)
+
+    def to_pages(self) -> None:
+        _core.copy_list(self.pages, self.blocks, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """Where an engine's blocks lie: layer i's block b is `block_bytes` bytes at bases[i] + b * strides[i]."""
+
+    bases: NDArray[np.int64]
+    strides: NDArray[np.int64]
+    block_bytes: int
+    blocks: int  # in each layer
+    block_tokens: int
+    blocks_per_page: int
+
+    def __post_init__(self) -> None:
+        """ValueError names the field, its value and the bound."""
+        if self.bases.shape != self.strides.shape or self.bases.ndim != 1 or not len(self.bases):
+            raise ValueError(f"bases has shape {self.bases.shape}, strides {self.strides.shape}; one of each a layer")
+        for name in ("block_bytes", "blocks", "block_tokens", "blocks_per_page"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if int(self.strides.min()) < self.block_bytes:
+            raise ValueError(f"strides: {int(self.strides.min())} is below a block's {self.block_bytes} bytes")
+
+    @property
+    def page_bytes(self) -> int:
+        return len(self.bases) * self.blocks_per_page * self.block_bytes
+
+    @property
+    def page_size(self) -> int:
+        return self.blocks_per_page * self.block_tokens
+
+    def copies(
+        self, pool: NDArray[np.uint8], pages: Sequence[int], block_ids: Sequence[int], start: int, end: int
+    ) -> Copies:
+        """Of tokens [start, end): pages[i] is the prompt's page i, block_ids[0] the block that begins at token
+        `start`. `pool`: uint8 (pages, page_bytes). ValueError or IndexError before anything is copied.
+        """
+        if start % self.block_tokens or not 0 <= start <= end:
+            raise ValueError(f"start is {start}; it must be a multiple of {self.block_tokens}, at most {end}")
+        first, last = start // self.block_tokens, -(-end // self.block_tokens)
+        if len(block_ids) < last - first:
+            raise ValueError(f"block_ids has {len(block_ids)} entries; tokens {start} to {end} need {last - first}")
+        if pool.shape[1:] != (self.page_bytes,):
+            raise ValueError(f"pool has shape {pool.shape}; a page must have {self.page_bytes} bytes")
+        index = np.arange(first, last, dtype=np.int64)
+        page_ids = np.asarray(pages, dtype=np.int64)[index // self.blocks_per_page]
+        blocks = np.asarray(block_ids[: last - first], dtype=np.int64)
+        for name, ids, bound in (("pages", page_ids, len(pool)), ("block_ids", blocks, self.blocks)):
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < bound:
+                raise IndexError(f"{name}: {int(ids.min())} to {int(ids.max())}; they must be 0 to {bound - 1}")
+        layers = np.arange(len(self.bases), dtype=np.int64)[:, None]
+        in_page = (layers * self.blocks_per_page + index % self.blocks_per_page) * self.block_bytes
+        page_addresses = pool.__array_interface__["data"][0] + page_ids * self.page_bytes + in_page
+        block_addresses = self.bases[:, None] + blocks * self.strides[:, None]
+        sizes = np.full(page_addresses.size, self.block_bytes, dtype=np.int64)
+        return Copies(page_addresses.ravel(), block_addresses.ravel(), sizes)
+
+    def wipe_tail(self, pool: NDArray[np.uint8], page: int, end: int) -> None:
+        """Zeroes the page that holds the last of `end` tokens, where it has blocks that none of them is in: what
+        another request left there is not sent."""
+        if 0 < end % self.page_size <= self.page_size - self.block_tokens:
+            pool[page] = 0

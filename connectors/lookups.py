@@ -1,0 +1,147 @@
+"""Look-ups at the daemon beside the engine, over its Unix socket: what it holds of a prompt, pinned until released or
+for a time. Nothing here waits for an answer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import grpc
+
+from kvferry.proto import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, common_pb2
+from kvferry.proto.limits import MAX_MESSAGE_BYTES
+
+PIN_SECONDS = 30  # the daemon lets go by itself
+RETRY_SECONDS = 1.0  # after a daemon was found gone
+_log = logging.getLogger(__name__)
+_HELD_NOTHING = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+class PinLookup:
+    """One question; the answer comes on a thread of gRPC's."""
+
+    def __init__(self, owner: PinLookups) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._tokens: int | None = None
+        self._pin = 0
+        self._released = False
+
+    @property
+    def tokens(self) -> int | None:
+        return self._tokens
+
+    def release(self) -> None:
+        with self._lock:
+            self._released = True
+            pin, self._pin = self._pin, 0
+        if pin:
+            self._owner.unpin(pin)
+
+    def answered(self, pin: int, tokens: int) -> None:
+        with self._lock:
+            self._tokens = tokens
+            if not self._released:
+                self._pin, pin = pin, 0
+        if pin:
+            self._owner.unpin(pin)
+
+
+class PinLookups:
+    """All of one engine; `close` ends it. The methods may be called from one thread."""
+
+    def __init__(self, socket: str, role: common_pb2.Role, namespace_id: bytes, *, timeout_s: float) -> None:
+        options = [
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", 0),
+        ]
+        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+        self._cache = cache_pb2_grpc.CacheStub(self._channel)
+        self._role = role
+        self._namespace_id = namespace_id
+        self._timeout_s = timeout_s
+        self._down_until = 0.0
+        self._daemon = ""
+        self._asking_name = False
+        self._closed = False
+        self._ask_name()
+
+    @property
+    def up(self) -> bool:
+        return time.monotonic() >= self._down_until
+
+    @property
+    def daemon(self) -> str:
+        if not self._daemon and self.up:
+            self._ask_name()
+        return self._daemon
+
+    def start(self, digests: bytes) -> PinLookup:
+        lookup = PinLookup(self)
+        request = admin_pb2.PinRequest(
+            role=self._role, namespace_id=self._namespace_id, digests=digests, seconds=PIN_SECONDS
+        )
+        call = self._admin.Pin.future(request, timeout=self._timeout_s)
+        call.add_done_callback(lambda done: self._pinned(lookup, done))
+        return lookup
+
+    def unpin(self, pin: int) -> None:
+        if not self._closed:
+            self._admin.Unpin.future(
+                admin_pb2.UnpinRequest(role=self._role, pin=pin), timeout=self._timeout_s
+            ).add_done_callback(_ignore)
+
+    def close(self) -> None:
+        """Pins that are left end by their time."""
+        self._closed = True
+        self._channel.close()
+
+    def _pinned(self, lookup: PinLookup, call: grpc.Future[Any]) -> None:
+        try:
+            reply = call.result()
+        except grpc.RpcError as error:
+            self._failed(error)
+            lookup.answered(0, 0)
+        except grpc.FutureCancelledError:
+            lookup.answered(0, 0)
+        else:
+            self._down_until = 0.0
+            lookup.answered(reply.pin, reply.pinned_tokens)
+
+    def _failed(self, error: grpc.RpcError) -> None:
+        code = error.code()
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            if self.up:
+                _log.warning("the daemon does not answer (%s); prompts are computed here meanwhile", code.name)
+            self._down_until = time.monotonic() + RETRY_SECONDS
+        elif code not in _HELD_NOTHING:
+            _log.warning("look-up: %s: %s", code.name, error.details())
+
+    def _ask_name(self) -> None:
+        if self._asking_name or self._closed:
+            return
+        self._asking_name = True
+        call = self._cache.Stats.future(cache_pb2.StatsRequest(), timeout=self._timeout_s)
+        call.add_done_callback(self._named)
+
+    def _named(self, call: grpc.Future[Any]) -> None:
+        try:
+            self._daemon = call.result().daemon
+        except grpc.RpcError as error:
+            self._failed(error)
+        except grpc.FutureCancelledError:
+            pass
+        finally:
+            self._asking_name = False
+
+
+def _ignore(call: grpc.Future[Any]) -> None:
+    """A pin that cannot be let go ends by its time."""
+    if not call.cancelled():
+        call.exception()

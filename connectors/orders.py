@@ -1,0 +1,113 @@
+"""What the scheduler's half of a connector tells the worker's half. Block ids are the engine's, page ids the daemon's.
+
+Decode:  Load or Restore -> (reported received); at the end Store -> (reported sent)
+Prefill: Begin -> (reported received, where it loads) -> Save* -> Release or Drop -> (reported sent)
+Cancel ends a load, of a Begin too: it is still reported received, once, when nothing touches the blocks any more; where
+that had been reported already, nothing is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvferry.workers.requests import RequestName
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Digests of the full pages, count of tokens and digest of the tokens behind the last full page."""
+
+    digests: bytes
+    tokens: int
+    tail_digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens [start, prompt.tokens) into `blocks`, which begin at token `start`; the engine holds what is before it, in
+    `held_blocks`."""
+
+    request: str
+    name: RequestName
+    prompt: Prompt
+    prefill: str  # name of the prefill daemon
+    start: int
+    held_blocks: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Tokens [start, prompt.tokens) of what the daemon holds into `blocks`; behind them the prompt has one token more,
+    whose digest is `prompt.tail_digest`."""
+
+    request: str
+    name: RequestName
+    prompt: Prompt
+    start: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The full pages of a finished request, in `blocks`, to the daemon as far as it lacks them."""
+
+    request: str
+    name: RequestName
+    prompt: Prompt
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A prompt whose pages are to be sent. Where `blocks` are given, tokens [start, end) of it, which the daemon was
+    found to hold, are loaded into them first."""
+
+    request: str
+    name: RequestName
+    prompt: Prompt
+    start: int = 0
+    end: int = 0
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """When this step's forward pass is over, the first `tokens` tokens of the prompt are in `blocks`."""
+
+    request: str
+    tokens: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The prefill request is over; its blocks are wanted back once all that was saved is copied."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The prefill request is over before all was saved; its blocks are wanted back."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The request is over while its load was under way, as far as the scheduler knows."""
+
+    request: str
+
+
+Order: TypeAlias = Load | Restore | Store | Begin | Save | Release | Drop | Cancel
+
+
+@dataclass(slots=True)
+class Orders:
+    """Of one step. The blocks of preempted requests are taken away before the step's forward pass."""
+
+    orders: list[Order] = field(default_factory=list)
+    preempted: tuple[str, ...] = ()

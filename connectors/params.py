@@ -1,0 +1,66 @@
+"""`kv_transfer_params` of a request: what a router passes to the two halves of a request.
+
+To prefill: {"do_remote_decode": true, "kvferry_request": "<32 hex digits>"}; to decode: {"do_remote_prefill": true,
+"kvferry_request": the same, "kvferry_prefill": "<name of the prefill daemon>"}. Both may be sent at once. A router that
+asks prefill first may leave the id out, and passes on what prefill's answer says.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry.proto.limits import MAX_ATTEMPT, MAX_NAME_CHARS, REQUEST_ID_BYTES
+from kvferry.workers.requests import RequestName
+
+
+@dataclass(frozen=True, slots=True)
+class TransferParams:
+    name: RequestName
+    prefill: str = ""  # of the decode half: the prefill daemon
+
+
+def new_name() -> RequestName:
+    return RequestName(secrets.token_bytes(REQUEST_ID_BYTES), 1)
+
+
+def prefill_half(params: Mapping[str, object] | None) -> TransferParams | None:
+    """None: its pages are not to be sent. ValueError names the field, its value and the bound."""
+    if not params or not params.get("do_remote_decode"):
+        return None
+    return TransferParams(_name(params) if "kvferry_request" in params else new_name())
+
+
+def decode_half(params: Mapping[str, object] | None, default_prefill: str) -> TransferParams | None:
+    """None: nobody prefills for it. ValueError names the field, its value and the bound."""
+    if not params or not params.get("do_remote_prefill"):
+        return None
+    prefill = params.get("kvferry_prefill") or default_prefill
+    if not isinstance(prefill, str) or not 1 <= len(prefill) <= MAX_NAME_CHARS:
+        raise ValueError(f"kvferry_prefill is {str(prefill)[:64]!r}; it must name a prefill daemon")
+    return TransferParams(_name(params), prefill)
+
+
+def answer(params: TransferParams, prefill: str) -> dict[str, object]:
+    """What prefill's answer says, for routers that ask it first."""
+    told: dict[str, object] = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "kvferry_request": params.name.request_id.hex(),
+        "kvferry_attempt": params.name.attempt,
+    }
+    return {**told, "kvferry_prefill": prefill} if prefill else told
+
+
+def _name(params: Mapping[str, object]) -> RequestName:
+    text, attempt = params.get("kvferry_request"), params.get("kvferry_attempt", 1)
+    try:
+        request_id = bytes.fromhex(text) if isinstance(text, str) else b""
+    except ValueError:
+        request_id = b""
+    if len(request_id) != REQUEST_ID_BYTES:
+        raise ValueError(f"kvferry_request is {str(text)[:64]!r}; it must be {2 * REQUEST_ID_BYTES} hexadecimal digits")
+    if isinstance(attempt, bool) or not isinstance(attempt, int) or not 1 <= attempt <= MAX_ATTEMPT:
+        raise ValueError(f"kvferry_attempt is {str(attempt)[:64]!r}; it must be 1 to {MAX_ATTEMPT}")
+    return RequestName(request_id, attempt)

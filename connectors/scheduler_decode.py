@@ -1,0 +1,123 @@
+"""The scheduler's half in a decode engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.connectors import params as transfer_params
+from kvferry.connectors.digests import page_digests
+from kvferry.connectors.orders import Cancel, Load, Orders, Prompt, Restore, Store
+from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked
+
+_log = logging.getLogger(__name__)
+
+
+class DecodeScheduler(SchedulerSide):
+    """Prompts come from a prefill daemon, or as far as they can from the daemon beside this engine."""
+
+    def new_request(self, request: EngineRequest) -> None:
+        tracked = self._track(request)
+        if self._lookups.up and not tracked.settled:
+            self._ask(tracked, request.num_tokens if tracked.params else request.num_tokens - 1)
+
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+        tracked = self._tracked.get(request.request_id) or self._track(request)
+        if tracked.settled or tracked.loading:
+            return 0, False
+        if not self._lookups.up:
+            self.counts.not_asked += 1
+            return 0, False
+        if tracked.params is not None:
+            external = self._travelling(request) - computed
+            return (external, True) if external > 0 else (0, False)
+        return self._from_daemon(tracked, computed)
+
+    def _from_daemon(self, tracked: Tracked, computed: int) -> tuple[int | None, bool]:
+        most = tracked.request.num_tokens - 1  # one token is left to compute, for its logits
+        if tracked.lookup is None and tracked.asked_at == 0:
+            self._ask(tracked, most)
+        held = self._answer(tracked, most)
+        if held is None:
+            return None, False
+        tracked.found = held
+        return (held - computed, True) if held > computed else (0, False)
+
+    def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.settled:
+            return
+        if external == 0:
+            tracked.let_go()
+            tracked.settled = True
+            return
+        tracked.settled = tracked.loading = True
+        page = self.shape.page_size
+        if tracked.params is not None:
+            end = self._travelling(request)
+            start = end - external
+            held = start // page * page
+            self._orders.append(
+                Load(
+                    request.request_id,
+                    tracked.params.name,
+                    self._prompt(request, end),
+                    tracked.params.prefill,
+                    start,
+                    self._blocks(blocks, 0, held),
+                    self._blocks(blocks, start, end),
+                )
+            )
+            self.counts.loads += 1
+            self.counts.load_tokens += external
+        else:
+            end = tracked.found
+            prompt = self._prompt(request, end + 1)
+            start = end - external
+            name = transfer_params.new_name()
+            self._orders.append(Restore(request.request_id, name, prompt, start, self._blocks(blocks, start, end)))
+            self.counts.restores += 1
+            self.counts.restore_tokens += external
+
+    def finished(self, request: EngineRequest, blocks: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return False, None
+        tracked.let_go()
+        tracked.settled = tracked.storing = True
+        if tracked.loading:
+            # The scheduler keeps the blocks by itself until the load is reported.
+            self._orders.append(Cancel(request.request_id))
+            return False, None
+        # The last token's KV is not computed, nor what a step under way is to compute.
+        ready = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+        tokens = min(ready, len(request.block_hashes) * self.shape.block_tokens)
+        pages = tokens // self.shape.page_size
+        if pages < 1 or not self._lookups.up:
+            del self._tracked[request.request_id]
+            return False, None
+        tokens = pages * self.shape.page_size
+        prompt = Prompt(page_digests(request.block_hashes, self.shape.blocks_per_page, pages), tokens)
+        name = transfer_params.new_name()
+        self._orders.append(Store(request.request_id, name, prompt, self._blocks(blocks, 0, tokens)))
+        self.counts.stores += 1
+        return True, None
+
+    def step(
+        self, scheduled: Mapping[str, int], preempted: Sequence[str], blocks_of: Callable[[str], Sequence[int]]
+    ) -> Orders:
+        for request_id in preempted:
+            # What it computed may be found here again; a prefill daemon has forgotten it.
+            if (tracked := self._tracked.get(request_id)) is not None and not tracked.loading:
+                tracked.let_go()
+                tracked.params, tracked.settled, tracked.asked_at = None, False, 0.0
+        return super().step(scheduled, preempted, blocks_of)
+
+    def _track(self, request: EngineRequest) -> Tracked:
+        try:
+            half = transfer_params.decode_half(request.kv_transfer_params, self._default_prefill)
+        except ValueError as error:
+            _log.warning("request %s is computed here: %s", request.request_id, error)
+            half = None
+        tracked = self._tracked[request.request_id] = Tracked(request, half)
+        return tracked

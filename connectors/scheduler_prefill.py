@@ -1,0 +1,95 @@
+"""The scheduler's half in a prefill engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.connectors import params as transfer_params
+from kvferry.connectors.orders import Begin, Cancel, Drop, Orders, Release, Save
+from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked
+
+_log = logging.getLogger(__name__)
+
+
+class PrefillScheduler(SchedulerSide):
+    """Prompts are computed here and pushed, chunk by chunk."""
+
+    def new_request(self, request: EngineRequest) -> None:
+        try:
+            half = transfer_params.prefill_half(request.kv_transfer_params)
+        except ValueError as error:
+            _log.warning("request %s is not sent to anyone: %s", request.request_id, error)
+            half = None
+        if half is None or self._travelling(request) < 1:
+            return
+        tracked = self._tracked[request.request_id] = Tracked(request, half)
+        if self._lookups.up:
+            self._ask(tracked, request.num_prompt_tokens - 1)
+
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.begun or not self._lookups.up:
+            return 0, False
+        held = self._answer(tracked, request.num_prompt_tokens - 1)
+        if held is None:
+            return None, False
+        tracked.found = held
+        return (held - computed, True) if held > computed else (0, False)
+
+    def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.begun:
+            return
+        if not self._lookups.up:
+            self.counts.not_asked += 1
+            tracked.let_go()
+            del self._tracked[request.request_id]
+            return
+        assert tracked.params is not None
+        tracked.begun = True
+        prompt = self._prompt(request, self._travelling(request))
+        begin = Begin(request.request_id, tracked.params.name, prompt)
+        if external:
+            start, end = tracked.found - external, tracked.found
+            begin = Begin(request.request_id, tracked.params.name, prompt, start, end, self._blocks(blocks, start, end))
+            tracked.loading = True
+        else:
+            tracked.let_go()
+        self._orders.append(begin)
+        self.counts.begins += 1
+
+    def step(
+        self, scheduled: Mapping[str, int], preempted: Sequence[str], blocks_of: Callable[[str], Sequence[int]]
+    ) -> Orders:
+        for request_id in preempted:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.saved = 0  # told again as it is computed again
+        for request_id, tokens in scheduled.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or not tracked.begun or tracked.storing:
+                continue
+            total = self._travelling(tracked.request)
+            computed = min(tracked.request.num_computed_tokens + tokens, total)
+            page = self.shape.page_size
+            if computed // page > tracked.saved // page or tracked.saved < computed == total:
+                tracked.saved = computed
+                self._orders.append(Save(request_id, computed, self._blocks(blocks_of(request_id), 0, computed)))
+        return super().step(scheduled, preempted, blocks_of)
+
+    def finished(self, request: EngineRequest, blocks: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return False, None
+        tracked.let_go()
+        if not tracked.begun:
+            del self._tracked[request.request_id]
+            return False, None
+        assert tracked.params is not None
+        tracked.settled = tracked.storing = True
+        whole = tracked.saved == self._travelling(request)
+        if tracked.loading:
+            self._orders.append(Cancel(request.request_id))
+            return False, None  # the scheduler keeps the blocks by itself until the load is reported
+        self._orders.append(Release(request.request_id) if whole else Drop(request.request_id))
+        return True, transfer_params.answer(tracked.params, self._lookups.daemon) if whole else None

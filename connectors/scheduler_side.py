@@ -1,0 +1,223 @@
+"""The scheduler's half of a connector: which tokens come from where, decided without ever waiting. No I/O; time is
+passed in, and look-ups are somebody else's.
+
+A look-up at the daemon locks what it finds. It is let go when the request's blocks are allocated (where something is
+loaded into them: when it is there), when the request ends, or when the daemon's own deadline for it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.connectors.digests import page_digests, prompt_of
+from kvferry.connectors.orders import Order, Orders, Prompt
+from kvferry.connectors.params import TransferParams
+
+
+class EngineRequest(Protocol):
+    """What is read of vLLM's Request."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_in_flight_tokens: int
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def kv_transfer_params(self) -> Mapping[str, object] | None: ...
+    @property
+    def mm_features(self) -> Sequence[object]: ...
+    @property
+    def lora_request(self) -> object: ...
+
+
+class Lookup(Protocol):
+    """One question to the daemon."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Held by the daemon and locked for this request; None: no answer yet."""
+
+    def release(self) -> None:
+        """Lets the lock go, now or when the answer comes. Idempotent."""
+
+
+class Lookups(Protocol):
+    @property
+    def up(self) -> bool:
+        """The daemon answers, as far as is known."""
+
+    @property
+    def daemon(self) -> str:
+        """Its name; empty while it is not known."""
+
+    def start(self, digests: bytes) -> Lookup:
+        """Does not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    block_tokens: int
+    blocks_per_page: int
+    root: bytes  # digest before first pages
+
+    @property
+    def page_size(self) -> int:
+        return self.block_tokens * self.blocks_per_page
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    request: EngineRequest
+    params: TransferParams | None
+    lookup: Lookup | None = None
+    asked_at: float = 0.0
+    found: int = 0  # tokens that the last answer rested on
+    settled: bool = False  # nothing more is fetched for it
+    loading: bool = False  # the worker has been told to, and has not reported
+    begun: bool = False  # prefill: the worker knows it
+    saved: int = 0  # prefill: tokens that the worker was told of
+    storing: bool = False
+
+    def let_go(self) -> None:
+        if self.lookup is not None:
+            self.lookup.release()
+            self.lookup = None
+
+
+@dataclass(slots=True)
+class Counts:
+    loads: int = 0
+    load_tokens: int = 0
+    restores: int = 0
+    restore_tokens: int = 0
+    stores: int = 0
+    begins: int = 0
+    not_asked: int = 0  # requests that the daemon was not asked for, since it was down
+
+
+class SchedulerSide:
+    """Of one role; `now` gives seconds."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        lookups: Lookups,
+        now: Callable[[], float],
+        *,
+        default_prefill: str = "",
+        lookup_seconds: float = 1.0,
+    ) -> None:
+        self.shape = shape
+        self.counts = Counts()
+        self._lookups = lookups
+        self._now = now
+        self._default_prefill = default_prefill
+        self._lookup_seconds = lookup_seconds
+        self._tracked: dict[str, Tracked] = {}
+        self._orders: list[Order] = []
+
+    @property
+    def tracked(self) -> int:
+        """Requests that are not over, or whose blocks the worker still has."""
+        return len(self._tracked)
+
+    def new_request(self, request: EngineRequest) -> None:
+        """The first thing heard of a request: the look-up starts."""
+        raise NotImplementedError
+
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+        """Tokens that come from outside behind the `computed` ones that the engine holds, and whether they come later;
+        None: ask again."""
+        raise NotImplementedError
+
+    def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
+        """The engine holds `blocks` for it; `external` of its tokens are to come from outside."""
+        raise NotImplementedError
+
+    def finished(self, request: EngineRequest, blocks: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
+        """Whether the worker reports when the blocks may be had back, and what the answer tells routers."""
+        raise NotImplementedError
+
+    def step(
+        self, scheduled: Mapping[str, int], preempted: Sequence[str], blocks_of: Callable[[str], Sequence[int]]
+    ) -> Orders:
+        """The orders of this step, in which `scheduled` tokens of each request are computed."""
+        orders, self._orders = self._orders, []
+        return Orders(orders, tuple(preempted))
+
+    def received(self, requests: Sequence[str]) -> None:
+        """The worker has reported their loads."""
+        for request in requests:
+            if (tracked := self._tracked.get(request)) is not None:
+                tracked.loading = False
+                tracked.let_go()  # the worker's own lease had taken over
+                if is_over(tracked):
+                    del self._tracked[request]
+
+    def sent(self, requests: Sequence[str]) -> None:
+        """The worker has reported that it needs their blocks no more."""
+        for request in requests:
+            self._tracked.pop(request, None)
+
+    # -- for the roles ---------------------------------------------------------------------------------------------
+
+    def _ask(self, tracked: Tracked, tokens: int) -> None:
+        """What the daemon holds of the first `tokens`."""
+        tracked.let_go()
+        pages = tokens // self.shape.page_size
+        tracked.asked_at = self._now()
+        if pages:
+            digests = page_digests(tracked.request.block_hashes, self.shape.blocks_per_page, pages)
+            tracked.lookup = self._lookups.start(digests)
+
+    def _answer(self, tracked: Tracked, tokens: int) -> int | None:
+        """Tokens of the first `tokens` that the daemon holds; None: no answer yet, and still time for one."""
+        if tracked.lookup is None:
+            return 0
+        found = tracked.lookup.tokens
+        if found is None:
+            if self._now() - tracked.asked_at < self._lookup_seconds:
+                return None
+            tracked.let_go()
+            return 0
+        return min(found, tokens // self.shape.page_size * self.shape.page_size)
+
+    def _prompt(self, request: EngineRequest, tokens: int) -> Prompt:
+        return prompt_of(
+            request.block_hashes,
+            request.all_token_ids,
+            tokens,
+            page_size=self.shape.page_size,
+            blocks_per_page=self.shape.blocks_per_page,
+            root=self.shape.root,
+        )
+
+    def _travelling(self, request: EngineRequest) -> int:
+        """Of the prompt, the tokens that travel. The partial last page has no block hash: where more than its tokens
+        says what it holds, it stays."""
+        tokens = request.num_prompt_tokens
+        if request.mm_features or request.lora_request is not None:
+            tokens -= tokens % self.shape.page_size
+        return tokens
+
+    def _blocks(self, blocks: Sequence[int], start: int, end: int) -> tuple[int, ...]:
+        """Those of tokens [start, end); `start` begins a block."""
+        size = self.shape.block_tokens
+        assert start % size == 0, f"token {start} begins no block of {size}"
+        needed = blocks[start // size : -(-end // size)]
+        assert len(needed) == -(-end // size) - start // size, f"{len(blocks)} blocks for {end} tokens"
+        return tuple(needed)
+
+
+def is_over(tracked: Tracked) -> bool:
+    """Its request has finished, and only the worker's report was awaited."""
+    return tracked.settled and tracked.storing and not tracked.loading

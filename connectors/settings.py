@@ -1,0 +1,54 @@
+"""`kv_connector_extra_config`: what a user may set, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_WHERE = "kv_connector_extra_config"
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    socket: str  # of the daemon beside this engine
+    page_size: int = 0  # tokens, as the daemon has it; 0: the engine's block size
+    prefill: str = ""  # name of the prefill daemon, where a request names none
+    revision: str = ""  # of the weights; empty: read from the files
+    deadline_seconds: float = 30.0  # until a prompt's pages are there
+    lookup_seconds: float = 1.0  # that a request waits at most to hear what the daemon holds
+    store_seconds: float = 5.0  # that a finished request's blocks wait at most for room in the daemon
+    connect_seconds: float = 20.0  # at the start; later it is tried again and again
+
+    @staticmethod
+    def of(config: Mapping[str, object]) -> Settings:
+        """ValueError names the field, its value and the bound."""
+        fields = {field.name: field for field in dataclasses.fields(Settings)}
+        unknown = sorted(set(config) - set(fields))
+        if unknown:
+            raise ValueError(f"{_WHERE}.{unknown[0]}: no such setting; there are {', '.join(fields)}")
+        values: dict[str, str | int | float] = {}
+        for name, value in config.items():
+            kind = _KINDS[str(fields[name].type)]
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise ValueError(f"{_WHERE}.{name} is {value!r}; it must be a {fields[name].type}")
+            values[name] = value  # type: ignore[assignment]
+        if not values.get("socket"):
+            raise ValueError(f"{_WHERE}.socket is not set; it names the Unix socket of kvferry's daemon")
+        settings = Settings(**values)  # type: ignore[arg-type]
+        for name in ("deadline_seconds", "lookup_seconds", "store_seconds", "connect_seconds"):
+            if not 0 < getattr(settings, name) <= 3600:
+                raise ValueError(f"{_WHERE}.{name} is {getattr(settings, name)}; it must be above 0, at most 3600")
+        if settings.page_size < 0:
+            raise ValueError(f"{_WHERE}.page_size is {settings.page_size}; it must be at least 0")
+        return settings
+
+    def blocks_per_page(self, block_tokens: int) -> int:
+        """ValueError where a page is not a whole number of blocks."""
+        page_size = self.page_size or block_tokens
+        if page_size % block_tokens:
+            raise ValueError(
+                f"{_WHERE}.page_size is {page_size}; it must be a multiple of the block size, {block_tokens}"
+            )
+        return page_size // block_tokens

@@ -1,0 +1,182 @@
+"""kvferry as vLLM's KV connector.
+
+--kv-transfer-config '{"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.connectors.vllm",
+  "kv_role": "kv_producer" or "kv_consumer", "kv_load_failure_policy": "recompute",
+  "kv_connector_extra_config": {"socket": "/run/kvferry/decode.sock"}}'
+
+The producer is the prefill engine, the consumer the decode engine; `settings.Settings` has the rest of the extra
+configuration, `params` what requests carry. Everything here runs on the engine's own threads and waits for nothing: the
+scheduler's half decides (`scheduler_side`), the worker's half has threads of its own (`worker_side`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvferry.connectors import vllm_facts, vllm_versions
+from kvferry.connectors.lookups import PinLookups
+from kvferry.connectors.orders import Orders
+from kvferry.connectors.scheduler_decode import DecodeScheduler
+from kvferry.connectors.scheduler_prefill import PrefillScheduler
+from kvferry.connectors.scheduler_side import SchedulerSide
+from kvferry.connectors.settings import Settings
+from kvferry.connectors.worker_session import connector_of
+from kvferry.connectors.worker_side import WorkerSide
+from kvferry.proto import common_pb2
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+vllm_versions.check(KVConnectorBase_V1, vllm.__version__)
+
+_ROLES = {"kv_producer": common_pb2.ROLE_PREFILL, "kv_consumer": common_pb2.ROLE_DECODE}
+
+
+@dataclass(slots=True)
+class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    orders: Orders = field(default_factory=Orders)
+
+
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One half of it, in the scheduler's process or the worker's. Configurations that it cannot serve are refused when
+    it is made, hybrid models (several KV cache groups) among them."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_role not in _ROLES:
+            raise vllm_facts.Unfit(
+                f"kv_role is {transfer.kv_role!r}; an engine is kv_producer (prefill) or kv_consumer (decode)"
+            )
+        try:
+            self._settings = Settings.of(transfer.kv_connector_extra_config)
+        except ValueError as error:
+            raise vllm_facts.Unfit(str(error)) from error
+        spec = vllm_facts.check_config(vllm_config, kv_cache_config)
+        self._daemon_role = _ROLES[transfer.kv_role]
+        self._shape = vllm_facts.shape_of(vllm_config, spec, self._settings)
+        self._facts = vllm_facts.facts_of(vllm_config, kv_cache_config, self._shape, self._settings)
+        self._scheduler: SchedulerSide | None = None
+        self._lookups: PinLookups | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._lookups = PinLookups(
+                self._settings.socket, self._daemon_role, self._facts.id, timeout_s=self._settings.lookup_seconds
+            )
+            side = DecodeScheduler if transfer.kv_role == "kv_consumer" else PrefillScheduler
+            self._scheduler = side(
+                self._shape,
+                self._lookups,
+                time.monotonic,
+                default_prefill=self._settings.prefill,
+                lookup_seconds=self._settings.lookup_seconds,
+            )
+
+    # -- the scheduler's half --------------------------------------------------------------------------------------
+
+    @property
+    def _deciding(self) -> SchedulerSide:
+        assert self._scheduler is not None, "this is the worker's half"
+        return self._scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        self._deciding.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._deciding.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._deciding.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return KVFerryMetadata(
+            self._deciding.step(
+                scheduler_output.num_scheduled_tokens, tuple(scheduler_output.preempted_req_ids or ()), self._blocks_of
+            )
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if connector_output.finished_recving:
+            self._deciding.received(tuple(connector_output.finished_recving))
+        if connector_output.finished_sending:
+            self._deciding.sent(tuple(connector_output.finished_sending))
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._deciding.finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._deciding.finished(request, block_ids[0] if block_ids else [])
+
+    def _blocks_of(self, request_id: str) -> Sequence[int]:
+        assert self._kv_cache_manager is not None
+        blocks: Sequence[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
+        return blocks
+
+    # -- the worker's half -----------------------------------------------------------------------------------------
+
+    @property
+    def _working(self) -> WorkerSide:
+        assert self._worker is not None, "the engine has not registered its KV caches"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        blocks = vllm_facts.block_map(kv_caches, self._kv_cache_config, self._shape, self._facts.geometry)
+        engine = self._vllm_config.kv_transfer_config.engine_id or "engine"
+        connect = connector_of(self._settings, self._daemon_role, self._facts.to_proto(), f"vllm {engine}"[:128])
+        self._worker = WorkerSide(self._settings, blocks, connect)
+        self._worker.start()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, KVFerryMetadata)
+        self._working.take(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing: loads began when the step's orders came."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a step computes no request whose load is under way."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing: whole blocks are copied when the step is over."""
+
+    def wait_for_save(self) -> None:
+        self._working.forward_done()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = self._working.reports.take()
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._working.reports.take_bad()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        if self._lookups is not None:
+            self._lookups.close()
+            self._lookups = None

@@ -1,0 +1,165 @@
+"""What a vLLM engine says of itself to the daemon: model, weights, KV geometry, digest chain; and where blocks lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvferry.connectors.blocks import BlockMap
+from kvferry.connectors.scheduler_side import Shape
+from kvferry.connectors.settings import Settings
+from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.namespace import NamespaceFacts
+
+DIGEST_ALGORITHMS = ("sha256_cbor", "sha256")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
+SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
+_WRITTEN_BY_WHOEVER = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+
+class Unfit(RuntimeError):
+    """This engine's configuration is none that the connector can serve; the message says what to change."""
+
+
+def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
+    """The spec of the one KV cache group. Unfit names what does not fit and what to do."""
+    parallel = vllm_config.parallel_config
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise Unfit(
+                f"{name} is {getattr(parallel, name)}; kvferry's connector serves engines of one rank: set it to 1"
+            )
+    groups = kv_cache_config.kv_cache_groups
+    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    if len(groups) != 1 or kinds != ["FullAttentionSpec"]:
+        raise Unfit(
+            f"the model has {len(groups)} KV cache groups ({', '.join(kinds)}); the connector serves models "
+            "whose layers all have full attention (with other kinds a page is no prefix's alone)"
+        )
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        raise Unfit(
+            "prefix caching is off, and the connector needs its hashes: start vLLM with --enable-prefix-caching"
+        )
+    if cache.prefix_caching_hash_algo not in DIGEST_ALGORITHMS:
+        raise Unfit(
+            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo!r}; start vLLM with "
+            "--prefix-caching-hash-algo sha256_cbor"
+        )
+    if vllm_config.device_config.device_type != "cpu":
+        raise Unfit(
+            f"the device is {vllm_config.device_config.device_type!r}; this connector copies memory that the "
+            "host can address, so it serves vLLM's CPU engines"
+        )
+    spec = groups[0].kv_cache_spec
+    if spec.head_size != spec.head_size_v:
+        raise Unfit(
+            f"keys have {spec.head_size} elements a head, values {spec.head_size_v}; pages hold equal ones only"
+        )
+    return spec
+
+
+def shape_of(vllm_config: Any, spec: Any, settings: Settings) -> Shape:
+    try:
+        blocks_per_page = settings.blocks_per_page(spec.block_size)
+    except ValueError as error:
+        raise Unfit(str(error)) from error
+    return Shape(spec.block_size, blocks_per_page, root_digest(vllm_config))
+
+
+def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Settings) -> NamespaceFacts:
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    layers = kv_cache_config.kv_cache_groups[0].layer_names
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return NamespaceFacts(
+        model=fingerprint(vllm_config.model_config),
+        revision=settings.revision or weights_revision(vllm_config.model_config.model),
+        geometry=KVGeometry(
+            layers=len(layers),
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_size,
+            dtype=dtype,
+            page_size=shape.page_size,
+            layout=Layout.ENGINE,
+        ),
+        digest_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
+        root_digest=shape.root,
+        engine_layout=f"vllm cpu LBHNC {_instructions(vllm_config, spec)}, blocks of {shape.block_tokens}",
+        digest_tokens=shape.block_tokens,
+    )
+
+
+def root_digest(vllm_config: Any) -> bytes:
+    """vLLM's NONE_HASH, as the engine core derives it (from PYTHONHASHSEED, where that is set)."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    return bytes(function(resolve_none_hash_seed(function)))
+
+
+def fingerprint(model_config: Any) -> str:
+    config = dict(model_config.hf_config.to_dict())
+    for key in _WRITTEN_BY_WHOEVER:
+        config.pop(key, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    quantization = getattr(model_config, "quantization", None) or "plain"
+    return f"vllm-{config.get('model_type', 'unknown')}-{digest[:32]}-{quantization}-{model_config.dtype!s}"
+
+
+def weights_revision(model: str) -> str:
+    """Hash over the weight files' names, sizes and samples of their contents; of what is no folder, over its name."""
+    folder = Path(model)
+    files = next((found for pattern in WEIGHT_FILES if (found := sorted(folder.glob(pattern)))), [])
+    total = hashlib.sha256(b"" if files else model.encode())
+    for path in files:
+        size = path.stat().st_size
+        total.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(size * sample // SAMPLES)
+                total.update(file.read(SAMPLE_BYTES))
+    return total.hexdigest()
+
+
+def block_map(kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geometry: KVGeometry) -> BlockMap:
+    """Where the engine's blocks lie. Unfit where a block is not one run of bytes, or not of the geometry's size."""
+    names = kv_cache_config.kv_cache_groups[0].layer_names
+    missing = [name for name in names if name not in kv_caches]
+    if missing:
+        raise Unfit(f"layer {missing[0]} has no KV cache of its own; the connector serves models where each has one")
+    bases, strides = [], []
+    block_bytes = geometry.page_bytes // (len(names) * shape.blocks_per_page)
+    blocks = min(len(kv_caches[name]) for name in names)
+    for name in names:
+        cache = kv_caches[name]
+        if cache.device.type != "cpu" or not cache[0].is_contiguous() or cache[0].nbytes != block_bytes:
+            raise Unfit(
+                f"layer {name}: its cache on {cache.device} has shape {tuple(cache.shape)}, strides {cache.stride()}; "
+                f"a block must be {block_bytes} bytes one behind the other on the cpu"
+            )
+        bases.append(cache.data_ptr())
+        strides.append(cache.stride(0) * cache.element_size())
+    return BlockMap(
+        np.array(bases, dtype=np.int64),
+        np.array(strides, dtype=np.int64),
+        block_bytes,
+        blocks,
+        shape.block_tokens,
+        shape.blocks_per_page,
+    )
+
+
+def _instructions(vllm_config: Any, spec: Any) -> str:
+    """Attention kernels of different instruction sets order the tokens of a block differently."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(
+        _get_attn_isa(
+            vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
+        )
+    )

@@ -1,0 +1,46 @@
+"""Which vLLM this connector was run with, and whether the one that is installed has what it uses."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+TESTED = ("0.32.0",)
+_log = logging.getLogger(__name__)
+
+# What vLLM calls, with the names of the arguments that it passes.
+HOOKS = {
+    "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+    "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+    "build_connector_meta": ("scheduler_output",),
+    "update_connector_output": ("connector_output",),
+    "on_new_request": ("request",),
+    "bind_connector_metadata": ("connector_metadata",),
+    "register_kv_caches": ("kv_caches",),
+    "start_load_kv": ("forward_context", "kwargs"),
+    "wait_for_save": (),
+    "get_finished": ("finished_req_ids",),
+    "get_block_ids_with_load_errors": (),
+    "bind_kv_cache_manager": ("kv_cache_manager",),
+    "shutdown": (),
+}
+
+
+class InterfaceDiffers(ImportError):
+    """The installed vLLM calls connectors in another way."""
+
+
+def check(base: type[Any], version: str) -> None:
+    """InterfaceDiffers says what is missing and what to do; a version that nobody tried gets a warning."""
+    for name, arguments in HOOKS.items():
+        hook = getattr(base, name, None)
+        found = tuple(inspect.signature(hook).parameters)[1:] if hook is not None else None
+        if found != arguments:
+            shown = "is not there" if found is None else f"takes ({', '.join(found)}), not ({', '.join(arguments)})"
+            raise InterfaceDiffers(
+                f"kvferry.connectors.vllm was run with vLLM {', '.join(TESTED)}; in the installed {version} "
+                f"KVConnectorBase_V1.{name} {shown}: install vLLM {TESTED[-1]}, or a kvferry that names {version}"
+            )
+    if version.split("+")[0] not in TESTED:
+        _log.warning("kvferry's connector was run with vLLM %s, not with %s", ", ".join(TESTED), version)

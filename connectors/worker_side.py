@@ -1,0 +1,415 @@
+"""The worker's half of a connector: the session with the daemon, and the copies between its pages and the engine's
+blocks, on threads of its own. The engine's thread only hands orders in and takes reports out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from kvferry.connectors.blocks import BlockMap, Copies
+from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Order, Orders, Prompt, Release, Restore, Save, Store
+from kvferry.connectors.settings import Settings
+from kvferry.connectors.worker_session import Connect, Refused, pool_of
+from kvferry.connectors.worker_state import Lease, Moved, Push, Reports
+from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
+from kvferry.workers.requests import DaemonAbsent, DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
+
+RETRY_SECONDS = 0.5
+REFUSED_RETRY_SECONDS = 5.0
+CONNECT_SECONDS = 10.0  # of one try
+STOP_SECONDS = 10.0
+PREEMPT_SECONDS = 30.0  # a copy that runs takes milliseconds
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class WorkerSide:
+    """`start`, then orders and reports; `close` ends it. `connect` opens a session with the daemon."""
+
+    def __init__(self, settings: Settings, blocks: BlockMap, connect: Connect) -> None:
+        self.reports = Reports()
+        self.moved = Moved()
+        self._settings = settings
+        self._blocks = blocks
+        self._connect = connect
+        self._loop = asyncio.new_event_loop()
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvferry copies")
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry connector", daemon=True)
+        self._client: DaemonClient | None = None
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._pushes: dict[str, Push] = {}
+        self._behind: set[asyncio.Task[None]] = set()  # what the engine does not wait for
+        self._sessions: asyncio.Task[None] | None = None
+        self._saves: list[Save] = []  # of the step under way
+        self._computed: asyncio.Event | None = None  # set behind it, where somebody waits for that
+
+    # -- the engine's thread ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Raises Refused when the daemon refuses this engine. Where no daemon answers in time it goes on without."""
+        self._thread.start()
+        try:
+            self._wait(self._open(), self._settings.connect_seconds + STOP_SECONDS)
+        except HandshakeFailed as error:
+            self.close()
+            raise Refused(str(error)) from error
+
+    def take(self, orders: Orders) -> None:
+        """Before the step's forward pass."""
+        if orders.preempted and self._pushes:
+            self._wait(self._preempt(orders.preempted), PREEMPT_SECONDS)
+        if not orders.orders:
+            return
+        self._saves = [order for order in orders.orders if isinstance(order, Save)]
+        now: list[Order] = [order for order in orders.orders if not isinstance(order, Save)]
+        if now:
+            # Blocks that a request holds may be another's that are computed in this very step.
+            computed = self._computed = asyncio.Event()
+            self._loop.call_soon_threadsafe(self._begin, now, computed)
+
+    def forward_done(self) -> None:
+        """Behind the step's forward pass: what it computed may be copied."""
+        if self._computed is not None:
+            self._loop.call_soon_threadsafe(self._computed.set)
+            self._computed = None
+        if self._saves:
+            saves, self._saves = self._saves, []
+            self._loop.call_soon_threadsafe(self._save, saves)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            try:
+                self._wait(self._close(), STOP_SECONDS)
+            except TimeoutError:
+                _log.warning("the session with the daemon did not end within %g s", STOP_SECONDS)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_SECONDS)
+        self._copier.shutdown(wait=True)
+
+    def _wait(self, work: Coroutine[Any, Any, _T], seconds: float) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        """The first session; HandshakeFailed where it is refused."""
+        try:
+            self._client = await self._connect(deadline_s=self._settings.connect_seconds)
+        except DaemonAbsent as error:
+            _log.warning("%s; prompts are computed here until it comes", error)
+        self._sessions = asyncio.create_task(self._keep_open(), name="kvferry sessions")
+
+    async def _keep_open(self) -> None:
+        while True:
+            client = self._client
+            if client is None:
+                client = await self._reopen()
+            gone = await asyncio.shield(client.gone)
+            _log.warning("the daemon is gone (%s); prompts are computed here meanwhile", gone)
+            self._client = None
+            tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await client.close()  # no copy runs: the memory and the lock may go
+
+    async def _reopen(self) -> DaemonClient:
+        while True:
+            try:
+                self._client = await self._connect(deadline_s=CONNECT_SECONDS)
+                _log.info("connected to daemon %r again", self._client.welcome.daemon)
+                return self._client
+            except DaemonAbsent:
+                await asyncio.sleep(RETRY_SECONDS)
+            except HandshakeFailed as error:
+                _log.error("%s", error)
+                await asyncio.sleep(REFUSED_RETRY_SECONDS)
+
+    async def _close(self) -> None:
+        if self._sessions is not None:
+            self._sessions.cancel()
+        tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    # -- orders ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, orders: Sequence[Order], computed: asyncio.Event) -> None:
+        for order in orders:
+            if isinstance(order, Load):
+                self._run(order.request, self._load(order, computed), partial(self._loaded, order))
+            elif isinstance(order, Restore):
+                self._run(order.request, self._restore(order), partial(self._loaded, order))
+            elif isinstance(order, Store):
+                self._run(order.request, self._store(order), partial(self._stored, order))
+            elif isinstance(order, Begin):
+                push = self._pushes[order.request] = Push(order, received=not order.blocks)
+                push.copying.set()
+                self._run(order.request, self._push(push), partial(self._pushed, push))
+            elif isinstance(order, Release):
+                self._release(order.request)
+            elif isinstance(order, Drop):
+                self._cancel(order.request)
+                self._release(order.request)
+            elif isinstance(order, Cancel):
+                self._cancel(order.request)
+                self._pushes.pop(order.request, None)  # that it was received is all that is to be reported
+
+    def _run(self, request: str, work: Coroutine[Any, Any, _T], report: Callable[[_T | None], None]) -> None:
+        """`report` is called once with what `work` returned, None where it was cancelled, maybe before it began."""
+        task = self._loop.create_task(work, name=request)
+        self._tasks[request] = task
+
+        def ended(done: asyncio.Task[_T]) -> None:
+            if self._tasks.get(request) is done:
+                del self._tasks[request]
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
+                _log.error("request %s: %r", request, error, exc_info=error)
+            report(None if done.cancelled() or error is not None else done.result())
+
+        task.add_done_callback(ended)
+
+    def _cancel(self, request: str) -> None:
+        if (task := self._tasks.get(request)) is not None:
+            task.cancel()
+
+    def _loaded(self, order: Load | Restore, good: int | None) -> None:
+        """Nothing writes into its blocks any more; the first `good` of them are as they should be."""
+        self.reports.add_received(order.request, order.blocks[good or 0 :])
+
+    def _save(self, saves: list[Save]) -> None:
+        for save in saves:
+            if (push := self._pushes.get(save.request)) is not None and not push.over:
+                push.save = save
+                push.wake.set()
+
+    def _release(self, request: str) -> None:
+        if (push := self._pushes.get(request)) is not None:
+            push.released = True
+            self._report_push(push)
+
+    async def _preempt(self, requests: Sequence[str]) -> None:
+        """Their blocks are taken away: nothing is read from them any more."""
+        for request in requests:
+            if (push := self._pushes.get(request)) is not None:
+                push.save = None
+                await push.copying.wait()
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    async def _copy(self, work: Callable[[], None]) -> None:
+        """On the copying thread. However the caller ends, the copy is over when this is."""
+        running = self._loop.run_in_executor(self._copier, work)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait({running})
+            raise
+
+    async def _to_blocks(self, copies: Copies) -> None:
+        await self._copy(copies.to_blocks)
+        self.moved.loaded_bytes += copies.nbytes
+
+    async def _to_pages(self, copies: Copies) -> None:
+        await self._copy(copies.to_pages)
+        self.moved.saved_bytes += copies.nbytes
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    async def _load(self, order: Load, computed: asyncio.Event) -> int:
+        held = len(order.held_blocks) * self._blocks.block_tokens
+        async with self._lease(order.request, order.name) as lease:
+            client = lease.client
+            admitted = await client.admit(
+                order.name,
+                **_words(order.prompt),
+                prefill=order.prefill,
+                max_new_tokens=1,
+                deadline_s=self._settings.deadline_seconds,
+                held_tokens=held,
+            )
+            matched = admitted.matched_tokens
+            if matched < held:
+                own = order.held_blocks[matched // self._blocks.block_tokens :]
+                await computed.wait()
+                await self._to_pages(self._blocks.copies(pool_of(client), admitted.pages, own, matched, held))
+                client.progress(order.name, held)
+            await client.ready(order.name)
+            tokens = order.prompt.tokens
+            await self._to_blocks(
+                self._blocks.copies(pool_of(client), admitted.pages, order.blocks, order.start, tokens)
+            )
+            client.check(order.name)  # the pages were ours until now
+            lease.then(self._finish(client, order.name, tokens))
+            self.moved.loads += 1
+            return len(order.blocks)
+        return 0
+
+    async def _restore(self, order: Restore) -> int:
+        async with self._lease(order.request, order.name) as lease:
+            client, tokens = lease.client, order.prompt.tokens
+            admitted = await client.admit(
+                order.name,
+                **_words(order.prompt),
+                prefill="",
+                max_new_tokens=1,
+                deadline_s=self._settings.deadline_seconds,
+            )
+            await client.ready(order.name)
+            end = min(admitted.local_tokens, tokens - 1)
+            if end <= order.start:
+                return 0
+            await self._to_blocks(self._blocks.copies(pool_of(client), admitted.pages, order.blocks, order.start, end))
+            client.check(order.name)
+            if end == tokens - 1:  # else it has pages that nobody filled: it is aborted
+                lease.then(self._finish(client, order.name, tokens))
+            self.moved.loads += 1
+            return (end - order.start) // self._blocks.block_tokens
+        return 0
+
+    async def _store(self, order: Store) -> None:
+        async with self._lease(order.request, order.name) as lease:
+            client, tokens = lease.client, order.prompt.tokens
+            admitted = await client.admit(
+                order.name,
+                **_words(order.prompt),
+                prefill="",
+                max_new_tokens=1,
+                deadline_s=self._settings.store_seconds,
+                held_tokens=tokens,
+            )
+            await client.ready(order.name)
+            matched = admitted.matched_tokens
+            own = order.blocks[matched // self._blocks.block_tokens :]
+            await self._to_pages(self._blocks.copies(pool_of(client), admitted.pages, own, matched, tokens))
+            lease.then(self._finish(client, order.name, tokens))
+            self.moved.stored += 1
+
+    async def _finish(self, client: DaemonClient, name: RequestName, tokens: int) -> None:
+        try:
+            await client.finish(name, tokens=tokens, digests=b"")
+        except RequestFailed as error:
+            await client.abort(name, str(error))
+        except DaemonGone:
+            pass
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    async def _push(self, push: Push) -> None:
+        order, name = push.order, push.order.name
+        async with self._lease(order.request, name) as lease:
+            client = lease.client
+            begun = await client.begin(name, **_words(order.prompt), deadline_s=self._settings.deadline_seconds)
+            if not push.received:
+                await self._load_first(client, push, begun.matched_tokens, begun.pages)
+            await self._push_chunks(client, push, begun.matched_tokens, begun.pages)
+            client.aux(name, b"")  # decode computes the last token again, and samples from that
+            lease.then(self._hand_over(client, name))
+            self.moved.pushed += 1
+
+    def _stored(self, order: Store, _: None) -> None:
+        self.reports.add_sent(order.request)
+
+    def _pushed(self, push: Push, _: None) -> None:
+        push.over = True
+        if not push.received:
+            push.received = True
+            self.reports.add_received(push.order.request, push.order.blocks)
+        self._report_push(push)
+
+    async def _load_first(self, client: DaemonClient, push: Push, matched: int, pages: Sequence[int]) -> None:
+        order = push.order
+        end = min(matched, order.end)
+        good = 0
+        if end > order.start:
+            await self._to_blocks(self._blocks.copies(pool_of(client), pages, order.blocks, order.start, end))
+            client.check(order.name)
+            good = (end - order.start) // self._blocks.block_tokens
+        push.received = True
+        self.reports.add_received(order.request, order.blocks[good:])
+
+    async def _push_chunks(self, client: DaemonClient, push: Push, matched: int, pages: Sequence[int]) -> None:
+        total, page = push.order.prompt.tokens, self._blocks.page_size
+        saved = matched
+        while saved < total:
+            if push.save is None or push.save.tokens <= saved:
+                push.wake.clear()
+                await push.wake.wait()
+                continue
+            save = push.save
+            end = total if save.tokens >= total else save.tokens // page * page
+            if end <= saved:
+                push.save = None
+                continue
+            own = save.blocks[saved // self._blocks.block_tokens :]
+            copies = self._blocks.copies(pool_of(client), pages, own, saved, end)
+            push.copying.clear()
+            try:
+                if end == total:
+                    self._blocks.wipe_tail(pool_of(client), pages[-1], end)
+                await self._to_pages(copies)
+            finally:
+                push.copying.set()
+            client.progress(push.order.name, end)
+            saved = end
+
+    async def _hand_over(self, client: DaemonClient, name: RequestName) -> None:
+        try:
+            await client.ended(name, self._settings.deadline_seconds + ANSWER_SLACK_S)
+        except RequestFailed as error:
+            _log.info("request %s ended unfinished: %s", name, error)
+            await client.abort(name, error.message)
+        except DaemonGone:
+            pass
+
+    def _report_push(self, push: Push) -> None:
+        if push.over and push.released and self._pushes.get(push.order.request) is push:
+            del self._pushes[push.order.request]
+            self.reports.add_sent(push.order.request)
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _lease(self, request: str, name: RequestName) -> AsyncIterator[Lease]:
+        """One request at the daemon: its failure is logged and ends the block; what did not end well is aborted."""
+        lease = Lease(self._client)
+        opened = True
+        try:
+            yield lease
+        except NotOpened as error:
+            opened = False  # the name may be that of a request that runs
+            self._failed(request, error)
+        except (RequestFailed, DaemonGone) as error:
+            self._failed(request, error)
+        finally:
+            if lease.ending is not None:
+                self._later(lease.ending)
+            elif opened and lease.used is not None:
+                self._later(lease.used.abort(name, "the engine needs it no more"))
+
+    def _failed(self, request: str, error: Exception) -> None:
+        self.moved.failed += 1
+        _log.warning("request %s: the engine goes on alone: %s", request, error)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        """What the engine need not wait for."""
+        task = self._loop.create_task(work)
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
+
+
+def _words(prompt: Prompt) -> dict[str, Any]:
+    return {"digests": prompt.digests, "tokens": prompt.tokens, "tail_digest": prompt.tail_digest}

@@ -1,0 +1,94 @@
+"""What the worker's half of a connector keeps: reports to the engine, counts, prompts that are pushed, leases."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.connectors.orders import Begin, Save
+from kvferry.workers.client import DaemonClient
+from kvferry.workers.requests import DaemonGone
+
+
+@dataclass(slots=True)
+class Reports:
+    """What the engine is to hear; taken on its thread, added to on ours."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    received: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+    bad_blocks: set[int] = field(default_factory=set)
+
+    def add_received(self, request: str, bad: Sequence[int] = ()) -> None:
+        with self.lock:
+            self.bad_blocks.update(bad)
+            self.received.add(request)
+
+    def add_sent(self, request: str) -> None:
+        with self.lock:
+            self.sent.add(request)
+
+    def take(self) -> tuple[set[str], set[str]]:
+        """(sent, received)."""
+        if not self.sent and not self.received:
+            return set(), set()
+        with self.lock:
+            sent, self.sent = self.sent, set()
+            received, self.received = self.received, set()
+        return sent, received
+
+    def take_bad(self) -> set[int]:
+        if not self.bad_blocks:
+            return set()
+        with self.lock:
+            bad, self.bad_blocks = self.bad_blocks, set()
+        return bad
+
+
+@dataclass(slots=True)
+class Moved:
+    """Bytes copied between pages and blocks, and how requests ended."""
+
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    loads: int = 0
+    failed: int = 0
+    stored: int = 0
+    pushed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """A prompt on its way to the daemon."""
+
+    order: Begin
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    save: Save | None = None  # the newest
+    copying: asyncio.Event = field(default_factory=asyncio.Event)  # set: no copy from its blocks runs
+    received: bool = True  # nothing is to be loaded for it, or it was reported
+    released: bool = False  # its blocks are wanted back
+    over: bool = False  # nothing touches its blocks any more
+
+
+class Lease:
+    """A request of ours at the daemon, from its first word to what ends it."""
+
+    def __init__(self, client: DaemonClient | None) -> None:
+        self._client = client
+        self.used: DaemonClient | None = None
+        self.ending: Coroutine[Any, Any, None] | None = None
+
+    @property
+    def client(self) -> DaemonClient:
+        """DaemonGone where there is none."""
+        if self._client is None:
+            raise DaemonGone("no daemon answers")
+        self.used = self._client
+        return self._client
+
+    def then(self, ending: Coroutine[Any, Any, None]) -> None:
+        """It went well: instead of an abort this ends it, behind the engine's back."""
+        self.ending = ending

@@ -1,0 +1,62 @@
+"""The simulation of the published workload, its committed fit, and one short run of the whole system."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+E2E = Path(__file__).parent.parent.parent / "bench" / "e2e"
+sys.path.insert(0, str(E2E))
+fit_published = pytest.importorskip("fit_published", reason="bench/e2e is not here")
+import rig  # noqa: E402
+from simulation import simulate  # noqa: E402
+
+from kvferry.loadgen.report import make_report  # noqa: E402
+from kvferry.loadgen.runner import RunRecord, TurnRecord  # noqa: E402
+from kvferry.workers.engine_model import read_engine_model  # noqa: E402
+
+
+def test_the_committed_engine_gives_the_published_baseline_row() -> None:
+    model = read_engine_model(fit_published.FILE)
+    outcome = simulate(model, fit_published.SIZES, fit_published.BASELINE, fit_published.prefixes())
+    got = (outcome.requests_per_s, outcome.ttft_p50_s, outcome.inter_token_ms)
+    assert got == pytest.approx(fit_published.ROW, rel=0.01)
+
+
+def test_the_simulation_keeps_what_queues_keep() -> None:
+    """Little's law over the whole run; nothing faster than its own parts; a cap of one is one after the other."""
+    model = read_engine_model(fit_published.FILE)
+    sizes = replace(fit_published.SIZES, requests=200, output=50)
+    prefix_of = fit_published.prefixes()
+    system = replace(fit_published.BASELINE, reuse="on")
+    on = simulate(model, sizes, system, prefix_of)
+    latency = on.ttft_mean_s + 49 * on.inter_token_ms / 1000
+    assert 0.5 * sizes.concurrency < on.requests_per_s * latency <= sizes.concurrency
+    alone = simulate(model, replace(sizes, requests=3), replace(system, max_running=1), prefix_of)
+    assert alone.mean_batch == 1
+    assert alone.inter_token_ms == pytest.approx(1000 * model.step_s(1, 54_500 + 25), rel=0.01)
+
+
+def test_a_report_in_the_models_time() -> None:
+    turn = TurnRecord(0, 0, 0.0, 0.0, 0.5, 0.25, (0.25,), 10, 4, 2, None)
+    report = rig.in_model_time(make_report(RunRecord((turn,), 0, 2.0), None), 4.0)
+    assert (report.duration_s, report.requests_per_s, report.ttft_ms.p50) == (8.0, 0.125, 1000.0)
+    assert (report.token_ms.mean, report.ttft_by_turn_ms[0].max) == (1000.0, 1000.0)
+    assert report.input_tokens.mean == 10
+
+
+@pytest.mark.nightly
+def test_a_short_run_through_the_system() -> None:
+    setup = rig.Setup(
+        decode_pages=400, prefill_pages=4000, engine=E2E / "engine_8b.json", host_pages=800, max_running=3
+    )
+    load = ["--conversations", "6", "--turns", "3", "--user-words", "300", "--max-tokens", "40", "--concurrency", "6"]
+    for reuse in ("off", "on"):
+        measured = rig.run(replace(setup, reuse=reuse), [*load, "--api", "completions-tokens"], limit_s=120)
+        assert (measured.report.requests, measured.report.failed) == (18, 0)
+        assert (measured.decode.requests.hit_tokens > 0) is (reuse == "on")
+        steps = next(line for line in measured.engine_log if "steps, mean" in line)
+        assert float(steps.split()[-1]) <= 3

@@ -1,0 +1,87 @@
+"""Copies between an engine's blocks and the daemon's pages."""
+
+import numpy as np
+import pytest
+from engine_memory import BLOCK, BLOCK_BYTES, LAYERS, EngineMemory
+
+from kvferry.connectors.blocks import BlockMap
+
+
+def new_pool(engine: EngineMemory, pages: int = 6) -> np.ndarray:  # type: ignore[type-arg]
+    return np.full((pages, engine.map.page_bytes), 0xEE, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("gap", [0, 24])
+def test_whole_pages_go_there_and_back(gap: int) -> None:
+    engine, other = EngineMemory(16, 2, gap), EngineMemory(16, 2, gap, seed=1)
+    pool = new_pool(engine)
+    pages, blocks = [4, 0, 2], [3, 9, 1, 15, 0, 8]
+    engine.map.copies(pool, pages, blocks, 0, 6 * BLOCK).to_pages()
+    for i, page in enumerate(pages):
+        assert pool[page].tobytes() == engine.page(blocks[2 * i : 2 * i + 2])
+    assert (pool[[1, 3, 5]] == 0xEE).all()
+    theirs = [5, 6, 7, 8, 9, 10]
+    before = [other.block(n) for n in range(16)]
+    between = [layer[:, BLOCK_BYTES:].copy() for layer in other.layers]
+    other.map.copies(pool, pages, theirs, 0, 6 * BLOCK).to_blocks()
+    assert [other.block(n) for n in theirs] == [engine.block(n) for n in blocks]
+    assert [other.block(n) for n in range(16) if n not in theirs] == [before[n] for n in range(16) if n not in theirs]
+    assert all((layer[:, BLOCK_BYTES:] == old).all() for layer, old in zip(other.layers, between, strict=True))
+
+
+def test_a_copy_may_begin_within_a_page_and_end_within_a_block() -> None:
+    engine = EngineMemory(16, 2)
+    pool = new_pool(engine)
+    copies = engine.map.copies(pool, [1, 3, 5], [7, 2, 11], 3 * BLOCK, 5 * BLOCK + 1)
+    assert copies.nbytes == 3 * LAYERS * BLOCK_BYTES
+    copies.to_pages()
+    halves = pool.reshape(6, LAYERS, 2, BLOCK_BYTES)
+    assert halves[3, :, 1].tobytes() == engine.block(7)
+    assert halves[5, :, 0].tobytes() == engine.block(2)
+    assert halves[5, :, 1].tobytes() == engine.block(11)
+    assert (halves[3, :, 0] == 0xEE).all() and (pool[1] == 0xEE).all()
+
+
+def test_nothing_is_a_copy_too() -> None:
+    engine = EngineMemory(4)
+    copies = engine.map.copies(new_pool(engine), [0], [], BLOCK, BLOCK)
+    copies.to_blocks()
+    assert copies.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("pages", "blocks", "start", "end", "message"),
+    [
+        ([0], [1], 3, 8, "start is 3"),
+        ([0], [1], 16, 8, "start is 16"),
+        ([0, 1], [1], 0, 16, "block_ids has 1 entries"),
+        ([0, 6], [1, 2], 0, 16, "pages: 0 to 6; they must be 0 to 5"),
+        ([0, 1], [1, 16], 0, 16, "block_ids: 1 to 16; they must be 0 to 15"),
+        ([0, 1], [-1, 2], 0, 16, "block_ids: -1 to 2"),
+    ],
+)
+def test_what_is_out_of_bounds_is_named(
+    pages: list[int], blocks: list[int], start: int, end: int, message: str
+) -> None:
+    engine = EngineMemory(16)
+    with pytest.raises((ValueError, IndexError), match=message):
+        engine.map.copies(new_pool(engine), pages, blocks, start, end)
+
+
+def test_a_pool_of_other_pages_is_refused() -> None:
+    engine = EngineMemory(4)
+    with pytest.raises(ValueError, match="pool has shape"):
+        engine.map.copies(np.zeros((4, 10), dtype=np.uint8), [0], [0], 0, BLOCK)
+
+
+@pytest.mark.parametrize(("end", "wiped"), [(1, True), (BLOCK, True), (BLOCK + 1, False), (2 * BLOCK, False)])
+def test_only_a_page_with_blocks_of_nobody_is_wiped(end: int, wiped: bool) -> None:
+    engine = EngineMemory(4, 2)
+    pool = new_pool(engine)
+    engine.map.wipe_tail(pool, 2, 2 * BLOCK * 3 + end if end < 2 * BLOCK else 2 * BLOCK * 4)
+    assert (pool[2] == (0 if wiped else 0xEE)).all()
+
+
+def test_blocks_that_overlap_are_refused() -> None:
+    with pytest.raises(ValueError, match="strides: 8 is below a block's 64 bytes"):
+        BlockMap(np.array([0], dtype=np.int64), np.array([8], dtype=np.int64), 64, 4, 8, 1)

@@ -1,0 +1,345 @@
+"""The scheduler's half: what it answers vLLM, and what it tells the worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Release, Restore, Save, Store
+from kvferry.connectors.scheduler_decode import DecodeScheduler
+from kvferry.connectors.scheduler_prefill import PrefillScheduler
+from kvferry.connectors.scheduler_side import SchedulerSide, Shape
+from kvferry.radix.digests import chain_digests, root_digest
+
+BLOCK = 8
+ID = "ab" * 16
+TO_DECODE = {"do_remote_prefill": True, "kvferry_request": ID, "kvferry_prefill": "p"}
+TO_PREFILL = {"do_remote_decode": True, "kvferry_request": ID}
+
+
+@dataclass
+class Request:
+    request_id: str
+    prompt: int
+    kv_transfer_params: dict[str, object] | None = None
+    output: int = 0
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    mm_features: tuple[object, ...] = ()
+    lora_request: object = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.prompt
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt + self.output
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return list(range(self.num_tokens))
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return [bytes(row) for row in chain_digests(np.arange(self.num_tokens), page_size=BLOCK)]
+
+
+@dataclass
+class Answer:
+    tokens: int | None = None
+    released: int = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@dataclass
+class Daemon:
+    """Answers look-ups with `holds` tokens, once it is told to."""
+
+    up: bool = True
+    daemon: str = "p"
+    asked: list[tuple[bytes, Answer]] = field(default_factory=list)
+
+    def start(self, digests: bytes) -> Answer:
+        self.asked.append((digests, Answer()))
+        return self.asked[-1][1]
+
+    def holds(self, tokens: int) -> None:
+        for _, answer in self.asked:
+            answer.tokens = tokens
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def decode(daemon: Daemon, per_page: int = 1, clock: Clock | None = None) -> DecodeScheduler:
+    return DecodeScheduler(Shape(BLOCK, per_page, root_digest()), daemon, clock or Clock(), lookup_seconds=1.0)
+
+
+def prefill(daemon: Daemon, per_page: int = 1) -> PrefillScheduler:
+    return PrefillScheduler(Shape(BLOCK, per_page, root_digest()), daemon, Clock(), lookup_seconds=1.0)
+
+
+def blocks(tokens: int) -> list[int]:
+    return [50 + i for i in range(-(-tokens // BLOCK))]
+
+
+def orders(side: SchedulerSide, **scheduled: int) -> list[object]:
+    return list(side.step(scheduled, (), lambda request: blocks(1000)).orders)
+
+
+# -- decode --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_page", [1, 2])
+def test_a_prompt_from_prefill_is_promised_once_the_engine_has_pinned_its_blocks(per_page: int) -> None:
+    daemon = Daemon()
+    side, request = decode(daemon, per_page), Request("a", 61, TO_DECODE)
+    side.new_request(request)
+    assert daemon.asked[0][0] == b"".join(request.block_hashes[per_page - 1 :: per_page])
+    for _ in range(3):  # vLLM may ask again and again
+        assert side.matched(request, 24) == (37, True)
+    assert orders(side) == []
+    side.allocated(request, blocks(61), 37)
+    (load,) = orders(side)
+    assert isinstance(load, Load)
+    assert (load.name.request_id.hex(), load.prefill, load.start) == (ID, "p", 24)
+    held = 24 // (BLOCK * per_page) * per_page
+    assert load.held_blocks == tuple(blocks(61)[:held])
+    assert load.blocks == tuple(blocks(61)[3:])
+    assert load.prompt.tokens == 61
+    side.allocated(request, blocks(61), 0)  # vLLM calls it once more when the load is over
+    side.received(["a"])
+    assert daemon.asked[0][1].released == 1
+    assert orders(side) == []
+
+
+def test_a_load_that_failed_is_not_tried_again() -> None:
+    side, request = decode(Daemon()), Request("a", 61, TO_DECODE)
+    side.new_request(request)
+    side.matched(request, 0)
+    side.allocated(request, blocks(61), 61)
+    side.received(["a"])
+    assert side.matched(request, 0) == (0, False)
+
+
+def test_without_prefill_the_daemon_is_asked_and_vllm_waits_for_the_answer() -> None:
+    daemon, clock = Daemon(), Clock()
+    side, request = decode(daemon, clock=clock), Request("a", 64)
+    side.new_request(request)
+    assert len(daemon.asked[0][0]) == 7 * 32, "the last token is left to compute"
+    assert side.matched(request, 16) == (None, False)
+    daemon.holds(40)
+    assert side.matched(request, 16) == (24, True)
+    assert side.matched(request, 16) == (24, True)
+    side.allocated(request, blocks(40), 24)
+    (restore,) = orders(side)
+    assert isinstance(restore, Restore)
+    assert (restore.start, restore.blocks, restore.prompt.tokens) == (16, tuple(blocks(40)[2:]), 41)
+    assert len(restore.prompt.digests) == 5 * 32 and len(restore.prompt.tail_digest) == 32
+    assert daemon.asked[0][1].released == 0, "held until it is loaded"
+    side.received(["a"])
+    assert daemon.asked[0][1].released == 1
+    assert len(daemon.asked) == 1
+
+
+def test_an_answer_that_does_not_come_is_waited_for_no_longer_than_set() -> None:
+    daemon, clock = Daemon(), Clock()
+    side, request = decode(daemon, clock=clock), Request("a", 64)
+    side.new_request(request)
+    clock.now += 0.9
+    assert side.matched(request, 0) == (None, False)
+    clock.now += 0.2
+    assert side.matched(request, 0) == (0, False)
+    assert daemon.asked[0][1].released == 1
+
+
+def test_what_the_engine_has_itself_is_not_loaded() -> None:
+    daemon = Daemon()
+    side, request = decode(daemon), Request("a", 64)
+    side.new_request(request)
+    daemon.holds(24)
+    assert side.matched(request, 24) == (0, False)
+    side.allocated(request, blocks(64), 0)
+    assert orders(side) == []
+    assert daemon.asked[0][1].released == 1
+
+
+def test_with_the_daemon_down_all_is_computed_here() -> None:
+    daemon = Daemon(up=False)
+    side = decode(daemon)
+    for params in (TO_DECODE, None):
+        request = Request(f"{params}", 64, params)
+        side.new_request(request)
+        assert side.matched(request, 0) == (0, False)
+        side.allocated(request, blocks(64), 0)
+        request.output, request.num_computed_tokens = 9, 72
+        assert side.finished(request, blocks(72)) == (False, None)
+    assert daemon.asked == [] and orders(side) == [] and side.tracked == 0
+
+
+@pytest.mark.parametrize("per_page", [1, 2])
+def test_at_the_end_full_pages_of_prompt_and_output_are_stored(per_page: int) -> None:
+    side, request = decode(Daemon(), per_page), Request("a", 30, TO_DECODE)
+    side.new_request(request)
+    side.matched(request, 0)
+    side.allocated(request, blocks(30), 30)
+    side.received(["a"])
+    orders(side)
+    request.output, request.num_computed_tokens = 11, 40  # the last token's KV is not computed
+    assert side.finished(request, blocks(41)) == (True, None)
+    (store,) = orders(side)
+    assert isinstance(store, Store)
+    tokens = 40 // (BLOCK * per_page) * BLOCK * per_page
+    assert (store.prompt.tokens, store.blocks) == (tokens, tuple(blocks(tokens)))
+    assert store.prompt.digests == b"".join(request.block_hashes[per_page - 1 : tokens // BLOCK : per_page])
+    assert store.name.request_id.hex() != ID
+    side.sent(["a"])
+    assert side.tracked == 0
+
+
+def test_what_a_step_under_way_computes_is_not_stored() -> None:
+    side, request = decode(Daemon()), Request("a", 64)
+    side.new_request(request)
+    request.num_computed_tokens, request.num_in_flight_tokens = 64, 40
+    assert side.finished(request, blocks(64)) == (True, None)
+    (store,) = orders(side)
+    assert isinstance(store, Store) and store.prompt.tokens == 24
+
+
+def test_an_abort_while_it_loads_is_reported_as_received() -> None:
+    side, request = decode(Daemon()), Request("a", 61, TO_DECODE)
+    side.new_request(request)
+    side.matched(request, 0)
+    side.allocated(request, blocks(61), 61)
+    assert side.finished(request, blocks(61)) == (False, None), "vLLM keeps the blocks by itself"
+    assert [type(order) for order in orders(side)] == [Load, Cancel]
+    side.received(["a"])
+    assert side.tracked == 0
+
+
+def test_an_abort_before_anything_lets_the_lock_go() -> None:
+    daemon = Daemon()
+    side, request = decode(daemon), Request("a", 61, TO_DECODE)
+    side.new_request(request)
+    assert side.finished(request, []) == (False, None)
+    assert daemon.asked[0][1].released == 1 and side.tracked == 0 and orders(side) == []
+
+
+def test_a_preempted_request_comes_back_to_what_the_daemon_holds() -> None:
+    daemon = Daemon()
+    side, request = decode(daemon), Request("a", 30, TO_DECODE)
+    side.new_request(request)
+    side.matched(request, 0)
+    side.allocated(request, blocks(30), 30)
+    side.received(["a"])
+    request.output = 20
+    side.step({}, ("a",), lambda request: [])
+    assert side.matched(request, 8) == (None, False)
+    assert len(daemon.asked[-1][0]) == 6 * 32, "prompt and output"
+    daemon.holds(24)
+    assert side.matched(request, 8) == (16, True)
+
+
+def test_a_request_that_a_router_names_wrongly_is_computed_here(caplog: pytest.LogCaptureFixture) -> None:
+    daemon = Daemon()
+    side, request = decode(daemon), Request("a", 61, {**TO_DECODE, "kvferry_request": "nonsense"})
+    side.new_request(request)
+    daemon.holds(0)
+    assert side.matched(request, 0) == (0, False)
+    assert "kvferry_request is 'nonsense'" in caplog.text
+
+
+@pytest.mark.parametrize("kept", [{"mm_features": (object(),)}, {"lora_request": object()}])
+def test_a_tail_that_its_tokens_do_not_name_stays(kept: dict[str, object]) -> None:
+    side, request = decode(Daemon()), Request("a", 61, TO_DECODE, **kept)  # type: ignore[arg-type]
+    side.new_request(request)
+    assert side.matched(request, 0) == (56, True)
+
+
+# -- prefill -------------------------------------------------------------------------------------------------------
+
+
+def test_prefill_begins_with_its_blocks_and_saves_chunk_by_chunk() -> None:
+    daemon = Daemon()
+    side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
+    side.new_request(request)
+    assert side.matched(request, 0) == (None, False)
+    daemon.holds(0)
+    assert side.matched(request, 0) == (0, False)
+    side.allocated(request, blocks(20), 0)
+    first, chunk = orders(side, a=20)
+    assert isinstance(first, Begin) and first.blocks == () and first.name.request_id.hex() == ID
+    assert chunk == Save("a", 20, tuple(blocks(1000)[:3]))
+    request.num_computed_tokens = 20
+    assert orders(side, a=2) == [], "no page is full"
+    request.num_computed_tokens = 22
+    assert orders(side, a=39) == [Save("a", 61, tuple(blocks(1000)[:8]))]
+    request.num_computed_tokens = 61
+    delay, told = side.finished(request, blocks(61))
+    assert delay and told is not None
+    assert (told["kvferry_request"], told["kvferry_prefill"], told["do_remote_prefill"]) == (ID, "p", True)
+    assert orders(side) == [Release("a")]
+    side.sent(["a"])
+    assert side.tracked == 0
+
+
+def test_what_the_prefill_daemon_holds_is_loaded_before_the_rest_is_computed() -> None:
+    daemon = Daemon()
+    side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
+    side.new_request(request)
+    daemon.holds(40)
+    assert side.matched(request, 16) == (24, True)
+    side.allocated(request, blocks(40), 24)
+    (begin,) = orders(side)
+    assert isinstance(begin, Begin)
+    assert (begin.start, begin.end, begin.blocks) == (16, 40, tuple(blocks(40)[2:]))
+    assert side.matched(request, 0) == (0, False), "where it failed, it is computed"
+    side.received(["a"])
+    request.num_computed_tokens = 40
+    assert [type(order) for order in orders(side, a=21)] == [Save]
+
+
+def test_an_aborted_prefill_is_dropped_or_where_it_loads_cancelled() -> None:
+    for loads, kind, delay in ((0, Drop, True), (40, Cancel, False)):
+        daemon = Daemon()
+        side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
+        side.new_request(request)
+        daemon.holds(loads)
+        side.allocated(request, blocks(61), side.matched(request, 0)[0] or 0)
+        assert side.finished(request, blocks(61)) == (delay, None)
+        assert [type(order) for order in orders(side)] == [Begin, kind]
+
+
+def test_a_preempted_prefill_is_saved_again_as_it_is_computed_again() -> None:
+    daemon = Daemon()
+    side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
+    side.new_request(request)
+    daemon.holds(0)
+    side.allocated(request, blocks(61), 0)
+    orders(side, a=32)
+    told = side.step({}, ("a",), lambda request: [])
+    assert told.preempted == ("a",)
+    assert [type(order) for order in orders(side, a=16)] == [Save]
+
+
+def test_plain_requests_and_a_daemon_that_is_down_cost_prefill_nothing() -> None:
+    daemon = Daemon()
+    side, plain = prefill(daemon), Request("plain", 61)
+    side.new_request(plain)
+    assert side.matched(plain, 0) == (0, False) and daemon.asked == []
+    daemon.up = False
+    request = Request("a", 61, TO_PREFILL)
+    side.new_request(request)
+    assert side.matched(request, 0) == (0, False)
+    side.allocated(request, blocks(61), 0)
+    assert orders(side, a=61) == [] and side.finished(request, blocks(61)) == (False, None)
+    assert side.tracked == 0

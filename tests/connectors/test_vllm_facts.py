@@ -1,0 +1,139 @@
+"""What is read of vLLM's configuration, and which engines are refused; the configurations here have just that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvferry.connectors.scheduler_side import Shape
+from kvferry.connectors.settings import Settings
+from kvferry.connectors.vllm_facts import Unfit, block_map, check_config, shape_of, weights_revision
+from kvferry.transfer.geometry import KVGeometry, Layout
+
+BLOCK, HEADS, DIM = 32, 3, 64
+
+
+@dataclass
+class FullAttentionSpec:
+    block_size: int = BLOCK
+    num_kv_heads: int = HEADS
+    head_size: int = DIM
+    head_size_v: int = DIM
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass
+class Engine:
+    parallel: dict[str, int] = field(default_factory=dict)
+    caching: bool = True
+    algorithm: str = "sha256_cbor"
+    device: str = "cpu"
+    specs: tuple[FullAttentionSpec, ...] = (FullAttentionSpec(),)
+
+    @property
+    def vllm(self) -> SimpleNamespace:
+        sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **self.parallel}
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(**sizes),
+            cache_config=SimpleNamespace(
+                enable_prefix_caching=self.caching, prefix_caching_hash_algo=self.algorithm, cache_dtype="auto"
+            ),
+            device_config=SimpleNamespace(device_type=self.device),
+        )
+
+    @property
+    def kv(self) -> SimpleNamespace:
+        groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=["l0", "l1"]) for spec in self.specs]
+        return SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_an_engine_that_fits() -> None:
+    engine = Engine()
+    assert check_config(engine.vllm, engine.kv) == FullAttentionSpec()
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (Engine(parallel={"tensor_parallel_size": 2}), "tensor_parallel_size is 2; .* set it to 1"),
+        (Engine(parallel={"pipeline_parallel_size": 4}), "pipeline_parallel_size is 4"),
+        (Engine(caching=False), "--enable-prefix-caching"),
+        (Engine(algorithm="xxhash"), "'xxhash'; start vLLM with --prefix-caching-hash-algo sha256_cbor"),
+        (Engine(device="cuda"), "the device is 'cuda'"),
+        (
+            Engine(specs=(FullAttentionSpec(), SlidingWindowSpec())),
+            "2 KV cache groups .FullAttentionSpec, Sliding",
+        ),
+        (Engine(specs=(SlidingWindowSpec(),)), "1 KV cache groups .SlidingWindowSpec"),
+        (Engine(specs=(FullAttentionSpec(head_size_v=32),)), "keys have 64 elements a head, values 32"),
+    ],
+)
+def test_engines_that_are_refused(engine: Engine, message: str) -> None:
+    with pytest.raises(Unfit, match=message):
+        check_config(engine.vllm, engine.kv)
+
+
+def test_a_page_that_is_no_whole_number_of_blocks_is_refused() -> None:
+    with pytest.raises(Unfit, match="page_size is 40"):
+        shape_of(Engine().vllm, FullAttentionSpec(), Settings("/s", page_size=40))
+
+
+def geometry(per_page: int) -> KVGeometry:
+    return KVGeometry(2, HEADS, DIM, "float32", BLOCK * per_page, Layout.ENGINE)
+
+
+@pytest.mark.parametrize("per_page", [1, 2])
+def test_where_the_blocks_of_cpu_attention_lie(per_page: int) -> None:
+    caches = {name: torch.zeros(10, HEADS, BLOCK, 2 * DIM) for name in ("l1", "l0")}
+    shape = Shape(BLOCK, per_page, bytes(32))
+    found = block_map(caches, Engine().kv, shape, geometry(per_page))
+    assert found.page_bytes == geometry(per_page).page_bytes
+    assert (found.blocks, found.block_bytes) == (10, HEADS * BLOCK * 2 * DIM * 4)
+    assert found.bases.tolist() == [caches["l0"].data_ptr(), caches["l1"].data_ptr()]
+    assert found.strides.tolist() == [found.block_bytes] * 2
+
+
+def test_layers_that_share_one_tensor_are_found_by_their_strides() -> None:
+    whole = torch.zeros(10, 2, HEADS, BLOCK, 2 * DIM)
+    caches = {"l0": whole[:, 0], "l1": whole[:, 1]}
+    found = block_map(caches, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1))
+    assert found.strides.tolist() == [2 * found.block_bytes] * 2
+    assert found.bases[1] - found.bases[0] == found.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (torch.zeros(10, HEADS, BLOCK, DIM), "must be 49152 bytes"),
+        (torch.zeros(10, BLOCK, HEADS, 2 * DIM).transpose(1, 2), "strides"),
+        (torch.zeros(10, HEADS, BLOCK, 2 * DIM, device="meta"), "cache on meta"),
+    ],
+)
+def test_blocks_that_are_no_run_of_bytes_are_refused(cache: torch.Tensor, message: str) -> None:
+    with pytest.raises(Unfit, match=message):
+        block_map({"l0": cache, "l1": cache}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1))
+
+
+def test_a_layer_without_a_cache_is_refused() -> None:
+    with pytest.raises(Unfit, match="layer l1 has no KV cache"):
+        block_map({"l0": torch.zeros(1)}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1))
+
+
+def test_weights_that_differ_anywhere_have_another_revision(tmp_path: Path) -> None:
+    data = bytearray(range(256)) * 4096
+    (tmp_path / "model.safetensors").write_bytes(data)
+    first = weights_revision(str(tmp_path))
+    assert weights_revision(str(tmp_path)) == first
+    data[12345] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert weights_revision(str(tmp_path)) != first
+    assert weights_revision("org/a") != weights_revision("org/b")

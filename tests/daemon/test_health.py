@@ -1,0 +1,90 @@
+"""Health is progress: what does not move is named, and the daemon says that it does not serve."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+
+from kvferry.daemon.health import HealthWatch
+from kvferry.daemon.progress import Progress
+
+
+def test_parts_are_stalled_when_they_do_not_tick() -> None:
+    progress = Progress(2.0)
+    progress.tick("one", 10.0)
+    progress.tick("two", 11.0)
+    assert progress.stalled(12.0) == []
+    assert progress.stalled(13.5) == [("one", 3.5), ("two", 2.5)]
+    progress.tick("one", 13.5)
+    assert progress.stalled(13.5) == [("two", 2.5)]
+    progress.keep({"one"})
+    assert progress.stalled(14.0) == []
+    assert progress.known("one") and not progress.known("two")
+
+
+class OneWorker:
+    """A side with one copy worker."""
+
+    role = "decode"
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def copy_workers(self) -> dict[str, Executor]:
+        return {"copy worker": self._executor}
+
+
+def test_a_copy_worker_that_hangs_is_named_and_comes_back() -> None:
+    said: list[bool] = []
+
+    async def announce(serving: bool) -> None:
+        said.append(serving)
+
+    async def until(condition: Any) -> None:
+        end = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            watch = HealthWatch({"decode": cast(Any, OneWorker(executor))}, 0.3, announce)
+            task = asyncio.create_task(watch.run())
+            await until(lambda: said == [True])
+            release = threading.Event()
+            executor.submit(release.wait, 10)
+            await until(lambda: said == [True, False])
+            assert watch.stalled[0].startswith("decode copy worker for ")
+            release.set()
+            await until(lambda: said == [True, False, True])
+            assert watch.stalled == []
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_an_event_loop_that_stands_still_is_written_down(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def announce(serving: bool) -> None:
+        pass
+
+    async def scenario() -> None:
+        watch = HealthWatch({}, 0.2, announce)
+        task = asyncio.create_task(watch.run())
+        await asyncio.sleep(0.05)
+        time.sleep(0.6)  # noqa: ASYNC251
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+    (record,) = [record for record in caplog.records if "the event loop has not moved" in record.message]
+    assert record.levelname == "CRITICAL"
+    assert "in scenario" in capfd.readouterr().err

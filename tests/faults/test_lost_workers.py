@@ -1,0 +1,76 @@
+"""A worker whose stream broke, and which is stopped, or lives in another PID namespace: only the kernel's release of
+its lock proves that it writes no more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from engines import settled, stats
+from test_failures import describe, wait_until
+
+from kvferry.daemon.stack import Stack
+from kvferry.daemon.system import SystemSpec, start_replicas
+
+PAGE = 16
+pytestmark = pytest.mark.timeout(90)
+
+LOST = """
+import asyncio, os, sys, time
+from kvferry.proto import common_pb2
+from kvferry.radix.digests import prompt_digests
+from kvferry.workers.client import DaemonClient
+from kvferry.workers.requests import RequestName
+
+async def main() -> None:
+    facts = common_pb2.NamespaceFacts.FromString(bytes.fromhex(sys.argv[2]))
+    client = await DaemonClient.connect(sys.argv[1], common_pb2.ROLE_DECODE, facts, "lost")
+    prompt = prompt_digests(list(range(100)), page_size=16)
+    name = RequestName(os.urandom(16), 1)
+    await client.admit(
+        name, digests=prompt.digests, tokens=100, tail_digest=prompt.tail, prefill="", max_new_tokens=5, deadline_s=10
+    )
+    await client.ready(name)
+    client._call.cancel()
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        pytest.param((), id="here", marks=pytest.mark.nightly),
+        pytest.param(("unshare", "--pid", "--fork", "--kill-child"), id="namespace"),
+    ],
+)
+def test_a_lost_worker_that_is_stopped_keeps_its_pages(stack: Stack, prefix: tuple[str, ...]) -> None:
+    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    decode = decodes[0]
+    facts = describe(decode).facts.SerializeToString().hex()
+    command = [*prefix, sys.executable, "-c", LOST, decode.socket, facts]
+    lost = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert lost.stdout is not None and lost.stderr is not None
+        told = lost.stdout.readline()
+        if not told and prefix:
+            pytest.skip(f"no PID namespace can be made here: {lost.stderr.read()[:200]}")
+        assert told, lost.stderr.read()
+        assert not prefix or int(told) < 10, "it does not live in a namespace of its own"
+        wait_until(lambda: stats(decode).pool.orphaned == 7)
+        os.killpg(lost.pid, signal.SIGSTOP)
+        time.sleep(1.0)
+        assert (stats(decode).pool.orphaned, stats(decode).quarantine.lost_workers) == (7, 1)
+        os.killpg(lost.pid, signal.SIGCONT)
+        time.sleep(0.5)
+        assert stats(decode).pool.orphaned == 7, "it lives, and may write"
+    finally:
+        os.killpg(lost.pid, signal.SIGKILL)
+        lost.wait(10)
+    assert settled(decode, 5.0).quarantine.lost_workers == 0

@@ -1,0 +1,71 @@
+"""What a machine may run out of is refused with a message that names it, and served again once it is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines import Engines, settled, stats
+
+from kvferry.daemon.stack import Stack, StackError
+from kvferry.daemon.system import SystemSpec, start_replicas
+
+PAGE = 16
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """One of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def test_shared_memory_that_is_full(stack: Stack, small_disk: Path) -> None:
+    socket = os.path.join(stack.folder, "d.sock")
+    serve = ["serve", "--role", "decode", "--listen", "127.0.0.1:0", "--socket", socket, "--page-size", str(PAGE)]
+    daemon = stack.start("daemon", [*serve, "--shm-dir", str(small_disk), "--pool-bytes", "16MiB"])
+    stack.ready(daemon)
+    worker = stack.start("worker", ["worker", "decode", "--socket", socket, "--listen", "127.0.0.1:0", "--synthetic"])
+    with pytest.raises(StackError, match="No space left on device"):
+        stack.ready(worker, 30)
+    assert daemon.popen.poll() is None, "the daemon waits for a worker that fits"
+    left = [name for name in os.listdir(small_disk) if "pool" in name]
+    assert not left, "half a pool is left"
+
+
+def test_a_disk_that_is_full(stack: Stack, small_disk: Path) -> None:
+    spec = SystemSpec(page_size=PAGE, decode_flags=["--host-bytes", "16MiB", "--host-dir", str(small_disk / "host")])
+    with pytest.raises(StackError, match=r"needs \d+ bytes more; the disk has 2097152"):
+        start_replicas(stack, spec)
+
+
+def test_a_disk_that_fills_up_behind_the_host_tiers_back(stack: Stack, small_disk: Path) -> None:
+    """Its file is allocated when it is made: what others fill later takes nothing from it."""
+    flags = ["--host-bytes", "1MiB", "--host-dir", str(small_disk / "host"), "--pool-bytes", "512KiB"]
+    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_flags=flags))
+    with Engines(prefills[0], decodes[0]) as engines:
+        with pytest.raises(OSError, match="No space left"):
+            (small_disk / "other").write_bytes(bytes(4 << 20))
+        for number in range(24):
+            assert engines.turn([number] * 200, 4).error is None
+        assert stats(decodes[0]).tiers.spilled_pages > 0
+    settled(decodes[0])
+
+
+def test_too_few_descriptors(stack: Stack) -> None:
+    socket = os.path.join(stack.folder, "d.sock")
+    words = ["serve", "--role", "decode", "--listen", "127.0.0.1:0", "--socket", socket]
+    daemon = stack.start("daemon", words, prefix=["prlimit", "--nofile=256:256"])
+    with pytest.raises(StackError, match=r"max_peers 64 and max_workers 64 need 1408 open files"):
+        stack.ready(daemon, 30)

@@ -1,0 +1,290 @@
+"""The front end before vLLM servers: what each half is sent, and what becomes of failures. The servers here only speak
+vLLM's HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvferry.workers import front_main
+from kvferry.workers.front_server import QuietServer, listen
+from kvferry.workers.front_vllm import Body, VllmConfig, VllmFront, create_app, parse_prefill, parse_url
+
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class FakeVllm:
+    """Answers with its name; `hold` keeps it from answering, `status` makes it fail."""
+
+    name: str
+    status: int = 200
+    hold: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[dict[str, object]] = field(default_factory=list)
+    left: int = 0  # clients that went before they had all
+
+    def __post_init__(self) -> None:
+        self.hold.set()
+
+    async def __call__(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        self.asked.append(body)
+        if body.get("stream"):
+            return StreamingResponse(self.chunks(), media_type="text/event-stream")
+        await self.wait(request)
+        return JSONResponse({"from": self.name, "path": request.url.path}, self.status)
+
+    async def wait(self, request: Request) -> None:
+        while not self.hold.is_set():
+            if await request.is_disconnected():
+                self.left += 1
+                return
+            await asyncio.sleep(0.01)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        try:
+            await self.hold.wait()
+            for i in range(3):
+                yield f"data: {self.name} {i}\n\n".encode()
+                await asyncio.sleep(0.05)
+            yield b"data: [DONE]\n\n"
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+
+
+@contextlib.asynccontextmanager
+async def serving(app: object) -> AsyncIterator[str]:
+    listener = listen("127.0.0.1", 0)
+    server = QuietServer(uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1))  # type: ignore[arg-type]
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+@dataclass
+class World:
+    prefill: FakeVllm
+    decode: FakeVllm
+    front: VllmFront
+    client: httpx.AsyncClient
+
+    async def at_rest(self) -> None:
+        for _ in range(300):
+            if not (self.front.running or sum(s.running for s in (*self.front.prefill, *self.front.decode))):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"still running: {self.front.running}")
+
+
+@contextlib.asynccontextmanager
+async def world(**settings: object) -> AsyncIterator[World]:
+    fakes = FakeVllm("prefill"), FakeVllm("decode")
+    apps = [
+        Starlette(
+            routes=[
+                Route(CHAT, fake.__call__, methods=["POST"]),
+                Route("/v1/completions", fake.__call__, methods=["POST"]),
+            ]
+        )
+        for fake in fakes
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(app)) for app in apps]
+        config = VllmConfig(prefill=(("p", urls[0]),), decode=(urls[1],), **settings)  # type: ignore[arg-type]
+        front = VllmFront(config)
+        stack.push_async_callback(front.close)
+        address = await stack.enter_async_context(serving(create_app(front)))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, trust_env=False, timeout=10))
+        yield World(*fakes, front, client)
+        await World(*fakes, front, client).at_rest()
+
+
+def ask(**fields: object) -> dict[str, object]:
+    return {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **fields}
+
+
+def test_both_halves_are_asked_at_once_under_one_name() -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.prefill.hold.clear()
+            w.decode.hold.clear()
+            asking = asyncio.create_task(w.client.post(CHAT, json=ask(max_completion_tokens=7)))
+            while not (w.prefill.asked and w.decode.asked):
+                await asyncio.sleep(0.01)
+            w.decode.hold.set()
+            w.prefill.hold.set()
+            reply = await asking
+            assert (reply.status_code, reply.json()) == (200, {"from": "decode", "path": CHAT})
+            (first,), (second,) = w.prefill.asked, w.decode.asked
+            assert (first["max_tokens"], first["max_completion_tokens"], first["stream"]) == (1, 1, False)
+            assert (second["max_tokens"], second["max_completion_tokens"]) == (9, 7)
+            told, heard = first["kv_transfer_params"], second["kv_transfer_params"]
+            assert isinstance(told, dict) and isinstance(heard, dict)
+            assert told["do_remote_decode"] and heard["do_remote_prefill"] and heard["kvferry_prefill"] == "p"
+            assert (
+                told["kvferry_request"] == heard["kvferry_request"]
+                and len(bytes.fromhex(told["kvferry_request"])) == 16
+            )
+
+    asyncio.run(run())
+
+
+def test_a_reply_is_streamed_as_it_comes() -> None:
+    async def run() -> None:
+        async with world() as w, w.client.stream("POST", CHAT, json=ask(stream=True)) as reply:
+            chunks = [chunk async for chunk in reply.aiter_bytes()]
+            assert b"".join(chunks).endswith(b"data: decode 2\n\ndata: [DONE]\n\n")
+            assert len(chunks) > 1 and reply.headers["content-type"].startswith("text/event-stream")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_prefill_fails_decode_goes_on_alone(stream: bool) -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.prefill.status = 500
+            w.decode.hold.clear()
+            asking = asyncio.create_task(w.client.post(CHAT, json=ask(stream=stream)))
+            while not any("kv_transfer_params" not in body for body in w.decode.asked):
+                await asyncio.sleep(0.01)
+            w.decode.hold.set()
+            assert (await asking).status_code == 200
+            assert w.front.counts.again == 1
+
+    asyncio.run(run())
+
+
+def test_a_prefill_server_that_is_gone_is_passed_over_for_a_while() -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.front.prefill[0].url = "http://127.0.0.1:9"
+            w.decode.hold.clear()
+            asking = asyncio.create_task(w.client.post(CHAT, json=ask()))
+            while not any("kv_transfer_params" not in body for body in w.decode.asked):
+                await asyncio.sleep(0.01)
+            w.decode.hold.set()
+            assert (await asking).status_code == 200
+            assert (await w.client.post(CHAT, json=ask())).status_code == 200
+            assert (w.front.counts.again, w.front.counts.alone) == (1, 1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"n": 2}, {"prompt": ["a", "b"]}, {"echo": True}, {"prompt_logprobs": 0}, {"best_of": 3}]
+)
+def test_what_cannot_be_split_goes_to_decode_only(fields: dict[str, object]) -> None:
+    async def run() -> None:
+        async with world() as w:
+            reply = await w.client.post(
+                "/v1/completions", json={"prompt": "a", "kv_transfer_params": {"x": 1}, **fields}
+            )
+            assert reply.json() == {"from": "decode", "path": "/v1/completions"}
+            assert w.prefill.asked == [] and "kv_transfer_params" not in w.decode.asked[0]
+            assert w.front.counts.alone == 1
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_ends_both_halves() -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.prefill.hold.clear()
+            async with w.client.stream("POST", CHAT, json=ask(stream=True)) as reply:
+                await anext(reply.aiter_bytes())
+            await w.at_rest()
+            w.prefill.hold.set()
+
+    asyncio.run(run())
+
+
+def test_decode_that_is_gone_and_what_is_no_request_are_told() -> None:
+    async def run() -> None:
+        async with world() as w:
+            assert (await w.client.post(CHAT, content=b"{")).status_code == 400
+            assert (await w.client.post(CHAT, json=[1])).json()["error"]["message"].startswith("the body is a list")
+            w.front.decode[0].url = "http://127.0.0.1:9"
+            reply = await w.client.post(CHAT, json=ask())
+            assert reply.status_code == 503 and "cannot be reached" in reply.json()["error"]["message"]
+            assert (await w.client.get("/health")).status_code == 503
+
+    asyncio.run(run())
+
+
+def test_more_requests_than_allowed_are_refused() -> None:
+    async def run() -> None:
+        async with world(max_requests=1) as w:
+            w.decode.hold.clear()
+            first = asyncio.create_task(w.client.post(CHAT, json=ask()))
+            while not w.decode.asked:
+                await asyncio.sleep(0.01)
+            assert (await w.client.post(CHAT, json=ask())).status_code == 429
+            w.decode.hold.set()
+            assert (await first).status_code == 200
+            assert (await w.client.get("/stats")).json()["refused"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_conversation_keeps_to_its_decode_server_unless_that_has_much_more_to_do() -> None:
+    front = VllmFront(VllmConfig(prefill=(), decode=("http://a", "http://b", "http://c"), load_slack=2.0))
+    messages: list[dict[str, str]] = []
+    heads = []
+    for turn in range(4):
+        messages += [{"role": "user", "content": f"question {turn}"}, {"role": "assistant", "content": "answer"}]
+        heads.append(Body({"messages": list(messages)}).head)
+    chosen = {front.choose_decode(head).url for head in heads}
+    assert len(chosen) == 1
+    busy = front.choose_decode(heads[0])
+    busy.running = 30
+    assert front.choose_decode(heads[0]) is not busy
+    others = {front.choose_decode(f"chat {i}".encode()).url for i in range(50)}
+    assert len(others) == 2
+    asyncio.run(front.close())
+
+
+@pytest.mark.parametrize("text", ["http://host:1", "=http://host:1", "name=host:1", "a/b=http://host:1"])
+def test_servers_are_named_as_told(text: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        parse_prefill(text)
+
+
+def test_names_and_urls() -> None:
+    assert parse_prefill("p=http://host:1") == ("p", "http://host:1")
+    with pytest.raises(ValueError, match="must be a URL"):
+        parse_url("host:1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--prefill and --decode are required (or --vllm-decode)"),
+        (["--vllm-prefill", "p=http://a"], "--vllm-decode is required"),
+        (["--vllm-decode", "http://a", "--decode", "h:1"], "do not go with --prefill and --decode"),
+    ],
+)
+def test_which_servers_it_is_before_must_be_clear(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    front_main.add_arguments(parser)
+    assert front_main.run(parser.parse_args(words)) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""Found by the simulation: promises of the prefill side that others took away."""
+
+from __future__ import annotations
+
+import hashlib
+
+from kvferry.daemon.effects import StartCopy, ToWorker
+from kvferry.daemon.limits import Name
+from kvferry.daemon.namespaces import Quota, slack
+from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
+from kvferry.daemon.store import Started, Store, StoreLimits
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
+
+PAGE = 4
+NAMESPACE, OTHER = bytes(32), b"t" * 32
+DEADLINE = 60.0
+
+
+class Prefill:
+    """A core with one worker and one session."""
+
+    def __init__(self, pages: int, *, host_pages: int = 0, quotas: dict[bytes, Quota] | None = None) -> None:
+        self.store = Store(pages, PAGE, host_pages=host_pages, limits=StoreLimits(quotas=quotas))
+        self.core = PrefillCore(self.store, PrefillLimits(table=64))
+        for namespace in (NAMESPACE, OTHER):
+            self.store.namespace(namespace)
+        self.begun: set[Name] = set()
+        self.copies: list[Started] = []
+        self._transfers = 0
+
+    def begin(self, number: int, symbol: str, pages: int, *, asked: bool) -> Name:
+        name = Name(number.to_bytes(16, "big"), 1)
+        digests = b"".join(hashlib.sha256(f"{symbol}{i}".encode()).digest() for i in range(pages))
+        if asked:
+            self._transfers += 1
+            ask = peer.Ask(
+                transfer=self._transfers,
+                name=name.to_proto(),
+                namespace_id=NAMESPACE,
+                pages=pages,
+                tokens=pages * PAGE,
+                last_full_digest=digests[-32:],
+            )
+            self.core.ask(1, name, ask, DEADLINE, 0.0)
+        begin = wire.Begin(name=name.to_proto(), digests=digests, tokens=pages * PAGE)
+        self.core.begin(1, NAMESPACE, name, begin, DEADLINE, 0.0)
+        self.hear()
+        return name
+
+    def compute(self, name: Name, pages: int) -> None:
+        self.core.progress(1, name, pages * PAGE, 0.0)
+        self.core.aux(1, name, b"first token", 0.0)
+        self.hear()
+
+    def hear(self) -> None:
+        for effect in self.core.take_effects():
+            if isinstance(effect, StartCopy):
+                self.copies.append(effect.started)
+            elif isinstance(effect, ToWorker) and effect.event.WhichOneof("kind") == "begun":
+                name = effect.event.begun.name
+                self.begun.add(Name(name.request_id, name.attempt))
+
+    def end_copies(self) -> None:
+        while self.copies:
+            self.core.copy_ended(self.copies.pop().number, [], 0, 0.0, 0.0)
+            self.hear()
+
+    def spare(self) -> int:
+        return slack(self.store.pool.free, self.store.namespaces.values())
+
+
+def test_pages_that_are_promised_are_not_locked_by_who_publishes_the_same_ones() -> None:
+    """Two compute the same prompt; the first one's pages are on their way out, promised to a third, when the second
+    publishes its own and so meets them in the tree.
+    """
+    side = Prefill(8, host_pages=8)
+    first = side.begin(1, "x", 3, asked=True)
+    second = side.begin(2, "x", 3, asked=True)
+    side.compute(first, 3)
+    side.core.send_completed(1, 1, 0.0)
+    side.core.done(1, first, 0.0)
+    third = side.begin(3, "y", 5, asked=True)
+    assert side.copies, "its pages come from a spill"
+    side.compute(second, 3)
+    assert side.spare() >= 0, "a promise cannot be kept"
+    side.end_copies()
+    assert third in side.begun
+
+
+def test_prompts_that_nobody_asks_for_leave_room_beside_soft_quotas() -> None:
+    """What a tenant's soft quota protects cannot be evicted for others: the bound of unasked prompts is half of the
+    rest. Else a prefill pool full of unasked prompts and a decode pool full of asked ones wait for each other.
+    """
+    side = Prefill(48, quotas={OTHER: Quota(8, 40)})
+    theirs = side.store.namespace(OTHER)
+    protected = side.store.pool.allocate(8)
+    digests = b"".join(hashlib.sha256(f"o{i}".encode()).digest() for i in range(8))
+    theirs.tree.insert(digests, protected)
+    side.begin(1, "a", 14, asked=False)
+    side.begin(2, "b", 10, asked=False)
+    large = side.begin(3, "c", 17, asked=True)
+    assert large in side.begun
+
+
+def test_prompts_that_nobody_asks_for_leave_half_of_a_hard_quota() -> None:
+    side = Prefill(48, quotas={NAMESPACE: Quota(0, 20)})
+    side.begin(1, "a", 10, asked=False)
+    side.begin(2, "b", 10, asked=False)
+    large = side.begin(3, "c", 10, asked=True)
+    assert large in side.begun

@@ -1,0 +1,100 @@
+"""python -m tests.simulation --seed N             replays a seed, and says what is wrong with it
+python -m tests.simulation --seeds 0:500 --jobs 2  runs many, and prints what happened in them
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from tests.simulation.simulator import Simulation, simulate, simulated
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    seed: int
+    counts: Counter[str]
+    events: int
+    problem: str
+
+
+def outcome(seed: int) -> Outcome:
+    try:
+        result = simulate(seed)
+    except Exception as error:
+        return Outcome(seed, Counter(), 0, f"{type(error).__name__}: {error}")
+    return Outcome(seed, result.counts, result.events, "")
+
+
+def replay(seed: int, last: int) -> int:
+    """With its last events, if something is wrong."""
+
+    def run(simulation: Simulation) -> None:
+        result = simulation.run()
+        show(Counter(result.counts))
+        print(f"seed {seed}: {result.events} events in {result.seconds:.3f} virtual seconds, nothing wrong")
+
+    simulations: list[Simulation] = []
+    try:
+        simulated(seed, run, trace=True, made=simulations.append)
+    except Exception:
+        traceback.print_exc()
+        for simulation in simulations:
+            print(f"faults: {simulation.faults}")
+            print("\n".join((simulation.clock.trace or [])[-last:]))
+        print(f"seed {seed} found a violation; replay it by: python -m tests.simulation --seed {seed}")
+        return 1
+    return 0
+
+
+def show(counts: Counter[str]) -> None:
+    for what, count in sorted(counts.items()):
+        print(f"{count:10d}  {what}")
+
+
+def many(first: int, end: int, jobs: int) -> int:
+    total: Counter[str] = Counter()
+    wrong: list[Outcome] = []
+    least, events, began = 1 << 60, 0, time.perf_counter()
+    with ProcessPoolExecutor(jobs) as executor:
+        for done in executor.map(outcome, range(first, end), chunksize=4):
+            if done.problem:
+                wrong.append(done)
+                print(f"seed {done.seed}: {done.problem}", flush=True)
+            else:
+                total += done.counts
+                events += done.events
+                least = min(least, done.counts["requests"])
+    seconds = time.perf_counter() - began
+    show(total)
+    seeds = end - first
+    print(
+        f"{seeds} seeds ({first} to {end - 1}) in {seconds:.1f} s with {jobs} jobs: {seeds / seconds * 60:.0f} a minute"
+    )
+    print(f"{events / seconds:.0f} events a second; least requests of a seed: {least}; violations: {len(wrong)}")
+    if wrong:
+        print(f"replay the first by: python -m tests.simulation --seed {wrong[0].seed}")
+    return int(bool(wrong))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--seed", type=int, help="replay this one")
+    chosen.add_argument("--seeds", metavar="FIRST:END", help="run these")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
+    parser.add_argument("--last", type=int, default=40, help="events shown of a seed that is wrong (40)")
+    options = parser.parse_args()
+    if options.seed is not None:
+        return replay(options.seed, options.last)
+    first, _, end = options.seeds.partition(":")
+    return many(int(first), int(end), options.jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

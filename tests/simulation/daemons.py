@@ -1,0 +1,213 @@
+"""The product's two sides, with pools, tiers and copies of the simulation under them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.effects import Effect, StartTransfer
+from kvferry.daemon.host_tier import HostTier
+from kvferry.daemon.limits import Name
+from kvferry.daemon.namespaces import Quota, slack
+from kvferry.daemon.pool_memory import PoolMemory
+from kvferry.daemon.prefill_side import PrefillSide
+from kvferry.daemon.sending import SendingSession
+from kvferry.daemon.side import AnySide, Worker
+from kvferry.daemon.store import Store, StoreLimits
+from kvferry.radix.digests import root_digest
+from kvferry.transfer.courier_link import CourierConfig
+from kvferry.transfer.lanes import lanes_of
+from kvferry.transfer.namespace import NamespaceFacts
+from tests.simulation.clock import Clock, expect
+from tests.simulation.memory import GEOMETRY, PAGE, Memory, SimPoolMemory, SimTier
+from tests.simulation.network import TIMES, SimSending
+
+if TYPE_CHECKING:
+    from tests.simulation.faults import Faults
+    from tests.simulation.memory import Prompt
+
+ROOT = root_digest(b"simulation")
+TENANTS = tuple(NamespaceFacts("model", "1", GEOMETRY, "sha256_cbor", ROOT, salt) for salt in (b"", b"\x01" * 32))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Of one daemon, drawn for a seed."""
+
+    pages: int
+    host_pages: int
+    slots: int
+    send_slots: int
+    slot_bytes: int
+    policy: str
+    overcommit: float
+    write_through: int
+    quota: Quota | None  # of the second tenant
+
+
+class SimSide:
+    """Common to both roles."""
+
+    clock: Clock
+    setting: Setting
+    pages_memory: Memory
+    dead: bool
+
+    def furnish(self, clock: Clock, setting: Setting, faults: Faults) -> None:
+        side = cast(AnySide, self)
+        self.clock, self.setting, self.dead = clock, setting, False
+        side.epoch = clock.random.getrandbits(63)
+        side.facts = TENANTS[0]
+        limits = StoreLimits(
+            policy=setting.policy,
+            write_through_hits=setting.write_through,
+            quotas={TENANTS[1].id: setting.quota} if setting.quota is not None else None,
+        )
+        store = Store(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
+        store.clock.now = clock.now
+        self.pages_memory = Memory(store, side.config.name)
+        side._memory = cast(PoolMemory, SimPoolMemory(clock, self.pages_memory, faults.copies_fail))
+        if store.host is not None:
+            store.host.log_frees = True
+            side._tier = cast(HostTier, SimTier(clock, self.pages_memory, setting.host_pages, faults.tier_fails))
+        side.core = side.make_core(store)
+        for facts in TENANTS:
+            store.namespace(facts.id)
+
+    def enter(self, tenant: int, events: object) -> Worker:
+        side = cast(AnySide, self)
+        number = side._next_worker
+        side._next_worker += 1
+        worker = Worker(number, f"w{number}", TENANTS[tenant].id, cast(Any, None), cast(Any, events), attached=True)
+        side.workers[number] = worker
+        return worker
+
+    def lose(self, worker: Worker) -> None:
+        """Its stream broke."""
+        side = cast(AnySide, self)
+        if not self.dead:
+            del side.workers[worker.number]
+            side.worker_lost(worker)
+            side.flush()
+
+    def prove(self, worker: Worker) -> None:
+        """It writes no more."""
+        side = cast(AnySide, self)
+        if not self.dead:
+            side.workers.pop(worker.number, None)
+            side.worker_gone(worker)
+            side.flush()
+
+    def check(self) -> None:
+        """At any moment."""
+        store = cast(AnySide, self).store
+        who = cast(AnySide, self).config.name
+        counts = store.pool.counts()
+        expect(counts.total == store.pool.pages, f"{who}: {counts} are not {store.pool.pages} pages")
+        if self.setting.overcommit == 1.0:
+            left = slack(store.pool.free, store.namespaces.values())
+            expect(left >= 0, f"{who}: {-left} more pages are promised than can be had")
+        for namespace in store.namespaces.values():
+            used, hard = namespace.used, namespace.quota.hard
+            expect(not hard or used <= hard, f"{who}: a tenant uses {used} pages; its quota is {hard}")
+
+    def check_idle(self) -> None:
+        """Nobody asks for anything: nothing is held."""
+        store = cast(AnySide, self).store
+        who = cast(AnySide, self).config.name
+        for name in ("locks", "copies", "promised"):
+            value = getattr(store, name)
+            expect(value == 0, f"{who}: {value} {name} leaked")
+        counts = store.pool.counts()
+        expect(counts.free + counts.cached == counts.total, f"{who}: pages leaked: {counts}")
+        for namespace in store.namespaces.values():
+            expect(namespace.own == 0, f"{who}: {namespace.own} pages of requests leaked")
+            namespace.tree.check()
+        store.pool.check()
+
+    def check_cache(self, tenant: int, prompts: Iterable[Prompt]) -> int:
+        """Every page that the tree has on the device for these prompts; how many."""
+        store = cast(AnySide, self).store
+        tree = store.namespaces[TENANTS[tenant].id].tree
+        seen = 0
+        for prompt in prompts:
+            lock = tree.lock(tree.match(prompt.digests))
+            pages = tree.path_pages(lock)
+            self.pages_memory.check(pages, prompt.contents, "the cache")
+            tree.unlock(lock)
+            seen += len(pages)
+        return seen
+
+    def check_empty(self) -> None:
+        """After the cache was flushed."""
+        store = cast(AnySide, self).store
+        who = cast(AnySide, self).config.name
+        store.flush(store.namespaces.values())
+        expect(store.pool.free == store.pool.pages, f"{who}: pages leaked: {store.pool.counts()}")
+        host = store.host
+        expect(host is None or host.free == host.pages, f"{who}: host rows leaked")
+
+
+class SimDecode(SimSide, DecodeSide):
+    def __init__(self, clock: Clock, config: DaemonConfig, setting: Setting, faults: Faults) -> None:
+        DecodeSide.__init__(self, config, clock.random.randbytes(16), lambda: clock.now)
+        self.prompts: dict[Name, Prompt] = {}  # as asked for, of stays with a prefill daemon
+        self._coming: dict[int, tuple[Prompt, int, tuple[int, ...]]] = {}  # by transfer: prompt, first page, page ids
+        self.furnish(clock, setting, faults)
+
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, StartTransfer):
+            name = Name(effect.ask.name.request_id, effect.ask.name.attempt)
+            self._coming[effect.ask.transfer] = (self.prompts[name], effect.ask.first_page, effect.page_ids)
+        super().perform(effect)
+
+    def on_pages(self, transfer: int, prompt_pages: Iterable[int]) -> None:
+        indexes = list(prompt_pages)
+        prompt, first, page_ids = self._coming[transfer]
+        pages = [page_ids[index - first] for index in indexes]
+        self.pages_memory.check(pages, [prompt.contents[index] for index in indexes], "a page reported as arrived")
+        super().on_pages(transfer, indexes)
+
+    def check_idle(self) -> None:
+        super().check_idle()
+        core = self.ready_core
+        expect(not core.leases, f"{self.config.name}: leases leaked: {[str(name) for name in core.leases]}")
+        expect(core.active_transfers == 0, f"{self.config.name}: {core.active_transfers} transfers leaked")
+
+
+class SimPrefill(SimSide, PrefillSide):
+    def __init__(self, clock: Clock, config: DaemonConfig, setting: Setting, faults: Faults) -> None:
+        PrefillSide.__init__(self, config, clock.random.randbytes(16), lambda: clock.now)
+        self.furnish(clock, setting, faults)
+
+    def take_session(self, decode: SimDecode, courier: CourierConfig) -> SimSending:
+        """As new_session, over the simulation's network."""
+        session = SimSending(
+            number=next(self._numbers),
+            remote=decode.config.name,
+            courier=courier,
+            memory=self.memory,
+            lanes=lanes_of(GEOMETRY, 1, 1),
+            remote_ranks=1,
+            times=TIMES,
+            send_slots=courier.send_slots,
+            remote_epoch=decode.epoch,
+            events=self,
+            counters=self.ready_core.transfer_counters,
+            latencies=self.latencies,
+        )
+        self.sessions[session.number] = session
+        return session
+
+    def session_over(self, session: SendingSession) -> None:
+        if not self.dead:
+            super().session_over(session)
+
+    def check_idle(self) -> None:
+        super().check_idle()
+        core = self.ready_core
+        expect(not core.entries, f"{self.config.name}: entries leaked: {[str(name) for name in core.entries]}")
+        expect(core.active_transfers == 0, f"{self.config.name}: {core.active_transfers} sends leaked")

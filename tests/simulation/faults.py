@@ -1,0 +1,56 @@
+"""What goes wrong in a seed, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.simulation.clock import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Probabilities, and how many of each event there are in the seed."""
+
+    aborts: float = 0.0  # of a request, by its client, at a random moment
+    short_deadlines: float = 0.0  # of requests
+    post_fails: float = 0.0  # of a write
+    repeats: float = 0.0  # of a notification
+    early: bool = False  # the transport notifies before it has written
+    copies_fail: float = 0.0  # of a gather or scatter
+    tier_fails: float = 0.0  # of a copy between the tiers
+    partitions: int = 0
+    broken_streams: int = 0
+    decode_crashes: int = 0
+    prefill_crashes: int = 0
+    restarts: int = 0  # of a prefill daemon
+    quiesces: int = 0
+
+    @property
+    def none(self) -> bool:
+        """Nothing that may fail a request that its client wants."""
+        events = self.partitions + self.broken_streams + self.decode_crashes + self.prefill_crashes + self.restarts
+        return not (events or self.quiesces or self.post_fails or self.early or self.copies_fail or self.tier_fails)
+
+
+def draw_faults(clock: Clock) -> Faults:
+    """A seed's: some seeds have none but aborts, most have several kinds."""
+    chance, random = clock.chance, clock.random
+    aborts = random.choice([0.05, 0.15, 0.3])
+    repeats = random.choice([0.0, 0.05, 0.2])
+    if chance(0.1):
+        return Faults(aborts=aborts, repeats=repeats)
+    return Faults(
+        aborts=aborts,
+        repeats=repeats,
+        short_deadlines=0.05 if chance(0.3) else 0.0,
+        post_fails=0.001 if chance(0.4) else 0.0,
+        early=chance(0.1),
+        copies_fail=0.005 if chance(0.3) else 0.0,
+        tier_fails=random.choice([0.05, 0.2]) if chance(0.5) else 0.0,
+        partitions=random.randint(0, 2),
+        broken_streams=random.randint(0, 2),
+        decode_crashes=random.randint(0, 3),
+        prefill_crashes=random.randint(0, 3),
+        restarts=random.randint(0, 1),
+        quiesces=random.randint(0, 1),
+    )

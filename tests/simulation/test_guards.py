@@ -1,0 +1,108 @@
+"""The simulation finds harm when any one guard of the product is taken away: each test patches one named method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from kvferry.daemon.admission import Admission
+from kvferry.daemon.arrivals import Arrivals, WaiterT
+from kvferry.daemon.decode_core import DecodeCore
+from kvferry.daemon.holds import Hold, Holds
+from kvferry.daemon.prefill_core import PrefillCore
+from kvferry.radix.tree import Lock
+from kvferry.transfer.coverage import Coverage
+from kvferry.transfer.receiver import Receiver
+from kvferry.transfer.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
+from tests.simulation.clock import Violation
+from tests.simulation.faults import Faults
+from tests.simulation.simulator import simulate
+
+SEEDS = 1000
+
+
+def any_generation(table: CreditTable, slot: int, generation: int) -> bool:
+    return True
+
+
+def any_page(coverage: Coverage, page: int) -> bool:
+    return True
+
+
+def any_content(receiver: Receiver, notice: PartNotice, header: PartHeader) -> None:
+    return None
+
+
+def keep_the_credit(purse: CreditPurse, rank: int = 0) -> Credit:
+    return purse.held()[0]
+
+
+def free_at_once(core: DecodeCore | PrefillCore, worker: int, now: float) -> None:
+    core.worker_gone(worker, now)
+
+
+def promise_the_locked(holds: Holds, hold: Hold, lock: Lock) -> Admission | None:
+    return None
+
+
+def nobody_takes_over(arrivals: Arrivals[WaiterT], waiter: WaiterT) -> dict[WaiterT, list[int]]:
+    waiter.filling.clear()
+    return {}
+
+
+_end = Receiver.end
+
+
+def drained_at_once(receiver: Receiver, transfer: int) -> bool:
+    _end(receiver, transfer)
+    return True
+
+
+@dataclass(frozen=True)
+class Guard:
+    owner: type
+    method: str
+    mutant: Callable[..., object]
+    faults: Faults  # that lead to where it stands
+
+
+CRASHES = Faults(aborts=0.1, decode_crashes=12, prefill_crashes=12)
+GUARDS = {
+    "generation": Guard(CreditTable, "generation_matches", any_generation, Faults(repeats=0.2)),
+    "coverage": Guard(Coverage, "is_covered", any_page, Faults()),
+    "content binding": Guard(Receiver, "check_binding", any_content, Faults(early=True)),
+    "credit spent once": Guard(CreditPurse, "take", keep_the_credit, Faults()),
+    "orphaned pages, decode": Guard(DecodeCore, "worker_lost", free_at_once, CRASHES),
+    "orphaned pages, prefill": Guard(PrefillCore, "worker_lost", free_at_once, CRASHES),
+    "lock before promise": Guard(Holds, "refusal_once_locked", promise_the_locked, Faults()),
+    "single-flight takeover": Guard(Arrivals, "hand_over", nobody_takes_over, Faults(aborts=0.3)),
+    "order of proofs": Guard(Receiver, "end", drained_at_once, Faults(aborts=0.9)),
+}
+
+
+def harm(guard: Guard, monkeypatch: pytest.MonkeyPatch, faults: Faults | None) -> str:
+    monkeypatch.setattr(guard.owner, guard.method, guard.mutant)
+    for seed in range(SEEDS):
+        try:
+            simulate(seed, faults=faults)
+        except (Violation, AssertionError) as error:
+            return f"without {guard.owner.__name__}.{guard.method}, seed {seed}: {type(error).__name__}: {error}"
+    pytest.fail(f"{SEEDS} seeds found no harm without {guard.owner.__name__}.{guard.method}")
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_without_a_guard_harm_is_found(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the faults that it is for, and so at once."""
+    print(harm(GUARDS[guard], monkeypatch, GUARDS[guard].faults))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("guard", GUARDS)
+def test_without_a_guard_harm_is_found_among_all_faults(
+    guard: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = harm(GUARDS[guard], monkeypatch, None)
+    with capsys.disabled():
+        print(f"\n{found}")

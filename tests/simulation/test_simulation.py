@@ -1,0 +1,103 @@
+"""Seeds of the simulation; a failing one is replayed by `python -m tests.simulation --seed N`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.__main__ import Outcome, outcome, show
+from tests.simulation.faults import Faults
+from tests.simulation.simulator import REQUESTS, simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a run of many seeds must have met: else the oracle has looked at nothing.
+MET = (
+    "answered",
+    "aborts",
+    "asked again",
+    "cached pages checked",
+    "decode worker crashes",
+    "dropped parts",
+    "evicted pages",
+    "host pages evicted",
+    "pages that travelled",
+    "partitions",
+    "prefill daemon restarts",
+    "prefill worker crashes",
+    "repeated notifications",
+    "restores",
+    "restores that failed",
+    "scatters that failed",
+    "spills",
+    "spills that failed",
+    "stale notifications",
+    "tried again",
+)
+
+
+def judge(outcomes: list[Outcome]) -> None:
+    wrong = [f"seed {done.seed}: {done.problem}" for done in outcomes if done.problem]
+    assert not wrong, "\n".join([*wrong, "replay by: python -m tests.simulation --seed N"])
+    total: Counter[str] = Counter()
+    for done in outcomes:
+        total += done.counts
+        assert done.counts["requests"] >= REQUESTS
+    print(f"\n{len(outcomes)} seeds, {outcomes[0].seed} to {outcomes[-1].seed}:")
+    show(total)
+    missing = [what for what in MET if not total[what]]
+    assert not missing, f"nothing of {missing} happened"
+
+
+def test_seeds() -> None:
+    first = int(os.environ.get("SIMULATION_SEED", "0"))
+    judge([outcome(seed) for seed in range(first, first + 6)])
+
+
+@pytest.mark.nightly
+def test_many_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProcessPoolExecutor(os.cpu_count()) as executor:
+        outcomes = list(executor.map(outcome, range(2000), chunksize=8))
+    with capsys.disabled():
+        judge(outcomes)
+
+
+@pytest.mark.nightly
+def test_a_hundred_thousand_aborts(capsys: pytest.CaptureFixture[str]) -> None:
+    """At random instants, beside crashes and failing copies."""
+    total: Counter[str] = Counter()
+    seed = 0
+    with ProcessPoolExecutor(os.cpu_count()) as executor:
+        while total["aborts"] < 100_000:
+            for counts in executor.map(mostly_aborted, range(seed, seed + 64)):
+                total += counts
+            seed += 64
+    with capsys.disabled():
+        print(f"\n{seed} seeds:")
+        show(total)
+
+
+def mostly_aborted(seed: int) -> Counter[str]:
+    faults = Faults(aborts=0.95, repeats=0.1, copies_fail=0.005, tier_fails=0.05, decode_crashes=1, prefill_crashes=1)
+    return simulate(seed, faults=faults).counts
+
+
+def test_without_faults_every_request_is_answered() -> None:
+    counts = simulate(1, faults=Faults()).counts
+    assert counts["answered"] == counts["requests"] >= REQUESTS
+    assert counts["session ends"] == 0
+
+
+def test_a_seed_is_replayed_exactly() -> None:
+    """Also by another process, where hashes of bytes are others."""
+    here = simulate(7)
+    environment = {**os.environ, "PYTHONHASHSEED": "4711"}
+    command = [sys.executable, "-m", "tests.simulation", "--seed", "7"]
+    there = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert there.returncode == 0, there.stderr
+    assert f"seed 7: {here.events} events in {here.seconds:.3f} virtual seconds, nothing wrong" in there.stdout

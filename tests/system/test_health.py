@@ -1,0 +1,104 @@
+"""A daemon that does not move says that it does not serve; a courier that does not move is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import grpc
+import pytest
+from engines import OPTIONS, Engines, courier_pids, settled, stats
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from test_failures import describe
+
+from kvferry.daemon.stack import Stack
+from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.proto import common_pb2
+from kvferry.radix.digests import prompt_digests
+from kvferry.workers.client import DaemonClient
+from kvferry.workers.requests import RequestName
+
+PAGE = 16
+pytestmark = pytest.mark.timeout(90)
+
+
+def health(replica: Replica) -> str:
+    with grpc.insecure_channel(replica.daemon_address, OPTIONS) as channel:
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=0.5)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+
+def until(condition: Callable[[], bool], seconds: float = 15.0) -> float:
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, "it did not come to pass"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def test_a_stopped_courier_is_replaced_and_a_stopped_daemon_is_not_healthy(stack: Stack) -> None:
+    """Although nothing is under way that could fail."""
+    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_flags=["--stalled-seconds", "1"]))
+    with Engines(prefills[0], decodes[0]) as engines:
+        assert engines.turn(list(range(100)), 4).error is None
+        assert health(decodes[0]) == "SERVING"
+        (courier,) = courier_pids(decodes[0].daemon.popen.pid)
+        os.kill(courier, signal.SIGSTOP)
+        until(lambda: health(decodes[0]) == "NOT_SERVING")
+        until(lambda: courier_pids(decodes[0].daemon.popen.pid) not in ([], [courier]))
+        until(lambda: health(decodes[0]) == "SERVING" and stats(decodes[0]).peers[0].state == "up")
+        turn = engines.turn(list(range(100)), 4)
+        assert turn.error is None and turn.matched == 96
+    pid = decodes[0].daemon.popen.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert health(decodes[0]) == "DEADLINE_EXCEEDED"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: health(decodes[0]) == "SERVING")
+    settled(decodes[0])
+    settled(prefills[0])
+
+
+def test_pages_of_lost_workers_are_bounded(stack: Stack) -> None:
+    """Behind the bound a request is refused, with the reason; the proof that the worker is gone makes room again."""
+    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_flags=["--orphaned-share", "0"]))
+    decode = decodes[0]
+    assert stats(decode).quarantine.orphaned_bound == 0
+    facts = describe(decode).facts
+
+    async def break_the_stream() -> None:
+        client = await DaemonClient.connect(decode.socket, common_pb2.ROLE_DECODE, facts, "test")
+        prompt = prompt_digests(list(range(100)), page_size=PAGE)
+        name = RequestName(os.urandom(16), 1)
+        await client.admit(
+            name,
+            digests=prompt.digests,
+            tokens=100,
+            tail_digest=prompt.tail,
+            prefill="",
+            max_new_tokens=5,
+            deadline_s=10,
+        )
+        await client.ready(name)
+        client._call.cancel()
+        await asyncio.to_thread(until, lambda: stats(decode).pool.orphaned > 0)
+        waiting = stats(decode).quarantine
+        assert (waiting.orphaned_pages, waiting.lost_workers) == (7, 1)
+        with Engines(None, decode) as engines:
+            refused = await asyncio.to_thread(engines.turn, list(range(100)), 2)
+            assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "7 pages of 1 lost workers are orphaned" in refused.details
+            await client.close()  # lets the file lock go
+            await asyncio.to_thread(until, lambda: stats(decode).pool.orphaned == 0)
+            served = await asyncio.to_thread(engines.turn, list(range(100)), 2)
+            assert served.error is None, served.details
+
+    asyncio.run(break_the_stream())
+    settled(decode)

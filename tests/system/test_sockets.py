@@ -1,0 +1,57 @@
+"""Which sockets the processes of a system listen on: loopback only, in the ports that were given, and 0600."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import psutil
+import pytest
+from engines import Engines, courier_pids, settled
+
+from kvferry.daemon.stack import Stack
+from kvferry.daemon.system import SystemSpec, start_system
+
+UCX_PORTS = range(21000, 21064)
+LOOPBACK = ("127.0.0.1", "::1")
+pytestmark = pytest.mark.timeout(90)
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """(address, port) of every TCP or UDP socket of the process that others may reach."""
+    found = []
+    for connection in psutil.Process(pid).net_connections("inet"):
+        udp = connection.type != 1  # SOCK_STREAM
+        if connection.laddr and (connection.status == psutil.CONN_LISTEN or (udp and not connection.raddr)):
+            found.append((connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port))
+    return found
+
+
+def test_every_listening_socket(stack: Stack) -> None:
+    system = start_system(stack, SystemSpec(page_size=16))
+    prefill, decode = system.prefills[0], system.decodes[0]
+    with Engines(prefill, decode) as engines:
+        assert engines.turn(list(range(100)), 4).error is None
+        told = {
+            "prefill-0": prefill.daemon_address,
+            "decode-0": decode.daemon_address,
+            "prefill-0-worker": prefill.worker_address,
+            "decode-0-worker": decode.worker_address,
+            "front": system.url.removeprefix("http://"),
+        }
+        for process in stack.processes:
+            sockets = listening(process.popen.pid)
+            assert [f"{address}:{port}" for address, port in sockets] == [told[process.name]], process.name
+        for replica in (prefill, decode):
+            couriers = courier_pids(replica.daemon.popen.pid)
+            assert len(couriers) == 1
+            for courier in couriers:
+                sockets = listening(courier)
+                assert sockets, "UCX listens somewhere"
+                for address, port in sockets:
+                    assert address in LOOPBACK
+                    assert port in UCX_PORTS, f"a courier listens on port {port}"
+            mode = os.stat(replica.socket)
+            assert stat.S_ISSOCK(mode.st_mode)
+            assert stat.S_IMODE(mode.st_mode) == 0o600
+    settled(decode)

@@ -1,0 +1,73 @@
+"""The process of the front end before vLLM servers."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+
+import httpx
+import uvicorn
+
+from kvferry.workers.front_server import QuietServer, listen
+from kvferry.workers.front_vllm import VllmConfig, VllmFront, create_app
+
+PROBE_SECONDS = 0.5
+
+
+def run(config: VllmConfig, *, host: str, port: int, wait_s: float, grace_s: float) -> int:
+    """The exit code. Prints `ready: front HOST:PORT` when all servers answer, or after `wait_s`."""
+    try:
+        asyncio.run(_serve(config, host, port, wait_s, grace_s))
+    except OSError as error:
+        print(f"kvferry front: --listen {host}:{port}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(config: VllmConfig, host: str, port: int, wait_s: float, grace_s: float) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    listener = listen(host, port)
+    bound, chosen = listener.getsockname()[:2]
+    front = VllmFront(config)
+    settings = uvicorn.Config(
+        create_app(front),
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=max(1, round(grace_s)),
+    )
+    server = QuietServer(settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    telling = asyncio.create_task(_tell(front, wait_s, f"{bound}:{chosen}"))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        telling.cancel()
+        server.should_exit = True
+        await asyncio.wait({serving})
+        await front.close()
+        listener.close()
+    serving.result()
+
+
+async def _tell(front: VllmFront, wait_s: float, address: str) -> None:
+    until = time.monotonic() + wait_s
+    waiting = [server.url for server in (*front.prefill, *front.decode)]
+    while waiting and time.monotonic() < until:
+        try:
+            reply = await front.client.get(waiting[0] + "/health", timeout=5.0)
+        except httpx.TransportError:
+            reply = None
+        if reply is not None and reply.status_code == 200:
+            waiting.pop(0)
+        else:
+            await asyncio.sleep(PROBE_SECONDS)
+    if waiting:
+        print(f"kvferry front: after {wait_s:g} s no answer of {', '.join(waiting)}", file=sys.stderr, flush=True)
+    print(f"ready: front {address}", flush=True)
