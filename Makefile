@@ -83,7 +83,7 @@ lint: venv
 types: venv
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvferry
 	@ln -s $(addprefix $(CURDIR)/,$(PACKAGES) $(wildcard package/kvferry/*.py package/kvferry/*.pyi package/kvferry/py.typed)) $(TYPED)/kvferry/
-	cd $(TYPED) && MYPYPATH=. $(abspath $(BIN))/python -m mypy --strict --follow-imports=silent --config-file $(CURDIR)/pyproject.toml \
+	cd $(TYPED) && MYPYPATH=. $(abspath $(BIN))/python -m mypy --strict --cache-dir=$(CURDIR)/.mypy_cache --follow-imports=silent --config-file $(CURDIR)/pyproject.toml \
 	  -m kvferry -m kvferry.__main__ -m kvferry._core $(addprefix -p kvferry.,$(filter-out proto,$(PACKAGES)))
 
 proto: venv
