@@ -68,7 +68,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     wanted = sources()
     have_backend = all(importlib.util.find_spec(name) for name in ("scikit_build_core", "nanobind"))
     isolation = ["--no-build-isolation"] if have_backend else []
-    options = ["--no-deps", "--wheel-dir", folder / "dist", "-C", f"build-dir={folder / 'build'}"]
+    # What the editable installation compiled is not compiled again: both have the build folder of pyproject.toml.
+    options = ["--no-deps", "--wheel-dir", folder / "dist"]
     run(sys.executable, "-m", "pip", "wheel", "-q", *isolation, *options, ROOT)
     (wheel,) = (folder / "dist").glob("kvferry-*.whl")
     return wheel, wanted
