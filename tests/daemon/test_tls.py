@@ -1,0 +1,154 @@
+"""Certificates of a daemon: what is taken, what is refused by name, and what happens when the files are replaced."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+from certificates import Authority, Folder, Signed
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from kvferry.channels import ChannelError, ClientTls, open_channel
+from kvferry.daemon.config import ConfigError, DaemonConfig
+from kvferry.daemon.peer_gate import names_in
+from kvferry.daemon.tls import MAX_FILE_BYTES, TlsFiles, TlsWatch
+from kvferry.daemon.tls_names import MAX_TLS_NAME_CHARS, MAX_TLS_PEERS, parse_tls_peers
+
+CA = Authority()
+FILES = {"tls_cert": "/c", "tls_key": "/k", "tls_ca": "/a"}
+
+
+def folder(path: Path, *names: str) -> Folder:
+    return Folder(path).put(CA.sign(names or ("prefill",)), CA)
+
+
+def watch(made: Folder) -> TlsWatch:
+    return TlsWatch(TlsFiles(made.cert, made.key, made.ca))
+
+
+# -- names and settings ------------------------------------------------------------------------------------------------
+
+
+def test_names_of_peers_are_compared_exactly_and_once() -> None:
+    given = ["Decode.Example.org, spiffe://Cluster/ns/kvferry", "[2001:DB8:0::1]", "decode.example.org"]
+    assert parse_tls_peers(given) == ("decode.example.org", "spiffe://Cluster/ns/kvferry", "2001:db8::1")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([f"d{i}" for i in range(MAX_TLS_PEERS + 1)], f"{MAX_TLS_PEERS + 1} names are given; the bound is"),
+        ("spiffe://" + "x" * MAX_TLS_NAME_CHARS, f"characters; the bound is {MAX_TLS_NAME_CHARS}"),
+        ("two words", "'two words' is no name of DNS"),
+        ("x" * 254, "is no name of DNS"),
+        (7, "7 is no list of names"),
+    ],
+)
+def test_names_that_cannot_be(value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        parse_tls_peers(value)
+    assert len(parse_tls_peers([f"d{i}" for i in range(MAX_TLS_PEERS)])) == MAX_TLS_PEERS
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tls_cert": "/c"}, "--tls-cert without --tls-key and --tls-ca: TLS takes all of"),
+        ({"tls_peers": "d"}, "--tls-peer is 'd', but there is no TLS"),
+        ({"role": "prefill", **FILES}, "--tls-peer is not given: name the decode daemons"),
+        ({"peers": "p=10.0.0.1:7071", "tls_peers": "p0", **FILES}, "--peer p dials '10.0.0.1', which is not among"),
+        ({"peer_service": "pre:7071", "tls_peers": "p0", **FILES}, "--peer-service dials 'pre', which is not among"),
+        ({"listen": "0.0.0.0:7070"}, "without --tls-cert, --tls-key and --tls-ca sessions are not encrypted"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        DaemonConfig.model_validate({"role": "decode", **settings})
+
+
+def test_with_tls_an_address_need_not_be_insecure() -> None:
+    for settings in ({"role": "decode"}, {"role": "prefill", "tls_peers": "spiffe://c/decode"}):
+        DaemonConfig.model_validate({"listen": "0.0.0.0:7070", **FILES, **settings})
+
+
+def test_kinds_of_names_are_kept_apart() -> None:
+    auth = {
+        "peer_dns": [b"D0.example.org"],
+        "peer_uri": [b"spiffe://c/d"],
+        "peer_email": [b"admin@x"],
+        "x509_common_name": [b"prefill"],
+        "x509_subject_alternative_name": [b"admin@x"],
+    }
+    assert names_in(auth) == ["d0.example.org", "spiffe://c/d"]
+    assert names_in({"peer_dns": [b"\xff", b"", b"a b", b"x" * 5000]}) == []
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def spoil(made: Folder, what: str) -> None:
+    """One of the things that can be wrong with what replaces the files."""
+    good = CA.sign(["prefill"])
+    if what == "another key":
+        made.put(Signed(good.chain, CA.sign(["prefill"]).key), CA)
+    elif what == "no PEM":
+        made.put(Signed(b"garbage", good.key), CA)
+    elif what == "no key":
+        made.put(Signed(good.chain, b""), CA)
+    elif what == "empty authorities":
+        made.put(good)
+    elif what == "expired":
+        made.put(CA.sign(["prefill"], begins=-2, ends=-1), CA)
+    elif what == "not yet":
+        made.put(CA.sign(["prefill"], begins=1, ends=2), CA)
+    elif what == "too long":
+        made.put(Signed(b"#" * (MAX_FILE_BYTES + 1), good.key), CA)
+    elif what == "Ed25519":
+        pem = ed25519.Ed25519PrivateKey.generate().private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        made.put(Signed(good.chain, pem), CA)
+    else:
+        (made.path / "..data").unlink()
+
+
+SPOILT = {
+    "another key": "is not the key of the first certificate of --tls-cert",
+    "no PEM": "--tls-cert .* holds no certificates in PEM",
+    "no key": "--tls-key .* is no private key in PEM",
+    "empty authorities": "--tls-ca .* holds no certificates in PEM",
+    "expired": "--tls-cert .* expired at 20",
+    "not yet": "is valid from .* is this machine's clock right",
+    "too long": f"has more than {MAX_FILE_BYTES} bytes",
+    "Ed25519": "gRPC takes RSA and elliptic curves",
+    "gone": "No such file",
+}
+
+
+@pytest.mark.parametrize(("what", "said"), SPOILT.items(), ids=SPOILT.keys())
+def test_files_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, said: str) -> None:
+    """At the start they are refused; later the old ones stay, with a warning, until good ones come."""
+    made = folder(tmp_path)
+    running = watch(made)
+    first = running.current()
+    assert first.names == ("prefill",) and time.time() + 6 * 86400 < first.expires < time.time() + 8 * 86400
+    spoil(made, what)
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match=said):
+        assert running.current() is first and running.current() is first
+        watch(made)
+    assert [record for record in caplog.messages if "the old one stays in use" in record] == caplog.messages
+    assert len(caplog.messages) == 1 and running.broken in caplog.messages[0]
+    running.server_credentials(), running.channel_credentials()  # of the old ones, still
+    made.put(CA.sign(["prefill", "spiffe://c/prefill"]), CA)
+    assert running.current().names == ("prefill", "spiffe://c/prefill")
+    assert running.broken == ""
+
+
+def test_a_client_names_what_it_lacks(tmp_path: Path) -> None:
+    tls = ClientTls(str(tmp_path / "none"), "", "")
+    with pytest.raises(ChannelError, match=r"--tls-ca .*/none: No such file"):
+        open_channel("127.0.0.1:1", tls)
+    open_channel("unix:/nowhere", tls).close()  # a Unix socket is never TLS
