@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 from certificates import Authority, Folder, Signed
 from cryptography.hazmat.primitives import serialization
@@ -13,9 +15,13 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from kvferry.channels import ChannelError, ClientTls, open_channel
 from kvferry.daemon.config import ConfigError, DaemonConfig
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.dialing import dial_plainly, dialling
+from kvferry.daemon.discovery import prefill_name
 from kvferry.daemon.peer_gate import names_in
 from kvferry.daemon.tls import MAX_FILE_BYTES, TlsFiles, TlsWatch
 from kvferry.daemon.tls_names import MAX_TLS_NAME_CHARS, MAX_TLS_PEERS, parse_tls_peers
+from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
 
 CA = Authority()
 FILES = {"tls_cert": "/c", "tls_key": "/k", "tls_ca": "/a"}
@@ -136,8 +142,9 @@ def test_files_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     first = running.current()
     assert first.names == ("prefill",) and time.time() + 6 * 86400 < first.expires < time.time() + 8 * 86400
     spoil(made, what)
-    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match=said):
+    with caplog.at_level(logging.WARNING):
         assert running.current() is first and running.current() is first
+    with pytest.raises(ConfigError, match=said):
         watch(made)
     assert [record for record in caplog.messages if "the old one stays in use" in record] == caplog.messages
     assert len(caplog.messages) == 1 and running.broken in caplog.messages[0]
@@ -145,6 +152,42 @@ def test_files_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     made.put(CA.sign(["prefill", "spiffe://c/prefill"]), CA)
     assert running.current().names == ("prefill", "spiffe://c/prefill")
     assert running.broken == ""
+
+
+# -- dialling ----------------------------------------------------------------------------------------------------------
+
+
+class Statistics(cache_pb2_grpc.CacheServicer):
+    async def Stats(self, request: object, context: object) -> cache_pb2.StatsReply:
+        return cache_pb2.StatsReply(daemon="p0", sides=[cache_pb2.SideStats(role=common_pb2.ROLE_PREFILL)])
+
+
+def test_a_daemon_found_at_an_address_must_have_the_services_name(tmp_path: Path) -> None:
+    """DNS gives addresses, which no certificate of a cluster names; the name that was looked up is what counts."""
+
+    async def story() -> None:
+        own = watch(folder(tmp_path / "decode", "decode"))
+        server = grpc.aio.server()
+        cache_pb2_grpc.add_CacheServicer_to_server(Statistics(), server)
+        made = folder(tmp_path / "prefill", "kvferry-prefill", "spiffe://c/prefill")
+        port = server.add_secure_port("127.0.0.1:0", watch(made).server_credentials())
+        await server.start()
+        address = f"127.0.0.1:{port}"
+        try:
+            for service, name in (("kvferry-prefill:7071", "p0"), ("elsewhere:7071", ""), ("", "")):
+                assert await prefill_name(address, service, dialling(own)) == name
+            assert await prefill_name(address, "kvferry-prefill:7071", dial_plainly) == ""
+        finally:
+            await server.stop(0)
+
+    asyncio.run(story())
+
+
+def test_a_link_to_a_found_daemon_expects_the_services_name() -> None:
+    config = DaemonConfig.model_validate({"role": "decode", "peer_service": "pre:7071", "peers": "p0=p0.example:7071"})
+    side = DecodeSide(config, bytes(16), time.monotonic)
+    assert side.add_peer("p1", "10.0.0.7:7071").expected == "pre:7071"
+    assert side.links["p0"].expected == ""  # the host of its own address
 
 
 def test_a_client_names_what_it_lacks(tmp_path: Path) -> None:
