@@ -308,15 +308,15 @@ def _tls_remedy(config: DaemonConfig, host: str, port: int) -> str:
             socket.create_connection((host, port), CONNECT_SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=host) as secured,
         ):
-            secured.recv(1)  # in TLS 1.3 a client's certificate is judged after its handshake
+            # In TLS 1.3 a client's certificate is judged after its handshake; gRPC then closes without a word.
+            if not secured.recv(1):
+                return "it does not believe this daemon's certificate: is its authority in --tls-ca there?"
     except ssl.SSLCertVerificationError as error:
         return f"its certificate is not believed here: {error.verify_message}"
     except ssl.SSLError as error:
-        return (
-            f"the handshake fails ({error.reason or error}): does it have TLS, and this daemon's authority in --tls-ca?"
-        )
+        return f"the handshake fails ({error.reason or error}): does it have TLS?"
     except OSError as error:
-        return f"the handshake breaks off ({error}): does it have TLS, and this daemon's authority in --tls-ca?"
+        return f"the handshake breaks off ({error}): does it have TLS?"
     return "the handshake is fine: is that port a kvferry daemon's --listen?"
 
 

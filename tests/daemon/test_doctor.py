@@ -139,7 +139,10 @@ def test_a_peer_over_tls_is_reached_or_it_is_said_why(tmp_path: Path) -> None:
         assert peer(own.put(authority.sign(["d0"]), Authority("x"))).remedy.startswith(
             "its certificate is not believed"
         )
-        assert "this daemon's authority in --tls-ca" in peer(own.put(Authority("x").sign(["d0"]), authority)).remedy
+        assert (
+            "it does not believe this daemon's certificate"
+            in peer(own.put(Authority("x").sign(["d0"]), authority)).remedy
+        )
         theirs.put(authority.sign(["elsewhere"]), authority)
         assert "IP address mismatch" in peer(own.put(authority.sign(["d0"]), authority)).remedy
     finally:
