@@ -28,7 +28,7 @@ MONITORING = "monitoring.coreos.com/v1"
 CERT_MANAGER = "cert-manager.io/v1"
 Document = dict[str, Any]
 
-# What is used of the Prometheus operator's and cert-manager's resources, and no more: a key that is misspelt is refused.
+# What is used of the Prometheus operator's and cert-manager's resources, no more: a key that is misspelt is refused.
 _LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
 _RULE = {
     "type": "object",
