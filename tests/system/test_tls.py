@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import signal
@@ -12,6 +13,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import pytest
@@ -27,6 +30,8 @@ from kvferry.daemon.stats_main import fetch
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import cache_pb2, peer_pb2
 from kvferry.proto.cache_pb2_grpc import CacheStub
+from kvferry.workers.front_engines import EngineLink, ServedModel
+from kvferry.workers.front_lookup import SKIP_AFTER_FAILURE_S, LookupCounts, Lookups
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -178,6 +183,26 @@ def test_a_prefill_daemon_under_another_name_or_authority_gets_no_session(pair: 
     pair.prefill_files.put(pair.ca.sign(PREFILL_NAMES), pair.ca)
     pair.await_peer(lambda peer: peer.state == "up")
     pair.serves()
+
+
+def test_a_front_ends_look_ups_take_new_certificates(pair: Pair) -> None:
+    clock = [0.0]
+    files = Folder(pair.path / "front").put(Authority("stranger").sign(["front"]), pair.ca)
+    link = cast(EngineLink, SimpleNamespace(facts=SimpleNamespace(daemon_address=pair.decode_address)))
+    served = cast(ServedModel, SimpleNamespace(namespace_id=bytes(32), page_size=16, root_digest=bytes(32)))
+
+    async def story() -> LookupCounts:
+        lookups = Lookups(deadline_s=5.0, clock=lambda: clock[0], tls=ClientTls(files.ca, files.cert, files.key))
+        assert await lookups.ask([link], served, list(range(32))) == [None]
+        assert await lookups.ask([link], served, list(range(32))) == [None]  # not asked again so soon
+        files.put(pair.ca.sign(["front"]), pair.ca)
+        clock[0] += 2 * SKIP_AFTER_FAILURE_S
+        (found,) = await lookups.ask([link], served, list(range(32)))
+        assert found is not None and found.free_pages > 0
+        await lookups.close()
+        return lookups.counts
+
+    assert asyncio.run(story()) == LookupCounts(asked=2, failed=1, skipped=1)
 
 
 def test_certificates_are_replaced_while_the_load_goes_on(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
