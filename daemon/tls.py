@@ -142,12 +142,20 @@ class TlsWatch:
                 self._take()
             return self._identity
 
+    def read_again(self) -> Identity:
+        """Whether or not the files look changed: time, or rights, may have made good what did not fit."""
+        with self._lock:
+            self._marks = self._look()
+            self._take()
+            return self._identity
+
     def _take(self) -> None:
         try:
             found = read_identity(self._files, time.time())
         except TlsError as error:
+            if str(error) != self.broken:
+                log.warning("what lies there for TLS does not fit, and what is in use stays in use: %s", error)
             self.broken = str(error)
-            log.warning("the new certificate is not taken, the old one stays in use: %s", error)
             return
         self.broken = ""
         if found != self._identity:
@@ -179,7 +187,7 @@ class TlsWatch:
     async def run(self) -> None:
         """Until cancelled: sees new files though nobody dials, and warns before the certificate ends."""
         while True:
-            left = self.current().expires - time.time()
+            left = self.read_again().expires - time.time()
             if left < SOON_SECONDS and time.monotonic() - self._said_at >= SAY_AGAIN_SECONDS:
                 self._said_at = time.monotonic()
                 log.warning(

@@ -146,12 +146,24 @@ def test_files_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture,
         assert running.current() is first and running.current() is first
     with pytest.raises(ConfigError, match=said):
         watch(made)
-    assert [record for record in caplog.messages if "the old one stays in use" in record] == caplog.messages
+    assert [record for record in caplog.messages if "what is in use stays in use" in record] == caplog.messages
     assert len(caplog.messages) == 1 and running.broken in caplog.messages[0]
     running.server_credentials(), running.channel_credentials()  # of the old ones, still
     made.put(CA.sign(["prefill", "spiffe://c/prefill"]), CA)
     assert running.current().names == ("prefill", "spiffe://c/prefill")
     assert running.broken == ""
+
+
+def test_what_did_not_fit_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = folder(tmp_path)
+    running = watch(made)
+    made.put(CA.sign(["later"], begins=1, ends=9), CA)
+    assert running.current().names == ("prefill",) and "valid from" in running.broken
+    assert running.read_again().names == ("prefill",)
+    tomorrow = time.time() + 1.5 * 86400
+    monkeypatch.setattr("kvferry.daemon.tls.time.time", lambda: tomorrow)
+    assert running.current().names == ("prefill",)  # the files have not changed
+    assert running.read_again().names == ("later",) and not running.broken
 
 
 # -- dialling ----------------------------------------------------------------------------------------------------------
