@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from kvferry.daemon.admission import OVERTAKES
 from kvferry.daemon.namespaces import Quota
+from kvferry.daemon.tls_names import check_tls, parse_tls_peers
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.policy import policy_names
@@ -197,6 +198,11 @@ Quotas = Annotated[
     _schema(type="object", additionalProperties={"type": "string", "pattern": "^[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?$"}),
 ]
 Ports = Annotated[tuple[int, int], BeforeValidator(_ports), _schema(type="string", pattern="^[0-9]+-[0-9]+$")]
+TlsPeers = Annotated[
+    tuple[str, ...],
+    BeforeValidator(parse_tls_peers),
+    _schema(anyOf=[{"type": "array", "items": {"type": "string"}}, {"type": "string"}]),
+]
 Device = Annotated[
     str, AfterValidator(_device), _schema(type="string", pattern="^(cpu|cuda:[0-9]{1,2}(, *cuda:[0-9]{1,2})*)$")
 ]
@@ -359,6 +365,28 @@ class DaemonConfig(BaseModel):
     ] = OVERTAKES
     reuse: Annotated[Choice, Field(description="off: nothing is matched or kept, the baseline of comparisons")] = "on"
     ucx_ports: Annotated[Ports, Field(description="of NIXL's data plane"), Flag("FIRST-LAST")] = (21000, 21063)
+    tls_cert: Annotated[
+        str,
+        Field(
+            description="this daemon's certificate, or its chain, in PEM: with --tls-key and --tls-ca all of --listen "
+            "is mutual TLS; the files may be replaced while it runs"
+        ),
+        Flag("FILE", default="none"),
+    ] = ""
+    tls_key: Annotated[str, Field(description="the certificate's key, in PEM"), Flag("FILE", default="none")] = ""
+    tls_ca: Annotated[
+        str,
+        Field(description="the authorities whose certificates are believed, in PEM"),
+        Flag("FILE", default="none"),
+    ] = ""
+    tls_peers: Annotated[
+        TlsPeers,
+        Field(
+            description="an alternative name (DNS, URI, address) of certificates that may open a session here, or are "
+            "dialled from here; may be repeated"
+        ),
+        Flag("NAME", repeated="--tls-peer"),
+    ] = ()
     insecure: Annotated[bool, Field(description="allow an address that is not loopback without TLS")] = False
     reflection: Annotated[bool, Field(description="serve gRPC reflection")] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="of the log on stderr")] = (
@@ -378,11 +406,16 @@ class DaemonConfig(BaseModel):
     def _together(self) -> DaemonConfig:
         """What no setting says alone."""
         host, _ = parse_address(self.listen)
-        if not is_loopback(host) and not self.insecure:
+        if not is_loopback(host) and not self.insecure and not self.tls_cert:
             raise ConfigError(
-                f"--listen is {self.listen}: sessions are not encrypted; "
-                "an address that is not loopback needs --insecure"
+                f"--listen is {self.listen}: without --tls-cert, --tls-key and --tls-ca sessions are not encrypted, "
+                "and an address that is not loopback needs --insecure"
             )
+        dialled = [(f"--peer {name}", parse_address(address)[0]) for name, address in self.peers.items()]
+        if self.peer_service:
+            dialled.append(("--peer-service", parse_address(self.peer_service)[0]))
+        files = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key, "--tls-ca": self.tls_ca}
+        check_tls(files, self.tls_peers, serves_peers="prefill" in self.roles, dialled=dialled)
         if self.peer_service and "decode" not in self.roles:
             raise ConfigError(f"--peer-service is {self.peer_service}, but --role is prefill: only decode daemons dial")
         if self.devices and self.ranks != len(self.devices):

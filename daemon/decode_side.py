@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.counters import Latencies
 from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
+from kvferry.daemon.dialing import Dial, dial_plainly
 from kvferry.daemon.effects import Effect, SendDone, StartTransfer, StopTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
 from kvferry.daemon.limits import Name, check_priority, check_prompt
@@ -19,8 +20,11 @@ from kvferry.proto import worker_pb2 as wire
 class DecodeSide(Side[DecodeCore]):
     role = "decode"
 
-    def __init__(self, config: DaemonConfig, incarnation: bytes, now: Callable[[], float]) -> None:
+    def __init__(
+        self, config: DaemonConfig, incarnation: bytes, now: Callable[[], float], dial: Dial = dial_plainly
+    ) -> None:
         super().__init__(config, incarnation, now)
+        self.dial = dial
         self.links = {name: PeerLink(name, address, self) for name, address in config.peers.items()}
 
     # -- peers that are found while it runs (discovery.Peers) ----------------------------------------------------

@@ -85,6 +85,10 @@ def _daemon(reply: cache.StatsReply) -> Iterator[Metric]:
     yield _gauge("build_info", "1, with what runs here", ["daemon", "version", "protocol", "nixl", "python"], named)
     yield _gauge("uptime_seconds", "since the daemon's start", [], [([], reply.uptime_seconds)])
     yield _gauge("stalled_parts", "parts of the daemon that do not move: not healthy", [], [([], len(reply.stalled))])
+    tls: Samples = [([], reply.tls.expires)] if reply.HasField("tls") else []
+    yield _gauge("tls_certificate_expiry_timestamp_seconds", "end of the certificate in use, since 1970", [], tls)
+    broken: Samples = [([], float(bool(reply.tls.broken)))] if reply.HasField("tls") else []
+    yield _gauge("tls_files_rejected", "1: new files do not fit, the old certificate stays in use", [], broken)
     lag = "how late a timer of the event loop was, 20 times a second"
     yield _histogram("event_loop_lag_seconds", lag, [], [([], reply.loop_lag)])
     rpcs = [([rpc.method, rpc.code], rpc.seconds) for rpc in reply.rpcs]

@@ -21,14 +21,17 @@ from kvferry.daemon.admin_service import AdminService
 from kvferry.daemon.cache_service import CacheService
 from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, parse_address
 from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.dialing import dialling
 from kvferry.daemon.discovery import Discovery
 from kvferry.daemon.handshake import SERVER_OPTIONS
 from kvferry.daemon.health import HealthWatch
 from kvferry.daemon.metrics_server import MetricsServer
+from kvferry.daemon.peer_gate import PeerGate
 from kvferry.daemon.peer_service import PeerService
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.stats import Snapshots
+from kvferry.daemon.tls import TlsWatch, files_of
 from kvferry.daemon.worker_service import WorkerService
 from kvferry.proto import (
     admin_pb2,
@@ -61,12 +64,15 @@ class Daemon:
         self._lock: FileLock | None = None
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
+        files = files_of(config)
+        self._tls = TlsWatch(files) if files is not None else None
+        self._dial = dialling(self._tls)
         self.sides: dict[str, AnySide] = {}
         if "decode" in config.roles:
-            self.sides["decode"] = DecodeSide(config, self.incarnation, time.monotonic)
+            self.sides["decode"] = DecodeSide(config, self.incarnation, time.monotonic, self._dial)
         if "prefill" in config.roles:
             self.sides["prefill"] = PrefillSide(config, self.incarnation, time.monotonic)
-        self._snapshots = Snapshots(config.name, self.sides, time.monotonic)
+        self._snapshots = Snapshots(config.name, self.sides, time.monotonic, self._tls)
         self._metrics: MetricsServer | None = None
 
     def stop(self) -> None:
@@ -89,11 +95,17 @@ class Daemon:
         self._health = HealthServicer()
         self._watch = self._snapshots.watch = HealthWatch(self.sides, config.stalled_seconds, self._announce)
         timed = [self._snapshots.rpcs]
-        self._tcp, self._unix = (grpc.aio.server(interceptors=timed, options=SERVER_OPTIONS) for _ in range(2))
+        gated = timed if self._tls is None else [*timed, PeerGate(config.name, config.tls_peers)]
+        self._tcp, self._unix = (
+            grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS) for interceptors in (gated, timed)
+        )
         host, port = parse_address(config.listen)
         _check_free(config.listen)
         try:
-            bound = self._tcp.add_insecure_port(config.listen)
+            if self._tls is None:
+                bound = self._tcp.add_insecure_port(config.listen)
+            else:
+                bound = self._tcp.add_secure_port(config.listen, self._tls.server_credentials())
         except RuntimeError as error:
             raise ConfigError(f"--listen {config.listen}: {error}") from error
         if port and bound != port:
@@ -132,11 +144,13 @@ class Daemon:
         await self._unix.start()
         os.chmod(config.socket, 0o600)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._watch.run())]
+        if self._tls is not None:
+            self._tasks.append(asyncio.create_task(self._tls.run()))
         decode = self.sides.get("decode")
         if isinstance(decode, DecodeSide):
             self._tasks += [asyncio.create_task(link.run()) for link in decode.links.values()]
             if config.peer_service:
-                discovery = Discovery(config.peer_service, decode, self._watch_task)
+                discovery = Discovery(config.peer_service, decode, self._watch_task, dial=self._dial)
                 self._tasks.append(asyncio.create_task(discovery.run()))
         for task in self._tasks:
             self._watch_task(task)

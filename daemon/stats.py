@@ -18,6 +18,7 @@ from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.rpc_times import RpcTimes
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.store import Store
+from kvferry.daemon.tls import Identity, TlsWatch
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PagePool
@@ -26,7 +27,9 @@ from kvferry.radix.pool import PagePool
 class Snapshots:
     """Of one daemon. `now` is a clock in seconds."""
 
-    def __init__(self, name: str, sides: dict[str, AnySide], now: Callable[[], float]) -> None:
+    def __init__(
+        self, name: str, sides: dict[str, AnySide], now: Callable[[], float], tls: TlsWatch | None = None
+    ) -> None:
         self.rpcs = RpcTimes(now)
         self.loop_lag = Histogram()
         self.watch: HealthWatch | None = None  # once the daemon starts
@@ -34,6 +37,7 @@ class Snapshots:
         self._name = name
         self._sides = sides
         self._now = now
+        self._tls = tls
         self._started = now()
         self._build = cache.BuildInfo(
             version=kvferry.__version__,
@@ -55,8 +59,13 @@ class Snapshots:
                 for (method, code), histogram in sorted(self.rpcs.histograms.items())
             ],
             metrics=self.metrics,
+            tls=_tls(self._tls.current(), self._tls.broken) if self._tls is not None else None,
             stalled=self.watch.stalled if self.watch is not None else (),
         )
+
+
+def _tls(identity: Identity, broken: str) -> cache.TlsStats:
+    return cache.TlsStats(expires=identity.expires, broken=broken)
 
 
 def _nixl_version() -> str:

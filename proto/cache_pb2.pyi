@@ -12,7 +12,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("daemon", "uptime_seconds", "sides", "build", "loop_lag", "rpcs", "metrics", "stalled")
+    __slots__ = ("daemon", "uptime_seconds", "sides", "build", "loop_lag", "rpcs", "metrics", "tls", "stalled")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SIDES_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class StatsReply(_message.Message):
     LOOP_LAG_FIELD_NUMBER: _ClassVar[int]
     RPCS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    TLS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
     daemon: str
     uptime_seconds: float
@@ -28,8 +29,17 @@ class StatsReply(_message.Message):
     loop_lag: Histogram
     rpcs: _containers.RepeatedCompositeFieldContainer[RpcStats]
     metrics: str
+    tls: TlsStats
     stalled: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., loop_lag: _Optional[_Union[Histogram, _Mapping]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., metrics: _Optional[str] = ..., stalled: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., loop_lag: _Optional[_Union[Histogram, _Mapping]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., metrics: _Optional[str] = ..., tls: _Optional[_Union[TlsStats, _Mapping]] = ..., stalled: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TlsStats(_message.Message):
+    __slots__ = ("expires", "broken")
+    EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    expires: float
+    broken: str
+    def __init__(self, expires: _Optional[float] = ..., broken: _Optional[str] = ...) -> None: ...
 
 class BuildInfo(_message.Message):
     __slots__ = ("version", "protocol", "nixl", "python")

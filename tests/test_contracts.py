@@ -47,6 +47,7 @@ PURE = (
     "kvferry.daemon.progress",
     "kvferry.daemon.store",
     "kvferry.daemon.supply",
+    "kvferry.daemon.tls_names",
 )
 NOT_IN_CORE = frozenset(
     {
@@ -89,6 +90,7 @@ LAYERS = {
 }
 # The client side maps the daemon's memory, and shares no other code with it.
 CLIENT = (
+    "kvferry.channels",
     "kvferry.transfer",
     "kvferry.transfer.geometry",
     "kvferry.transfer.ipc_memory",

@@ -9,6 +9,7 @@ import math
 import signal
 import sys
 
+from kvferry.channels import ChannelError, add_tls_arguments, tls_of
 from kvferry.workers import front_vllm_server
 from kvferry.workers.front_server import FrontConfig, serve
 from kvferry.workers.front_service import ServiceConfig
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     routing.add_argument("--load-factor", type=_positive, default=defaults.rule.load_factor, metavar="FACTOR")
     routing.add_argument("--load-slack", type=_not_negative, default=defaults.rule.load_slack, metavar="SLACK")
+    add_tls_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +97,11 @@ def run(args: argparse.Namespace) -> int:
             wait_s=args.wait_seconds,
             grace_s=args.grace,
         )
+    try:
+        daemon_tls = tls_of(args)
+    except ChannelError as error:
+        print(f"kvferry front: {error}", file=sys.stderr)
+        return 2
     config = FrontConfig(
         host=host,
         port=port,
@@ -111,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
             reply_entries=args.reply_memory_entries,
             reply_tokens=args.reply_memory_tokens,
             rule=RoutingRule(args.load_factor, args.load_slack),
+            daemon_tls=daemon_tls,
         ),
         wait_s=args.wait_seconds,
         grace_s=args.grace,

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, ParamSpec, TypeVar
 
+from kvferry.channels import ClientTls
 from kvferry.proto import engine_pb2
 from kvferry.workers.chat import ChatMessage, ChatTemplateError, Tokenizer
 from kvferry.workers.front_engines import EngineLink, Engines, ServedModel
@@ -52,6 +53,7 @@ class ServiceConfig:
     reply_entries: int = 16_384
     reply_tokens: int = 8 * 2**20
     rule: RoutingRule = field(default_factory=RoutingRule)
+    daemon_tls: ClientTls | None = None  # of look-ups
 
 
 class Opened(NamedTuple):
@@ -86,7 +88,7 @@ class FrontService:
         self.engines = Engines(
             prefill=config.prefill, decode=config.decode, model_name=config.model_name, tokenizer=config.tokenizer
         )
-        self.lookups = Lookups(deadline_s=config.lookup_s, clock=clock)
+        self.lookups = Lookups(deadline_s=config.lookup_s, clock=clock, tls=config.daemon_tls)
         self.stats = FrontStats()
         self._memory = ReplyMemory(entries=config.reply_entries, tokens=config.reply_tokens)
         # Owns the memory: prompts are built and replies remembered here, in the order in which they were handed over.
