@@ -109,6 +109,15 @@ def _address(value: str) -> str:
     return value
 
 
+def _endpoint(value: str) -> str:
+    if value:
+        scheme, separator, address = value.partition("://")
+        if scheme != "tcp" or not separator:
+            raise ConfigError(f"endpoint {value!r} is not tcp://HOST:PORT")
+        parse_address(address)
+    return value
+
+
 def _name(value: str) -> str:
     if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}", value):
         raise ConfigError(
@@ -187,6 +196,7 @@ Size = Annotated[
 ]
 Seconds = Annotated[float, Field(ge=0.05, le=3600, allow_inf_nan=False)]
 Address = Annotated[str, AfterValidator(_address)]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Name = Annotated[str, AfterValidator(_name)]
 Peers = Annotated[
     dict[str, str], BeforeValidator(_peers), _schema(type="object", additionalProperties={"type": "string"})
@@ -359,6 +369,20 @@ class DaemonConfig(BaseModel):
     ] = OVERTAKES
     reuse: Annotated[Choice, Field(description="off: nothing is matched or kept, the baseline of comparisons")] = "on"
     ucx_ports: Annotated[Ports, Field(description="of NIXL's data plane"), Flag("FIRST-LAST")] = (21000, 21063)
+    events: Annotated[
+        Endpoint,
+        Field(description="publish what the decode side holds there, over ZeroMQ, as vLLM does"),
+        Flag("tcp://HOST:PORT", default="none"),
+    ] = ""
+    events_replay: Annotated[
+        Endpoint,
+        Field(description="where subscribers ask for batches that they missed"),
+        Flag("tcp://HOST:PORT", default="none"),
+    ] = ""
+    events_topic: Annotated[str, Field(max_length=128, description="of the events"), Flag("TOPIC", default="empty")] = (
+        ""
+    )
+    events_buffer: Annotated[int, Field(ge=1, le=1 << 20, description="batches of events kept for replay")] = 10_000
     insecure: Annotated[bool, Field(description="allow an address that is not loopback without TLS")] = False
     reflection: Annotated[bool, Field(description="serve gRPC reflection")] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="of the log on stderr")] = (
@@ -383,6 +407,16 @@ class DaemonConfig(BaseModel):
                 f"--listen is {self.listen}: sessions are not encrypted; "
                 "an address that is not loopback needs --insecure"
             )
+        if self.events and "decode" not in self.roles:
+            raise ConfigError(f"--events is {self.events}, but --role is prefill: only the decode side publishes")
+        if self.events_replay and not self.events:
+            raise ConfigError(f"--events-replay is {self.events_replay}, but --events is not given: there are none")
+        for flag, endpoint in (("--events", self.events), ("--events-replay", self.events_replay)):
+            if endpoint and not is_loopback(parse_address(endpoint.removeprefix("tcp://"))[0]) and not self.insecure:
+                raise ConfigError(
+                    f"{flag} is {endpoint}: events are not encrypted, and have the tokens of prompts; "
+                    "an address that is not loopback needs --insecure"
+                )
         if self.peer_service and "decode" not in self.roles:
             raise ConfigError(f"--peer-service is {self.peer_service}, but --role is prefill: only decode daemons dial")
         if self.devices and self.ranks != len(self.devices):

@@ -62,7 +62,7 @@ class DecodeSide(Side[DecodeCore]):
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
         core, now, number = self.ready_core, self.now(), worker.number
-        if kind not in ("admit", "progress", "grow", "finish", "abort"):
+        if kind not in ("admit", "progress", "page_tokens", "grow", "finish", "abort"):
             raise precondition(f"a decode worker does not send {kind}")
         name = self.name_of(worker, getattr(message, kind).name)
         if name is None:
@@ -72,11 +72,15 @@ class DecodeSide(Side[DecodeCore]):
                 self._admit(worker, name, message.admit, now)
             elif kind == "progress":
                 core.filled(number, name, message.progress.tokens, now)
+            elif kind == "page_tokens":
+                told = message.page_tokens
+                core.page_tokens(number, name, told.first_token, told.tokens, now)
             elif kind == "grow":
                 core.grow(number, name, message.grow.tokens, now)
             elif kind == "finish":
                 finish = message.finish
-                core.finish(number, name, finish.tokens, finish.digests, now, finish.continues)
+                tokens = finish.page_tokens if finish.HasField("page_tokens") else None
+                core.finish(number, name, finish.tokens, finish.digests, now, finish.continues, tokens)
             else:
                 core.abort(number, name, now)
         except RequestError as error:

@@ -48,6 +48,7 @@ def families(reply: cache.StatsReply) -> Iterator[Metric]:
     yield from _latencies(sides)
     yield from _peers(sides)
     yield from _namespaces(sides)
+    yield from _events(sides)
 
 
 Sides = Sequence[tuple[str, cache.SideStats]]
@@ -243,6 +244,20 @@ def _namespaces(sides: Sides) -> Iterator[Metric]:
     yield _counter("namespace_hit_tokens", "of them, those found, in either tier", labels, hits)
     evicted = [([name, namespace], float(stats.evicted)) for name, namespace, stats in all_]
     yield _counter("namespace_evicted_pages", "device pages evicted, by namespace", labels, evicted)
+
+
+def _events(sides: Sides) -> Iterator[Metric]:
+    on = [(name, side.events) for name, side in sides if side.events.endpoint]
+    blocks = [([name, b.event, b.medium], float(b.count)) for name, events in on for b in events.blocks]
+    help_ = "pages that KV events told of, by event and medium"
+    yield _counter("kv_event_blocks", help_, ["role", "event", "medium"], blocks)
+    yield _counter("kv_event_batches", "batches of KV events", ["role"], [([n], float(e.batches)) for n, e in on])
+    dropped: list[tuple[Labels, float]] = []
+    for name, events in on:
+        dropped.append(([name, "queue"], events.queue_dropped))
+        dropped.append(([name, "subscriber"], events.subscriber_dropped))
+    help_ = "of them, those dropped: for all (queue), or for a subscriber that reads too slowly"
+    yield _counter("kv_event_dropped_batches", help_, ["role", "where"], dropped)
 
 
 def _each(sides: Sides, field: str) -> Samples:

@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from kvferry.daemon.errors import RequestError, exhausted, invalid, precondition
 from kvferry.daemon.gpu_memory import GpuPoolMemory
 from kvferry.daemon.host_memory import HostPoolMemory
 from kvferry.daemon.host_tier import HostTier, open_tier, store_limits
+from kvferry.daemon.kv_events import KvEvent, Medium
 from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.pins import Pins
 from kvferry.daemon.pool_memory import PoolMemory
@@ -95,6 +96,19 @@ class Core(Protocol):
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None: ...
 
 
+class EventSink(Protocol):
+    """Who is told what enters and leaves the tiers."""
+
+    endpoint: str
+    replay: str
+    blocks: Counter[tuple[str, Medium]]  # by event and medium
+    batches: int
+    queue_dropped: int
+    subscriber_dropped: int
+
+    def publish(self, events: Sequence[KvEvent]) -> None: ...
+
+
 CoreT = TypeVar("CoreT", bound=Core)
 
 
@@ -112,6 +126,7 @@ class Side(Generic[CoreT]):
         self.workers: dict[int, Worker] = {}
         self.draining = False
         self.has_pool = asyncio.Event()
+        self.event_sink: EventSink | None = None  # set before the first worker comes
         self._memory: PoolMemory | None = None
         self._tier: HostTier | None = None
         self._next_worker = 1
@@ -226,6 +241,7 @@ class Side(Generic[CoreT]):
             max_tokens=self.config.max_tokens,
             rank_pools=pools,
             storage=common.Storage.Name(int(storage)),
+            page_tokens=self.event_sink is not None,
         )
         return worker, welcome
 
@@ -270,6 +286,8 @@ class Side(Generic[CoreT]):
         try:
             store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
             store.clock.now = self.now()
+            if self.event_sink is not None:
+                store.log_events()
             if host_pages:
                 self._tier = await asyncio.to_thread(
                     open_tier, self.config, self.role, self.incarnation, facts, memory, store
@@ -354,6 +372,8 @@ class Side(Generic[CoreT]):
                     except (ValueError, SessionBroken) as error:
                         self.effect_failed(effect, str(error))
                 self._take_effects()
+            if self.event_sink is not None and self.core is not None and self.store.events is not None:
+                self.event_sink.publish(self.store.events.take())
         finally:
             self._flushing = False
 

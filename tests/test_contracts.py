@@ -36,6 +36,7 @@ PURE = (
     "kvferry.daemon.effects",
     "kvferry.daemon.errors",
     "kvferry.daemon.holds",
+    "kvferry.daemon.kv_events",
     "kvferry.daemon.lease",
     "kvferry.daemon.limits",
     "kvferry.daemon.metrics",
