@@ -82,6 +82,7 @@ class EventPublisher:
         self.batches = 0
         self.queue_dropped = 0
         self.subscriber_dropped = 0
+        self.sent = 0  # or dropped for good
         self._settings = settings
         self._queue: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
         self._buffer: deque[tuple[bytes, bytes]] = deque()  # sequence number and encoded batch
@@ -163,6 +164,7 @@ class EventPublisher:
             sequence = batch.sequence.to_bytes(8, "big")
             self._send(sequence, payload)
             self._keep(sequence, payload)
+            self.sent = batch.sequence + 1
 
     def _send(self, sequence: bytes, payload: bytes) -> None:
         frames = (self._settings.topic.encode(), sequence, payload)
