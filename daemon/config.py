@@ -383,6 +383,11 @@ class DaemonConfig(BaseModel):
         ""
     )
     events_buffer: Annotated[int, Field(ge=1, le=1 << 20, description="batches of events kept for replay")] = 10_000
+    otel: Annotated[
+        str,
+        Field(description="the OTLP/HTTP collector that traces go to"),
+        Flag("URL", default="$OTEL_EXPORTER_OTLP_ENDPOINT, or none"),
+    ] = ""
     insecure: Annotated[bool, Field(description="allow an address that is not loopback without TLS")] = False
     reflection: Annotated[bool, Field(description="serve gRPC reflection")] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="of the log on stderr")] = (

@@ -16,6 +16,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from kvferry import tracing
 from kvferry.daemon.config import STORAGES, DaemonConfig
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.effects import Effect, ForgetRows, StartCopy, ToWorker, tier_effects
@@ -27,8 +28,9 @@ from kvferry.daemon.kv_events import KvEvent, Medium
 from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.pins import Pins
 from kvferry.daemon.pool_memory import PoolMemory
+from kvferry.daemon.request_traces import RequestTraces
 from kvferry.daemon.session import SessionBroken
-from kvferry.daemon.store import Store
+from kvferry.daemon.store import Started, Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
@@ -127,6 +129,7 @@ class Side(Generic[CoreT]):
         self.draining = False
         self.has_pool = asyncio.Event()
         self.event_sink: EventSink | None = None  # set before the first worker comes
+        self.traces = RequestTraces(self.role) if tracing.on() else None
         self._memory: PoolMemory | None = None
         self._tier: HostTier | None = None
         self._next_worker = 1
@@ -325,6 +328,8 @@ class Side(Generic[CoreT]):
     def leave(self, worker: Worker) -> None:
         """Its stream has ended."""
         del self.workers[worker.number]
+        if self.traces is not None:
+            self.traces.left(worker.number)
         if worker.quiesced or not worker.attached:
             self._proved(worker)
             return
@@ -363,6 +368,7 @@ class Side(Generic[CoreT]):
                 if isinstance(effect, ToWorker):
                     self.tell(effect.worker, effect.event)
                 elif isinstance(effect, StartCopy):
+                    self.on_copy_starts(effect.started)
                     self.tier.start(effect.started, self._copy_done)
                 elif isinstance(effect, ForgetRows):
                     self.tier.forget(effect.rows)
@@ -381,7 +387,12 @@ class Side(Generic[CoreT]):
         if self.core is not None:
             self._effects.extend(self.core.take_effects())
 
+    def on_copy_starts(self, started: Started) -> None:
+        """For traces."""
+
     def _copy_done(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> None:
+        if self.traces is not None:
+            self.traces.restore_ends(number, len(failed))
         self.ready_core.copy_ended(number, failed, mismatched, seconds, self.now())
         self.flush()
 
@@ -410,6 +421,8 @@ class Side(Generic[CoreT]):
         return len(self._lost)
 
     def tell(self, number: int, event: wire.WorkerEvent) -> None:
+        if self.traces is not None:
+            self.traces.hear(number, event)
         worker = self.workers.get(number)
         if worker is None:
             return

@@ -122,7 +122,7 @@ class Quiesced(_message.Message):
     def __init__(self) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup", "held_tokens")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup", "held_tokens", "traceparent")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class Admit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     WARMUP_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
@@ -143,7 +144,8 @@ class Admit(_message.Message):
     priority: int
     warmup: bool
     held_tokens: int
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., held_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages", "local_tokens", "host_tokens")
@@ -232,7 +234,7 @@ class Abort(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "deadline_ms", "priority", "warmup")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "deadline_ms", "priority", "warmup", "traceparent")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +242,7 @@ class Begin(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     WARMUP_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
@@ -247,7 +250,8 @@ class Begin(_message.Message):
     deadline_ms: int
     priority: int
     warmup: bool
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ...) -> None: ...
+    traceparent: str
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages")

@@ -90,6 +90,7 @@ LAYERS = {
 }
 # The client side maps the daemon's memory, and shares no other code with it.
 CLIENT = (
+    "kvferry.tracing",
     "kvferry.transfer",
     "kvferry.transfer.geometry",
     "kvferry.transfer.ipc_memory",

@@ -119,6 +119,7 @@ class DaemonClient:
         priority: int = 0,
         warmup: bool = False,
         held_tokens: int = 0,
+        traceparent: str = "",
     ) -> Admitted:
         """Asks the daemon to hold this prompt until Ready, within `deadline_s`. `held_tokens`: with KV in memory of the
         worker's own, a multiple of the page size; it fills their pages behind the matched ones and says `progress`.
@@ -136,6 +137,7 @@ class DaemonClient:
                 priority=priority,
                 warmup=warmup,
                 held_tokens=held_tokens,
+                traceparent=traceparent,
             )
         )
         page_size = self.geometry.page_size
@@ -212,6 +214,7 @@ class DaemonClient:
         deadline_s: float,
         priority: int = 0,
         warmup: bool = False,
+        traceparent: str = "",
     ) -> Begun:
         """Asks the daemon for pages for this prompt. Raises RequestFailed, DaemonGone; NotOpened when the name is in
         use or the prompt's digests do not fit in a message."""
@@ -224,6 +227,7 @@ class DaemonClient:
                 deadline_ms=_milliseconds(deadline_s),
                 priority=priority,
                 warmup=warmup,
+                traceparent=traceparent,
             )
         )
         request = self._open(name, message, tokens, deadline_s)

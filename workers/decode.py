@@ -128,6 +128,7 @@ class DecodeWorker:
             deadline_s=order.deadline_s,
             priority=order.priority,
             warmup=order.warmup,
+            traceparent=order.traceparent,
         )
         ready = await client.ready(order.name)
         await self._pace.arrived(ready.delta_bytes, admitted.host_tokens)
