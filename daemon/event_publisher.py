@@ -24,7 +24,8 @@ from kvferry.daemon.kv_events import Cleared, KvEvent, Medium, Removed, Stored
 log = logging.getLogger(__name__)
 
 QUEUE = 4096  # batches that may wait for the thread
-SUBSCRIBER_QUEUE = 10_000  # batches that may wait for one subscriber
+QUEUE_TOKENS = 16 << 20  # likewise
+SUBSCRIBER_QUEUE = 2048  # batches that may wait for one subscriber
 REPLAY_BYTES = 256 << 20  # kept for replay at most
 END = (-1).to_bytes(8, "big", signed=True)  # the sequence number behind the last batch of a replay
 SEND_MS = 1000  # that a replay waits for its reader
@@ -72,6 +73,7 @@ class _Batch:
     sequence: int
     time: float  # of the wall clock
     events: Sequence[KvEvent]
+    tokens: int  # of all of them
 
 
 class EventPublisher:
@@ -85,6 +87,8 @@ class EventPublisher:
         self.sent = 0  # or dropped for good
         self._settings = settings
         self._queue: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
+        self._put_tokens = 0  # written by the caller's thread
+        self._taken_tokens = 0  # written by the publisher's
         self._buffer: deque[tuple[bytes, bytes]] = deque()  # sequence number and encoded batch
         self._buffered_bytes = 0
         self._stop = threading.Event()
@@ -113,7 +117,9 @@ class EventPublisher:
             return
         sequence = self.batches
         self.batches += 1
-        if self._queue.qsize() >= QUEUE:
+        tokens = sum(len(event.tokens) for event in events if isinstance(event, Stored))
+        waiting = self._put_tokens - self._taken_tokens
+        if self._queue.qsize() >= QUEUE or (waiting and waiting + tokens > QUEUE_TOKENS):
             if self.queue_dropped == 0:
                 log.warning("KV events come faster than they are sent; batches are dropped")
             self.queue_dropped += 1
@@ -123,7 +129,8 @@ class EventPublisher:
                 self.blocks["stored", event.medium] += len(event.digests)
             elif isinstance(event, Removed):
                 self.blocks["removed", event.medium] += len(event.digests)
-        self._queue.put(_Batch(sequence, time.time(), events))
+        self._put_tokens += tokens
+        self._queue.put(_Batch(sequence, time.time(), events, tokens))
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -164,6 +171,7 @@ class EventPublisher:
             sequence = batch.sequence.to_bytes(8, "big")
             self._send(sequence, payload)
             self._keep(sequence, payload)
+            self._taken_tokens += batch.tokens
             self.sent = batch.sequence + 1
 
     def _send(self, sequence: bytes, payload: bytes) -> None:

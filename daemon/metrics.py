@@ -8,7 +8,7 @@ daemon that has done nothing. Labels that are no fixed words: `peer` (at most ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -247,15 +247,18 @@ def _namespaces(sides: Sides) -> Iterator[Metric]:
 
 
 def _events(sides: Sides) -> Iterator[Metric]:
-    on = [(name, side.events) for name, side in sides if side.events.endpoint]
-    blocks = [([name, b.event, b.medium], float(b.count)) for name, events in on for b in events.blocks]
-    help_ = "pages that KV events told of, by event and medium"
-    yield _counter("kv_event_blocks", help_, ["role", "event", "medium"], blocks)
-    yield _counter("kv_event_batches", "batches of KV events", ["role"], [([n], float(e.batches)) for n, e in on])
+    """Only the decode side publishes; zeros where it does not."""
+    decode = [(name, side.events) for name, side in sides if name == "decode"]
+    blocks: list[tuple[Labels, float]] = []
     dropped: list[tuple[Labels, float]] = []
-    for name, events in on:
+    for name, events in decode:
+        told = {(b.event, b.medium): b.count for b in events.blocks}
+        blocks += [([name, *key], told.get(key, 0)) for key in product(("stored", "removed"), ("GPU", "CPU"))]
         dropped.append(([name, "queue"], events.queue_dropped))
         dropped.append(([name, "subscriber"], events.subscriber_dropped))
+    help_ = "pages that KV events told of, by event and medium"
+    yield _counter("kv_event_blocks", help_, ["role", "event", "medium"], blocks)
+    yield _counter("kv_event_batches", "batches of KV events", ["role"], [([n], float(e.batches)) for n, e in decode])
     help_ = "of them, those dropped: for all (queue), or for a subscriber that reads too slowly"
     yield _counter("kv_event_dropped_batches", help_, ["role", "where"], dropped)
 

@@ -141,6 +141,21 @@ def test_more_than_the_queue_takes_is_dropped_and_leaves_a_gap(
     publisher.close()
 
 
+def test_long_prompts_that_wait_are_bounded_too(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_publisher, "QUEUE_TOKENS", 100)
+    publisher = EventPublisher(settings())
+    publisher.publish([stored(0, 1000)])  # alone, whatever its length
+    until(lambda: publisher.sent == 1)
+    for number in range(1, 2000):
+        publisher.publish([stored(number, 20)])
+    until(lambda: publisher.sent + publisher.queue_dropped >= 2000)
+    assert publisher.queue_dropped > 0
+    assert publisher.batches == 2000
+    publisher.close()
+
+
 def test_settings_that_cannot_be() -> None:
     publisher = EventPublisher(settings())
     taken = PublisherSettings(publisher.endpoint, "", "", 1, PAGE)
