@@ -110,6 +110,15 @@ def _address(value: str) -> str:
     return value
 
 
+def _endpoint(value: str) -> str:
+    if value:
+        scheme, separator, address = value.partition("://")
+        if scheme != "tcp" or not separator:
+            raise ConfigError(f"endpoint {value!r} is not tcp://HOST:PORT")
+        parse_address(address)
+    return value
+
+
 def _name(value: str) -> str:
     if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}", value):
         raise ConfigError(
@@ -188,6 +197,7 @@ Size = Annotated[
 ]
 Seconds = Annotated[float, Field(ge=0.05, le=3600, allow_inf_nan=False)]
 Address = Annotated[str, AfterValidator(_address)]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Name = Annotated[str, AfterValidator(_name)]
 Peers = Annotated[
     dict[str, str], BeforeValidator(_peers), _schema(type="object", additionalProperties={"type": "string"})
@@ -387,6 +397,25 @@ class DaemonConfig(BaseModel):
         ),
         Flag("NAME", repeated="--tls-peer"),
     ] = ()
+    events: Annotated[
+        Endpoint,
+        Field(description="publish what the decode side holds there, over ZeroMQ, as vLLM does"),
+        Flag("tcp://HOST:PORT", default="none"),
+    ] = ""
+    events_replay: Annotated[
+        Endpoint,
+        Field(description="where subscribers ask for batches that they missed"),
+        Flag("tcp://HOST:PORT", default="none"),
+    ] = ""
+    events_topic: Annotated[str, Field(max_length=128, description="of the events"), Flag("TOPIC", default="empty")] = (
+        ""
+    )
+    events_buffer: Annotated[int, Field(ge=1, le=1 << 20, description="batches of events kept for replay")] = 10_000
+    otel: Annotated[
+        str,
+        Field(description="the OTLP/HTTP collector that traces go to"),
+        Flag("URL", default="$OTEL_EXPORTER_OTLP_ENDPOINT, or none"),
+    ] = ""
     insecure: Annotated[bool, Field(description="allow an address that is not loopback without TLS")] = False
     reflection: Annotated[bool, Field(description="serve gRPC reflection")] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="of the log on stderr")] = (
@@ -416,6 +445,16 @@ class DaemonConfig(BaseModel):
             dialled.append(("--peer-service", parse_address(self.peer_service)[0]))
         files = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key, "--tls-ca": self.tls_ca}
         check_tls(files, self.tls_peers, serves_peers="prefill" in self.roles, dialled=dialled)
+        if self.events and "decode" not in self.roles:
+            raise ConfigError(f"--events is {self.events}, but --role is prefill: only the decode side publishes")
+        if self.events_replay and not self.events:
+            raise ConfigError(f"--events-replay is {self.events_replay}, but --events is not given: there are none")
+        for flag, endpoint in (("--events", self.events), ("--events-replay", self.events_replay)):
+            if endpoint and not is_loopback(parse_address(endpoint.removeprefix("tcp://"))[0]) and not self.insecure:
+                raise ConfigError(
+                    f"{flag} is {endpoint}: events are not encrypted, and have the tokens of prompts; "
+                    "an address that is not loopback needs --insecure"
+                )
         if self.peer_service and "decode" not in self.roles:
             raise ConfigError(f"--peer-service is {self.peer_service}, but --role is prefill: only decode daemons dial")
         if self.devices and self.ranks != len(self.devices):

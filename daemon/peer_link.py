@@ -153,6 +153,7 @@ class PeerLink:
                 events=self,
                 counters=side.ready_core.transfer_counters,
                 latencies=side.ready_core.latencies,
+                traces=side.traces,
             )
             self.session = session
             self._asked.clear()

@@ -12,6 +12,7 @@ import signal
 import socket
 import stat
 import time
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -46,6 +47,9 @@ from kvferry.proto import (
 from kvferry.transfer.courier_link import CourierError
 from kvferry.transfer.segment import FileLock, reclaim_stale
 
+if TYPE_CHECKING:
+    from kvferry.daemon.event_publisher import EventPublisher
+
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
@@ -74,6 +78,7 @@ class Daemon:
             self.sides["prefill"] = PrefillSide(config, self.incarnation, time.monotonic)
         self._snapshots = Snapshots(config.name, self.sides, time.monotonic, self._tls)
         self._metrics: MetricsServer | None = None
+        self._publisher: EventPublisher | None = None
 
     def stop(self) -> None:
         self._stop.set()
@@ -136,6 +141,8 @@ class Daemon:
             self._unix.add_insecure_port(f"unix:{config.socket}")
         finally:
             os.umask(before)
+        if config.events:
+            self._publish_events()
         if config.metrics:
             self._metrics = self._serve_metrics()
             self._snapshots.metrics = self._metrics.address
@@ -155,6 +162,26 @@ class Daemon:
         for task in self._tasks:
             self._watch_task(task)
 
+    def _publish_events(self) -> None:
+        """ConfigError where the endpoint cannot be had, or what it needs is not installed."""
+        config = self.config
+        try:
+            from kvferry.daemon.event_publisher import EventPublisher, PublisherSettings
+        except ImportError as error:
+            raise ConfigError(f"--events needs pip install 'kvferry[events]': {error}") from error
+        settings = PublisherSettings(
+            endpoint=config.events,
+            replay=config.events_replay,
+            topic=config.events_topic,
+            buffer=config.events_buffer,
+            page_size=config.page_size,
+        )
+        try:
+            self._publisher = self.sides["decode"].event_sink = EventPublisher(settings)
+        except OSError as error:
+            raise ConfigError(f"--events {config.events}, --events-replay {config.events_replay}: {error}") from error
+        log.info("KV events: %s, replay: %s", self._publisher.endpoint, self._publisher.replay or "none")
+
     def _serve_metrics(self) -> MetricsServer:
         """ConfigError where the address was asked for and cannot be had. The default one may be another daemon's."""
         config, loop = self.config, asyncio.get_running_loop()
@@ -170,6 +197,8 @@ class Daemon:
         """Leaves no file and no thread behind where `start` failed."""
         if self._metrics is not None:
             self._metrics.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._lock is not None:
             self._lock.unlink()
             self._lock.close()

@@ -100,6 +100,7 @@ def side_stats(side: AnySide) -> cache.SideStats:
     _namespaces(side.store, stats)
     stats.policy = side.store.limits.policy
     _transfers(side, stats.transfers)
+    _events(side, stats.events)
     stats.quarantine.orphaned_pages = side.store.pool.counts().orphaned
     stats.quarantine.orphaned_bound = int(side.config.orphaned_share * side.store.pool.pages)
     stats.quarantine.lost_workers, stats.quarantine.workers_bound = side.lost_workers, side.config.max_workers
@@ -127,6 +128,17 @@ def side_stats(side: AnySide) -> cache.SideStats:
             if session.sender is not None:
                 peer.free_credits = session.sender.free_credits
     return stats
+
+
+def _events(side: AnySide, stats: cache.KvEventStats) -> None:
+    sink = side.event_sink
+    if sink is None:
+        return
+    stats.endpoint, stats.replay = sink.endpoint, sink.replay
+    stats.batches = sink.batches
+    stats.queue_dropped, stats.subscriber_dropped = sink.queue_dropped, sink.subscriber_dropped
+    for (event, medium), count in sorted(sink.blocks.items()):
+        stats.blocks.add(event=event, medium=medium, count=count)
 
 
 def _requests(side: AnySide, stats: cache.RequestStats) -> None:

@@ -82,7 +82,7 @@ class ReasonCount(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SideStats(_message.Message):
-    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers", "quarantine")
+    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers", "quarantine", "events")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class SideStats(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     role: _common_pb2.Role
     requests: RequestStats
     pool: PoolStats
@@ -107,7 +108,34 @@ class SideStats(_message.Message):
     policy: str
     workers: int
     quarantine: QuarantineStats
-    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ...) -> None: ...
+    events: KvEventStats
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ..., events: _Optional[_Union[KvEventStats, _Mapping]] = ...) -> None: ...
+
+class KvEventStats(_message.Message):
+    __slots__ = ("endpoint", "replay", "blocks", "batches", "queue_dropped", "subscriber_dropped")
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIBER_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    endpoint: str
+    replay: str
+    blocks: _containers.RepeatedCompositeFieldContainer[KvEventCount]
+    batches: int
+    queue_dropped: int
+    subscriber_dropped: int
+    def __init__(self, endpoint: _Optional[str] = ..., replay: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[KvEventCount, _Mapping]]] = ..., batches: _Optional[int] = ..., queue_dropped: _Optional[int] = ..., subscriber_dropped: _Optional[int] = ...) -> None: ...
+
+class KvEventCount(_message.Message):
+    __slots__ = ("event", "medium", "count")
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    event: str
+    medium: str
+    count: int
+    def __init__(self, event: _Optional[str] = ..., medium: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class QuarantineStats(_message.Message):
     __slots__ = ("orphaned_pages", "orphaned_bound", "lost_workers", "workers_bound", "draining_transfers")

@@ -36,6 +36,7 @@ PURE = (
     "kvferry.daemon.effects",
     "kvferry.daemon.errors",
     "kvferry.daemon.holds",
+    "kvferry.daemon.kv_events",
     "kvferry.daemon.lease",
     "kvferry.daemon.limits",
     "kvferry.daemon.metrics",
@@ -91,6 +92,7 @@ LAYERS = {
 # The client side maps the daemon's memory, and shares no other code with it.
 CLIENT = (
     "kvferry.channels",
+    "kvferry.tracing",
     "kvferry.transfer",
     "kvferry.transfer.geometry",
     "kvferry.transfer.ipc_memory",

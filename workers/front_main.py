@@ -9,6 +9,7 @@ import math
 import signal
 import sys
 
+from kvferry import tracing
 from kvferry.channels import ChannelError, add_tls_arguments, tls_of
 from kvferry.workers import front_vllm_server
 from kvferry.workers.front_server import FrontConfig, serve
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="at a time; more get 429 (default %(default)s)",
     )
+    parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
     waits = parser.add_argument_group("deadlines, in seconds")
     waits.add_argument("--wait-seconds", type=_positive, default=60.0, help="for the servers at start (default 60)")
     waits.add_argument("--first-token-seconds", type=_positive, default=defaults.first_token_s, help="default 60")
@@ -81,6 +83,17 @@ def run(args: argparse.Namespace) -> int:
     if problem := _problem(args):
         print(f"kvferry front: {problem}", file=sys.stderr)
         return 2
+    try:
+        tracing.configure("kvferry-front", args.otel)
+        return _run(args, host, port)
+    except tracing.TracingError as error:
+        print(f"kvferry front: {error}", file=sys.stderr)
+        return 2
+    finally:
+        tracing.shutdown()
+
+
+def _run(args: argparse.Namespace, host: str, port: int) -> int:
     if args.vllm_decode:
         return front_vllm_server.run(
             VllmConfig(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from kvferry import tracing
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
 from kvferry.workers.client import DaemonClient
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="short requests of its own before it is ready, none of which enters the cache; a prefill worker's are "
         "counted as aborted by its daemon",
     )
+    parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="after SIGTERM")
     model = parser.add_argument_group("model")
     source = model.add_mutually_exclusive_group(required=True)
@@ -107,7 +109,14 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: torch finds no such device, or no room there
         print(f"kvferry worker: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(serve(config, make_compute))
+    try:
+        tracing.configure("kvferry-worker", args.otel, **{"service.instance.id": config.name})
+        return asyncio.run(serve(config, make_compute))
+    except tracing.TracingError as error:
+        print(f"kvferry worker: {error}", file=sys.stderr)
+        return 2
+    finally:
+        tracing.shutdown()
 
 
 Prepared = tuple[WorkerConfig, Callable[[DaemonClient], Compute]]
