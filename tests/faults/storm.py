@@ -193,7 +193,7 @@ class Storm:
                 index = chance.randrange(CONVERSATIONS)
                 if len(histories[index]) > 400:
                     histories[index] = []
-                start = [7] * (4 * PAGE) if chance.random() < 0.5 else [index + seed]
+                start = [7] * (4 * PAGE) if chance.random() < 0.5 else [(index + seed) % 30_000]
                 prompt = (histories[index] or start) + [chance.randrange(30_000) for _ in range(chance.randint(1, 80))]
                 engines = chance.choice((one, two, one, two, none))
                 if self._turn(engines, prompt, chance):
