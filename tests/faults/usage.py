@@ -72,6 +72,8 @@ def trends(samples: Sequence[Usage]) -> dict[str, Trend]:
 def table(samples: Sequence[Usage]) -> str:
     rows = [f"{'':<20}{'start':>12}{'end':>12}{'per 1,000':>12}"]
     for name, trend in trends(samples).items():
+        if not trend.start and not trend.end:
+            continue
         label = name.replace("_", " ")
         rows.append(f"{label:<20}{trend.start:>12.0f}{trend.end:>12.0f}{trend.per_thousand:>12.1f}")
     return "\n".join(rows)
