@@ -1,6 +1,7 @@
 # make demo      set up and run the demonstration          make test      set up and run the tests
 # make nightly   the long tests                            make lint types proto wheel clean
 # make image     the container image (VARIANT=cpu|cuda)    make image-test  two of its root file systems under load
+# make fuzz      each fuzzing target for FUZZ_SECONDS      make sanitize  the extension's tests under three sanitizers
 # make aiperf    AIPerf against the front end              make published   the published workload, rehearsed
 # make e2e       one benchmark a claim, off and on         make trace TRACE=FILE   a whole trace through the system
 # make demo-vllm the same with two vLLM servers on this machine's CPU, in an environment of their own
@@ -20,6 +21,7 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
 VARIANT ?= cpu
+FUZZ_SECONDS ?= 300
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvferry-installed
@@ -29,7 +31,7 @@ TYPED := build/typed
 
 VLLM_VENV ?= build/vllm-venv
 
-.PHONY: all venv demo demo-vllm test nightly aiperf published e2e trace lint types proto proto-check wheel wheels image image-test clean
+.PHONY: all venv demo demo-vllm test nightly fuzz sanitize aiperf published e2e trace lint types proto proto-check wheel wheels image image-test clean
 all: venv
 
 venv: $(STAMP)
@@ -66,6 +68,13 @@ nightly: venv
 	@mkdir -p bench/results
 	@{ date -u '+%Y-%m-%d %H:%M UTC'; echo "commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown), $$(nproc) cores"; } > bench/results/nightly.txt
 	$(BIN)/python -m pytest -m nightly --no-header --timeout=3600 $(PYTEST_FLAGS) 2>&1 | tee -a bench/results/nightly.txt
+
+fuzz: venv
+	$(BIN)/python -m tests.fuzz all --seconds $(FUZZ_SECONDS)
+
+sanitize: venv
+	PYTHON=$(BIN)/python tests/csrc/sanitize.sh address,undefined
+	PYTHON=$(BIN)/python tests/csrc/sanitize.sh thread
 
 aiperf: venv
 	PYTHON=$(BIN)/python bash bench/aiperf.sh

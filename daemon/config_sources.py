@@ -147,18 +147,19 @@ def _from_file(path: str) -> Given:
         raise ConfigError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"--config {path} has more than {MAX_FILE_BYTES} characters")
-    loader = _Loader(text)
     try:
-        found = loader.get_single_data()
+        found = _Loader(text).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
-    finally:
-        loader.dispose()
     if found is None or found == "":
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"--config {path} is a {type(found).__name__}; it must be settings, each as KEY: VALUE")
     _check_known(found, list(DaemonConfig.model_fields), f"key in {path}")
+    for name, value in found.items():
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not all(isinstance(each, str) for each in inner):  # a few aliases could stand for more than there is memory
+            raise ConfigError(f"{name} in {path} must be a value, or a list or mapping of values")
     return found
 
 

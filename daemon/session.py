@@ -341,6 +341,8 @@ class Session:
         elif isinstance(event, PostFailed):
             # It proves nothing about the peer's memory; the session's end does, since both couriers are reaped.
             self.break_off(f"a write failed: {event.message}")
+        elif not self.up:
+            raise SessionBroken("the courier was notified of a part before the session was up")
         else:
             self.on_courier(event)
 

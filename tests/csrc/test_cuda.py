@@ -339,6 +339,7 @@ def test_runs(fake: ctypes.CDLL, library: str) -> None:
 
 def test_busy(fake: ctypes.CDLL, library: str) -> None:
     engine = GpuCopyEngine(0, library)
+    world = World(engine, SMALL)  # its memory outlives the copies
     assert not engine.busy()
     time.sleep(0.01)  # what was found is old
     answer(fake, "event_query", 600)
@@ -351,12 +352,12 @@ def test_busy(fake: ctypes.CDLL, library: str) -> None:
     time.sleep(0.25)
     assert not engine.busy()
     answer(fake, "elapsed_us", 300)
-    engine.copy_pages_to_host(*World(engine, SMALL).arguments(), strategy="pitched")
+    engine.copy_pages_to_host(*world.arguments(), strategy="pitched")
     assert engine.busy()  # the probe that followed the copy took long
     time.sleep(0.25)
     answer(fake, "elapsed_us", 10)
     assert not engine.busy()
-    engine.copy_pages_to_host(*World(engine, SMALL).arguments(), strategy="staged")
+    engine.copy_pages_to_host(*world.arguments(), strategy="staged")
     answer(fake, "elapsed_us", 900)
     assert engine.busy()  # the copy's kernel waited
     answer(fake, "module_load", 801)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 from engines import Engines, Turn, courier_pids
+from stacks import shm_dir_of
 
 from kvferry.daemon.stack import Process, Stack
 from kvferry.daemon.system import Replica
@@ -86,13 +86,33 @@ def anywhere(name: str) -> tuple[Sequence[str], str]:
     return (), "127.0.0.1"
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Microseconds of the synthetic model: of a prompt's token, and of an output's. 0: as fast as it can."""
+
+    prefill_us: int = 100
+    decode_us: int = 3000
+
+
 class Storm:
     """A context: two prefill replicas and a decode one, and clients that never rest until `calm`."""
 
     def __init__(
-        self, stack: Stack, *, clients: int = 4, seed: int = 0, host_tier: bool = True, place: Place = anywhere
+        self,
+        stack: Stack,
+        *,
+        clients: int = 4,
+        seed: int = 0,
+        host_tier: bool = True,
+        place: Place = anywhere,
+        pace: Pace | None = None,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         self.stack = stack
+        self.shm_dir = shm_dir_of(stack)
+        os.mkdir(self.shm_dir, 0o700)
+        self._pace = pace or Pace()
+        self._deadline_s = deadline_s
         self._place = place
         self.parts: dict[str, Part] = {}
         self.rows: list[Row] = []
@@ -134,13 +154,15 @@ class Storm:
         self._start("decode-0", self._daemon("decode", "decode-0", [*peers, *pool, *tier]))
         for name in ("prefill-0", "prefill-1", "decode-0"):
             role = name.partition("-")[0]
-            slow = ["--synthetic-decode-us", "3000"] if role == "decode" else ["--synthetic-prefill-us", "100"]
+            pace = self._pace.decode_us if role == "decode" else self._pace.prefill_us
+            slow = [f"--synthetic-{role}-us", str(pace)]
             words = ["worker", role, "--socket", self._socket(name), "--listen", "127.0.0.1:0", "--synthetic", *slow]
             self._start(f"{name}-worker", words)
 
     def _daemon(self, role: str, name: str, words: Sequence[str]) -> list[str]:
         listen = f"{self._place(name)[1]}:0"
         common = ["--name", name, "--listen", listen, "--socket", self._socket(name), "--page-size", str(PAGE)]
+        common += ["--shm-dir", self.shm_dir, "--metrics", "off"]
         return ["serve", "--role", role, *common, "--insecure", "--checksums", "on", *words]
 
     def _socket(self, name: str) -> str:
@@ -171,7 +193,7 @@ class Storm:
                 index = chance.randrange(CONVERSATIONS)
                 if len(histories[index]) > 400:
                     histories[index] = []
-                start = [7] * (4 * PAGE) if chance.random() < 0.5 else [index + seed]
+                start = [7] * (4 * PAGE) if chance.random() < 0.5 else [(index + seed) % 30_000]
                 prompt = (histories[index] or start) + [chance.randrange(30_000) for _ in range(chance.randint(1, 80))]
                 engines = chance.choice((one, two, one, two, none))
                 if self._turn(engines, prompt, chance):
@@ -183,7 +205,7 @@ class Storm:
         began, number = time.monotonic(), chance.getrandbits(64)
         with self._lock:
             self._open[number] = began
-        turn = engines.turn(prompt, NEW_TOKENS, deadline_s=DEADLINE_S)
+        turn = engines.turn(prompt, NEW_TOKENS, deadline_s=self._deadline_s)
         outcome, why = judge(prompt, turn)
         with self._lock:
             del self._open[number]
@@ -285,8 +307,17 @@ class Storm:
         return lambda: os.kill(pid, signal.SIGCONT)
 
     def kill_courier(self, name: str) -> None:
-        for pid in courier_pids(self.parts[name].process.popen.pid)[:1]:
+        self._kill_couriers(name, 1)
+
+    def kill_couriers(self, name: str) -> int:
+        """All that it has; how many."""
+        return self._kill_couriers(name, None)
+
+    def _kill_couriers(self, name: str, most: int | None) -> int:
+        pids = courier_pids(self.parts[name].process.popen.pid)[:most]
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
+        return len(pids)
 
     def stop_courier(self, name: str) -> Callable[[], None]:
         pids = courier_pids(self.parts[name].process.popen.pid)[:1]
@@ -336,16 +367,4 @@ def judge(prompt: list[int], turn: Turn) -> tuple[str, str]:
     return "wrong", f"{turn.code}: {turn.details}"
 
 
-def memory_of(pid: int) -> tuple[int, int]:
-    """(resident KiB, open descriptors) of a process."""
-    with open(f"/proc/{pid}/status") as status:
-        resident = next(int(line.split()[1]) for line in status if line.startswith("VmRSS:"))
-    return resident, len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def children_of(pid: int) -> int:
-    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True, check=False)
-    return len(found.stdout.split())
-
-
-__all__ = ["HEAD", "PAGE", "Row", "Storm", "children_of", "memory_of"]
+__all__ = ["HEAD", "PAGE", "Pace", "Row", "Storm", "judge"]

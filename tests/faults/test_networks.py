@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from engines import settled
-from networks import Networks
+from networks import DelayedNetworks, Networks
 from stacks import running_stack
 from storm import Storm
 from test_processes import finish, write_table
@@ -40,3 +40,24 @@ def test_cut_lossy_and_slow_wires() -> None:
         finish(storm)
         write_table(storm, "faults-network.txt", "wires")
         settled(storm.replica("decode-0"))
+
+
+def test_a_wire_that_delays() -> None:
+    """Each way, up to where heartbeats and acknowledgements come late enough that sessions end."""
+    with DelayedNetworks() as networks:
+        networks.delay(0.2)
+        took = networks.round_trip()
+        assert 0.4 <= took < 2.0, f"the relay delays by {took} s"
+        networks.delay(0.0)
+        with running_stack() as stack, Storm(stack, clients=4, place=networks.place) as storm:
+            for seconds in (0.02, 0.2, 1.0, 4.0):
+                suffer(
+                    storm,
+                    f"{seconds:g} s each way, for 6 s",
+                    lambda delay=seconds: networks.delay(delay),  # type: ignore[misc]
+                    lambda: networks.delay(0.0),
+                    6.0,
+                )
+            finish(storm)
+            write_table(storm, "faults-delay.txt", "delays")
+            settled(storm.replica("decode-0"))

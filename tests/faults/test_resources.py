@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
-from engines import Engines, settled, stats
+from engines import Engines, courier_pids, settled, stats
 
 from kvferry.daemon.stack import Stack, StackError
 from kvferry.daemon.system import SystemSpec, start_replicas
@@ -67,5 +71,26 @@ def test_too_few_descriptors(stack: Stack) -> None:
     socket = os.path.join(stack.folder, "d.sock")
     words = ["serve", "--role", "decode", "--listen", "127.0.0.1:0", "--socket", socket]
     daemon = stack.start("daemon", words, prefix=["prlimit", "--nofile=256:256"])
-    with pytest.raises(StackError, match=r"max_peers 64 and max_workers 64 need 1408 open files"):
+    with pytest.raises(StackError, match="--max-peers 64 and --max-workers 64 need 1408 open files"):
         stack.ready(daemon, 30)
+
+
+def test_descriptors_that_run_out_under_load(stack: Stack) -> None:
+    """No courier can be started then: what needs a session fails and says why, and it comes up once there is room."""
+    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    daemon = decodes[0].daemon.popen.pid
+    limits = resource.prlimit(daemon, resource.RLIMIT_NOFILE)
+    with Engines(prefills[0], decodes[0]) as engines:
+        assert engines.turn([1] * 100, 4).error is None
+        resource.prlimit(daemon, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{daemon}/fd")) // 2, limits[1]))
+        for pid in courier_pids(daemon):
+            os.kill(pid, signal.SIGKILL)
+        for number in range(3):
+            turn = engines.turn([2 + number] * 100, 4, deadline_s=2)
+            assert turn.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED), turn.details
+        assert decodes[0].daemon.popen.poll() is None, "it lives on without"
+        resource.prlimit(daemon, resource.RLIMIT_NOFILE, limits)
+        until = time.monotonic() + 20
+        while (turn := engines.turn([9] * 100, 4, deadline_s=3)).error is not None:
+            assert time.monotonic() < until, turn.details
+    settled(decodes[0])

@@ -67,6 +67,10 @@ def test_many_seeds(capsys: pytest.CaptureFixture[str]) -> None:
         judge(outcomes)
 
 
+def test_some_aborts() -> None:
+    assert mostly_aborted(3)["aborts"] > 100
+
+
 @pytest.mark.nightly
 def test_a_hundred_thousand_aborts(capsys: pytest.CaptureFixture[str]) -> None:
     """At random instants, beside crashes and failing copies."""

@@ -29,6 +29,7 @@ class Turn:
     chunk_ends: list[int] = field(default_factory=list)
     error: grpc.RpcError | None = None
     reason: str = ""
+    abandoned: bool = False  # its client left before its end
 
     @property
     def code(self) -> grpc.StatusCode | None:
@@ -67,8 +68,9 @@ class Engines:
         prefill_tokens: list[int] | None = None,
         priority: int = 0,
         warmup: bool = False,
+        abandon_after: float | None = None,
     ) -> Turn:
-        """One request to its end; errors are in the result."""
+        """One request to its end; errors are in the result. abandon_after: seconds after which its client leaves."""
         name = common_pb2.RequestName(request_id=os.urandom(16), attempt=1)
         milliseconds = int(deadline_s * 1000)
         turn = Turn()
@@ -93,8 +95,13 @@ class Engines:
             priority=priority,
             warmup=warmup,
         )
+        events = self._decode.Decode(decode, timeout=deadline_s + 30)
+        leaving = None
+        if abandon_after is not None:
+            leaving = threading.Timer(abandon_after, lambda: (events.cancel(), reply and reply.cancel()))
+            leaving.start()
         try:
-            for event in self._decode.Decode(decode, timeout=deadline_s + 30):
+            for event in events:
                 kind = event.WhichOneof("kind")
                 if kind == "started":
                     turn.matched = event.started.matched_tokens
@@ -110,6 +117,13 @@ class Engines:
             turn.error = error
             if reply is not None:
                 reply.cancel()
+        except grpc.FutureCancelledError:
+            turn.abandoned = True
+        finally:
+            if leaving is not None:
+                leaving.cancel()
+                leaving.join()
+        turn.abandoned |= abandon_after is not None and turn.code is grpc.StatusCode.CANCELLED
         return turn
 
     def turns(

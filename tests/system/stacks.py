@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvferry.daemon.stack import Stack
 
 
+def shm_dir_of(stack: Stack) -> str:
+    """A name for a folder of shared memory of this stack's own; whoever uses it makes it."""
+    return os.path.join("/dev/shm", os.path.basename(stack.folder))
+
+
 @contextmanager
 def running_stack() -> Iterator[Stack]:
     """Asserts in the end that every process that was not ended by the test ended with status 0."""
     with Stack() as running:
-        yield running
+        shared = shm_dir_of(running)
+        try:
+            yield running
+        except BaseException:
+            running.close()
+            shutil.rmtree(shared, ignore_errors=True)
+            raise
         ended_before = {process.name for process in running.processes if process.popen.poll() is not None}
         statuses = running.close()
+        left = os.listdir(shared) if os.path.isdir(shared) else []
+        shutil.rmtree(shared, ignore_errors=True)
+    assert not left, f"shared memory was left: {left}"
     # A worker whose daemon is gone ends with an error, as it should.
     excused = ended_before | {f"{name}-worker" for name in ended_before}
     ended_badly = {name: status for name, status in statuses.items() if status != 0 and name not in excused}

@@ -23,13 +23,16 @@ def ids(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(32_000) for _ in range(n)]
 
 
+REQUESTS, NEW_TOKENS = 24, 100  # of each a sixth of the pool
+
+
 @pytest.mark.parametrize("host_pages", [pytest.param(0, marks=pytest.mark.nightly), 400])
 def test_overcommit_loses_no_token(host_pages: int) -> None:
-    """Forty requests, each of which may grow to a fifth of the pool, and does: those that were retracted end with the
+    """Many requests, each of which may grow to a sixth of the pool, and does: those that were retracted end with the
     same tokens as in a system that never promises too much.
     """
     rng = random.Random(1)
-    prompts = [ids(rng, rng.randrange(20, 60)) for _ in range(40)]
+    prompts = [ids(rng, rng.randrange(20, 60)) for _ in range(REQUESTS)]
     flags = ["--host-bytes", str(host_pages * PAGE_BYTES)]
     specs = [
         SystemSpec(page_size=PAGE, decode_pool_bytes=60 * PAGE_BYTES, decode_flags=[*flags, "--overcommit", factor])
@@ -41,16 +44,16 @@ def test_overcommit_loses_no_token(host_pages: int) -> None:
         with running_stack() as stack:
             prefills, decodes = start_replicas(stack, system)
             with Engines(prefills[0], decodes[0]) as engines:
-                turns = engines.turns(prompts, 150, deadline_s=90.0)
+                turns = engines.turns(prompts, NEW_TOKENS, deadline_s=90.0)
             assert [turn.details for turn in turns if turn.error] == []
             outputs.append([turn.output for turn in turns])
             sides.append(settled(decodes[0]))
             settled(prefills[0])
-    assert all(len(output) == 150 for output in outputs[0])
+    assert all(len(output) == NEW_TOKENS for output in outputs[0])
     assert outputs[0] == outputs[1]
     assert sides[0].requests.retracted == 0
     assert sides[1].requests.retracted > 0
-    assert sides[1].requests.finished == 40
+    assert sides[1].requests.finished == REQUESTS
 
 
 def test_small_requests_pass_a_large_one_but_it_gets_its_turn(stack: Stack) -> None:

@@ -283,6 +283,8 @@ def test_signals_to_the_whole_group_do_not_end_it() -> None:
 
 
 def test_cycles_leak_nothing() -> None:
+    """Also, with daemons around them: tests/faults/test_cycles.py."""
+
     async def test() -> None:
         async def cycle() -> None:
             async with ends() as (receiver, sender):
@@ -294,7 +296,7 @@ def test_cycles_leak_nothing() -> None:
 
         await cycle()  # makes what asyncio keeps
         before, processes = descriptors(), children()
-        for _ in range(5):
+        for _ in range(3):
             await cycle()
         assert descriptors() == before
         assert children() == processes

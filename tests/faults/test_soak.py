@@ -1,0 +1,77 @@
+"""Ten minutes of the synthetic load at full speed with a random fault every five seconds: memory stays flat, every
+request ends, and no byte is wrong. SOAK_SECONDS shortens it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+from stacks import running_stack
+from storm import Pace, Storm
+from test_processes import finish, write_table
+from usage import Usage, table, trends, usage_of
+
+EVERY = 5.0  # seconds
+MORE_SHARE = 0.15  # of memory in the end
+
+
+class Sampler(threading.Thread):
+    """Once a second, between faults and in them."""
+
+    def __init__(self, storm: Storm) -> None:
+        super().__init__(name="sampler")
+        self.samples: list[Usage] = []
+        self._storm = storm
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(1.0):
+            self.samples.append(usage_of((), self._storm.shm_dir))
+
+    def end(self) -> None:
+        self._over.set()
+        self.join(10)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_ten_minutes_with_a_fault_every_five_seconds() -> None:
+    seconds = float(os.environ.get("SOAK_SECONDS", "600"))
+    seed = int(os.environ.get("SOAK_SEED", str(int(time.time()))))
+    with running_stack() as stack, Storm(stack, clients=4, seed=seed, pace=Pace(0, 0)) as storm:
+        storm.wait_for_service(time.monotonic(), 60)
+        sampler = Sampler(storm)
+        sampler.start()
+        began, faults = time.monotonic(), []
+        try:
+            while (at := time.monotonic()) < began + seconds:
+                what, fault, lasting = storm.any_fault()
+                mend = fault()
+                time.sleep(min(lasting, EVERY - 1))
+                if mend is not None:
+                    mend()
+                faults.append(what)
+                assert not storm.wrong, storm.wrong
+                time.sleep(max(0.0, at + EVERY - time.monotonic()))
+        finally:
+            sampler.end()
+        storm.wait_for_service(time.monotonic(), 60)
+        finish(storm)
+        outcomes = [seen.outcome for seen in storm.seen]
+        counted = ", ".join(f"{outcomes.count(each)} {each}" for each in ("ok", "failed", "wrong"))
+        said = (
+            f"\nseed {seed}: {len(faults)} faults in {time.monotonic() - began:.0f} s, one every {EVERY:g} s; turns: "
+            f"{counted}; all ended\n\n{table(sampler.samples)}\n(samples: one a second, of all processes)\n"
+        )
+        print(said)
+        write_table(storm, "faults-soak.txt", "ten_minutes", said)
+        assert not storm.wrong, storm.wrong
+    found = trends(sampler.samples)
+    if seconds >= 120:
+        for name in ("resident_kib", "descriptors", "shared_kib"):
+            trend = found[name]
+            growth = trend.per_thousand * len(sampler.samples) / 1000
+            assert growth <= MORE_SHARE * trend.start, f"{name}: {trend}\n{said}"

@@ -1,0 +1,119 @@
+"""python -m tests.fuzz TARGET [--seconds N | --runs N] [--corpus DIR]   one target under atheris
+python -m tests.fuzz all --seconds N                                   each in a process of its own, and a table
+
+What is new and what is a finding stays in DIR (build/fuzz/TARGET); a finding's input belongs into tests/fuzz/seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = Path(__file__).parent / "seeds"
+TARGETS = ("worker_stream", "peer_prefill", "peer_decode", "questions", "settings", "host_file", "courier_packets")
+MAX_BYTES = 8192  # of an input
+MAX_SECONDS = 10  # of an input
+MAX_MEMORY = 1024  # MiB
+
+
+def seeds_of(name: str) -> list[bytes]:
+    """The target's own conversations, and the inputs that are kept."""
+    kept = sorted((SEEDS / name).glob("*")) if (SEEDS / name).is_dir() else []
+    own: list[bytes] = importlib.import_module(f"tests.fuzz.{name}").SEEDS
+    return own + [path.read_bytes() for path in kept]
+
+
+def instrument(module: types.ModuleType, atheris: Any) -> None:
+    """Coverage of what kvferry has loaded. An import hook would find it as installed, not as here."""
+    for owner in [module, *(value for value in vars(module).values() if isinstance(value, type))]:
+        if isinstance(owner, type) and owner.__module__ != module.__name__:
+            continue
+        for value in list(vars(owner).values()):
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+                atheris.instrument_func(function)
+
+
+def fuzz(name: str, options: argparse.Namespace) -> None:
+    import atheris
+
+    target = importlib.import_module(f"tests.fuzz.{name}")
+    for each, module in sorted(sys.modules.items()):
+        if each.startswith("kvferry.") and not each.startswith(("kvferry.proto.", "kvferry._core")):
+            instrument(module, atheris)
+    corpus = Path(options.corpus or ROOT / "build" / "fuzz" / name)
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(seeds_of(name)):
+        (corpus / f"seed-{number}").write_bytes(seed)
+    words = [
+        name,
+        str(corpus),
+        f"-max_len={MAX_BYTES}",
+        f"-timeout={MAX_SECONDS}",
+        f"-rss_limit_mb={MAX_MEMORY}",
+        f"-artifact_prefix={corpus.parent / name}-",
+        "-print_final_stats=1",
+        f"-runs={options.runs}" if options.runs else f"-max_total_time={options.seconds}",
+    ]
+    mutate = target.mutate
+
+    def mutated(data: bytes, most: int, seed: int) -> bytes:
+        # One in four by libFuzzer, which knows what comparisons wanted.
+        return atheris.Mutate(data, most) if seed % 4 == 0 else mutate(data, most, seed)
+
+    atheris.Setup(words, target.one_input, custom_mutator=mutated)
+    atheris.Fuzz()
+
+
+def every(options: argparse.Namespace) -> int:
+    """Each target for so many seconds."""
+    print(
+        f"{'target':<18}{'executions':>11}{'a second':>10}{'edges':>8}{'features':>10}{'inputs':>8}{'MiB':>6}  findings"
+    )
+    bad = 0
+    for name in TARGETS:
+        words = [sys.executable, "-m", "tests.fuzz", name, f"--seconds={options.seconds}", f"--runs={options.runs}"]
+        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+            environment = {**os.environ, "FUZZ_FOLDER": folder}  # libFuzzer's end runs nothing of Python's
+            done = subprocess.run(
+                words, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", check=False
+            )
+        said = done.stderr
+        progress = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", said) or [("0", "0", "0")]
+        stat = {key: int(value) for key, value in re.findall(r"stat::(\w+):\s+(\d+)", said)}
+        edges, features, inputs = progress[-1]
+        runs, memory = stat.get("number_of_executed_units", 0), stat.get("peak_rss_mb", 0)
+        rate = stat.get("average_exec_per_sec", 0)
+        ended = "none" if done.returncode == 0 else f"ended with {done.returncode}, see build/fuzz/{name}-*"
+        print(f"{name:<18}{runs:>11}{rate:>10}{edges:>8}{features:>10}{inputs:>8}{memory:>6}  {ended}", flush=True)
+        if done.returncode != 0:
+            bad += 1
+            print(said[-4000:], file=sys.stderr)
+    return int(bad > 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("target", choices=("all", *TARGETS))
+    parser.add_argument("--seconds", type=int, default=300, help="of a target (300)")
+    parser.add_argument("--runs", type=int, default=0, help="instead: so many executions")
+    parser.add_argument("--corpus", help="folder of inputs (build/fuzz/TARGET)")
+    options = parser.parse_args()
+    if options.target == "all":
+        return every(options)
+    fuzz(options.target, options)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+    sys.exit(main())
