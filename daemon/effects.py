@@ -100,7 +100,9 @@ class ZeroTail:
 
 @dataclass(frozen=True, slots=True)
 class ZeroPages:
-    """Clear these pages, which held what somebody else left. No later effect is carried out before that is done."""
+    """Clear these pages, which held what somebody else left. No later effect is carried out before that is done: so it
+    does not matter if their request ends meanwhile, since the next one's effects, another clearing first, come later.
+    """
 
     pages: tuple[int, ...]
 
