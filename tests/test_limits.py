@@ -213,6 +213,7 @@ def courier_up(**fields: Any) -> None:
             memory=cast(Any, None),
             lanes=lanes_of(GEOMETRY, 1, 1),
             remote_ranks=1,
+            checksums=False,
             times=SessionTimes(0.5, 3.0),
         )
         up = {"metadata": b"m", "slot_bytes": 4096, "receive_slots": 1, **fields}
@@ -224,7 +225,7 @@ def courier_up(**fields: Any) -> None:
 def hello(characters: int) -> None:
     class Side:
         role = "decode"
-        config = DaemonConfig(roles=("decode",), name="d", listen="127.0.0.1:0", socket="/s")
+        config = DaemonConfig(role="decode", name="d", listen="127.0.0.1:0", socket="/s")
 
     message = peer.PeerHello(daemon="x" * characters, protocol=99, protocol_min=99)
     with pytest.raises(RequestError, match="protocol") if characters <= MAX_NAME_CHARS else _as_it_is():
@@ -323,4 +324,4 @@ def test_a_couriers_packets_have_a_length(nbytes: int) -> None:
 )
 def test_settings_have_bounds(setting: str) -> None:
     with pytest.raises(ConfigError, match=setting):
-        DaemonConfig(roles=("decode",), name="d", listen="127.0.0.1:0", socket="/s", **{setting: 1 << 40})  # type: ignore[arg-type]
+        DaemonConfig(role="decode", name="d", listen="127.0.0.1:0", socket="/s", **{setting: 1 << 40})  # type: ignore[arg-type]
