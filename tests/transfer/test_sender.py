@@ -48,9 +48,7 @@ def test_one_part_from_open_to_completed() -> None:
     post = sender.gathered(0, payload_sum=9)
     assert post is not None
     assert (post.transfer, post.send_slot, post.remote_slot, post.nbytes) == (5, 0, 0, 164)
-    header = PartHeader(
-        epoch=EPOCH, transfer=5, slot=0, generation=1, lane=0, first_page=2, byte_offset=0, nbytes=100
-    )
+    header = PartHeader(epoch=EPOCH, transfer=5, slot=0, generation=1, lane=0, first_page=2, byte_offset=0, nbytes=100)
     rest = part_checksum(header.pack()[:56])
     assert PartHeader.unpack(post.header) == replace(header, checksum=(9 + rest) % (1 << 64))
     assert PartNotice.unpack(post.notification) == PartNotice(epoch=EPOCH, transfer=5, slot=0, generation=1)
