@@ -10,10 +10,12 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -86,6 +88,15 @@ def anywhere(name: str) -> tuple[Sequence[str], str]:
     return (), "127.0.0.1"
 
 
+WITH_FLIPS = str(Path(__file__).parents[1] / "system" / "with_flips.py")
+
+
+def among_flips(name: str) -> tuple[Sequence[str], str]:
+    """(a Place) A bit flips in some of the parts that the decode daemon receives."""
+    flips = ["env", "FLIP_EVERY=20", sys.executable, WITH_FLIPS]
+    return (flips if name == "decode-0" else ()), "127.0.0.1"
+
+
 class Storm:
     """A context: two prefill replicas and a decode one, and clients that never rest until `calm`."""
 
@@ -141,7 +152,7 @@ class Storm:
     def _daemon(self, role: str, name: str, words: Sequence[str]) -> list[str]:
         listen = f"{self._place(name)[1]}:0"
         common = ["--name", name, "--listen", listen, "--socket", self._socket(name), "--page-size", str(PAGE)]
-        return ["serve", "--role", role, *common, "--insecure", "--checksums", "on", *words]
+        return ["serve", "--role", role, *common, "--insecure", "--checksums", "on", "--zero-freed", "on", *words]
 
     def _socket(self, name: str) -> str:
         return os.path.join(self.stack.folder, f"{name}.sock")
@@ -348,4 +359,4 @@ def children_of(pid: int) -> int:
     return len(found.stdout.split())
 
 
-__all__ = ["HEAD", "PAGE", "Row", "Storm", "children_of", "memory_of"]
+__all__ = ["HEAD", "PAGE", "Row", "Storm", "among_flips", "children_of", "memory_of"]

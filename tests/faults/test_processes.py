@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from engines import settled
+from engines import settled, stats
 from stacks import running_stack
-from storm import Storm, children_of, memory_of
+from storm import Storm, among_flips, children_of, memory_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 LOCKS_BACK_S = 10.0
@@ -25,12 +25,16 @@ def finish(storm: Storm) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_storm_in_short() -> None:
-    with running_stack() as stack, Storm(stack, clients=3) as storm:
+    """Bits flip all the while, too: such parts are asked for again."""
+    with running_stack() as stack, Storm(stack, clients=3, place=among_flips) as storm:
         rows = [
             storm.suffer("SIGKILL prefill-0", lambda: storm.kill("prefill-0")),
             storm.suffer("SIGSTOP a courier of decode-0", lambda: storm.stop_courier("decode-0"), lasting=0.5),
         ]
         finish(storm)
+        transfers = stats(storm.replica("decode-0")).transfers
+        assert transfers.mismatched_parts > 0
+        assert transfers.asked_again > 0
     assert all(row.wrong == 0 for row in rows)
     assert rows[0].failed > 0, "the fault met nothing"
 
@@ -64,7 +68,7 @@ def test_every_process_and_every_fault() -> None:
 @pytest.mark.timeout(1500)
 def test_ten_minutes_with_a_fault_every_five_seconds() -> None:
     end = time.monotonic() + 600
-    with running_stack() as stack, Storm(stack, clients=4, seed=int(time.time())) as storm:
+    with running_stack() as stack, Storm(stack, clients=4, seed=int(time.time()), place=among_flips) as storm:
         while time.monotonic() < end:
             what, fault, lasting = storm.any_fault()
             print(storm.suffer(what, fault, lasting=lasting), flush=True)

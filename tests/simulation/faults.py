@@ -47,7 +47,7 @@ def draw_faults(clock: Clock) -> Faults:
         short_deadlines=0.05 if chance(0.3) else 0.0,
         post_fails=0.001 if chance(0.4) else 0.0,
         early=chance(0.1),
-        flips=random.choice([0.002, 0.02]) if chance(0.4) else 0.0,
+        flips=random.choice([0.002, 0.02]) if chance(0.5) else 0.0,
         copies_fail=0.005 if chance(0.3) else 0.0,
         tier_fails=random.choice([0.05, 0.2]) if chance(0.5) else 0.0,
         partitions=random.randint(0, 2),
