@@ -341,7 +341,16 @@ class DaemonConfig(BaseModel):
         Field(description="keep the host tier in a file there, to be found at the next start"),
         Flag("DIR", default="none"),
     ] = ""
-    checksums: Annotated[Choice, Field(description="of spilled pages, verified whenever they are restored")] = "off"
+    checksums: Annotated[
+        Choice,
+        Field(
+            description="of spilled pages, verified whenever they are restored, and of what travels in sessions, "
+            "verified before it is published"
+        ),
+    ] = "off"
+    zero_freed: Annotated[Choice, Field(description="clear pages that were used before a request has them again")] = (
+        "off"
+    )
     policy: Annotated[Policy, Field(description="of eviction"), Flag("{" + ",".join(policy_names()) + "}")] = "lru"
     evict_output_first: Annotated[bool, Field(description="generated pages go before prompts' pages")] = False
     write_through_hits: Annotated[

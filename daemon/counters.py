@@ -81,6 +81,7 @@ class TransferCounters:
     parts: int = 0
     dropped_parts: int = 0
     stale_notifications: int = 0
+    mismatched_parts: int = 0  # received, with a wrong checksum
     failures: Counter[str] = field(default_factory=Counter)  # of the failed ones; the reasons are a fixed few
     aborts: Counter[str] = field(default_factory=Counter)  # of the aborted ones, likewise
 

@@ -19,7 +19,7 @@ from kvferry.daemon.admission import OVERTAKES
 from kvferry.daemon.arrivals import Arrivals
 from kvferry.daemon.asks import Asks
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters, reason_of
-from kvferry.daemon.effects import Effect, SendDone, ToWorker, tier_effects
+from kvferry.daemon.effects import Effect, SendDone, ToWorker, tier_effects, zero_effects
 from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
 from kvferry.daemon.holds import Hold, Holds
 from kvferry.daemon.lease import Lease, LeaseState
@@ -70,7 +70,7 @@ class DecodeCore:
 
     def take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
-        return effects
+        return [*zero_effects(self.store), *effects]
 
     def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
         """Read-only: how much of the prompt is in the tree, arriving pages too."""
@@ -382,12 +382,12 @@ class DecodeCore:
             self._settle(moving.lease)
             self._pump(now)
 
-    def transfer_broken(self, transfer: int, now: float) -> None:
+    def transfer_broken(self, transfer: int, message: str, now: float) -> None:
         """Parts of it were wrong or lost: what is missing is asked for again once no copy of it runs."""
         moving = self._asks.get(transfer)
         if moving is None or moving.draining:
             return
-        moving.retry = True
+        moving.retry, moving.problem = True, message
         self._asks.stop(moving, "broken")
         self._pump(now)
 
@@ -413,9 +413,8 @@ class DecodeCore:
             self.transfer_counters.fail("wrong_parts")
             still = [page for page in moving.page_ids if page in lease.filling]
             if lease.asks >= MAX_ASKS_PER_REQUEST:
-                self._fail(
-                    lease, exhausted(f"pages were asked for {lease.asks} times; the bound is {MAX_ASKS_PER_REQUEST}")
-                )
+                bound = f"pages were asked for {lease.asks} times; the bound is {MAX_ASKS_PER_REQUEST}"
+                self._fail(lease, exhausted(f"{bound}; at last: {moving.problem}"))
             elif still:
                 self._asks.ask_again(lease, still)
         else:

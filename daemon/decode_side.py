@@ -173,7 +173,7 @@ class DecodeSide(Side[DecodeCore]):
 
     def on_broken(self, transfer: int, message: str) -> None:
         self._transfer_over(transfer, message)
-        self.ready_core.transfer_broken(transfer, self.now())
+        self.ready_core.transfer_broken(transfer, message, self.now())
         self.flush()
 
     def on_ask_failed(self, transfer: int, error: RequestError) -> None:

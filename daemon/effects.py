@@ -99,6 +99,15 @@ class ZeroTail:
 
 
 @dataclass(frozen=True, slots=True)
+class ZeroPages:
+    """Clear these pages, which held what somebody else left. No later effect is carried out before that is done: so it
+    does not matter if their request ends meanwhile, since the next one's effects, another clearing first, come later.
+    """
+
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetRows:
     """These rows of the host tier were freed: what its file says of them is void."""
 
@@ -114,6 +123,7 @@ class StartCopy:
 
 Effect: TypeAlias = (
     ToWorker
+    | ZeroPages
     | ForgetRows
     | StartCopy
     | StartTransfer
@@ -126,6 +136,12 @@ Effect: TypeAlias = (
     | SendAux
     | ZeroTail
 )
+
+
+def zero_effects(store: Store) -> list[Effect]:
+    """What comes before all other effects of the step that took the pages."""
+    unclean = store.take_unclean()
+    return [ZeroPages(unclean)] if unclean else []
 
 
 def tier_effects(store: Store) -> list[Effect]:

@@ -12,12 +12,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 import numpy as np
 
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuPages, GpuUnavailable, PinnedBuffer
 from kvferry.daemon.copy_ends import CopyEnds
-from kvferry.daemon.pool_memory import CopyEnd
+from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.copy_plan import GpuCopies
 from kvferry.transfer.courier_link import CourierLink, GpuSlot
@@ -66,6 +67,10 @@ class RankMemory:
         start = tokens * self.shape.storage.geometry.fragment_token_bytes
         self.parts.zero_page_from(self._planes, page, start, 0, self.parts.gather_stream)
 
+    def zero_pages(self, pages: Int64s) -> GpuCopy:
+        """Whole ones."""
+        return self.parts.zero_pages(self._planes, pages)
+
     def rank_pool(self) -> wire.RankPool:
         nbytes = self.shape.storage.nbytes
         handle, offset = self.parts.export_memory(self.memory.address, nbytes)
@@ -99,11 +104,24 @@ class GpuPartCopies:
         payload, ids = _payload(slot, gather.nbytes), np.asarray(gather.page_ids, np.int64)
         self._run(lambda: engine.gather_part(rows, ids, gather.byte_offset, gather.nbytes, payload), done)
 
+    def gather_summed(self, gather: Gather, done: SummedEnd) -> None:
+        slot = self._slot_of(gather.send_slot)
+        engine, rows = self._lanes[gather.lane]
+        payload, ids = _payload(slot, gather.nbytes), np.asarray(gather.page_ids, np.int64)
+        self._run_summed(lambda: engine.gather_part_summed(rows, ids, gather.byte_offset, gather.nbytes, payload), done)
+
     def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
         slot = self._slot_of(scatter.slot)
         engine, rows = self._lanes[scatter.lane]
         payload, ids = _payload(slot, scatter.nbytes), np.asarray(scatter.page_ids, np.int64)
         self._run(lambda: engine.scatter_part(rows, ids, scatter.byte_offset, scatter.nbytes, payload), done)
+
+    def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
+        slot = self._slot_of(scatter.slot)
+        engine, rows = self._lanes[scatter.lane]
+        payload, ids = _payload(slot, scatter.nbytes), np.asarray(scatter.page_ids, np.int64)
+        offset, nbytes = scatter.byte_offset, scatter.nbytes
+        self._run_summed(lambda: engine.scatter_part_summed(rows, ids, offset, nbytes, payload), done)
 
     def write_header(self, send_slot: int, header: bytes) -> None:
         slot = self._slot_of(send_slot)
@@ -116,11 +134,28 @@ class GpuPartCopies:
     def close(self) -> None:
         """The slots are the link's."""
 
-    def _run(self, issue: Callable[[], GpuCopy], done: CopyEnd) -> None:
-        try:
-            self._ends.add(issue(), done)
-        except (GpuError, ValueError, IndexError) as error:
-            asyncio.get_running_loop().call_soon(done, f"{type(error).__name__}: {error}")
+    def _run_summed(self, copy: Callable[[], GpuCopy], done: SummedEnd) -> None:
+        copies: list[GpuCopy] = []
+
+        def kept() -> GpuCopy:
+            copies.append(copy())
+            return copies[0]
+
+        def ended(problem: str) -> None:
+            done(problem, 0 if problem else copies[0].checksum())
+
+        self._run(kept, ended)
+
+    def _run(self, copy: Callable[[], GpuCopy], done: CopyEnd) -> None:
+        issue(self._ends, copy, done)
+
+
+def issue(ends: CopyEnds, copy: Callable[[], GpuCopy], done: CopyEnd) -> None:
+    """`copy` begins one; its end, or that it could not begin, is told to `done`."""
+    try:
+        ends.add(copy(), done)
+    except (GpuError, ValueError, IndexError) as error:
+        asyncio.get_running_loop().call_soon(done, f"{type(error).__name__}: {error}")
 
 
 def _payload(slot: GpuSlot, nbytes: int) -> int:
@@ -153,6 +188,10 @@ class GpuPoolMemory:
         return GpuPoolMemory(shape, ranks)
 
     @property
+    def can_sum(self) -> bool:
+        return all(rank.parts.has_kernels for rank in self._ranks)
+
+    @property
     def workers(self) -> dict[str, Executor]:
         return {}  # its copies run on the devices
 
@@ -172,6 +211,20 @@ class GpuPoolMemory:
     def zero_tail(self, page: int, tokens: int) -> None:
         for rank in self._ranks:
             rank.zero_tail(page, tokens)
+
+    def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
+        """A kernel on the device of each rank."""
+        left, problems = len(self._ranks), list[str]()
+
+        def ended(problem: str) -> None:
+            nonlocal left
+            left -= 1
+            problems.extend(filter(None, [problem]))
+            if left == 0:
+                done("; ".join(problems))
+
+        for rank in self._ranks:
+            issue(self._ends, partial(rank.zero_pages, pages), ended)
 
     def attach_rows(self, rows: memoryview) -> None:
         self._rows = rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kvferry.daemon.config import DaemonConfig, parse_address
@@ -16,9 +17,12 @@ from kvferry.transfer.namespace import NamespaceFacts, differences
 if TYPE_CHECKING:
     from kvferry.daemon.side import AnySide
 
+log = logging.getLogger(__name__)
+
 PROTOCOL = 1
 PROTOCOL_MIN = 1
 LANES = "lanes"
+PART_SUMS = "part-sums"
 HEADER_ROOM = 256  # of a slot, beside the pages: its header, and payloads that begin at multiples of 64 bytes
 CAPABILITIES = ("ask-again", "aux", LANES)
 
@@ -50,8 +54,9 @@ def hello_of(side: AnySide) -> peer.PeerHello:
         facts=side.facts.to_proto(),
         epoch=side.epoch,
         page_bytes=side.facts.geometry.page_bytes,
-        capabilities=CAPABILITIES,
+        capabilities=(*CAPABILITIES, PART_SUMS) if side.memory.can_sum else CAPABILITIES,
         ranks=side.config.ranks,
+        checksums=side.config.checksums == "on",
     )
 
 
@@ -91,6 +96,21 @@ def check_hello(side: AnySide, hello: peer.PeerHello, where: str) -> None:
 def ranks_of(hello: peer.PeerHello) -> int:
     """The speaker's tensor-parallel ranks."""
     return hello.ranks or 1
+
+
+def part_checksums(own: peer.PeerHello, theirs: peer.PeerHello) -> bool:
+    """Whether the parts of their session carry checksums: one of the two wants it and both can. Where one cannot (an
+    older release, a GPU whose driver takes no kernels) the session does without, since else it could not be upgraded.
+    """
+    if not (own.checksums or theirs.checksums):
+        return False
+    unable = [hello.daemon for hello in (own, theirs) if PART_SUMS not in hello.capabilities]
+    if unable:
+        log.warning(
+            "parts between %s and %s have no checksums, though --checksums is on: %s cannot make them",
+            *(own.daemon, theirs.daemon, " and ".join(unable)),
+        )
+    return not unable
 
 
 def _check_ranks(side: AnySide, hello: peer.PeerHello, us: str, them: str) -> None:

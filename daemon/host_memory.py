@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import _core
-from kvferry.daemon.pool_memory import CopyEnd
+from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier_link import CourierLink
 from kvferry.transfer.lanes import Lane
@@ -55,6 +56,15 @@ class HostPartCopies:
 
         self._run(copy, gather.nbytes, done)
 
+    def gather_summed(self, gather: Gather, done: SummedEnd) -> None:
+        slot, rows = self._link.send_slot(gather.send_slot), self._lanes[gather.lane]
+
+        def copy() -> int:
+            ids = np.asarray(gather.page_ids, np.int64)
+            return rows.gather_part_summed(ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES)
+
+        self._run_summed(copy, gather.nbytes, done)
+
     def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
         slot, rows = self._link.receive_slot(scatter.slot), self._lanes[scatter.lane]
 
@@ -63,6 +73,15 @@ class HostPartCopies:
             rows.scatter_part(ids, scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES)
 
         self._run(copy, scatter.nbytes, done)
+
+    def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
+        slot, rows = self._link.receive_slot(scatter.slot), self._lanes[scatter.lane]
+
+        def copy() -> int:
+            ids = np.asarray(scatter.page_ids, np.int64)
+            return rows.scatter_part_summed(ids, scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES)
+
+        self._run_summed(copy, scatter.nbytes, done)
 
     def write_header(self, send_slot: int, header: bytes) -> None:
         self._link.write_header(send_slot, header)
@@ -73,6 +92,10 @@ class HostPartCopies:
     def close(self) -> None:
         for rows in self._lanes:
             rows.close()
+
+    def _run_summed(self, copy: Callable[[], int], nbytes: int, done: SummedEnd) -> None:
+        sums: list[int] = []
+        self._run(lambda: sums.append(copy()), nbytes, lambda problem: done(problem, sums[0] if sums else 0))
 
     def _run(self, copy: Callable[[], None], nbytes: int, done: CopyEnd) -> None:
         loop = asyncio.get_running_loop()
@@ -113,6 +136,10 @@ class HostPoolMemory:
         return HostPoolMemory(shape, segments, threads)
 
     @property
+    def can_sum(self) -> bool:
+        return True
+
+    @property
     def workers(self) -> dict[str, Executor]:
         return {"copy worker": self._executor}
 
@@ -132,6 +159,19 @@ class HostPoolMemory:
     def zero_tail(self, page: int, tokens: int) -> None:
         for planes in self._planes:
             planes.zero_page_from(page, tokens * self.shape.storage.geometry.fragment_token_bytes)
+
+    def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
+        """On the copy threads, an equal share on each, behind what they do already."""
+        loop = asyncio.get_running_loop()
+        shares = [share for share in np.array_split(pages, self._threads) if len(share)]
+        copies = [loop.run_in_executor(self._executor, _attempt, partial(self._zero, share)) for share in shares]
+        together = asyncio.gather(*copies)
+        together.add_done_callback(lambda ended: done("; ".join(filter(None, ended.result()))))
+
+    def _zero(self, pages: Int64s) -> None:
+        for planes in self._planes:
+            for page in pages.tolist():
+                planes.zero_page_from(page, 0)
 
     def attach_rows(self, rows: memoryview) -> None:
         self._host = np.frombuffer(rows, np.uint8)

@@ -232,6 +232,7 @@ def store_limits(config: DaemonConfig) -> StoreLimits:
         policy=config.policy,
         evict_output_first=config.evict_output_first,
         write_through_hits=config.write_through_hits,
+        zero_freed=config.zero_freed == "on",
         quotas={bytes.fromhex(name): quota for name, quota in config.quotas.items() if name != "default"},
         default_quota=config.quotas.get("default", Quota()),
     )

@@ -118,3 +118,4 @@ class Transfer:
     page_ids: tuple[int, ...]
     draining: bool = False
     retry: bool = False  # ask again for what is missing once it has drained
+    problem: str = ""  # why

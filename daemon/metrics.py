@@ -141,6 +141,8 @@ def _pools(sides: Sides) -> Iterator[Metric]:
     help_ = "pages evicted; from the device without being spilled, or after it"
     yield _counter("evicted_pages", help_, labels, [([n, t], p.evicted) for n, t, p in pools])
     one = _one(sides, "pool")
+    help_ = "pages cleared before they were given to a request"
+    yield _counter("zeroed_pages", help_, ["role"], one("zeroed"))
     yield _gauge("promised_pages", "pages promised to running requests and not given yet", ["role"], one("promised"))
     yield _gauge("locks", "lock handles held on the tree", ["role"], one("locks"))
     yield _gauge("tree_nodes", "nodes of the trees", ["role"], one("tree_nodes"))
@@ -173,8 +175,12 @@ def _tiers(sides: Sides) -> Iterator[Metric]:
         failed.append(([name, "restore"], side.tiers.restore_failed_pages))
     help_ = "pages whose copy between the tiers failed"
     yield _counter("failed_copy_pages", help_, ["role", "direction"], failed)
-    help_ = "restored pages with a wrong checksum; they were asked for again, or computed"
-    yield _counter("checksum_mismatched_pages", help_, role, one("mismatched_pages"))
+    wrong: list[tuple[Labels, float]] = []
+    for name, side in sides:
+        wrong.append(([name, "page"], side.tiers.mismatched_pages))
+        wrong.append(([name, "part"], side.transfers.mismatched_parts))
+    help_ = "restored pages and received parts with a wrong checksum; they were asked for again, or computed"
+    yield _counter("checksum_mismatches", help_, ["role", "kind"], wrong)
     yield _counter("recovered_pages", "pages found in the host tier's file at the start", role, one("recovered_pages"))
     help_ = "entries of the file discarded at the start"
     yield _counter("discarded_entries", help_, role, one("discarded_entries"))

@@ -11,7 +11,14 @@ import grpc
 
 from kvferry.daemon.effects import StartTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.handshake import HEADER_ROOM, check_hello, courier_config, hello_of, ranks_of
+from kvferry.daemon.handshake import (
+    HEADER_ROOM,
+    check_hello,
+    courier_config,
+    hello_of,
+    part_checksums,
+    ranks_of,
+)
 from kvferry.daemon.limits import Name
 from kvferry.daemon.receiving import ReceivingSession
 from kvferry.daemon.session import SessionBroken, SessionTimes
@@ -124,7 +131,8 @@ class PeerLink:
         side = self._side
         async with side.dial(self.address, self.expected) as channel:
             call = PeerStub(channel).Session(wait_for_ready=False)
-            await asyncio.wait_for(call.write(peer.PeerMessage(hello=hello_of(side))), HELLO_SECONDS)
+            own = hello_of(side)
+            await asyncio.wait_for(call.write(peer.PeerMessage(hello=own)), HELLO_SECONDS)
             answer = await asyncio.wait_for(call.read(), HELLO_SECONDS)
             if isinstance(answer, peer.PeerMessage) and answer.WhichOneof("kind") != "hello":
                 raise SessionBroken(f"its first message is {answer.WhichOneof('kind')}, not hello")
@@ -146,6 +154,7 @@ class PeerLink:
                 memory=memory,
                 lanes=lanes,
                 remote_ranks=ranks,
+                checksums=part_checksums(own, hello),
                 times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
                 receiver=Receiver(
                     epoch=side.epoch, lanes=lanes, slot_bytes=config.slot_bytes + HEADER_ROOM, slots=config.slots

@@ -47,7 +47,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{bound} peers are connected; --max-peers is {bound}"
             )
-        session = side.new_session(message.hello)
+        session = side.new_session(own, message.hello)
         log.info("decode daemon %s opens a session", message.hello.daemon)
         try:
             await context.write(peer.PeerMessage(hello=own))

@@ -22,6 +22,9 @@ from kvferry.transfer.slots import Buffer
 CopyEnd: TypeAlias = Callable[[str], None]
 """Called with "" or what went wrong, on the event loop's thread, and never before the call that it ends returns."""
 
+SummedEnd: TypeAlias = Callable[[str, int], None]
+"""Likewise, with the `part_checksum` of the bytes that were copied; 0 where something went wrong."""
+
 
 class PartCopies(Protocol):
     """The copies of one session. All methods are called on the event loop's thread, and none after `close`."""
@@ -33,8 +36,14 @@ class PartCopies(Protocol):
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         """Pages -> behind the header of the sending slot."""
 
+    def gather_summed(self, gather: Gather, done: SummedEnd) -> None:
+        """The same, adding up what it copies."""
+
     def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
         """From behind the receiving slot's header -> pages."""
+
+    def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
+        """The same, adding up what it copies."""
 
     def write_header(self, send_slot: int, header: bytes) -> None:
         """To the start of a slot whose gather is done. It is there when this returns."""
@@ -54,6 +63,10 @@ class PoolMemory(Protocol):
     def shape(self) -> PoolShape: ...
 
     @property
+    def can_sum(self) -> bool:
+        """Whether its copies of parts can add up."""
+
+    @property
     def workers(self) -> dict[str, Executor]:
         """Its copy threads by name, if it has any: whose progress may be watched."""
 
@@ -69,6 +82,9 @@ class PoolMemory(Protocol):
     def zero_tail(self, page: int, tokens: int) -> None:
         """Clears what lies behind the first `tokens` tokens of a page on every rank. It is done, or before any later
         gather, when this returns."""
+
+    def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
+        """Clears whole pages on every rank."""
 
     def attach_rows(self, rows: memoryview) -> None:
         """Names the host tier's memory, rows of `shape.row_bytes` one behind the other; before the first `spill`."""

@@ -22,6 +22,7 @@ from kvferry.daemon.effects import (
     ToWorker,
     ZeroTail,
     tier_effects,
+    zero_effects,
 )
 from kvferry.daemon.errors import (
     RequestError,
@@ -70,7 +71,7 @@ class PrefillCore:
 
     def take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
-        return effects
+        return [*zero_effects(self.store), *effects]
 
     def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
         namespace = self.store.namespaces.get(namespace_id)

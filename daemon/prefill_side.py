@@ -9,7 +9,7 @@ from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.counters import Latencies
 from kvferry.daemon.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
 from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.handshake import courier_config, ranks_of
+from kvferry.daemon.handshake import courier_config, part_checksums, ranks_of
 from kvferry.daemon.limits import Name, check_priority, check_prompt, name_of
 from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
 from kvferry.daemon.sending import SendingSession
@@ -115,8 +115,8 @@ class PrefillSide(Side[PrefillCore]):
 
     # -- sessions (SendingEvents) --------------------------------------------------------------------------------
 
-    def new_session(self, hello: peer.PeerHello) -> SendingSession:
-        """For a decode daemon whose Hello was checked. RESOURCE_EXHAUSTED beyond max_peers."""
+    def new_session(self, own: peer.PeerHello, hello: peer.PeerHello) -> SendingSession:
+        """For a decode daemon whose Hello was checked; `own` is the answer."""
         config, memory, ranks = self.config, self.memory, ranks_of(hello)
         session = SendingSession(
             number=next(self._numbers),
@@ -125,6 +125,7 @@ class PrefillSide(Side[PrefillCore]):
             memory=memory,
             lanes=lanes_of(memory.shape.geometry, config.ranks, ranks),
             remote_ranks=ranks,
+            checksums=part_checksums(own, hello),
             times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
             send_slots=config.slots,
             remote_epoch=hello.epoch,

@@ -51,6 +51,7 @@ class ReceivingSession(Session):
         memory: PoolMemory,
         lanes: Sequence[Lane],
         remote_ranks: int,
+        checksums: bool,
         times: SessionTimes,
         receiver: Receiver,
         events: ReceivingEvents,
@@ -59,7 +60,13 @@ class ReceivingSession(Session):
         traces: RequestTraces | None = None,
     ) -> None:
         super().__init__(
-            remote=remote, courier=courier, memory=memory, lanes=lanes, remote_ranks=remote_ranks, times=times
+            remote=remote,
+            courier=courier,
+            memory=memory,
+            lanes=lanes,
+            remote_ranks=remote_ranks,
+            checksums=checksums,
+            times=times,
         )
         self.receiver = receiver
         self._events = events
@@ -133,23 +140,31 @@ class ReceivingSession(Session):
         if (asked := self._asked.pop(scatter.transfer, None)) is not None:
             self._latencies.add_stage("first_part", begin - asked)
 
-        def done(problem: str) -> None:
+        def done(problem: str, payload_sum: int | None = None) -> None:
             self.copy_ends()
             if problem:
                 self._scattered(self.receiver.scatter_failed(slot, problem))
                 return
-            self._counters.parts += 1
-            self._counters.payload_bytes += scatter.nbytes
-            self._counters.wire_bytes += scatter.nbytes + HEADER_BYTES
             copied = time.monotonic()
             self._latencies.add_stage("scatter", copied - begin)
             if self._traces is not None:
                 self._traces.part(scatter.transfer, "scatter", begin, copied)
-            self._scattered(self.receiver.scattered(slot))
+            counts = self.receiver.counts
+            parts, mismatched = counts.parts, counts.mismatched_parts
+            result = self.receiver.scattered(slot, payload_sum)
+            self._counters.mismatched_parts += counts.mismatched_parts - mismatched
+            if counts.parts > parts:
+                self._counters.parts += 1
+                self._counters.payload_bytes += scatter.nbytes
+                self._counters.wire_bytes += scatter.nbytes + HEADER_BYTES
+            self._scattered(result)
             self._latencies.add_stage("publish", time.monotonic() - copied)
 
         self.copy_begins()
-        self.parts.scatter(scatter, done)
+        if self.checksums:
+            self.parts.scatter_summed(scatter, done)
+        else:
+            self.parts.scatter(scatter, done)
 
     def _scattered(self, result: ScatterResult) -> None:
         # The credit goes first: the sender can refill the slot while the pages are published.

@@ -51,6 +51,7 @@ class SendingSession(Session):
         memory: PoolMemory,
         lanes: Sequence[Lane],
         remote_ranks: int,
+        checksums: bool,
         times: SessionTimes,
         send_slots: int,
         remote_epoch: int,
@@ -61,7 +62,13 @@ class SendingSession(Session):
     ) -> None:
         """send_slots: of each rank."""
         super().__init__(
-            remote=remote, courier=courier, memory=memory, lanes=lanes, remote_ranks=remote_ranks, times=times
+            remote=remote,
+            courier=courier,
+            memory=memory,
+            lanes=lanes,
+            remote_ranks=remote_ranks,
+            checksums=checksums,
+            times=times,
         )
         self.number = number
         self._send_slots = send_slots
@@ -175,7 +182,7 @@ class SendingSession(Session):
         if (asked := self._asked.pop(gather.transfer, None)) is not None:
             self._latencies.add_stage("rendezvous", begin - asked)
 
-        def done(problem: str) -> None:
+        def done(problem: str, payload_sum: int | None = None) -> None:
             self.copy_ends()
             self._gathering -= 1
             gathered = time.monotonic()
@@ -186,7 +193,7 @@ class SendingSession(Session):
             if problem:
                 sender.gather_failed(slot, problem)
             else:
-                post = sender.gathered(slot)
+                post = sender.gathered(slot, payload_sum)
                 if post is not None and not self.closed:
                     self.parts.write_header(slot, post.header)
                     self._counters.parts += 1
@@ -198,4 +205,7 @@ class SendingSession(Session):
 
         self.copy_begins()
         self._gathering += 1
-        self.parts.gather(gather, done)
+        if self.checksums:
+            self.parts.gather_summed(gather, done)
+        else:
+            self.parts.gather(gather, done)

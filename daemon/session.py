@@ -74,10 +74,12 @@ class Session:
         memory: PoolMemory,
         lanes: Sequence[Lane],
         remote_ranks: int,
+        checksums: bool,
         times: SessionTimes,
     ) -> None:
         self.remote = remote  # the other daemon's name
         self.lanes = lanes
+        self.checksums = checksums  # of parts, as the Hellos agreed
         self.up = False
         self.closed = False
         self._courier_config = courier

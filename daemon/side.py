@@ -16,10 +16,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
 from kvferry import tracing
 from kvferry.daemon.config import STORAGES, DaemonConfig
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
-from kvferry.daemon.effects import Effect, ForgetRows, StartCopy, ToWorker, tier_effects
+from kvferry.daemon.effects import Effect, ForgetRows, StartCopy, ToWorker, ZeroPages, tier_effects
 from kvferry.daemon.errors import RequestError, exhausted, invalid, precondition
 from kvferry.daemon.gpu_memory import GpuPoolMemory
 from kvferry.daemon.host_memory import HostPoolMemory
@@ -29,7 +31,7 @@ from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.pins import Pins
 from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.request_traces import RequestTraces
-from kvferry.daemon.session import SessionBroken
+from kvferry.daemon.session import SessionBroken, report_invariant
 from kvferry.daemon.store import Started, Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
@@ -138,6 +140,8 @@ class Side(Generic[CoreT]):
         self._making = asyncio.Lock()
         self._effects: deque[Effect] = deque()
         self._flushing = False
+        self._zeroing = False  # pages are being cleared: effects wait
+        self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- what the roles differ in --------------------------------------------------------------------------------
@@ -356,16 +360,19 @@ class Side(Generic[CoreT]):
     # -- effects -------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Carries out what the core left, in order, until it leaves nothing more. What an effect brings about on the
-        spot may come back here: its effects go behind those that wait."""
+        """Carries out what the core left, in order, until it leaves nothing more or pages are to be cleared first. What
+        an effect brings about on the spot may come back here: its effects go behind those that wait."""
         self._take_effects()
         if self._flushing:
             return
         self._flushing = True
         try:
-            while self._effects:
+            while self._effects and not self._zeroing:
                 effect = self._effects.popleft()
-                if isinstance(effect, ToWorker):
+                if isinstance(effect, ZeroPages):
+                    self._zeroing = True
+                    self.memory.zero_pages(np.array(effect.pages, np.int64), self._zeroed)
+                elif isinstance(effect, ToWorker):
                     self.tell(effect.worker, effect.event)
                 elif isinstance(effect, StartCopy):
                     self.on_copy_starts(effect.started)
@@ -382,6 +389,15 @@ class Side(Generic[CoreT]):
                 self.event_sink.publish(self.store.events.take())
         finally:
             self._flushing = False
+
+    def _zeroed(self, problem: str) -> None:
+        if self._closed:
+            return
+        if problem:  # they may hold another tenant's bytes, and effects that name them wait: nothing can go on
+            report_invariant(RuntimeError(f"pages could not be cleared: {problem}"))
+            return
+        self._zeroing = False
+        self.flush()
 
     def _take_effects(self) -> None:
         if self.core is not None:
@@ -479,6 +495,7 @@ class Side(Generic[CoreT]):
 
     async def close(self) -> None:
         """Ends what this side owns; the sessions must have ended before."""
+        self._closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -121,10 +121,11 @@ def side_stats(side: AnySide) -> cache.SideStats:
                 receiver = link.session.receiver
                 peer.free_credits, peer.busy_slots = receiver.free_credits, receiver.busy_slots
                 peer.withheld_slots = receiver.withheld_slots
+                peer.checksums = link.session.checksums
     elif isinstance(side, PrefillSide):
         for session in side.sessions.values():
             peer = stats.peers.add(name=session.remote, state="up" if session.up else "connecting")
-            peer.slots = session.remote_slots
+            peer.slots, peer.checksums = session.remote_slots, session.checksums
             if session.sender is not None:
                 peer.free_credits = session.sender.free_credits
     return stats
@@ -177,7 +178,7 @@ def _device(store: Store, page_bytes: int, stats: cache.PoolStats) -> None:
     _pages(store.pool, page_bytes, stats)
     stats.evictable, stats.promised = store.evictable, store.promised
     stats.locks, stats.tree_nodes = store.locks, store.nodes
-    stats.evicted = store.evicted
+    stats.evicted, stats.zeroed = store.evicted, store.zeroed
 
 
 def _host(store: Store, page_bytes: int, stats: cache.PoolStats) -> None:
@@ -235,6 +236,7 @@ def _transfers(side: AnySide, stats: cache.TransferStats) -> None:
     stats.delta_pages, stats.delta_bytes, stats.wire_bytes = counters.pages, counters.payload_bytes, counters.wire_bytes
     stats.parts, stats.dropped_parts = counters.parts, counters.dropped_parts
     stats.stale_notifications = counters.stale_notifications
+    stats.mismatched_parts = counters.mismatched_parts
     stats.failures.extend(_reasons(counters.failures))
     stats.aborts.extend(_reasons(counters.aborts))
     stats.saved_pages = side.ready_core.counters.saved_pages

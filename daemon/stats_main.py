@@ -149,6 +149,10 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
         ),
         (f"promised / locks / evicted by {side.policy or '-'}", f"{pool.promised} / {pool.locks} / {pool.evicted}"),
     ]
+    if transfers.mismatched_parts:
+        rows.append(("parts with a wrong checksum", f"{transfers.mismatched_parts}"))
+    if pool.zeroed:
+        rows.append(("pages cleared before they were given", f"{pool.zeroed}"))
     rows += _host_rows(side.host, side.tiers)
     if role == "decode":
         latency = side.admit_to_ready

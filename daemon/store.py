@@ -29,6 +29,7 @@ class StoreLimits:
     policy: str = "lru"
     evict_output_first: bool = False
     write_through_hits: int = 0  # 0: write-back only
+    zero_freed: bool = False  # pages that were used before are cleared before a request has them
     quotas: Mapping[bytes, Quota] | None = None  # by namespace id
     default_quota: Quota = field(default_factory=Quota)
 
@@ -93,6 +94,10 @@ class Store:
         self.tiers = TierCounters()
         self.events: KvEventLog | None = None
         self.evicted = 0  # device pages
+        self.zeroed = 0  # device pages, that `take_unclean` gave out
+        # By device page: whether a request has had it.
+        self._used = bytearray(pages if self.limits.zero_freed else 0)
+        self._unclean: list[int] = []
         self._policy = Policy(self.limits.policy, self.limits.evict_output_first)
         self._released: list[int] = []
         self._started: list[Started] = []
@@ -181,7 +186,18 @@ class Store:
         if not self._make_room(namespace, pages):
             return None
         namespace.own += pages
-        return self.pool.allocate(pages, PageState.LEASED)
+        taken = self.pool.allocate(pages, PageState.LEASED)
+        if self.limits.zero_freed:
+            self._unclean += [page for page in taken if self._used[page]]
+            for page in taken:
+                self._used[page] = True
+        return taken
+
+    def take_unclean(self) -> tuple[int, ...]:
+        """Pages taken since the last time that hold what others left: to be cleared before anybody is told of them."""
+        unclean, self._unclean = self._unclean, []
+        self.zeroed += len(unclean)
+        return tuple(unclean)
 
     def release(self, namespace: Namespace, pages: Iterable[int]) -> None:
         """A request's own pages, which nothing names any more. They are freed together, at `settle`."""

@@ -254,7 +254,7 @@ class NamespaceStats(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., device_pages: _Optional[int] = ..., host_pages: _Optional[int] = ..., evictable: _Optional[int] = ..., promised: _Optional[int] = ..., soft_quota: _Optional[int] = ..., hard_quota: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., evicted: _Optional[int] = ..., pinned_pages: _Optional[int] = ...) -> None: ...
 
 class PoolStats(_message.Message):
-    __slots__ = ("pages", "page_bytes", "free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned", "evictable", "promised", "locks", "evicted", "tree_nodes")
+    __slots__ = ("pages", "page_bytes", "free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned", "evictable", "promised", "locks", "evicted", "tree_nodes", "zeroed")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +269,7 @@ class PoolStats(_message.Message):
     LOCKS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     TREE_NODES_FIELD_NUMBER: _ClassVar[int]
+    ZEROED_FIELD_NUMBER: _ClassVar[int]
     pages: int
     page_bytes: int
     free: int
@@ -283,10 +284,11 @@ class PoolStats(_message.Message):
     locks: int
     evicted: int
     tree_nodes: int
-    def __init__(self, pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., arriving: _Optional[int] = ..., cached: _Optional[int] = ..., spilling: _Optional[int] = ..., restoring: _Optional[int] = ..., orphaned: _Optional[int] = ..., evictable: _Optional[int] = ..., promised: _Optional[int] = ..., locks: _Optional[int] = ..., evicted: _Optional[int] = ..., tree_nodes: _Optional[int] = ...) -> None: ...
+    zeroed: int
+    def __init__(self, pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., arriving: _Optional[int] = ..., cached: _Optional[int] = ..., spilling: _Optional[int] = ..., restoring: _Optional[int] = ..., orphaned: _Optional[int] = ..., evictable: _Optional[int] = ..., promised: _Optional[int] = ..., locks: _Optional[int] = ..., evicted: _Optional[int] = ..., tree_nodes: _Optional[int] = ..., zeroed: _Optional[int] = ...) -> None: ...
 
 class TransferStats(_message.Message):
-    __slots__ = ("active", "completed", "failed", "aborted", "delta_pages", "delta_bytes", "wire_bytes", "parts", "saved_bytes", "saved_pages", "asked_again", "dropped_parts", "stale_notifications", "failures", "aborts")
+    __slots__ = ("active", "completed", "failed", "aborted", "delta_pages", "delta_bytes", "wire_bytes", "parts", "saved_bytes", "saved_pages", "asked_again", "dropped_parts", "stale_notifications", "failures", "aborts", "mismatched_parts")
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +304,7 @@ class TransferStats(_message.Message):
     STALE_NOTIFICATIONS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     ABORTS_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_PARTS_FIELD_NUMBER: _ClassVar[int]
     active: int
     completed: int
     failed: int
@@ -317,7 +320,8 @@ class TransferStats(_message.Message):
     stale_notifications: int
     failures: _containers.RepeatedCompositeFieldContainer[ReasonCount]
     aborts: _containers.RepeatedCompositeFieldContainer[ReasonCount]
-    def __init__(self, active: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., aborted: _Optional[int] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., parts: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., saved_pages: _Optional[int] = ..., asked_again: _Optional[int] = ..., dropped_parts: _Optional[int] = ..., stale_notifications: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ...) -> None: ...
+    mismatched_parts: int
+    def __init__(self, active: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., aborted: _Optional[int] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., parts: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., saved_pages: _Optional[int] = ..., asked_again: _Optional[int] = ..., dropped_parts: _Optional[int] = ..., stale_notifications: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., mismatched_parts: _Optional[int] = ...) -> None: ...
 
 class LatencyStats(_message.Message):
     __slots__ = ("count", "p50_ms", "p99_ms", "stages", "seconds")
@@ -344,7 +348,7 @@ class StageStats(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., mean_ms: _Optional[float] = ..., seconds: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
 
 class PeerStats(_message.Message):
-    __slots__ = ("name", "address", "state", "free_credits", "slots", "error", "busy_slots", "withheld_slots")
+    __slots__ = ("name", "address", "state", "free_credits", "slots", "error", "busy_slots", "withheld_slots", "checksums")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +357,7 @@ class PeerStats(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BUSY_SLOTS_FIELD_NUMBER: _ClassVar[int]
     WITHHELD_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     state: str
@@ -361,7 +366,8 @@ class PeerStats(_message.Message):
     error: str
     busy_slots: int
     withheld_slots: int
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., free_credits: _Optional[int] = ..., slots: _Optional[int] = ..., error: _Optional[str] = ..., busy_slots: _Optional[int] = ..., withheld_slots: _Optional[int] = ...) -> None: ...
+    checksums: bool
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., free_credits: _Optional[int] = ..., slots: _Optional[int] = ..., error: _Optional[str] = ..., busy_slots: _Optional[int] = ..., withheld_slots: _Optional[int] = ..., checksums: bool = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace_id", "digests")

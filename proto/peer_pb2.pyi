@@ -34,7 +34,7 @@ class PeerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., courier_up: _Optional[_Union[CourierUp, _Mapping]] = ..., courier_connected: _Optional[_Union[CourierConnected, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., ask_failed: _Optional[_Union[AskFailed, _Mapping]] = ..., ask_end: _Optional[_Union[AskEnd, _Mapping]] = ..., ask_ended: _Optional[_Union[AskEnded, _Mapping]] = ..., aux: _Optional[_Union[PeerAux, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("protocol", "protocol_min", "daemon", "incarnation", "role", "facts", "epoch", "page_bytes", "capabilities", "ranks")
+    __slots__ = ("protocol", "protocol_min", "daemon", "incarnation", "role", "facts", "epoch", "page_bytes", "capabilities", "ranks", "checksums")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     DAEMON_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class PeerHello(_message.Message):
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     protocol_min: int
     daemon: str
@@ -55,7 +56,8 @@ class PeerHello(_message.Message):
     page_bytes: int
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     ranks: int
-    def __init__(self, protocol: _Optional[int] = ..., protocol_min: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., facts: _Optional[_Union[_common_pb2.NamespaceFacts, _Mapping]] = ..., epoch: _Optional[int] = ..., page_bytes: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., ranks: _Optional[int] = ...) -> None: ...
+    checksums: bool
+    def __init__(self, protocol: _Optional[int] = ..., protocol_min: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., facts: _Optional[_Union[_common_pb2.NamespaceFacts, _Mapping]] = ..., epoch: _Optional[int] = ..., page_bytes: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., ranks: _Optional[int] = ..., checksums: bool = ...) -> None: ...
 
 class CourierUp(_message.Message):
     __slots__ = ("metadata", "receive_address", "receive_slots", "slot_bytes", "ranks")

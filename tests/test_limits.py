@@ -216,6 +216,7 @@ def courier_up(**fields: Any) -> None:
             memory=cast(Any, None),
             lanes=lanes_of(GEOMETRY, 1, 1),
             remote_ranks=1,
+            checksums=False,
             times=SessionTimes(0.5, 3.0),
         )
         up = {"metadata": b"m", "slot_bytes": 4096, "receive_slots": 1, **fields}

@@ -4,7 +4,9 @@ A state machine without I/O. A part is believed only if its notification names t
 (CreditTable.generation_matches), the header in the slot says the same (check_binding), and its range lies in an open
 transfer, was never announced before on its lane (range_error, Coverage.overlaps) and does not scatter the lane's bytes
 over more ranges than an honest sender can (Coverage.ranges_with). A page is reported once, when all of its bytes were
-copied on every lane (Coverage.is_covered). A part of a transfer that is not open is dropped, and its slot granted anew.
+copied on every lane (Coverage.is_covered) and, in a session with checksums, were those that the sender had gathered
+(checksum_error); else the transfer is broken and to be asked for again. A part of a transfer that is not open is
+dropped, and its slot granted anew.
 
 Where notification and header disagree, the peer or its transport does not keep the protocol, and its write may still
 be on the way: SlotError, the slot is granted no more, and the session is to be ended.
@@ -42,8 +44,8 @@ class Scatter:
     """Copy `nbytes` from behind the slot's header to the lane's rows of the pages `page_ids`, laid end to end, from
     byte_offset on.
 
-    page_ids[i] takes prompt page first_page + i; every page named is touched; byte_offset < row_bytes. checksum: of
-    those bytes, 64 bits, 0 for none; the copy verifies it, and a mismatch is a scatter_failed.
+    page_ids[i] takes prompt page first_page + i; every page named is touched; byte_offset < row_bytes. In a session
+    with checksums the copy adds the bytes up, and `scattered` is told.
     """
 
     slot: int
@@ -52,7 +54,6 @@ class Scatter:
     first_page: int
     byte_offset: int
     nbytes: int
-    checksum: int
     lane: int = 0
 
 
@@ -94,6 +95,7 @@ class ReceiverCounts:
     parts: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0
+    mismatched_parts: int = 0  # copied out, with another checksum than their header's
     dropped_parts: int = 0  # of transfers that were not open, or refused for their range
     stale_notifications: int = 0  # of another epoch, or a credit that is not out: repeated, late, or made up
 
@@ -134,11 +136,9 @@ class _Incoming:
 class _Running:
     """A copy out of a slot."""
 
-    transfer: int
     incoming: _Incoming
-    lane: int
+    header: PartHeader
     start: int  # byte of the transfer's run on the lane
-    nbytes: int
 
 
 class Receiver:
@@ -244,7 +244,7 @@ class Receiver:
         start = (header.first_page - incoming.first_page) * row_bytes + header.byte_offset
         incoming.coverage[header.lane].claim(start, header.nbytes)
         incoming.scatters += 1
-        self._running[slot] = _Running(notice.transfer, incoming, header.lane, start, header.nbytes)
+        self._running[slot] = _Running(incoming, header, start)
         page = start // row_bytes
         last_page = (start + header.nbytes - 1) // row_bytes
         return [
@@ -255,7 +255,6 @@ class Receiver:
                 first_page=header.first_page,
                 byte_offset=header.byte_offset,
                 nbytes=header.nbytes,
-                checksum=header.checksum,
                 lane=header.lane,
             )
         ]
@@ -294,27 +293,44 @@ class Receiver:
             return f"part.byte_offset: separate ranges of the transfer are {ranges}, must be at most {self._max_ranges}"
         return None
 
-    def scattered(self, slot: int) -> ScatterResult:
-        """The copy out of this slot is done and, where there was a checksum, verified."""
+    def checksum_error(self, header: PartHeader, payload_sum: int) -> str | None:
+        """Guard: the bytes that were copied, and their place, are what the sender gathered; else what is not."""
+        checksum = header.checksum_of(payload_sum)
+        if checksum == header.checksum:
+            return None
+        return (
+            f"part.checksum is {header.checksum:#018x}, of what came {checksum:#018x}: {header.nbytes} bytes from byte "
+            f"{header.byte_offset} of page {header.first_page} on"
+        )
+
+    def scattered(self, slot: int, payload_sum: int | None = None) -> ScatterResult:
+        """The copy out of this slot is done. payload_sum: the `part_checksum` of the bytes that it copied; None in a
+        session without checksums. A part with another checksum than its header's is as one whose scatter failed.
+        """
+        if payload_sum is not None and slot in self._running:
+            message = self.checksum_error(self._running[slot].header, payload_sum)
+            if message is not None:
+                self.counts.mismatched_parts += 1
+                return self.scatter_failed(slot, message)
         running = self._scatter_done(slot)
-        incoming = running.incoming
+        incoming, header = running.incoming, running.header
         self.counts.parts += 1
-        self.counts.payload_bytes += running.nbytes
-        self.counts.wire_bytes += running.nbytes + HEADER_BYTES
+        self.counts.payload_bytes += header.nbytes
+        self.counts.wire_bytes += header.nbytes + HEADER_BYTES
         arrived: list[int] = []
         complete = False
         if not incoming.closed:
-            pages = incoming.written(running.lane, running.start, running.nbytes)
+            pages = incoming.written(header.lane, running.start, header.nbytes)
             arrived = [incoming.first_page + page for page in pages]
             complete = incoming.complete and incoming.scatters == 0
             if complete:
-                del self._transfers[running.transfer]
+                del self._transfers[header.transfer]
         return ScatterResult(
-            transfer=running.transfer,
+            transfer=running.header.transfer,
             credit=self._credits.give_back(slot),
             arrived=arrived,
             complete=complete,
-            drained=self._forget_if_drained(running.transfer, incoming),
+            drained=self._forget_if_drained(running.header.transfer, incoming),
         )
 
     def scatter_failed(self, slot: int, message: str) -> ScatterResult:
@@ -323,14 +339,14 @@ class Receiver:
         incoming = running.incoming
         broken = None
         if not incoming.closed:
-            broken = TransferBroken(running.transfer, message)
+            broken = TransferBroken(running.header.transfer, message)
         incoming.broken = True
         return ScatterResult(
-            transfer=running.transfer,
+            transfer=running.header.transfer,
             credit=self._credits.give_back(slot),
             arrived=[],
             complete=False,
-            drained=self._forget_if_drained(running.transfer, incoming),
+            drained=self._forget_if_drained(running.header.transfer, incoming),
             broken=broken,
         )
 
@@ -350,7 +366,7 @@ class Receiver:
         """Recounts everything; for tests."""
         self._credits.check()
         for transfer, incoming in self._transfers.items():
-            assert incoming.scatters == sum(running.transfer == transfer for running in self._running.values())
+            assert incoming.scatters == sum(running.header.transfer == transfer for running in self._running.values())
             assert not incoming.ended or incoming.scatters > 0
             assert transfer <= self._newest_transfer
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.transfer.lanes import Lane
 from kvferry.transfer.outgoing import Outgoing
@@ -223,12 +223,13 @@ class Sender:
                 gathers.append(gather)
         return gathers
 
-    def gathered(self, send_slot: int, checksum: int = 0) -> Post | None:
+    def gathered(self, send_slot: int, payload_sum: int | None = None) -> Post | None:
         """The payload is in the sending slot: the write to post, or None if the transfer ended meanwhile.
 
-        checksum: of the payload, 64 bits; 0 for none.
+        payload_sum: the payload's `part_checksum`; None in a session without checksums.
         """
-        check_unsigned("checksum", checksum, 64)
+        if payload_sum is not None:
+            check_unsigned("payload_sum", payload_sum, 64)
         gather, outgoing = self._gather_done(send_slot)
         if outgoing.closed:
             self._undo(gather)
@@ -245,8 +246,9 @@ class Sender:
             first_page=gather.first_page,
             byte_offset=gather.byte_offset,
             nbytes=gather.nbytes,
-            checksum=checksum,
         )
+        if payload_sum is not None:
+            header = replace(header, checksum=header.checksum_of(payload_sum))
         notice = PartNotice(epoch=self._epoch, transfer=gather.transfer, slot=credit.slot, generation=credit.generation)
         post_id = self._next_post
         self._next_post += 1

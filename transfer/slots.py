@@ -9,6 +9,9 @@ generation is refused. Slots belong to ranks: where each has n, slot i is rank i
     receiver's slot:  FREE -> GRANTED -> TAKEN -> GRANTED (generation + 1) ...
                                            \\-> WITHHELD: not what the notification said; lost to the session
 
+Where a session has checksums, a part's is the sum that the copies on both sides make of the payload (`part_checksum`),
+with the rest of the header added: so neither another payload nor another place for it is believed.
+
 All integers are little-endian and unsigned.
 """
 
@@ -21,6 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvferry._core import part_checksum
+
 HEADER_BYTES = 64
 NOTICE_BYTES = 32
 PART_VERSION = 1
@@ -29,6 +34,7 @@ MAX_SLOTS = 1 << 16  # a session has tens; a bound for what peers say
 _HEADER_MAGIC = 0x5046564B  # b"KVFP" in memory
 _NOTICE_MAGIC = 0x4E46564B  # b"KVFN" in memory
 _HEADER = struct.Struct("<IHHQQQIIQQQ")
+_CHECKSUM_BYTES = 8  # the last of the header
 _NOTICE = struct.Struct("<IIQQQ")
 assert _HEADER.size == HEADER_BYTES
 assert _NOTICE.size == NOTICE_BYTES
@@ -67,7 +73,11 @@ class PartHeader:
     first_page: int  # 32 bits
     byte_offset: int  # 64 bits
     nbytes: int  # payload without the header, 64 bits
-    checksum: int = 0  # 64 bits; 0: none was made
+    checksum: int = 0  # 64 bits; nothing is said by it in a session without checksums
+
+    def checksum_of(self, payload_sum: int) -> int:
+        """What `checksum` is to be where the payload's `part_checksum` is this. Raises SlotError as `pack` does."""
+        return (payload_sum + part_checksum(self.pack()[:-_CHECKSUM_BYTES])) % (1 << 64)
 
     def pack(self) -> bytes:
         """The HEADER_BYTES bytes. Raises SlotError for a field that does not fit its bits."""

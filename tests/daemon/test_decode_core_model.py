@@ -465,7 +465,7 @@ class CoreMachine(RuleBasedStateMachine):
     def transfer_goes_wrong(self, data: st.DataObject, how: str) -> None:
         transfer = data.draw(st.sampled_from(sorted(self.transfers)))
         if how == "broken":
-            self.core.transfer_broken(transfer, self.now)
+            self.core.transfer_broken(transfer, "test", self.now)
         else:
             self.core.transfer_failed(transfer, unavailable("the prefill worker is gone"), self.now)
         self.run_effects()

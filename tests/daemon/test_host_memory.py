@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from reshard import heads_of_rank, random_pages, rank_memories, rows, stored
 
+from kvferry._core import part_checksum
 from kvferry.daemon.host_memory import INLINE_BYTES, HostPoolMemory
 from kvferry.transfer.courier_link import CourierLink
 from kvferry.transfer.geometry import KVGeometry, Layout
@@ -68,6 +69,13 @@ async def ended(start: Callable[[Callable[[str], None]], None]) -> str:
     return await asyncio.wait_for(done, 10)
 
 
+async def summed(start: Callable[[Callable[[str, int], None]], None]) -> tuple[str, int]:
+    done: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+    start(lambda problem, payload_sum: done.set_result((problem, payload_sum)))
+    assert not done.done(), "it ends after the call"
+    return await asyncio.wait_for(done, 10)
+
+
 async def move(source: HostPoolMemory, target: HostPoolMemory, pages: list[int], to: list[int]) -> None:
     """All rows of these pages, lane by lane, in parts of any size."""
     geometry = source.shape.geometry
@@ -85,8 +93,13 @@ async def move(source: HostPoolMemory, target: HostPoolMemory, pages: list[int],
             assert await ended(lambda done, gather=gather: sending.gather(gather, done)) == ""
             sending.write_header(0, bytes([number]) * HEADER_BYTES)
             assert receiving.read_header(0) == bytes([number]) * HEADER_BYTES
-            scatter = Scatter(0, 1, to[first : last + 1], first, offset, nbytes, 0, number)
+            scatter = Scatter(0, 1, to[first : last + 1], first, offset, nbytes, number)
             assert await ended(lambda done, scatter=scatter: receiving.scatter(scatter, done)) == ""
+            payload = bytes(slots.send_slot(0)[HEADER_BYTES : HEADER_BYTES + nbytes])
+            right = ("", part_checksum(payload))
+            assert await summed(lambda done, gather=gather: sending.gather_summed(gather, done)) == right
+            assert await summed(lambda done, scatter=scatter: receiving.scatter_summed(scatter, done)) == right
+            assert slots.send_slot(0)[HEADER_BYTES : HEADER_BYTES + nbytes] == payload
     sending.close()
     receiving.close()
 
@@ -171,13 +184,32 @@ def test_a_part_that_does_not_fit_is_an_error_of_its_copy(tmp_path: Path) -> Non
     async def scenario() -> None:
         lanes = lanes_of(geometry, 1, 2)
         receiving = memory.receiving(cast(CourierLink, Slots(1, HEADER_BYTES + 10)), lanes)
-        for scatter in (Scatter(0, 1, [0], 0, 0, 11, 0, 1), Scatter(0, 1, [PAGES], 0, 0, 1, 0, 0)):
+        for scatter in (Scatter(0, 1, [0], 0, 0, 11, 1), Scatter(0, 1, [PAGES], 0, 0, 1, 0)):
             problem = await ended(lambda done, scatter=scatter: receiving.scatter(scatter, done))
             assert problem.startswith(("ValueError", "IndexError"))
+            assert await summed(lambda done, s=scatter: receiving.scatter_summed(s, done)) == (problem, 0)
         receiving.close()
 
     asyncio.run(scenario())
     memory.close()
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_cleared_pages_are_whole_and_the_others_untouched(tmp_path: Path, name: str) -> None:
+    geometry = GEOMETRIES[name]
+    ranks = 2 if geometry.kv_heads > 1 else 1
+    for order in StorageOrder:
+        memory, ranks_memory = pool(tmp_path, f"a{order}", geometry, ranks, order)
+        content = random_pages(geometry, PAGES, 3)
+        for found, before in zip(ranks_memory, rank_memories(geometry, content, ranks, order), strict=True):
+            found[:] = before
+        for cleared in ([4], [0, 5, 2]):
+            ids = np.array(cleared, np.int64)
+            assert asyncio.run(ended(lambda done, ids=ids, memory=memory: memory.zero_pages(ids, done))) == ""
+            content[cleared] = 0
+            for found, after in zip(ranks_memory, rank_memories(geometry, content, ranks, order), strict=True):
+                assert np.array_equal(found, after)
+        memory.close()
 
 
 def test_without_room_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ LABELS = {
     "role": {"decode", "prefill"},
     "tier": {"device", "host"},
     "direction": {"spill", "restore"},
-    "kind": {"part", "notification"},
+    "kind": {"part", "notification", "page"},
 }
 
 

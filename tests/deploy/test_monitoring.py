@@ -141,7 +141,7 @@ tests:
          values: '0+10x20'}}
       - {{series: 'kvferry_transfers_ended_total{{instance="d", role="decode", outcome="failed", reason="x"}}',
          values: '0+5x20'}}
-      - {{series: 'kvferry_checksum_mismatched_pages_total{{instance="d", role="decode"}}', values: '0x10 1x20'}}
+      - {{series: 'kvferry_checksum_mismatches_total{{instance="d", role="decode", kind="part"}}', values: '0x10 1x20'}}
       - {{series: 'kvferry_pages{{instance="d", role="decode", tier="device", state="orphaned"}}', values: '2x20'}}
     alert_rule_test:
 """
@@ -168,7 +168,7 @@ def test_promtool_takes_the_rules_and_each_fires(tmp_path: Path) -> None:
         "KvferryPeerDown": {"role": "decode", "peer": "p0"},
         "KvferryAdmissionStalled": {"role": "decode", "state": "waiting"},
         "KvferryTransfersFailing": {"role": "decode"},
-        "KvferryChecksumMismatch": {"role": "decode"},
+        "KvferryChecksumMismatch": {"role": "decode", "kind": "part"},
         "KvferryPagesHeld": {"role": "decode", "tier": "device", "state": "orphaned", "__name__": "kvferry_pages"},
     }
     for rule in rules():
@@ -178,6 +178,7 @@ def test_promtool_takes_the_rules_and_each_fires(tmp_path: Path) -> None:
             name: value.replace("{{ $labels.instance }}", "d")
             .replace("{{ $labels.role }}", "decode")
             .replace("{{ $labels.peer }}", "p0")
+            .replace("{{ $labels.kind }}", "part")
             .replace("{{ $value | humanizePercentage }}", "33.33%")
             for name, value in rule["annotations"].items()  # type: ignore[attr-defined]
         }

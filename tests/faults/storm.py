@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -94,6 +96,15 @@ class Pace:
     decode_us: int = 3000
 
 
+WITH_FLIPS = str(Path(__file__).parents[1] / "system" / "with_flips.py")
+
+
+def among_flips(name: str) -> tuple[Sequence[str], str]:
+    """(a Place) A bit flips in some of the parts that the decode daemon receives."""
+    flips = ["env", "FLIP_EVERY=20", sys.executable, WITH_FLIPS]
+    return (flips if name == "decode-0" else ()), "127.0.0.1"
+
+
 class Storm:
     """A context: two prefill replicas and a decode one, and clients that never rest until `calm`."""
 
@@ -163,7 +174,8 @@ class Storm:
         listen = f"{self._place(name)[1]}:0"
         common = ["--name", name, "--listen", listen, "--socket", self._socket(name), "--page-size", str(PAGE)]
         common += ["--shm-dir", self.shm_dir, "--metrics", "off"]
-        return ["serve", "--role", role, *common, "--insecure", "--checksums", "on", *words]
+        words = ["--insecure", "--checksums", "on", "--zero-freed", "on", *words]
+        return ["serve", "--role", role, *common, *words]
 
     def _socket(self, name: str) -> str:
         return os.path.join(self.stack.folder, f"{name}.sock")
@@ -367,4 +379,4 @@ def judge(prompt: list[int], turn: Turn) -> tuple[str, str]:
     return "wrong", f"{turn.code}: {turn.details}"
 
 
-__all__ = ["HEAD", "PAGE", "Pace", "Row", "Storm", "judge"]
+__all__ = ["HEAD", "PAGE", "Pace", "Row", "Storm", "among_flips", "judge"]

@@ -25,7 +25,8 @@ SLOT_BYTES = HEADER_BYTES + PAGE_BYTES
 
 def new_session(config: CourierConfig) -> Session:
     memory, lanes = cast(PoolMemory, None), lanes_of(GEOMETRY, 1, 1)
-    return Session(remote="p", courier=config, memory=memory, lanes=lanes, remote_ranks=1, times=SessionTimes(0.5, 3.0))
+    times = SessionTimes(0.5, 3.0)
+    return Session(remote="p", courier=config, memory=memory, lanes=lanes, remote_ranks=1, checksums=False, times=times)
 
 
 class Pair:

@@ -46,6 +46,8 @@ class Setting:
     overcommit: float
     write_through: int
     quota: Quota | None  # of the second tenant
+    checksums: bool  # of the parts of its sessions
+    zero_freed: bool
 
 
 class SimSide:
@@ -65,6 +67,7 @@ class SimSide:
             policy=setting.policy,
             write_through_hits=setting.write_through,
             quotas={TENANTS[1].id: setting.quota} if setting.quota is not None else None,
+            zero_freed=setting.zero_freed,
         )
         store = Store(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
         store.clock.now = clock.now
@@ -183,7 +186,7 @@ class SimPrefill(SimSide, PrefillSide):
         PrefillSide.__init__(self, config, clock.random.randbytes(16), lambda: clock.now)
         self.furnish(clock, setting, faults)
 
-    def take_session(self, decode: SimDecode, courier: CourierConfig) -> SimSending:
+    def take_session(self, decode: SimDecode, courier: CourierConfig, checksums: bool) -> SimSending:
         """As new_session, over the simulation's network."""
         session = SimSending(
             number=next(self._numbers),
@@ -192,6 +195,7 @@ class SimPrefill(SimSide, PrefillSide):
             memory=self.memory,
             lanes=lanes_of(GEOMETRY, 1, 1),
             remote_ranks=1,
+            checksums=checksums,
             times=TIMES,
             send_slots=courier.send_slots,
             remote_epoch=decode.epoch,

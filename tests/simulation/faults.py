@@ -15,6 +15,7 @@ class Faults:
     short_deadlines: float = 0.0  # of requests
     post_fails: float = 0.0  # of a write
     repeats: float = 0.0  # of a notification
+    flips: float = 0.0  # a bit of a written part is another one
     early: bool = False  # the transport notifies before it has written
     copies_fail: float = 0.0  # of a gather or scatter
     tier_fails: float = 0.0  # of a copy between the tiers
@@ -29,7 +30,8 @@ class Faults:
     def none(self) -> bool:
         """Nothing that may fail a request that its client wants."""
         events = self.partitions + self.broken_streams + self.decode_crashes + self.prefill_crashes + self.restarts
-        return not (events or self.quiesces or self.post_fails or self.early or self.copies_fail or self.tier_fails)
+        writes = self.post_fails or self.early or self.flips
+        return not (events or self.quiesces or writes or self.copies_fail or self.tier_fails)
 
 
 def draw_faults(clock: Clock) -> Faults:
@@ -45,6 +47,7 @@ def draw_faults(clock: Clock) -> Faults:
         short_deadlines=0.05 if chance(0.3) else 0.0,
         post_fails=0.001 if chance(0.4) else 0.0,
         early=chance(0.1),
+        flips=random.choice([0.002, 0.02]) if chance(0.5) else 0.0,
         copies_fail=0.005 if chance(0.3) else 0.0,
         tier_fails=random.choice([0.05, 0.2]) if chance(0.5) else 0.0,
         partitions=random.randint(0, 2),

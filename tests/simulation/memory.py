@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
-from kvferry.daemon.pool_memory import CopyEnd
+from kvferry._core import part_checksum
+from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
 from kvferry.daemon.store import Started, Store
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
 from kvferry.radix.pool import PageState
@@ -18,7 +19,7 @@ from kvferry.radix.tree import RESTORE
 from kvferry.transfer.courier_link import CourierLink
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.transfer.lanes import Lane
-from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.layouts import Int64s, StorageOrder
 from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Scatter
 from kvferry.transfer.sender import Gather
@@ -31,6 +32,7 @@ PAGE_BYTES = GEOMETRY.page_bytes
 GARBAGE = b"\xee" * PAGE_BYTES
 
 _SCATTERED = (PageState.LEASED, PageState.ARRIVING, PageState.ORPHANED)
+_READABLE = (PageState.CACHED, PageState.SPILLING)
 _OWNED = (PageState.LEASED, PageState.ORPHANED)
 
 
@@ -74,7 +76,8 @@ class Memory:
     def __init__(self, store: Store, who: str) -> None:
         self.pool = store.pool
         self.who = who
-        self.bytes = bytearray(GARBAGE * store.pool.pages)
+        self.clean = store.limits.zero_freed  # who is given a page finds nothing in it
+        self.bytes = bytearray((bytes(PAGE_BYTES) if self.clean else GARBAGE) * store.pool.pages)
 
     def generations(self, pages: Iterable[int]) -> list[int]:
         generation = self.pool.generation
@@ -101,6 +104,10 @@ class Memory:
             got = self.read(page)
             expect(got == want, f"{self.who}: {what}: page {i} (id {page}) holds {got.hex()}, not {want.hex()}")
 
+    def check_clean(self, pages: Sequence[int], what: str) -> None:
+        if self.clean:
+            self.check(pages, [bytes(PAGE_BYTES)] * len(pages), f"{what} with what others left")
+
     def check_kept(self, pages: Sequence[int], generations: Sequence[int], what: str) -> None:
         """Nobody has freed them since."""
         expect(self.generations(pages) == list(generations), f"{self.who}: pages {pages} were freed while {what}")
@@ -116,24 +123,30 @@ class SimParts:
         self._pool = memory.pool
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
+        self.gather_summed(gather, lambda problem, payload_sum: done(problem))
+
+    def gather_summed(self, gather: Gather, done: SummedEnd) -> None:
         states = self._pool.states(gather.page_ids)
         expect(PageState.FREE not in states, f"{self._memory.who}: a gather names the free page in {gather.page_ids}")
         generations = self._memory.generations(gather.page_ids)
         self._clock.after(self._clock.between(0.00002, 0.001), self._gathered, gather, generations, done)
 
-    def _gathered(self, gather: Gather, generations: Sequence[int], done: CopyEnd) -> None:
+    def _gathered(self, gather: Gather, generations: Sequence[int], done: SummedEnd) -> None:
         memory = self._memory
         memory.check_kept(gather.page_ids, generations, "a gather ran")
         if self._clock.chance(self._failing):
             self._clock.counts["gathers that failed"] += 1
-            done("injected")
+            done("injected", 0)
             return
-        data = b"".join(memory.read(page) for page in gather.page_ids)
+        data = b"".join(memory.read(page) for page in gather.page_ids)[gather.byte_offset :][: gather.nbytes]
         slot = self._link.send_slot(gather.send_slot)
-        slot[HEADER_BYTES : HEADER_BYTES + gather.nbytes] = data[gather.byte_offset :][: gather.nbytes]
-        done("")
+        slot[HEADER_BYTES : HEADER_BYTES + gather.nbytes] = data
+        done("", part_checksum(data))
 
     def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
+        self.scatter_summed(scatter, lambda problem, payload_sum: done(problem))
+
+    def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
         states = set(self._pool.states(scatter.page_ids))
         expect(
             states <= set(_SCATTERED),
@@ -142,7 +155,7 @@ class SimParts:
         generations = self._memory.generations(scatter.page_ids)
         self._clock.after(self._clock.between(0.00002, 0.001), self._scattered, scatter, generations, done)
 
-    def _scattered(self, scatter: Scatter, generations: Sequence[int], done: CopyEnd) -> None:
+    def _scattered(self, scatter: Scatter, generations: Sequence[int], done: SummedEnd) -> None:
         memory, nbytes = self._memory, scatter.nbytes
         memory.check_kept(scatter.page_ids, generations, "a scatter ran")
         failed = self._clock.chance(self._failing)
@@ -150,6 +163,7 @@ class SimParts:
             nbytes //= 2
         slot = self._link.receive_slot(scatter.slot)
         at, left = scatter.byte_offset, bytes(slot[HEADER_BYTES : HEADER_BYTES + nbytes])
+        payload_sum = part_checksum(left)
         for page in scatter.page_ids:
             room = PAGE_BYTES - at
             start = page * PAGE_BYTES + at
@@ -157,7 +171,7 @@ class SimParts:
             left, at = left[room:], 0
         if failed:
             self._clock.counts["scatters that failed"] += 1
-        done("injected" if failed else "")
+        done("injected" if failed else "", payload_sum)
 
     def write_header(self, send_slot: int, header: bytes) -> None:
         self._link.send_slot(send_slot)[:HEADER_BYTES] = header
@@ -176,12 +190,25 @@ class SimPoolMemory:
         self._clock, self._memory, self._failing = clock, memory, failing
         self.shape = PoolShape(GEOMETRY, 1, StorageOrder.PAGE_MAJOR, memory.pool.pages)
         self.workers: dict[str, Executor] = {}
+        self.can_sum = True
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
         return SimParts(self._clock, self._memory, self._failing, link)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
         return SimParts(self._clock, self._memory, self._failing, link)
+
+    def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
+        self._clock.after(self._clock.between(0.00002, 0.002), self._zeroed, pages.tolist(), done)
+
+    def _zeroed(self, pages: list[int], done: CopyEnd) -> None:
+        """Their request may have ended meanwhile, and another one has them: it is told behind its own clearing."""
+        states = set(self._memory.pool.states(pages))
+        expect(not states & set(_READABLE), f"{self._memory.who}: pages {pages} are cleared in states {states}")
+        for page in pages:
+            self._memory.write(page, bytes(PAGE_BYTES))
+        self._clock.counts["pages cleared"] += len(pages)
+        done("")
 
     def zero_tail(self, page: int, tokens: int) -> None:
         size, kept = GEOMETRY.fragment_bytes, tokens * GEOMETRY.fragment_token_bytes

@@ -1,4 +1,4 @@
-"""Sessions over a network that delays, and NIXL that reorders, repeats, fails and lands late.
+"""Sessions over a network that delays, and NIXL that reorders, repeats, fails, flips bits and lands late.
 
 The product's own sessions run here; what is made up is under them: the stream, the couriers, the copies. Each stream
 keeps its order. Writes, their notifications and their reports take any time and any order, but a notification follows
@@ -20,6 +20,7 @@ from kvferry.transfer.courier_link import CourierConfig, CourierLink
 from kvferry.transfer.courier_messages import Connected, Notification, PostDone, PostFailed
 from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.receiver import Receiver
+from kvferry.transfer.slots import HEADER_BYTES
 from tests.simulation.clock import Clock, Pipe, Violation, expect
 from tests.simulation.memory import GEOMETRY
 
@@ -95,6 +96,15 @@ class SimCourier:
         assert self.remote is not None
         if not self.remote.reaped:
             self.remote._receive[remote_slot][start:end] = self._send[send_slot][start:end]
+            if self._faults.flips and self._clock.chance(self._faults.flips):
+                self._flip(self.remote._receive[remote_slot], end)
+
+    def _flip(self, slot: bytearray, end: int) -> None:
+        """A bit of the payload, or of the header."""
+        random = self._clock.random
+        at = random.randrange(HEADER_BYTES, end) if random.random() < 0.7 else random.randrange(HEADER_BYTES)
+        slot[at] ^= 1 << random.randrange(8)
+        self._clock.counts["parts with a flipped bit"] += 1
 
     def _notify(self, payload: bytes) -> None:
         assert self.remote is not None
@@ -180,6 +190,7 @@ class Wire:
         self.injected = False
         setting = peering.setting
         lanes = lanes_of(GEOMETRY, 1, 1)
+        checksums = decode.setting.checksums or prefill.setting.checksums
         self.receiver = Receiver(epoch=decode.epoch, lanes=lanes, slot_bytes=setting.slot_bytes, slots=setting.slots)
         self.receiving = SimReceiving(
             remote=prefill.config.name,
@@ -187,13 +198,14 @@ class Wire:
             memory=decode.memory,
             lanes=lanes,
             remote_ranks=1,
+            checksums=checksums,
             times=TIMES,
             receiver=self.receiver,
             events=peering.link,
             counters=decode.ready_core.transfer_counters,
             latencies=decode.ready_core.latencies,
         )
-        self.sending = prefill.take_session(decode, _config(setting.slot_bytes, 0, setting.send_slots))
+        self.sending = prefill.take_session(decode, _config(setting.slot_bytes, 0, setting.send_slots), checksums)
         for session, receive, send in (
             (self.receiving, setting.slots, 0),
             (self.sending, 0, setting.send_slots),
@@ -214,8 +226,9 @@ class Wire:
         """Only faults of the network may break a session."""
         self.peering.clock.counts["session ends"] += 1
         honest = "injected" in reason or reason == "the stream ended" or self.injected
-        early = self.peering.faults.early and ("part." in reason or "came twice" in reason)
-        expect(honest or early, f"an honest session is broken off by {type(session).__name__}: {reason}")
+        faults = self.peering.faults
+        wrong = (faults.early or faults.flips) and ("part." in reason or "came twice" in reason)
+        expect(honest or wrong, f"an honest session is broken off by {type(session).__name__}: {reason}")
 
     def partition(self) -> None:
         """Nothing arrives any more; each side notices in its own time."""

@@ -90,6 +90,7 @@ class Simulation:
             counts["pages dropped without a copy"] += store.tiers.dropped
         for decode in self.decodes:
             counts["asked again"] += decode.ready_core.asked_again
+            counts["parts with a wrong checksum"] += decode.ready_core.transfer_counters.mismatched_parts
         return Result(self.seed, counts, clock.events, clock.now)
 
     def _check(self) -> None:
@@ -240,6 +241,8 @@ class Simulation:
             overcommit=random.choice([1.0, 1.0, 1.0, 4.0]),
             write_through=random.choice([0, 0, 2]),
             quota=quota,
+            checksums=self.faults.flips > 0 or random.random() < 0.5,
+            zero_freed=random.random() < 0.5,
         )
 
 

@@ -52,6 +52,10 @@ def nobody_takes_over(arrivals: Arrivals[WaiterT], waiter: WaiterT) -> dict[Wait
     return {}
 
 
+def any_bytes(receiver: Receiver, header: PartHeader, payload_sum: int) -> str | None:
+    return None
+
+
 _end = Receiver.end
 
 
@@ -73,6 +77,7 @@ GUARDS = {
     "generation": Guard(CreditTable, "generation_matches", any_generation, Faults(repeats=0.2)),
     "coverage": Guard(Coverage, "is_covered", any_page, Faults()),
     "content binding": Guard(Receiver, "check_binding", any_content, Faults(early=True)),
+    "checksum": Guard(Receiver, "checksum_error", any_bytes, Faults(flips=0.02)),
     "credit spent once": Guard(CreditPurse, "take", keep_the_credit, Faults()),
     "orphaned pages, decode": Guard(DecodeCore, "worker_lost", free_at_once, CRASHES),
     "orphaned pages, prefill": Guard(PrefillCore, "worker_lost", free_at_once, CRASHES),

@@ -61,7 +61,11 @@ class Process:
         """(the daemon's queue of events)"""
         kind = event.WhichOneof("kind")
         body = getattr(event, kind)
-        generations = self.memory.generations(body.pages) if kind in _PAGED else []
+        generations = []
+        if kind in _PAGED:
+            generations = self.memory.generations(body.pages)
+            matched = 0 if kind == "grown" else body.matched_tokens // PAGE
+            self.memory.check_clean(body.pages[matched:], f"a worker is given pages by {kind}")
         self._down.send(self._hear, kind, body, generations)
 
     def _hear(self, kind: str, body: object, generations: list[int]) -> None:

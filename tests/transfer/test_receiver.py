@@ -58,8 +58,7 @@ def test_one_part_from_credit_to_complete() -> None:
     receiver = bench.receiver
     assert bench.credits == [Credit(slot, 1) for slot in range(4)]
     receiver.open(1, first_page=5, pages=2, page_ids=[30, 20])
-    actions = bench.notify(dataclasses.replace(bench.part(1, 5, 0, 200), checksum=8))
-    assert actions == [Scatter(0, 1, [30, 20], 5, 0, 200, 8)]
+    assert bench.notify(bench.part(1, 5, 0, 200)) == [Scatter(0, 1, [30, 20], 5, 0, 200)]
     assert (receiver.free_credits, receiver.scatters_running) == (3, 1)
     result = receiver.scattered(0)
     assert result.credit == Credit(0, 2)
@@ -304,3 +303,49 @@ def test_bad_calls_name_the_field() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     assert receiver.transfers() == [4]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"payload_sum": 98},
+        {"byte_offset": 16},
+        {"nbytes": 50},
+        {"first_page": 6},
+        {"checksum": 0},
+    ],
+    ids=lambda change: next(iter(change), "nothing"),
+)
+def test_a_part_with_another_checksum_publishes_nothing_and_breaks_its_transfer(change: dict[str, int]) -> None:
+    """Whether the payload, the place that the header gives it, or the checksum itself has changed on its way."""
+    bench = Bench()
+    receiver = bench.receiver
+    receiver.open(1, first_page=5, pages=2, page_ids=[30, 20])
+    sent = bench.part(1, 5, 0, 100)
+    sent = dataclasses.replace(sent, checksum=sent.checksum_of(99))
+    payload_sum = change.pop("payload_sum", 99)
+    came = dataclasses.replace(sent, **change)
+    assert isinstance(bench.notify(came)[0], Scatter)
+    result = receiver.scattered(0, payload_sum)
+    assert result.credit == Credit(0, 2), "the slot can be used again"
+    receiver.check()
+    if came == sent and payload_sum == 99:
+        assert (result.arrived, result.broken, receiver.counts.mismatched_parts) == ([5], None, 0)
+        return
+    assert (result.arrived, result.complete) == ([], False)
+    assert result.broken is not None
+    assert f"part.checksum is {came.checksum:#018x}, of what came " in result.broken.message
+    assert (receiver.counts.parts, receiver.counts.mismatched_parts) == (0, 1)
+    assert receiver.end(1), "it is asked for again at once"
+
+
+def test_a_wrong_checksum_of_a_transfer_that_was_ended_is_counted() -> None:
+    bench = Bench()
+    bench.receiver.open(1, first_page=0, pages=1, page_ids=[3])
+    bench.notify(bench.part(1, 0, 0, 100))
+    assert not bench.receiver.end(1)
+    result = bench.receiver.scattered(0, 1)
+    assert (result.broken, result.drained, bench.receiver.counts.mismatched_parts) == (None, True, 1)
+    with pytest.raises(ValueError, match="slot is 0, must be one of the 0 being scattered"):
+        bench.receiver.scattered(0, 1)

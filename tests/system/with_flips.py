@@ -1,0 +1,54 @@
+"""`python with_flips.py COMMAND ...`: kvferry's command line in this process, in which a bit of some received parts
+flips in the slot, after NIXL has written it and before it is copied out. The environment's FLIP_EVERY says which: each
+so many-th part, all with 1. A command is `PYTHON -m kvferry WORDS`, as `Stack.start` puts it behind a prefix.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+
+from kvferry.daemon.gpu_memory import GpuPartCopies
+from kvferry.daemon.host_memory import HostPartCopies
+from kvferry.daemon.pool_memory import SummedEnd
+from kvferry.transfer.receiver import Scatter
+from kvferry.transfer.slots import HEADER_BYTES
+
+EVERY = int(os.environ.get("FLIP_EVERY", "3"))
+numbers = itertools.count(1)
+
+
+def flip_on_host(copies: HostPartCopies, scatter: Scatter) -> None:
+    copies._link.receive_slot(scatter.slot)[HEADER_BYTES + scatter.nbytes // 2] ^= 0x10
+
+
+def flip_on_gpu(copies: GpuPartCopies, scatter: Scatter) -> None:
+    slot = copies._slot_of(scatter.slot)
+    engine, address = copies._ranks[slot.rank].parts, slot.address + HEADER_BYTES + scatter.nbytes // 2
+    engine.write(address, bytes([engine.read(address, 1)[0] ^ 0x10]))
+
+
+host_scatter, gpu_scatter = HostPartCopies.scatter_summed, GpuPartCopies.scatter_summed
+
+
+def on_host(copies: HostPartCopies, scatter: Scatter, done: SummedEnd) -> None:
+    if next(numbers) % EVERY == 0:
+        flip_on_host(copies, scatter)
+    host_scatter(copies, scatter, done)
+
+
+def on_gpu(copies: GpuPartCopies, scatter: Scatter, done: SummedEnd) -> None:
+    if next(numbers) % EVERY == 0:
+        flip_on_gpu(copies, scatter)
+    gpu_scatter(copies, scatter, done)
+
+
+if __name__ == "__main__":
+    HostPartCopies.scatter_summed = on_host  # type: ignore[method-assign]
+    GpuPartCopies.scatter_summed = on_gpu  # type: ignore[method-assign]
+    from kvferry.daemon.cli import main
+
+    words = sys.argv[1:]
+    sys.argv = ["kvferry", *words[words.index("kvferry") + 1 :]]
+    sys.exit(main())
