@@ -99,7 +99,8 @@ def test_a_courier_that_is_killed_costs_its_session_only(stack: Stack) -> None:
     assert again.matched == len(first) // PAGE * PAGE
 
 
-def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pool", ["daemon", "engine"])
+def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path, pool: str) -> None:
     need(*ONE)
     network = tiny_models.random_model("qwen2")
     network.save_pretrained(tmp_path)
@@ -114,6 +115,8 @@ def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path) ->
         decode_flags=["--host-bytes", str(200 * page_bytes)],
         worker_flags=["--device", "cuda:0", "--chunk-tokens", "48"],
     )
+    if pool == "engine":
+        system = on_engines(system, 20, Case(1, 1, ("layer", "layer-blocks")), ONE * 2)
     prefills, decodes = start_replicas(stack, on(system, ONE, ONE))
     rng = random.Random(4)
     histories = [[rng.randrange(tiny_models.VOCABULARY) for _ in range(90)] for _ in range(4)]
