@@ -126,9 +126,7 @@ class MappedRank(RankMemory):
                 name = f"{field}.memories[{i}]"
                 there = gpu_device_ordinal(source.device_uuid)
                 if there != device:
-                    raise ValueError(
-                        f"{name}.gpu.device_uuid is cuda:{there}'s; the daemon's of this rank is cuda:{device}"
-                    )
+                    raise ValueError(f"{name}.gpu.device_uuid is cuda:{there}'s; this rank's is cuda:{device}")
                 try:
                     self.mappings.append(engines[0].engine.open_ipc(source.ipc_handle, nbytes))
                 except GpuError as error:
