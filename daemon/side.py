@@ -26,7 +26,7 @@ from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.pins import Pins
 from kvferry.daemon.pool_making import make_pool, map_pool, registration_of
 from kvferry.daemon.pool_memory import PoolMemory
-from kvferry.daemon.session import SessionBroken
+from kvferry.daemon.session import SessionBroken, report_invariant
 from kvferry.daemon.store import Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
@@ -252,8 +252,16 @@ class Side(Generic[CoreT]):
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, AssertionError):
+            report_invariant(error)
+        elif error is not None and not isinstance(error, RequestError):
+            log.error("%s: %s: %s", self.role, type(error).__name__, error)
 
     async def _map(self, worker: str, facts: NamespaceFacts, registration: Registration) -> None:
         """Makes an engine's memory the pool. RequestError."""
@@ -281,14 +289,10 @@ class Side(Generic[CoreT]):
                 if difference.field != "tenant_salt_digest":
                     raise precondition(f"this daemon serves another model: {difference}")
             if registration is not None:
+                self._check_layout(facts, registration.order)
                 await self._refit(self.facts, registration)
             return
-        storage = STORAGES[self.config.storage] if registration is None else registration.order
-        if facts.geometry.layout is Layout.ENGINE and (self.config.ranks, storage) != (1, StorageOrder.PAGE_MAJOR):
-            raise precondition(
-                f"ranks is {self.config.ranks} and storage {storage.name}; a page in an engine's own layout "
-                "cannot be taken apart: start the daemon with --ranks 1 --storage page"
-            )
+        self._check_layout(facts, STORAGES[self.config.storage] if registration is None else registration.order)
         try:
             page_bytes, row_bytes = page_bytes_of(facts.geometry, self.config.ranks), facts.geometry.page_bytes
         except ValueError as error:
@@ -331,6 +335,13 @@ class Side(Generic[CoreT]):
             "%s pool: %d pages, host tier: %d pages, of %d bytes for %s on %d ranks",
             *(self.role, pages, host_pages, page_bytes, facts.model, self.config.ranks),
         )
+
+    def _check_layout(self, facts: NamespaceFacts, storage: StorageOrder) -> None:
+        if facts.geometry.layout is Layout.ENGINE and (self.config.ranks, storage) != (1, StorageOrder.PAGE_MAJOR):
+            raise precondition(
+                f"ranks is {self.config.ranks} and storage {storage.name}; a page in an engine's own layout "
+                "cannot be taken apart: it takes --ranks 1 --storage page"
+            )
 
     async def _refit(self, facts: NamespaceFacts, registration: Registration) -> None:
         """Another memory for a side whose engine has come again: of the tiers the host's has kept what it had."""
