@@ -247,7 +247,7 @@ class Simulation:
 
 def _config(name: str, role: str, peers: dict[str, str]) -> DaemonConfig:
     return DaemonConfig(
-        roles=(role,), name=name, listen="127.0.0.1:0", socket="/nowhere", peers=peers, page_size=4, max_tokens=4096
+        role=role, name=name, listen="127.0.0.1:0", socket="/nowhere", peers=peers, page_size=4, max_tokens=4096
     )
 
 
