@@ -10,7 +10,7 @@ from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.transfer.courier_link import CourierConfig
-from kvferry.transfer.lanes import check_ranks
+from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.namespace import NamespaceFacts, differences
 
 if TYPE_CHECKING:
@@ -98,8 +98,9 @@ def ranks_of(hello: peer.PeerHello) -> int:
 def _check_ranks(side: AnySide, hello: peer.PeerHello, us: str, them: str) -> None:
     assert side.facts is not None
     ranks = ranks_of(hello)
+    senders, receivers = (ranks, side.config.ranks) if side.role == "decode" else (side.config.ranks, ranks)
     try:
-        check_ranks(side.facts.geometry, ranks)
+        lanes_of(side.facts.geometry, senders, receivers)
     except ValueError as error:
         raise precondition(f"ranks: {us} has {side.config.ranks}, {them} {ranks}, by which: {error}") from error
     if max(ranks, side.config.ranks) > 1 and LANES not in hello.capabilities:

@@ -14,7 +14,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry import KVGeometry, Layout
 
 MAX_RANKS = 64
 
@@ -82,8 +82,13 @@ def rank_geometry(geometry: KVGeometry, ranks: int) -> KVGeometry:
 
 def lanes_of(geometry: KVGeometry, senders: int, receivers: int) -> list[Lane]:
     """By receiving rank, then by head. Where several ranks could send a range, receivers take different ones.
-    ValueError as for `check_ranks`."""
+    ValueError as for `check_ranks`, and where pages in an engine's own layout would have to be cut."""
     sending, receiving = shards_of(geometry, senders), shards_of(geometry, receivers)
+    if geometry.layout is Layout.ENGINE and len(sending) != len(receiving):
+        raise ValueError(
+            f"ranks is {senders} of prefill and {receivers} of decode, but geometry.layout is ENGINE: only the engine "
+            "knows where a head's bytes lie; both must have as many"
+        )
     head_bytes = geometry.page_bytes // geometry.kv_heads
     lanes: list[Lane] = []
     for target in receiving:

@@ -5,6 +5,7 @@ python -m tests.simulation --seeds 0:500 --jobs 2  runs many, and prints what ha
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 import traceback
@@ -90,6 +91,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--last", type=int, default=40, help="events shown of a seed that is wrong (40)")
     options = parser.parse_args()
+    logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # they warn of every fault
     if options.seed is not None:
         return replay(options.seed, options.last)
     first, _, end = options.seeds.partition(":")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +43,6 @@ class Result:
 
 class Simulation:
     def __init__(self, seed: int, *, faults: Faults | None = None, trace: bool = False) -> None:
-        logging.getLogger("kvferry").setLevel(logging.CRITICAL)
         self.seed = seed
         clock = self.clock = Clock(seed)
         if trace:

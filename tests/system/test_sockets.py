@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import stat
 
+import grpc
 import psutil
 import pytest
 from engines import Engines, courier_pids, settled
 
 from kvferry.daemon.stack import Stack
+from kvferry.daemon.stats_main import fetch
 from kvferry.daemon.system import SystemSpec, start_system
 
 UCX_PORTS = range(21000, 21064)
@@ -27,21 +29,26 @@ def listening(pid: int) -> list[tuple[str, int]]:
     return found
 
 
+def metrics_address(daemon: str) -> str:
+    with grpc.insecure_channel(daemon) as channel:
+        return fetch(channel).metrics
+
+
 def test_every_listening_socket(stack: Stack) -> None:
     system = start_system(stack, SystemSpec(page_size=16))
     prefill, decode = system.prefills[0], system.decodes[0]
     with Engines(prefill, decode) as engines:
         assert engines.turn(list(range(100)), 4).error is None
         told = {
-            "prefill-0": prefill.daemon_address,
-            "decode-0": decode.daemon_address,
-            "prefill-0-worker": prefill.worker_address,
-            "decode-0-worker": decode.worker_address,
-            "front": system.url.removeprefix("http://"),
+            "prefill-0": {prefill.daemon_address, metrics_address(prefill.daemon_address)},
+            "decode-0": {decode.daemon_address, metrics_address(decode.daemon_address)},
+            "prefill-0-worker": {prefill.worker_address},
+            "decode-0-worker": {decode.worker_address},
+            "front": {system.url.removeprefix("http://")},
         }
         for process in stack.processes:
             sockets = listening(process.popen.pid)
-            assert [f"{address}:{port}" for address, port in sockets] == [told[process.name]], process.name
+            assert {f"{address}:{port}" for address, port in sockets} == told[process.name], process.name
         for replica in (prefill, decode):
             couriers = courier_pids(replica.daemon.popen.pid)
             assert len(couriers) == 1

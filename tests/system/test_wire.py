@@ -165,9 +165,9 @@ def test_health_and_file_modes(replicas: tuple[Replica, Replica]) -> None:
         with grpc.insecure_channel(replica.daemon_address, OPTIONS) as channel:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    ours = [name for name in os.listdir("/dev/shm") if name.startswith("kvferry-")]
+    ours = [entry for entry in os.scandir("/dev/shm") if entry.name.startswith("kvferry-") and entry.is_file()]
     assert ours
-    assert {stat.S_IMODE(os.stat(f"/dev/shm/{name}").st_mode) for name in ours} == {0o600}
+    assert {stat.S_IMODE(entry.stat().st_mode) for entry in ours} == {0o600}
 
 
 def test_sigterm_lets_what_was_accepted_finish(stack: Stack) -> None:

@@ -20,7 +20,7 @@ from reshard import heads_of_rank
 
 from kvferry.transfer.coverage import Coverage
 from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.transfer.lanes import lanes_of
+from kvferry.transfer.lanes import lanes_of, shards_of
 from kvferry.transfer.layouts import RowMap, StorageOrder
 from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Receiver, ReceiverAction, Regrant, Scatter, ScatterResult
@@ -83,7 +83,7 @@ class Pool:
 
     def by_head(self, row: bytes) -> np.ndarray:
         shaped = np.frombuffer(row, np.uint8).reshape(*self.geometry.page_shape[:4], -1)
-        return shaped if self.geometry.layout is Layout.PAGE_NHD else shaped.transpose(0, 1, 3, 2, 4)
+        return shaped.transpose(0, 1, 3, 2, 4) if self.geometry.layout is Layout.PAGE_HND else shaped
 
 
 def read_part(memory: np.ndarray, rows: RowMap, ids: Sequence[int], byte_offset: int, nbytes: int) -> bytes:
@@ -472,10 +472,12 @@ def one_rank(page_bytes: int) -> KVGeometry:
 
 
 def joins(sizes: Sizes) -> bool:
-    """Its ranks can share the heads, and a page takes no more parts than a test has time for."""
+    """Its ranks can share the heads or need not, and a page takes no more parts than a test has time for."""
     ranks = (sizes.senders, sizes.receivers)
     heads = sizes.geometry.kv_heads
     shared = sizes.geometry.tensors == 1 or all(heads % count == 0 or count % heads == 0 for count in ranks)
+    if sizes.geometry.layout is Layout.ENGINE:
+        shared = shared and len({len(shards_of(sizes.geometry, count)) for count in ranks}) == 1
     return shared and sizes.geometry.page_bytes <= 16 * sizes.capacity
 
 

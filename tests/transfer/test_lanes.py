@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reshard import heads_of_rank
 
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry import KVGeometry, Layout
 from kvferry.transfer.lanes import Heads, check_ranks, heads_of, lanes_of, rank_geometry, shards_of
 from kvferry.transfer.layouts import StorageOrder
 from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
@@ -59,6 +59,15 @@ def test_the_pairs_of_the_field() -> None:
     assert ends(GEOMETRY, 2, 1) == [(0, 0, 0, 2), (1, 0, 2, 2)]
     assert ends(GEOMETRY, 2, 4) == [(0, 0, 0, 1), (0, 1, 1, 1), (1, 2, 2, 1), (1, 3, 3, 1)]
     assert ends(GEOMETRY, 4, 2) == [(0, 0, 0, 1), (1, 0, 1, 1), (2, 1, 2, 1), (3, 1, 3, 1)]
+
+
+def test_an_engines_own_layout_is_not_cut() -> None:
+    own = dataclasses.replace(GEOMETRY, layout=Layout.ENGINE)
+    assert ends(own, 2, 2) == [(0, 0, 0, 2), (1, 1, 2, 2)]
+    for senders, receivers in ((1, 2), (2, 1)):
+        with pytest.raises(ValueError, match=f"ranks is {senders} of prefill and {receivers} of decode"):
+            lanes_of(own, senders, receivers)
+    assert len(ends(dataclasses.replace(MLA, layout=Layout.ENGINE), 1, 2)) == 2
 
 
 def test_held_by_several_ranks_it_comes_from_different_ones() -> None:
