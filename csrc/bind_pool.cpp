@@ -45,6 +45,13 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("free", &PagePool::free)
       .def_prop_rw("log_frees", &PagePool::log_frees, &PagePool::set_log_frees)
       .def("take_freed", [](PagePool& pool) { return list_of(pool.take_freed()); })
+      .def_prop_rw("log_readable", &PagePool::log_readable, &PagePool::set_log_readable)
+      .def("take_readable",
+           [](PagePool& pool) {
+             nb::list changes;
+             for (const int64_t change : pool.take_readable()) changes.append(change);
+             return changes;
+           })
       .def("allocate",
            [](PagePool& pool, int64_t n, int64_t state) { return list_of(pool.allocate(n, state_of(state, "state"))); },
            "n"_a, "state"_a = int(PageState::kLeased))

@@ -172,7 +172,28 @@ std::vector<PagePool::Run> PagePool::runs_of(const PageIds& pages) const {
   return runs;
 }
 
+void PagePool::set_log_readable(bool on) {
+  log_readable_ = on;
+  if (!on) readable_changes_.clear();
+}
+
+std::vector<int64_t> PagePool::take_readable() {
+  std::vector<int64_t> changes;
+  changes.swap(readable_changes_);
+  return changes;
+}
+
+bool PagePool::readable(uint8_t state) const {
+  return state == uint8_t(S::kCached) || state == uint8_t(tier_ == "host" ? S::kRestoring : S::kSpilling);
+}
+
 void PagePool::set_state(Run run, PageState state) {
+  if (log_readable_) {
+    const bool after = readable(uint8_t(state));
+    for (uint32_t page = run.start; page < run.end(); ++page) {
+      if (readable(states_[page]) != after) readable_changes_.push_back(after ? int64_t(page) : ~int64_t(page));
+    }
+  }
   for (uint32_t page = run.start; page < run.end(); ++page) --counts_[states_[page]];
   std::memset(states_.data() + run.start, int(state), run.length);
   counts_[size_t(state)] += run.length;

@@ -52,6 +52,12 @@ class PagePool {
   void set_log_frees(bool on);
   PageIds take_freed();
 
+  // While on, pages that become readable and pages that cease to be are collected, in order, until `take_readable`. Readable on
+  // the device are cached and spilling pages, on the host cached and restoring ones.
+  bool log_readable() const { return log_readable_; }
+  void set_log_readable(bool on);
+  std::vector<int64_t> take_readable();  // a page that became readable, or ~page
+
   void check() const;  // recounts everything; for tests
 
  private:
@@ -67,6 +73,8 @@ class PagePool {
   void add_free(Run run);  // joins it with its neighbours
   void take_from(Runs::iterator free_run, Run taken);
 
+  bool readable(uint8_t state) const;
+
   std::string tier_;
   std::vector<uint8_t> states_;
   std::vector<uint64_t> generations_;
@@ -75,6 +83,8 @@ class PagePool {
   std::set<uint64_t> by_size_;  // length << 32 | start of each free run
   PageIds freed_;
   bool log_frees_ = false;
+  std::vector<int64_t> readable_changes_;
+  bool log_readable_ = false;
 };
 
 }  // namespace kvferry

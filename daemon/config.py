@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from kvferry.daemon.admission import OVERTAKES
 from kvferry.daemon.namespaces import Quota
+from kvferry.daemon.tls_names import check_tls, parse_tls_peers
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.policy import policy_names
@@ -109,6 +110,15 @@ def _address(value: str) -> str:
     return value
 
 
+def _endpoint(value: str) -> str:
+    if value:
+        scheme, separator, address = value.partition("://")
+        if scheme != "tcp" or not separator:
+            raise ConfigError(f"endpoint {value!r} is not tcp://HOST:PORT")
+        parse_address(address)
+    return value
+
+
 def _name(value: str) -> str:
     if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}", value):
         raise ConfigError(
@@ -187,6 +197,7 @@ Size = Annotated[
 ]
 Seconds = Annotated[float, Field(ge=0.05, le=3600, allow_inf_nan=False)]
 Address = Annotated[str, AfterValidator(_address)]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Name = Annotated[str, AfterValidator(_name)]
 Peers = Annotated[
     dict[str, str], BeforeValidator(_peers), _schema(type="object", additionalProperties={"type": "string"})
@@ -197,6 +208,11 @@ Quotas = Annotated[
     _schema(type="object", additionalProperties={"type": "string", "pattern": "^[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?$"}),
 ]
 Ports = Annotated[tuple[int, int], BeforeValidator(_ports), _schema(type="string", pattern="^[0-9]+-[0-9]+$")]
+TlsPeers = Annotated[
+    tuple[str, ...],
+    BeforeValidator(parse_tls_peers),
+    _schema(anyOf=[{"type": "array", "items": {"type": "string"}}, {"type": "string"}]),
+]
 Device = Annotated[
     str, AfterValidator(_device), _schema(type="string", pattern="^(cpu|cuda:[0-9]{1,2}(, *cuda:[0-9]{1,2})*)$")
 ]
@@ -366,6 +382,47 @@ class DaemonConfig(BaseModel):
     ] = OVERTAKES
     reuse: Annotated[Choice, Field(description="off: nothing is matched or kept, the baseline of comparisons")] = "on"
     ucx_ports: Annotated[Ports, Field(description="of NIXL's data plane"), Flag("FIRST-LAST")] = (21000, 21063)
+    tls_cert: Annotated[
+        str,
+        Field(
+            description="this daemon's certificate, or its chain, in PEM: with --tls-key and --tls-ca all of --listen "
+            "is mutual TLS; the files may be replaced while it runs"
+        ),
+        Flag("FILE", default="none"),
+    ] = ""
+    tls_key: Annotated[str, Field(description="the certificate's key, in PEM"), Flag("FILE", default="none")] = ""
+    tls_ca: Annotated[
+        str,
+        Field(description="the authorities whose certificates are believed, in PEM"),
+        Flag("FILE", default="none"),
+    ] = ""
+    tls_peers: Annotated[
+        TlsPeers,
+        Field(
+            description="an alternative name (DNS, URI, address) of certificates that may open a session here, or are "
+            "dialled from here; may be repeated"
+        ),
+        Flag("NAME", repeated="--tls-peer"),
+    ] = ()
+    events: Annotated[
+        Endpoint,
+        Field(description="publish what the decode side holds there, over ZeroMQ, as vLLM does"),
+        Flag("tcp://HOST:PORT", default="none"),
+    ] = ""
+    events_replay: Annotated[
+        Endpoint,
+        Field(description="where subscribers ask for batches that they missed"),
+        Flag("tcp://HOST:PORT", default="none"),
+    ] = ""
+    events_topic: Annotated[str, Field(max_length=128, description="of the events"), Flag("TOPIC", default="empty")] = (
+        ""
+    )
+    events_buffer: Annotated[int, Field(ge=1, le=1 << 20, description="batches of events kept for replay")] = 10_000
+    otel: Annotated[
+        str,
+        Field(description="the OTLP/HTTP collector that traces go to"),
+        Flag("URL", default="$OTEL_EXPORTER_OTLP_ENDPOINT, or none"),
+    ] = ""
     insecure: Annotated[bool, Field(description="allow an address that is not loopback without TLS")] = False
     reflection: Annotated[bool, Field(description="serve gRPC reflection")] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="of the log on stderr")] = (
@@ -385,11 +442,26 @@ class DaemonConfig(BaseModel):
     def _together(self) -> DaemonConfig:
         """What no setting says alone."""
         host, _ = parse_address(self.listen)
-        if not is_loopback(host) and not self.insecure:
+        if not is_loopback(host) and not self.insecure and not self.tls_cert:
             raise ConfigError(
-                f"--listen is {self.listen}: sessions are not encrypted; "
-                "an address that is not loopback needs --insecure"
+                f"--listen is {self.listen}: without --tls-cert, --tls-key and --tls-ca sessions are not encrypted, "
+                "and an address that is not loopback needs --insecure"
             )
+        dialled = [(f"--peer {name}", parse_address(address)[0]) for name, address in self.peers.items()]
+        if self.peer_service:
+            dialled.append(("--peer-service", parse_address(self.peer_service)[0]))
+        files = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key, "--tls-ca": self.tls_ca}
+        check_tls(files, self.tls_peers, serves_peers="prefill" in self.roles, dialled=dialled)
+        if self.events and "decode" not in self.roles:
+            raise ConfigError(f"--events is {self.events}, but --role is prefill: only the decode side publishes")
+        if self.events_replay and not self.events:
+            raise ConfigError(f"--events-replay is {self.events_replay}, but --events is not given: there are none")
+        for flag, endpoint in (("--events", self.events), ("--events-replay", self.events_replay)):
+            if endpoint and not is_loopback(parse_address(endpoint.removeprefix("tcp://"))[0]) and not self.insecure:
+                raise ConfigError(
+                    f"{flag} is {endpoint}: events are not encrypted, and have the tokens of prompts; "
+                    "an address that is not loopback needs --insecure"
+                )
         if self.peer_service and "decode" not in self.roles:
             raise ConfigError(f"--peer-service is {self.peer_service}, but --role is prefill: only decode daemons dial")
         if self.devices and self.ranks != len(self.devices):

@@ -79,6 +79,8 @@ def shown(name: str, value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, float):
         return f"{value:g}"
+    if name == "tls_peers" and isinstance(value, tuple):
+        return ",".join(map(str, value))
     if isinstance(value, tuple):
         return "-".join(map(str, value))
     if isinstance(value, Mapping):

@@ -200,6 +200,34 @@ class DecodeCore:
             self._readable(lease, own, now)
         self._pump(now)
 
+    def page_tokens(self, worker: int, name: Name, first_token: int, tokens: Sequence[int], now: float) -> None:
+        """Of the prompt's full pages that were not announced when the request became ready."""
+        lease = self._lease_of(worker, name)
+        if lease.state is LeaseState.FAILED:
+            return  # it crossed Failed on the way
+        full = len(lease.digests) // DIGEST_BYTES
+        error = self._wrong_page_tokens(lease, first_token, len(tokens), full)
+        if error is None and (lease.local or not lease.decoding):
+            error = precondition(f"page_tokens of name {name}: not ready, or its prompt is the worker's to compute")
+        if error is not None:
+            self._fail(lease, error)
+        else:
+            assert self.store.events is not None
+            self.store.events.announce(lease.digests, first_token // self.store.page_size, tokens)
+        self._pump(now)
+
+    def _wrong_page_tokens(self, lease: Lease, first: int, tokens: int, full: int) -> RequestError | None:
+        """Of the first `full` pages."""
+        if self.store.events is None or not lease.keep:
+            return precondition(f"page_tokens of name {lease.name}: Ready did not ask for them")
+        end = full * self.store.page_size
+        if first % self.store.page_size or first > end or tokens != end - first:
+            return invalid(
+                f"page_tokens has {tokens} tokens from first_token {first} on; they must begin at a multiple of "
+                f"{self.store.page_size} and end at {end}"
+            )
+        return None
+
     def grow(self, worker: int, name: Name, tokens: int, now: float) -> None:
         lease = self._lease_of(worker, name)
         if lease.state in (LeaseState.FAILED, LeaseState.RETRACTING):
@@ -217,7 +245,16 @@ class DecodeCore:
             self._supply.growing.append(Growth(lease, tokens, now + self.limits.growth_seconds))
         self._pump(now)
 
-    def finish(self, worker: int, name: Name, tokens: int, digests: bytes, now: float, continues: bool = False) -> None:
+    def finish(
+        self,
+        worker: int,
+        name: Name,
+        tokens: int,
+        digests: bytes,
+        now: float,
+        continues: bool = False,
+        page_tokens: wire.PageTokens | None = None,
+    ) -> None:
         """`continues`: it was retracted and will come back (a Retract may also have crossed its last Finish)."""
         lease = self._lease_of(worker, name)
         if lease.state is LeaseState.FAILED:
@@ -233,6 +270,10 @@ class DecodeCore:
             self._fail(lease, invalid(f"tokens is {tokens}; it must be {lease.tokens} to {last}"))
         elif len(digests) != want:
             self._fail(lease, invalid(f"digests has {len(digests)} bytes; {tokens} tokens need {want}"))
+        elif page_tokens is not None and (
+            error := self._wrong_page_tokens(lease, page_tokens.first_token, len(page_tokens.tokens), full)
+        ):
+            self._fail(lease, error)
         else:
             if lease.state is LeaseState.RETRACTING and continues:
                 self._remember_retracted(lease)
@@ -241,6 +282,9 @@ class DecodeCore:
             if lease.keep:
                 self._keep(lease, lease.tokens // page_size, PROMPT, lease.digests)
                 self._keep(lease, full, OUTPUT, lease.digests + digests)
+                if page_tokens is not None and self.store.events is not None:
+                    first = page_tokens.first_token // page_size
+                    self.store.events.announce(lease.digests + digests, first, page_tokens.tokens)
             lease.acknowledge = True
             self._end(lease)
         self._pump(now)
@@ -553,6 +597,8 @@ class DecodeCore:
             delta_bytes=lease.delta_pages * self.limits.page_bytes,
             elapsed_us=int(elapsed * 1e6),
         )
+        if self.store.events is not None and lease.keep:
+            ready.page_tokens_from = self.store.events.wanted_from(lease.digests) * self.store.page_size
         self._tell(lease.worker, wire.WorkerEvent(ready=ready))
         self._asks.complete_empty(lease)
         if not lease.local:

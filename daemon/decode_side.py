@@ -7,20 +7,25 @@ from collections.abc import Callable, Sequence
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.counters import Latencies
 from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
+from kvferry.daemon.dialing import Dial, dial_plainly
 from kvferry.daemon.effects import Effect, SendDone, StartTransfer, StopTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.limits import Name, check_priority, check_prompt
+from kvferry.daemon.limits import Name, check_priority, check_prompt, name_of
 from kvferry.daemon.peer_link import FoundPeerLink, PeerLink
 from kvferry.daemon.side import Side, Worker
-from kvferry.daemon.store import Store
+from kvferry.daemon.store import Started, Store
 from kvferry.proto import worker_pb2 as wire
+from kvferry.radix.tree import RESTORE
 
 
 class DecodeSide(Side[DecodeCore]):
     role = "decode"
 
-    def __init__(self, config: DaemonConfig, incarnation: bytes, now: Callable[[], float]) -> None:
+    def __init__(
+        self, config: DaemonConfig, incarnation: bytes, now: Callable[[], float], dial: Dial = dial_plainly
+    ) -> None:
         super().__init__(config, incarnation, now)
+        self.dial = dial
         self.links = {name: PeerLink(name, address, self) for name, address in config.peers.items()}
 
     # -- peers that are found while it runs (discovery.Peers) ----------------------------------------------------
@@ -71,7 +76,7 @@ class DecodeSide(Side[DecodeCore]):
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
         core, now, number = self.ready_core, self.now(), worker.number
-        if kind not in ("admit", "progress", "grow", "finish", "abort"):
+        if kind not in ("admit", "progress", "page_tokens", "grow", "finish", "abort"):
             raise precondition(f"a decode worker does not send {kind}")
         name = self.name_of(worker, getattr(message, kind).name)
         if name is None:
@@ -81,11 +86,15 @@ class DecodeSide(Side[DecodeCore]):
                 self._admit(worker, name, message.admit, now)
             elif kind == "progress":
                 core.filled(number, name, message.progress.tokens, now)
+            elif kind == "page_tokens":
+                told = message.page_tokens
+                core.page_tokens(number, name, told.first_token, told.tokens, now)
             elif kind == "grow":
                 core.grow(number, name, message.grow.tokens, now)
             elif kind == "finish":
                 finish = message.finish
-                core.finish(number, name, finish.tokens, finish.digests, now, finish.continues)
+                tokens = finish.page_tokens if finish.HasField("page_tokens") else None
+                core.finish(number, name, finish.tokens, finish.digests, now, finish.continues, tokens)
             else:
                 core.abort(number, name, now)
         except RequestError as error:
@@ -111,8 +120,12 @@ class DecodeSide(Side[DecodeCore]):
                 raise unavailable(f"prefill is {request.prefill[:128]!r}; found at {where} by now are: {known}")
             raise precondition(f"prefill is {request.prefill[:128]!r}; the configured peers are: {known}")
         deadline = self.deadline_of(request.deadline_ms)
+        if self.traces is not None:
+            self.traces.opened(worker.number, name, request.traceparent, request.tokens)
         self.ready_core.admit(worker.number, worker.namespace_id, name, request, deadline, now)
         self.ready_core.latencies.add_stage("match", self.now() - now)
+        if self.traces is not None:
+            self.traces.looked_up(worker.number, name, now)
 
     # -- effects -------------------------------------------------------------------------------------------------
 
@@ -123,12 +136,23 @@ class DecodeSide(Side[DecodeCore]):
             if link is None:  # it was forgotten since the request was admitted
                 self.on_link_down(effect.prefill, unavailable(f"prefill daemon {effect.prefill!r} is gone"))
             else:
+                if self.traces is not None:
+                    ask, name = effect.ask, name_of(effect.ask.name)
+                    ask.traceparent = self.traces.asked(ask.transfer, name, ask.pages)
                 link.start_transfer(effect)
         elif isinstance(effect, StopTransfer):
             if link is None or link.stop_transfer(effect.transfer, effect.reason):
                 self.on_drained(effect.transfer)
         elif link is not None:
             link.send_done(effect.name)
+
+    def on_copy_starts(self, started: Started) -> None:
+        if self.traces is None or started.copy.kind != RESTORE:
+            return
+        page = started.copy.device[0]
+        lease = next((lease for lease in self.ready_core.leases.values() if page in lease.pages), None)
+        if lease is not None:
+            self.traces.restore_begins(started.number, lease.worker, lease.name, len(started.copy.device))
 
     def effect_failed(self, effect: Effect, message: str) -> None:
         assert isinstance(effect, StartTransfer | StopTransfer | SendDone)
@@ -147,20 +171,28 @@ class DecodeSide(Side[DecodeCore]):
         self.flush()
 
     def on_complete(self, transfer: int) -> None:
+        self._transfer_over(transfer)
         self.ready_core.transfer_completed(transfer, self.now())
         self.flush()
 
     def on_drained(self, transfer: int) -> None:
+        self._transfer_over(transfer)
         self.ready_core.transfer_drained(transfer, self.now())
         self.flush()
 
     def on_broken(self, transfer: int, message: str) -> None:
+        self._transfer_over(transfer, message)
         self.ready_core.transfer_broken(transfer, self.now())
         self.flush()
 
     def on_ask_failed(self, transfer: int, error: RequestError) -> None:
+        self._transfer_over(transfer, error.message)
         self.ready_core.transfer_failed(transfer, error, self.now())
         self.flush()
+
+    def _transfer_over(self, transfer: int, error: str = "") -> None:
+        if self.traces is not None:
+            self.traces.transfer_ended(transfer, error)
 
     def on_aux(self, prefill: str, name: Name, blob: bytes) -> None:
         self.ready_core.aux(prefill, name, blob, self.now())

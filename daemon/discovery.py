@@ -16,8 +16,8 @@ from typing import Protocol
 import grpc
 
 from kvferry.daemon.config import parse_address
+from kvferry.daemon.dialing import Dial, dial_plainly
 from kvferry.daemon.errors import RequestError, unavailable
-from kvferry.daemon.handshake import CHANNEL_OPTIONS
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.proto.cache_pb2_grpc import CacheStub
@@ -67,12 +67,13 @@ class Discovery:
         *,
         resolve: Resolve | None = None,
         ask_name: AskName | None = None,
+        dial: Dial = dial_plainly,
     ) -> None:
         self._service = service
         self._peers = peers
         self._watch = watch
         self._resolve = resolve or resolve_addresses
-        self._ask_name = ask_name or prefill_name
+        self._ask_name = ask_name or (lambda address: prefill_name(address, service, dial))
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of the links found here, by name
         self._missed: dict[str, int] = {}  # rounds without its address
         self._said = ""
@@ -151,9 +152,9 @@ async def resolve_addresses(service: str) -> list[str]:
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
 
 
-async def prefill_name(address: str) -> str:
-    """The name of the prefill daemon there; empty where none answers."""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+async def prefill_name(address: str, service: str, dial: Dial) -> str:
+    """The name of the prefill daemon there; empty where none answers, or over TLS not in the service's name."""
+    async with dial(address, service) as channel:
         try:
             stats: cache.StatsReply = await CacheStub(channel).Stats(cache.StatsRequest(), timeout=ASK_SECONDS)
         except grpc.aio.AioRpcError as error:

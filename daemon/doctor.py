@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -20,11 +21,13 @@ from pathlib import Path
 
 import grpc
 
+from kvferry.channels import ChannelError, ClientTls, open_channel
 from kvferry.daemon.config import DaemonConfig, is_loopback, parse_address
 from kvferry.daemon.config_sources import shown
 from kvferry.daemon.doctor_gpu import Driver, DriverError
 from kvferry.daemon.handshake import PROTOCOL, PROTOCOL_MIN
 from kvferry.daemon.stats_main import fetch, size
+from kvferry.daemon.tls import TlsError, files_of, read_identity, utc
 from kvferry.proto import common_pb2 as common
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 
@@ -33,6 +36,7 @@ COURIER_SECONDS = 20.0
 PROBE_SLOT_BYTES = 64 << 10
 CONNECT_SECONDS = 3.0
 GBIT = 1000
+SOON_DAYS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +230,31 @@ def _devices(driver: Driver) -> Iterator[Finding]:
         yield Finding(OK, "GPU peer access", f"between all {count}")
 
 
+def certificate(config: DaemonConfig) -> Iterator[Finding]:
+    """Whether the files of TLS fit together, and until when."""
+    if (files := files_of(config)) is None:
+        if not is_loopback(parse_address(config.listen)[0]):
+            remedy = "--tls-cert, --tls-key, --tls-ca and --tls-peer; and a network policy, for NIXL stays as it is"
+            yield Finding(NOTE, "TLS", f"off, and --listen is {config.listen}: sessions are not encrypted", remedy)
+        return
+    now = time.time()
+    try:
+        identity = read_identity(files, now)
+    except TlsError as error:
+        yield Finding(BAD, "TLS", str(error), "issue it again: three files in PEM, the key without a passphrase")
+        return
+    days = (identity.expires - now) / 86400
+    text = f"{', '.join(identity.names) or 'no alternative names'}; until {utc(identity.expires)}, {days:.0f} days"
+    if days < SOON_DAYS:
+        yield Finding(NOTE, "TLS", text, f"renew {files.cert} in place; the daemon need not be restarted")
+    elif not identity.names:
+        yield Finding(BAD, "TLS", text, "peers know a certificate by its subjectAltName: DNS, URI or IP")
+    elif os.stat(files.key).st_mode & 0o007:
+        yield Finding(BAD, "TLS", f"{files.key} may be read by every user", f"chmod o-rwx {files.key}")
+    else:
+        yield Finding(OK, "TLS", text)
+
+
 def peers(config: DaemonConfig) -> Iterator[Finding]:
     """Whether each prefill daemon is reached, and speaks the protocol that a session needs."""
     for name, address in config.peers.items():
@@ -241,9 +270,14 @@ def _peer(config: DaemonConfig, what: str, address: str) -> Finding:
         remedy = "is it started, with --listen on an address that this node reaches? firewall, network policy, DNS?"
         return Finding(BAD, what, f"cannot be reached: {error.strerror or error}", remedy)
     try:
-        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        with open_channel(address, _client_tls(config)) as channel:
             stats = fetch(channel)
+    except ChannelError as error:
+        return Finding(BAD, what, str(error), "see TLS above")
     except grpc.RpcError as error:
+        if config.tls_cert:
+            remedy = _tls_remedy(config, host, port)
+            return Finding(BAD, what, f"{error.code().name}: {error.details()}", remedy)
         remedy = "is that port a kvferry daemon's --listen (not its metrics or a worker)?"
         return Finding(BAD, what, f"{error.code().name}: {error.details()}", remedy)
     protocol = stats.build.protocol
@@ -258,6 +292,32 @@ def _peer(config: DaemonConfig, what: str, address: str) -> Finding:
     pages = shown("page_bytes", side.pool.page_bytes)
     text = f"{stats.daemon}, kvferry {stats.build.version}, protocol {protocol}, pages of {pages}"
     return Finding(OK, what, text)
+
+
+def _client_tls(config: DaemonConfig) -> ClientTls | None:
+    return ClientTls(config.tls_ca, config.tls_cert, config.tls_key) if config.tls_cert else None
+
+
+def _tls_remedy(config: DaemonConfig, host: str, port: int) -> str:
+    """What a handshake says that gRPC's own message does not."""
+    try:
+        context = ssl.create_default_context(cafile=config.tls_ca)
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection((host, port), CONNECT_SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secured,
+        ):
+            # In TLS 1.3 a client's certificate is judged after its handshake; gRPC then closes without a word.
+            if not secured.recv(1):
+                return "it does not believe this daemon's certificate: is its authority in --tls-ca there?"
+    except ssl.SSLCertVerificationError as error:
+        return f"its certificate is not believed here: {error.verify_message}"
+    except ssl.SSLError as error:
+        return f"the handshake fails ({error.reason or error}): does it have TLS?"
+    except OSError as error:
+        return f"the handshake breaks off ({error}): does it have TLS?"
+    return "the handshake is fine: is that port a kvferry daemon's --listen?"
 
 
 def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
@@ -281,7 +341,7 @@ def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding(OK, what, "free")
 
 
-CHECKS: tuple[Check, ...] = (memory, limits, daemon_socket, nixl, network, gpus, peers)
+CHECKS: tuple[Check, ...] = (memory, limits, daemon_socket, nixl, network, gpus, certificate, peers)
 
 
 def _meminfo(name: str) -> int:

@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
 from kvferry.daemon.find_daemon import NoDaemon, default_socket
 
 STATUS = health_pb2.HealthCheckResponse.ServingStatus
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="HOST:PORT or unix:PATH (default: $KVFERRY_SOCKET, or the one socket that lies in XDG_RUNTIME_DIR)",
     )
     parser.add_argument("--live", action="store_true", help="any answer will do, also of one that drains")
+    add_tls_arguments(parser)
     parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default: %(default)s")
 
 
@@ -33,10 +35,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         address = args.address or f"unix:{default_socket(None)}"
-    except NoDaemon as error:
+        opened = open_channel(address, tls_of(args))
+    except (NoDaemon, ChannelError) as error:
         print(f"kvferry health: {error}", file=sys.stderr)
         return 2
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with opened as channel:
         try:
             reply = HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=args.timeout)
         except grpc.RpcError as error:

@@ -8,7 +8,7 @@ daemon that has done nothing. Labels that are no fixed words: `peer` (at most ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -48,6 +48,7 @@ def families(reply: cache.StatsReply) -> Iterator[Metric]:
     yield from _latencies(sides)
     yield from _peers(sides)
     yield from _namespaces(sides)
+    yield from _events(sides)
 
 
 Sides = Sequence[tuple[str, cache.SideStats]]
@@ -85,6 +86,10 @@ def _daemon(reply: cache.StatsReply) -> Iterator[Metric]:
     yield _gauge("build_info", "1, with what runs here", ["daemon", "version", "protocol", "nixl", "python"], named)
     yield _gauge("uptime_seconds", "since the daemon's start", [], [([], reply.uptime_seconds)])
     yield _gauge("stalled_parts", "parts of the daemon that do not move: not healthy", [], [([], len(reply.stalled))])
+    tls: Samples = [([], reply.tls.expires)] if reply.HasField("tls") else []
+    yield _gauge("tls_certificate_expiry_timestamp_seconds", "end of the certificate in use, since 1970", [], tls)
+    broken: Samples = [([], float(bool(reply.tls.broken)))] if reply.HasField("tls") else []
+    yield _gauge("tls_files_rejected", "1: new files do not fit, the old certificate stays in use", [], broken)
     lag = "how late a timer of the event loop was, 20 times a second"
     yield _histogram("event_loop_lag_seconds", lag, [], [([], reply.loop_lag)])
     rpcs = [([rpc.method, rpc.code], rpc.seconds) for rpc in reply.rpcs]
@@ -243,6 +248,23 @@ def _namespaces(sides: Sides) -> Iterator[Metric]:
     yield _counter("namespace_hit_tokens", "of them, those found, in either tier", labels, hits)
     evicted = [([name, namespace], float(stats.evicted)) for name, namespace, stats in all_]
     yield _counter("namespace_evicted_pages", "device pages evicted, by namespace", labels, evicted)
+
+
+def _events(sides: Sides) -> Iterator[Metric]:
+    """Only the decode side publishes; zeros where it does not."""
+    decode = [(name, side.events) for name, side in sides if name == "decode"]
+    blocks: list[tuple[Labels, float]] = []
+    dropped: list[tuple[Labels, float]] = []
+    for name, events in decode:
+        told = {(b.event, b.medium): b.count for b in events.blocks}
+        blocks += [([name, *key], told.get(key, 0)) for key in product(("stored", "removed"), ("GPU", "CPU"))]
+        dropped.append(([name, "queue"], events.queue_dropped))
+        dropped.append(([name, "subscriber"], events.subscriber_dropped))
+    help_ = "pages that KV events told of, by event and medium"
+    yield _counter("kv_event_blocks", help_, ["role", "event", "medium"], blocks)
+    yield _counter("kv_event_batches", "batches of KV events", ["role"], [([n], float(e.batches)) for n, e in decode])
+    help_ = "of them, those dropped: for all (queue), or for a subscriber that reads too slowly"
+    yield _counter("kv_event_dropped_batches", help_, ["role", "where"], dropped)
 
 
 def _each(sides: Sides, field: str) -> Samples:

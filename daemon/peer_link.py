@@ -11,7 +11,7 @@ import grpc
 
 from kvferry.daemon.effects import StartTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.handshake import CHANNEL_OPTIONS, HEADER_ROOM, check_hello, courier_config, hello_of, ranks_of
+from kvferry.daemon.handshake import HEADER_ROOM, check_hello, courier_config, hello_of, ranks_of
 from kvferry.daemon.limits import Name
 from kvferry.daemon.receiving import ReceivingSession
 from kvferry.daemon.session import SessionBroken, SessionTimes
@@ -28,10 +28,13 @@ log = logging.getLogger(__name__)
 
 BACKOFF_SECONDS = (0.1, 5.0)
 HELLO_SECONDS = 5.0
+REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED)
 
 
 class PeerLink:
     """State "connecting", "up" or "down"; while down, each new ask starts a try at once."""
+
+    expected = ""  # HOST:PORT whose name a certificate must have, where it is not the address's own
 
     def __init__(self, name: str, address: str, side: DecodeSide) -> None:
         self.name = name
@@ -107,16 +110,19 @@ class PeerLink:
                 continue
 
     def _refusal(self, failed: grpc.aio.AioRpcError) -> RequestError:
-        if failed.code() is grpc.StatusCode.FAILED_PRECONDITION:
-            return precondition(str(failed.details()))
+        if failed.code() in REFUSED:
+            return self._refused(str(failed.details()))
         return unavailable(
             f"prefill daemon {self.name!r} at {self.address} cannot be reached: "
             f"{failed.code().name}: {failed.details()}"
         )
 
+    def _refused(self, details: str) -> RequestError:
+        return precondition(f"prefill daemon {self.name!r} at {self.address} refuses the session: {details}")
+
     async def _connect_and_serve(self) -> None:
         side = self._side
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+        async with side.dial(self.address, self.expected) as channel:
             call = PeerStub(channel).Session(wait_for_ready=False)
             epoch = side.epoch
             await asyncio.wait_for(call.write(peer.PeerMessage(hello=hello_of(side))), HELLO_SECONDS)
@@ -127,8 +133,8 @@ class PeerLink:
                 # The stream has ended: its status says why.
                 code = await asyncio.wait_for(call.code(), HELLO_SECONDS)
                 details = await asyncio.wait_for(call.details(), HELLO_SECONDS)
-                if code is grpc.StatusCode.FAILED_PRECONDITION:
-                    raise precondition(details)
+                if code in REFUSED:
+                    raise self._refused(details)
                 raise SessionBroken(f"no hello came: {code.name}: {details}")
             hello = answer.hello
             check_hello(side, hello, self.address)
@@ -150,6 +156,7 @@ class PeerLink:
                 events=self,
                 counters=side.ready_core.transfer_counters,
                 latencies=side.ready_core.latencies,
+                traces=side.traces,
             )
             self.session = session
             self._asked.clear()
@@ -195,7 +202,13 @@ class PeerLink:
 
 
 class FoundPeerLink(PeerLink):
-    """To a daemon that was found: known by its own name, and another one may come to its address."""
+    """To a daemon that was found: known by its own name, and another one may come to its address. A certificate names
+    the service, not the address that DNS has for it.
+    """
+
+    def __init__(self, name: str, address: str, side: DecodeSide) -> None:
+        super().__init__(name, address, side)
+        self.expected = side.config.peer_service
 
     def check_name(self, name: str) -> None:
         if name != self.name:

@@ -83,7 +83,11 @@ class PrefillSide(Side[PrefillCore]):
             max_tokens=self.config.max_tokens,
         )
         deadline = self.deadline_of(request.deadline_ms)
+        if self.traces is not None:
+            self.traces.opened(worker.number, name, request.traceparent, request.tokens)
         self.ready_core.begin(worker.number, worker.namespace_id, name, request, deadline, now)
+        if self.traces is not None:
+            self.traces.looked_up(worker.number, name, now)
 
     # -- effects -------------------------------------------------------------------------------------------------
 
@@ -106,6 +110,7 @@ class PrefillSide(Side[PrefillCore]):
         elif isinstance(effect, EndSend):
             session.end(effect.transfer)
         elif isinstance(effect, FailAsk):
+            self._send_over(session, effect.transfer, effect.error.message)
             session.fail(effect.transfer, effect.error)
         else:
             session.aux(effect.name, effect.blob)
@@ -134,12 +139,15 @@ class PrefillSide(Side[PrefillCore]):
             events=self,
             counters=self.ready_core.transfer_counters,
             latencies=self._latencies,
+            traces=self.traces,
         )
         self.sessions[session.number] = session
         return session
 
     def session_over(self, session: SendingSession) -> None:
         """After its `run`: no copy of it runs and its courier is reaped."""
+        if self.traces is not None:
+            self.traces.session_ended(session.number)
         self.ready_core.session_down(session.number, self.now())
         self.flush()
         del self.sessions[session.number]
@@ -154,6 +162,8 @@ class PrefillSide(Side[PrefillCore]):
         if self.draining and name not in self.ready_core.entries:
             session.fail(ask.transfer, unavailable("the prefill daemon is shutting down"))
             return
+        if self.traces is not None:
+            self.traces.asked_for(session.number, ask.transfer, ask.traceparent, ask.pages)
         self.ready_core.ask(session.number, name, ask, self.deadline_of(ask.remaining_ms), self.now())
         self.flush()
 
@@ -170,15 +180,22 @@ class PrefillSide(Side[PrefillCore]):
         self.ready_core.done(session.number, name, self.now())
         self.flush()
 
+    def _send_over(self, session: SendingSession, transfer: int, error: str = "") -> None:
+        if self.traces is not None:
+            self.traces.transfer_ended((session.number, transfer), error)
+
     def on_send_completed(self, session: SendingSession, transfer: int) -> None:
+        self._send_over(session, transfer)
         self.ready_core.send_completed(session.number, transfer, self.now())
         self.flush()
 
     def on_send_ended(self, session: SendingSession, transfer: int) -> None:
+        self._send_over(session, transfer)
         self.ready_core.send_ended(session.number, transfer, self.now())
         self.flush()
 
     def on_send_failed(self, session: SendingSession, transfer: int, message: str) -> None:
+        self._send_over(session, transfer, message)
         session.fail(transfer, unavailable(f"the pages could not be read: {message}"))
         self.ready_core.send_ended(session.number, transfer, self.now())
         self.flush()

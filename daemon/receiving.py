@@ -14,6 +14,7 @@ from kvferry.daemon.counters import Latencies, TransferCounters
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.pool_memory import PartCopies, PoolMemory
+from kvferry.daemon.request_traces import RequestTraces
 from kvferry.daemon.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier_link import CourierConfig
@@ -55,6 +56,7 @@ class ReceivingSession(Session):
         events: ReceivingEvents,
         counters: TransferCounters,
         latencies: Latencies,
+        traces: RequestTraces | None = None,
     ) -> None:
         super().__init__(
             remote=remote, courier=courier, memory=memory, lanes=lanes, remote_ranks=remote_ranks, times=times
@@ -63,6 +65,7 @@ class ReceivingSession(Session):
         self._events = events
         self._counters = counters
         self._latencies = latencies
+        self._traces = traces
         self._asked: dict[int, float] = {}  # transfers without a part yet
 
     # -- the owner's words ---------------------------------------------------------------------------------------
@@ -140,6 +143,8 @@ class ReceivingSession(Session):
             self._counters.wire_bytes += scatter.nbytes + HEADER_BYTES
             copied = time.monotonic()
             self._latencies.add_stage("scatter", copied - begin)
+            if self._traces is not None:
+                self._traces.part(scatter.transfer, "scatter", begin, copied)
             self._scattered(self.receiver.scattered(slot))
             self._latencies.add_stage("publish", time.monotonic() - copied)
 

@@ -15,6 +15,7 @@ from kvferry.daemon.effects import OpenSend
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.limits import Name
 from kvferry.daemon.pool_memory import PartCopies, PoolMemory
+from kvferry.daemon.request_traces import RequestTraces
 from kvferry.daemon.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier_link import CourierConfig
@@ -56,6 +57,7 @@ class SendingSession(Session):
         events: SendingEvents,
         counters: TransferCounters,
         latencies: Latencies,
+        traces: RequestTraces | None = None,
     ) -> None:
         """send_slots: of each rank."""
         super().__init__(
@@ -67,8 +69,9 @@ class SendingSession(Session):
         self._events = events
         self._counters = counters
         self._latencies = latencies
+        self._traces = traces
         self._asked: dict[int, float] = {}  # transfers of which nothing was gathered yet
-        self._posted: dict[int, float] = {}  # posts in flight
+        self._posted: dict[int, tuple[float, int]] = {}  # posts in flight: since when, and their transfers
         self._gathering = 0  # gathers that run
         self.sender: Sender | None = None
 
@@ -131,8 +134,11 @@ class SendingSession(Session):
 
     def on_courier(self, event: PostDone | Notification) -> None:
         if isinstance(event, PostDone):
+            (posted, transfer), done = self._posted.pop(event.post_id), time.monotonic()
+            self._latencies.add_stage("write", done - posted)
+            if self._traces is not None:
+                self._traces.part((self.number, transfer), "write", posted, done)
             self._sender().posted_done(event.post_id)
-            self._latencies.add_stage("write", time.monotonic() - self._posted.pop(event.post_id))
             self._pump()
         else:
             raise SessionBroken("the receiving courier sent a notification")
@@ -174,6 +180,8 @@ class SendingSession(Session):
             self._gathering -= 1
             gathered = time.monotonic()
             self._latencies.add_stage("gather", gathered - begin)
+            if self._traces is not None:
+                self._traces.part((self.number, gather.transfer), "gather", begin, gathered)
             sender = self._sender()
             if problem:
                 sender.gather_failed(slot, problem)
@@ -184,7 +192,7 @@ class SendingSession(Session):
                     self._counters.parts += 1
                     self._counters.payload_bytes += post.nbytes - HEADER_BYTES
                     self._counters.wire_bytes += post.nbytes
-                    self._posted[post.post_id] = gathered
+                    self._posted[post.post_id] = (gathered, gather.transfer)
                     self.link.post(post.post_id, slot, post.remote_slot, post.nbytes, post.notification)
             self._pump()
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import sys
 
+from kvferry import tracing
 from kvferry.daemon import config_sources
 from kvferry.daemon.config import ConfigError, DaemonConfig
 
@@ -22,10 +23,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = config_of(args)
         logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        tracing.configure("kvferry-daemon", config.otel, **{"service.instance.id": config.name})
         asyncio.run(_serve(config))
-    except (ConfigError, OSError) as error:
+    except (ConfigError, tracing.TracingError, OSError) as error:
         print(f"kvferry serve: {error}", file=sys.stderr)
         return 2
+    finally:
+        tracing.shutdown()
     return 0
 
 

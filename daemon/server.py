@@ -12,6 +12,7 @@ import signal
 import socket
 import stat
 import time
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,14 +22,17 @@ from kvferry.daemon.admin_service import AdminService
 from kvferry.daemon.cache_service import CacheService
 from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, parse_address
 from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.dialing import dialling
 from kvferry.daemon.discovery import Discovery
 from kvferry.daemon.handshake import SERVER_OPTIONS
 from kvferry.daemon.health import HealthWatch
 from kvferry.daemon.metrics_server import MetricsServer
+from kvferry.daemon.peer_gate import PeerGate
 from kvferry.daemon.peer_service import PeerService
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.stats import Snapshots
+from kvferry.daemon.tls import TlsWatch, files_of
 from kvferry.daemon.worker_service import WorkerService
 from kvferry.proto import (
     admin_pb2,
@@ -42,6 +46,9 @@ from kvferry.proto import (
 )
 from kvferry.transfer.courier_link import CourierError
 from kvferry.transfer.segment import FileLock, reclaim_stale
+
+if TYPE_CHECKING:
+    from kvferry.daemon.event_publisher import EventPublisher
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +68,17 @@ class Daemon:
         self._lock: FileLock | None = None
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
+        files = files_of(config)
+        self._tls = TlsWatch(files) if files is not None else None
+        self._dial = dialling(self._tls)
         self.sides: dict[str, AnySide] = {}
         if "decode" in config.roles:
-            self.sides["decode"] = DecodeSide(config, self.incarnation, time.monotonic)
+            self.sides["decode"] = DecodeSide(config, self.incarnation, time.monotonic, self._dial)
         if "prefill" in config.roles:
             self.sides["prefill"] = PrefillSide(config, self.incarnation, time.monotonic)
-        self._snapshots = Snapshots(config.name, self.sides, time.monotonic)
+        self._snapshots = Snapshots(config.name, self.sides, time.monotonic, self._tls)
         self._metrics: MetricsServer | None = None
+        self._publisher: EventPublisher | None = None
 
     def stop(self) -> None:
         self._stop.set()
@@ -89,11 +100,17 @@ class Daemon:
         self._health = HealthServicer()
         self._watch = self._snapshots.watch = HealthWatch(self.sides, config.stalled_seconds, self._announce)
         timed = [self._snapshots.rpcs]
-        self._tcp, self._unix = (grpc.aio.server(interceptors=timed, options=SERVER_OPTIONS) for _ in range(2))
+        gated = timed if self._tls is None else [*timed, PeerGate(config.name, config.tls_peers)]
+        self._tcp, self._unix = (
+            grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS) for interceptors in (gated, timed)
+        )
         host, port = parse_address(config.listen)
         _check_free(config.listen)
         try:
-            bound = self._tcp.add_insecure_port(config.listen)
+            if self._tls is None:
+                bound = self._tcp.add_insecure_port(config.listen)
+            else:
+                bound = self._tcp.add_secure_port(config.listen, self._tls.server_credentials())
         except RuntimeError as error:
             raise ConfigError(f"--listen {config.listen}: {error}") from error
         if port and bound != port:
@@ -124,6 +141,8 @@ class Daemon:
             self._unix.add_insecure_port(f"unix:{config.socket}")
         finally:
             os.umask(before)
+        if config.events:
+            self._publish_events()
         if config.metrics:
             self._metrics = self._serve_metrics()
             self._snapshots.metrics = self._metrics.address
@@ -132,14 +151,36 @@ class Daemon:
         await self._unix.start()
         os.chmod(config.socket, 0o600)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._watch.run())]
+        if self._tls is not None:
+            self._tasks.append(asyncio.create_task(self._tls.run()))
         decode = self.sides.get("decode")
         if isinstance(decode, DecodeSide):
             self._tasks += [asyncio.create_task(link.run()) for link in decode.links.values()]
             if config.peer_service:
-                discovery = Discovery(config.peer_service, decode, self._watch_task)
+                discovery = Discovery(config.peer_service, decode, self._watch_task, dial=self._dial)
                 self._tasks.append(asyncio.create_task(discovery.run()))
         for task in self._tasks:
             self._watch_task(task)
+
+    def _publish_events(self) -> None:
+        """ConfigError where the endpoint cannot be had, or what it needs is not installed."""
+        config = self.config
+        try:
+            from kvferry.daemon.event_publisher import EventPublisher, PublisherSettings
+        except ImportError as error:
+            raise ConfigError(f"--events needs pip install 'kvferry[events]': {error}") from error
+        settings = PublisherSettings(
+            endpoint=config.events,
+            replay=config.events_replay,
+            topic=config.events_topic,
+            buffer=config.events_buffer,
+            page_size=config.page_size,
+        )
+        try:
+            self._publisher = self.sides["decode"].event_sink = EventPublisher(settings)
+        except OSError as error:
+            raise ConfigError(f"--events {config.events}, --events-replay {config.events_replay}: {error}") from error
+        log.info("KV events: %s, replay: %s", self._publisher.endpoint, self._publisher.replay or "none")
 
     def _serve_metrics(self) -> MetricsServer:
         """ConfigError where the address was asked for and cannot be had. The default one may be another daemon's."""
@@ -156,6 +197,8 @@ class Daemon:
         """Leaves no file and no thread behind where `start` failed."""
         if self._metrics is not None:
             self._metrics.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._lock is not None:
             self._lock.unlink()
             self._lock.close()

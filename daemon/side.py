@@ -10,24 +10,27 @@ import errno
 import logging
 import os
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from kvferry import tracing
 from kvferry.daemon.config import STORAGES, DaemonConfig
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.effects import Effect, ForgetRows, StartCopy, ToWorker, tier_effects
 from kvferry.daemon.engine_pool import EnginePool
 from kvferry.daemon.errors import RequestError, exhausted, invalid, precondition
 from kvferry.daemon.host_tier import HostTier, open_tier, store_limits
+from kvferry.daemon.kv_events import KvEvent, Medium
 from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.pins import Pins
 from kvferry.daemon.pool_making import make_pool, map_pool, registration_of
 from kvferry.daemon.pool_memory import PoolMemory
+from kvferry.daemon.request_traces import RequestTraces
 from kvferry.daemon.session import SessionBroken, report_invariant
-from kvferry.daemon.store import Store
+from kvferry.daemon.store import Started, Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
@@ -98,6 +101,19 @@ class Core(Protocol):
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None: ...
 
 
+class EventSink(Protocol):
+    """Who is told what enters and leaves the tiers."""
+
+    endpoint: str
+    replay: str
+    blocks: Counter[tuple[str, Medium]]  # by event and medium
+    batches: int
+    queue_dropped: int
+    subscriber_dropped: int
+
+    def publish(self, events: Sequence[KvEvent]) -> None: ...
+
+
 CoreT = TypeVar("CoreT", bound=Core)
 
 
@@ -115,6 +131,8 @@ class Side(Generic[CoreT]):
         self.workers: dict[int, Worker] = {}
         self.draining = False
         self.has_pool = asyncio.Event()
+        self.event_sink: EventSink | None = None  # set before the first worker comes
+        self.traces = RequestTraces(self.role) if tracing.on() else None
         self._memory: PoolMemory | None = None
         self._shape: PoolShape | None = None  # of the memory that is, or was last
         self._engine = EnginePool(self.role, self, self._forget_pool) if config.pool == "engine" else None
@@ -246,6 +264,7 @@ class Side(Generic[CoreT]):
             max_tokens=self.config.max_tokens,
             rank_pools=pools,
             storage=common.Storage.Name(int(storage)),
+            page_tokens=self.event_sink is not None,
         )
         return worker, welcome
 
@@ -317,6 +336,8 @@ class Side(Generic[CoreT]):
         try:
             store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
             store.clock.now = self.now()
+            if self.event_sink is not None:
+                store.log_events()
             if host_pages:
                 self._tier = await asyncio.to_thread(
                     open_tier, self.config, self.role, self.incarnation, facts, memory, store
@@ -372,6 +393,8 @@ class Side(Generic[CoreT]):
     def leave(self, worker: Worker) -> None:
         """Its stream has ended."""
         del self.workers[worker.number]
+        if self.traces is not None:
+            self.traces.left(worker.number)
         if self._engine is not None and self._engine.is_owner(worker.number):
             self._engine.owner_leaves()
         if worker.quiesced or not worker.attached:
@@ -427,6 +450,7 @@ class Side(Generic[CoreT]):
         """Nothing uses the memory."""
         memory, self._memory = self.memory, None
         forgotten = self.store.forget_device()
+        self.flush()  # routers hear of it
         if self._tier is not None:
             await asyncio.to_thread(self._tier.detach)
         memory.close()
@@ -450,6 +474,7 @@ class Side(Generic[CoreT]):
                 if isinstance(effect, ToWorker):
                     self.tell(effect.worker, effect.event)
                 elif isinstance(effect, StartCopy):
+                    self.on_copy_starts(effect.started)
                     self.tier.start(effect.started, self._copy_done)
                 elif isinstance(effect, ForgetRows):
                     self.tier.forget(effect.rows)
@@ -459,6 +484,8 @@ class Side(Generic[CoreT]):
                     except (ValueError, SessionBroken) as error:
                         self.effect_failed(effect, str(error))
                 self._take_effects()
+            if self.event_sink is not None and self.core is not None and self.store.events is not None:
+                self.event_sink.publish(self.store.events.take())
         finally:
             self._flushing = False
 
@@ -466,7 +493,12 @@ class Side(Generic[CoreT]):
         if self.core is not None:
             self._effects.extend(self.core.take_effects())
 
+    def on_copy_starts(self, started: Started) -> None:
+        """For traces."""
+
     def _copy_done(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> None:
+        if self.traces is not None:
+            self.traces.restore_ends(number, len(failed))
         self.ready_core.copy_ended(number, failed, mismatched, seconds, self.now())
         self.flush()
 
@@ -495,6 +527,8 @@ class Side(Generic[CoreT]):
         return len(self._lost)
 
     def tell(self, number: int, event: wire.WorkerEvent) -> None:
+        if self.traces is not None:
+            self.traces.hear(number, event)
         worker = self.workers.get(number)
         if worker is None:
             return

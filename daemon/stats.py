@@ -18,6 +18,7 @@ from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.rpc_times import RpcTimes
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.store import Store
+from kvferry.daemon.tls import Identity, TlsWatch
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PagePool
@@ -26,7 +27,9 @@ from kvferry.radix.pool import PagePool
 class Snapshots:
     """Of one daemon. `now` is a clock in seconds."""
 
-    def __init__(self, name: str, sides: dict[str, AnySide], now: Callable[[], float]) -> None:
+    def __init__(
+        self, name: str, sides: dict[str, AnySide], now: Callable[[], float], tls: TlsWatch | None = None
+    ) -> None:
         self.rpcs = RpcTimes(now)
         self.loop_lag = Histogram()
         self.watch: HealthWatch | None = None  # once the daemon starts
@@ -34,6 +37,7 @@ class Snapshots:
         self._name = name
         self._sides = sides
         self._now = now
+        self._tls = tls
         self._started = now()
         self._build = cache.BuildInfo(
             version=kvferry.__version__,
@@ -55,8 +59,13 @@ class Snapshots:
                 for (method, code), histogram in sorted(self.rpcs.histograms.items())
             ],
             metrics=self.metrics,
+            tls=_tls(self._tls.current(), self._tls.broken) if self._tls is not None else None,
             stalled=self.watch.stalled if self.watch is not None else (),
         )
+
+
+def _tls(identity: Identity, broken: str) -> cache.TlsStats:
+    return cache.TlsStats(expires=identity.expires, broken=broken)
 
 
 def _nixl_version() -> str:
@@ -91,6 +100,7 @@ def side_stats(side: AnySide) -> cache.SideStats:
     _namespaces(side.store, stats)
     stats.policy = side.store.limits.policy
     _transfers(side, stats.transfers)
+    _events(side, stats.events)
     stats.quarantine.orphaned_pages = side.store.pool.counts().orphaned
     stats.quarantine.orphaned_bound = int(side.config.orphaned_share * side.store.pool.pages)
     stats.quarantine.lost_workers, stats.quarantine.workers_bound = side.lost_workers, side.config.max_workers
@@ -118,6 +128,17 @@ def side_stats(side: AnySide) -> cache.SideStats:
             if session.sender is not None:
                 peer.free_credits = session.sender.free_credits
     return stats
+
+
+def _events(side: AnySide, stats: cache.KvEventStats) -> None:
+    sink = side.event_sink
+    if sink is None:
+        return
+    stats.endpoint, stats.replay = sink.endpoint, sink.replay
+    stats.batches = sink.batches
+    stats.queue_dropped, stats.subscriber_dropped = sink.queue_dropped, sink.subscriber_dropped
+    for (event, medium), count in sorted(sink.blocks.items()):
+        stats.blocks.add(event=event, medium=medium, count=count)
 
 
 def _requests(side: AnySide, stats: cache.RequestStats) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
 from kvferry.daemon.config import ConfigError, parse_address
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", action="store_true", help="again every --interval seconds until interrupted")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
     parser.add_argument("--format", choices=("table", "json"), default="table")
+    add_tls_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,11 +39,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         if not args.address.startswith("unix:"):
             parse_address(args.address)
-    except ConfigError as error:
+        opened = open_channel(args.address, tls_of(args))
+    except (ConfigError, ChannelError) as error:
         print(f"kvferry stats: {error}", file=sys.stderr)
         return 2
     show = _show_json if args.format == "json" else _show_table
-    with grpc.insecure_channel(args.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with opened as channel:
         try:
             if args.watch:
                 _watch(channel, args.interval, args.format)
@@ -94,7 +97,14 @@ def _watch(channel: grpc.Channel, interval: float, form: str) -> None:
 def render(reply: cache.StatsReply) -> Group:
     """A table for each role."""
     metrics = f"metrics: http://{reply.metrics}/metrics" if reply.metrics else "metrics: off"
-    return Group(*(_side_table(reply, side) for side in reply.sides), metrics)
+    return Group(*(_side_table(reply, side) for side in reply.sides), metrics, *_tls_lines(reply))
+
+
+def _tls_lines(reply: cache.StatsReply) -> list[str]:
+    if not reply.HasField("tls"):
+        return ["tls: off"]
+    until = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(reply.tls.expires))
+    return [f"tls: certificate until {until}", *([f"tls: {reply.tls.broken}"] if reply.tls.broken else [])]
 
 
 def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.daemon.errors import exhausted
+from kvferry.daemon.kv_events import KvEventLog
 from kvferry.daemon.namespaces import Namespace, Quota, own_share, slack
 from kvferry.radix.policy import Clock, Policy
 from kvferry.radix.pool import PagePool, PageState
@@ -90,12 +91,17 @@ class Store:
         self.clock = Clock()  # one for all trees, so that their eviction keys compare
         self.namespaces: dict[bytes, Namespace] = {}
         self.tiers = TierCounters()
+        self.events: KvEventLog | None = None
         self.evicted = 0  # device pages
         self._policy = Policy(self.limits.policy, self.limits.evict_output_first)
         self._released: list[int] = []
         self._started: list[Started] = []
         self._copies: dict[int, tuple[Namespace, Copy]] = {}
         self._next_copy = 1
+
+    def log_events(self) -> None:
+        """From the start, before anything is held: `events` says what enters and leaves each tier."""
+        self.events = KvEventLog(self.page_size, self.pool, self.host)
 
     # -- namespaces ----------------------------------------------------------------------------------------------
 
@@ -190,6 +196,11 @@ class Store:
             released, self._released = self._released, []
             self.pool.free_pages(released)
 
+    def name(self, pages: list[int], digests: bytes) -> None:
+        """These device pages are about to be inserted into a tree."""
+        if self.events is not None:
+            self.events.name_device(pages, digests)
+
     def publish(self, namespace: Namespace, inserted: int) -> None:
         """`inserted` of its own pages are the tree's now."""
         namespace.own -= inserted
@@ -255,6 +266,8 @@ class Store:
         """Pages of the host tier's file, found again at the start."""
         assert self.host is not None
         self.host.claim(rows, PageState.LEASED)
+        if self.events is not None:
+            self.events.name_host(rows, digests)
         result = namespace.tree.recover(digests, parents, rows, outputs)
         self.tiers.recovered += result.attached + result.orphans
         over = namespace.tree.host_pages - namespace.quota.host_hard
@@ -315,6 +328,11 @@ class Store:
         number = self._next_copy
         self._next_copy += 1
         self._copies[number] = (namespace, copy)
+        if self.events is not None:
+            if copy.kind == RESTORE:
+                self.events.name_device(copy.device, copy.digests)
+            else:
+                self.events.name_host(copy.host, copy.digests)
         self._started.append(Started(number, namespace.id, copy))
 
     # -- eviction ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
 from kvferry.daemon.config import ConfigError, parse_address
 from kvferry.daemon.find_daemon import NoDaemon, default_socket
 from kvferry.daemon.stats_main import fetch, size
@@ -48,18 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "addresses", nargs="*", metavar="ADDRESS", help="HOST:PORT or unix:PATH (default: the daemon of this machine)"
     )
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default: %(default)s")
+    add_tls_arguments(parser)
     parser.add_argument("--frames", type=int, default=0, metavar="N", help="end after N (default: until interrupted)")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        addresses = _addresses(args)
-    except (ConfigError, NoDaemon) as error:
+        addresses, tls = _addresses(args), tls_of(args)
+        channels = {address: open_channel(address, tls) for address in addresses}
+    except (ConfigError, NoDaemon, ChannelError) as error:
         print(f"kvferry top: {error}", file=sys.stderr)
         return 2
     console = Console()
-    options = [("grpc.enable_http_proxy", 0)]
-    channels = {address: grpc.insecure_channel(address, options) for address in addresses}
     try:
         with ThreadPoolExecutor(len(channels), thread_name_prefix="top") as pool:
             shots = list(pool.map(_shoot, channels.items()))

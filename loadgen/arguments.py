@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from kvferry.channels import add_tls_arguments
 from kvferry.loadgen.chats import Chats, read_chats
 from kvferry.loadgen.conversation_spec import read_spec
 from kvferry.loadgen.distributions import Constant, Distribution, generator, parse
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="a decode daemon whose statistics are read before and after; may be repeated",
     )
+    add_tls_arguments(parser)
     _add_workload(parser.add_argument_group("workload (N: a number, or a distribution such as uniform:10,20)"))
     _add_loop(parser.add_argument_group("loop"))
     reply = parser.add_argument_group("replies")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import grpc
 import grpc.aio
 
+from kvferry.channels import ClientTls, open_aio_channel
 from kvferry.proto import cache_pb2, common_pb2
 
 DEADLINE_S = 5.0
@@ -41,16 +42,16 @@ class DaemonCounts:
         return DaemonCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-async def read_counts(addresses: Sequence[str]) -> DaemonCounts:
-    """Raises StatsError naming the daemon."""
+async def read_counts(addresses: Sequence[str], tls: ClientTls | None = None) -> DaemonCounts:
+    """Raises StatsError naming the daemon, ChannelError naming a file of `tls`."""
     total = DaemonCounts()
-    for counts in await asyncio.gather(*map(_read, addresses)):
+    for counts in await asyncio.gather(*(_read(address, tls) for address in addresses)):
         total = total.plus(counts)
     return total
 
 
-async def _read(address: str) -> DaemonCounts:
-    async with grpc.aio.insecure_channel(address) as channel:
+async def _read(address: str, tls: ClientTls | None) -> DaemonCounts:
+    async with open_aio_channel(address, tls) as channel:
         stats = channel.unary_unary(
             "/kvferry.v1.Cache/Stats",
             request_serializer=cache_pb2.StatsRequest.SerializeToString,

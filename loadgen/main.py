@@ -12,6 +12,7 @@ from itertools import islice
 
 from rich.console import Console
 
+from kvferry.channels import tls_of
 from kvferry.loadgen.arguments import (
     CHAT,
     COMPLETIONS_TOKENS,
@@ -65,7 +66,7 @@ class Measured:
 
 
 async def _run(args: argparse.Namespace) -> Measured:
-    loop = make_loop(args)
+    loop, tls = make_loop(args), tls_of(args)
     in_flight = loop.clients if isinstance(loop, Closed) else loop.in_flight
     headers = dict(args.header)
     async with Client(args.url, connections=in_flight, timeout_s=args.timeout, headers=headers) as client:
@@ -79,11 +80,11 @@ async def _run(args: argparse.Namespace) -> Measured:
                 raise WorkloadError(f"--warm-up is {args.warm_up}; the workload has {workload.conversations}")
             warm_up = await _warm_up(client, list(islice(conversations, args.warm_up)), loop)
             turns -= sum(map(workload.turns, range(args.warm_up)))
-        before = await read_counts(args.stats)
+        before = await read_counts(args.stats, tls)
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         with Live(Console(stderr=True), turns) as live:
             record = await run_conversations(client, conversations, loop, on_turn=live.on_turn, seconds=args.seconds)
-        after = await read_counts(args.stats)
+        after = await read_counts(args.stats, tls)
     setup = Setup(args.url, args.model or model.name, workload.name, loop_name(args, loop), args.seed, began, warm_up)
     counts = after.since(before) if args.stats else None
     return Measured(make_report(record, counts, setup=setup, target=args.goodput), record)

@@ -12,7 +12,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("daemon", "uptime_seconds", "sides", "build", "loop_lag", "rpcs", "metrics", "stalled")
+    __slots__ = ("daemon", "uptime_seconds", "sides", "build", "loop_lag", "rpcs", "metrics", "tls", "stalled")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SIDES_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class StatsReply(_message.Message):
     LOOP_LAG_FIELD_NUMBER: _ClassVar[int]
     RPCS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    TLS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
     daemon: str
     uptime_seconds: float
@@ -28,8 +29,17 @@ class StatsReply(_message.Message):
     loop_lag: Histogram
     rpcs: _containers.RepeatedCompositeFieldContainer[RpcStats]
     metrics: str
+    tls: TlsStats
     stalled: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., loop_lag: _Optional[_Union[Histogram, _Mapping]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., metrics: _Optional[str] = ..., stalled: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., loop_lag: _Optional[_Union[Histogram, _Mapping]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., metrics: _Optional[str] = ..., tls: _Optional[_Union[TlsStats, _Mapping]] = ..., stalled: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TlsStats(_message.Message):
+    __slots__ = ("expires", "broken")
+    EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    expires: float
+    broken: str
+    def __init__(self, expires: _Optional[float] = ..., broken: _Optional[str] = ...) -> None: ...
 
 class BuildInfo(_message.Message):
     __slots__ = ("version", "protocol", "nixl", "python")
@@ -72,7 +82,7 @@ class ReasonCount(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SideStats(_message.Message):
-    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers", "quarantine")
+    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers", "quarantine", "events")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +95,7 @@ class SideStats(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     role: _common_pb2.Role
     requests: RequestStats
     pool: PoolStats
@@ -97,7 +108,34 @@ class SideStats(_message.Message):
     policy: str
     workers: int
     quarantine: QuarantineStats
-    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ...) -> None: ...
+    events: KvEventStats
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ..., events: _Optional[_Union[KvEventStats, _Mapping]] = ...) -> None: ...
+
+class KvEventStats(_message.Message):
+    __slots__ = ("endpoint", "replay", "blocks", "batches", "queue_dropped", "subscriber_dropped")
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIBER_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    endpoint: str
+    replay: str
+    blocks: _containers.RepeatedCompositeFieldContainer[KvEventCount]
+    batches: int
+    queue_dropped: int
+    subscriber_dropped: int
+    def __init__(self, endpoint: _Optional[str] = ..., replay: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[KvEventCount, _Mapping]]] = ..., batches: _Optional[int] = ..., queue_dropped: _Optional[int] = ..., subscriber_dropped: _Optional[int] = ...) -> None: ...
+
+class KvEventCount(_message.Message):
+    __slots__ = ("event", "medium", "count")
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    event: str
+    medium: str
+    count: int
+    def __init__(self, event: _Optional[str] = ..., medium: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class QuarantineStats(_message.Message):
     __slots__ = ("orphaned_pages", "orphaned_bound", "lost_workers", "workers_bound", "draining_transfers")

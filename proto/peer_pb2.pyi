@@ -98,7 +98,7 @@ class Credits(_message.Message):
     def __init__(self, credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("transfer", "name", "namespace_id", "first_page", "pages", "promised_tokens", "tokens", "last_full_digest", "tail_digest", "remaining_ms")
+    __slots__ = ("transfer", "name", "namespace_id", "first_page", "pages", "promised_tokens", "tokens", "last_full_digest", "tail_digest", "remaining_ms", "traceparent")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class Ask(_message.Message):
     LAST_FULL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TAIL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     name: _common_pb2.RequestName
     namespace_id: bytes
@@ -119,7 +120,8 @@ class Ask(_message.Message):
     last_full_digest: bytes
     tail_digest: bytes
     remaining_ms: int
-    def __init__(self, transfer: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., namespace_id: _Optional[bytes] = ..., first_page: _Optional[int] = ..., pages: _Optional[int] = ..., promised_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., last_full_digest: _Optional[bytes] = ..., tail_digest: _Optional[bytes] = ..., remaining_ms: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, transfer: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., namespace_id: _Optional[bytes] = ..., first_page: _Optional[int] = ..., pages: _Optional[int] = ..., promised_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., last_full_digest: _Optional[bytes] = ..., tail_digest: _Optional[bytes] = ..., remaining_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class AskFailed(_message.Message):
     __slots__ = ("transfer", "error")

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "attached", "admit", "begin", "progress", "aux", "grow", "finish", "abort", "quiesced")
+    __slots__ = ("hello", "attached", "admit", "begin", "progress", "aux", "grow", "finish", "abort", "quiesced", "page_tokens")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class WorkerMessage(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     QUIESCED_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     attached: Attached
     admit: Admit
@@ -29,7 +30,8 @@ class WorkerMessage(_message.Message):
     finish: Finish
     abort: Abort
     quiesced: Quiesced
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ...) -> None: ...
+    page_tokens: PageTokens
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., page_tokens: _Optional[_Union[PageTokens, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract")
@@ -120,7 +122,7 @@ class EngineTensor(_message.Message):
     def __init__(self, memory: _Optional[int] = ..., offset: _Optional[int] = ..., page_stride: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens", "rank_pools", "storage")
+    __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens", "rank_pools", "storage", "page_tokens")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +136,7 @@ class Welcome(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RANK_POOLS_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     daemon: str
     incarnation: bytes
@@ -147,7 +150,8 @@ class Welcome(_message.Message):
     max_tokens: int
     rank_pools: _containers.RepeatedCompositeFieldContainer[RankPool]
     storage: _common_pb2.Storage
-    def __init__(self, protocol: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., epoch: _Optional[int] = ..., pages: _Optional[int] = ..., segment: _Optional[str] = ..., session_file: _Optional[str] = ..., peer_address: _Optional[str] = ..., max_tokens: _Optional[int] = ..., rank_pools: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ...) -> None: ...
+    page_tokens: bool
+    def __init__(self, protocol: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., epoch: _Optional[int] = ..., pages: _Optional[int] = ..., segment: _Optional[str] = ..., session_file: _Optional[str] = ..., peer_address: _Optional[str] = ..., max_tokens: _Optional[int] = ..., rank_pools: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., page_tokens: bool = ...) -> None: ...
 
 class RankPool(_message.Message):
     __slots__ = ("segment", "ipc_handle", "device", "device_uuid", "nbytes", "offset")
@@ -174,7 +178,7 @@ class Quiesced(_message.Message):
     def __init__(self) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup", "held_tokens")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup", "held_tokens", "traceparent")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +189,7 @@ class Admit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     WARMUP_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
@@ -195,7 +200,8 @@ class Admit(_message.Message):
     priority: int
     warmup: bool
     held_tokens: int
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., held_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages", "local_tokens", "host_tokens")
@@ -212,18 +218,30 @@ class Admitted(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., matched_tokens: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., local_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("name", "aux", "delta_pages", "delta_bytes", "elapsed_us")
+    __slots__ = ("name", "aux", "delta_pages", "delta_bytes", "elapsed_us", "page_tokens_from")
     NAME_FIELD_NUMBER: _ClassVar[int]
     AUX_FIELD_NUMBER: _ClassVar[int]
     DELTA_PAGES_FIELD_NUMBER: _ClassVar[int]
     DELTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_US_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKENS_FROM_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     aux: bytes
     delta_pages: int
     delta_bytes: int
     elapsed_us: int
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., aux: _Optional[bytes] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., elapsed_us: _Optional[int] = ...) -> None: ...
+    page_tokens_from: int
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., aux: _Optional[bytes] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., elapsed_us: _Optional[int] = ..., page_tokens_from: _Optional[int] = ...) -> None: ...
+
+class PageTokens(_message.Message):
+    __slots__ = ("name", "first_token", "tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: _common_pb2.RequestName
+    first_token: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., first_token: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Retract(_message.Message):
     __slots__ = ("name",)
@@ -250,16 +268,18 @@ class Grown(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., first_page: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("name", "tokens", "digests", "continues")
+    __slots__ = ("name", "tokens", "digests", "continues", "page_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     tokens: int
     digests: bytes
     continues: bool
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., tokens: _Optional[int] = ..., digests: _Optional[bytes] = ..., continues: bool = ...) -> None: ...
+    page_tokens: PageTokens
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., tokens: _Optional[int] = ..., digests: _Optional[bytes] = ..., continues: bool = ..., page_tokens: _Optional[_Union[PageTokens, _Mapping]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("name", "reason")
@@ -270,7 +290,7 @@ class Abort(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "deadline_ms", "priority", "warmup")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "deadline_ms", "priority", "warmup", "traceparent")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +298,7 @@ class Begin(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     WARMUP_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
@@ -285,7 +306,8 @@ class Begin(_message.Message):
     deadline_ms: int
     priority: int
     warmup: bool
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ...) -> None: ...
+    traceparent: str
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages")

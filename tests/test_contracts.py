@@ -37,6 +37,7 @@ PURE = (
     "kvferry.daemon.effects",
     "kvferry.daemon.errors",
     "kvferry.daemon.holds",
+    "kvferry.daemon.kv_events",
     "kvferry.daemon.lease",
     "kvferry.daemon.limits",
     "kvferry.daemon.metrics",
@@ -48,6 +49,7 @@ PURE = (
     "kvferry.daemon.progress",
     "kvferry.daemon.store",
     "kvferry.daemon.supply",
+    "kvferry.daemon.tls_names",
 )
 NOT_IN_CORE = frozenset(
     {
@@ -90,6 +92,8 @@ LAYERS = {
 }
 # The client side maps the daemon's memory, and shares no other code with it.
 CLIENT = (
+    "kvferry.channels",
+    "kvferry.tracing",
     "kvferry.transfer",
     "kvferry.transfer.geometry",
     "kvferry.transfer.ipc_memory",

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
+from annotated_types import Ge, Le
+from pydantic import ValidationError
 
-from kvferry.daemon.config import ConfigError, DaemonConfig
+from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
 from kvferry.daemon.effects import FailAsk, ToWorker
 from kvferry.daemon.errors import RequestError
@@ -20,6 +22,7 @@ from kvferry.daemon.pins import MAX_PINS
 from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
 from kvferry.daemon.session import Session, SessionBroken, SessionTimes
 from kvferry.daemon.store import MAX_NAMESPACES, Store
+from kvferry.daemon.tls_names import MAX_TLS_NAME_CHARS, MAX_TLS_PEERS, parse_tls_peers
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import limits as wire_limits
 from kvferry.proto import peer_pb2 as peer
@@ -224,7 +227,7 @@ def courier_up(**fields: Any) -> None:
 def hello(characters: int) -> None:
     class Side:
         role = "decode"
-        config = DaemonConfig(roles=("decode",), name="d", listen="127.0.0.1:0", socket="/s")
+        config = DaemonConfig(role="decode", name="d")
 
     message = peer.PeerHello(daemon="x" * characters, protocol=99, protocol_min=99)
     with pytest.raises(RequestError, match="protocol") if characters <= MAX_NAME_CHARS else _as_it_is():
@@ -251,6 +254,14 @@ def notified(slot: int = 0, nbytes: int = NOTICE_BYTES) -> None:
     receiver = Receiver(epoch=1, lanes=lanes_of(GEOMETRY, 1, 1), slot_bytes=128, slots=4)
     payload = PartNotice(2, 1, slot, 1).pack() if nbytes == NOTICE_BYTES else bytes(nbytes)
     receiver.notification(payload, lambda slot: bytes(64))
+
+
+def tls_peers(count: int) -> None:
+    parse_tls_peers([f"d{number}" for number in range(count)])
+
+
+def tls_name(characters: int) -> None:
+    parse_tls_peers("spiffe://".ljust(characters, "x"))
 
 
 LIMITS: dict[str, Limit] = {
@@ -289,6 +300,8 @@ LIMITS: dict[str, Limit] = {
     "credit's slot": Limit(credit, 3, 4, "credit.slot is 4"),
     "credit's generation": Limit(lambda n: credit(0, n), (1 << 64) - 1, 1 << 64, "credit.generation is 18446"),
     "notification's slot": Limit(notified, 3, 4, "notification.slot is 4"),
+    "names of peers": Limit(tls_peers, MAX_TLS_PEERS, MAX_TLS_PEERS + 1, "257 names are given; the bound is 256"),
+    "a peer's name": Limit(tls_name, MAX_TLS_NAME_CHARS, MAX_TLS_NAME_CHARS + 1, "2049 characters; the bound is 2048"),
     "notification's length": Limit(lambda n: notified(nbytes=n), 32, 33, "notification.length is 33 bytes"),
 }
 # Of gRPC itself, and of texts that are cut where they are made: tests/system/test_wire.py and the clients' tests.
@@ -317,10 +330,35 @@ def test_a_couriers_packets_have_a_length(nbytes: int) -> None:
     assert MAX_NOTIFICATION_BYTES < MAX_PACKET_BYTES
 
 
-@pytest.mark.parametrize(
-    "setting",
-    ["orphaned_share", "stalled_seconds", "slots", "slot_bytes", "page_size", "queue", "max_peers", "max_workers"],
-)
+NUMBERS = [name for name, field in DaemonConfig.model_fields.items() if field.annotation in (int, float)]
+
+
+def bounds(setting: str) -> tuple[float, float]:
+    """Least and most, as the model has them."""
+    metadata = DaemonConfig.model_fields[setting].metadata
+    least = [meta.ge for meta in metadata if isinstance(meta, Ge)]
+    most = [meta.le for meta in metadata if isinstance(meta, Le)]
+    assert len(least) == len(most) == 1, f"{setting} lacks a bound"
+    return cast(float, least[0]), cast(float, most[0])
+
+
+@pytest.mark.parametrize("setting", NUMBERS)
 def test_settings_have_bounds(setting: str) -> None:
-    with pytest.raises(ConfigError, match=setting):
-        DaemonConfig(roles=("decode",), name="d", listen="127.0.0.1:0", socket="/s", **{setting: 1 << 40})  # type: ignore[arg-type]
+    """At its bounds a setting may still not go with others; then it is no setting alone that is refused."""
+    assert len(NUMBERS) >= 20
+    least, most = bounds(setting)
+    step = 1 if DaemonConfig.model_fields[setting].annotation is int else 0.001
+    for past in (least - step, most + step):
+        assert refused_alone(setting, past) == {setting}
+    for within in (least, most):
+        assert not refused_alone(setting, within)
+
+
+def refused_alone(setting: str, value: float) -> set[object]:
+    """The settings that are refused by themselves, without those whose defaults follow from one of them."""
+    try:
+        DaemonConfig.model_validate({"role": "decode", setting: value})
+    except ValidationError as error:
+        told = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
+        return {each["loc"][0] for each in told if each["loc"]}
+    return set()

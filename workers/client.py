@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from typing import TypeVar
 
 import grpc.aio
@@ -30,6 +31,7 @@ from kvferry.workers.requests import (
     DaemonGone,
     HandshakeFailed,
     NotOpened,
+    PageTokens,
     Ready,
     RequestFailed,
     RequestName,
@@ -129,6 +131,7 @@ class DaemonClient:
         priority: int = 0,
         warmup: bool = False,
         held_tokens: int = 0,
+        traceparent: str = "",
     ) -> Admitted:
         """Asks the daemon to hold this prompt until Ready, within `deadline_s`. `held_tokens`: with KV in memory of the
         worker's own, a multiple of the page size; it fills their pages behind the matched ones and says `progress`.
@@ -146,6 +149,7 @@ class DaemonClient:
                 priority=priority,
                 warmup=warmup,
                 held_tokens=held_tokens,
+                traceparent=traceparent,
             )
         )
         page_size = self.geometry.page_size
@@ -164,6 +168,15 @@ class DaemonClient:
         request = self._of(name)
         return await self._wait(name, request.ready, request.deadline_s + ANSWER_SLACK_S, "Ready")
 
+    def page_tokens(self, name: RequestName, first_token: int, tokens: Sequence[int]) -> None:
+        """`tokens` of the prompt's full pages from `Ready.page_tokens_from` on, where that is given."""
+        self.check(name)
+        told = worker_pb2.PageTokens(name=name.to_proto(), first_token=first_token, tokens=tokens)
+        if (
+            told.ByteSize() <= MAX_FINISH_DIGEST_BYTES
+        ):  # they are for others only: a message that is too long is left out
+            self._send(worker_pb2.WorkerMessage(page_tokens=told))
+
     async def grow(self, name: RequestName, tokens: int) -> tuple[int, ...]:
         """Room for `tokens` tokens in all, inside the promise of max_new_tokens. Returns the ids of the added pages, in
         order; they follow those the request has. One call at a time for a request. Raises Retracted, too."""
@@ -178,12 +191,25 @@ class DaemonClient:
         finally:
             request.grown = None
 
-    async def finish(self, name: RequestName, *, tokens: int, digests: bytes, continues: bool = False) -> None:
+    async def finish(
+        self,
+        name: RequestName,
+        *,
+        tokens: int,
+        digests: bytes,
+        continues: bool = False,
+        page_tokens: PageTokens | None = None,
+    ) -> None:
         """The worker touches the request's pages no more. `tokens`: with KV in the pool; `digests`: of the full pages
         behind the prompt's full pages; `continues`: it was retracted, and when this returns its name may be admitted
-        again."""
+        again; `page_tokens`: where Ready asked for them, those of all full pages that were not sent yet."""
         request = self._of(name)
         finish = worker_pb2.Finish(name=name.to_proto(), tokens=tokens, digests=digests, continues=continues)
+        if page_tokens is not None:
+            finish.page_tokens.first_token = page_tokens.first_token
+            finish.page_tokens.tokens.extend(page_tokens.tokens)
+            if finish.ByteSize() > MAX_FINISH_DIGEST_BYTES:
+                finish.ClearField("page_tokens")
         self._send(worker_pb2.WorkerMessage(finish=finish))
         await self._wait(name, request.ended, ANSWER_DEADLINE_S, "Ended")
         self._requests.pop(name, None)
@@ -200,6 +226,7 @@ class DaemonClient:
         deadline_s: float,
         priority: int = 0,
         warmup: bool = False,
+        traceparent: str = "",
     ) -> Begun:
         """Asks the daemon for pages for this prompt. Raises RequestFailed, DaemonGone; NotOpened when the name is in
         use or the prompt's digests do not fit in a message."""
@@ -212,6 +239,7 @@ class DaemonClient:
                 deadline_ms=_milliseconds(deadline_s),
                 priority=priority,
                 warmup=warmup,
+                traceparent=traceparent,
             )
         )
         request = self._open(name, message, tokens, deadline_s)

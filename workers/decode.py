@@ -22,7 +22,7 @@ from kvferry.workers.handoff import unpack_first_token
 from kvferry.workers.orders import DecodeOrder
 from kvferry.workers.pacing import NoPace, Pace
 from kvferry.workers.places import Places
-from kvferry.workers.requests import NotOpened, Ready, RequestFailed, Retracted
+from kvferry.workers.requests import NotOpened, PageTokens, Ready, RequestFailed, Retracted
 from kvferry.workers.room import Room
 
 _log = logging.getLogger(__name__)
@@ -128,9 +128,15 @@ class DecodeWorker:
             deadline_s=order.deadline_s,
             priority=order.priority,
             warmup=order.warmup,
+            traceparent=order.traceparent,
         )
         ready = await client.ready(order.name)
         await self._pace.arrived(ready.delta_bytes, admitted.host_tokens)
+        full = _full(prompt_tokens, client.geometry.page_size)
+        if order.prefill and ready.page_tokens_from is not None and ready.page_tokens_from < full:
+            client.page_tokens(
+                order.name, ready.page_tokens_from, prompt.tokens[ready.page_tokens_from : full].tolist()
+            )
         readable = prompt_tokens if order.prefill else admitted.local_tokens
         # the prompt's full pages that are readable are in the tree: others may read them too
         shared = readable - readable % client.geometry.page_size
@@ -148,10 +154,10 @@ class DecodeWorker:
             # Who asked has enough or is gone; what is computed serves the next turn. Only a prompt that is computed
             # here and not yet whole in the pool cannot be finished.
             if order.prefill or output:
-                await complete(self._finish(order, sequence, output))
+                await complete(self._finish(order, sequence, output, ready))
             raise
         retracted = output[-1] not in order.stop_tokens and len(output) < order.max_new_tokens
-        await complete(self._finish(order, sequence, output, continues=retracted))
+        await complete(self._finish(order, sequence, output, ready, continues=retracted))
         return output
 
     async def _first_token(self, order: DecodeOrder, sequence: SequenceCompute, ready: Ready, readable: int) -> int:
@@ -192,14 +198,21 @@ class DecodeWorker:
             await room.close()
 
     async def _finish(
-        self, order: DecodeOrder, sequence: SequenceCompute, output: list[int], continues: bool = False
+        self, order: DecodeOrder, sequence: SequenceCompute, output: list[int], ready: Ready, continues: bool = False
     ) -> None:
         await self._thread.run(sequence.finish)
         kept = output[:-1]  # the last token's KV is not computed
         behind = order.prompt.chain(self._client.geometry.page_size)
         behind.extend(kept)
         tokens = len(order.prompt.tokens) + len(kept)
-        await self._client.finish(order.name, tokens=tokens, digests=behind.digests, continues=continues)
+        told = None
+        if ready.page_tokens_from is not None:
+            page_size = self._client.geometry.page_size
+            first = _full(len(order.prompt.tokens), page_size) if order.prefill else ready.page_tokens_from
+            told = PageTokens(first, [*order.prompt.tokens[first:].tolist(), *kept][: _full(tokens, page_size) - first])
+        await self._client.finish(
+            order.name, tokens=tokens, digests=behind.digests, continues=continues, page_tokens=told
+        )
 
     async def _compute_prompt(self, order: DecodeOrder, sequence: SequenceCompute, start: int) -> int:
         tokens = len(order.prompt.tokens)
@@ -213,3 +226,8 @@ class DecodeWorker:
             await self._pace.prompt(first, end, time.monotonic())
             await self._thread.run(sequence.prompt, first, end)
         return await self._thread.run(sequence.first_token)
+
+
+def _full(tokens: int, page_size: int) -> int:
+    """Of so many tokens, those of full pages."""
+    return tokens - tokens % page_size

@@ -9,11 +9,12 @@ from typing import NoReturn, TypeVar
 import grpc
 import grpc.aio
 
+from kvferry import tracing
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
 from kvferry.radix.prompt_cache import PromptCache
 from kvferry.workers.decode import DecodeWorker, Ending, Paused, Reply, Started
 from kvferry.workers.jobs import Jobs
-from kvferry.workers.orders import Bounds, decode_order, prefill_order
+from kvferry.workers.orders import Bounds, DecodeOrder, PrefillOrder, decode_order, prefill_order
 from kvferry.workers.prefill import PrefillWorker
 from kvferry.workers.requests import DaemonGone, RequestFailed, RequestName
 
@@ -62,8 +63,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         try:
             self._jobs.check()
             order = prefill_order(request, self._bounds, self._prompts)
-            job = self._jobs.start(order.name, self._worker.prefill(order))
-            prefilled = await _outcome(job)
+            with _span("prefill", context, order) as span:
+                job = self._jobs.start(order.name, self._worker.prefill(order._replace(traceparent=span.traceparent)))
+                prefilled = await _outcome(job)
+                span.set(matched_tokens=prefilled.matched_tokens)
         except Exception as error:
             await _abort(context, error)
         return engine_pb2.PrefillReply(matched_tokens=prefilled.matched_tokens, chunk_ends=prefilled.chunk_ends)
@@ -86,16 +89,28 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         try:
             self._jobs.check()
             order = decode_order(request, self._bounds, self._prompts)
-            job = self._jobs.start(order.name, self._worker.decode(order, replies.put_nowait))
-            job.add_done_callback(lambda _: replies.put_nowait(None))
-            try:
-                await _forward(replies, context, self._stream_interval)
-            except BaseException:
-                job.cancel()  # the reader has left
-                raise
-            await _outcome(job)
+            with _span("decode", context, order) as span:
+                order = order._replace(traceparent=span.traceparent)
+                job = self._jobs.start(order.name, self._worker.decode(order, replies.put_nowait))
+                job.add_done_callback(lambda _: replies.put_nowait(None))
+                try:
+                    await _forward(replies, context, self._stream_interval)
+                except BaseException:
+                    job.cancel()  # the reader has left
+                    raise
+                await _outcome(job)
         except Exception as error:
             await _abort(context, error)
+
+
+def _span(what: str, context: PrefillContext | DecodeContext, order: PrefillOrder | DecodeOrder) -> tracing.Span:
+    return tracing.span(
+        f"{what} worker",
+        tracing.from_metadata(context.invocation_metadata()),
+        "server",
+        request=str(order.name),
+        tokens=len(order.prompt.tokens),
+    )
 
 
 async def _outcome(job: asyncio.Task[_T]) -> _T:

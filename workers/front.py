@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from kvferry import tracing
 from kvferry.workers.front_errors import ApiError, internal, invalid, model_not_found
 from kvferry.workers.front_formats import ChatFormat, CompletionFormat, Format
 from kvferry.workers.front_service import Finished, FrontService, Opened, Piece
@@ -43,14 +44,16 @@ def create_app(service: FrontService) -> FastAPI:
         request = parse_request(ChatRequest, await _body(http))
         request_id = secrets.token_bytes(REQUEST_ID_BYTES)
         bodies = ChatFormat(request, request_id, int(time.time()))
-        return _generation(service.run(request, request_id), bodies, request_id, streamed=request.stream)
+        pieces = service.run(request, request_id, http.headers.get(tracing.HEADER, ""))
+        return _generation(pieces, bodies, request_id, streamed=request.stream)
 
     @app.post("/v1/completions")
     async def completions(http: HttpRequest) -> Response:
         request = parse_request(CompletionRequest, await _body(http))
         request_id = secrets.token_bytes(REQUEST_ID_BYTES)
         bodies = CompletionFormat(request, request_id, int(time.time()))
-        return _generation(service.run(request, request_id), bodies, request_id, streamed=request.stream)
+        pieces = service.run(request, request_id, http.headers.get(tracing.HEADER, ""))
+        return _generation(pieces, bodies, request_id, streamed=request.stream)
 
     @app.get("/v1/models")
     async def models() -> ModelList:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from kvferry import tracing
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.workers.chat import Tokenizer, load_tokenizer
@@ -158,11 +159,11 @@ class EngineLink:
         reply = await self._describe(engine_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
         return EngineFacts.from_reply(reply, self.role)
 
-    def prefill(self, request: engine_pb2.PrefillRequest, *, deadline_s: float) -> PrefillCall:
-        return self._prefill(request, timeout=deadline_s)
+    def prefill(self, request: engine_pb2.PrefillRequest, *, deadline_s: float, traceparent: str = "") -> PrefillCall:
+        return self._prefill(request, timeout=deadline_s, metadata=tracing.metadata_of(traceparent))
 
-    def decode(self, request: engine_pb2.DecodeRequest) -> DecodeCall:
-        return self._decode(request)
+    def decode(self, request: engine_pb2.DecodeRequest, *, traceparent: str = "") -> DecodeCall:
+        return self._decode(request, metadata=tracing.metadata_of(traceparent))
 
     def let_go(self, name: common_pb2.RequestName) -> None:
         """A prompt that it has handed over is wanted no more. Where it cannot be told, its daemon keeps the prompt

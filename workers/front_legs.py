@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import grpc.aio
 
+from kvferry import tracing
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.workers.front_engines import DecodeCall, EngineLink
 from kvferry.workers.front_errors import ApiError, internal, timed_out
@@ -59,6 +60,7 @@ class LegsRequest:
     )
     priority: int = 0  # smaller goes first
     warmup: bool = False  # it never enters the cache
+    traceparent: str = ""  # of the request's span
 
 
 class PrefillFailed(Exception):
@@ -121,7 +123,7 @@ async def _attempt(
             priority=request.priority,
             warmup=request.warmup,
         )
-        prefilling = _start_prefill(prefill, prefill_request, deadline_s=left + ANSWER_SLACK_S)
+        prefilling = _start_prefill(prefill, prefill_request, request.traceparent, deadline_s=left + ANSWER_SLACK_S)
     decode_request = engine_pb2.DecodeRequest(
         name=name,
         tokens=request.tokens,
@@ -133,16 +135,20 @@ async def _attempt(
         priority=request.priority,
         warmup=request.warmup,
     )
-    call = decode.decode(decode_request)
+    span = tracing.span("decode leg", request.traceparent, "client", server=decode.address, attempt=attempt)
+    call = decode.decode(decode_request, traceparent=span.traceparent)
     decode.outstanding += 1
     decode.assigned += 1
     ready = False
     try:
-        async for event in _events(request, first_token_at, decode, call, prefilling):
-            ready = True
-            yield event
-            if isinstance(event, Ended):
-                prefilling = None
+        with span:
+            async for event in _events(request, first_token_at, decode, call, prefilling):
+                if not ready:
+                    span.event("ready")
+                ready = True
+                yield event
+                if isinstance(event, Ended):
+                    prefilling = None
     finally:
         decode.outstanding -= 1
         call.cancel()  # nothing happens to a call that is over
@@ -156,7 +162,9 @@ def _daemon(prefill: EngineLink) -> str:
     return prefill.facts.daemon
 
 
-def _start_prefill(link: EngineLink, request: engine_pb2.PrefillRequest, *, deadline_s: float) -> asyncio.Task[None]:
+def _start_prefill(
+    link: EngineLink, request: engine_pb2.PrefillRequest, traceparent: str, *, deadline_s: float
+) -> asyncio.Task[None]:
     """The server counts this as outstanding until it ends, which may be after the request's own end."""
     link.outstanding += 1
     link.assigned += 1
@@ -166,20 +174,22 @@ def _start_prefill(link: EngineLink, request: engine_pb2.PrefillRequest, *, dead
         if not task.cancelled():
             task.exception()  # after the first token nobody asks for it
 
-    task = asyncio.create_task(_prefill(link, request, deadline_s))
+    task = asyncio.create_task(_prefill(link, request, traceparent, deadline_s))
     task.add_done_callback(ended)
     return task
 
 
-async def _prefill(link: EngineLink, request: engine_pb2.PrefillRequest, deadline_s: float) -> None:
+async def _prefill(link: EngineLink, request: engine_pb2.PrefillRequest, traceparent: str, deadline_s: float) -> None:
     """Raises ApiError."""
-    call = link.prefill(request, deadline_s=deadline_s)
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        raise link.failed(error) from error
-    finally:
-        call.cancel()
+    attempt = request.name.attempt
+    with tracing.span("prefill leg", traceparent, "client", server=link.address, attempt=attempt) as span:
+        call = link.prefill(request, deadline_s=deadline_s, traceparent=span.traceparent)
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            raise link.failed(error) from error
+        finally:
+            call.cancel()
 
 
 async def _events(

@@ -9,6 +9,8 @@ import math
 import signal
 import sys
 
+from kvferry import tracing
+from kvferry.channels import ChannelError, add_tls_arguments, tls_of
 from kvferry.workers import front_vllm_server
 from kvferry.workers.front_server import FrontConfig, serve
 from kvferry.workers.front_service import ServiceConfig
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="at a time; more get 429 (default %(default)s)",
     )
+    parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
     waits = parser.add_argument_group("deadlines, in seconds")
     waits.add_argument("--wait-seconds", type=_positive, default=60.0, help="for the servers at start (default 60)")
     waits.add_argument("--first-token-seconds", type=_positive, default=defaults.first_token_s, help="default 60")
@@ -68,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     routing.add_argument("--load-factor", type=_positive, default=defaults.rule.load_factor, metavar="FACTOR")
     routing.add_argument("--load-slack", type=_not_negative, default=defaults.rule.load_slack, metavar="SLACK")
+    add_tls_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,6 +83,17 @@ def run(args: argparse.Namespace) -> int:
     if problem := _problem(args):
         print(f"kvferry front: {problem}", file=sys.stderr)
         return 2
+    try:
+        tracing.configure("kvferry-front", args.otel)
+        return _run(args, host, port)
+    except tracing.TracingError as error:
+        print(f"kvferry front: {error}", file=sys.stderr)
+        return 2
+    finally:
+        tracing.shutdown()
+
+
+def _run(args: argparse.Namespace, host: str, port: int) -> int:
     if args.vllm_decode:
         return front_vllm_server.run(
             VllmConfig(
@@ -95,6 +110,11 @@ def run(args: argparse.Namespace) -> int:
             wait_s=args.wait_seconds,
             grace_s=args.grace,
         )
+    try:
+        daemon_tls = tls_of(args)
+    except ChannelError as error:
+        print(f"kvferry front: {error}", file=sys.stderr)
+        return 2
     config = FrontConfig(
         host=host,
         port=port,
@@ -111,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
             reply_entries=args.reply_memory_entries,
             reply_tokens=args.reply_memory_tokens,
             rule=RoutingRule(args.load_factor, args.load_slack),
+            daemon_tls=daemon_tls,
         ),
         wait_s=args.wait_seconds,
         grace_s=args.grace,

@@ -10,6 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, ParamSpec, TypeVar
 
+from kvferry import tracing
+from kvferry.channels import ClientTls
 from kvferry.proto import engine_pb2
 from kvferry.workers.chat import ChatMessage, ChatTemplateError, Tokenizer
 from kvferry.workers.front_engines import EngineLink, Engines, ServedModel
@@ -52,6 +54,7 @@ class ServiceConfig:
     reply_entries: int = 16_384
     reply_tokens: int = 8 * 2**20
     rule: RoutingRule = field(default_factory=RoutingRule)
+    daemon_tls: ClientTls | None = None  # of look-ups
 
 
 class Opened(NamedTuple):
@@ -86,7 +89,7 @@ class FrontService:
         self.engines = Engines(
             prefill=config.prefill, decode=config.decode, model_name=config.model_name, tokenizer=config.tokenizer
         )
-        self.lookups = Lookups(deadline_s=config.lookup_s, clock=clock)
+        self.lookups = Lookups(deadline_s=config.lookup_s, clock=clock, tls=config.daemon_tls)
         self.stats = FrontStats()
         self._memory = ReplyMemory(entries=config.reply_entries, tokens=config.reply_tokens)
         # Owns the memory: prompts are built and replies remembered here, in the order in which they were handed over.
@@ -97,8 +100,9 @@ class FrontService:
         await self.lookups.close()
         self._prompts.shutdown()
 
-    async def run(self, request: Request, request_id: bytes) -> AsyncGenerator[Piece, None]:
-        """Opened, Delta..., Finished. Raises ApiError; closing the iterator before its end aborts the request."""
+    async def run(self, request: Request, request_id: bytes, traceparent: str = "") -> AsyncGenerator[Piece, None]:
+        """Opened, Delta..., Finished. Raises ApiError; closing the iterator before its end aborts the request.
+        `traceparent`: of the client's span, if it has one."""
         stats = self.stats
         if stats.running >= self.config.max_requests:
             raise overloaded(f"{stats.running} requests are running, the bound is {self.config.max_requests}")
@@ -106,11 +110,12 @@ class FrontService:
         stats.running += 1
         finished = False
         try:
-            async with aclosing(self._run(request, request_id)) as pieces:
-                async for piece in pieces:
-                    finished = isinstance(piece, Finished)
-                    stats.finished += finished
-                    yield piece
+            with tracing.span("request", tracing.checked(traceparent), "server", request_id=request_id.hex()) as span:
+                async with aclosing(self._run(request, request_id, span)) as pieces:
+                    async for piece in pieces:
+                        finished = isinstance(piece, Finished)
+                        stats.finished += finished
+                        yield piece
         except (asyncio.CancelledError, GeneratorExit):
             stats.cancelled += not finished
             raise
@@ -120,14 +125,16 @@ class FrontService:
         finally:
             stats.running -= 1
 
-    async def _run(self, request: Request, request_id: bytes) -> AsyncGenerator[Piece, None]:
+    async def _run(self, request: Request, request_id: bytes, span: tracing.Span) -> AsyncGenerator[Piece, None]:
         served = self.engines.served()
         if request.model is not None and request.model != served.name:
             raise model_not_found(request.model, served.name)
         prompt = await self._prompt(request, served.tokenizer)
         max_new_tokens = self._max_new_tokens(request, len(prompt.tokens))
         stop_tokens = () if request.ignore_eos else served.tokenizer.stop_tokens
-        route = await self._route(served, prompt.tokens, max_new_tokens, warmup=request.kvferry_warmup)
+        with tracing.span("route", span.traceparent):
+            route = await self._route(served, prompt.tokens, max_new_tokens, warmup=request.kvferry_warmup)
+        span.set(prompt_tokens=len(prompt.tokens))
         legs = LegsRequest(
             request_id=request_id,
             tokens=prompt.tokens,
@@ -138,6 +145,7 @@ class FrontService:
             next_token_s=self.config.next_token_s,
             priority=request.priority,
             warmup=request.kvferry_warmup,
+            traceparent=span.traceparent,
         )
         self.stats.add_replies(prompt.counts)
         self.stats.prompt_tokens += len(prompt.tokens)

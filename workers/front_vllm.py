@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvferry import tracing
 from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -50,6 +51,17 @@ class Server:
     daemon: str = ""  # of a prefill server
     running: int = 0
     down_until: float = 0.0
+
+
+class _Legs(NamedTuple):
+    """What both halves of a request are asked under."""
+
+    path: str
+    traceparent: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return dict(tracing.metadata_of(self.traceparent))
 
 
 @dataclass(slots=True)
@@ -142,19 +154,21 @@ class VllmFront:
 
     # -- one request -----------------------------------------------------------------------------------------------
 
-    async def answer(self, path: str, body: Body, left: Callable[[], None]) -> Response:
-        """`left` is called once, when the request is over."""
+    async def answer(self, path: str, body: Body, left: Callable[[], None], traceparent: str = "") -> Response:
+        """`left` is called once, when the request is over. `traceparent`: of the client's span, if it has one."""
         self.counts.requests += 1
         decode = self.choose_decode(body.head)
         prefill = self.choose_prefill() if body.can_be_split else None
         stack = contextlib.AsyncExitStack()
         stack.callback(left)
+        span = stack.enter_context(tracing.span("request", tracing.checked(traceparent), "server"))
+        legs = _Legs(path, span.traceparent)
         try:
             if prefill is None:
                 self.counts.alone += 1
-                reply = await self._ask(stack, decode, path, body.alone())
+                reply = await self._ask(stack, decode, legs, body.alone())
             else:
-                reply = await self._both(stack, prefill, decode, path, body)
+                reply = await self._both(stack, prefill, decode, legs, body)
         except BaseException:
             await stack.aclose()
             raise
@@ -163,15 +177,15 @@ class VllmFront:
         return _Streamed(self._stream(reply), stack, reply.response.status_code, headers)
 
     async def _both(
-        self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, path: str, body: Body
+        self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs: _Legs, body: Body
     ) -> Reply:
         """Decode's answer begun. Where prefill fails before, decode is asked once more, to do it alone."""
         request_id = secrets.token_bytes(REQUEST_ID_BYTES)
-        half = asyncio.create_task(self._prefill(prefill, path, body.for_prefill(request_id)), name="prefill half")
+        half = asyncio.create_task(self._prefill(prefill, legs, body.for_prefill(request_id)), name="prefill half")
         stack.push_async_callback(_cancelled, half)
         inner = contextlib.AsyncExitStack()
         asking = asyncio.create_task(
-            self._begun(inner, decode, path, body.for_decode(request_id, prefill.daemon)), name="decode half"
+            self._begun(inner, decode, legs, body.for_decode(request_id, prefill.daemon)), name="decode half"
         )
         try:
             await asyncio.wait({half, asking}, return_when=asyncio.FIRST_COMPLETED)
@@ -183,7 +197,7 @@ class VllmFront:
             await _cancelled(asking)
             await inner.aclose()
             self.counts.again += 1
-            return await self._ask(stack, decode, path, body.alone())
+            return await self._ask(stack, decode, legs, body.alone())
         except BaseException:
             await _cancelled(asking)
             await inner.aclose()
@@ -191,10 +205,14 @@ class VllmFront:
         stack.push_async_exit(inner)
         return reply
 
-    async def _prefill(self, server: Server, path: str, fields: dict[str, object]) -> None:
+    async def _prefill(self, server: Server, legs: _Legs, fields: dict[str, object]) -> None:
+        with tracing.span("prefill leg", legs.traceparent, "client", server=server.url) as span:
+            await self._prefill_under(server, legs._replace(traceparent=span.traceparent), fields)
+
+    async def _prefill_under(self, server: Server, leg: _Legs, fields: dict[str, object]) -> None:
         server.running += 1
         try:
-            reply = await self.client.post(server.url + path, json=fields)
+            reply = await self.client.post(server.url + leg.path, json=fields, headers=leg.headers)
         except httpx.TransportError as error:
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 server.down_until = self.clock() + DOWN_SECONDS
@@ -206,10 +224,10 @@ class VllmFront:
         # what it refuses as the client's fault, decode refuses too, and the client hears it from there
 
     async def _begun(
-        self, stack: contextlib.AsyncExitStack, server: Server, path: str, fields: dict[str, object]
+        self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, fields: dict[str, object]
     ) -> Reply:
         """With its first bytes: vLLM sends headers before it has anything to say."""
-        reply = await self._ask(stack, server, path, fields)
+        reply = await self._ask(stack, server, legs, fields)
         try:
             return reply._replace(first=await anext(reply.rest, b""))
         except httpx.TimeoutException as error:
@@ -220,11 +238,13 @@ class VllmFront:
             raise Refusal(502, f"decode server {server.url}: {type(error).__name__} {error}") from error
 
     async def _ask(
-        self, stack: contextlib.AsyncExitStack, server: Server, path: str, fields: dict[str, object]
+        self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, fields: dict[str, object]
     ) -> Reply:
         server.running += 1
         stack.callback(_leave, server)
-        request = self.client.build_request("POST", server.url + path, json=fields)
+        span = stack.enter_context(tracing.span("decode leg", legs.traceparent, "client", server=server.url))
+        leg = legs._replace(traceparent=span.traceparent)
+        request = self.client.build_request("POST", server.url + leg.path, json=fields, headers=leg.headers)
         try:
             response = await self.client.send(request, stream=True)
         except httpx.ConnectError as error:
@@ -298,7 +318,7 @@ def create_app(front: VllmFront) -> Starlette:
             front.running -= 1
 
         try:
-            return await front.answer(request.url.path, body, left)
+            return await front.answer(request.url.path, body, left, request.headers.get(tracing.HEADER, ""))
         except Refusal as error:
             return _error(error)
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from kvferry import tracing
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
 from kvferry.workers.client import DaemonClient
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="short requests of its own before it is ready, none of which enters the cache; a prefill worker's are "
         "counted as aborted by its daemon",
     )
+    parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="after SIGTERM")
     pool = parser.add_argument_group("pool", "what a worker of a daemon with --pool engine allocates itself")
     pool.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose memory the KV pool is")
@@ -118,7 +120,14 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: torch finds no such device, or no room there
         print(f"kvferry worker: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(serve(config, make_compute))
+    try:
+        tracing.configure("kvferry-worker", args.otel, **{"service.instance.id": config.name})
+        return asyncio.run(serve(config, make_compute))
+    except tracing.TracingError as error:
+        print(f"kvferry worker: {error}", file=sys.stderr)
+        return 2
+    finally:
+        tracing.shutdown()
 
 
 Prepared = tuple[WorkerConfig, Callable[[DaemonClient], Compute]]

@@ -41,7 +41,8 @@ class OpenRequest:
             _resolve(self.begun, Begun(event.begun.matched_tokens, pages))
         elif kind == "ready":
             ready = event.ready
-            _resolve(self.ready, Ready(ready.aux, ready.delta_pages, ready.delta_bytes, ready.elapsed_us))
+            wanted = ready.page_tokens_from if ready.HasField("page_tokens_from") else None
+            _resolve(self.ready, Ready(ready.aux, ready.delta_pages, ready.delta_bytes, ready.elapsed_us, wanted))
         elif kind == "grown":
             if event.grown.first_page != self.pages:
                 raise ValueError(f"Grown.first_page is {event.grown.first_page}; the request has {self.pages} pages")

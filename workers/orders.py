@@ -33,6 +33,7 @@ class PrefillOrder(NamedTuple):
     deadline_s: float
     priority: int = 0  # smaller goes first
     warmup: bool = False  # it never enters the cache
+    traceparent: str = ""  # of the span that its spans belong under
 
 
 class DecodeOrder(NamedTuple):
@@ -45,6 +46,7 @@ class DecodeOrder(NamedTuple):
     deadline_s: float  # until the first token
     priority: int = 0  # smaller goes first
     warmup: bool = False  # it never enters the cache
+    traceparent: str = ""  # of the span that its spans belong under
 
 
 def prefill_order(request: engine_pb2.PrefillRequest, bounds: Bounds, prompts: PromptCache) -> PrefillOrder:

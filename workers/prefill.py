@@ -104,6 +104,7 @@ class PrefillWorker:
                 deadline_s=order.deadline_s,
                 priority=order.priority,
                 warmup=order.warmup,
+                traceparent=order.traceparent,
             )
         )
         matched = begun.matched_tokens

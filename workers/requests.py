@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvferry.proto import common_pb2
@@ -83,3 +84,11 @@ class Ready(NamedTuple):
     delta_pages: int
     delta_bytes: int
     elapsed_us: int  # admit to ready
+    page_tokens_from: int | None = None  # the daemon wants the prompt's tokens from there on
+
+
+class PageTokens(NamedTuple):
+    """Of full pages, from `first_token` of the request on."""
+
+    first_token: int
+    tokens: Sequence[int]

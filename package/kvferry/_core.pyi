@@ -532,6 +532,13 @@ class PagePool:
 
     def take_freed(self) -> list[int]:
         """Ids freed since the last call, in that order; one that was freed twice is there twice."""
+    log_readable: bool
+    """Whether changes are collected for `take_readable`. Off at first; turning it off drops what was collected."""
+
+    def take_readable(self) -> list[int]:
+        """Since the last call, in that order: a page that became readable, ~page for one that ceased to be. Readable on
+        the device are CACHED and SPILLING pages, on the host CACHED and RESTORING ones.
+        """
     def allocate(self, n: int, state: int = 1) -> list[int]:
         """`n` page ids, ascending: the smallest run that holds them all, else as few runs as can be. They become
         LEASED, ARRIVING, SPILLING or RESTORING.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
+from certificates import Authority, Folder
 
 from kvferry.daemon import doctor
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.doctor import BAD, NOTE, OK, Finding
 from kvferry.daemon.doctor_gpu import Driver, DriverError
+from kvferry.daemon.tls import TlsFiles, TlsWatch
 
 
 class Machine(Driver):
@@ -84,6 +89,64 @@ def test_interfaces_are_looked_at_where_peers_are_elsewhere() -> None:
     assert "peers must be on this machine" in finding.found
     elsewhere = DaemonConfig(role="decode", listen="0.0.0.0:7070", insecure=True)
     assert all("MTU" in finding.found or finding.what.startswith("RDMA") for finding in doctor.network(elsewhere))
+
+
+def certificate(folder: Folder, **settings: object) -> doctor.Finding:
+    files = {"tls_cert": folder.cert, "tls_key": folder.key, "tls_ca": folder.ca}
+    (finding,) = doctor.certificate(DaemonConfig.model_validate({"role": "decode", **files, **settings}))
+    return finding
+
+
+def test_certificates_are_looked_at_and_their_end_is_told(tmp_path: Path) -> None:
+    authority = Authority()
+    folder = Folder(tmp_path).put(authority.sign(["d0.example.org", "spiffe://c/d"], ends=30.5), authority)
+    found = certificate(folder)
+    assert found.level == OK
+    assert found.found.startswith("d0.example.org, spiffe://c/d; until 20") and found.found.endswith(", 30 days")
+    folder.put(authority.sign(["d0.example.org"], ends=3.5), authority)
+    found = certificate(folder)
+    assert (found.level, found.found[-6:]) == (NOTE, "3 days") and "renew" in found.remedy
+    folder.put(authority.sign([], ends=30), authority)
+    assert "subjectAltName" in certificate(folder).remedy
+    folder.put(authority.sign(["d0.example.org"], begins=-2, ends=-1), authority)
+    assert certificate(folder).level == BAD and "expired at" in certificate(folder).found
+    folder.put(authority.sign(["d0.example.org"], ends=30), authority)
+    os.chmod(folder.key, 0o644)
+    assert certificate(folder).remedy.startswith("chmod o-rwx")
+    (finding,) = doctor.certificate(DaemonConfig(role="decode", listen="0.0.0.0:7070", insecure=True))
+    assert finding.level == NOTE and "not encrypted" in finding.found
+    assert not list(doctor.certificate(DaemonConfig(role="decode")))
+
+
+def test_a_peer_over_tls_is_reached_or_it_is_said_why(tmp_path: Path) -> None:
+    authority = Authority()
+    theirs = Folder(tmp_path / "theirs").put(authority.sign(["127.0.0.1"]), authority)
+    watch = TlsWatch(TlsFiles(theirs.cert, theirs.key, theirs.ca))
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", watch.server_credentials())
+    server.start()
+
+    def peer(folder: Folder) -> doctor.Finding:
+        files = {"tls_cert": folder.cert, "tls_key": folder.key, "tls_ca": folder.ca}
+        settings = {"role": "decode", "peers": f"p0=127.0.0.1:{port}", **files}
+        (finding,) = doctor.peers(DaemonConfig.model_validate(settings))
+        assert finding.level == BAD
+        return finding
+
+    try:
+        own = Folder(tmp_path / "own").put(authority.sign(["d0"]), authority)
+        assert peer(own).found.startswith("UNIMPLEMENTED")  # it gets through; nothing is served there
+        assert peer(own.put(authority.sign(["d0"]), Authority("x"))).remedy.startswith(
+            "its certificate is not believed"
+        )
+        assert (
+            "it does not believe this daemon's certificate"
+            in peer(own.put(Authority("x").sign(["d0"]), authority)).remedy
+        )
+        theirs.put(authority.sign(["elsewhere"]), authority)
+        assert "IP address mismatch" in peer(own.put(authority.sign(["d0"]), authority)).remedy
+    finally:
+        server.stop(None)
 
 
 def test_every_bad_finding_of_this_machine_has_a_remedy() -> None:

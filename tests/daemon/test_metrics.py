@@ -34,6 +34,7 @@ def snapshot() -> cache.StatsReply:
     wire = cache.Histogram(bounds=BOUNDS, counts=histogram.counts, sum=histogram.sum)
     reply.rpcs[0].seconds.CopyFrom(wire)
     reply.loop_lag.CopyFrom(wire)
+    reply.tls.expires = 2e9
     for role in (common.ROLE_DECODE, common.ROLE_PREFILL):
         side = reply.sides.add(role=role)
         side.requests.hit_tokens, side.requests.host_hit_tokens, side.requests.queried_tokens = 10, 4, 20

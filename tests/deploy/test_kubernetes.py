@@ -25,9 +25,10 @@ RULES = KUBERNETES.parent / "prometheus" / "kvferry.rules.yaml"
 OVERLAYS = ("cpu", "gpu", "rdma", "node")
 VERSION = "1.36"
 MONITORING = "monitoring.coreos.com/v1"
+CERT_MANAGER = "cert-manager.io/v1"
 Document = dict[str, Any]
 
-# What is used of the Prometheus operator's resources, and no more: a key that is misspelt is refused.
+# What is used of the Prometheus operator's and cert-manager's resources, no more: a key that is misspelt is refused.
 _LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
 _RULE = {
     "type": "object",
@@ -53,11 +54,57 @@ _ENDPOINT = {
     "additionalProperties": False,
     "properties": {"port": {"type": "string"}, "interval": {"type": "string"}},
 }
+_DURATION = {"type": "string", "pattern": "^[0-9]+h$"}
+_KEY = {
+    "type": "object",
+    "required": ["algorithm", "size"],
+    "additionalProperties": False,
+    "properties": {
+        "algorithm": {"const": "ECDSA"},
+        "size": {"enum": [256, 384]},
+        "rotationPolicy": {"enum": ["Always", "Never"]},
+    },
+}
+_ISSUER_REF = {
+    "type": "object",
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+    "properties": {"name": {"type": "string"}, "kind": {"enum": ["Issuer", "ClusterIssuer"]}},
+}
 SPECS: dict[str, Document] = {
     "PrometheusRule": {
         "required": ["groups"],
         "additionalProperties": False,
         "properties": {"groups": {"type": "array", "minItems": 1, "items": _GROUP}},
+    },
+    "Issuer": {
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 1,
+        "properties": {
+            "selfSigned": {"type": "object", "maxProperties": 0},
+            "ca": {
+                "type": "object",
+                "required": ["secretName"],
+                "additionalProperties": False,
+                "properties": {"secretName": {"type": "string"}},
+            },
+        },
+    },
+    "Certificate": {
+        "required": ["secretName", "issuerRef"],
+        "additionalProperties": False,
+        "properties": {
+            "isCA": {"type": "boolean"},
+            "commonName": {"type": "string"},
+            "secretName": {"type": "string"},
+            "duration": _DURATION,
+            "renewBefore": _DURATION,
+            "privateKey": _KEY,
+            "usages": {"type": "array", "items": {"enum": ["digital signature", "server auth", "client auth"]}},
+            "dnsNames": {"type": "array", "minItems": 1, "items": {"type": "string"}},
+            "issuerRef": _ISSUER_REF,
+        },
     },
     "PodMonitor": {
         "required": ["selector", "podMetricsEndpoints"],
@@ -130,7 +177,7 @@ def config_of(container: Document) -> DaemonConfig:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_object_keeps_to_its_schema(overlays: dict[str, list[Document]], overlay: str) -> None:
     for document in overlays[overlay]:
-        if document["apiVersion"] == MONITORING:
+        if document["apiVersion"] in (MONITORING, CERT_MANAGER):
             jsonschema.validate(document["spec"], {"type": "object", **SPECS[document["kind"]]})
         else:
             kubernetes_validate.validate(document, VERSION, strict=True)
@@ -274,7 +321,47 @@ def test_the_sidecar_starts_before_and_ends_after_the_engine(overlays: dict[str,
         sidecar = template["spec"]["initContainers"][0]
         assert sidecar["restartPolicy"] == "Always"
         engine = template["spec"]["containers"][0]
-        assert engine["volumeMounts"] == sidecar["volumeMounts"]
+        shared = [mount for mount in sidecar["volumeMounts"] if mount["name"] != "tls"]
+        assert engine["volumeMounts"] == shared  # the key is the daemon's alone
+
+
+# -- certificates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_sessions_are_mutual_tls_with_the_names_that_each_side_expects(
+    overlays: dict[str, list[Document]], overlay: str
+) -> None:
+    documents = overlays[overlay]
+    made = {d["spec"]["secretName"]: d["spec"] for d in of_kind(documents, "Certificate")}
+    issuers = {d["metadata"]["name"]: d["spec"] for d in of_kind(documents, "Issuer")}
+    for spec in made.values():
+        assert spec["issuerRef"]["name"] in issuers
+    assert issuers["kvferry-ca"]["ca"]["secretName"] in made and made["kvferry-ca"]["isCA"] is True
+    for _, template in pods(documents):
+        daemon, role = daemon_of(template), template["metadata"]["labels"]["kvferry/role"]
+        config = config_of(daemon)
+        assert not config.insecure
+        folder = next(m for m in daemon["volumeMounts"] if m["name"] == "tls")
+        assert folder["readOnly"] is True and "subPath" not in folder  # a subPath would never be renewed
+        paths = [config.tls_cert, config.tls_key, config.tls_ca]
+        assert paths == [f"{folder['mountPath']}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")]
+        secret = next(v for v in template["spec"]["volumes"] if v["name"] == "tls")["secret"]
+        assert secret["secretName"] == f"kvferry-{role}-tls" and secret["defaultMode"] == 0o440
+        assert template["spec"]["securityContext"]["fsGroup"] == 65532
+        assert made[secret["secretName"]]["usages"] == ["digital signature", "server auth", "client auth"]
+        other = "decode" if role == "prefill" else "prefill"
+        assert set(config.tls_peers) <= set(made[f"kvferry-{other}-tls"]["dnsNames"]) and config.tls_peers
+        if role == "decode":
+            assert parse_address(config.peer_service)[0] in made["kvferry-prefill-tls"]["dnsNames"]
+
+
+def test_without_the_component_pods_are_insecure_and_say_so() -> None:
+    base = KUBERNETES / "base" / "sidecar"
+    for name in ("prefill.yaml", "decode.yaml"):
+        (template,) = [d["spec"]["template"] for d in yaml.safe_load_all((base / name).read_text())]
+        config = config_of(daemon_of(template))
+        assert config.insecure and not config.tls_cert
 
 
 # -- who may reach what -----------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ import stat
 import grpc
 import psutil
 import pytest
-from engines import Engines, courier_pids, settled
+from engines import OPTIONS, Engines, courier_pids, settled
 
 from kvferry.daemon.stack import Stack
 from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import SystemSpec, start_system
+from kvferry.daemon.system import Replica, SystemSpec, start_system
 
 UCX_PORTS = range(21000, 21064)
 LOOPBACK = ("127.0.0.1", "::1")
@@ -29,8 +29,13 @@ def listening(pid: int) -> list[tuple[str, int]]:
     return found
 
 
-def metrics_address(daemon: str) -> str:
-    with grpc.insecure_channel(daemon) as channel:
+def local_sockets(pid: int) -> set[str]:
+    """Unix sockets of the process that have a name, by which others could reach it."""
+    return {str(connection.laddr) for connection in psutil.Process(pid).net_connections("unix") if connection.laddr}
+
+
+def metrics_of(replica: Replica) -> str:
+    with grpc.insecure_channel(replica.daemon_address, OPTIONS) as channel:
         return fetch(channel).metrics
 
 
@@ -40,24 +45,31 @@ def test_every_listening_socket(stack: Stack) -> None:
     with Engines(prefill, decode) as engines:
         assert engines.turn(list(range(100)), 4).error is None
         told = {
-            "prefill-0": {prefill.daemon_address, metrics_address(prefill.daemon_address)},
-            "decode-0": {decode.daemon_address, metrics_address(decode.daemon_address)},
+            "prefill-0": {prefill.daemon_address, metrics_of(prefill)},
+            "decode-0": {decode.daemon_address, metrics_of(decode)},
             "prefill-0-worker": {prefill.worker_address},
             "decode-0-worker": {decode.worker_address},
             "front": {system.url.removeprefix("http://")},
         }
+        daemons = {replica.daemon.name: replica for replica in (prefill, decode)}
         for process in stack.processes:
-            sockets = listening(process.popen.pid)
-            assert {f"{address}:{port}" for address, port in sockets} == told[process.name], process.name
-        for replica in (prefill, decode):
-            couriers = courier_pids(replica.daemon.popen.pid)
-            assert len(couriers) == 1
-            for courier in couriers:
-                sockets = listening(courier)
-                assert sockets, "UCX listens somewhere"
+            pid, name = process.popen.pid, process.name
+            sockets = listening(pid)
+            assert sorted(f"{address}:{port}" for address, port in sockets) == sorted(told[name]), name
+            assert all(address in LOOPBACK for address, _ in sockets)
+            assert local_sockets(pid) == ({daemons[name].socket} if name in daemons else set()), name
+            # What a process has started: a daemon its couriers, which listen for UCX alone; the others nothing.
+            started = psutil.Process(pid).children(recursive=True)
+            couriers = courier_pids(pid)
+            assert len(couriers) == (1 if name in daemons else 0)
+            for child in started:
+                sockets = listening(child.pid)
+                assert (child.pid in couriers) == bool(sockets), f"{name}: {child.cmdline()} listens on {sockets}"
+                assert not local_sockets(child.pid)
                 for address, port in sockets:
                     assert address in LOOPBACK
                     assert port in UCX_PORTS, f"a courier listens on port {port}"
+        for replica in (prefill, decode):
             mode = os.stat(replica.socket)
             assert stat.S_ISSOCK(mode.st_mode)
             assert stat.S_IMODE(mode.st_mode) == 0o600

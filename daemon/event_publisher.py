@@ -1,0 +1,238 @@
+"""KV events over ZeroMQ, as vLLM's ZmqEventPublisher sends them: a PUB socket with (topic, sequence number, batch), and
+a ROUTER socket on which a subscriber asks for batches again. Shell; needs the extra `events`.
+
+The daemon's loop only puts batches into a bounded queue; a thread of its own encodes and sends. A subscriber that reads
+too slowly, or is not there, loses batches and blocks nobody: the gap in the sequence numbers tells it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from kvferry.daemon.kv_events import Cleared, KvEvent, Medium, Removed, Stored
+
+log = logging.getLogger(__name__)
+
+QUEUE = 4096  # batches that may wait for the thread
+QUEUE_TOKENS = 16 << 20  # likewise
+SUBSCRIBER_QUEUE = 2048  # batches that may wait for one subscriber
+REPLAY_BYTES = 256 << 20  # kept for replay at most
+END = (-1).to_bytes(8, "big", signed=True)  # the sequence number behind the last batch of a replay
+SEND_MS = 1000  # that a replay waits for its reader
+STOP_SECONDS = 5.0
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherSettings:
+    """`tcp://HOST:PORT` to bind; port 0: any free one. `replay` empty: no replay. `buffer`: batches kept for it."""
+
+    endpoint: str
+    replay: str
+    topic: str
+    buffer: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    sequence: int
+    time: float  # of the wall clock
+    events: Sequence[KvEvent]
+    tokens: int  # of all of them
+
+
+class EventPublisher:
+    """`publish` belongs to one thread; `close` ends the publisher's own. OSError where an endpoint cannot be bound."""
+
+    def __init__(self, settings: PublisherSettings) -> None:
+        self.blocks: Counter[tuple[str, Medium]] = Counter()  # by event and medium
+        self.batches = 0
+        self.queue_dropped = 0
+        self.subscriber_dropped = 0
+        self.sent = 0  # or dropped for good
+        self._settings = settings
+        self._queue: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
+        self._put_tokens = 0  # written by the caller's thread
+        self._taken_tokens = 0  # written by the publisher's
+        self._buffer: deque[tuple[bytes, bytes]] = deque()  # sequence number and encoded batch
+        self._buffered_bytes = 0
+        self._stop = threading.Event()
+        self._context = zmq.Context(io_threads=1)
+        self._pub = self._context.socket(zmq.PUB)
+        self._router: zmq.Socket[bytes] | None = None
+        try:
+            self._pub.setsockopt(zmq.SNDHWM, SUBSCRIBER_QUEUE)
+            self._pub.setsockopt(zmq.XPUB_NODROP, 1)  # EAGAIN where a subscriber's queue is full, so that it is counted
+            self.endpoint = _bind(self._pub, settings.endpoint)
+            self.replay = ""
+            if settings.replay:
+                self._router = self._context.socket(zmq.ROUTER)
+                self._router.setsockopt(zmq.SNDTIMEO, SEND_MS)
+                self.replay = _bind(self._router, settings.replay)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, str(error)) from error
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kv events")
+        self._thread.start()
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Never blocks; where there is no room the batch is dropped, its sequence number is not given again."""
+        if not events:
+            return
+        sequence = self.batches
+        self.batches += 1
+        tokens = sum(len(event.tokens) for event in events if isinstance(event, Stored))
+        waiting = self._put_tokens - self._taken_tokens
+        if self._queue.qsize() >= QUEUE or (waiting and waiting + tokens > QUEUE_TOKENS):
+            if self.queue_dropped == 0:
+                log.warning("KV events come faster than they are sent; batches are dropped")
+            self.queue_dropped += 1
+            return
+        for event in events:
+            if isinstance(event, Stored):
+                self.blocks["stored", event.medium] += len(event.digests)
+            elif isinstance(event, Removed):
+                self.blocks["removed", event.medium] += len(event.digests)
+        self._put_tokens += tokens
+        self._queue.put(_Batch(sequence, time.time(), events, tokens))
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Sends what waits and ends the thread. Idempotent."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(STOP_SECONDS)
+        assert not self._thread.is_alive(), "the publisher of KV events does not end"
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        encoder = msgspec.msgpack.Encoder()
+        try:
+            while not self._stop.is_set():
+                ready = dict(poller.poll())
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                self._send_waiting(encoder)
+                if self._router is not None and self._router in ready:
+                    self._replay(self._router)
+            self._send_waiting(encoder)
+        finally:
+            self._context.destroy(linger=200)
+
+    def _send_waiting(self, encoder: msgspec.msgpack.Encoder) -> None:
+        for _ in range(QUEUE):
+            try:
+                batch = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            payload = encoder.encode(_encoded(batch, self._settings.page_size))
+            sequence = batch.sequence.to_bytes(8, "big")
+            self._send(sequence, payload)
+            self._keep(sequence, payload)
+            self._taken_tokens += batch.tokens
+            self.sent = batch.sequence + 1
+
+    def _send(self, sequence: bytes, payload: bytes) -> None:
+        frames = (self._settings.topic.encode(), sequence, payload)
+        try:
+            self._pub.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self.subscriber_dropped += 1
+            self._pub.setsockopt(zmq.XPUB_NODROP, 0)  # those that read get it
+            self._pub.send_multipart(frames, zmq.NOBLOCK)
+            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+
+    def _keep(self, sequence: bytes, payload: bytes) -> None:
+        self._buffer.append((sequence, payload))
+        self._buffered_bytes += len(payload)
+        while len(self._buffer) > self._settings.buffer or self._buffered_bytes > REPLAY_BYTES:
+            self._buffered_bytes -= len(self._buffer.popleft()[1])
+
+    def _replay(self, router: zmq.Socket[bytes]) -> None:
+        """One request: (client, empty, first sequence number). Its answers end with an empty batch."""
+        request = router.recv_multipart()
+        if len(request) != 3 or len(request[2]) != 8:
+            log.warning(
+                "a replay of KV events was asked for in %d frames; it takes 3, the last of 8 bytes", len(request)
+            )
+            return
+        client, _, first = request
+        try:
+            for sequence, payload in self._buffer:
+                if sequence >= first:  # both big-endian
+                    router.send_multipart((client, b"", self._settings.topic.encode(), sequence, payload))
+            router.send_multipart((client, b"", b"", END, b""))
+        except zmq.Again:
+            log.warning("a replay of KV events was read too slowly; it was cut off")
+
+
+def _encoded(batch: _Batch, page_size: int) -> KVEventBatch:
+    return KVEventBatch(batch.time, [_event(event, page_size) for event in batch.events], 0)
+
+
+def _event(event: KvEvent, page_size: int) -> BlockStored | BlockRemoved | AllBlocksCleared:
+    if isinstance(event, Cleared):
+        return AllBlocksCleared()
+    hashes = [_hash(digest) for digest in event.digests]
+    if isinstance(event, Removed):
+        return BlockRemoved(hashes, event.medium)
+    parent = _hash(event.parent) if event.parent is not None else None
+    # Without tokens the size is 0, as vLLM has it: readers take no tokens out of the list then.
+    size = page_size if event.tokens else 0
+    return BlockStored(hashes, parent, list(event.tokens), size, None, event.medium, None)
+
+
+def _hash(digest: bytes) -> int:
+    """64 bits of it, as vLLM has them."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """The endpoint that was bound. zmq.ZMQError."""
+    host, _, port = endpoint.rpartition(":")
+    if "[" in host:
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.bind(f"{host}:{'*' if port == '0' else port}")
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,174 @@
+"""The ZeroMQ publisher alone: nobody there, somebody who does not read, endpoints that cannot be had."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.daemon import event_publisher
+from kvferry.daemon.config import ConfigError, DaemonConfig
+from kvferry.daemon.event_publisher import EventPublisher, PublisherSettings
+from kvferry.daemon.kv_events import Cleared, Removed, Stored
+
+PAGE = 4
+DIGEST = bytes(24) + (0xFEDCBA9876543210).to_bytes(8, "big")
+
+
+def settings(buffer: int = 100) -> PublisherSettings:
+    return PublisherSettings("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", "t", buffer, PAGE)
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def stored(number: int, pages: int = 1) -> Stored:
+    digests = tuple(number.to_bytes(16, "big") + i.to_bytes(16, "big") for i in range(pages))
+    return Stored("GPU", digests, None, list(range(pages * PAGE)))
+
+
+def until(done: object, seconds: float = 5.0) -> None:
+    assert callable(done)
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def replay(context: zmq.Context[zmq.Socket[bytes]], publisher: EventPublisher, first: int) -> list[tuple[int, object]]:
+    socket = context.socket(zmq.DEALER)
+    socket.connect(publisher.replay)
+    socket.send_multipart((b"", first.to_bytes(8, "big")))
+    batches: list[tuple[int, object]] = []
+    while socket.poll(5000):
+        _, _, sequence, payload = socket.recv_multipart()
+        if sequence == b"\xff" * 8:
+            return batches
+        batches.append((int.from_bytes(sequence, "big"), msgspec.msgpack.decode(payload)))
+    raise AssertionError("the replay did not end")
+
+
+def test_the_form_of_the_events(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    publisher = EventPublisher(settings())
+    publisher.publish([Cleared(), Stored("GPU", (DIGEST,), bytes(32), [1, 2, 3, 4])])
+    publisher.publish([])  # no batch
+    publisher.publish([Stored("CPU", (DIGEST,)), Removed("GPU", (DIGEST,))])
+    (first, one), (second, two) = replay(context, publisher, 0)
+    publisher.close()
+    publisher.close()
+    assert (first, second) == (0, 1)
+    assert isinstance(one, list) and isinstance(two, list)
+    assert one[0] == pytest.approx(time.time(), abs=60)
+    common = {"lora_id": None, "lora_name": None}
+    block = 0xFEDCBA9876543210
+    gpu = {"block_hashes": [block], "parent_block_hash": 0, "token_ids": [1, 2, 3, 4], "block_size": PAGE}
+    cpu = {"block_hashes": [block], "parent_block_hash": None, "token_ids": [], "block_size": 0}
+    assert one[1:] == [
+        [{"type": "AllBlocksCleared"}, {"type": "BlockStored", "medium": "GPU", **gpu, **common}],
+        0,
+    ]
+    assert two[1:] == [
+        [
+            {"type": "BlockStored", "medium": "CPU", **cpu, **common},
+            {"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU"},
+        ],
+        0,
+    ]
+    assert dict(publisher.blocks) == {("stored", "GPU"): 1, ("stored", "CPU"): 1, ("removed", "GPU"): 1}
+
+
+def test_replay_begins_where_it_is_asked_to_and_keeps_so_many(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    publisher = EventPublisher(settings(buffer=5))
+    for number in range(12):
+        publisher.publish([stored(number)])
+    until(lambda: [n for n, _ in replay(context, publisher, 0)] == [7, 8, 9, 10, 11])
+    assert [number for number, _ in replay(context, publisher, 10)] == [10, 11]
+    assert replay(context, publisher, 12) == []
+    wrong = context.socket(zmq.DEALER)
+    wrong.connect(publisher.replay)
+    wrong.send_multipart((b"", b"three"))
+    assert [number for number, _ in replay(context, publisher, 11)] == [11]
+    publisher.close()
+
+
+def test_who_does_not_read_loses_batches_and_blocks_nobody(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_publisher, "SUBSCRIBER_QUEUE", 10)
+    publisher = EventPublisher(settings(buffer=1))
+    slow, quick = context.socket(zmq.SUB), context.socket(zmq.SUB)
+    slow.setsockopt(zmq.RCVHWM, 1)
+    slow.setsockopt(zmq.RCVBUF, 4096)
+    quick.setsockopt(zmq.RCVHWM, 0)
+    for socket in (slow, quick):
+        socket.setsockopt(zmq.SUBSCRIBE, b"t")
+        socket.connect(publisher.endpoint)
+    for socket in (slow, quick):  # until both are subscribed
+        while not socket.poll(50):
+            publisher.publish([stored(0)])
+    began = publisher.batches
+    for number in range(250):
+        publisher.publish([stored(number, 2000)])  # 30 KB each: more than the kernel's buffers take
+        until(lambda: publisher.sent == publisher.batches)
+    assert publisher.queue_dropped == 0
+    assert publisher.subscriber_dropped > 0
+    last = publisher.batches - 1
+    seen = []
+    while not seen or seen[-1] < last:
+        assert quick.poll(5000)
+        seen.append(int.from_bytes(quick.recv_multipart()[1], "big"))
+    assert seen[-250:] == list(range(began, last + 1)), "who reads lost something by who does not"
+    publisher.close()
+
+
+def test_more_than_the_queue_takes_is_dropped_and_leaves_a_gap(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_publisher, "QUEUE", 0)
+    publisher = EventPublisher(settings())
+    publisher.publish([stored(1)])
+    monkeypatch.setattr(event_publisher, "QUEUE", 4096)
+    publisher.publish([stored(2)])
+    assert publisher.queue_dropped == 1
+    until(lambda: [number for number, _ in replay(context, publisher, 0)] == [1])
+    publisher.close()
+
+
+def test_long_prompts_that_wait_are_bounded_too(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_publisher, "QUEUE_TOKENS", 100)
+    publisher = EventPublisher(settings())
+    publisher.publish([stored(0, 1000)])  # alone, whatever its length
+    until(lambda: publisher.sent == 1)
+    for number in range(1, 2000):
+        publisher.publish([stored(number, 20)])
+    until(lambda: publisher.sent + publisher.queue_dropped >= 2000)
+    assert publisher.queue_dropped > 0
+    assert publisher.batches == 2000
+    publisher.close()
+
+
+def test_settings_that_cannot_be() -> None:
+    publisher = EventPublisher(settings())
+    taken = PublisherSettings(publisher.endpoint, "", "", 1, PAGE)
+    with pytest.raises(OSError, match="in use"):
+        EventPublisher(taken)
+    publisher.close()
+    for given, message in (
+        ({"events": "udp://127.0.0.1:1"}, "tcp://HOST:PORT"),
+        ({"events": "tcp://0.0.0.0:5557"}, "needs --insecure"),
+        ({"events": "tcp://127.0.0.1:5557", "events_replay": "tcp://0.0.0.0:5558"}, "needs --insecure"),
+        ({"events_replay": "tcp://127.0.0.1:5558"}, "--events is not given"),
+        ({"events": "tcp://127.0.0.1:5557", "role": "prefill"}, "only the decode side"),
+    ):
+        with pytest.raises((ConfigError, ValueError), match=message):
+            DaemonConfig.model_validate({"role": "decode", **given})
+    assert DaemonConfig(role="decode", events="tcp://0.0.0.0:5557", insecure=True).events

@@ -1,0 +1,146 @@
+"""KV events of whole systems, read as routers read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from engines import OPTIONS, Engines, settled
+from kv_event_reader import Subscriber
+
+from kvferry.daemon.stack import Stack
+from kvferry.daemon.stats_main import fetch
+from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.proto import cache_pb2
+from kvferry.radix.digests import DIGEST_BYTES, prompt_digests
+
+PAGE = 16
+PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
+EVENTS = ["--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0", "--events-topic", "kv@decode-0"]
+
+
+def published(replica: Replica) -> cache_pb2.KvEventStats:
+    with grpc.insecure_channel(replica.daemon_address, OPTIONS) as channel:
+        return fetch(channel).sides[0].events
+
+
+def hashes(tokens: list[int]) -> list[int]:
+    """Of the full pages of a prompt, by our own digests: 64 bits of each."""
+    digests = prompt_digests(tokens, page_size=PAGE).digests
+    return [int.from_bytes(digests[at - 8 : at], "big") for at in range(DIGEST_BYTES, len(digests) + 1, DIGEST_BYTES)]
+
+
+def read_until(subscriber: Subscriber, done: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert subscriber.read(0.2) or time.monotonic() < deadline, "the events did not come"
+
+
+def test_a_router_sees_both_tiers(stack: Stack) -> None:
+    read_both_tiers(stack)
+
+
+def read_both_tiers(stack: Stack) -> list[bytes]:
+    """Two turns and then as many other prompts as push them to the host: at each point the events say what is where.
+    Returns the batches.
+    """
+    flags = ["--host-bytes", str(400 * PAGE_BYTES), *EVENTS]
+    spec = SystemSpec(page_size=PAGE, decode_pool_bytes=40 * PAGE_BYTES, decode_flags=flags)
+    prefills, decodes = start_replicas(stack, spec)
+    told = published(decodes[0])
+    rng = random.Random(5)
+    with Subscriber(told.endpoint, told.replay, "kv@decode-0") as router, Engines(prefills[0], decodes[0]) as engines:
+        # A subscriber that comes late has missed what it can ask for again.
+        assert router.replay(0) >= 1
+        assert router.router.cleared == 1
+        prompt = [rng.randrange(32_000) for _ in range(100)]
+        first = engines.turn(prompt, 30)
+        history = prompt + first.output
+        # The last token's KV is not computed: 129 tokens are 8 pages, of prompt and output.
+        held = hashes(history[:-1])
+        assert len(held) == 8
+        read_until(router, lambda: router.router.held["GPU"] >= set(held))
+        assert router.router.prompt_of(held[-1]) == history[: 8 * PAGE]
+        second = engines.turn(history, 20)
+        assert second.matched == 8 * PAGE
+        longer = hashes([*history, *second.output][:-1])
+        read_until(router, lambda: router.router.held["GPU"] >= set(longer))
+        assert router.router.held["GPU"] == set(longer)
+        assert router.router.held["CPU"] == set()
+        for _ in range(4):
+            assert engines.turn([rng.randrange(32_000) for _ in range(300)], 5).error is None
+        read_until(router, lambda: router.router.held["CPU"] >= set(longer))
+        assert router.router.held["GPU"].isdisjoint(longer)
+        # It comes back: its pages are on the device again, and still on the host.
+        assert engines.turn(history, 2).matched > 0
+        read_until(router, lambda: router.router.held["GPU"] >= set(held))
+        side = settled(decodes[0])
+        while router.read(0.3):
+            pass
+        assert len(router.router.held["CPU"]) == side.host.cached
+        assert len(router.router.held["GPU"]) == side.pool.cached, "every page was announced with its tokens"
+        told = published(decodes[0])
+        assert told.batches == router.sequences[-1] + 1
+        assert told.queue_dropped == told.subscriber_dropped == 0
+        return router.payloads
+
+
+@pytest.mark.nightly
+def test_what_the_decode_worker_computes_itself_is_announced(stack: Stack) -> None:
+    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, prefills=0, decode_flags=EVENTS))
+    told = published(decodes[0])
+    prompt = list(range(70))
+    with Subscriber(told.endpoint, told.replay, "kv@decode-0") as router, Engines(None, decodes[0]) as engines:
+        threads = [threading.Thread(target=engines.turn, args=(prompt, 20)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        settled(decodes[0])
+        router.replay(0)
+        assert set(hashes(prompt)) <= router.router.held["GPU"]
+        assert router.router.prompt_of(hashes(prompt)[-1]) == prompt[:64]
+
+
+READ_BY_VLLM = """
+import json, sys
+import msgspec
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+decoder = msgspec.msgpack.Decoder(KVEventBatch)
+events = [event for line in sys.stdin for event in decoder.decode(bytes.fromhex(line)).events]
+print(json.dumps({
+    "kinds": sorted({type(event).__name__ for event in events}),
+    "media": sorted({event.medium for event in events if isinstance(event, (BlockStored, BlockRemoved))}),
+    "tokens": sum(len(event.token_ids) for event in events if isinstance(event, BlockStored)),
+}))
+"""
+
+
+@pytest.mark.nightly
+def test_vllms_own_classes_read_them(stack: Stack) -> None:
+    """In an environment that has vLLM: VLLM_PYTHON, or what `make demo-vllm` made."""
+    python = os.environ.get("VLLM_PYTHON", str(Path(__file__).parents[2] / "build" / "vllm-venv" / "bin" / "python"))
+    if not os.path.exists(python):
+        pytest.skip(f"no vLLM: {python} is not there")
+    payloads = read_both_tiers(stack)
+    done = subprocess.run(
+        [python, "-c", READ_BY_VLLM],
+        input="".join(f"{payload.hex()}\n" for payload in payloads),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    read = json.loads(done.stdout.splitlines()[-1])
+    assert read["kinds"] == ["AllBlocksCleared", "BlockRemoved", "BlockStored"]
+    assert read["media"] == ["CPU", "GPU"]
+    assert read["tokens"] > 0
