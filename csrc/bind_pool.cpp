@@ -66,6 +66,7 @@ void bind_pool(nb::module_& m) {
              pool.move(read_page_ids(pages, pool), state_of(source, "source"), state_of(target, "target"));
            },
            "pages"_a, "source"_a, "target"_a)
+      .def("resize", &PagePool::resize, "pages"_a)
       .def("states", &states, "pages"_a)
       .def("state_code",
            [](const PagePool& pool, int64_t page) { return int(pool.state(checked_page_id(page, pool))); }, "page"_a)

@@ -251,6 +251,7 @@ void bind_tree(nb::module_& m) {
            "lock"_a, "pages"_a)
       .def("finish_copy", &finish_copy, "copy_id"_a, "failed"_a = nb::make_tuple())
       .def("flush", [](TreeObject& self) { return self.tree.flush(); })
+      .def("forget_device", [](TreeObject& self) { return self.tree.forget_device(); })
       .def("recover", &recover, "digests"_a, "parents"_a, "host_pages"_a, "outputs"_a = nb::bytes("", 0))
       .def("dump", [](const TreeObject& self, int64_t limit) { return self.tree.dump(count_of("limit", limit)); }, "limit"_a)
       .def("check", [](const TreeObject& self) { self.tree.check(); })

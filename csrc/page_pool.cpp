@@ -33,12 +33,25 @@ const char* name_of(PageState state) {
   return names[size_t(state)];
 }
 
-PagePool::PagePool(int64_t pages, std::string tier) : tier_(std::move(tier)) {
+PagePool::PagePool(int64_t pages, std::string tier) : tier_(std::move(tier)) { make_free(pages, 0); }
+
+void PagePool::resize(int64_t pages) {
+  if (free() != this->pages()) {
+    throw BrokenInvariant(std::to_string(this->pages() - free()) + " " + tier_ + " pages are in use: the pool cannot be resized");
+  }
+  make_free(pages, 1 + *std::max_element(generations_.begin(), generations_.end()));
+}
+
+// Checks before it changes anything.
+void PagePool::make_free(int64_t pages, uint64_t generation) {
   if (pages < 1 || pages >= int64_t(1) << 31) {
     throw std::invalid_argument("pages is " + std::to_string(pages) + "; it must be 1 to 2^31 - 1");
   }
   states_.assign(size_t(pages), uint8_t(S::kFree));
-  generations_.assign(size_t(pages), 0);
+  generations_.assign(size_t(pages), generation);
+  free_runs_.clear();
+  by_size_.clear();
+  freed_.clear();
   counts_[size_t(S::kFree)] = uint32_t(pages);
   add_free({0, uint32_t(pages)});
 }

@@ -118,6 +118,7 @@ class RadixTree {
   std::optional<NextOut> oldest() const;
   std::optional<NextOut> oldest_host() const;
   Flushed flush();
+  uint64_t forget_device();
 
   // tree_copies.cpp
   std::optional<CopyPlan> backups(uint32_t pages);
@@ -193,6 +194,7 @@ class RadixTree {
 
   // tree_evict.cpp
   void drop(Node& leaf, uint32_t pages, PageIds& freed);
+  void orphan(Node& child);
 
   // tree_copies.cpp
   CopyRecord& begin_copy(CopyKind kind);

@@ -127,4 +127,44 @@ Flushed RadixTree::flush() {
   return done;
 }
 
+// The device's memory is gone: what has a host page keeps that, what has none goes. Returns how many device pages were freed.
+uint64_t RadixTree::forget_device() {
+  check_that(locks_ == 0 && copies_.empty() && counts_.arriving == 0, "the device's pages are in use");
+  PageIds freed;
+  const std::vector<Node*> nodes = all_nodes();
+  for (auto step = nodes.rbegin(); step != nodes.rend(); ++step) {  // children before parents
+    Node& node = **step;
+    if (is_root(node) || !node.on_device()) continue;
+    if (node.on_host()) {
+      const PageIds taken = take_device(node);
+      freed.insert(freed.end(), taken.begin(), taken.end());
+      continue;
+    }
+    std::vector<Node*> below;
+    node.children.each([&](Node* child) { below.push_back(child); });
+    for (Node* child : below) orphan(*child);
+    remove_subtree(node, nullptr, freed);
+  }
+  device_.free_pages(freed);
+  return freed.size();
+}
+
+// Host-only pages whose parent goes: they wait for one with its digest.
+void RadixTree::orphan(Node& child) {
+  Node& parent = *child.parent;
+  remove_child(parent, child);
+  keep_orphan(child, parent.last_digest());
+  std::vector<Node*> family{&child};
+  for (size_t i = 0; i < family.size(); ++i) {
+    Node& node = *family[i];
+    node.depth = node.parent == nullptr ? 0 : node.parent->depth + node.parent->size;
+    node.orphan = true;
+    counts_.orphans += node.size;
+    rekey(node);
+    node.children.each([&](Node* below) { family.push_back(below); });
+  }
+  settle(parent);
+  changed();
+}
+
 }  // namespace kvferry

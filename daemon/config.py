@@ -285,6 +285,13 @@ class DaemonConfig(BaseModel):
         Field(description="a name of DNS whose addresses are prefill daemons, looked up again and again"),
         Flag("HOST:PORT", default="none"),
     ] = ""
+    pool: Annotated[
+        Literal["daemon", "engine"],
+        Field(
+            description="whose memory each role's KV pool is: the daemon's, or that of its one engine process, which "
+            "registers it and says its size and storage"
+        ),
+    ] = "daemon"
     pool_bytes: Annotated[Size, Field(ge=1, le=1 << 48, description="of each role's KV pool"), Flag("SIZE")] = 1 << 30
     page_size: Annotated[int, Field(ge=1, le=4096, description="tokens of a page"), Flag("TOKENS")] = 64
     shm_dir: Annotated[str, Field(description="where the pools' shared memory lies"), Flag("DIR")] = "/dev/shm"

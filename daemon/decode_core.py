@@ -342,6 +342,11 @@ class DecodeCore:
             self._end(lease)
         self._pump(now)
 
+    def pool_leaves(self, now: float) -> None:
+        """The pool's memory goes with the engine that it is of, whose requests have ended."""
+        self.pins.unpin(0)
+        self._pump(now)
+
     # -- the other daemon's words --------------------------------------------------------------------------------
 
     def aux(self, prefill: str, name: Name, blob: bytes, now: float) -> None:

@@ -63,6 +63,15 @@ class DecodeSide(Side[DecodeCore]):
     def latencies(self) -> Latencies:
         return self.ready_core.latencies
 
+    def end_sessions(self, reason: str) -> None:
+        for link in self.links.values():
+            if link.session is not None:
+                link.session.break_off(reason)
+
+    @property
+    def open_sessions(self) -> int:
+        return sum(link.session is not None for link in self.links.values())
+
     # -- workers -------------------------------------------------------------------------------------------------
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:

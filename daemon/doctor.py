@@ -54,7 +54,7 @@ Check = Callable[[DaemonConfig], Iterator[Finding]]
 
 def memory(config: DaemonConfig) -> Iterator[Finding]:
     """Room for the pools, the host tier and the slots, each where it will be."""
-    pools = config.pool_bytes * len(config.roles)
+    pools = config.pool_bytes * len(config.roles) if config.pool == "daemon" else 0
     host = config.host_bytes * len(config.roles)
     in_shm = pools + (0 if config.host_dir else host)
     what = f"shared memory {config.shm_dir}"

@@ -1,5 +1,5 @@
 """A pool on GPUs: on the device of each rank a plain allocation of the daemon, which workers map by CUDA IPC and which
-outlives them.
+outlives them; or allocations of an engine, which the daemon maps until that engine's end is proven.
 
 Parts of pages are gathered into slots and scattered from them by kernels on two streams, pages are spilled and restored
 on two others, so that none of the four waits for another. What a copy reads was finished before it is issued: a worker
@@ -16,16 +16,27 @@ from functools import partial
 
 import numpy as np
 
-from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuPages, GpuUnavailable, PinnedBuffer
+from kvferry._core import (
+    GpuCopy,
+    GpuCopyEngine,
+    GpuError,
+    GpuMapping,
+    GpuPages,
+    GpuUnavailable,
+    PinnedBuffer,
+    gpu_device_ordinal,
+)
 from kvferry.daemon.copy_ends import CopyEnds
 from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.copy_plan import GpuCopies
 from kvferry.transfer.courier_link import CourierLink, GpuSlot
-from kvferry.transfer.lanes import Lane
-from kvferry.transfer.layouts import Int64s, RowMap
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.lanes import Lane, rank_geometry
+from kvferry.transfer.layouts import Int64s, RankStorage, RowMap
 from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Scatter
+from kvferry.transfer.registration import GpuAllocation, RegisteredRank, Registration
 from kvferry.transfer.sender import Gather
 from kvferry.transfer.slots import HEADER_BYTES
 
@@ -35,21 +46,26 @@ COPY_SECONDS = 60.0  # for a spill or a restore: a device that takes longer is l
 log = logging.getLogger(__name__)
 
 
-class RankMemory:
-    """One rank's memory, and the engines that copy there. GpuUnavailable, GpuError."""
+def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
+    """Of spills and of restores: two, since an engine has one stream to the host, and a restore, which a request waits
+    for, is not to be behind spills. GpuUnavailable, GpuError."""
+    return GpuCopies(GpuCopyEngine(ordinal)), GpuCopies(GpuCopyEngine(ordinal))
 
-    def __init__(self, shape: PoolShape, ordinal: int) -> None:
-        self.shape = shape
+
+class RankMemory:
+    """One rank's memory, and the engines that copy there."""
+
+    def __init__(self, storage: RankStorage, ordinal: int, engines: tuple[GpuCopies, GpuCopies], base: int) -> None:
+        """`storage` begins at address `base`."""
         self.ordinal = ordinal
-        # Two, since an engine has one stream to the host: a restore, which a request waits for, is not behind spills.
-        self.spills = GpuCopies(GpuCopyEngine(ordinal))
-        self.restores = GpuCopies(GpuCopyEngine(ordinal))
-        self.memory = self.spills.engine.allocate(shape.storage.nbytes)
-        self.spills.engine.check_range(self.memory.address, shape.storage.nbytes)
-        whole = shape.storage.rows()
+        self.spills, self.restores = engines
+        self._base = base
+        self._storage = storage
+        whole = storage.rows()
         self.spilled = self.pages(self.spills.engine, whole)
         self.restored = self.pages(self.restores.engine, whole)
-        self._planes = self.pages(self.parts, shape.storage.planes())
+        self._planes = self.pages(self.parts, storage.planes())
+        self._zeroed: GpuCopy | None = None  # the last one
 
     @property
     def parts(self) -> GpuCopyEngine:
@@ -58,24 +74,88 @@ class RankMemory:
 
     def pages(self, engine: GpuCopyEngine, rows: RowMap) -> GpuPages:
         """These rows of the memory."""
-        bases = np.ascontiguousarray(rows.offsets + self.memory.address)
+        bases = np.ascontiguousarray(rows.offsets + self._base)
         strides = np.ascontiguousarray(rows.strides)
         return engine.pages(bases, strides, rows.fragment_bytes, rows.pages, rows.pieces, rows.piece_stride)
 
     def zero_tail(self, page: int, tokens: int) -> None:
         """Before any gather that is issued later."""
-        start = tokens * self.shape.storage.geometry.fragment_token_bytes
-        self.parts.zero_page_from(self._planes, page, start, 0, self.parts.gather_stream)
+        start = tokens * self._storage.geometry.fragment_token_bytes
+        self._zeroed = self.parts.zero_page_from(self._planes, page, start, 0, self.parts.gather_stream)
 
     def zero_pages(self, pages: Int64s) -> GpuCopy:
         """Whole ones."""
         return self.parts.zero_pages(self._planes, pages)
 
-    def rank_pool(self) -> wire.RankPool:
-        nbytes = self.shape.storage.nbytes
+    def rank_pools(self) -> list[wire.RankPool]:
+        """Where workers find it; none: they know."""
+        return []
+
+    def close(self) -> None:
+        """No part is copied and no page spilled or restored any more."""
+        if self._zeroed is not None:
+            _wait([self._zeroed])
+
+
+class OwnRank(RankMemory):
+    """An allocation of the daemon."""
+
+    def __init__(self, storage: RankStorage, ordinal: int) -> None:
+        """GpuUnavailable, GpuError."""
+        engines = copiers(ordinal)
+        self.memory = engines[0].engine.allocate(storage.nbytes)
+        engines[0].engine.check_range(self.memory.address, storage.nbytes)
+        super().__init__(storage, ordinal, engines, self.memory.address)
+
+    def rank_pools(self) -> list[wire.RankPool]:
+        nbytes = self._storage.nbytes
         handle, offset = self.parts.export_memory(self.memory.address, nbytes)
         uuid = self.parts.device_uuid()
-        return wire.RankPool(ipc_handle=handle, device=self.ordinal, device_uuid=uuid, nbytes=nbytes, offset=offset)
+        return [wire.RankPool(ipc_handle=handle, device=self.ordinal, device_uuid=uuid, nbytes=nbytes, offset=offset)]
+
+
+class MappedRank(RankMemory):
+    """Allocations of an engine. They stay where they are until `close`, whatever becomes of the engine's process."""
+
+    def __init__(
+        self, field: str, rank: RegisteredRank, registration: Registration, own: KVGeometry, device: int
+    ) -> None:
+        """`own`: the rank's geometry. GpuUnavailable, GpuError; ValueError where the memory is not what was
+        registered."""
+        sources = [(memory.source, memory.nbytes) for memory in rank.memories]
+        self.mappings: list[GpuMapping] = []
+        engines = copiers(device)
+        try:
+            for i, (source, nbytes) in enumerate(sources):
+                assert isinstance(source, GpuAllocation), "a pool on GPUs is of allocations"
+                name = f"{field}.memories[{i}]"
+                there = gpu_device_ordinal(source.device_uuid)
+                if there != device:
+                    raise ValueError(f"{name}.gpu.device_uuid is cuda:{there}'s; this rank's is cuda:{device}")
+                try:
+                    self.mappings.append(engines[0].engine.open_ipc(source.ipc_handle, nbytes))
+                except GpuError as error:
+                    raise ValueError(f"{name}.gpu.ipc_handle: {error}") from error
+            addresses = [mapping.address for mapping in self.mappings]
+            for i, tensor in enumerate(rank.tensors):
+                try:  # that the driver, too, has it in one allocation
+                    start = addresses[tensor.memory] + tensor.offset
+                    engines[0].engine.check_range(start, tensor.extent(registration.pages))
+                except (GpuError, ValueError) as error:
+                    raise ValueError(f"{field}.tensors[{i}]: {error}") from error
+            self.storage = rank.storage(own, registration.order, registration.pages, addresses)
+            super().__init__(self.storage, device, engines, 0)
+        except BaseException:
+            self._unmap()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._unmap()
+
+    def _unmap(self) -> None:
+        while self.mappings:
+            self.mappings.pop().close()
 
 
 class GpuPartCopies:
@@ -182,10 +262,30 @@ class GpuPoolMemory:
         ranks: list[RankMemory] = []
         for ordinal in devices:
             try:
-                ranks.append(RankMemory(shape, ordinal))
+                ranks.append(OwnRank(shape.storage, ordinal))
             except (GpuUnavailable, GpuError) as error:
                 raise OSError(f"cuda:{ordinal}: {error}") from error
         return GpuPoolMemory(shape, ranks)
+
+    @staticmethod
+    def map(registration: Registration, geometry: KVGeometry, devices: Sequence[int]) -> GpuPoolMemory:
+        """An engine's allocations. OSError where a device is missing; ValueError where memory is not what was
+        registered: it names the field."""
+        own = rank_geometry(geometry, len(registration.ranks))
+        ranks: list[MappedRank] = []
+        try:
+            for i, (rank, device) in enumerate(zip(registration.ranks, devices, strict=True)):
+                try:
+                    ranks.append(MappedRank(f"pool.ranks[{i}]", rank, registration, own, device))
+                except (GpuUnavailable, GpuError) as error:
+                    raise OSError(f"cuda:{device}: {error}") from error
+            places = tuple(rank.storage for rank in ranks)
+            shape = PoolShape(geometry, len(ranks), registration.order, registration.pages, places)
+            return GpuPoolMemory(shape, list(ranks))
+        except BaseException:
+            for made in ranks:
+                made.close()
+            raise
 
     @property
     def can_sum(self) -> bool:
@@ -196,7 +296,7 @@ class GpuPoolMemory:
         return {}  # its copies run on the devices
 
     def rank_pools(self) -> list[wire.RankPool]:
-        return [rank.rank_pool() for rank in self._ranks]
+        return [pool for rank in self._ranks for pool in rank.rank_pools()]
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.sending_rows(lanes)
@@ -257,6 +357,11 @@ class GpuPoolMemory:
     def close(self) -> None:
         self._ends.close()
         self.detach_rows()
+        for rank in self._ranks:
+            try:
+                rank.close()
+            except OSError as error:
+                log.error("cuda:%d: %s", rank.ordinal, error)
         self._ranks.clear()
 
     @property

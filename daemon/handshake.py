@@ -42,9 +42,11 @@ SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)]
 
 
 def hello_of(side: AnySide) -> peer.PeerHello:
-    """The side's own Hello. UNAVAILABLE before its first worker."""
+    """The side's own Hello. UNAVAILABLE before its first worker, and while no engine's memory is the pool."""
     if side.facts is None:
         raise unavailable(f"daemon {side.config.name!r} has no {side.role} worker yet, so its model is not known")
+    if not side.has_pool.is_set():
+        raise unavailable(f"daemon {side.config.name!r} has no pool: its {side.role} engine is gone, and its memory")
     return peer.PeerHello(
         protocol=PROTOCOL,
         protocol_min=PROTOCOL_MIN,

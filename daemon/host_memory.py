@@ -1,5 +1,5 @@
-"""A pool in shared memory, a segment for each rank; copies by memcpy: small ones at once, large ones on the copy
-threads that it owns."""
+"""A pool in shared memory, a segment for each rank, the daemon's own or an engine's; copies by memcpy: small ones at
+once, large ones on the copy threads that it owns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from kvferry import _core
 from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier_link import CourierLink
-from kvferry.transfer.lanes import Lane
-from kvferry.transfer.layouts import Int64s, RowMap
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.lanes import Lane, rank_geometry
+from kvferry.transfer.layouts import Int64s, RankStorage, RowMap
 from kvferry.transfer.pool_shape import PoolShape, RowShard
 from kvferry.transfer.receiver import Scatter
+from kvferry.transfer.registration import Registration, SharedFile
 from kvferry.transfer.segment import Segment
 from kvferry.transfer.sender import Gather
 from kvferry.transfer.slots import HEADER_BYTES
@@ -115,7 +117,9 @@ class HostPoolMemory:
         self.shape = shape
         self._segments = segments
         self._memory = [np.frombuffer(segment.buffer, np.uint8) for segment in segments]
-        self._planes = [host_pages(segment.buffer, shape.storage.planes()) for segment in segments]
+        self._planes = [
+            host_pages(segment.buffer, shape.storage_of(rank).planes()) for rank, segment in enumerate(segments)
+        ]
         self._host: NDArray[np.uint8] | None = None
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvferry-copy")
@@ -135,6 +139,31 @@ class HostPoolMemory:
             raise
         return HostPoolMemory(shape, segments, threads)
 
+    @staticmethod
+    def map(registration: Registration, geometry: KVGeometry, directory: str, threads: int) -> HostPoolMemory:
+        """An engine's files in `directory`. OSError where one cannot be mapped, ValueError where one is not what it
+        must be: they name the field.
+        """
+        segments: list[Segment] = []
+        places: list[RankStorage] = []
+        own = rank_geometry(geometry, len(registration.ranks))
+        try:
+            for i, rank in enumerate(registration.ranks):
+                memory = rank.memories[0]
+                assert isinstance(memory.source, SharedFile), "a pool in shared memory is of files"
+                try:
+                    segments.append(Segment.open_within(directory, memory.source.name, memory.nbytes))
+                except (OSError, ValueError) as error:
+                    kind = OSError if isinstance(error, OSError) else ValueError
+                    raise kind(f"pool.ranks[{i}].memories[0].file.name {memory.source.name!r}: {error}") from error
+                places.append(rank.storage(own, registration.order, registration.pages, [0]))
+            shape = PoolShape(geometry, len(segments), registration.order, registration.pages, tuple(places))
+            return HostPoolMemory(shape, segments, threads)
+        except BaseException:
+            for segment in segments:
+                segment.close()
+            raise
+
     @property
     def can_sum(self) -> bool:
         return True
@@ -144,6 +173,8 @@ class HostPoolMemory:
         return {"copy worker": self._executor}
 
     def rank_pools(self) -> list[wire.RankPool]:
+        if self.shape.places:
+            return []  # the engine's own
         return [wire.RankPool(segment=segment.path, nbytes=segment.nbytes) for segment in self._segments]
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
@@ -158,7 +189,7 @@ class HostPoolMemory:
 
     def zero_tail(self, page: int, tokens: int) -> None:
         for planes in self._planes:
-            planes.zero_page_from(page, tokens * self.shape.storage.geometry.fragment_token_bytes)
+            planes.zero_page_from(page, tokens * self.shape.rank_geometry.fragment_token_bytes)
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """On the copy threads, an equal share on each, behind what they do already."""
@@ -181,14 +212,14 @@ class HostPoolMemory:
 
     def spill(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:
-            host, sizes = self._host_runs(shard, rows)
-            _core.copy_list(host, self._pool_runs(shard, shard.ranks[0], pages), sizes, self._threads)
+            host, sizes = self._host_runs(shard, shard.ranks[0], rows)
+            _core.copy_list(host, self._pool_runs(shard.ranks[0], pages), sizes, self._threads)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:
-            host, sizes = self._host_runs(shard, rows)
             for rank in shard.ranks:
-                _core.copy_list(self._pool_runs(shard, rank, pages), host, sizes, self._threads)
+                host, sizes = self._host_runs(shard, rank, rows)
+                _core.copy_list(self._pool_runs(rank, pages), host, sizes, self._threads)
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)
@@ -201,20 +232,21 @@ class HostPoolMemory:
             segment.close()
         self._segments.clear()
 
-    def _host_runs(self, shard: RowShard, rows: Int64s) -> tuple[Int64s, Int64s]:
-        """Addresses and sizes of the shard's fragments in these rows."""
+    def _host_runs(self, shard: RowShard, rank: int, rows: Int64s) -> tuple[Int64s, Int64s]:
+        """Addresses and sizes, in these rows, of the shard's fragments as the rank has them."""
         assert self._host is not None, "there is no host tier"
         count = len(self._host) // self.shape.row_bytes
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count):
             raise ValueError(f"rows are {int(rows.min())} to {int(rows.max())}; they must be 0 to {count - 1}")
-        size = shard.rows.fragment_bytes
-        fragments = np.arange(shard.rows.fragments, dtype=np.int64) * size
+        whole = self.shape.whole_rows[rank]
+        size = whole.fragment_bytes
+        fragments = np.arange(whole.fragments, dtype=np.int64) * size
         starts = self._host.ctypes.data + rows * self.shape.row_bytes + shard.start
         at = (starts[:, None] + fragments).ravel()
         return at, np.full(len(at), size, np.int64)
 
-    def _pool_runs(self, shard: RowShard, rank: int, pages: Int64s) -> Int64s:
-        found: Int64s = (self._memory[rank].ctypes.data + shard.rows.fragments_of(pages)).ravel()
+    def _pool_runs(self, rank: int, pages: Int64s) -> Int64s:
+        found: Int64s = (self._memory[rank].ctypes.data + self.shape.whole_rows[rank].fragments_of(pages)).ravel()
         return found
 
 

@@ -44,9 +44,9 @@ class HostTier:
     """Completions run on the event loop's thread."""
 
     def __init__(self, memory: PoolMemory, rows: HostRows, pages: int, *, checksums: bool) -> None:
-        self._memory = memory
-        memory.attach_rows(rows.buffer)
         self._rows = rows
+        self._memory: PoolMemory | None = None
+        self.attach(memory)
         self._file = rows if isinstance(rows, FileRows) else None
         self._checksums = checksums
         self._sums = np.zeros(pages, np.uint64)
@@ -131,6 +131,18 @@ class HostTier:
 
         future.add_done_callback(finished)
 
+    def attach(self, memory: PoolMemory) -> None:
+        """The device pool's memory, before the first copy. May take seconds: rows are pinned for GPUs."""
+        assert self._memory is None, "the tier is attached to another memory"
+        memory.attach_rows(self._rows.buffer)
+        self._memory = memory
+
+    def detach(self) -> None:
+        """Of that memory, which goes; no copy runs. Rows stay. Idempotent."""
+        if self._memory is not None:
+            self._memory.detach_rows()
+            self._memory = None
+
     async def close(self) -> None:
         """Starts no copy more, waits for those that run so that what they wrote is found again, and lets the memory
         go.
@@ -146,7 +158,7 @@ class HostTier:
 
     def discard(self) -> None:
         """Lets the memory go; no copy runs."""
-        self._memory.detach_rows()
+        self.detach()
         self._rows.close()
 
     def _outcome(self, started: Started, rows: NDArray[np.int64], result: asyncio.Future[_Outcome]) -> _Outcome:
@@ -167,15 +179,17 @@ class HostTier:
     def _copy(self, device: NDArray[np.int64], host: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
         """On the copy thread. `known`: a restore, and which of its rows have a checksum."""
         began = time.perf_counter()
-        size = self._memory.shape.row_bytes
+        memory = self._memory
+        assert memory is not None, "a copy without a device pool"
+        size = memory.shape.row_bytes
         failed: list[int] = []
         sums: NDArray[np.uint64] | None = None
         if known is None:
-            self._memory.spill(device, host)
+            memory.spill(device, host)
             if self._checksums or self._file is not None:
                 sums = checksum_rows(self._rows.buffer, host, size)
         else:
-            self._memory.restore(device, host)
+            memory.restore(device, host)
             if known.any():
                 wrong = verify_rows(self._rows.buffer, host[known], size, self._sums[host[known]])
                 failed = device[np.isin(host, np.asarray(wrong, np.int64))].tolist()

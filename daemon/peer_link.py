@@ -88,9 +88,9 @@ class PeerLink:
 
     async def run(self) -> None:
         """Until cancelled: one session after the other."""
-        await self._side.has_pool.wait()
         backoff = BACKOFF_SECONDS[0]
         while True:
+            await self._side.has_pool.wait()
             self.state, self._wake = "connecting", asyncio.Event()
             try:
                 await self._connect_and_serve()
@@ -131,7 +131,7 @@ class PeerLink:
         side = self._side
         async with side.dial(self.address, self.expected) as channel:
             call = PeerStub(channel).Session(wait_for_ready=False)
-            own = hello_of(side)
+            epoch, own = side.epoch, hello_of(side)
             await asyncio.wait_for(call.write(peer.PeerMessage(hello=own)), HELLO_SECONDS)
             answer = await asyncio.wait_for(call.read(), HELLO_SECONDS)
             if isinstance(answer, peer.PeerMessage) and answer.WhichOneof("kind") != "hello":
@@ -146,6 +146,8 @@ class PeerLink:
             hello = answer.hello
             check_hello(side, hello, self.address)
             self.check_name(hello.daemon)
+            if not side.has_pool.is_set() or side.epoch != epoch:
+                raise SessionBroken("the engine whose memory the pool was has ended")
             config, memory, ranks = side.config, side.memory, ranks_of(hello)
             lanes = lanes_of(memory.shape.geometry, ranks, config.ranks)
             session = ReceivingSession(

@@ -56,8 +56,8 @@ class PartCopies(Protocol):
 
 
 class PoolMemory(Protocol):
-    """Owns the memory of a pool of `shape`. All methods but `spill` and `restore` are called on the event loop's
-    thread."""
+    """Owns the memory of a pool of `shape`, or its mapping. All methods but `attach_rows`, `detach_rows`, `spill` and
+    `restore` are called on the event loop's thread."""
 
     @property
     def shape(self) -> PoolShape: ...
@@ -71,7 +71,7 @@ class PoolMemory(Protocol):
         """Its copy threads by name, if it has any: whose progress may be watched."""
 
     def rank_pools(self) -> list[wire.RankPool]:
-        """Where workers find it, rank by rank."""
+        """Where workers find it, rank by rank; none: it is the worker's own."""
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> PartCopies:
         """For a session that is up; the sending slots are the ranks', `slots_of_rank` after each other."""
@@ -90,7 +90,7 @@ class PoolMemory(Protocol):
         """Names the host tier's memory, rows of `shape.row_bytes` one behind the other; before the first `spill`."""
 
     def detach_rows(self) -> None:
-        """Forgets it: nothing of it is held any more. Idempotent."""
+        """Forgets it: nothing of it is held any more, and no copy runs. Idempotent."""
 
     def spill(self, pages: Int64s, rows: Int64s) -> None:
         """Page pages[i] -> row rows[i]; blocks until it is done, on a copy thread. OSError or ValueError: failed."""

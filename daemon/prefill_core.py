@@ -223,6 +223,17 @@ class PrefillCore:
             self._settle(entry)
         self._pump(now)
 
+    def pool_leaves(self, now: float) -> None:
+        """The pool's memory goes with the engine that it is of: what it had computed can be sent no more."""
+        self.pins.unpin(0)
+        for entry in list(self.entries.values()):
+            if entry.prompt is None or entry.done:
+                continue
+            self._fail(entry, unavailable("the engine whose memory the pool is has ended"))
+            entry.prompt.worker_done = True
+            self._settle(entry)
+        self._pump(now)
+
     # -- the decode daemon's words -------------------------------------------------------------------------------
 
     def ask(self, session: int, name: Name, request: peer.Ask, deadline: float, now: float) -> None:

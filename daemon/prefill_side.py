@@ -40,6 +40,14 @@ class PrefillSide(Side[PrefillCore]):
         """Stages of sending only."""
         return self._latencies
 
+    def end_sessions(self, reason: str) -> None:
+        for session in self.sessions.values():
+            session.break_off(reason)
+
+    @property
+    def open_sessions(self) -> int:
+        return len(self.sessions)
+
     # -- workers -------------------------------------------------------------------------------------------------
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:

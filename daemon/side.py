@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -22,13 +22,13 @@ from kvferry import tracing
 from kvferry.daemon.config import STORAGES, DaemonConfig
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters
 from kvferry.daemon.effects import Effect, ForgetRows, StartCopy, ToWorker, ZeroPages, tier_effects
+from kvferry.daemon.engine_pool import EnginePool
 from kvferry.daemon.errors import RequestError, exhausted, invalid, precondition
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.daemon.host_memory import HostPoolMemory
 from kvferry.daemon.host_tier import HostTier, open_tier, store_limits
 from kvferry.daemon.kv_events import KvEvent, Medium
 from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.pins import Pins
+from kvferry.daemon.pool_making import make_pool, map_pool, registration_of
 from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.request_traces import RequestTraces
 from kvferry.daemon.session import SessionBroken, report_invariant
@@ -40,6 +40,7 @@ from kvferry.transfer.geometry import Layout
 from kvferry.transfer.layouts import StorageOrder
 from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
+from kvferry.transfer.registration import Registration
 from kvferry.transfer.segment import FileLock
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class Core(Protocol):
 
     def worker_gone(self, worker: int, now: float) -> None: ...
 
+    def pool_leaves(self, now: float) -> None: ...
+
     def tick(self, now: float) -> None: ...
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None: ...
@@ -133,6 +136,8 @@ class Side(Generic[CoreT]):
         self.event_sink: EventSink | None = None  # set before the first worker comes
         self.traces = RequestTraces(self.role) if tracing.on() else None
         self._memory: PoolMemory | None = None
+        self._shape: PoolShape | None = None  # of the memory that is, or was last
+        self._engine = EnginePool(self.role, self, self._forget_pool) if config.pool == "engine" else None
         self._tier: HostTier | None = None
         self._next_worker = 1
         self._lost: dict[int, Worker] = {}
@@ -150,6 +155,15 @@ class Side(Generic[CoreT]):
         raise AssertionError("a side has a role")
 
     def perform(self, effect: Effect) -> None:
+        raise AssertionError("a side has a role")
+
+    def end_sessions(self, reason: str) -> None:
+        """All of them. Idempotent."""
+        raise AssertionError("a side has a role")
+
+    @property
+    def open_sessions(self) -> int:
+        """Those whose copies and courier may not have ended."""
         raise AssertionError("a side has a role")
 
     def effect_failed(self, effect: Effect, message: str) -> None:
@@ -217,19 +231,25 @@ class Side(Generic[CoreT]):
                 f"page_size: the worker has {page_size}, the daemon {self.config.page_size}; "
                 "give one of them the other's"
             )
+        registration = registration_of(self.config, hello)
         hello.facts.geometry.page_size = self.config.page_size
         try:
             facts = NamespaceFacts.from_proto(hello.facts)
         except ValueError as error:
             raise invalid(str(error)) from error
         # In a task of its own: a worker that leaves meanwhile must not leave half a pool.
-        making = asyncio.get_running_loop().create_task(self._fit_once(facts))
-        self._tasks.add(making)
-        making.add_done_callback(self._tasks.discard)
-        await asyncio.shield(making)
-        self.store.namespace(facts.id)
+        fitting = self._fit_once(facts) if registration is None else self._map(hello.worker, facts, registration)
+        making = self._start(fitting)
+        try:
+            await asyncio.shield(making)
+            self.store.namespace(facts.id)
+        except BaseException:
+            making.add_done_callback(self._abandoned)
+            raise
         number = self._next_worker
         self._next_worker += 1
+        if self._engine is not None:
+            self._engine.own(number)
         path = os.path.join(self.config.shm_dir, f"kvferry-{self.incarnation.hex()}-{self.role}-worker-{number}")
         worker = Worker(number, hello.worker, facts.id, FileLock.create(path), asyncio.Queue(WORKER_QUEUE))
         self.workers[number] = worker
@@ -252,26 +272,55 @@ class Side(Generic[CoreT]):
         )
         return worker, welcome
 
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, AssertionError):
+            report_invariant(error)
+        elif error is not None and not isinstance(error, RequestError):
+            log.error("%s: %s: %s", self.role, type(error).__name__, error)
+
+    async def _map(self, worker: str, facts: NamespaceFacts, registration: Registration) -> None:
+        """Makes an engine's memory the pool. RequestError."""
+        assert self._engine is not None
+        await self._engine.claim(worker)
+        try:
+            async with self._making:
+                await self._fit(facts, registration)
+        except BaseException:
+            self._engine.give_up()
+            raise
+
+    def _abandoned(self, making: asyncio.Task[None]) -> None:
+        """The pool was made, or will not be, for a worker that has not come to be."""
+        if self._engine is not None and not making.cancelled() and making.exception() is None:
+            self._start(self._engine.let_go())
+
     async def _fit_once(self, facts: NamespaceFacts) -> None:
         async with self._making:
             await self._fit(facts)
 
-    async def _fit(self, facts: NamespaceFacts) -> None:
+    async def _fit(self, facts: NamespaceFacts, registration: Registration | None = None) -> None:
         if self.facts is not None:
             for difference in differences(self.facts, facts):
                 if difference.field != "tenant_salt_digest":
                     raise precondition(f"this daemon serves another model: {difference}")
+            if registration is not None:
+                self._check_layout(facts, registration.order)
+                await self._refit(self.facts, registration)
             return
-        if facts.geometry.layout is Layout.ENGINE and (self.config.ranks, self.config.storage) != (1, "page"):
-            raise precondition(
-                f"ranks is {self.config.ranks} and storage {self.config.storage!r}; a page in an engine's own layout "
-                "cannot be taken apart: start the daemon with --ranks 1 --storage page"
-            )
+        self._check_layout(facts, STORAGES[self.config.storage] if registration is None else registration.order)
         try:
             page_bytes, row_bytes = page_bytes_of(facts.geometry, self.config.ranks), facts.geometry.page_bytes
         except ValueError as error:
             raise precondition(f"this daemon cannot serve the model: {error}") from error
-        pages = self.config.pool_bytes // page_bytes
+        pages = self.config.pool_bytes // page_bytes if registration is None else registration.pages
         if not 1 <= pages < 1 << 31:
             raise exhausted(
                 f"--pool-bytes is {self.config.pool_bytes}, a page of this model {page_bytes}; "
@@ -283,13 +332,11 @@ class Side(Generic[CoreT]):
                 f"--host-bytes is {self.config.host_bytes}, a page of this model {row_bytes}; "
                 "the host tier must hold 1 to 2^31 - 1 pages"
             )
-        name = f"kvferry-{self.incarnation.hex()}-{self.role}-pool"
-        try:
-            # In a thread: the kernel clears the memory, which takes seconds for a large pool.
-            memory = await asyncio.to_thread(self._make_memory, name, facts, pages)
-        except OSError as error:
-            place = self.config.device if self.config.devices else self.config.shm_dir
-            raise exhausted(f"pool of {pages * page_bytes} bytes in {place}: {error}") from error
+        if registration is not None:
+            memory = await map_pool(self.config, facts.geometry, registration)
+        else:
+            name = f"kvferry-{self.incarnation.hex()}-{self.role}-pool"
+            memory = await make_pool(self.config, facts.geometry, pages, name)
         try:
             store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
             store.clock.now = self.now()
@@ -306,7 +353,7 @@ class Side(Generic[CoreT]):
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG)
             raise (exhausted(message) if full else precondition(message)) from error
         self.facts = facts
-        self._memory = memory
+        self._take(memory)
         self.core = self.make_core(store)
         self.has_pool.set()
         log.info(
@@ -314,13 +361,31 @@ class Side(Generic[CoreT]):
             *(self.role, pages, host_pages, page_bytes, facts.model, self.config.ranks),
         )
 
-    def _make_memory(self, name: str, facts: NamespaceFacts, pages: int) -> PoolMemory:
-        """OSError where there is too little, or no such device."""
-        config = self.config
-        shape = PoolShape(facts.geometry, config.ranks, STORAGES[config.storage], pages)
-        if config.devices:
-            return GpuPoolMemory.create(shape, config.devices)
-        return HostPoolMemory.create(shape, config.shm_dir, name, config.copy_threads)
+    def _check_layout(self, facts: NamespaceFacts, storage: StorageOrder) -> None:
+        if facts.geometry.layout is Layout.ENGINE and (self.config.ranks, storage) != (1, StorageOrder.PAGE_MAJOR):
+            raise precondition(
+                f"ranks is {self.config.ranks} and storage {storage.name}; a page in an engine's own layout "
+                "cannot be taken apart: it takes --ranks 1 --storage page"
+            )
+
+    async def _refit(self, facts: NamespaceFacts, registration: Registration) -> None:
+        """Another memory for a side whose engine has come again: of the tiers the host's has kept what it had."""
+        memory = await map_pool(self.config, facts.geometry, registration)
+        try:
+            if self._tier is not None:
+                await asyncio.to_thread(self._tier.attach, memory)
+        except BaseException:
+            memory.close()
+            raise
+        self.store.resize(registration.pages)
+        self.epoch = secrets.randbits(63)
+        self._take(memory)
+        self.has_pool.set()
+        log.info("%s pool: %d pages, registered again", self.role, registration.pages)
+
+    def _take(self, memory: PoolMemory) -> None:
+        self._memory = memory
+        self._shape = memory.shape
 
     def attach(self, worker: Worker) -> None:
         """The worker says that it holds its lock; it is looked at."""
@@ -334,15 +399,15 @@ class Side(Generic[CoreT]):
         del self.workers[worker.number]
         if self.traces is not None:
             self.traces.left(worker.number)
+        if self._engine is not None and self._engine.is_owner(worker.number):
+            self._engine.owner_leaves()
         if worker.quiesced or not worker.attached:
             self._proved(worker)
             return
         self.worker_lost(worker)
         self.flush()
         self._lost[worker.number] = worker
-        task = asyncio.get_running_loop().create_task(self._await_proof(worker))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._start(self._await_proof(worker))
 
     async def _await_proof(self, worker: Worker) -> None:
         """Until the kernel has released the lost worker's lock it may still write."""
@@ -356,6 +421,48 @@ class Side(Generic[CoreT]):
         worker.lock.unlink()
         self.worker_gone(worker)
         self.flush()
+        if self._engine is not None and self._engine.is_owner(worker.number):
+            self.has_pool.clear()
+            self._start(self._engine.let_go())
+
+    # -- the end of an engine's memory (engine_pool.Using) -------------------------------------------------------
+
+    async def memory_released(self, worker: Worker, seconds: float) -> bool:
+        """Waits until memory that this worker registered, if it did, is mapped no more."""
+        if self._engine is None or not self._engine.is_owner(worker.number):
+            return True
+        return await self._engine.released(seconds)
+
+    def drop_requests(self) -> None:
+        self.has_pool.clear()
+        if self.core is not None:
+            self.core.pool_leaves(self.now())
+            self.flush()
+
+    def in_use(self) -> str:
+        if self.core is None:
+            return ""
+        counts = {
+            "sessions": self.open_sessions,
+            "requests": self.core.running + self.core.waiting_requests,
+            "locks": self.store.locks,
+            "copies between the tiers": self.store.copies,
+            "clearing of pages": int(self._zeroing),
+        }
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+    async def _forget_pool(self) -> None:
+        """Nothing uses the memory."""
+        memory, self._memory = self.memory, None
+        forgotten = self.store.forget_device()
+        self.flush()  # routers hear of it
+        if self._tier is not None:
+            await asyncio.to_thread(self._tier.detach)
+        memory.close()
+        log.info(
+            "%s pool: the engine's memory is unmapped; %d pages are forgotten, %d are in the host tier",
+            *(self.role, forgotten, self.store.host_pages),
+        )
 
     # -- effects -------------------------------------------------------------------------------------------------
 
@@ -474,7 +581,14 @@ class Side(Generic[CoreT]):
     @property
     def page_bytes(self) -> int:
         """Of a page over all ranks."""
-        return self.memory.shape.page_bytes
+        assert self._shape is not None
+        return self._shape.page_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a page in the host tier."""
+        assert self._shape is not None
+        return self._shape.row_bytes
 
     def deadline_of(self, milliseconds: int) -> float:
         """A request's deadline: its own if it names one, never past the configured transfer time."""
@@ -483,7 +597,7 @@ class Side(Generic[CoreT]):
 
     async def spill_all(self, deadline: float) -> None:
         """Copies what is cached on the device to the host tier's file, until `deadline`."""
-        if self.core is None or self._tier is None or not self._tier.survives:
+        if self.core is None or self._tier is None or not self._tier.survives or not self.has_pool.is_set():
             return
         store = self.store
         self.core.pins.unpin(0)  # what an operator held is saved, too

@@ -90,12 +90,12 @@ def side_stats(side: AnySide) -> cache.SideStats:
     """Zeros before the first worker has come."""
     stats = cache.SideStats(role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL)
     stats.workers = side.workers_here
-    if not side.has_pool.is_set():
+    if side.core is None:
         return stats
     side.store.settle()
     _requests(side, stats.requests)
     _device(side.store, side.page_bytes, stats.pool)
-    _host(side.store, side.memory.shape.row_bytes, stats.host)
+    _host(side.store, side.row_bytes, stats.host)
     _tiers(side, stats.tiers)
     _namespaces(side.store, stats)
     stats.policy = side.store.limits.policy

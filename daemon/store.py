@@ -258,6 +258,26 @@ class Store:
             device, host, skipped = device + result.device, host + result.host, skipped + result.skipped
         return FlushCount(device, host, skipped)
 
+    def forget_device(self) -> int:
+        """The device pool's memory is gone: what the host tier has stays, the rest is forgotten. No lock, no request's
+        page and no copy may be left. Returns how many pages it held.
+        """
+        self.settle()
+        assert not self._copies and not self.promised, f"{len(self._copies)} copies, {self.promised} pages promised"
+        forgotten = 0
+        for namespace in self.namespaces.values():
+            pages = namespace.tree.forget_device()
+            namespace.evicted += pages
+            forgotten += pages
+        self.evicted += forgotten
+        counts = self.pool.counts()
+        assert counts.free == counts.total, f"device pages are in use: {counts}"
+        return forgotten
+
+    def resize(self, pages: int) -> None:
+        """Another memory, of so many pages. None may be in use."""
+        self.pool.resize(pages)
+
     def recover(self, namespace: Namespace, digests: bytes, parents: bytes, rows: list[int], outputs: bytes) -> None:
         """Pages of the host tier's file, found again at the start."""
         assert self.host is not None

@@ -18,6 +18,7 @@ from kvferry.proto import worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0
+RELEASE_SECONDS = 60.0  # that a worker which has left waits for the end of its memory's mapping
 
 if TYPE_CHECKING:
     Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -63,6 +64,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 task.cancel()
             side.leave(worker)
             log.info("%s worker %s has %s", side.role, worker.name, "left" if worker.quiesced else "broken off")
+        if worker.quiesced and not await side.memory_released(worker, RELEASE_SECONDS):
+            log.error("%s worker %s is left alone with memory that is still mapped", side.role, worker.name)
 
     async def _hello(self, context: Context) -> tuple[AnySide, Worker]:
         message = await asyncio.wait_for(context.read(), HELLO_SECONDS)

@@ -54,16 +54,72 @@ class WorkerEvent(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., retract: _Optional[_Union[Retract, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol", "role", "worker", "facts")
+    __slots__ = ("protocol", "role", "worker", "facts", "pool")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     role: _common_pb2.Role
     worker: str
     facts: _common_pb2.NamespaceFacts
-    def __init__(self, protocol: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., worker: _Optional[str] = ..., facts: _Optional[_Union[_common_pb2.NamespaceFacts, _Mapping]] = ...) -> None: ...
+    pool: EnginePool
+    def __init__(self, protocol: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., worker: _Optional[str] = ..., facts: _Optional[_Union[_common_pb2.NamespaceFacts, _Mapping]] = ..., pool: _Optional[_Union[EnginePool, _Mapping]] = ...) -> None: ...
+
+class EnginePool(_message.Message):
+    __slots__ = ("pages", "storage", "ranks")
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    storage: _common_pb2.Storage
+    ranks: _containers.RepeatedCompositeFieldContainer[EngineRank]
+    def __init__(self, pages: _Optional[int] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., ranks: _Optional[_Iterable[_Union[EngineRank, _Mapping]]] = ...) -> None: ...
+
+class EngineRank(_message.Message):
+    __slots__ = ("memories", "tensors")
+    MEMORIES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    memories: _containers.RepeatedCompositeFieldContainer[EngineMemory]
+    tensors: _containers.RepeatedCompositeFieldContainer[EngineTensor]
+    def __init__(self, memories: _Optional[_Iterable[_Union[EngineMemory, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[EngineTensor, _Mapping]]] = ...) -> None: ...
+
+class EngineMemory(_message.Message):
+    __slots__ = ("file", "gpu", "nbytes")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    file: SharedFile
+    gpu: GpuAllocation
+    nbytes: int
+    def __init__(self, file: _Optional[_Union[SharedFile, _Mapping]] = ..., gpu: _Optional[_Union[GpuAllocation, _Mapping]] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class SharedFile(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class GpuAllocation(_message.Message):
+    __slots__ = ("ipc_handle", "device_uuid")
+    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    ipc_handle: bytes
+    device_uuid: bytes
+    def __init__(self, ipc_handle: _Optional[bytes] = ..., device_uuid: _Optional[bytes] = ...) -> None: ...
+
+class EngineTensor(_message.Message):
+    __slots__ = ("memory", "offset", "page_stride", "page_bytes")
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PAGE_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    memory: int
+    offset: int
+    page_stride: int
+    page_bytes: int
+    def __init__(self, memory: _Optional[int] = ..., offset: _Optional[int] = ..., page_stride: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens", "rank_pools", "storage", "page_tokens")

@@ -26,6 +26,7 @@ PURE = (
     "kvferry.transfer.outgoing",
     "kvferry.transfer.pool_shape",
     "kvferry.transfer.receiver",
+    "kvferry.transfer.registration",
     "kvferry.transfer.sender",
     "kvferry.transfer.slots",
     "kvferry.daemon.admission",
@@ -99,6 +100,7 @@ CLIENT = (
     "kvferry.transfer.lanes",
     "kvferry.transfer.layouts",
     "kvferry.transfer.namespace",
+    "kvferry.transfer.registration",
     "kvferry.transfer.segment",
 )
 

@@ -1,4 +1,4 @@
-"""A daemon's memory on a GPU as another process maps it, by CUDA IPC."""
+"""Memory on a GPU as another process maps it, by CUDA IPC: a daemon's, mapped here, and one's own for a daemon."""
 
 from __future__ import annotations
 
@@ -25,3 +25,23 @@ class IpcMemory:
     def close(self) -> None:
         """Nobody may use the memory any more. Idempotent."""
         self._mapping.close()
+
+
+class Exporter:
+    """Names memory of this process on one device, by number, for others."""
+
+    def __init__(self, device: int) -> None:
+        """OSError where there is no such device."""
+        try:
+            self._engine = GpuCopyEngine(device)
+        except (GpuUnavailable, GpuError) as error:
+            raise OSError(f"cuda:{device}: {error}") from error
+        self.device_uuid = self._engine.device_uuid()
+
+    def export(self, address: int, nbytes: int) -> tuple[bytes, int]:
+        """The handle of the allocation that these bytes lie in, and their offset in it. OSError: it has none, or they
+        are not in one."""
+        try:
+            return self._engine.export_memory(address, nbytes)
+        except (GpuError, ValueError) as error:
+            raise OSError(f"memory on a GPU cannot be shared: {error}") from error

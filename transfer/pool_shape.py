@@ -13,36 +13,47 @@ from kvferry.transfer.layouts import RankStorage, RowMap, StorageOrder
 
 
 class RowShard(NamedTuple):
-    """A shard of a page in the host tier: `rows.row_bytes` bytes from byte `start` of the host row on. It is spilled
-    from the first of `ranks` and restored to all of them; `rows` are those of each."""
+    """A shard of a page in the host tier: a rank's whole row, from byte `start` of the host row on. It is spilled from
+    the first of `ranks` and restored to all of them."""
 
     ranks: tuple[int, ...]
-    rows: RowMap
     start: int
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """`pages` pages of a model's geometry, over `ranks` ranks that store them in this order."""
+    """`pages` pages of a model's geometry, over `ranks` ranks that store them in this order: without gaps, or where
+    `places` says (one for each rank)."""
 
     geometry: KVGeometry  # of the model: all heads
     ranks: int
     order: StorageOrder
     pages: int
+    places: tuple[RankStorage, ...] = ()
 
     def __post_init__(self) -> None:
         """ValueError names the field, its value and the bound."""
         check_ranks(self.geometry, self.ranks)
+        assert len(self.places) in (0, self.ranks), f"{len(self.places)} places for {self.ranks} ranks"
+
+    @cached_property
+    def rank_geometry(self) -> KVGeometry:
+        """Of what each rank holds."""
+        return rank_geometry(self.geometry, self.ranks)
+
+    def storage_of(self, rank: int) -> RankStorage:
+        return self.places[rank] if self.places else self.storage
 
     @cached_property
     def storage(self) -> RankStorage:
-        """Of each rank."""
-        return RankStorage.make(rank_geometry(self.geometry, self.ranks), self.order, self.pages)
+        """Of each rank, without gaps."""
+        assert not self.places, "each rank has a place of its own"
+        return RankStorage.make(self.rank_geometry, self.order, self.pages)
 
     @property
     def page_bytes(self) -> int:
         """Of a page on all ranks together: more than a row's, where ranks hold the same heads."""
-        return self.ranks * self.storage.geometry.page_bytes
+        return self.ranks * self.rank_geometry.page_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -52,17 +63,21 @@ class PoolShape:
     @cached_property
     def row_shards(self) -> list[RowShard]:
         """By `start`, without gaps: what the host tier's rows are made of."""
-        rows = self.storage.rows()
-        shards = shards_of(self.geometry, self.ranks)
-        return [RowShard(shard.ranks, rows, i * rows.row_bytes) for i, shard in enumerate(shards)]
+        size = self.rank_geometry.page_bytes
+        return [RowShard(shard.ranks, i * size) for i, shard in enumerate(shards_of(self.geometry, self.ranks))]
+
+    @cached_property
+    def whole_rows(self) -> list[RowMap]:
+        """Of each rank: what the host tier's shards are made of."""
+        return [self.storage_of(rank).rows() for rank in range(self.ranks)]
 
     def sending_rows(self, lanes: Sequence[Lane]) -> list[RowMap]:
         """Each lane's rows in the memory of its sending rank, which is one of these."""
-        return [self.storage.rows(lane.sender_head, lane.heads.count) for lane in lanes]
+        return [self.storage_of(lane.sender).rows(lane.sender_head, lane.heads.count) for lane in lanes]
 
     def receiving_rows(self, lanes: Sequence[Lane]) -> list[RowMap]:
         """Each lane's rows in the memory of its receiving rank, which is one of these."""
-        return [self.storage.rows(lane.receiver_head, lane.heads.count) for lane in lanes]
+        return [self.storage_of(lane.receiver).rows(lane.receiver_head, lane.heads.count) for lane in lanes]
 
 
 def page_bytes_of(geometry: KVGeometry, ranks: int) -> int:

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import re
+import stat
 
 _OURS = re.compile(r"^kvferry-([0-9a-f]{32})-[a-z0-9-]{1,64}$")
 
@@ -51,6 +52,29 @@ class Segment:
             size = os.fstat(fd).st_size
             if size < nbytes:
                 raise ValueError(f"segment {path} has {size} bytes; {nbytes} are needed")
+            return Segment(path, nbytes, fd)
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def open_within(directory: str, name: str, nbytes: int) -> Segment:
+        """Maps a plain file that another process of this user made in `directory`, its memory reserved now. OSError, or
+        ValueError where it is not a plain name, not this user's, or has other than `nbytes` bytes.
+        """
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"{name[:128]!r} is not the plain name of a file")
+        path = os.path.join(directory, name)
+        # O_NONBLOCK: a named pipe would hold up whoever opens it.
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("it is not a plain file")
+            if found.st_uid != os.geteuid():
+                raise ValueError(f"it belongs to user {found.st_uid}; it must be the daemon's, {os.geteuid()}")
+            if found.st_size != nbytes:
+                raise ValueError(f"it has {found.st_size} bytes; {nbytes} were registered")
+            os.posix_fallocate(fd, 0, nbytes)
             return Segment(path, nbytes, fd)
         finally:
             os.close(fd)

@@ -11,6 +11,7 @@ from kvferry.transfer.geometry import KVGeometry
 from kvferry.transfer.lanes import rank_geometry
 from kvferry.transfer.layouts import RankStorage, StorageOrder
 from kvferry.transfer.segment import FileLock, Segment
+from kvferry.workers.engine_pools import EnginePools
 from kvferry.workers.rank_pools import RankPools
 
 
@@ -21,31 +22,45 @@ class Attachment:
     writes no more. So the lock is held until the mapping is no longer used.
     """
 
-    def __init__(self, session_file: str, welcome: worker_pb2.Welcome, geometry: KVGeometry) -> None:
-        """Raises OSError when a file cannot be opened, ValueError when it is locked, a segment is too short, or what
-        the daemon says of its pools cannot be."""
+    def __init__(
+        self, session_file: str, welcome: worker_pb2.Welcome, geometry: KVGeometry, own: EnginePools | None = None
+    ) -> None:
+        """`own`: memory that was registered as the pool; it ends with this. Raises OSError when a file cannot be
+        opened, ValueError when it is locked, a segment is too short, or what the daemon says of its pools cannot be."""
+        self._own = own
+        self._segments: list[Segment] = []
+        if own is not None:
+            if geometry != own.pools.geometry or welcome.pages != own.pools.pages:
+                raise ValueError(f"the daemon speaks of {welcome.pages} pages; {own.pools.pages} were registered")
+            self._lock = FileLock.open(session_file)
+            self._take_lock()
+            self.pools: RankPools = own.pools
+            """The pages, writable, shared with the daemon."""
+            return
         pools = list(welcome.rank_pools) or [worker_pb2.RankPool(segment=welcome.segment)]
         order = _order(welcome)
         storage = RankStorage.make(rank_geometry(geometry, len(pools)), order, welcome.pages)
         on_gpus = [bool(pool.ipc_handle) for pool in pools]
         if any(on_gpus) and not all(on_gpus):
             raise ValueError("rank_pools: some lie on GPUs, others in shared memory")
-        self._segments: list[Segment] = []
         self._lock = FileLock.open(session_file)
+        self._take_lock()
         try:
-            if not self._lock.try_acquire():
-                raise ValueError(f"session file {session_file} is locked by another process")
             if any(on_gpus):
                 from kvferry.workers.gpu_pools import GpuRankPools  # needs torch
 
-                self.pools: RankPools = GpuRankPools(geometry, order, welcome.pages, pools)
-                """The pages, writable, shared with the daemon."""
+                self.pools = GpuRankPools(geometry, order, welcome.pages, pools)
             else:
                 self.pools = self._map(geometry, order, welcome.pages, pools, storage.nbytes)
         except BaseException:
             self._unmap()
             self._lock.close()
             raise
+
+    def _take_lock(self) -> None:
+        if not self._lock.try_acquire():
+            self._lock.close()
+            raise ValueError(f"session file {self._lock.path} is locked by another process")
 
     def _map(
         self, geometry: KVGeometry, order: StorageOrder, pages: int, pools: list[worker_pb2.RankPool], nbytes: int
@@ -59,9 +74,16 @@ class Attachment:
         ]
         return RankPools(geometry, order, pages, memories)
 
+    @property
+    def owns(self) -> bool:
+        """The pool is memory of this worker's own."""
+        return self._own is not None
+
     def close(self) -> None:
         """Lets the memory and then the lock go. The caller touches no page any more."""
         self.pools.release()
+        if self._own is not None:
+            self._own.close()
         self._unmap()
         self._lock.close()
 

@@ -22,6 +22,7 @@ from kvferry.proto.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CH
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.workers.attachment import Attachment
+from kvferry.workers.engine_pools import EnginePools
 from kvferry.workers.open_request import OpenRequest
 from kvferry.workers.requests import (
     Admitted,
@@ -42,6 +43,7 @@ from kvferry.workers.stream import MAX_UNSENT_MESSAGES, PROTOCOL, Stream, open_s
 MAX_FINISH_DIGEST_BYTES = MAX_MESSAGE_BYTES - 256  # beside them: a name and two numbers
 ANSWER_SLACK_S = 5.0  # the daemon keeps a request's deadline itself; the client waits this much longer for its word
 ANSWER_DEADLINE_S = 30.0  # for answers that wait for nothing but the daemon
+UNMAP_DEADLINE_S = 30.0  # its copies end, its sessions are torn down
 GROW_DEADLINE_S = 120.0  # it may wait for pages of a request that is retracted; the daemon has a deadline of its own
 
 _log = logging.getLogger(__name__)
@@ -78,23 +80,33 @@ class DaemonClient:
         worker: str,
         *,
         deadline_s: float = 30.0,
+        own: EnginePools | None = None,
     ) -> DaemonClient:
         """Opens the session on the Unix socket `socket`, waiting up to `deadline_s` for the daemon to be there.
 
         facts.geometry.page_size may be 0 and its layout unspecified: the daemon's are taken (`.geometry` has them).
+        own: the worker's own memory is to be the pool (`kvferry serve --pool engine`): it has the page size, and ends
+        with the session, or where none comes about.
         Raises HandshakeFailed when the daemon refuses, its memory cannot be mapped, or (DaemonAbsent) it is not there
         in time.
         """
         stream = open_stream(socket)
         hello = worker_pb2.WorkerHello(protocol=PROTOCOL, role=role, worker=worker, facts=facts)
+        if own is not None:
+            hello.pool.CopyFrom(own.message)
+            hello.facts.geometry.page_size = own.pools.geometry.page_size
         stream.outgoing.put_nowait(worker_pb2.WorkerMessage(hello=hello))
         try:
             welcome = await asyncio.wait_for(read_welcome(stream.call), deadline_s)
             geometry = KVGeometry.from_proto(welcome.geometry)
-            attachment = Attachment(welcome.session_file, welcome, geometry)
+            if own is not None:
+                own.mapped()
+            attachment = Attachment(welcome.session_file, welcome, geometry, own)
         except BaseException as error:
             stream.call.cancel()
             await stream.channel.close(None)
+            if own is not None:
+                own.close()
             if isinstance(error, asyncio.TimeoutError):
                 raise DaemonAbsent(f"no daemon answered on {socket} within {deadline_s} s") from None
             if isinstance(error, (OSError, ValueError)):
@@ -285,7 +297,8 @@ class DaemonClient:
         return len(self._requests)
 
     async def close(self, deadline_s: float = 5.0) -> None:
-        """Says that the worker writes no more, and lets the stream, the memory and the lock go."""
+        """Says that the worker writes no more, and lets the stream, the memory and the lock go. Where the pool is the
+        worker's own memory, the daemon unmaps it before it ends the stream: that is waited for longer."""
         if self._closing:
             return
         self._closing = True
@@ -293,7 +306,10 @@ class DaemonClient:
             with contextlib.suppress(DaemonGone):
                 self._send(worker_pb2.WorkerMessage(quiesced=worker_pb2.Quiesced()))
                 self._outgoing.put_nowait(None)
+            deadline_s = max(deadline_s, UNMAP_DEADLINE_S) if self._attachment.owns else deadline_s
             await asyncio.wait({self._reader}, timeout=deadline_s)  # the daemon ends the stream once it has heard it
+            if self._attachment.owns and not self._reader.done():
+                _log.warning("the daemon has not said within %g s that it has unmapped the pool", deadline_s)
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         self._call.cancel()

@@ -13,7 +13,7 @@ from kvferry.transfer.geometry import KVGeometry
 from kvferry.transfer.ipc_memory import IpcMemory
 from kvferry.transfer.lanes import rank_geometry
 from kvferry.transfer.layouts import RankStorage, StorageOrder
-from kvferry.workers.rank_pools import Bytes, RankPools
+from kvferry.workers.rank_pools import Bytes, Memory, RankPools
 
 
 class GpuRankPools(RankPools):
@@ -40,6 +40,9 @@ class GpuRankPools(RankPools):
         shape = (pages, rank.layers, rank.tensors, rank.page_size, rank.kv_heads, rank.head_dim * rank.itemsize)
         first = int(storage.bases[0])
         self._tensors = [tensor[first:].as_strided(shape, (*storage.view_strides, 1)) for tensor in tensors]
+
+    def layer(self, rank: int, layer: int) -> Memory:
+        return self._tensors[rank][:, layer]
 
     def read(self, rank: int, page: int) -> Bytes:
         found: Bytes = self._tensors[rank][page].cpu().numpy()

@@ -17,6 +17,7 @@ from kvferry.radix.digests import root_digest
 from kvferry.workers.client import DaemonClient
 from kvferry.workers.compute import Compute
 from kvferry.workers.engine_model import EngineModel, read_engine_model
+from kvferry.workers.engine_pools import STORAGES, EnginePools, MakePools, PoolSpec, make_files, parse_devices
 from kvferry.workers.pacing import ModelPace, Pace
 from kvferry.workers.server import WorkerConfig, serve
 from kvferry.workers.synthetic import SimulatedTime, SyntheticCompute
@@ -67,6 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="after SIGTERM")
+    pool = parser.add_argument_group("pool", "what a worker of a daemon with --pool engine allocates itself")
+    pool.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose memory the KV pool is")
+    pool.add_argument("--pool-pages", type=_at_least_1, default=1024, metavar="N", help="in it")
+    pool.add_argument("--page-size", type=_at_least_1, default=64, metavar="TOKENS", help="the daemon's")
+    pool.add_argument(
+        "--pool-device", default="cpu", metavar="cpu|cuda:I,...", help="shared memory, or a GPU for each rank"
+    )
+    pool.add_argument("--ranks", type=_at_least_1, metavar="N", help="the daemon's (default: one a device)")
+    pool.add_argument("--storage", choices=tuple(STORAGES), default="layer", help="of each rank's memory")
+    pool.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="the daemon's")
     model = parser.add_argument_group("model")
     source = model.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="FOLDER", help="a causal language model as transformers saves it")
@@ -188,6 +199,27 @@ def _facts(
     )
 
 
+def _make_pools(args: argparse.Namespace, facts: common_pb2.NamespaceFacts) -> MakePools | None:
+    """ValueError where what was asked for cannot be."""
+    if args.pool == "daemon":
+        return None
+    devices = parse_devices(args.pool_device)
+    ranks = args.ranks or max(1, len(devices))
+    if devices and ranks != len(devices):
+        raise ValueError(f"--pool-device is {args.pool_device!r}, of {len(devices)} ranks; --ranks is {ranks}")
+    spec = PoolSpec(args.pool_pages, args.page_size, STORAGES[args.storage], devices, ranks, args.shm_dir)
+    geometry = spec.geometry(facts.geometry)
+
+    def make() -> EnginePools:
+        if devices:
+            from kvferry.workers.engine_gpu_pools import make_tensors  # needs torch
+
+            return make_tensors(spec, geometry)
+        return make_files(spec, geometry)
+
+    return make
+
+
 def _config(
     args: argparse.Namespace, facts: common_pb2.NamespaceFacts, *, tokenizer: str, model_max_tokens: int
 ) -> WorkerConfig:
@@ -207,6 +239,7 @@ def _config(
         warmups=args.warmup,
         max_running=args.max_running,
         stream_interval=args.stream_interval,
+        make_pools=_make_pools(args, facts),
     )
 
 

@@ -217,7 +217,7 @@ class ModelSequence:
     def _settle(self) -> None:
         """What was computed is in the pages: the daemon may read them once it is told so. `_next` waits for a token,
         and so for all before it."""
-        for device in {rank.device for rank in self._ranks if rank.elements.is_cuda}:
+        for device in {rank.device for rank in self._ranks if rank.device.type == "cuda"}:
             torch.cuda.current_stream(device).record_event().synchronize()
 
     @torch.inference_mode()

@@ -16,15 +16,22 @@ from kvferry.workers.rank_pools import RankPools
 
 
 class RankView(NamedTuple):
-    """One rank's memory: its elements, shape (pages, layers, 2, page size, heads, head dimension) whatever order and
+    """One rank's memory: each layer's elements, shape (pages, 2, page size, heads, head dimension) whatever order and
     layout, and which heads they are."""
 
-    elements: torch.Tensor  # a view
+    layers: tuple[torch.Tensor, ...]  # views
     heads: slice  # of the model
 
     @property
     def device(self) -> torch.device:
-        return self.elements.device
+        return self.layers[0].device
+
+
+class LayerView(NamedTuple):
+    """One layer of one rank."""
+
+    elements: torch.Tensor
+    heads: slice
 
 
 def rank_views(pools: RankPools) -> list[RankView]:
@@ -32,13 +39,16 @@ def rank_views(pools: RankPools) -> list[RankView]:
     geometry = pools.storage.geometry
     dtype = getattr(torch, geometry.dtype)
     assert isinstance(dtype, torch.dtype)
-    shape = (pools.pages, geometry.layers, geometry.tensors, geometry.page_size, geometry.kv_heads, geometry.head_dim)
-    strides = (*(stride // geometry.itemsize for stride in pools.storage.view_strides), 1)
-    views: list[RankView] = []
-    for memory, heads in zip(pools.memories, pools.heads, strict=True):
-        tensor = memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
-        views.append(RankView(tensor.view(dtype).as_strided(shape, strides), slice(heads.first, heads.end)))
-    return views
+
+    def elements(rank: int, layer: int) -> torch.Tensor:
+        found = pools.layer(rank, layer)
+        tensor = found if isinstance(found, torch.Tensor) else torch.from_numpy(found)
+        return tensor.view(dtype)
+
+    return [
+        RankView(tuple(elements(rank, i) for i in range(geometry.layers)), slice(heads.first, heads.end))
+        for rank, heads in enumerate(pools.heads)
+    ]
 
 
 class PageTable:
@@ -68,7 +78,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, ranks: Sequence[RankView], layer: int, table: PageTable, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # Of each rank: (pages, 2, page size, heads, head dimension), and its heads.
-        self._ranks = [RankView(rank.elements[:, layer], rank.heads) for rank in ranks]
+        self._ranks = [LayerView(rank.layers[layer], rank.heads) for rank in ranks]
         firsts = {rank.heads.start: rank for rank in reversed(self._ranks)}
         self._read = [firsts[start].elements for start in sorted(firsts)]  # each head once
         self._table = table
@@ -132,5 +142,5 @@ class PagedCache(Cache):
     def __init__(self, ranks: Sequence[RankView], table: PageTable, *, tokens: int) -> None:
         """`ranks`: of `rank_views`. The pages hold the KV of the first `tokens` tokens."""
         assert 0 <= tokens <= table.capacity
-        layers = ranks[0].elements.shape[1]
+        layers = len(ranks[0].layers)
         super().__init__(layers=[PagedLayer(ranks, layer, table, tokens) for layer in range(layers)])

@@ -1,4 +1,4 @@
-"""The daemon's pool as a worker sees it: a page's heads are shared out over the memories of the ranks."""
+"""The pool as a worker sees it, the daemon's or its own: the ranks' memories share out a page's heads."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ class RankPools:
         self.memories.clear()
         self.heads.clear()
         self.__dict__.pop("_views", None)
+
+    def layer(self, rank: int, layer: int) -> Memory:
+        """All pages' KV of one layer, (pages, tensors, page size, heads, bytes of a head), writable."""
+        return self._views[rank][:, layer]
 
     def read(self, rank: int, page: int) -> Bytes:
         """A page's bytes on one rank, (layers, tensors, page size, heads, bytes of a head)."""

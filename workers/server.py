@@ -17,6 +17,7 @@ from kvferry.workers.client import DaemonClient
 from kvferry.workers.compute import Compute
 from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.decode import DecodeWorker
+from kvferry.workers.engine_pools import MakePools
 from kvferry.workers.engine_service import MAX_MESSAGE_BYTES, EngineService
 from kvferry.workers.jobs import Jobs
 from kvferry.workers.orders import Bounds
@@ -44,6 +45,7 @@ class WorkerConfig(NamedTuple):
     warmups: int = 0  # requests of its own before it is ready
     max_running: int = 0  # decode: requests with the daemon at a time; 0: any number
     stream_interval: int = 1  # tokens of a reply that travel together, behind the first
+    make_pools: MakePools | None = None  # of its own, that it registers as the daemon's pool
     make_pace: Callable[[DaemonClient], Pace] | None = None  # of an engine whose time is modelled
 
 
@@ -116,9 +118,13 @@ def describe(config: WorkerConfig, client: DaemonClient, max_tokens: int) -> eng
 
 async def _connect(config: WorkerConfig, stop: asyncio.Event) -> DaemonClient | None:
     """None when the worker is told to stop before the daemon is there."""
+    try:
+        own = None if config.make_pools is None else await asyncio.to_thread(config.make_pools)
+    except (OSError, ValueError) as error:
+        raise HandshakeFailed(f"the worker's own pool cannot be made: {error}") from error
     connecting = asyncio.create_task(
         DaemonClient.connect(
-            config.socket, config.role, config.facts, config.name, deadline_s=config.connect_deadline_s
+            config.socket, config.role, config.facts, config.name, deadline_s=config.connect_deadline_s, own=own
         )
     )
     stopped = asyncio.create_task(stop.wait())

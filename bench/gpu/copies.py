@@ -7,7 +7,7 @@ engine. limit: bytes / (0.945 x peak) + 60 us; ok: within it, and not slower tha
 products on another stream, pairs with and without copies in turn, two copies in flight all the time.
 
     python bench/gpu/copies.py [--repeat 21] [--pairs 20] [--only verify,idle,load] [--beside chosen,staged]
-        [--apart 45]
+        [--apart 0]
 """
 
 from __future__ import annotations
@@ -293,12 +293,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--only", default="verify,idle,load")
     parser.add_argument("--beside", default="chosen", help="strategies measured under load")
-    parser.add_argument("--apart", type=int, default=0, help="apart_percent of the engine")
+    parser.add_argument("--apart", type=int, help="apart_percent of the engine (default: its own)")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
     torch.manual_seed(1)
     torch.zeros(1, device="cuda")
-    engine = GpuCopyEngine(0, apart_percent=arguments.apart)
+    engine = GpuCopyEngine(0) if arguments.apart is None else GpuCopyEngine(0, apart_percent=arguments.apart)
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     if "verify" in parts:
         verify(engine)

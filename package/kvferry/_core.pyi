@@ -551,6 +551,8 @@ class PagePool:
         """Any state but FREE -> FREE, with a new generation."""
     def move(self, pages: Pages, source: int, target: int) -> None:
         """Each page must be in `source`, and the change one that the life of a page has; use free_pages for FREE."""
+    def resize(self, pages: int) -> None:
+        """Another number of pages, all FREE, with generations that none had before. All must be FREE now."""
     def states(self, pages: Pages) -> bytes:
         """The state of each page, one byte each."""
     def state_code(self, page: int) -> int: ...
@@ -796,6 +798,10 @@ class PagedRadixTree:
         """The copy has ended. failed: device ids of the copy whose bytes are not right."""
     def flush(self) -> Flushed:
         """Takes away what is unlocked, not under a copy, and has nothing below that stays."""
+    def forget_device(self) -> int:
+        """The device's memory is gone: pages with a host copy are on the host only, others are freed, and what hung
+        below those are orphans. Nothing may be locked, arriving or under a copy. Returns how many pages it held.
+        """
     def recover(self, digests: Digests, parents: Digests, host_pages: Pages, outputs: Buffer = b"") -> Recovered:
         """LEASED host pages become CACHED ones of the tree. parents: the digest before each page, zeros for the first
         of a prompt. The order is of no matter. What is there already, or has no beginning, is freed.

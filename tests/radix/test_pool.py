@@ -244,3 +244,21 @@ def _fewest(lengths: list[int], n: int) -> int:
         n -= length
         count += 1
     return count
+
+
+def test_a_pool_is_resized_when_nothing_of_it_is_in_use() -> None:
+    pool = PagePool(4)
+    held = pool.allocate(2)
+    with pytest.raises(AssertionError, match="2 device pages are in use: the pool cannot be resized"):
+        pool.resize(8)
+    pool.free_pages(held)
+    newest = max(pool.generation(page) for page in range(4))
+    with pytest.raises(ValueError, match="pages is 0; it must be 1 to"):
+        pool.resize(0)
+    for pages in (8, 3):
+        pool.resize(pages)
+        pool.check()
+        assert pool.pages == pool.free == pages
+        assert all(pool.generation(page) > newest for page in range(pages)), "no page is taken for an old one"
+        newest = max(pool.generation(page) for page in range(pages))
+        pool.free_pages(pool.allocate(pages))

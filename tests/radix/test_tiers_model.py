@@ -363,6 +363,22 @@ class TiersMachine(RuleBasedStateMachine):
             del self.host[path]
         assert result.skipped == len(self.device.keys() | self.host.keys())
 
+    @rule(resizes=st.booleans())
+    def forget_device(self, resizes: bool) -> None:
+        """The device's memory goes, once nothing is held or copied; what the host has stays, orphans among it."""
+        if self.locks or self.flights:
+            with pytest.raises(AssertionError, match="in use"):
+                self.tree.forget_device()
+            while self.flights:
+                self.finish(0, 0)
+            while self.locks:
+                self.release(0, 0)
+        assert self.tree.forget_device() == len(self.device)
+        self.device.clear()
+        self.written.clear()
+        if resizes:
+            self.pool.resize(PAGES)
+
     @rule(found=st.lists(paths.filter(bool), max_size=5, unique=True))
     def recover(self, found: list[Path]) -> None:
         found = found[: self.rows.free]

@@ -72,7 +72,7 @@ class SimSide:
         store = Store(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
         store.clock.now = clock.now
         self.pages_memory = Memory(store, side.config.name)
-        side._memory = cast(PoolMemory, SimPoolMemory(clock, self.pages_memory, faults.copies_fail))
+        side._take(cast(PoolMemory, SimPoolMemory(clock, self.pages_memory, faults.copies_fail)))
         if store.host is not None:
             store.host.log_frees = True
             side._tier = cast(HostTier, SimTier(clock, self.pages_memory, setting.host_pages, faults.tier_fails))

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import tiny_models
 from engines import Engines, settled
+from test_engine_pool import again, met_again, on_engines
 from test_ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
 
 from kvferry._core import GpuUnavailable, gpu_device_count
 from kvferry.daemon.stack import Stack
 from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.transfer.ipc_memory import IpcMemory
 from kvferry.workers.model import kv_shape
 
 pytestmark = pytest.mark.gpu
@@ -93,7 +99,8 @@ def test_a_courier_that_is_killed_costs_its_session_only(stack: Stack) -> None:
     assert again.matched == len(first) // PAGE * PAGE
 
 
-def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pool", ["daemon", "engine"])
+def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path, pool: str) -> None:
     need(*ONE)
     network = tiny_models.random_model("qwen2")
     network.save_pretrained(tmp_path)
@@ -108,6 +115,8 @@ def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path) ->
         decode_flags=["--host-bytes", str(200 * page_bytes)],
         worker_flags=["--device", "cuda:0", "--chunk-tokens", "48"],
     )
+    if pool == "engine":
+        system = on_engines(system, 20, Case(1, 1, ("layer", "layer-blocks")), ONE * 2)
     prefills, decodes = start_replicas(stack, on(system, ONE, ONE))
     rng = random.Random(4)
     histories = [[rng.randrange(tiny_models.VOCABULARY) for _ in range(90)] for _ in range(4)]
@@ -119,3 +128,108 @@ def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path) ->
                 assert turn.output == tiny_models.plain_tokens(network, history, 8, chunk_tokens=48)
                 histories[i] = history + turn.output + [rng.randrange(tiny_models.VOCABULARY) for _ in range(20)]
     assert settled(decodes[0]).tiers.restored_pages > 0
+
+
+ENGINES = {
+    "both on one, a tensor for K and V": (ONE, ONE, Case(1, 1, ("layer", "layer"), slot_bytes=1 << 20)),
+    "both on one, a tensor for a layer": (ONE, ONE, Case(1, 1, ("layer-blocks", "page"), slot_bytes=4096)),
+    "1 to 2": (ONE, TWO, Case(1, 2, ("page", "layer"), slot_bytes=1 << 20)),
+    "2 to 1": (TWO, ONE, Case(2, 1, ("layer", "layer-blocks"), layout="hnd", slot_bytes=1 << 20)),
+}
+
+
+def engines_on(case: Case, prefill: tuple[str, ...], decode: tuple[str, ...], pages: int = 40) -> SystemSpec:
+    system = on(spec_of(case), prefill, decode)
+    return on_engines(system, pages, case, (",".join(prefill), ",".join(decode)))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_chats_in_memory_of_the_engines(stack: Stack, name: str) -> None:
+    """torch's tensors, parts of its allocations, mapped by the daemons: every byte is checked."""
+    prefill, decode, case = ENGINES[name]
+    prefills, decodes = start_replicas(stack, engines_on(case, prefill, decode))
+    chat_over_both_tiers(prefills[0], decodes[0], case)
+
+
+def test_the_host_tier_survives_the_engine_and_its_memory(stack: Stack) -> None:
+    """A worker is killed while pages are spilled and restored; another comes with another number of pages."""
+    case = Case(1, 1, ("layer", "layer"), slot_bytes=1 << 20)
+    system = engines_on(case, ONE, ONE, pages=24)
+    prefills, decodes = start_replicas(stack, system)
+    rng = random.Random(5)
+    prompts = [ids(rng, 6 * PAGE + 3) for _ in range(10)]
+    with Engines(prefills[0], decodes[0]) as engines:
+        for prompt in prompts:
+            assert engines.turn(prompt, 4).error is None
+        thread = threading.Thread(target=lambda: engines.turns(prompts, 4, deadline_s=10))
+        thread.start()
+        threading.Event().wait(0.05)
+        stack.kill(decodes[0].worker)  # with copies under way
+        thread.join()
+    decode = again(stack, decodes[0], "decode", system, ["--pool-pages", "48"])
+    with Engines(prefills[0], decode) as engines:
+        turns = [met_again(engines, prompt, 4) for prompt in prompts]
+    assert [turn.details for turn in turns if turn.error] == []
+    assert sum(turn.matched for turn in turns) > 0
+    side = settled(decode)
+    assert side.pool.pages == 48
+    assert side.tiers.restored_pages > 0
+    assert side.tiers.mismatched_pages == side.tiers.restore_failed_pages == side.tiers.spill_failed_pages == 0
+
+
+EXPORTING = """
+import sys, torch
+from kvferry.transfer.ipc_memory import Exporter
+words = torch.arange(int(sys.argv[1]), dtype=torch.int64, device="cuda:0")
+torch.cuda.synchronize()
+exporter = Exporter(0)
+handle, offset = exporter.export(words.data_ptr(), words.nbytes)
+print(handle.hex(), offset, exporter.device_uuid.hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_mapping_keeps_the_memory_of_a_process_that_was_killed() -> None:
+    """So copies that run when an engine dies, and those behind them, read and write what they were to."""
+    need(*ONE)
+    import numpy as np
+    import torch
+
+    count = 64 << 20  # 512 MiB
+    child = subprocess.Popen(
+        [sys.executable, "-c", EXPORTING, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    handle, offset, uuid = child.stdout.readline().split()
+    nbytes = count * 8
+    mapping = IpcMemory(bytes.fromhex(uuid), bytes.fromhex(handle), int(offset) + nbytes)
+    whole = torch.as_tensor(mapping, device=f"cuda:{mapping.device}")[int(offset) : int(offset) + nbytes]
+    words = whole.view(torch.int64)
+    host = torch.empty(count, dtype=torch.int64, pin_memory=True)
+    for _ in range(20):  # some 0.2 s of copies that are under way when it is killed
+        host.copy_(words, non_blocking=True)
+    child.kill()
+    child.wait()
+    running = not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    expected = np.arange(count)
+    assert np.array_equal(host.numpy(), expected)
+    assert running, "the copies had ended before the process had"
+    others = []  # what is free is given to others: none of it is this memory
+    while torch.cuda.mem_get_info()[0] > 4 << 30:
+        others.append(torch.full((2 << 30,), 255, dtype=torch.uint8, device="cuda:0"))
+    host.zero_()
+    host.copy_(words)
+    assert np.array_equal(host.numpy(), expected)
+    words.neg_()
+    host.copy_(words)
+    assert np.array_equal(host.numpy(), -expected)
+    others.clear()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    del whole, words
+    mapping.close()
+    deadline = time.monotonic() + 10
+    while torch.cuda.mem_get_info()[0] < free + nbytes and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    assert torch.cuda.mem_get_info()[0] >= free + nbytes, "the memory is free once nobody maps it"

@@ -96,7 +96,7 @@ def test_gathered_keys_and_values_are_those_of_the_dynamic_cache_to_the_bit() ->
             ours = network(input_ids=tokens[:, start:end], past_key_values=paged).logits
             theirs = network(input_ids=tokens[:, start:end], past_key_values=plain).logits
             assert torch.equal(ours, theirs)
-    stored = rank_views(RankPools.single(pool, geometry))[0].elements
+    stored = torch.stack(rank_views(RankPools.single(pool, geometry))[0].layers, 1)
     for index, layer in enumerate(plain.layers):
         rows = torch.cat([stored[page, index] for page in (5, 2, 7)], dim=1)[:, :21]
         assert torch.equal(rows[0].transpose(0, 1), layer.keys[0])

@@ -1,0 +1,106 @@
+"""An engine's allocations as a daemon maps them, over the fake driver: what is checked, copied, and closed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import numpy as np
+import pytest
+
+from kvferry._core import GpuCopyEngine
+from kvferry.daemon import gpu_memory
+from kvferry.daemon.gpu_memory import GpuPoolMemory
+from kvferry.transfer.copy_plan import GpuCopies
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.registration import (
+    GpuAllocation,
+    RegisteredMemory,
+    RegisteredRank,
+    RegisteredTensor,
+    Registration,
+)
+
+GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=16)
+PAGES = 6
+SIZE = GEOMETRY.page_bytes // 4  # of a page, of K or V
+STRIDE = SIZE + 64
+START = 4096  # of the first tensor in its allocation
+EXTENT = (PAGES - 1) * STRIDE + SIZE
+
+
+def calls(fake: ctypes.CDLL, name: str) -> int:
+    return int(fake.fake_calls(name.encode()))
+
+
+def handle_of(address: int) -> bytes:
+    """As the fake makes them."""
+    return address.to_bytes(8, "little") + bytes([0x5A] * 56)
+
+
+@pytest.fixture
+def on_the_fake(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
+        return GpuCopies(GpuCopyEngine(ordinal, library)), GpuCopies(GpuCopyEngine(ordinal, library))
+
+    monkeypatch.setattr(gpu_memory, "copiers", copiers)
+    monkeypatch.setattr(gpu_memory, "gpu_device_ordinal", lambda uuid: uuid[0])
+
+
+def registered(addresses: list[int], nbytes: int, uuid: bytes = bytes(16)) -> Registration:
+    """K and V of a layer in an allocation, a layer in each."""
+    memories = tuple(RegisteredMemory(GpuAllocation(handle_of(address), uuid), nbytes) for address in addresses)
+    tensors = tuple(
+        RegisteredTensor(layer, START + tensor * PAGES * STRIDE, STRIDE, SIZE)
+        for layer in range(2)
+        for tensor in range(2)
+    )
+    return Registration(PAGES, StorageOrder.LAYER_MAJOR, (RegisteredRank(memories, tensors),))
+
+
+NBYTES = START + PAGES * STRIDE + EXTENT
+
+
+def test_pages_of_several_allocations_are_spilled_and_restored(fake: ctypes.CDLL, on_the_fake: None) -> None:
+    addresses = [int(fake.fake_foreign(NBYTES + 100)) for _ in range(2)]
+    views = [np.ctypeslib.as_array((ctypes.c_uint8 * (NBYTES + 100)).from_address(address)) for address in addresses]
+    rng = np.random.default_rng(1)
+    for view in views:
+        view[:] = rng.integers(0, 256, len(view), np.uint8)
+
+    def row(page: int) -> bytes:
+        starts = [START + tensor * PAGES * STRIDE + page * STRIDE for tensor in range(2)]
+        return b"".join(bytes(view[start : start + SIZE]) for view in views for start in starts)
+
+    opened = calls(fake, "ipc_close")
+    memory = GpuPoolMemory.map(registered(addresses, NBYTES), GEOMETRY, [0])
+    assert memory.rank_pools() == []
+    rows = mmap.mmap(-1, 4 * memory.shape.row_bytes)
+    memory.attach_rows(memoryview(rows))
+    memory.spill(np.array([4, 1]), np.array([0, 3]))
+    kept = {page: row(page) for page in range(PAGES)}
+    size = memory.shape.row_bytes
+    assert (rows[:size], rows[3 * size : 4 * size]) == (kept[4], kept[1])
+    memory.restore(np.array([5, 0]), np.array([3, 0]))
+    assert (row(5), row(0)) == (kept[1], kept[4])
+    assert [row(page) for page in (1, 2, 3, 4)] == [kept[page] for page in (1, 2, 3, 4)], "no neighbour has changed"
+    memory.zero_tail(2, 10)
+    memory.close()
+    assert calls(fake, "ipc_close") == opened + 2
+    assert row(2) != kept[2], "the tail was cleared before the memory was let go"
+
+
+def test_a_range_outside_of_its_allocation_is_refused_and_all_is_closed(fake: ctypes.CDLL, on_the_fake: None) -> None:
+    addresses = [int(fake.fake_foreign(NBYTES)), int(fake.fake_foreign(NBYTES - 1))]
+    opened, closed = calls(fake, "ipc_open"), calls(fake, "ipc_close")
+    with pytest.raises(
+        ValueError, match=rf"pool\.ranks\[0\]\.memories\[1\]\.gpu\.ipc_handle: nbytes: {NBYTES}, but .* "
+    ):
+        GpuPoolMemory.map(registered(addresses, NBYTES), GEOMETRY, [0])
+    assert calls(fake, "ipc_open") - opened == calls(fake, "ipc_close") - closed == 2
+    fake.fake_foreign_ends(addresses[1])
+    with pytest.raises(ValueError, match=r"memories\[1\]\.gpu\.ipc_handle: handle: cannot be opened"):
+        GpuPoolMemory.map(registered(addresses, NBYTES), GEOMETRY, [0])
+    with pytest.raises(ValueError, match=r"memories\[0\]\.gpu\.device_uuid is cuda:3's; this rank's is cuda:0"):
+        GpuPoolMemory.map(registered(addresses, NBYTES, bytes([3]) + bytes(15)), GEOMETRY, [0])

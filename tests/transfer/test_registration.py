@@ -1,0 +1,124 @@
+"""What an engine registers of its own memory: places of pages, and what is refused before a byte is mapped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.layouts import RankStorage, StorageOrder
+from kvferry.transfer.registration import (
+    GpuAllocation,
+    RegisteredMemory,
+    RegisteredRank,
+    RegisteredTensor,
+    Registration,
+    SharedFile,
+    tensors_of,
+)
+
+GEOMETRY = KVGeometry(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", page_size=4)
+PAGES = 5
+SIZE = GEOMETRY.page_bytes // 6  # of a page, of K or V
+
+
+def registered(order: StorageOrder, start: int = 0) -> Registration:
+    """One file, without gaps from byte `start` on."""
+    count, page_bytes = tensors_of(GEOMETRY, order)
+    tensors = tuple(RegisteredTensor(0, start + i * PAGES * page_bytes, page_bytes, page_bytes) for i in range(count))
+    nbytes = start + PAGES * GEOMETRY.page_bytes
+    return Registration(PAGES, order, (RegisteredRank((RegisteredMemory(SharedFile("mine"), nbytes),), tensors),))
+
+
+def read(registration: Registration) -> Registration:
+    return Registration.from_proto(registration.to_proto(), GEOMETRY, len(registration.ranks))
+
+
+@pytest.mark.parametrize("order", StorageOrder)
+def test_places_without_gaps_are_those_of_a_pool_of_the_daemons(order: StorageOrder) -> None:
+    registration = registered(order, start=64)
+    assert read(registration) == registration
+    found = registration.ranks[0].storage(GEOMETRY, order, PAGES, [1000])
+    plain = RankStorage.make(GEOMETRY, order, PAGES)
+    assert np.array_equal(found.bases, plain.bases + 1064)
+    assert np.array_equal(found.page_strides, plain.page_strides)
+
+
+def test_tensors_of_several_allocations_may_be_interleaved_and_padded() -> None:
+    """A page's K and V in turn, with 100 bytes between pages; each layer in memory of its own."""
+    stride = 2 * SIZE + 100
+    memories = tuple(
+        RegisteredMemory(GpuAllocation(bytes([i]) * 64, bytes(16)), 512 + (i + 1) * PAGES * stride) for i in range(3)
+    )
+    tensors = tuple(
+        RegisteredTensor(layer, 512 + tensor * SIZE, stride, SIZE) for layer in range(3) for tensor in range(2)
+    )
+    registration = Registration(PAGES, StorageOrder.LAYER_MAJOR, (RegisteredRank(memories, tensors),))
+    assert read(registration) == registration
+    assert registration.on_gpus
+    found = registration.ranks[0].storage(GEOMETRY, StorageOrder.LAYER_MAJOR, PAGES, [10_000, 20_000, 30_000])
+    assert found.bases.tolist() == [
+        base + 512 + tensor * SIZE for base in (10_000, 20_000, 30_000) for tensor in (0, 1)
+    ]
+    assert set(found.page_strides.tolist()) == {stride}
+    rows = found.rows()
+    assert rows.row_bytes == GEOMETRY.page_bytes
+    assert rows.end == 30_000 + 512 + (PAGES - 1) * stride + 2 * SIZE
+
+
+def test_two_ranks_each_with_a_file() -> None:
+    one = registered(StorageOrder.LAYER_BLOCKS)
+    half = tuple(
+        RegisteredTensor(0, tensor.offset // 2, tensor.page_stride // 2, tensor.page_bytes // 2)
+        for tensor in one.ranks[0].tensors
+    )
+    ranks = tuple(
+        RegisteredRank((RegisteredMemory(SharedFile(name), PAGES * GEOMETRY.page_bytes // 2),), half)
+        for name in ("a", "b")
+    )
+    both = Registration(PAGES, StorageOrder.LAYER_BLOCKS, ranks)
+    assert read(both) == both
+    with pytest.raises(ValueError, match=r"ranks\[1\]\.memories\[0\] names the same memory as pool\.ranks\[0\]"):
+        read(Registration(PAGES, StorageOrder.LAYER_BLOCKS, (ranks[0], ranks[0])))
+
+
+def changed(**first: int) -> wire.EnginePool:
+    """Of layer-major tensors, the second's fields."""
+    message = registered(StorageOrder.LAYER_MAJOR).to_proto()
+    for field, value in first.items():
+        setattr(message.ranks[0].tensors[1], field, value)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            changed(page_stride=SIZE + 1),
+            rf"tensors\[2\]\.page_stride is {SIZE}; its pages overlap the range of tensor 1",
+        ),
+        (changed(offset=1), rf"tensors\[0\] with page_bytes {SIZE} and page_stride {SIZE} overlaps tensors\[1\]"),
+        (
+            changed(offset=1 << 60),
+            rf"tensors\[1\] ends at byte {(1 << 60) + PAGES * SIZE} .* has {PAGES * 6 * SIZE} bytes",
+        ),
+        (
+            changed(page_bytes=2 * SIZE),
+            rf"page_bytes is {2 * SIZE}; a page of 4 tokens, 2 heads of 8 bfloat16 has {SIZE}",
+        ),
+        (changed(page_stride=1 << 50), rf"page_stride is {1 << 50}; it must be {SIZE} to {1 << 48}"),
+        (changed(memory=7), r"tensors\[1\]\.memory is 7; it must be 0 to 0"),
+        (wire.EnginePool(pages=1, storage=9), r"pool\.storage is 9; it must be one of \[1, 2, 3\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_is_refused(message: wire.EnginePool, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Registration.from_proto(message, GEOMETRY, 1)
+
+
+def test_memory_that_no_tensor_lies_in_is_refused() -> None:
+    good = registered(StorageOrder.LAYER_MAJOR)
+    rank = RegisteredRank((*good.ranks[0].memories, RegisteredMemory(SharedFile("more"), 8)), good.ranks[0].tensors)
+    with pytest.raises(ValueError, match=r"memories\[1\] has no tensor in it"):
+        read(Registration(PAGES, StorageOrder.LAYER_MAJOR, (rank,)))

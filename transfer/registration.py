@@ -1,0 +1,246 @@
+"""An engine's own memory as it names it to a daemon: for each rank the memories that its tensors lie in, and where the
+pages of each tensor lie. No I/O: who maps the memories gives their addresses.
+
+Every field is judged before anything is mapped: how many tensors there are and how long a page is follow from the
+geometry and the storage; a tensor's pages must lie in its memory, and no two pages may share a byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.proto import common_pb2 as common
+from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.lanes import rank_geometry
+from kvferry.transfer.layouts import RankStorage, StorageOrder
+
+IPC_HANDLE_BYTES = 64
+DEVICE_UUID_BYTES = 16
+MAX_PAGES = (1 << 31) - 1
+MAX_BYTES = 1 << 48  # of a memory
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+DAEMONS_FILE = re.compile(r"kvferry-[0-9a-f]{32}-")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """In the daemon's folder of shared memory."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAllocation:
+    ipc_handle: bytes  # of the whole allocation
+    device_uuid: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredMemory:
+    source: SharedFile | GpuAllocation
+    nbytes: int  # from its beginning
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredTensor:
+    """Page p has `page_bytes` bytes from byte offset + p * page_stride of its memory on."""
+
+    memory: int  # index
+    offset: int
+    page_stride: int
+    page_bytes: int
+
+    def extent(self, pages: int) -> int:
+        """Bytes from its first page to the end of its last."""
+        return (pages - 1) * self.page_stride + self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredRank:
+    memories: tuple[RegisteredMemory, ...]
+    tensors: tuple[RegisteredTensor, ...]
+
+    def storage(self, geometry: KVGeometry, order: StorageOrder, pages: int, addresses: Sequence[int]) -> RankStorage:
+        """Of a rank with this geometry of its own. `addresses`: where each memory begins."""
+        starts = np.array([addresses[tensor.memory] + tensor.offset for tensor in self.tensors], np.int64)
+        strides = np.array([tensor.page_stride for tensor in self.tensors], np.int64)
+        inside = geometry.layers * geometry.tensors // len(self.tensors)  # K and V tensors of a layer in each
+        size = geometry.page_bytes // (geometry.layers * geometry.tensors)
+        bases = (starts[:, None] + np.arange(inside, dtype=np.int64) * size).ravel()
+        return RankStorage(geometry, bases, np.repeat(strides, inside), pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    pages: int
+    order: StorageOrder
+    ranks: tuple[RegisteredRank, ...]
+
+    @property
+    def on_gpus(self) -> bool:
+        return isinstance(self.ranks[0].memories[0].source, GpuAllocation)
+
+    @staticmethod
+    def from_proto(message: wire.EnginePool, geometry: KVGeometry, ranks: int) -> Registration:
+        """Of a pool of the model's `geometry` over so many ranks. ValueError: field, its value and the bound."""
+        storage = message.storage or common.STORAGE_PAGE_MAJOR
+        if int(storage) not in {int(order) for order in StorageOrder}:
+            raise ValueError(f"pool.storage is {storage}; it must be one of {[int(order) for order in StorageOrder]}")
+        order = StorageOrder(storage)
+        _bound("pool.pages", message.pages, 1, MAX_PAGES)
+        if len(message.ranks) != ranks:
+            raise ValueError(f"pool.ranks has {len(message.ranks)} entries; this daemon's --ranks is {ranks}")
+        own = rank_geometry(geometry, ranks)
+        found = tuple(
+            _rank(f"pool.ranks[{i}]", each, own, order, message.pages) for i, each in enumerate(message.ranks)
+        )
+        _check_sources(found)
+        return Registration(message.pages, order, found)
+
+    def to_proto(self) -> wire.EnginePool:
+        message = wire.EnginePool(pages=self.pages, storage=common.Storage.Name(int(self.order)))
+        for rank in self.ranks:
+            to = message.ranks.add()
+            for memory in rank.memories:
+                entry = to.memories.add(nbytes=memory.nbytes)
+                if isinstance(memory.source, SharedFile):
+                    entry.file.name = memory.source.name
+                else:
+                    entry.gpu.ipc_handle = memory.source.ipc_handle
+                    entry.gpu.device_uuid = memory.source.device_uuid
+            for tensor in rank.tensors:
+                to.tensors.add(
+                    memory=tensor.memory,
+                    offset=tensor.offset,
+                    page_stride=tensor.page_stride,
+                    page_bytes=tensor.page_bytes,
+                )
+        return message
+
+
+def tensors_of(geometry: KVGeometry, order: StorageOrder) -> tuple[int, int]:
+    """(how many a rank of this geometry registers, bytes of a page in each)."""
+    planes = geometry.layers * geometry.tensors
+    count = {StorageOrder.PAGE_MAJOR: 1, StorageOrder.LAYER_BLOCKS: geometry.layers}.get(order, planes)
+    return count, geometry.page_bytes // count
+
+
+def _bound(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{field} is {value}; it must be {low} to {high}")
+
+
+def _rank(
+    field: str, message: wire.EngineRank, geometry: KVGeometry, order: StorageOrder, pages: int
+) -> RegisteredRank:
+    count, page_bytes = tensors_of(geometry, order)
+    if len(message.tensors) != count:
+        raise ValueError(
+            f"{field}.tensors has {len(message.tensors)} entries; {geometry.layers} layers of {geometry.tensors} "
+            f"tensors in storage {order.name} have {count}"
+        )
+    if not 1 <= len(message.memories) <= count:
+        raise ValueError(f"{field}.memories has {len(message.memories)} entries; it must have 1 to {count}")
+    memories = tuple(_memory(f"{field}.memories[{i}]", each) for i, each in enumerate(message.memories))
+    tensors = tuple(RegisteredTensor(t.memory, t.offset, t.page_stride, t.page_bytes) for t in message.tensors)
+    for i, tensor in enumerate(tensors):
+        name = f"{field}.tensors[{i}]"
+        _bound(f"{name}.memory", tensor.memory, 0, len(memories) - 1)
+        if tensor.page_bytes != page_bytes:
+            raise ValueError(
+                f"{name}.page_bytes is {tensor.page_bytes}; a page of {geometry.page_size} tokens, {geometry.kv_heads} "
+                f"heads of {geometry.head_dim} {geometry.dtype} has {page_bytes} there"
+            )
+        _bound(f"{name}.page_stride", tensor.page_stride, page_bytes, MAX_BYTES)
+        nbytes = memories[tensor.memory].nbytes
+        if tensor.offset + tensor.extent(pages) > nbytes:
+            raise ValueError(
+                f"{name} ends at byte {tensor.offset + tensor.extent(pages)} (offset {tensor.offset}, {pages} pages of "
+                f"stride {tensor.page_stride}); {field}.memories[{tensor.memory}] has {nbytes} bytes"
+            )
+    for i in range(len(memories)):
+        inside = [(k, tensor) for k, tensor in enumerate(tensors) if tensor.memory == i]
+        if not inside:
+            raise ValueError(f"{field}.memories[{i}] has no tensor in it")
+        _check_apart(field, inside, pages)
+    return RegisteredRank(memories, tensors)
+
+
+def _memory(field: str, message: wire.EngineMemory) -> RegisteredMemory:
+    _bound(f"{field}.nbytes", message.nbytes, 1, MAX_BYTES)
+    kind = message.WhichOneof("kind")
+    if kind == "file":
+        name = message.file.name
+        if not FILE_NAME.fullmatch(name) or DAEMONS_FILE.match(name):
+            raise ValueError(
+                f"{field}.file.name is {name[:128]!r}; it must be 1 to 128 letters, digits, '_', '.' or '-', the first "
+                "a letter or digit, and no daemon's own"
+            )
+        return RegisteredMemory(SharedFile(name), message.nbytes)
+    if kind == "gpu":
+        for what, value, length in (
+            ("ipc_handle", message.gpu.ipc_handle, IPC_HANDLE_BYTES),
+            ("device_uuid", message.gpu.device_uuid, DEVICE_UUID_BYTES),
+        ):
+            if len(value) != length:
+                raise ValueError(f"{field}.gpu.{what} has {len(value)} bytes; it must have {length}")
+        return RegisteredMemory(GpuAllocation(message.gpu.ipc_handle, message.gpu.device_uuid), message.nbytes)
+    raise ValueError(f"{field} is neither a file nor a GPU's allocation")
+
+
+def _check_apart(field: str, tensors: list[tuple[int, RegisteredTensor]], pages: int) -> None:
+    """Of one memory. Tensors whose ranges meet must be interleaved: of one stride, each in a part of it of its own."""
+    ordered = sorted(tensors, key=lambda each: each[1].offset)
+    group: list[tuple[int, RegisteredTensor]] = []
+    end = 0
+    for each in ordered:
+        if group and each[1].offset >= end:
+            _check_interleaved(field, group)
+            group = []
+        group.append(each)
+        end = max(end, each[1].offset + each[1].extent(pages))
+    _check_interleaved(field, group)
+
+
+def _check_interleaved(field: str, group: list[tuple[int, RegisteredTensor]]) -> None:
+    first, stride = group[0][1].offset, group[0][1].page_stride
+    for number, tensor in group:
+        if tensor.page_stride != stride:
+            raise ValueError(
+                f"{field}.tensors[{number}].page_stride is {tensor.page_stride}; its pages overlap the range of tensor "
+                f"{group[0][0]}, of stride {stride}"
+            )
+    places = sorted(((tensor.offset - first) % stride, number, tensor.page_bytes) for number, tensor in group)
+    behind = [*places[1:], (stride, places[0][1], 0)]  # the first one, on the next page
+    for (place, number, nbytes), (after, other, _) in zip(places, behind, strict=True):
+        if place + nbytes > after:
+            raise ValueError(
+                f"{field}.tensors[{number}] with page_bytes {nbytes} and page_stride {stride} overlaps "
+                f"tensors[{other}]: their pages are {after - place} bytes apart"
+            )
+
+
+def _check_sources(ranks: Sequence[RegisteredRank]) -> None:
+    """All of one kind, and none named twice."""
+    seen: dict[str | bytes, str] = {}
+    kinds: set[type] = set()
+    for i, rank in enumerate(ranks):
+        for k, memory in enumerate(rank.memories):
+            source, field = memory.source, f"pool.ranks[{i}].memories[{k}]"
+            kinds.add(type(source))
+            if len(kinds) > 1:
+                raise ValueError(f"{field}: some memories are files and some a GPU's; they must all be of one kind")
+            name = source.name if isinstance(source, SharedFile) else source.ipc_handle
+            if name in seen:
+                raise ValueError(f"{field} names the same memory as {seen[name]}; each is named once")
+            seen[name] = field
+        sources = [memory.source for memory in rank.memories]
+        if isinstance(sources[0], SharedFile) and len(sources) > 1:
+            raise ValueError(f"pool.ranks[{i}].memories has {len(sources)} files; shared memory is one file a rank")
+        if len({source.device_uuid for source in sources if isinstance(source, GpuAllocation)}) > 1:
+            raise ValueError(f"pool.ranks[{i}].memories[].gpu.device_uuid: a rank's memories lie on one GPU")

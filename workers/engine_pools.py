@@ -1,0 +1,126 @@
+"""Pools of a worker's own, which it registers with a daemon of `--pool engine`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.proto import common_pb2, worker_pb2
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.lanes import check_ranks, rank_geometry
+from kvferry.transfer.layouts import RankStorage, StorageOrder
+from kvferry.transfer.registration import (
+    RegisteredMemory,
+    RegisteredRank,
+    RegisteredTensor,
+    Registration,
+    SharedFile,
+    tensors_of,
+)
+from kvferry.transfer.segment import Segment
+from kvferry.workers.rank_pools import RankPools
+
+STORAGES = {
+    "page": StorageOrder.PAGE_MAJOR,
+    "layer": StorageOrder.LAYER_MAJOR,
+    "layer-blocks": StorageOrder.LAYER_BLOCKS,
+}
+
+
+class PoolSpec(NamedTuple):
+    """Of what a worker allocates."""
+
+    pages: int
+    page_size: int  # tokens
+    order: StorageOrder
+    devices: tuple[int, ...]  # a GPU for each rank; (): files in `shm_dir`
+    ranks: int
+    shm_dir: str
+
+    def geometry(self, geometry: common_pb2.Geometry) -> KVGeometry:
+        """The model's, with this page size. ValueError: it cannot be, or so many ranks cannot share the heads."""
+        complete = common_pb2.Geometry()
+        complete.CopyFrom(geometry)
+        complete.page_size = self.page_size
+        found = KVGeometry.from_proto(complete)
+        check_ranks(found, self.ranks)
+        return found
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """`cpu`: (); `cuda:0,cuda:1`: (0, 1). ValueError."""
+    if text == "cpu":
+        return ()
+    found = [re.fullmatch(r"cuda:(\d{1,2})", part.strip()) for part in text.split(",")]
+    devices = tuple(int(match.group(1)) for match in found if match is not None)
+    if len(set(devices)) != len(found):
+        raise ValueError(f"--pool-device is {text[:64]!r}; it must be cpu, or cuda:I for each rank, each once")
+    return devices
+
+
+class EnginePools:
+    """The worker's memory, and what it says of it. Files are made here and mapped by the daemon under their names; the
+    names go as soon as it has."""
+
+    def __init__(self, pools: RankPools, registration: Registration, files: list[Segment]) -> None:
+        self.pools = pools
+        self._registration = registration
+        self._files = files
+
+    @property
+    def message(self) -> worker_pb2.EnginePool:
+        return self._registration.to_proto()
+
+    def mapped(self) -> None:
+        """The daemon has mapped it, or has refused to. Idempotent."""
+        for file in self._files:
+            file.unlink()
+
+    def close(self) -> None:
+        """Lets the memory go: the daemon has unmapped it, or never had it. Idempotent."""
+        self.mapped()
+        self.pools.release()
+        for file in self._files:
+            with contextlib.suppress(BufferError):  # as in Attachment: the mapping goes with the last view
+                file.close()
+        self._files.clear()
+
+
+MakePools = Callable[[], EnginePools]
+
+
+def make_files(spec: PoolSpec, geometry: KVGeometry) -> EnginePools:
+    """In shared memory, a file for each rank. OSError where there is too little."""
+    pages = spec.pages
+    own = rank_geometry(geometry, spec.ranks)
+    storage = RankStorage.make(own, spec.order, pages)
+    count, page_bytes = tensors_of(own, spec.order)
+    each = len(storage.bases) // count  # K and V tensors in one that is registered
+    tensors = tuple(
+        RegisteredTensor(0, int(storage.bases[i * each]), int(storage.page_strides[i * each]), page_bytes)
+        for i in range(count)
+    )
+    stem = f"kvferry-engine-{os.getpid()}-{secrets.token_hex(8)}"
+    files: list[Segment] = []
+    try:
+        for rank in range(spec.ranks):
+            files.append(Segment.create(spec.shm_dir, f"{stem}-{rank}", storage.nbytes))
+        memories = [np.frombuffer(file.buffer, np.uint8) for file in files]
+        ranks = [
+            RegisteredRank((RegisteredMemory(SharedFile(os.path.basename(file.path)), file.nbytes),), tensors)
+            for file in files
+        ]
+        registration = Registration(pages, spec.order, tuple(ranks))
+        return EnginePools(RankPools(geometry, spec.order, pages, memories), registration, files)
+    except BaseException:
+        for file in files:
+            file.unlink()
+            with contextlib.suppress(BufferError):
+                file.close()
+        raise
