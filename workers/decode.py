@@ -185,7 +185,7 @@ class DecodeWorker:
                     await room.for_token(position)
                     await engine.step(position + 1)
                     self._client.check_kept(order.name)
-                    token = await engine.compute(sequence.step, token, position)
+                    token = await engine.compute(sequence, token, position)
                     output.append(token)
                     emit(token)
         finally:
