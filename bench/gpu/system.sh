@@ -8,20 +8,7 @@ PYTHON=${PYTHON:-python3}
 OUT_DIR=${1:-build/gpu}
 shift || true
 STEPS=${*:-tests delta}
-BUILD=build/gpu-core
-SITE=$PWD/build/gpu-site
-mkdir -p "$OUT_DIR" "$BUILD" "$SITE/kvferry"
-
-$PYTHON -m cmake --version >/dev/null 2>&1 && CMAKE="$PYTHON -m cmake" || CMAKE=cmake
-$CMAKE -S . -B "$BUILD" -Dnanobind_DIR="$($PYTHON -m nanobind --cmake_dir)" -DPython_EXECUTABLE="$($PYTHON -c 'import sys; print(sys.executable)')" >"$OUT_DIR/build.log"
-$CMAKE --build "$BUILD" -j "$(nproc)" >>"$OUT_DIR/build.log" 2>&1 || { tail -30 "$OUT_DIR/build.log"; exit 1; }
-for folder in proto radix transfer daemon workers loadgen; do ln -sfn "$PWD/$folder" "$SITE/kvferry/$folder"; done
-ln -sf "$PWD"/package/kvferry/* "$SITE/kvferry/"
-ln -sf "$PWD/$BUILD"/_core*.so "$SITE/kvferry/"
-if compgen -G "build/gpu-wheels/*.whl" >/dev/null; then
-  $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" build/gpu-wheels/*.whl
-fi
-export PYTHONPATH=$SITE PYTHONUNBUFFERED=1 NIXL_LOG_LEVEL=${NIXL_LOG_LEVEL:-WARN} HF_HUB_OFFLINE=1
+source bench/gpu/build.sh
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 for step in $STEPS; do
