@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# On a machine with one or two NVIDIA GPUs: builds the core, then whole daemons whose pools are on GPUs: tests, delta pages.
-#   bash bench/gpu/wheels.sh                            on a machine with pip's index: NIXL's wheels, into build/gpu-wheels
-#   bash bench/gpu/system.sh [OUTPUT_FOLDER] [STEP...]  STEP: tests, delta; PYTHON=python3 with torch, transformers, nanobind, cmake
+# On a machine with one or two NVIDIA GPUs: builds the core, then whole daemons whose pools are on GPUs.
+#   bash bench/gpu/wheels.sh                            on a machine with pip's index: wheels, into build/gpu-wheels
+#   bash bench/gpu/system.sh [OUTPUT_FOLDER] [STEP...]  PYTHON=python3 with torch, transformers, nanobind, cmake
+# STEP: tests; storms, the tests of tiers, transfers and faults on device pools (TEST_DEVICES; without it both GPUs, or the
+# one that is there); delta, delta pages from GPU to GPU; demo; turns, multi-turn chats with decode-side reuse off and on
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -11,6 +13,10 @@ STEPS=${*:-tests delta}
 source bench/gpu/build.sh
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+count=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)
+DEVICES=${TEST_DEVICES:-$([ "$count" -gt 1 ] && echo cuda:0,cuda:1 || echo cuda:0)}
+STORM_TESTS="tests/system/test_tiers.py tests/system/test_transfers.py tests/system/test_admission.py tests/system/test_failures.py"
+STORM_TESTS+=" tests/faults/test_processes.py tests/faults/test_lost_workers.py"
 for step in $STEPS; do
   echo "== $step"
   case $step in
@@ -18,6 +24,11 @@ for step in $STEPS; do
     delta)
       timeout 200 $PYTHON bench/gpu/delta.py --awake 2>&1 | tee "$OUT_DIR/gpu_delta.txt"
       timeout 200 $PYTHON bench/gpu/delta.py --fragments 8,64,2048 2>&1 | tee -a "$OUT_DIR/gpu_delta.txt"
+      ;;
+    demo) timeout 200 $PYTHON -m kvferry demo --random-weights llama-1b --device "$DEVICES" --page-size 64 --pool-bytes 4GiB 2>&1 | tee "$OUT_DIR/gpu_demo.txt" ;;
+    turns) timeout "${TURNS_SECONDS:-400}" $PYTHON bench/gpu/turns.py --devices "$DEVICES" ${TURNS:-} 2>&1 | tee "$OUT_DIR/gpu_turns.txt" ;;
+    storms)
+      TEST_DEVICES=$DEVICES timeout "${STORMS_SECONDS:-280}" $PYTHON -m pytest -q -p no:cacheprovider -m "not nightly" --timeout=120 --durations=5 ${STORMS:-$STORM_TESTS} 2>&1 | tee "$OUT_DIR/gpu_storms.txt" | tail -60
       ;;
     *) echo "unknown step $step" >&2; exit 2 ;;
   esac

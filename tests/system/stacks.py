@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from devices import DeviceStack
+
 from kvferry.daemon.stack import Stack
 
 
 @contextmanager
 def running_stack() -> Iterator[Stack]:
     """Asserts in the end that every process that was not ended by the test ended with status 0."""
-    with Stack() as running:
+    with DeviceStack() as running:
         yield running
         ended_before = {process.name for process in running.processes if process.popen.poll() is not None}
         statuses = running.close()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+from devices import need
 from engines import Engines, settled
 from test_ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
 
-from kvferry._core import GpuUnavailable, gpu_device_count
 from kvferry.daemon.stack import Stack
 from kvferry.daemon.system import SystemSpec, start_replicas
 from kvferry.workers.model import kv_shape
@@ -28,23 +28,9 @@ SYSTEMS = {
 }
 
 
-def need(*devices: str) -> None:
-    wanted = 1 + max(int(device.removeprefix("cuda:")) for device in devices)
-    try:
-        found = gpu_device_count()
-    except GpuUnavailable as error:
-        pytest.skip(f"needs {wanted} GPUs: {error}")
-    if found < wanted:
-        pytest.skip(f"needs {wanted} GPUs; there are {found}")
-
-
 def on(system: SystemSpec, prefill: tuple[str, ...], decode: tuple[str, ...]) -> SystemSpec:
-    need(*prefill, *decode)
-    return dataclasses.replace(
-        system,
-        prefill_flags=[*system.prefill_flags, "--device", ",".join(prefill)],
-        decode_flags=[*system.decode_flags, "--device", ",".join(decode)],
-    )
+    need(*(int(device.removeprefix("cuda:")) for device in (*prefill, *decode)))
+    return dataclasses.replace(system, prefill_device=",".join(prefill), decode_device=",".join(decode))
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -94,7 +80,7 @@ def test_a_courier_that_is_killed_costs_its_session_only(stack: Stack) -> None:
 
 
 def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path) -> None:
-    need(*ONE)
+    need(0)
     network = tiny_models.random_model("qwen2")
     network.save_pretrained(tmp_path)
     shape = kv_shape(network)
@@ -106,7 +92,7 @@ def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path) ->
         prefill_pool_bytes=20 * page_bytes,
         prefill_flags=["--host-bytes", str(200 * page_bytes)],
         decode_flags=["--host-bytes", str(200 * page_bytes)],
-        worker_flags=["--device", "cuda:0", "--chunk-tokens", "48"],
+        worker_flags=["--chunk-tokens", "48"],
     )
     prefills, decodes = start_replicas(stack, on(system, ONE, ONE))
     rng = random.Random(4)
