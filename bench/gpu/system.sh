@@ -3,7 +3,8 @@
 #   bash bench/gpu/wheels.sh                            on a machine with pip's index: wheels, into build/gpu-wheels
 #   bash bench/gpu/system.sh [OUTPUT_FOLDER] [STEP...]  PYTHON=python3 with torch, transformers, nanobind, cmake
 # STEP: tests; storms, the tests of tiers, transfers and faults on device pools (TEST_DEVICES; without it both GPUs, or the
-# one that is there); delta, delta pages from GPU to GPU; demo; turns, multi-turn chats with decode-side reuse off and on
+# one that is there); delta, delta pages from GPU to GPU; slots, the
+# same with two sizes of slots; demo; turns, multi-turn chats with decode-side reuse off and on
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -25,10 +26,18 @@ for step in $STEPS; do
       timeout 200 $PYTHON bench/gpu/delta.py --awake 2>&1 | tee "$OUT_DIR/gpu_delta.txt"
       timeout 200 $PYTHON bench/gpu/delta.py --fragments 8,64,2048 2>&1 | tee -a "$OUT_DIR/gpu_delta.txt"
       ;;
+    slots) # of the daemons: fewer and smaller ones
+      for slots in "16 64MiB" "8 32MiB"; do
+        timeout 100 $PYTHON bench/gpu/delta.py --awake --fragments "${FRAGMENTS:-8,64,2048}" --slots ${slots% *} --slot-bytes ${slots#* } 2>&1 | tee -a "$OUT_DIR/gpu_daemon_slots.txt"
+      done
+      ;;
     demo) timeout 200 $PYTHON -m kvferry demo --random-weights llama-1b --device "$DEVICES" --page-size 64 --pool-bytes 4GiB 2>&1 | tee "$OUT_DIR/gpu_demo.txt" ;;
     turns) timeout "${TURNS_SECONDS:-400}" $PYTHON bench/gpu/turns.py --devices "$DEVICES" ${TURNS:-} 2>&1 | tee "$OUT_DIR/gpu_turns.txt" ;;
     storms)
-      TEST_DEVICES=$DEVICES timeout "${STORMS_SECONDS:-280}" $PYTHON -m pytest -q -p no:cacheprovider -m "not nightly" --timeout=120 --durations=5 ${STORMS:-$STORM_TESTS} 2>&1 | tee "$OUT_DIR/gpu_storms.txt" | tail -60
+      # Many sessions a minute, more than the usual ports; several tests at a time where pytest-xdist is there.
+      TEST_DEVICES=$DEVICES KVFERRY_UCX_PORTS=21000-22999 timeout "${STORMS_SECONDS:-280}" $PYTHON -m pytest -q -p no:cacheprovider \
+        $($PYTHON -c 'import xdist' 2>/dev/null && echo -n 8) -m "not nightly" --timeout=120 --durations=5 \
+        ${STORMS:-$STORM_TESTS} 2>&1 | tee "$OUT_DIR/gpu_storms_${DEVICES//[:,]/-}.txt" | tail -60
       ;;
     *) echo "unknown step $step" >&2; exit 2 ;;
   esac

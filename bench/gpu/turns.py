@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,7 @@ from kvferry.workers.record import Recorded, read_record
 
 LIMIT = 0.05  # between the best logit and the chosen one's
 SHARE_LIMIT = 0.01
-CONVERSATIONS = {1: 6, 4: 12, 32: 48}  # by concurrency
+CONVERSATIONS = {1: 4, 4: 8, 32: 32}  # by concurrency
 KEY_TOKENS = 64  # with which a conversation begins, and no other
 PREFILL, DECODE = "prefill", "decode"
 
@@ -115,7 +116,9 @@ def runs(args: argparse.Namespace, reuse: str) -> dict[int, Run]:
             requests = recorded(records[DECODE], seen + (report.requests + warm_ups(clients) * args.turns))[seen:]
             seen += len(requests)
             found[clients] = Run(report, requests, compare_pages(read_record(records[PREFILL]), requests))
-            print(f"  {clients} at a time: {report.requests} requests in {report.duration_s:.1f} s", flush=True)
+            firsts = ", ".join(f"{turn.p50:.1f}" for turn in report.ttft_by_turn_ms)
+            print(f"  {clients} at a time: {report.requests} requests in {report.duration_s:.1f} s", end="; ")
+            print(f"time to first token by turn, p50: {firsts} ms", flush=True)
     return found
 
 
@@ -235,7 +238,7 @@ def main() -> int:
     parser.add_argument("--shape", default="llama-8b", help="of `kvferry worker --random-weights`")
     parser.add_argument("--devices", default="cuda:0,cuda:1", help="prefill's and decode's; cpu: for a rehearsal")
     parser.add_argument("--concurrency", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4, 32])
-    parser.add_argument("--conversations", type=int, default=0, help="default: 6, 12 and 48")
+    parser.add_argument("--conversations", type=int, default=0, help="default: 4, 8 and 32")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--first-tokens", type=int, default=4096, help="before a conversation's first turn")
     parser.add_argument("--user-tokens", type=int, default=512)
@@ -246,6 +249,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=0)
     parser.add_argument("--slot-bytes", default="32MiB")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends what was started
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["no GPU"]
     print(f"{', '.join(names)}; {os.cpu_count()} processors; torch {torch.__version__}")
     print(
