@@ -3,8 +3,8 @@
 #   bash bench/gpu/wheels.sh                            on a machine with pip's index: wheels, into build/gpu-wheels
 #   bash bench/gpu/system.sh [OUTPUT_FOLDER] [STEP...]  PYTHON=python3 with torch, transformers, nanobind, cmake
 # STEP: tests; storms, the tests of tiers, transfers and faults on device pools (TEST_DEVICES; without it both GPUs, or the
-# one that is there); delta, delta pages from GPU to GPU; slots, the
-# same with two sizes of slots; demo; turns, multi-turn chats with decode-side reuse off and on
+# one that is there); delta, delta pages from GPU to GPU; slots, the same
+# with two sizes of slots; demo; turns, multi-turn chats with decode-side reuse off and on
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -36,7 +36,7 @@ for step in $STEPS; do
     storms)
       # Many sessions a minute, more than the usual ports; several tests at a time where pytest-xdist is there.
       TEST_DEVICES=$DEVICES KVFERRY_UCX_PORTS=21000-22999 timeout "${STORMS_SECONDS:-280}" $PYTHON -m pytest -q -p no:cacheprovider \
-        $($PYTHON -c 'import xdist' 2>/dev/null && echo -n 8) -m "not nightly" --timeout=120 --durations=5 \
+        $($PYTHON -c 'import xdist; print("-n8")' 2>/dev/null) -m "not nightly" --timeout=120 --durations=5 \
         ${STORMS:-$STORM_TESTS} 2>&1 | tee "$OUT_DIR/gpu_storms_${DEVICES//[:,]/-}.txt" | tail -60
       ;;
     *) echo "unknown step $step" >&2; exit 2 ;;
