@@ -150,7 +150,7 @@ class PagedCache(Cache):
         assert 0 <= tokens <= table.capacity
         self.table = table
         self._paged = [PagedLayer(ranks, layer, table, tokens) for layer in range(ranks[0].elements.shape[1])]
-        super().__init__(layers=self._paged)
+        super().__init__(layers=list(self._paged))
 
     def advance(self, tokens: int) -> None:
         """So many more tokens have their keys and values in the pages: a batch has stored them."""
