@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.daemon.config import ConfigError, parse_size
+from kvferry._core import GpuUnavailable, gpu_device_count
+from kvferry.daemon.config import ConfigError, parse_device, parse_size
 from kvferry.daemon.stack import Stack, StackError
 from kvferry.daemon.stats_main import fetch, size
 from kvferry.daemon.system import System, SystemSpec, start_system
@@ -29,6 +30,7 @@ NO_PROXY = [("grpc.enable_http_proxy", 0)]
 LOAD_SECONDS = 240.0
 REPLY_SECONDS = 120.0
 MAX_SHOWN = 120  # characters of a reply
+DTYPES = ("float32", "bfloat16", "float16")
 QUESTIONS = (  # of the conversation that is shown
     "In one sentence: what is a ferry?",
     "Where would I meet one?",
@@ -67,6 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--synthetic", action="store_true", help="no model: pages filled from digests, every byte checked"
     )
+    model.add_argument(
+        "--random-weights", metavar="SHAPE", help="an untrained model, as of `kvferry worker --random-weights`"
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="cpu|cuda:I[,cuda:J]",
+        help="where pools are and models compute; two: prefill on the first, decode on the second (default: cpu)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: float32, on GPUs bfloat16)")
     parser.add_argument("--conversations", type=int, default=4, metavar="N")
     parser.add_argument("--turns", type=int, default=4, metavar="M")
     parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="of a reply (default: %(default)s)")
@@ -87,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         for text in (args.pool_bytes, args.host_bytes):
             parse_size(text)
-    except ConfigError as error:
+        _devices(args)
+    except (ConfigError, DemoError) as error:
         print(f"kvferry demo: {error}", file=sys.stderr)
         return 2
     try:
@@ -117,15 +130,20 @@ def _run_once(args: argparse.Namespace, reuse: str, console: Console) -> Outcome
 def _run_in(folder: str, model: str, args: argparse.Namespace, reuse: str, console: Console) -> Outcome:
     """With the daemons' shared memory in `folder`."""
     both = ["--shm-dir", folder, "--host-bytes", args.host_bytes]
+    prefill_device, decode_device = _devices(args)
+    dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     spec = SystemSpec(
         model=model,
+        random_weights=args.random_weights or "",
+        prefill_device=prefill_device,
+        decode_device=decode_device,
         page_size=args.page_size,
         decode_pool_bytes=parse_size(args.pool_bytes),
         prefill_pool_bytes=parse_size(args.pool_bytes),
         decode_flags=[*both, "--reuse", reuse, "--ranks", str(args.decode_ranks)],
         prefill_flags=[*both, "--ranks", str(args.prefill_ranks)],
-        worker_flags=["--synthetic-kv-heads", str(max(args.decode_ranks, args.prefill_ranks, 1))],
-        front_flags=["--model-name", os.path.basename(model) or "synthetic"],
+        worker_flags=["--dtype", dtype, "--synthetic-kv-heads", str(max(args.decode_ranks, args.prefill_ranks, 1))],
+        front_flags=["--model-name", os.path.basename(model) or ("random" if args.random_weights else "synthetic")],
     )
     with Stack() as stack:
         console.print(f"decode-side reuse [bold]{reuse}[/]: starting two daemons, two workers and a front end ...")
@@ -148,7 +166,7 @@ def _decode_stats(system: System) -> cache.SideStats:
 
 
 def _model(args: argparse.Namespace, console: Console) -> str:
-    if args.synthetic:
+    if args.synthetic or args.random_weights:
         return ""
     if args.model:
         return os.path.abspath(str(args.model))
@@ -156,6 +174,24 @@ def _model(args: argparse.Namespace, console: Console) -> str:
 
     with console.status("SmolLM2-135M-Instruct: the first time it is converted, about a minute ..."):
         return str(converted_model())
+
+
+def _devices(args: argparse.Namespace) -> tuple[str, str]:
+    """Of prefill and decode. ConfigError, or DemoError where there is no such GPU."""
+    found = parse_device(args.device)
+    if not found:
+        return "cpu", "cpu"
+    if len(found) > 2:
+        raise DemoError(f"--device is {args.device}, of {len(found)} GPUs; it takes 1 or 2")
+    if max(args.prefill_ranks, args.decode_ranks) > 1:
+        raise DemoError("--prefill-ranks and --decode-ranks are for --device cpu: here each side has one GPU")
+    try:
+        count = gpu_device_count()
+    except GpuUnavailable as error:
+        raise DemoError(f"--device is {args.device}, but CUDA is not here: {error}") from None
+    if max(found) >= count:
+        raise DemoError(f"--device is {args.device}; this machine has {count} GPUs, from cuda:0")
+    return f"cuda:{found[0]}", f"cuda:{found[-1]}"
 
 
 def _load(args: argparse.Namespace, system: System) -> Outcome:

@@ -163,12 +163,14 @@ class GpuPartCopies:
 
     def __init__(
         self,
+        link: CourierLink,
         slot_of: Callable[[int], GpuSlot],
         ranks: list[RankMemory],
         lanes: list[tuple[int, RowMap]],
         ends: CopyEnds,
     ) -> None:
         """slot_of: of the session's direction. lanes: own rank and rows of each."""
+        self._link = link
         self._slot_of = slot_of
         self._ranks = ranks
         self._lanes = [(ranks[rank].parts, ranks[rank].pages(ranks[rank].parts, rows)) for rank, rows in lanes]
@@ -204,12 +206,10 @@ class GpuPartCopies:
         self._run_summed(lambda: engine.scatter_part_summed(rows, ids, offset, nbytes, payload), done)
 
     def write_header(self, send_slot: int, header: bytes) -> None:
-        slot = self._slot_of(send_slot)
-        self._ranks[slot.rank].parts.write(slot.address, header)
+        self._link.write_header(send_slot, header)
 
     def read_header(self, receive_slot: int) -> bytes:
-        slot = self._slot_of(receive_slot)
-        return self._ranks[slot.rank].parts.read(slot.address, HEADER_BYTES)
+        return self._link.read_header(receive_slot, HEADER_BYTES)
 
     def close(self) -> None:
         """The slots are the link's."""
@@ -301,12 +301,12 @@ class GpuPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.sending_rows(lanes)
         own = [(lane.sender, each) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link.send_gpu_slot, self._ranks, own, self._ends)
+        return GpuPartCopies(link, link.send_gpu_slot, self._ranks, own, self._ends)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.receiving_rows(lanes)
         own = [(lane.receiver, each) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link.receive_gpu_slot, self._ranks, own, self._ends)
+        return GpuPartCopies(link, link.receive_gpu_slot, self._ranks, own, self._ends)
 
     def zero_tail(self, page: int, tokens: int) -> None:
         for rank in self._ranks:

@@ -11,9 +11,14 @@ from kvferry.daemon.stack import Process, Stack
 
 @dataclass(frozen=True, slots=True)
 class SystemSpec:
-    """`model` is a folder of a causal language model; empty: synthetic workers."""
+    """`model` is a folder of a causal language model, `random_weights` the shape of an untrained one; both empty:
+    synthetic workers. Devices are those of `kvferry serve --device`, one for each rank; a worker computes on the first.
+    """
 
     model: str = ""
+    random_weights: str = ""
+    prefill_device: str = "cpu"
+    decode_device: str = "cpu"
     prefills: int = 1
     decodes: int = 1
     decode_pool_bytes: int = 1 << 30
@@ -22,6 +27,7 @@ class SystemSpec:
     decode_flags: Sequence[str] = ()
     prefill_flags: Sequence[str] = ()
     worker_flags: Sequence[str] = ()
+    prefill_worker_flags: Sequence[str] = ()
     decode_worker_flags: Sequence[str] = ()
     front_flags: Sequence[str] = ()
 
@@ -58,19 +64,19 @@ def start_system(stack: Stack, spec: SystemSpec) -> System:
 
 def start_replicas(stack: Stack, spec: SystemSpec) -> tuple[tuple[Replica, ...], tuple[Replica, ...]]:
     """Daemons and workers without a front end: (prefill, decode)."""
-    prefill_daemons = [
-        _daemon(stack, "prefill", i, spec, ["--pool-bytes", str(spec.prefill_pool_bytes), *spec.prefill_flags])
-        for i in range(spec.prefills)
-    ]
+    prefill_words = [*_on(spec.prefill_device), "--pool-bytes", str(spec.prefill_pool_bytes), *spec.prefill_flags]
+    prefill_daemons = [_daemon(stack, "prefill", i, spec, prefill_words) for i in range(spec.prefills)]
     addresses = [stack.ready(process) for process, _, _ in prefill_daemons]
     peers: list[str] = []
     for (_, name, _), address in zip(prefill_daemons, addresses, strict=True):
         peers += ["--peer", f"{name}={address}"]
-    decode_words = [*peers, "--pool-bytes", str(spec.decode_pool_bytes), *spec.decode_flags]
+    decode_words = [*peers, *_on(spec.decode_device), "--pool-bytes", str(spec.decode_pool_bytes), *spec.decode_flags]
     decode_daemons = [_daemon(stack, "decode", i, spec, decode_words) for i in range(spec.decodes)]
     addresses += [stack.ready(process) for process, _, _ in decode_daemons]
-    workers = [_worker(stack, "prefill", name, socket, spec, []) for _, name, socket in prefill_daemons]
-    workers += [_worker(stack, "decode", n, socket, spec, spec.decode_worker_flags) for _, n, socket in decode_daemons]
+    words = [*_computing(spec, spec.prefill_device), *spec.prefill_worker_flags]
+    workers = [_worker(stack, "prefill", name, socket, spec, words) for _, name, socket in prefill_daemons]
+    words = [*_computing(spec, spec.decode_device), *spec.decode_worker_flags]
+    workers += [_worker(stack, "decode", name, socket, spec, words) for _, name, socket in decode_daemons]
     daemons = prefill_daemons + decode_daemons
     replicas = [
         Replica(name, process, worker, address, stack.ready(worker), socket)
@@ -87,6 +93,21 @@ def _daemon(stack: Stack, role: str, index: int, spec: SystemSpec, words: Sequen
 
 
 def _worker(stack: Stack, role: str, name: str, socket: str, spec: SystemSpec, words: Sequence[str]) -> Process:
-    source = ["--model", spec.model] if spec.model else ["--synthetic"]
-    common = ["--socket", socket, "--listen", "127.0.0.1:0", *source, *spec.worker_flags]
+    common = ["--socket", socket, "--listen", "127.0.0.1:0", *_source(spec), *spec.worker_flags]
     return stack.start(f"{name}-worker", ["worker", role, *common, *words])
+
+
+def _source(spec: SystemSpec) -> list[str]:
+    if spec.random_weights:
+        return ["--random-weights", spec.random_weights]
+    return ["--model", spec.model] if spec.model else ["--synthetic"]
+
+
+def _on(device: str) -> list[str]:
+    """Of a daemon."""
+    return [] if device == "cpu" else ["--device", device]
+
+
+def _computing(spec: SystemSpec, device: str) -> list[str]:
+    """Of a worker."""
+    return _on(device.partition(",")[0]) if spec.model or spec.random_weights else []

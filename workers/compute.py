@@ -82,3 +82,18 @@ class Compute(Protocol):
     ) -> SequenceCompute:
         """`shared_tokens`: the pages of so many first tokens may be read by others too and are never written.
         `asked`: what `prompt` begins with, its tokens behind that are output of the same request; None: all of it."""
+
+
+class Step(NamedTuple):
+    """The next `SequenceCompute.step` of one of several requests."""
+
+    sequence: SequenceCompute
+    token: int
+    position: int
+
+
+class BatchCompute(Compute, Protocol):
+    """A model that steps several requests at once."""
+
+    def steps(self, steps: Sequence[Step]) -> list[int]:
+        """The next token of each, as its `step` gives it but for rounding; at least one, of different sequences."""

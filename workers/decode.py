@@ -22,6 +22,7 @@ from kvferry.workers.handoff import unpack_first_token
 from kvferry.workers.orders import DecodeOrder
 from kvferry.workers.pacing import NoPace, Pace
 from kvferry.workers.places import Places
+from kvferry.workers.record import Record
 from kvferry.workers.requests import NotOpened, PageTokens, Ready, RequestFailed, Retracted
 from kvferry.workers.room import Room
 
@@ -61,6 +62,7 @@ class DecodeWorker:
         chunk_tokens: int,
         max_running: int = 0,
         pace: Pace | None = None,
+        record: Record | None = None,
     ) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
@@ -69,6 +71,7 @@ class DecodeWorker:
         self._thread = thread
         self._chunk_tokens = chunk_tokens
         self._pace = pace or NoPace(thread)
+        self._record = record
         self._places = Places(max_running)
 
     async def close(self) -> None:
@@ -156,6 +159,9 @@ class DecodeWorker:
             if order.prefill or output:
                 await complete(self._finish(order, sequence, output, ready))
             raise
+        if self._record is not None and order.prefill:
+            moved = (order.name, prompt, admitted.pages, admitted.matched_tokens, list(output))
+            await self._thread.run(self._record.decoded, *moved)
         retracted = output[-1] not in order.stop_tokens and len(output) < order.max_new_tokens
         await complete(self._finish(order, sequence, output, ready, continues=retracted))
         return output
@@ -191,7 +197,7 @@ class DecodeWorker:
                     await room.for_token(position)
                     await engine.step(position + 1)
                     self._client.check_kept(order.name)
-                    token = await engine.compute(sequence.step, token, position)
+                    token = await engine.compute(sequence, token, position)
                     output.append(token)
                     emit(token)
         finally:

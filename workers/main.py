@@ -23,6 +23,7 @@ from kvferry.workers.server import WorkerConfig, serve
 from kvferry.workers.synthetic import SimulatedTime, SyntheticCompute
 
 DTYPES = ("float32", "bfloat16", "float16")
+GPU_BATCH = 64
 SYNTHETIC_MAX_TOKENS = 1 << 20
 LAYOUTS = {"nhd": common_pb2.LAYOUT_PAGE_NHD, "hnd": common_pb2.LAYOUT_PAGE_HND}
 
@@ -53,6 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="decode: with the daemon at a time (0: any number)",
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=_at_least_1,
+        metavar="N",
+        help=f"decode: steps that a model computes together (default: 1, on a GPU {GPU_BATCH})",
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="of each request that a model computes a JSON line: its tokens, and sums over its pages' bytes",
     )
     parser.add_argument(
         "--stream-interval", type=_at_least_1, default=1, metavar="N", help="decode: tokens that are sent together"
@@ -134,6 +147,9 @@ Prepared = tuple[WorkerConfig, Callable[[DaemonClient], Compute]]
 
 
 def _prepare_synthetic(args: argparse.Namespace) -> Prepared:
+    for flag, value in (("--max-batch", args.max_batch), ("--record", args.record)):
+        if value is not None:
+            raise ValueError(f"{flag} is for a model; --synthetic computes nothing")
     geometry = common_pb2.Geometry(
         layers=args.synthetic_layers,
         kv_heads=args.synthetic_kv_heads,
@@ -168,6 +184,7 @@ def _pace_of(model: EngineModel, clock: float) -> Callable[[DaemonClient], Pace]
 def _prepare_model(args: argparse.Namespace) -> Prepared:
     # torch takes seconds to import: not for --help, not for --synthetic
     from kvferry.workers.model import load_model
+    from kvferry.workers.page_sums import FileRecord
     from kvferry.workers.random_weights import parse_shape, random_model
 
     if args.engine_model is not None:
@@ -182,6 +199,10 @@ def _prepare_model(args: argparse.Namespace) -> Prepared:
         tokenizer = str(folder.resolve())
     facts = _facts(args, model.fingerprint, args.revision or model.revision, model.geometry)
     config = _config(args, facts, tokenizer=tokenizer, model_max_tokens=model.max_tokens)
+    on_gpu = model.device.type == "cuda"
+    config = config._replace(max_batch=args.max_batch or (GPU_BATCH if on_gpu else 1))
+    if args.record is not None:
+        config = config._replace(make_record=lambda client: FileRecord(args.record, client.pools))
     return config, lambda client: model.compute(client.pools)
 
 

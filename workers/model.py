@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvferry.proto import common_pb2
-from kvferry.workers.compute import Prompt
+from kvferry.workers.compute import Prompt, Step
+from kvferry.workers.paged_batch import PagedBatch
 from kvferry.workers.paged_cache import PagedCache, PageTable, RankView, rank_views
 from kvferry.workers.rank_pools import RankPools
 from kvferry.workers.sampling import Sampling, sample
@@ -174,6 +175,16 @@ class ModelCompute:
         table = PageTable(self._page_size, pages, shared_tokens=shared_tokens, device=self._model.device)
         return ModelSequence(self._model.network, self._ranks, table, prompt, sampling)
 
+    def steps(self, steps: Sequence[Step]) -> list[int]:
+        """See `BatchCompute`."""
+        if len(steps) == 1:
+            return [step.sequence.step(step.token, step.position) for step in steps]
+        sequences = [step.sequence for step in steps]
+        mine = [sequence for sequence in sequences if isinstance(sequence, ModelSequence)]
+        assert len(mine) == len(sequences), "a step of another model's sequence"
+        step_together(self._model.network, self._ranks, mine, steps)
+        return [sequence.first_token() for sequence in mine]
+
 
 class ModelSequence:
     """One request, as a `SequenceCompute`."""
@@ -197,7 +208,7 @@ class ModelSequence:
 
     def prompt(self, start: int, end: int) -> None:
         self._forward(self._tokens[:, start:end], start)
-        self._settle()
+        settle(self._ranks)
 
     def first_token(self) -> int:
         return self._next()
@@ -208,17 +219,20 @@ class ModelSequence:
     def step(self, token: int, position: int) -> int:
         self._forward(torch.tensor([[token]], device=self._tokens.device), position)
         if len(self._ranks) > 1:
-            self._settle()  # not every rank is read for the token
+            settle(self._ranks)  # not every rank is read for the token
         return self._next()
+
+    @property
+    def cache(self) -> PagedCache:
+        """Of what is computed."""
+        return self._cache
+
+    def give(self, logits: torch.Tensor) -> None:
+        """Of the next token, (vocabulary,), computed elsewhere."""
+        self._logits = logits
 
     def finish(self) -> None:
         """Nothing to check: a model cannot tell whose bytes a page holds."""
-
-    def _settle(self) -> None:
-        """What was computed is in the pages: the daemon may read them once it is told so. `_next` waits for a token,
-        and so for all before it."""
-        for device in {rank.device for rank in self._ranks if rank.device.type == "cuda"}:
-            torch.cuda.current_stream(device).record_event().synchronize()
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, position: int) -> None:
@@ -230,3 +244,33 @@ class ModelSequence:
     def _next(self) -> int:
         assert self._logits is not None
         return sample(self._logits, self._sampling, self._cache.get_seq_length())
+
+
+def settle(ranks: Sequence[RankView]) -> None:
+    """What was computed is in the pages: the daemon may read them once it is told so. Reading a token waits for that,
+    and for all before it, where the pages are on one device."""
+    for device in {rank.device for rank in ranks if rank.device.type == "cuda"}:
+        torch.cuda.current_stream(device).record_event().synchronize()
+
+
+@torch.inference_mode()
+def step_together(
+    network: Any, ranks: Sequence[RankView], sequences: Sequence[ModelSequence], steps: Sequence[Step]
+) -> None:
+    """One forward pass; each sequence then has the logits of its next token."""
+    for sequence, step in zip(sequences, steps, strict=True):
+        held = sequence.cache.get_seq_length()
+        assert held == step.position, f"{held} tokens; position {step.position}"
+    batch = PagedBatch(ranks, [sequence.cache for sequence in sequences])
+    output = network(
+        input_ids=torch.tensor([[step.token] for step in steps], device=batch.positions.device),
+        position_ids=batch.positions,
+        attention_mask=batch.mask(network.dtype),
+        past_key_values=batch,
+        use_cache=True,
+    )
+    batch.end()
+    if len(ranks) > 1:
+        settle(ranks)  # not every rank is read for the tokens
+    for sequence, logits in zip(sequences, output.logits, strict=True):
+        sequence.give(logits[-1])

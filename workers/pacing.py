@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kvferry.workers.compute import SequenceCompute
 from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.engine_model import EngineModel
 
@@ -29,8 +30,8 @@ class Stepping(Protocol):
     async def step(self, context: int) -> None:
         """Returns when a step of this sequence, which has `context` tokens, would be over."""
 
-    async def compute(self, step: Callable[[int, int], int], token: int, position: int) -> int:
-        """Its computation."""
+    async def compute(self, sequence: SequenceCompute, token: int, position: int) -> int:
+        """Its computation, `sequence.step`."""
 
 
 class Pace(Protocol):
@@ -121,8 +122,8 @@ class _OwnTime:
     async def step(self, context: int) -> None:
         pass
 
-    async def compute(self, step: Callable[[int, int], int], token: int, position: int) -> int:
-        return await self._thread.run(step, token, position)
+    async def compute(self, sequence: SequenceCompute, token: int, position: int) -> int:
+        return await self._thread.run(sequence.step, token, position)
 
 
 @dataclass(slots=True)
@@ -246,9 +247,9 @@ class Batch:
         self._look()
         await future
 
-    async def compute(self, step: Callable[[int, int], int], token: int, position: int) -> int:
+    async def compute(self, sequence: SequenceCompute, token: int, position: int) -> int:
         """Here and now: a synthetic step takes less than its way to another thread."""
-        return step(token, position)
+        return sequence.step(token, position)
 
     def close(self) -> None:
         if self._running is not None:

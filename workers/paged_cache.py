@@ -51,6 +51,17 @@ def rank_views(pools: RankPools) -> list[RankView]:
     ]
 
 
+def layer_views(ranks: Sequence[RankView], layer: int) -> list[LayerView]:
+    """One layer of each rank."""
+    return [LayerView(rank.layers[layer], rank.heads) for rank in ranks]
+
+
+def readers(ranks: Sequence[LayerView]) -> list[torch.Tensor]:
+    """The elements to read: each head once, in the heads' order."""
+    firsts = {rank.heads.start: rank for rank in reversed(ranks)}
+    return [firsts[start].elements for start in sorted(firsts)]
+
+
 class PageTable:
     """The pages of one request, shared by the layers of its cache."""
 
@@ -61,10 +72,19 @@ class PageTable:
         self.page_size = page_size
         self.shared_tokens = shared_tokens
         self.pages = torch.tensor(list(pages), dtype=torch.int64, device=device)
+        self._last: tuple[int, int, torch.Tensor, torch.Tensor] | None = None
+
+    def places(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the tokens [start, end): their pages, and their places there. Every layer asks for the same ones."""
+        if self._last is None or self._last[:2] != (start, end):
+            positions = torch.arange(start, end, device=self.pages.device)
+            self._last = (start, end, self.pages[positions // self.page_size], positions % self.page_size)
+        return self._last[2:]
 
     def add(self, pages: Sequence[int]) -> None:
         more = torch.tensor(list(pages), dtype=torch.int64, device=self.pages.device)
         self.pages = torch.cat([self.pages, more])
+        self._last = None
 
     @property
     def capacity(self) -> int:
@@ -78,9 +98,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, ranks: Sequence[RankView], layer: int, table: PageTable, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # Of each rank: (pages, 2, page size, heads, head dimension), and its heads.
-        self._ranks = [LayerView(rank.layers[layer], rank.heads) for rank in ranks]
-        firsts = {rank.heads.start: rank for rank in reversed(self._ranks)}
-        self._read = [firsts[start].elements for start in sorted(firsts)]  # each head once
+        self._ranks = layer_views(ranks, layer)
+        self._read = readers(self._ranks)
         self._table = table
         self._tokens = tokens
         self.is_initialized = True
@@ -101,9 +120,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert key_states.shape[0] == 1, f"a batch of {key_states.shape[0]}; a paged cache holds one request"
         assert start >= self._table.shared_tokens, f"token {start} is in a shared page"
         assert end <= self._table.capacity, f"{end} tokens; the pages hold {self._table.capacity}"
-        positions = torch.arange(start, end, device=self._table.pages.device)
-        pages = self._table.pages[positions // self._table.page_size]
-        offsets = positions % self._table.page_size
+        pages, offsets = self._table.places(start, end)
         for stored, heads in self._ranks:
             at = (pages.to(stored.device), offsets.to(stored.device))
             for tensor, states in enumerate((key_states, value_states)):
@@ -119,6 +136,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         pages = ranks[0] if len(ranks) == 1 else torch.cat(ranks, dim=2)
         rows = pages.flatten(0, 1)[: self._tokens]
         return rows.transpose(0, 1).contiguous().unsqueeze(0)
+
+    def advance(self, tokens: int) -> None:
+        """So many more tokens have their keys and values in the pages."""
+        self._tokens += tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._tokens + query_length, 0
@@ -142,5 +163,11 @@ class PagedCache(Cache):
     def __init__(self, ranks: Sequence[RankView], table: PageTable, *, tokens: int) -> None:
         """`ranks`: of `rank_views`. The pages hold the KV of the first `tokens` tokens."""
         assert 0 <= tokens <= table.capacity
-        layers = len(ranks[0].layers)
-        super().__init__(layers=[PagedLayer(ranks, layer, table, tokens) for layer in range(layers)])
+        self.table = table
+        self._paged = [PagedLayer(ranks, layer, table, tokens) for layer in range(len(ranks[0].layers))]
+        super().__init__(layers=list(self._paged))
+
+    def advance(self, tokens: int) -> None:
+        """So many more tokens have their keys and values in the pages: a batch has stored them."""
+        for layer in self._paged:
+            layer.advance(tokens)

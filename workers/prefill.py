@@ -14,6 +14,7 @@ from kvferry.workers.compute_thread import ComputeThread, complete
 from kvferry.workers.handoff import pack_first_token
 from kvferry.workers.orders import PrefillOrder
 from kvferry.workers.pacing import NoPace, Pace, Turn
+from kvferry.workers.record import Record
 from kvferry.workers.requests import DaemonGone, NotOpened, RequestFailed, RequestName
 
 HANDOVER_DEADLINE_S = 120.0  # from the first token until the daemon needs the pages no more
@@ -37,6 +38,7 @@ class PrefillWorker:
         *,
         chunk_tokens: int,
         pace: Pace | None = None,
+        record: Record | None = None,
     ) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
@@ -45,6 +47,7 @@ class PrefillWorker:
         self._thread = thread
         self._chunk_tokens = chunk_tokens
         self._pace = pace or NoPace(thread)
+        self._record = record
         self._handing_over: set[asyncio.Task[None]] = set()
         self._handed_over: set[RequestName] = set()  # names of theirs
 
@@ -114,7 +117,7 @@ class PrefillWorker:
             )
         sequence = self._compute.sequence(prompt, begun.pages, order.sampling, shared_tokens=matched)
         await self._thread.run(sequence.resume, matched)
-        chunk_ends = []
+        chunk_ends: list[int] = []
         for start in range(matched, tokens, self._chunk_tokens):
             end = min(start + self._chunk_tokens, tokens)
             if time.monotonic() >= deadline:
@@ -128,6 +131,8 @@ class PrefillWorker:
             client.progress(name, end)
             chunk_ends.append(end)
         token = await self._thread.run(sequence.first_token)
+        if self._record is not None:
+            await self._thread.run(self._record.prefilled, name, prompt, begun.pages, matched, list(chunk_ends))
         return Prefilled(matched, tuple(chunk_ends)), token
 
     async def _hand_over(self, order: PrefillOrder) -> None:

@@ -7,14 +7,14 @@ import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
 from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import Compute
+from kvferry.workers.compute import BatchCompute, Compute
 from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.decode import DecodeWorker
 from kvferry.workers.engine_pools import MakePools
@@ -23,7 +23,9 @@ from kvferry.workers.jobs import Jobs
 from kvferry.workers.orders import Bounds
 from kvferry.workers.pacing import Pace
 from kvferry.workers.prefill import PrefillWorker
+from kvferry.workers.record import Record
 from kvferry.workers.requests import HandshakeFailed
+from kvferry.workers.step_batches import StepBatches
 from kvferry.workers.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
@@ -46,7 +48,9 @@ class WorkerConfig(NamedTuple):
     max_running: int = 0  # decode: requests with the daemon at a time; 0: any number
     stream_interval: int = 1  # tokens of a reply that travel together, behind the first
     make_pools: MakePools | None = None  # of its own, that it registers as the daemon's pool
+    max_batch: int = 1  # decode: steps that are computed together; above 1 the compute is a BatchCompute
     make_pace: Callable[[DaemonClient], Pace] | None = None  # of an engine whose time is modelled
+    make_record: Callable[[DaemonClient], Record] | None = None
 
 
 async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Compute]) -> int:
@@ -67,10 +71,10 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
     try:
         try:
             compute = make_compute(client)
+            worker = _worker(config, client, compute, thread)
         except ValueError as error:
             _log.error("the pool of daemon %r does not fit: %s", client.welcome.daemon, error)
             return 1
-        worker = _worker(config, client, compute, thread)
         bounds = Bounds(
             max_tokens=min(config.model_max_tokens, client.welcome.max_tokens),
             vocabulary=compute.vocabulary,
@@ -154,10 +158,19 @@ def _worker(
     config: WorkerConfig, client: DaemonClient, compute: Compute, thread: ComputeThread
 ) -> PrefillWorker | DecodeWorker:
     pace = None if config.make_pace is None else config.make_pace(client)
+    record = None if config.make_record is None else config.make_record(client)
     if config.role == common_pb2.ROLE_PREFILL:
-        return PrefillWorker(client, compute, thread, chunk_tokens=config.chunk_tokens, pace=pace)
+        return PrefillWorker(client, compute, thread, chunk_tokens=config.chunk_tokens, pace=pace, record=record)
+    if pace is None and config.max_batch > 1:
+        pace = StepBatches(thread, cast(BatchCompute, compute), config.max_batch)
     return DecodeWorker(
-        client, compute, thread, chunk_tokens=config.chunk_tokens, max_running=config.max_running, pace=pace
+        client,
+        compute,
+        thread,
+        chunk_tokens=config.chunk_tokens,
+        max_running=config.max_running,
+        pace=pace,
+        record=record,
     )
 
 

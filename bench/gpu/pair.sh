@@ -8,19 +8,8 @@ cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 ONLY=${ONLY:-tests slots rates proofs}
 OUT_DIR=${1:-build/gpu}
-BUILD=build/gpu-core
-SITE=$PWD/build/gpu-site
-mkdir -p "$OUT_DIR/logs" "$BUILD" "$SITE/kvferry"
-
-$PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE/nixl" build/gpu-wheels/*.whl || exit 1
-$PYTHON -m cmake --version >/dev/null 2>&1 && CMAKE="$PYTHON -m cmake" || CMAKE=cmake
-{
-  $CMAKE -S . -B "$BUILD" -Dnanobind_DIR="$($PYTHON -m nanobind --cmake_dir)" -DPython_EXECUTABLE="$($PYTHON -c 'import sys; print(sys.executable)')" &&
-    $CMAKE --build "$BUILD" -j "$(nproc)"
-} >"$OUT_DIR/build.log" 2>&1 || { tail -30 "$OUT_DIR/build.log"; exit 1; }
-for folder in proto radix transfer; do ln -sfn "$PWD/$folder" "$SITE/kvferry/$folder"; done
-ln -sf "$PWD"/package/kvferry/* "$PWD/$BUILD"/_core*.so "$SITE/kvferry/"
-export PYTHONPATH=$SITE:$SITE/nixl PYTHONUNBUFFERED=1
+mkdir -p "$OUT_DIR/logs"
+source bench/gpu/build.sh
 
 wanted() { [[ " $ONLY " == *" $1 "* ]]; }
 machine() {

@@ -5,17 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 OUT_DIR=${1:-build/gpu}
-BUILD=build/gpu-core
-SITE=build/gpu-site/kvferry
-mkdir -p "$OUT_DIR" "$BUILD" "$SITE"
-
-$PYTHON -m cmake --version >/dev/null 2>&1 && CMAKE="$PYTHON -m cmake" || CMAKE=cmake
-$CMAKE -S . -B "$BUILD" -Dnanobind_DIR="$($PYTHON -m nanobind --cmake_dir)" -DPython_EXECUTABLE="$($PYTHON -c 'import sys; print(sys.executable)')" >"$OUT_DIR/build.log"
-$CMAKE --build "$BUILD" -j "$(nproc)" >>"$OUT_DIR/build.log" 2>&1 || { tail -30 "$OUT_DIR/build.log"; exit 1; }
-for folder in proto radix transfer; do ln -sfn "$PWD/$folder" "$SITE/$folder"; done
-ln -sf "$PWD"/package/kvferry/* "$SITE/"
-ln -sf "$PWD/$BUILD"/_core*.so "$SITE/"
-export PYTHONPATH=$PWD/build/gpu-site PYTHONUNBUFFERED=1
+source bench/gpu/build.sh
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 $PYTHON -m pytest -q -p no:cacheprovider tests/csrc tests/transfer/test_copy_plan.py 2>&1 | tail -15

@@ -1,29 +1,23 @@
 #!/usr/bin/env bash
-# On a machine with one or two NVIDIA GPUs: builds the core, then whole daemons whose pools are on GPUs: tests, delta pages.
-#   bash bench/gpu/wheels.sh                            on a machine with pip's index: NIXL's wheels, into build/gpu-wheels
-#   bash bench/gpu/system.sh [OUTPUT_FOLDER] [STEP...]  STEP: tests, delta; PYTHON=python3 with torch, transformers, nanobind, cmake
+# On a machine with one or two NVIDIA GPUs: builds the core, then whole daemons whose pools are on GPUs.
+#   bash bench/gpu/wheels.sh                            on a machine with pip's index: wheels, into build/gpu-wheels
+#   bash bench/gpu/system.sh [OUTPUT_FOLDER] [STEP...]  PYTHON=python3 with torch, transformers, nanobind, cmake
+# STEP: tests; storms, the tests of tiers, transfers and faults on device pools (TEST_DEVICES; without it both GPUs, or the
+# one that is there); delta, delta pages from GPU to GPU; slots, the same
+# with two sizes of slots; demo; turns, multi-turn chats with decode-side reuse off and on
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 OUT_DIR=${1:-build/gpu}
 shift || true
 STEPS=${*:-tests delta}
-BUILD=build/gpu-core
-SITE=$PWD/build/gpu-site
-mkdir -p "$OUT_DIR" "$BUILD" "$SITE/kvferry"
-
-$PYTHON -m cmake --version >/dev/null 2>&1 && CMAKE="$PYTHON -m cmake" || CMAKE=cmake
-$CMAKE -S . -B "$BUILD" -Dnanobind_DIR="$($PYTHON -m nanobind --cmake_dir)" -DPython_EXECUTABLE="$($PYTHON -c 'import sys; print(sys.executable)')" >"$OUT_DIR/build.log"
-$CMAKE --build "$BUILD" -j "$(nproc)" >>"$OUT_DIR/build.log" 2>&1 || { tail -30 "$OUT_DIR/build.log"; exit 1; }
-for folder in proto radix transfer daemon workers loadgen; do ln -sfn "$PWD/$folder" "$SITE/kvferry/$folder"; done
-ln -sf "$PWD"/package/kvferry/* "$SITE/kvferry/"
-ln -sf "$PWD/$BUILD"/_core*.so "$SITE/kvferry/"
-if compgen -G "build/gpu-wheels/*.whl" >/dev/null; then
-  $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" build/gpu-wheels/*.whl
-fi
-export PYTHONPATH=$SITE PYTHONUNBUFFERED=1 NIXL_LOG_LEVEL=${NIXL_LOG_LEVEL:-WARN} HF_HUB_OFFLINE=1
+source bench/gpu/build.sh
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+count=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)
+DEVICES=${TEST_DEVICES:-$([ "$count" -gt 1 ] && echo cuda:0,cuda:1 || echo cuda:0)}
+STORM_TESTS="tests/system/test_tiers.py tests/system/test_transfers.py tests/system/test_admission.py tests/system/test_failures.py"
+STORM_TESTS+=" tests/faults/test_processes.py tests/faults/test_lost_workers.py"
 for step in $STEPS; do
   echo "== $step"
   case $step in
@@ -31,6 +25,19 @@ for step in $STEPS; do
     delta)
       timeout 200 $PYTHON bench/gpu/delta.py --awake 2>&1 | tee "$OUT_DIR/gpu_delta.txt"
       timeout 200 $PYTHON bench/gpu/delta.py --fragments 8,64,2048 2>&1 | tee -a "$OUT_DIR/gpu_delta.txt"
+      ;;
+    slots) # of the daemons: fewer and smaller ones
+      for slots in "16 64MiB" "8 32MiB"; do
+        timeout 100 $PYTHON bench/gpu/delta.py --awake --fragments "${FRAGMENTS:-8,64,2048}" --slots ${slots% *} --slot-bytes ${slots#* } 2>&1 | tee -a "$OUT_DIR/gpu_daemon_slots.txt"
+      done
+      ;;
+    demo) timeout 200 $PYTHON -m kvferry demo --random-weights llama-1b --device "$DEVICES" --page-size 64 --pool-bytes 4GiB 2>&1 | tee "$OUT_DIR/gpu_demo.txt" ;;
+    turns) timeout "${TURNS_SECONDS:-400}" $PYTHON bench/gpu/turns.py --devices "$DEVICES" ${TURNS:-} 2>&1 | tee "$OUT_DIR/gpu_turns.txt" ;;
+    storms)
+      # Many sessions a minute, more than the usual ports; several tests at a time where pytest-xdist is there.
+      TEST_DEVICES=$DEVICES KVFERRY_UCX_PORTS=21000-22999 timeout "${STORMS_SECONDS:-280}" $PYTHON -m pytest -q -p no:cacheprovider \
+        $($PYTHON -c 'import xdist; print("-n8")' 2>/dev/null) -m "not nightly" --timeout=120 --durations=5 \
+        ${STORMS:-$STORM_TESTS} 2>&1 | tee "$OUT_DIR/gpu_storms_${DEVICES//[:,]/-}.txt" | tail -60
       ;;
     *) echo "unknown step $step" >&2; exit 2 ;;
   esac

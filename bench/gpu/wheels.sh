@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes a folder of NIXL's wheels for a GPU machine without a package index: the CUDA 13 build for Linux x86-64 without
-# its folder nixl_ep_cu13 (kernels for expert parallelism, most of the wheel's size).
+# Makes a folder of wheels for a GPU machine without a package index, that has torch, transformers and what they bring:
+# NIXL's CUDA 13 build for Linux x86-64 without its folder nixl_ep_cu13 (kernels for expert parallelism, most of the
+# wheel's size), and what daemons, workers and tests need besides.
 #   bash bench/gpu/wheels.sh [FOLDER]     build/gpu-wheels; PYTHON=python3, PYTHON_VERSION=3.12, NIXL_VERSION=1.5.1
 # There: python3 -m pip install --no-index --no-deps --target SITE FOLDER/*.whl
 set -euo pipefail
@@ -8,6 +9,9 @@ cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 PYTHON_VERSION=${PYTHON_VERSION:-3.12}
 NIXL_VERSION=${NIXL_VERSION:-1.5.1}
+OTHERS="grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 pydantic==2.12.5 pydantic-core==2.41.5 annotated-types==0.7.0
+  typing-inspection==0.4.2 typing-extensions==4.15.0 fastapi==0.121.0 starlette==0.49.3 uvicorn==0.38.0 annotated-doc==0.0.3
+  pytest-timeout==2.4.0"
 FOLDER=${1:-build/gpu-wheels}
 FETCHED=$(mktemp -d)
 trap 'rm -rf "$FETCHED"' EXIT
@@ -17,7 +21,7 @@ for tag in manylinux_2_39 manylinux_2_35 manylinux_2_34 manylinux_2_31 manylinux
   platforms+=(--platform "${tag}_x86_64")
 done
 $PYTHON -m pip download -q --no-deps --only-binary=:all: --implementation cp --python-version "$PYTHON_VERSION" \
-  "${platforms[@]}" -d "$FETCHED" "nixl==$NIXL_VERSION" "nixl-cu13==$NIXL_VERSION"
+  "${platforms[@]}" -d "$FETCHED" "nixl==$NIXL_VERSION" "nixl-cu13==$NIXL_VERSION" $OTHERS
 
 mkdir -p "$FOLDER"
 $PYTHON - "$FETCHED" "$FOLDER" <<'PYTHON_END'

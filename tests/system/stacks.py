@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from devices import DeviceStack
+
 from kvferry.daemon.stack import Stack
 
 
@@ -18,7 +20,7 @@ def shm_dir_of(stack: Stack) -> str:
 @contextmanager
 def running_stack() -> Iterator[Stack]:
     """Asserts in the end that every process that was not ended by the test ended with status 0."""
-    with Stack() as running:
+    with DeviceStack() as running:
         shared = shm_dir_of(running)
         try:
             yield running

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+from devices import need
 from engines import Engines, settled
 from test_engine_pool import again, met_again, on_engines
 from test_ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
 
-from kvferry._core import GpuUnavailable, gpu_device_count
 from kvferry.daemon.stack import Stack
 from kvferry.daemon.system import SystemSpec, start_replicas
 from kvferry.transfer.ipc_memory import IpcMemory
@@ -34,23 +34,9 @@ SYSTEMS = {
 }
 
 
-def need(*devices: str) -> None:
-    wanted = 1 + max(int(device.removeprefix("cuda:")) for device in devices)
-    try:
-        found = gpu_device_count()
-    except GpuUnavailable as error:
-        pytest.skip(f"needs {wanted} GPUs: {error}")
-    if found < wanted:
-        pytest.skip(f"needs {wanted} GPUs; there are {found}")
-
-
 def on(system: SystemSpec, prefill: tuple[str, ...], decode: tuple[str, ...]) -> SystemSpec:
-    need(*prefill, *decode)
-    return dataclasses.replace(
-        system,
-        prefill_flags=[*system.prefill_flags, "--device", ",".join(prefill)],
-        decode_flags=[*system.decode_flags, "--device", ",".join(decode)],
-    )
+    need(*(int(device.removeprefix("cuda:")) for device in (*prefill, *decode)))
+    return dataclasses.replace(system, prefill_device=",".join(prefill), decode_device=",".join(decode))
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -101,7 +87,7 @@ def test_a_courier_that_is_killed_costs_its_session_only(stack: Stack) -> None:
 
 @pytest.mark.parametrize("pool", ["daemon", "engine"])
 def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path, pool: str) -> None:
-    need(*ONE)
+    need(0)
     network = tiny_models.random_model("qwen2")
     network.save_pretrained(tmp_path)
     shape = kv_shape(network)
@@ -113,7 +99,7 @@ def test_greedy_tokens_are_those_of_one_process(stack: Stack, tmp_path: Path, po
         prefill_pool_bytes=20 * page_bytes,
         prefill_flags=["--host-bytes", str(200 * page_bytes)],
         decode_flags=["--host-bytes", str(200 * page_bytes)],
-        worker_flags=["--device", "cuda:0", "--chunk-tokens", "48"],
+        worker_flags=["--chunk-tokens", "48"],
     )
     if pool == "engine":
         system = on_engines(system, 20, Case(1, 1, ("layer", "layer-blocks")), ONE * 2)
@@ -191,7 +177,7 @@ sys.stdin.read()
 
 def test_a_mapping_keeps_the_memory_of_a_process_that_was_killed() -> None:
     """So copies that run when an engine dies, and those behind them, read and write what they were to."""
-    need(*ONE)
+    need(0)
     import numpy as np
     import torch
 

@@ -8,9 +8,11 @@ import time
 from collections.abc import Coroutine
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from kvferry.workers.compute import SequenceCompute
 from kvferry.workers.engine_model import EngineModel, read_engine_model
 from kvferry.workers.pacing import GRACE_S, OPENING_S, Batch, ModelPace, NoPace, Timeline
 from kvferry.workers.places import Places
@@ -229,6 +231,11 @@ def test_places() -> None:
     run(scenario())
 
 
+class Adds:
+    def step(self, token: int, position: int) -> int:
+        return token + position
+
+
 def test_an_engine_that_takes_its_own_time_waits_for_nothing() -> None:
     async def scenario() -> None:
         from kvferry.workers.compute_thread import ComputeThread
@@ -240,7 +247,7 @@ def test_an_engine_that_takes_its_own_time_waits_for_nothing() -> None:
             await pace.prompt(0, 10**9, turn.since)
             await pace.arrived(10**12, 10**9)
             await engine.step(10**9)
-            assert await engine.compute(lambda token, position: token + position, 3, 4) == 7
+            assert await engine.compute(cast(SequenceCompute, Adds()), 3, 4) == 7
         thread.close()
 
     run(scenario())
