@@ -9,7 +9,7 @@
 # PYTHON=python3.12            the interpreter (>= 3.10) that .venv is made with
 # TORCH_INDEX=https://...      an extra package index, for instance one of CPU builds of torch
 # PIP_FLAGS='...'              more options of pip install
-# PYTEST_FLAGS='...' DEMO_FLAGS='...'
+# PYTEST_FLAGS='...' DEMO_FLAGS='...' TEST_JOBS=2 (test files at a time)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -19,6 +19,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+TEST_JOBS ?= 2
 DEMO_FLAGS ?=
 VARIANT ?= cpu
 FUZZ_SECONDS ?= 300
@@ -62,7 +63,7 @@ $(VLLM_VENV)/.kvferry-installed: bench/vllm/venv.sh $(STAMP)
 	@touch $@
 
 test: venv proto-check
-	$(BIN)/python -m pytest -m 'not nightly' $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m 'not nightly' -n $(TEST_JOBS) --dist loadfile $(PYTEST_FLAGS)
 
 nightly: venv
 	@mkdir -p bench/results
