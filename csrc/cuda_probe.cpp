@@ -6,7 +6,7 @@ namespace kvferry {
 namespace {
 
 constexpr std::chrono::microseconds kWait(50);  // on an idle GPU a kernel takes 5 to 10
-constexpr std::chrono::milliseconds kGoodFor(5), kRemember(200);  // that nobody had to wait; that somebody had
+constexpr std::chrono::milliseconds kGoodFor(5), kRemember(1000);  // that nobody had to wait; that somebody had
 constexpr unsigned kThreads = 32;
 
 }  // namespace
