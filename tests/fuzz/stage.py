@@ -63,6 +63,8 @@ SETTING = Setting(
     overcommit=1.0,
     write_through=0,
     quota=None,
+    checksums=True,
+    zero_freed=True,
 )
 STEP = 0.005  # virtual seconds of one turn of the loop
 WORDS: tuple[bytes | str, ...] = (
