@@ -97,6 +97,7 @@ def test_a_full_queue_refuses_with_its_bound(stack: Stack) -> None:
             page_size=PAGE,
             decode_pool_bytes=12 * PAGE_BYTES,
             decode_flags=["--queue", "2"],
+            prefill_flags=["--grace-seconds", "2"],  # the halves of what was refused wait there for their deadlines
             decode_worker_flags=["--synthetic-decode-us", "10000"],
         ),
     )

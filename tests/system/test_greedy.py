@@ -242,6 +242,7 @@ def test_a_host_tier_under_a_small_pool_keeps_all(stack: Stack, tmp_path: Path, 
         assert side.tiers.dropped_pages == side.tiers.mismatched_pages == 0
 
 
+@pytest.mark.nightly
 def test_retracted_requests_lose_no_token(stack: Stack, tmp_path: Path) -> None:
     """More is promised than there is: requests are taken back in the middle of their replies, and go on."""
     tiny_models.random_model("qwen2").save_pretrained(tmp_path)

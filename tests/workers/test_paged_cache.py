@@ -137,6 +137,7 @@ def test_bfloat16_pages() -> None:
     assert tokens_over_pages(model, Layout.PAGE_NHD, prompt, 5, chunk_tokens=30) == expected
 
 
+@pytest.mark.nightly  # tests/system has it in a whole system
 def test_smollm2_equals_one_process() -> None:
     try:
         folder = converted_model()
