@@ -59,7 +59,7 @@ def judge(outcomes: list[Outcome]) -> None:
 
 def test_seeds() -> None:
     first = int(os.environ.get("SIMULATION_SEED", "0"))
-    judge([outcome(seed) for seed in range(first, first + 4)])
+    judge([outcome(seed) for seed in range(first, first + 6)])
 
 
 @pytest.mark.nightly
