@@ -549,9 +549,12 @@ class CoreMachine(RuleBasedStateMachine):
         self.orphaned.add(worker)
         for name in self.names(worker):
             self.forget(name)
-        self.effects = deque(e for e in self.effects if not isinstance(e, ToWorker) or e.worker != worker)
+        self.hears_no_more(worker)
         self.core.worker_lost(worker, self.now)
         self.run_effects()
+
+    def hears_no_more(self, worker: int) -> None:
+        self.effects = deque(e for e in self.effects if not isinstance(e, ToWorker) or e.worker != worker)
 
     @precondition(lambda self: self.orphaned)
     @rule()
@@ -603,6 +606,7 @@ class CoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         for worker in (1, 2):
+            self.hears_no_more(worker)
             self.core.worker_gone(worker, self.now)
         self.run_effects()
         while self.zeroing:
