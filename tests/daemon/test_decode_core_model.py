@@ -554,6 +554,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.run_effects()
 
     def hears_no_more(self, worker: int) -> None:
+        self.effects += self.core.take_effects()
         self.effects = deque(e for e in self.effects if not isinstance(e, ToWorker) or e.worker != worker)
 
     @precondition(lambda self: self.orphaned)
