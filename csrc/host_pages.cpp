@@ -78,10 +78,13 @@ uint64_t scatter_part_summed(const PageLayout& layout, const int64_t* ids, const
         own += copy_words(page, slot + at, bytes, at / kWord);
       });
     } else {
+      // Read once: a late write to the slot between sum and copy would pass the check.
+      uint8_t block[kBlock];
       in_blocks(first, last, [&](size_t begin, size_t end) {
-        own += sum_words(slot + begin, end - begin, begin / kWord);
+        std::memcpy(block, slot + begin, end - begin);
+        own += sum_words(block, end - begin, begin / kWord);
         walk(layout, ids, part, begin, end,
-             [slot](uint8_t* page, size_t at, size_t bytes) { std::memcpy(page, slot + at, bytes); });
+             [&block, begin](uint8_t* page, size_t at, size_t bytes) { std::memcpy(page, block + (at - begin), bytes); });
       });
     }
     sum += own;

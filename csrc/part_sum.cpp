@@ -50,8 +50,11 @@ uint64_t sum_words(const uint8_t* bytes, size_t nbytes, uint64_t first_word) {
 
 uint64_t copy_words(uint8_t* dst, const uint8_t* src, size_t nbytes, uint64_t first_word) {
   const uint64_t sum = copy_whole(dst, src, nbytes / kWord, (first_word + 1) * kPositionKey);
-  std::memcpy(dst + nbytes / kWord * kWord, src + nbytes / kWord * kWord, nbytes % kWord);
-  return sum + rest_of(src, nbytes, first_word);
+  if (nbytes % kWord == 0) return sum;
+  uint64_t rest = 0;  // read once, like the words: the source may change meanwhile
+  std::memcpy(&rest, src + nbytes / kWord * kWord, nbytes % kWord);
+  std::memcpy(dst + nbytes / kWord * kWord, &rest, nbytes % kWord);
+  return sum + mixed_word(rest, first_word + nbytes / kWord);
 }
 
 }  // namespace kvferry

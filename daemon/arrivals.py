@@ -7,7 +7,7 @@ with none the page has no filler until a new admission matches it or its path is
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Final, Generic, Protocol, TypeVar, cast
 
 
@@ -82,18 +82,18 @@ class Arrivals(Generic[WaiterT]):
         return waiters
 
     def leave(self, waiter: WaiterT) -> None:
-        """It waits no more. It stays the filler of its pages until `hand_over`, since copies into them may run."""
+        """It waits no more. It stays the filler of its pages until `hand_over`, since they may still be written."""
         for page in waiter.missing:
             if page in self._waiters:
                 self._waiters[page].pop(waiter, None)
         waiter.missing.clear()
 
-    def hand_over(self, waiter: WaiterT) -> dict[WaiterT, list[int]]:
-        """No copy of its transfers runs any more: others take over what it was to bring. Returns new filler -> pages to
-        ask for.
+    def hand_over(self, waiter: WaiterT, kept: Collection[int] = ()) -> dict[WaiterT, list[int]]:
+        """No copy of its transfers runs any more: others take over what it was to bring, all but the pages `kept`, into
+        which something else of its may still write. Returns new filler -> pages to ask for.
         """
-        pages = sorted(waiter.filling)
-        waiter.filling.clear()
+        pages = sorted(waiter.filling.difference(kept))
+        waiter.filling.difference_update(pages)
         for page in pages:
             assert self._filler[page] is waiter
         return self._pass_on(pages, waiter)

@@ -191,7 +191,7 @@ class DecodeCore:
         if lease.state is LeaseState.FAILED:
             return  # it crossed Failed on the way
         held = lease.held_pages * self.store.page_size
-        own = lease.pages[lease.matched : lease.held_pages]
+        own = lease.to_fill
         if lease.state is not LeaseState.FILLING or lease.local or tokens != held or not lease.filling.issuperset(own):
             self._fail(
                 lease, invalid(f"tokens is {tokens}; a decode worker says held_tokens, {held}, once, when admitted")
@@ -645,13 +645,14 @@ class DecodeCore:
 
     def _settle(self, lease: Lease) -> None:
         """Once no copy of its transfers runs: others take over what it was to bring, and if its worker is done its
-        pages go.
+        pages go. What the worker was to fill itself it may still write to, and nobody else may, until it is done.
         """
         if lease.live or lease.transfers:
             return
-        for heir, pages in self._arrivals.hand_over(lease).items():
+        ending = lease.state is LeaseState.ENDING
+        for heir, pages in self._arrivals.hand_over(lease, () if ending else lease.to_fill).items():
             self._asks.ask_again(heir, pages)
-        if lease.state is not LeaseState.ENDING:
+        if not ending:
             return
         self._holds.drop(lease.hold, lease.own)
         self._forget(lease)

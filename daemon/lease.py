@@ -103,6 +103,11 @@ class Lease:
         return max(self.hold.matched, self.held_pages)
 
     @property
+    def to_fill(self) -> list[int]:
+        """Pages that the worker itself fills (or has filled), from memory of its own."""
+        return self.hold.pages[self.hold.matched : self.held_pages]
+
+    @property
     def own(self) -> list[int]:
         """Pages that are not the tree's."""
         return self.hold.pages[self.tree_pages :]

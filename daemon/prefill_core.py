@@ -286,6 +286,7 @@ class PrefillCore:
             return
         if entry.prompt is None:
             entry.done = True  # kept until its deadline, so that a worker that comes late is told
+            self._effects += [EndSend(session, ask.transfer) for ask in entry.asks]
             entry.asks.clear()
         elif entry.prompt.aux is None and not entry.done:
             self._fail(entry, aborted("the decode daemon ended the request before it was computed"))

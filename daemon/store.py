@@ -30,6 +30,7 @@ class StoreLimits:
     evict_output_first: bool = False
     write_through_hits: int = 0  # 0: write-back only
     zero_freed: bool = False  # pages that were used before are cleared before a request has them
+    used_before: bool = False  # the memory is somebody else's: every page may hold something already
     quotas: Mapping[bytes, Quota] | None = None  # by namespace id
     default_quota: Quota = field(default_factory=Quota)
 
@@ -95,8 +96,8 @@ class Store:
         self.events: KvEventLog | None = None
         self.evicted = 0  # device pages
         self.zeroed = 0  # device pages, that `take_unclean` gave out
-        # By device page: whether a request has had it.
-        self._used = bytearray(pages if self.limits.zero_freed else 0)
+        # By device page: whether a request has had it, or somebody else before.
+        self._used = self._used_at_first(pages)
         self._unclean: list[int] = []
         self._policy = Policy(self.limits.policy, self.limits.evict_output_first)
         self._released: list[int] = []
@@ -277,6 +278,13 @@ class Store:
     def resize(self, pages: int) -> None:
         """Another memory, of so many pages. None may be in use."""
         self.pool.resize(pages)
+        assert not self._unclean, f"{len(self._unclean)} pages were taken and not cleared"
+        self._used = self._used_at_first(pages)
+
+    def _used_at_first(self, pages: int) -> bytearray:
+        if not self.limits.zero_freed:
+            return bytearray()
+        return bytearray([self.limits.used_before]) * pages
 
     def recover(self, namespace: Namespace, digests: bytes, parents: bytes, rows: list[int], outputs: bytes) -> None:
         """Pages of the host tier's file, found again at the start."""

@@ -4,13 +4,23 @@ device and on the host."""
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
-from kvferry.daemon.effects import ForgetRows, SendDone, StartCopy, StartTransfer, StopTransfer, ToWorker
+from kvferry.daemon.effects import (
+    Effect,
+    ForgetRows,
+    SendDone,
+    StartCopy,
+    StartTransfer,
+    StopTransfer,
+    ToWorker,
+    ZeroPages,
+)
 from kvferry.daemon.errors import RequestError, unavailable
 from kvferry.daemon.lease import LeaseState
 from kvferry.daemon.limits import Name
@@ -22,6 +32,7 @@ from kvferry.radix.tree import RESTORE
 
 PAGE = 4
 PAGES = 14
+CLEAN, STALE = b"", b"of somebody else"
 NAMESPACES = (bytes(32), b"t" * 32)
 
 PROMPTS = [[0, 1, 0, 1], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0, 0, 0], [1, 0, 0]]
@@ -59,6 +70,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.retracting: set[Name] = set()
         self.comes_back: dict[Name, tuple[int, bytes, int]] = {}  # retracted -> worker, namespace, new tokens left
         self.namespace_of: dict[Name, bytes] = {}
+        self.effects: deque[Effect] = deque()  # that wait until pages are cleared
+        self.zeroing: tuple[int, ...] = ()
+        self.let_go: set[Name] = set()  # the worker has said its last word of it
+        self.writable: dict[Name, list[int]] = {}  # that its worker was told to fill itself and has not let go of
 
     @initialize(
         host=st.sampled_from([0, 6, 40]),
@@ -67,11 +82,21 @@ class CoreMachine(RuleBasedStateMachine):
         through=st.sampled_from([0, 0, 2]),
         quota=st.sampled_from([Quota(), Quota(), Quota(5, 0), Quota(4, 12, 2, 10)]),
         output_first=st.booleans(),
+        zeroes=st.sampled_from(["off", "freed", "also at first"]),
     )
     def configure(
-        self, host: int, overcommit: float, policy: str, through: int, quota: Quota, output_first: bool
+        self, host: int, overcommit: float, policy: str, through: int, quota: Quota, output_first: bool, zeroes: str
     ) -> None:
-        limits = StoreLimits(policy, output_first, through, {NAMESPACES[1]: quota})
+        limits = StoreLimits(
+            policy=policy,
+            evict_output_first=output_first,
+            write_through_hits=through,
+            zero_freed=zeroes != "off",
+            used_before=zeroes == "also at first",
+            quotas={NAMESPACES[1]: quota},
+        )
+        if limits.used_before:
+            self.content = dict.fromkeys(range(PAGES), STALE)
         self.overcommit = overcommit
         self.core = DecodeCore(
             Store(PAGES, PAGE, host_pages=host, limits=limits),
@@ -83,41 +108,64 @@ class CoreMachine(RuleBasedStateMachine):
     # -- effects ---------------------------------------------------------------------------------------------------
 
     def run_effects(self) -> None:
-        while effects := self.core.take_effects():
-            for effect in effects:
-                if isinstance(effect, StartTransfer):
-                    name = Name(effect.ask.name.request_id, effect.ask.name.attempt)
-                    assert effect.ask.first_page * PAGE >= 0
-                    lease = self.core.leases[name]
-                    assert effect.ask.promised_tokens == max(lease.matched, lease.held_pages) * PAGE
-                    assert len(effect.page_ids) == effect.ask.pages
-                    self.transfers[effect.ask.transfer] = (name, effect.ask.first_page, effect.page_ids)
-                    self.arrived[effect.ask.transfer] = 0
-                elif isinstance(effect, StopTransfer):
-                    if effect.transfer in self.transfers:
-                        self.stopping.append(effect.transfer)
-                    else:
-                        self.core.transfer_drained(effect.transfer, self.now)
-                elif isinstance(effect, ToWorker):
-                    self.hear(effect)
-                elif isinstance(effect, StartCopy):
-                    self.copies.append(effect.started)
-                elif isinstance(effect, ForgetRows):
-                    for row in effect.rows:
-                        self.host_content.pop(row, None)
-                else:
-                    assert isinstance(effect, SendDone)
+        """As a shell does: while pages are cleared, all that follows waits."""
+        self.effects += self.core.take_effects()
+        while self.effects and not self.zeroing:
+            self.run_effect(self.effects.popleft())
+            self.effects += self.core.take_effects()
+
+    def run_effect(self, effect: Effect) -> None:
+        if isinstance(effect, ZeroPages):
+            assert self.core.store.limits.zero_freed
+            self.zeroing = effect.pages
+        elif isinstance(effect, StartTransfer):
+            name = Name(effect.ask.name.request_id, effect.ask.name.attempt)
+            assert effect.ask.first_page * PAGE >= 0
+            lease = self.core.leases.get(name)
+            if lease is not None:
+                assert effect.ask.promised_tokens == max(lease.matched, lease.held_pages) * PAGE
+            assert len(effect.page_ids) == effect.ask.pages
+            self.transfers[effect.ask.transfer] = (name, effect.ask.first_page, effect.page_ids)
+            self.arrived[effect.ask.transfer] = 0
+        elif isinstance(effect, StopTransfer):
+            if effect.transfer in self.transfers:
+                self.stopping.append(effect.transfer)
+            else:
+                self.core.transfer_drained(effect.transfer, self.now)
+        elif isinstance(effect, ToWorker):
+            self.hear(effect)
+        elif isinstance(effect, StartCopy):
+            self.copies.append(effect.started)
+        elif isinstance(effect, ForgetRows):
+            for row in effect.rows:
+                self.host_content.pop(row, None)
+        else:
+            assert isinstance(effect, SendDone)
+
+    @precondition(lambda self: self.zeroing)
+    @rule()
+    def zeroed(self) -> None:
+        self.content.update(dict.fromkeys(self.zeroing, CLEAN))
+        self.zeroing = ()
+        self.run_effects()
+
+    def assert_clean(self, pages: list[int]) -> None:
+        if self.core.store.limits.zero_freed:
+            assert all(self.content.get(page, CLEAN) == CLEAN for page in pages), "a worker sees what others left"
 
     def hear(self, effect: ToWorker) -> None:
         kind = effect.event.WhichOneof("kind")
         message = getattr(effect.event, kind)
         name = Name(message.name.request_id, message.name.attempt)
+        if name in self.let_go and kind != "ended":
+            return  # it crossed the worker's last word
         if kind == "retract":
             assert self.overcommit > 1, "taken back although everything was promised"
             self.retracting.add(name)
             self.growing.discard(name)
         elif kind == "admitted":
             self.pages[name] = list(message.pages)
+            self.assert_clean(message.pages[message.matched_tokens // PAGE :])
             if name in self.local:
                 # The worker computes what it lacks; the bytes follow from the digests.
                 digests, tail, _ = self.prompts[name]
@@ -126,6 +174,8 @@ class CoreMachine(RuleBasedStateMachine):
                     self.content[message.pages[index]] = want[index]
             elif self.core.leases[name].held_pages * PAGE > message.matched_tokens:
                 self.unfilled.add(name)
+                held = self.core.leases[name].held_pages
+                self.writable[name] = message.pages[message.matched_tokens // PAGE : held]
         elif kind == "ready":
             assert name not in self.unfilled, "ready before the worker had filled its own pages"
             digests, tail, _ = self.prompts[name]
@@ -134,6 +184,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.ready[name] = self.pages[name]
         elif kind == "grown":
             assert message.first_page == len(self.ready[name])
+            self.assert_clean(message.pages)
             self.ready[name] += message.pages
             for page in message.pages:
                 self.content[page] = b"output of " + str(name).encode()
@@ -150,6 +201,12 @@ class CoreMachine(RuleBasedStateMachine):
         self.growing.discard(name)
         self.retracting.discard(name)
         self.unfilled.discard(name)
+
+    def last_word(self, name: Name) -> None:
+        """Its worker touches none of its pages from here on."""
+        self.forget(name)
+        self.let_go.add(name)
+        self.writable.pop(name, None)
 
     def names(self, worker: int | None = None) -> list[Name]:
         leases = self.core.leases.values()
@@ -332,6 +389,7 @@ class CoreMachine(RuleBasedStateMachine):
         if lease.state is not LeaseState.FILLING or lease.worker not in self.workers:
             return
         self.unfilled.discard(name)
+        del self.writable[name]
         digests, _, _ = self.prompts[name]
         for index in range(lease.matched, lease.held_pages):
             assert self.core.store.pool.state(lease.pages[index]) in (PageState.LEASED, PageState.ARRIVING)
@@ -399,9 +457,10 @@ class CoreMachine(RuleBasedStateMachine):
     def come_back(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.comes_back)))
         worker, namespace, new = self.comes_back[name]
-        if worker not in self.workers or name in self.core.leases:
+        if worker not in self.workers or name in self.core.leases or self.effects:
             return
         del self.comes_back[name]
+        self.let_go.discard(name)
         digests, tail_digest, tokens = self.prompts[name]
         self.local.add(name)
         request = wire.Admit(
@@ -434,7 +493,7 @@ class CoreMachine(RuleBasedStateMachine):
         for index, digest in enumerate(behind, len(digests)):
             self.content[self.ready[name][index]] = digest
         continues = name in self.retracting
-        self.forget(name)
+        self.last_word(name)
         self.core.finish(lease.worker, name, total, b"".join(behind), self.now, continues)
         self.run_effects()
         return total
@@ -445,7 +504,7 @@ class CoreMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.names()))
         lease = self.core.leases[name]
         if lease.worker in self.workers and lease.state is not LeaseState.ENDING:
-            self.forget(name)
+            self.last_word(name)
             self.core.abort(lease.worker, name, self.now)
             self.run_effects()
 
@@ -457,6 +516,7 @@ class CoreMachine(RuleBasedStateMachine):
         lease = self.core.leases.get(name)
         if lease is not None and lease.worker not in self.workers:
             return
+        self.last_word(name)
         self.core.abort(lease.worker if lease else 1, name, self.now)
         self.run_effects()
 
@@ -489,13 +549,20 @@ class CoreMachine(RuleBasedStateMachine):
         self.orphaned.add(worker)
         for name in self.names(worker):
             self.forget(name)
+        self.hears_no_more(worker)
         self.core.worker_lost(worker, self.now)
         self.run_effects()
+
+    def hears_no_more(self, worker: int) -> None:
+        self.effects += self.core.take_effects()
+        self.effects = deque(e for e in self.effects if not isinstance(e, ToWorker) or e.worker != worker)
 
     @precondition(lambda self: self.orphaned)
     @rule()
     def worker_is_proven_gone(self) -> None:
         worker = self.orphaned.pop()
+        for name in self.names(worker):
+            self.writable.pop(name, None)
         self.core.worker_gone(worker, self.now)
         self.run_effects()
         self.workers.add(worker)
@@ -518,13 +585,18 @@ class CoreMachine(RuleBasedStateMachine):
                 assert namespace.used <= namespace.quota.hard
         if self.overcommit == 1:
             assert slack(store.pool.free, store.namespaces.values()) >= 0, "a promise cannot be kept"
-            assert self.copies or not self.growing, "growth waits for nothing"
+            assert self.copies or self.effects or not self.growing, "growth waits for nothing"
         assert store.locks == len(held)
-        assert store.copies == len(self.copies)
+        assert store.copies == len(self.copies) + sum(isinstance(effect, StartCopy) for effect in self.effects)
         private = [page for lease in held for page in lease.own]
         assert len(private) == len(set(private)), "two requests own a page"
         counts = store.pool.counts()
         assert counts.leased + counts.orphaned == len(private)
+        brought = {page for _, _, pages in self.transfers.values() for page in pages}
+        for pages in self.writable.values():
+            assert brought.isdisjoint(pages), "a page is brought that somebody else may still write"
+            owned = {int(PageState.LEASED), int(PageState.ARRIVING), int(PageState.ORPHANED)}
+            assert owned.issuperset(store.pool.states(pages)), "a page was given on that a worker may still write"
         for name, pages in self.ready.items():
             digests, tail, _ = self.prompts[name]
             want = [*digests, tail] if tail else digests
@@ -535,8 +607,11 @@ class CoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         for worker in (1, 2):
+            self.hears_no_more(worker)
             self.core.worker_gone(worker, self.now)
         self.run_effects()
+        while self.zeroing:
+            self.zeroed()
         while self.stopping:
             transfer = self.stopping.pop()
             del self.transfers[transfer]

@@ -36,6 +36,8 @@ class EventMachine(CoreMachine):
             return
         ready = effect.event.ready
         name = Name(ready.name.request_id, ready.name.attempt)
+        if name not in self.ready:
+            return
         assert ready.HasField("page_tokens_from") == self.core.leases[name].keep
         if ready.HasField("page_tokens_from"):
             self.wanted[name] = ready.page_tokens_from // PAGE

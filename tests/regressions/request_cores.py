@@ -48,16 +48,27 @@ class Decode(Effects):
         self.core = DecodeCore(self.store, limits)
 
     def admit(
-        self, number: Name, prompt: str, pages: int, *, prefill: str = "p", new: int = 1, namespace: bytes = NAMESPACE
+        self,
+        number: Name,
+        prompt: str,
+        pages: int,
+        *,
+        prefill: str = "p",
+        new: int = 1,
+        namespace: bytes = NAMESPACE,
+        worker: int = 1,
+        held: int = 0,
     ) -> None:
+        """`held`: pages that the worker has in memory of its own."""
         request = wire.Admit(
             name=number.to_proto(),
             digests=digests(prompt, pages),
             tokens=pages * PAGE,
             prefill=prefill,
             max_new_tokens=new,
+            held_tokens=held * PAGE,
         )
-        self.core.admit(1, namespace, number, request, DEADLINE, 0.0)
+        self.core.admit(worker, namespace, number, request, DEADLINE, 0.0)
         self.take()
 
     def take(self) -> None:
