@@ -32,6 +32,7 @@ STORAGES = {
 }
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
+_DAEMONS_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -119,8 +120,13 @@ def _endpoint(value: str) -> str:
     return value
 
 
+def is_name(text: str) -> bool:
+    """Whether a daemon may be called so."""
+    return _DAEMONS_NAME.fullmatch(text) is not None
+
+
 def _name(value: str) -> str:
-    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}", value):
+    if not is_name(value):
         raise ConfigError(
             f"name {value!r} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', "
             "the first a letter or digit"
