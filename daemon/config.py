@@ -481,6 +481,11 @@ class DaemonConfig(BaseModel):
             raise ConfigError(f"--peer-service is {self.peer_service}, but --role is prefill: only decode daemons dial")
         if self.devices and self.ranks != len(self.devices):
             raise ConfigError(f"--device is {self.device!r}, of {len(self.devices)} ranks; --ranks is {self.ranks}")
+        if self.peer_lost_seconds < 2 * self.heartbeat_seconds:
+            raise ConfigError(
+                f"--peer-lost-seconds is {self.peer_lost_seconds:g}; it must be at least twice --heartbeat-seconds, "
+                f"{self.heartbeat_seconds:g}: else a heartbeat that is a little late costs the session"
+            )
         if self.slots * self.ranks > MAX_SLOTS:
             raise ConfigError(
                 f"--slots is {self.slots} of each of {self.ranks} --ranks; together they must be {MAX_SLOTS} at most"

@@ -20,7 +20,7 @@ from grpc_health.v1._async import HealthServicer
 
 from kvferry.daemon.admin_service import AdminService
 from kvferry.daemon.cache_service import CacheService
-from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, parse_address
+from kvferry.daemon.config import ConfigError, DaemonConfig, flag_of, new_incarnation, parse_address
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.dialing import dialling
 from kvferry.daemon.discovery import Discovery
@@ -92,6 +92,8 @@ class Daemon:
             loop.add_signal_handler(number, self.stop)  # before anybody hears that it is ready
         _check_descriptors(config)
         _check_host_dir(config)
+        if config.pool == "engine" and (idle := sorted({"pool_bytes", "storage"} & config.model_fields_set)):
+            log.warning("%s: said, but with --pool engine the engine says it", ", ".join(map(flag_of, idle)))
         reclaimed = reclaim_stale(config.shm_dir)
         if reclaimed:
             log.warning("removed %d files that dead daemons left in %s", len(reclaimed), config.shm_dir)

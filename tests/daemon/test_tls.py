@@ -92,6 +92,8 @@ def test_kinds_of_names_are_kept_apart() -> None:
     }
     assert names_in(auth) == ["d0.example.org", "spiffe://c/d"]
     assert names_in({"peer_dns": [b"\xff", b"", b"a b", b"x" * 5000]}) == []
+    assert names_in({"peer_dns": [b"spiffe://c/d", b"10.0.0.1", b"::1"], "peer_uri": [b"d0.example.org"]}) == []
+    assert names_in({"peer_ip": [b"10.0.0.1"], "peer_dns": [b"d1"]}) == ["d1", "10.0.0.1"]
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
