@@ -68,8 +68,8 @@ class PeerGate(Interceptor):
 
 
 def names_in(auth: Mapping[str, Iterable[bytes]]) -> list[str]:
-    """Of the certificate that gRPC has verified, in the form in which names are compared. A name of one kind in the form
-    of another, like a name of DNS `spiffe://...`, is left out: on the list the form tells the kind.
+    """Of the certificate that gRPC has verified, in the form in which names are compared. A name of one kind in the
+    form of another, like a name of DNS `spiffe://...`, is left out: on the list the form tells the kind.
     """
     found = []
     for kind, raw in ((kind, raw) for held, kind in NAMES.items() for raw in auth.get(held, ())):
