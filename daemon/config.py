@@ -32,6 +32,7 @@ STORAGES = {
 }
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
+_DAEMONS_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -119,8 +120,13 @@ def _endpoint(value: str) -> str:
     return value
 
 
+def is_name(text: str) -> bool:
+    """Whether a daemon may be called so."""
+    return _DAEMONS_NAME.fullmatch(text) is not None
+
+
 def _name(value: str) -> str:
-    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}", value):
+    if not is_name(value):
         raise ConfigError(
             f"name {value!r} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', "
             "the first a letter or digit"
@@ -475,6 +481,11 @@ class DaemonConfig(BaseModel):
             raise ConfigError(f"--peer-service is {self.peer_service}, but --role is prefill: only decode daemons dial")
         if self.devices and self.ranks != len(self.devices):
             raise ConfigError(f"--device is {self.device!r}, of {len(self.devices)} ranks; --ranks is {self.ranks}")
+        if self.peer_lost_seconds < 2 * self.heartbeat_seconds:
+            raise ConfigError(
+                f"--peer-lost-seconds is {self.peer_lost_seconds:g}; it must be at least twice --heartbeat-seconds, "
+                f"{self.heartbeat_seconds:g}: else a heartbeat that is a little late costs the session"
+            )
         if self.slots * self.ranks > MAX_SLOTS:
             raise ConfigError(
                 f"--slots is {self.slots} of each of {self.ranks} --ranks; together they must be {MAX_SLOTS} at most"

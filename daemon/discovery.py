@@ -15,12 +15,13 @@ from typing import Protocol
 
 import grpc
 
-from kvferry.daemon.config import parse_address
+from kvferry.daemon.config import is_name, parse_address
 from kvferry.daemon.dialing import Dial, dial_plainly
 from kvferry.daemon.errors import RequestError, unavailable
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.proto.cache_pb2_grpc import CacheStub
+from kvferry.proto.limits import MAX_NAME_CHARS
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ RESOLVE_SECONDS = 5.0
 ASK_SECONDS = 2.0
 ROUNDS_GONE = 3  # without its address in DNS, after which a daemon that is not connected is forgotten
 MAX_ADDRESSES = 1024  # of an answer; the rest is not looked at
+ASKS_AT_ONCE = 32
+CANCEL_SECONDS = 1.0  # until a link's task is cancelled again
+CANCELS = 10
 
 
 class Link(Protocol):
@@ -84,9 +88,7 @@ class Discovery:
                 await self.look()
                 await asyncio.sleep(ROUND_SECONDS)
         finally:
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await _end(*self._tasks.values())
 
     async def look(self) -> None:
         """One round."""
@@ -97,11 +99,24 @@ class Discovery:
             return
         connected = {link.address for name in self._tasks if (link := self._link(name)).state == "up"}
         asked = [address for address in addresses if address not in connected]
-        names = await asyncio.gather(*(self._ask_name(address) for address in asked))
+        gate = asyncio.Semaphore(ASKS_AT_ONCE)
+        names = await asyncio.gather(*(self._name_at(address, gate) for address in asked))
         for address, name in zip(asked, names, strict=True):
             if name:
                 self._found(name, address)
         await self._forget_gone(addresses, dict(zip(asked, names, strict=True)))
+
+    async def _name_at(self, address: str, gate: asyncio.Semaphore) -> str:
+        """Empty, too, where what answers cannot be a name: it would be a key, a label of metrics and part of logs."""
+        async with gate:
+            name = await self._ask_name(address)
+        if name and not is_name(name):
+            self._say(
+                f"{address} calls itself {name[:MAX_NAME_CHARS]!r} ({len(name)} characters); a daemon's name is 1 to "
+                f"{MAX_NAME_CHARS} letters, digits, '_', '.' or '-', the first a letter or digit"
+            )
+            return ""
+        return name
 
     def _link(self, name: str) -> Link:
         link = self._peers.link_of(name)
@@ -129,9 +144,9 @@ class Discovery:
             self._missed[name] = self._missed.get(name, 0) + 1 if gone else 0
             if self._missed[name] < ROUNDS_GONE:
                 continue
-            task = self._tasks[name]
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            if not await _end(self._tasks[name]):
+                log.error("the link to %s at %s does not end; it is forgotten in a later round", name, link.address)
+                continue
             del self._tasks[name], self._missed[name]
             self._peers.remove_peer(name, unavailable(f"prefill daemon {name!r} is no longer at {self._service}"))
             log.info("prefill daemon %s at %s is forgotten", name, link.address)
@@ -141,6 +156,19 @@ class Discovery:
         if words != self._said:
             log.warning("%s", words)
         self._said = words
+
+
+async def _end(*tasks: asyncio.Task[None]) -> bool:
+    """Whether all have ended. Cancelled again and again: before Python 3.12 wait_for can lose a cancellation that meets
+    its result."""
+    for _ in range(CANCELS):
+        running = [task for task in tasks if not task.done()]
+        if not running:
+            return True
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=CANCEL_SECONDS)
+    return all(task.done() for task in tasks)
 
 
 async def resolve_addresses(service: str) -> list[str]:

@@ -177,8 +177,11 @@ def rdma_devices() -> list[str]:
 
 
 def network(config: DaemonConfig) -> Iterator[Finding]:
-    """The interfaces that couriers may use."""
-    host = parse_address(config.listen)[0]
+    """The port of --listen, and the interfaces that couriers may use."""
+    host, port = parse_address(config.listen)
+    if port and (problem := cannot_listen(host, port)):
+        remedy = "another daemon may run here (kvferry health); else another --listen"
+        yield Finding(NOTE, f"--listen {config.listen}", problem, remedy)
     if is_loopback(host):
         yield Finding(OK, "network", f"--listen is {config.listen}: peers must be on this machine")
         return
@@ -193,6 +196,19 @@ def network(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding(NOTE if slow else OK, f"interface {interface.name}", text, remedy)
     for device in rdma_devices():
         yield Finding(OK, f"RDMA device {device}", _read(Path("/sys/class/infiniband") / device / "fw_ver") or "here")
+
+
+def cannot_listen(host: str, port: int) -> str:
+    """Why nothing can listen there now; empty where something can."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[0][4])
+            probe.listen()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def gpus(config: DaemonConfig) -> Iterator[Finding]:
@@ -323,7 +339,8 @@ def _tls_remedy(config: DaemonConfig, host: str, port: int) -> str:
 def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
     """The workers' socket: its folder, and who is there already."""
     what = f"socket {config.socket}"
-    folder = os.path.dirname(config.socket) or "."
+    folder = Path(config.socket).absolute().parent
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if len(config.socket.encode()) > 107:
         yield Finding(
             BAD, what, f"{len(config.socket.encode())} bytes", "Unix sockets take at most 107: a shorter --socket"
@@ -335,8 +352,10 @@ def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
             yield Finding(
                 NOTE, what, "is there: a daemon runs, or died", "kvferry health says which; a start clears it"
             )
-    elif os.path.isdir(folder) and not os.access(folder, os.W_OK):
-        yield Finding(BAD, what, f"{folder} cannot be written to", "another --socket, or XDG_RUNTIME_DIR")
+    elif not existing.is_dir():
+        yield Finding(BAD, what, f"{existing} is no folder", "another --socket, or XDG_RUNTIME_DIR")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Finding(BAD, what, f"{existing} cannot be written to", "another --socket, or XDG_RUNTIME_DIR")
     else:
         yield Finding(OK, what, "free")
 

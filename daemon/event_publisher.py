@@ -12,13 +12,14 @@ import os
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import zmq
 
+from kvferry.daemon.event_replay import CLIENT_QUEUE, MAX_REQUEST_BYTES, REQUESTS, Replay
 from kvferry.daemon.kv_events import Cleared, KvEvent, Medium, Removed, Stored
 
 log = logging.getLogger(__name__)
@@ -26,9 +27,8 @@ log = logging.getLogger(__name__)
 QUEUE = 4096  # batches that may wait for the thread
 QUEUE_TOKENS = 16 << 20  # likewise
 SUBSCRIBER_QUEUE = 2048  # batches that may wait for one subscriber
-REPLAY_BYTES = 256 << 20  # kept for replay at most
-END = (-1).to_bytes(8, "big", signed=True)  # the sequence number behind the last batch of a replay
-SEND_MS = 1000  # that a replay waits for its reader
+SUBSCRIPTIONS = 1024  # that may wait to be read
+REPLAY_POLL_MS = 20  # while those who replay take nothing
 STOP_SECONDS = 5.0
 
 
@@ -89,26 +89,32 @@ class EventPublisher:
         self._queue: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
         self._put_tokens = 0  # written by the caller's thread
         self._taken_tokens = 0  # written by the publisher's
-        self._buffer: deque[tuple[bytes, bytes]] = deque()  # sequence number and encoded batch
-        self._buffered_bytes = 0
+        self._dead = False  # the thread, by an exception: everything is dropped
         self._stop = threading.Event()
         self._context = zmq.Context(io_threads=1)
         self._pub = self._context.socket(zmq.PUB)
         self._router: zmq.Socket[bytes] | None = None
+        self._replay: Replay | None = None
         try:
+            self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+            self._pub.setsockopt(zmq.RCVHWM, SUBSCRIPTIONS)
             self._pub.setsockopt(zmq.SNDHWM, SUBSCRIBER_QUEUE)
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)  # EAGAIN where a subscriber's queue is full, so that it is counted
             self.endpoint = _bind(self._pub, settings.endpoint)
             self.replay = ""
             if settings.replay:
                 self._router = self._context.socket(zmq.ROUTER)
-                self._router.setsockopt(zmq.SNDTIMEO, SEND_MS)
+                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # EAGAIN where a client's queue is full, no silence
+                self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+                self._router.setsockopt(zmq.RCVHWM, REQUESTS)
+                self._router.setsockopt(zmq.SNDHWM, CLIENT_QUEUE)
+                self._replay = Replay(self._router, settings.topic.encode(), settings.buffer)
                 self.replay = _bind(self._router, settings.replay)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise OSError(error.errno, str(error)) from error
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kv events")
+        self._thread = threading.Thread(target=self._run, name="kv events", daemon=True)
         self._thread.start()
 
     def publish(self, events: Sequence[KvEvent]) -> None:
@@ -119,8 +125,8 @@ class EventPublisher:
         self.batches += 1
         tokens = sum(len(event.tokens) for event in events if isinstance(event, Stored))
         waiting = self._put_tokens - self._taken_tokens
-        if self._queue.qsize() >= QUEUE or (waiting and waiting + tokens > QUEUE_TOKENS):
-            if self.queue_dropped == 0:
+        if self._dead or self._queue.qsize() >= QUEUE or (waiting and waiting + tokens > QUEUE_TOKENS):
+            if self.queue_dropped == 0 and not self._dead:
                 log.warning("KV events come faster than they are sent; batches are dropped")
             self.queue_dropped += 1
             return
@@ -140,26 +146,39 @@ class EventPublisher:
         self._stop.set()
         os.eventfd_write(self._wake, 1)
         self._thread.join(STOP_SECONDS)
-        assert not self._thread.is_alive(), "the publisher of KV events does not end"
-        os.close(self._wake)
+        if self._thread.is_alive():
+            log.error("the publisher of KV events has not ended within %g s; it is left behind", STOP_SECONDS)
+        else:
+            os.close(self._wake)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            self._dead = True
+            log.critical("the publisher of KV events has died; from now on every batch is dropped", exc_info=True)
+        finally:
+            self._context.destroy(linger=200)
+
+    def _serve(self) -> None:
+        """Until `close`."""
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         if self._router is not None:
             poller.register(self._router, zmq.POLLIN)
         encoder = msgspec.msgpack.Encoder()
-        try:
-            while not self._stop.is_set():
-                ready = dict(poller.poll())
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
-                self._send_waiting(encoder)
-                if self._router is not None and self._router in ready:
-                    self._replay(self._router)
+        replay, wait = self._replay, None
+        while not self._stop.is_set():
+            ready = dict(poller.poll(wait))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
             self._send_waiting(encoder)
-        finally:
-            self._context.destroy(linger=200)
+            if replay is not None:
+                if self._router in ready:
+                    replay.hear()
+                moved = replay.go_on()
+                wait = None if not replay.busy else 0 if moved else REPLAY_POLL_MS
+        self._send_waiting(encoder)
 
     def _send_waiting(self, encoder: msgspec.msgpack.Encoder) -> None:
         for _ in range(QUEUE):
@@ -170,7 +189,8 @@ class EventPublisher:
             payload = encoder.encode(_encoded(batch, self._settings.page_size))
             sequence = batch.sequence.to_bytes(8, "big")
             self._send(sequence, payload)
-            self._keep(sequence, payload)
+            if self._replay is not None:
+                self._replay.keep(sequence, payload)
             self._taken_tokens += batch.tokens
             self.sent = batch.sequence + 1
 
@@ -183,29 +203,6 @@ class EventPublisher:
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)  # those that read get it
             self._pub.send_multipart(frames, zmq.NOBLOCK)
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
-
-    def _keep(self, sequence: bytes, payload: bytes) -> None:
-        self._buffer.append((sequence, payload))
-        self._buffered_bytes += len(payload)
-        while len(self._buffer) > self._settings.buffer or self._buffered_bytes > REPLAY_BYTES:
-            self._buffered_bytes -= len(self._buffer.popleft()[1])
-
-    def _replay(self, router: zmq.Socket[bytes]) -> None:
-        """One request: (client, empty, first sequence number). Its answers end with an empty batch."""
-        request = router.recv_multipart()
-        if len(request) != 3 or len(request[2]) != 8:
-            log.warning(
-                "a replay of KV events was asked for in %d frames; it takes 3, the last of 8 bytes", len(request)
-            )
-            return
-        client, _, first = request
-        try:
-            for sequence, payload in self._buffer:
-                if sequence >= first:  # both big-endian
-                    router.send_multipart((client, b"", self._settings.topic.encode(), sequence, payload))
-            router.send_multipart((client, b"", b"", END, b""))
-        except zmq.Again:
-            log.warning("a replay of KV events was read too slowly; it was cut off")
 
 
 def _encoded(batch: _Batch, page_size: int) -> KVEventBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvferry.daemon.config import DaemonConfig, parse_address
+from kvferry.daemon.config import DaemonConfig, is_name, parse_address
 from kvferry.daemon.errors import precondition, unavailable
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
@@ -66,6 +66,10 @@ def check_hello(side: AnySide, hello: peer.PeerHello, where: str) -> None:
     """FAILED_PRECONDITION with field, both values and remedy, where the two cannot work together."""
     if len(hello.daemon) > MAX_NAME_CHARS:
         raise precondition(f"daemon has {len(hello.daemon)} characters; the bound is {MAX_NAME_CHARS}")
+    if not is_name(hello.daemon):
+        raise precondition(
+            f"daemon is {hello.daemon!r}; it must be letters, digits, '_', '.' or '-', the first a letter or digit"
+        )
     us, them = f"{side.role} daemon {side.config.name!r}", f"{hello.daemon!r} at {where}"
     if hello.protocol < PROTOCOL_MIN or hello.protocol_min > PROTOCOL:
         raise precondition(

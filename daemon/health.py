@@ -108,6 +108,7 @@ class HealthWatch:
             if self._waits.get(part) != (pid, waits):
                 self._waits[part] = (pid, waits)
                 self.progress.tick(part, now)
+        self._waits = {part: seen for part, seen in self._waits.items() if part in parts}
         return parts
 
     def _replace_stalled_couriers(self, now: float) -> None:

@@ -1,16 +1,17 @@
-"""The Prometheus endpoint: one thread with one connection at a time, so a scraper that stalls costs nobody else more
-than its time-out. Shell.
+"""The Prometheus endpoint: one thread with one connection at a time, each cut off at a deadline, so a scraper that
+stalls, or trickles its bytes, costs nobody else more than that. Shell.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -27,7 +28,9 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 SNAPSHOT_SECONDS = 5.0  # until the event loop must have given one
 SOCKET_SECONDS = 5.0  # for a scraper to send its request, and to take a part of the answer
+CONNECTION_SECONDS = 6.0  # for all of a connection, a late snapshot included
 POLL_SECONDS = 0.1  # until a stop is seen
+STOP_SECONDS = 3.0  # for the thread to end once its connection is cut
 BACKLOG = 16
 
 
@@ -50,19 +53,19 @@ class MetricsServer:
         bound = self._server.server_address[1]
         self.address = f"{host if ':' not in host else f'[{host}]'}:{bound}"
         # A daemon thread, though it is joined: should `close` never be reached, the process must end all the same.
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(POLL_SECONDS,), name="kvferry-metrics", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.run, name="kvferry-metrics", daemon=True)
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends a scrape under way, too: its time-outs are short."""
+        """Cuts off a scrape under way, too."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         """The same, where no event loop runs any more."""
-        self._server.shutdown()
-        self._thread.join()
+        self._server.stop()
+        self._thread.join(STOP_SECONDS)
+        if self._thread.is_alive():
+            log.error("the metrics' thread has not ended within %g s; it is left behind", STOP_SECONDS)
         self._server.server_close()
 
     def _snapshot(self) -> cache.StatsReply:
@@ -91,6 +94,49 @@ class MetricsServer:
 
 class _Server(WSGIServer):
     request_queue_size = BACKLOG
+    timeout = POLL_SECONDS  # of handle_request: until a connection comes
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self._cutting = threading.Lock()  # a socket is not closed while another thread shuts it down
+        self._connection: socket.socket | None = None
+        self._stopping = False
+        super().__init__(address, handler)
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while not self._stopping:
+            self.handle_request()
+
+    def stop(self) -> None:
+        """Takes no further connection, and cuts off the one that is."""
+        self._stopping = True
+        self._cut(self._connection)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._cutting:
+            self._connection = request
+        timer = threading.Timer(CONNECTION_SECONDS, self._cut, (request,))
+        timer.daemon = True
+        timer.start()
+        try:
+            if self._stopping:  # `stop` may have come before it was known here
+                self.shutdown_request(request)
+            else:
+                super().process_request(request, client_address)
+        finally:
+            timer.cancel()
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._cutting:
+            self._connection = None
+            super().shutdown_request(request)
+
+    def _cut(self, connection: socket.socket | None) -> None:
+        """Whatever it waits for ends at once: an unlimited number of short reads, too."""
+        with self._cutting:
+            if connection is not None and connection is self._connection:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         # As http.server's, without its reverse look-up of the host's name, which may take seconds.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
-from kvferry.daemon.tls_names import normal_name
+from kvferry.daemon.tls_names import kind_of, normal_name
 from kvferry.proto import peer_pb2
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ else:
 log = logging.getLogger(__name__)
 
 PREFIX = f"/{peer_pb2.DESCRIPTOR.services_by_name['Peer'].full_name}/"
-NAMES = ("peer_dns", "peer_uri", "peer_ip")  # kinds of alternative names; none stands for another
+NAMES = {"peer_dns": "dns", "peer_uri": "uri", "peer_ip": "ip"}  # alternative names; no kind stands for another
 SHOWN = 8
 SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -68,13 +68,17 @@ class PeerGate(Interceptor):
 
 
 def names_in(auth: Mapping[str, Iterable[bytes]]) -> list[str]:
-    """Of the certificate that gRPC has verified, in the form in which names are compared."""
+    """Of the certificate that gRPC has verified, in the form in which names are compared. A name of one kind in the
+    form of another, like a name of DNS `spiffe://...`, is left out: on the list the form tells the kind.
+    """
     found = []
-    for raw in (raw for kind in NAMES for raw in auth.get(kind, ())):
+    for kind, raw in ((kind, raw) for held, kind in NAMES.items() for raw in auth.get(held, ())):
         try:
-            found.append(normal_name(raw.decode()))
+            name = normal_name(raw.decode())
         except ValueError:  # a name that could not be on the list
             continue
+        if kind_of(name) == kind:
+            found.append(name)
     return found
 
 

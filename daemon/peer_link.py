@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,16 @@ log = logging.getLogger(__name__)
 
 BACKOFF_SECONDS = (0.1, 5.0)
 HELLO_SECONDS = 5.0
+NOT_READY = re.compile(r"^daemon '[^']*' has no (prefill worker yet|pool: )")  # as handshake.hello_of says it
 REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED)
+
+
+class _NotReady(Exception):
+    """It answers, and has no pool yet."""
+
+
+def _answers(failed: grpc.aio.AioRpcError) -> bool:
+    return failed.code() is grpc.StatusCode.UNAVAILABLE and NOT_READY.search(str(failed.details())) is not None
 
 
 class PeerLink:
@@ -91,22 +101,25 @@ class PeerLink:
         backoff = BACKOFF_SECONDS[0]
         while True:
             await self._side.has_pool.wait()
-            self.state, self._wake = "connecting", asyncio.Event()
+            self.state, self._wake, level = "connecting", asyncio.Event(), logging.WARNING
             try:
                 await self._connect_and_serve()
                 error = unavailable(f"prefill daemon {self.name!r} at {self.address}: the session ended")
+            except _NotReady as waits:
+                error, level = unavailable(str(waits)), logging.INFO
             except SessionBroken as broken:
                 error = unavailable(f"prefill daemon {self.name!r} at {self.address}: {broken}")
             except RequestError as refused:
                 error = refused
             except grpc.aio.AioRpcError as failed:
                 error = self._refusal(failed)
+                level = logging.INFO if _answers(failed) else logging.WARNING
             except (asyncio.TimeoutError, OSError, ValueError, CourierError) as problem:
                 what = str(problem) or "no answer in time"
                 error = unavailable(f"prefill daemon {self.name!r} at {self.address} cannot be reached: {what}")
             was_up, self.state = self.state == "up", "down"
             if str(error) != self.error:
-                log.warning("%s", error)
+                log.log(level, "%s", error)
             self.error = str(error)
             self._pending.clear()
             self._side.on_link_down(self.name, error)
@@ -119,10 +132,15 @@ class PeerLink:
     def _refusal(self, failed: grpc.aio.AioRpcError) -> RequestError:
         if failed.code() in REFUSED:
             return self._refused(str(failed.details()))
+        if _answers(failed):
+            return unavailable(self._waits(failed.details()))
         return unavailable(
             f"prefill daemon {self.name!r} at {self.address} cannot be reached: "
             f"{failed.code().name}: {failed.details()}"
         )
+
+    def _waits(self, details: str | None) -> str:
+        return f"waits for prefill daemon {self.name!r} at {self.address}: {details}"
 
     def _refused(self, details: str) -> RequestError:
         return precondition(f"prefill daemon {self.name!r} at {self.address} refuses the session: {details}")
@@ -142,6 +160,8 @@ class PeerLink:
                 details = await asyncio.wait_for(call.details(), HELLO_SECONDS)
                 if code in REFUSED:
                     raise self._refused(details)
+                if code is grpc.StatusCode.UNAVAILABLE and NOT_READY.search(str(details)):
+                    raise _NotReady(self._waits(details))
                 raise SessionBroken(f"no hello came: {code.name}: {details}")
             hello = answer.hello
             check_hello(side, hello, self.address)

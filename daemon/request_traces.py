@@ -37,6 +37,7 @@ class _Request:
     span: tracing.Span
     begin: float
     pending: bool = True  # its worker has no pages yet
+    again: bool = False  # its name was used once more: the Failed that follows is of that
     transfers: set[Hashable] = field(default_factory=set)
 
 
@@ -52,8 +53,9 @@ class RequestTraces:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def opened(self, worker: int, name: Name, traceparent: str, tokens: int) -> None:
-        if (worker, name) in self._requests:
-            return  # of a name that is in use: the one that runs goes on
+        if (running := self._requests.get((worker, name))) is not None:
+            running.again = True  # of a name that is in use: the one that runs goes on
+            return
         request = str(name)
         span = tracing.span(f"{self._what} request", tracing.checked(traceparent), request=request, tokens=tokens)
         self._requests[worker, name] = _Request(span, time.monotonic())
@@ -72,7 +74,9 @@ class RequestTraces:
         request = self._requests.get(key)
         if request is None:
             return
-        if kind in ("admitted", "begun"):
+        if kind == "failed" and request.again:
+            request.again = False
+        elif kind in ("admitted", "begun"):
             request.pending = False
             tracing.record("admission", request.span.traceparent, request.begin, time.monotonic())
             request.span.set(matched_tokens=told.matched_tokens)

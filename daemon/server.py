@@ -20,7 +20,7 @@ from grpc_health.v1._async import HealthServicer
 
 from kvferry.daemon.admin_service import AdminService
 from kvferry.daemon.cache_service import CacheService
-from kvferry.daemon.config import ConfigError, DaemonConfig, new_incarnation, parse_address
+from kvferry.daemon.config import ConfigError, DaemonConfig, flag_of, new_incarnation, parse_address
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.dialing import dialling
 from kvferry.daemon.discovery import Discovery
@@ -92,6 +92,8 @@ class Daemon:
             loop.add_signal_handler(number, self.stop)  # before anybody hears that it is ready
         _check_descriptors(config)
         _check_host_dir(config)
+        if config.pool == "engine" and (idle := sorted({"pool_bytes", "storage"} & config.model_fields_set)):
+            log.warning("%s: said, but with --pool engine the engine says it", ", ".join(map(flag_of, idle)))
         reclaimed = reclaim_stale(config.shm_dir)
         if reclaimed:
             log.warning("removed %d files that dead daemons left in %s", len(reclaimed), config.shm_dir)
@@ -194,14 +196,15 @@ class Daemon:
             return MetricsServer("127.0.0.1:0", self._snapshots.take, loop)
 
     def discard(self) -> None:
-        """Leaves no file and no thread behind where `start` failed."""
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._publisher is not None:
-            self._publisher.close()
-        if self._lock is not None:
-            self._lock.unlink()
-            self._lock.close()
+        """Leaves no file and no thread behind, whatever failed before."""
+        with contextlib.ExitStack() as ends:  # each is reached, though another fails; the last first
+            if self._lock is not None:
+                ends.callback(self._lock.close)
+                ends.callback(self._lock.unlink)
+            if self._publisher is not None:
+                ends.callback(self._publisher.close)
+            if self._metrics is not None:
+                ends.callback(self._metrics.close)
 
     async def run_until_stopped(self) -> None:
         """Until `stop()` or a broken invariant; drains, then ends everything it owns."""
@@ -227,6 +230,14 @@ class Daemon:
             await asyncio.gather(*(side.spill_all(end) for side in self.sides.values()))
 
     async def _end(self) -> None:
+        try:
+            await self._end_all()
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(self.config.socket)
+            self.discard()
+
+    async def _end_all(self) -> None:
         while running := [task for task in self._tasks if not task.done()]:
             # Again and again: before Python 3.12 wait_for can lose a cancellation that meets its result.
             for task in running:
@@ -244,9 +255,6 @@ class Daemon:
                 await asyncio.sleep(0.02)
         for side in self.sides.values():
             await side.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.config.socket)
-        self.discard()
 
     async def _announce(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse

@@ -248,14 +248,29 @@ class Side(Generic[CoreT]):
             raise
         number = self._next_worker
         self._next_worker += 1
+        path = os.path.join(self.config.shm_dir, f"kvferry-{self.incarnation.hex()}-{self.role}-worker-{number}")
+        lock: FileLock | None = None
+        try:
+            lock = FileLock.create(path)
+            worker = Worker(number, hello.worker, facts.id, lock, asyncio.Queue(WORKER_QUEUE))
+            welcome = self._welcome(worker, facts)
+        except BaseException as error:
+            making.add_done_callback(self._abandoned)
+            if lock is not None:
+                lock.close()
+                lock.unlink()
+            if isinstance(error, OSError):
+                raise exhausted(f"session file {path}: {error.strerror or error}") from error
+            raise
         if self._engine is not None:
             self._engine.own(number)
-        path = os.path.join(self.config.shm_dir, f"kvferry-{self.incarnation.hex()}-{self.role}-worker-{number}")
-        worker = Worker(number, hello.worker, facts.id, FileLock.create(path), asyncio.Queue(WORKER_QUEUE))
         self.workers[number] = worker
+        return worker, welcome
+
+    def _welcome(self, worker: Worker, facts: NamespaceFacts) -> wire.Welcome:
         pools, storage = self.memory.rank_pools(), self.memory.shape.order
         plain = len(pools) == 1 and storage is StorageOrder.PAGE_MAJOR
-        welcome = wire.Welcome(
+        return wire.Welcome(
             protocol=PROTOCOL,
             daemon=self.config.name,
             incarnation=self.incarnation,
@@ -264,13 +279,12 @@ class Side(Generic[CoreT]):
             epoch=self.epoch,
             pages=self.store.pool.pages,
             segment=pools[0].segment if plain else "",
-            session_file=path,
+            session_file=worker.lock.path,
             max_tokens=self.config.max_tokens,
             rank_pools=pools,
             storage=common.Storage.Name(int(storage)),
             page_tokens=self.event_sink is not None,
         )
-        return worker, welcome
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -30,6 +30,16 @@ SOON_SECONDS = 3 * 86400.0  # before its end, from which on the log says so
 SAY_AGAIN_SECONDS = 3600.0
 
 
+# What cryptography raises of a certificate that it can parse, only when something of it is looked at.
+_UNUSABLE = (
+    ValueError,
+    UnsupportedAlgorithm,
+    x509.UnsupportedGeneralNameType,
+    x509.DuplicateExtension,
+    x509.InvalidVersion,
+)
+
+
 class TlsError(ValueError):
     """A file cannot be read, or the files do not fit together; names the setting and the file."""
 
@@ -58,6 +68,18 @@ def files_of(config: DaemonConfig) -> TlsFiles | None:
 
 def read_identity(files: TlsFiles, now: float) -> Identity:
     """TlsError where the three cannot be used together at `now`, seconds since 1970."""
+    try:
+        return _read_identity(files, now)
+    except TlsError:
+        raise
+    except _UNUSABLE as error:
+        raise TlsError(
+            f"--tls-cert {files.cert}, --tls-ca {files.ca}: what is in them cannot be used: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _read_identity(files: TlsFiles, now: float) -> Identity:
     chain, key, authorities = (
         _read("--tls-cert", files.cert),
         _read("--tls-key", files.key),

@@ -42,6 +42,17 @@ def normal_name(text: str) -> str:
     return text.lower()
 
 
+def kind_of(name: str) -> str:
+    """ "uri", "ip" or "dns": what a normal name is by its form."""
+    if _URI.fullmatch(name):
+        return "uri"
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return "dns"
+    return "ip"
+
+
 def check_tls(
     files: Mapping[str, str], allowed: Sequence[str], *, serves_peers: bool, dialled: Iterable[tuple[str, str]]
 ) -> None:

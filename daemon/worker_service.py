@@ -42,6 +42,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await context.abort(status_of(error), error.message)
         except asyncio.TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_SECONDS} s")
+        except OSError as error:  # behind TimeoutError, which is one from Python 3.11 on
+            log.warning("a worker cannot be taken in: %s", error)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the daemon cannot take the worker in: {error}")
         log.info("%s worker %s is here", side.role, worker.name)
         tasks = [
             asyncio.create_task(self._read(side, worker, context)),

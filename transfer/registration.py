@@ -163,11 +163,13 @@ def _rank(
                 f"{name} ends at byte {tensor.offset + tensor.extent(pages)} (offset {tensor.offset}, {pages} pages of "
                 f"stride {tensor.page_stride}); {field}.memories[{tensor.memory}] has {nbytes} bytes"
             )
-    for i in range(len(memories)):
-        inside = [(k, tensor) for k, tensor in enumerate(tensors) if tensor.memory == i]
-        if not inside:
+    inside: dict[int, list[tuple[int, RegisteredTensor]]] = {i: [] for i in range(len(memories))}
+    for k, tensor in enumerate(tensors):
+        inside[tensor.memory].append((k, tensor))
+    for i, those in inside.items():
+        if not those:
             raise ValueError(f"{field}.memories[{i}] has no tensor in it")
-        _check_apart(field, inside, pages)
+        _check_apart(field, those, pages)
     return RegisteredRank(memories, tensors)
 
 

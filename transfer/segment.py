@@ -86,8 +86,8 @@ class Segment:
 
     def close(self) -> None:
         """Unmaps. The memory stays while a view of `buffer` is alive."""
-        self.buffer.release()
         with contextlib.suppress(BufferError):
+            self.buffer.release()
             self._map.close()
 
 

@@ -78,6 +78,10 @@ def test_defaults_follow_the_role() -> None:
         (["--pool-bytes", "0"], "--pool-bytes is 0; it must be 1 to 256TiB"),
         (["--transfer-seconds", "0"], "--transfer-seconds is 0; it must be 0.05 to 3600"),
         (["--ucx-ports", "80-90"], "--ucx-ports: ports '80-90' are not FIRST-LAST"),
+        (
+            ["--peer-lost-seconds", "0.9"],
+            "--peer-lost-seconds is 0.9; it must be at least twice --heartbeat-seconds, 0.5",
+        ),
         (["--heartbeat-seconds", "nan"], "--heartbeat-seconds is nan; it must be 0.05 to 3600"),
         (["--slots", "many"], "--slots is many; it must be 1 to 1024"),
         (["--host-dir", "/d"], "--host-bytes is 0: there is no host tier to keep"),

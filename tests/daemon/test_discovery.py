@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import pytest
 
 from kvferry.daemon import discovery
 from kvferry.daemon.discovery import ROUNDS_GONE, Discovery
 from kvferry.daemon.errors import RequestError
+from kvferry.proto.limits import MAX_NAME_CHARS
 
 
 @dataclass
@@ -158,6 +162,59 @@ def test_configured_peers_are_never_touched_and_bounds_hold() -> None:
         await found.look()
         assert world.links["p0"].address == "configured:1" and world.links["p0"].runs == 0
         assert set(world.links) == {"p0", "p1"}
+
+    run(world, story)
+
+
+@pytest.mark.parametrize("name", ["p" * (MAX_NAME_CHARS + 1), "x" * 100_000, "p 0", 'p"0', "p\n0", "-p"])
+def test_what_cannot_be_a_name_is_left_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    world = World({"10.0.0.1:7071": name, "10.0.0.2:7071": "p1"})
+
+    async def story(found: Discovery) -> None:
+        await found.look()
+        assert set(world.links) == {"p1"}
+        (said,) = (record.message for record in caplog.records if "calls itself" in record.message)
+        assert said.startswith("10.0.0.1:7071 calls itself") and len(said) < 400 and "\n" not in said
+
+    run(world, story)
+
+
+def test_so_many_are_asked_at_once() -> None:
+    world = World({f"10.0.{i}.1:7071": "" for i in range(200)})
+    asking = most = 0
+
+    async def ask(address: str) -> str:
+        nonlocal asking, most
+        asking += 1
+        most = max(most, asking)
+        await asyncio.sleep(0.001)
+        asking -= 1
+        return ""
+
+    world.ask_name = ask  # type: ignore[method-assign]
+    run(world, lambda found: found.look())
+    assert most == discovery.ASKS_AT_ONCE
+
+
+def test_a_link_that_loses_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "CANCEL_SECONDS", 0.01)
+    world = World({"10.0.0.1:7071": "p0"})
+
+    class Deaf(FakeLink):
+        async def run(self) -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            await super().run()
+
+    monkeypatch.setattr(world, "add_peer", lambda name, address: world.links.setdefault(name, Deaf(address)))
+
+    async def story(found: Discovery) -> None:
+        await found.look()
+        await asyncio.sleep(0)
+        world.names = {}
+        for _ in range(ROUNDS_GONE):
+            await found.look()
+        assert world.removed == ["p0"]
 
     run(world, story)
 

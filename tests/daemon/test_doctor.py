@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -82,12 +83,26 @@ def test_sockets_that_cannot_be(tmp_path: Path) -> None:
     assert (finding.level, finding.found) == (BAD, "exists and is no socket")
     (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket="/" + "x" * 120))
     assert "at most 107" in finding.remedy
+    (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket=str(tmp_path / "file" / "a" / "d.sock")))
+    assert finding.level == BAD and finding.found.endswith("file is no folder")
+    (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket="/proc/nowhere/d.sock"))
+    assert finding.level == BAD or os.access("/proc", os.W_OK)
+    (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket=str(tmp_path / "a" / "b" / "d.sock")))
+    assert (finding.level, finding.found) == (OK, "free")
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        first, _ = doctor.network(DaemonConfig(role="decode", listen=address))
+    assert (first.level, first.what, first.found) == (NOTE, f"--listen {address}", "Address already in use")
+    assert len(list(doctor.network(DaemonConfig(role="decode", listen=address)))) == 1
 
 
 def test_interfaces_are_looked_at_where_peers_are_elsewhere() -> None:
-    (finding,) = doctor.network(DaemonConfig(role="decode"))
+    (finding,) = doctor.network(DaemonConfig(role="decode", listen="127.0.0.1:0"))
     assert "peers must be on this machine" in finding.found
-    elsewhere = DaemonConfig(role="decode", listen="0.0.0.0:7070", insecure=True)
+    elsewhere = DaemonConfig(role="decode", listen="0.0.0.0:0", insecure=True)
     assert all("MTU" in finding.found or finding.what.startswith("RDMA") for finding in doctor.network(elsewhere))
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.daemon import event_publisher
+from kvferry.daemon import event_publisher, event_replay
 from kvferry.daemon.config import ConfigError, DaemonConfig
 from kvferry.daemon.event_publisher import EventPublisher, PublisherSettings
 from kvferry.daemon.kv_events import Cleared, Removed, Stored
@@ -153,6 +153,75 @@ def test_long_prompts_that_wait_are_bounded_too(
     until(lambda: publisher.sent + publisher.queue_dropped >= 2000)
     assert publisher.queue_dropped > 0
     assert publisher.batches == 2000
+    publisher.close()
+
+
+def test_a_long_replay_comes_whole_and_holds_up_nobody(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    publisher = EventPublisher(settings(buffer=5000))
+    for number in range(4000):
+        publisher.publish([stored(number, 20)])
+        until(lambda: publisher.sent + 100 > publisher.batches)
+    slow, quick = context.socket(zmq.DEALER), context.socket(zmq.SUB)
+    slow.setsockopt(zmq.RCVHWM, 1)
+    slow.setsockopt(zmq.RCVBUF, 4096)
+    slow.connect(publisher.replay)
+    slow.send_multipart((b"", bytes(8)))  # and reads nothing for now
+    quick.setsockopt(zmq.SUBSCRIBE, b"t")
+    quick.connect(publisher.endpoint)
+    while not quick.poll(20):
+        publisher.publish([stored(0)])
+    began = time.monotonic()
+    for number in range(20):
+        publisher.publish([stored(number)])
+    until(lambda: publisher.sent == publisher.batches)
+    assert time.monotonic() - began < 1, "a replay that is not read holds up what is new"
+    assert [number for number, _ in replay(context, publisher, 1000)] == list(range(1000, publisher.batches))
+    seen = []
+    while slow.poll(5000):
+        sequence = slow.recv_multipart()[2]
+        if sequence == b"\xff" * 8:
+            break
+        seen.append(int.from_bytes(sequence, "big"))
+    assert seen[-1] >= 3999 and seen == list(range(seen[-1] + 1)), "a batch was dropped silently"
+    publisher.close()
+
+
+def test_a_client_of_a_replay_that_is_gone_is_given_up(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_replay, "STALLED_SECONDS", 0.2)
+    monkeypatch.setattr(event_publisher, "CLIENT_QUEUE", 10)
+    publisher = EventPublisher(settings(buffer=2000))
+    long = stored(0, 4000)  # more than the kernel's buffers take
+    for _ in range(200):
+        publisher.publish([long])
+        until(lambda: publisher.sent + 100 > publisher.batches)
+    assert publisher._replay is not None
+    gone = context.socket(zmq.DEALER)
+    gone.setsockopt(zmq.LINGER, 0)
+    gone.setsockopt(zmq.RCVHWM, 1)
+    gone.setsockopt(zmq.RCVBUF, 4096)
+    gone.connect(publisher.replay)
+    gone.send_multipart((b"", bytes(8)))
+    until(lambda: publisher._replay is not None and publisher._replay.given_up == 1)
+    gone.send_multipart((b"", b"x" * 100_000))  # a frame too long ends its connection
+    assert [number for number, _ in replay(context, publisher, 198)] == [198, 199]
+    publisher.close()
+
+
+def test_a_thread_that_dies_is_told_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(batch: object, page_size: int) -> None:
+        raise RuntimeError("cannot be encoded")
+
+    monkeypatch.setattr(event_publisher, "_encoded", broken)
+    publisher = EventPublisher(settings())
+    publisher.publish([stored(0)])
+    until(lambda: not publisher._thread.is_alive())
+    publisher.publish([stored(1)])
+    assert (publisher.batches, publisher.queue_dropped) == (2, 1)
+    assert "has died" in caplog.text and "cannot be encoded" in caplog.text
     publisher.close()
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.daemon import metrics_server
 from kvferry.daemon.config import ConfigError
 from kvferry.daemon.counters import BOUNDS, Histogram
 from kvferry.daemon.metrics import families
@@ -154,3 +158,38 @@ async def held_up() -> None:
 
 def test_a_loop_that_does_not_answer() -> None:
     asyncio.run(held_up())
+
+
+async def trickled() -> None:
+    server = MetricsServer("127.0.0.1:0", snapshot, asyncio.get_running_loop())
+    ended = threading.Event()
+
+    def trickle() -> None:
+        """A byte well within each time-out of the socket, without end."""
+        with socket.create_connection(server.address.split(":")) as connection, contextlib.suppress(OSError):
+            while not ended.wait(0.05):
+                connection.sendall(b"G")
+
+    slow = threading.Thread(target=trickle)
+    slow.start()
+    try:
+        await asyncio.sleep(0.15)
+        assert (await asyncio.to_thread(fetch, f"http://{server.address}/metrics"))[0] == 200
+        ended.set()
+        slow.join(5)
+        ended.clear()
+        metrics_server.CONNECTION_SECONDS = 60.0  # put back by monkeypatch
+        slow = threading.Thread(target=trickle)
+        slow.start()
+        await asyncio.sleep(0.15)
+        began = time.monotonic()
+        await asyncio.wait_for(server.stop(), 10)
+        assert time.monotonic() - began < 2 and not server._thread.is_alive()
+    finally:
+        ended.set()
+        slow.join(5)
+
+
+def test_a_client_that_trickles_its_request_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "CONNECTION_SECONDS", 0.6)
+    asyncio.run(trickled())

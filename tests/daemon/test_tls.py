@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from pathlib import Path
 
 import grpc
 import pytest
 from certificates import Authority, Folder, Signed
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
@@ -90,6 +92,8 @@ def test_kinds_of_names_are_kept_apart() -> None:
     }
     assert names_in(auth) == ["d0.example.org", "spiffe://c/d"]
     assert names_in({"peer_dns": [b"\xff", b"", b"a b", b"x" * 5000]}) == []
+    assert names_in({"peer_dns": [b"spiffe://c/d", b"10.0.0.1", b"::1"], "peer_uri": [b"d0.example.org"]}) == []
+    assert names_in({"peer_ip": [b"10.0.0.1"], "peer_dns": [b"d1"]}) == ["d1", "10.0.0.1"]
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -207,3 +211,17 @@ def test_a_client_names_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(ChannelError, match=r"--tls-ca .*/none: No such file"):
         open_channel("127.0.0.1:1", tls)
     open_channel("unix:/nowhere", tls).close()  # a Unix socket is never TLS
+
+
+def test_a_certificate_on_a_curve_that_nobody_here_knows_changes_nothing(tmp_path: Path) -> None:
+    made = folder(tmp_path)
+    used = watch(made)
+    before = used.current()
+    signed = CA.sign(["prefill"])
+    der = x509.load_pem_x509_certificate(signed.chain).public_bytes(serialization.Encoding.DER)
+    p256, other = bytes.fromhex("06082a8648ce3d030107"), bytes.fromhex("06082a8648ce3d030105")
+    assert p256 in der
+    chain = ssl.DER_cert_to_PEM_cert(der.replace(p256, other)).encode()
+    made.put(Signed(chain, signed.key), CA)
+    assert used.read_again() == before
+    assert "cannot be used" in used.broken and made.cert in used.broken

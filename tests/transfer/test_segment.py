@@ -159,3 +159,10 @@ def test_a_lock_that_is_a_link_is_left_alone(tmp_path: Path) -> None:
     assert reclaim_stale(str(folder)) == []
     assert target.exists()
     assert len(os.listdir(folder)) == 2
+
+
+def test_a_segment_that_somebody_still_looks_at_can_be_closed(tmp_path: Path) -> None:
+    segment = Segment.create(str(tmp_path), "looked-at", 4096)
+    view = np.frombuffer(segment.buffer, np.uint8)
+    segment.close()
+    assert view[0] == 0

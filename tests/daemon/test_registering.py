@@ -1,0 +1,78 @@
+"""A worker that registers its memory: what it leaves behind when it cannot be taken in, and whose its files are."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.daemon import side as side_module
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.dialing import dial_plainly
+from kvferry.daemon.errors import RequestError
+from kvferry.proto import common_pb2, worker_pb2
+from kvferry.radix.digests import root_digest
+from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.segment import FileLock, Segment
+from kvferry.workers.engine_pools import EnginePools, PoolSpec, make_files
+
+PAGE = 16
+
+
+def hello(folder: Path, name: str) -> tuple[EnginePools, worker_pb2.WorkerHello]:
+    geometry = common_pb2.Geometry(layers=2, kv_heads=1, head_dim=16, dtype="float32")
+    facts = common_pb2.NamespaceFacts(
+        model="synthetic", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=root_digest()
+    )
+    spec = PoolSpec(8, PAGE, StorageOrder.LAYER_MAJOR, (), 1, str(folder))
+    pools = make_files(spec, spec.geometry(geometry))
+    message = worker_pb2.WorkerHello(protocol=1, role=common_pb2.ROLE_DECODE, worker=name, facts=facts)
+    message.facts.geometry.page_size = PAGE
+    message.pool.CopyFrom(pools.message)
+    return pools, message
+
+
+def test_a_worker_that_no_lock_can_be_made_for_leaves_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DaemonConfig(role="decode", pool="engine", shm_dir=str(tmp_path), page_size=PAGE)
+
+    def full(path: str) -> FileLock:
+        raise OSError(errno.EMFILE, "Too many open files", path)
+
+    async def story() -> None:
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        first, message = hello(tmp_path, "first")
+        with monkeypatch.context() as patched:
+            patched.setattr(side_module.FileLock, "create", full)
+            with pytest.raises(RequestError, match="Too many open files") as refused:
+                await side.register(message)
+        assert refused.value.code == common_pb2.ERROR_RESOURCE_EXHAUSTED
+        assert side.workers_here == 0
+        first.close()
+        second, message = hello(tmp_path, "second")
+        worker, welcome = await asyncio.wait_for(side.register(message), 5)
+        assert (side.workers_here, welcome.pages, worker.name) == (1, 8, "second")
+        await side.close()
+        second.close()
+
+    asyncio.run(story())
+
+
+def test_a_file_that_has_an_engines_name_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    config = DaemonConfig(role="decode", pool="engine", shm_dir=str(tmp_path), page_size=PAGE)
+
+    async def story() -> None:
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        pools, message = hello(tmp_path, "engine")
+        await side.register(message)
+        name = message.pool.ranks[0].memories[0].file.name
+        pools.close()
+        again = Segment.create(str(tmp_path), name, 4096)
+        await side.close()
+        assert (tmp_path / name).exists()
+        again.close()
+
+    asyncio.run(story())
