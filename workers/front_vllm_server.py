@@ -11,7 +11,8 @@ import httpx
 import uvicorn
 
 from kvferry.workers.front_server import QuietServer, listen
-from kvferry.workers.front_vllm import VllmConfig, VllmFront, create_app
+from kvferry.workers.front_vllm import VllmConfig, VllmFront
+from kvferry.workers.front_vllm_app import create_app
 
 PROBE_SECONDS = 0.5
 
