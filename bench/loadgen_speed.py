@@ -172,7 +172,8 @@ def measure(what: str, port: int, given: argparse.Namespace, more: list[str]) ->
         report = read_report(path)
     if status != 0 or report.failed:
         raise SystemExit(f"loadgen_speed: {report.failed} requests failed: {report.errors}")
-    return Row(what, report.requests_per_s, report.output_tokens_per_s, report.latency_ms.p99)
+    late = report.late_ms.p99 if "--rate" in more else None
+    return Row(what, report.requests_per_s, report.output_tokens_per_s, report.latency_ms.p99, late)
 
 
 if __name__ == "__main__":
