@@ -116,7 +116,7 @@ class PinLookups:
 
     def _failed(self, error: grpc.RpcError) -> None:
         code = error.code()
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if code is grpc.StatusCode.UNAVAILABLE:
             if self.up:
                 _log.warning("the daemon does not answer (%s); prompts are computed here meanwhile", code.name)
             self._down_until = time.monotonic() + RETRY_SECONDS

@@ -26,6 +26,8 @@ class PrefillScheduler(SchedulerSide):
         tracked = self._tracked[request.request_id] = Tracked(request, half)
         if self._lookups.up:
             self._ask(tracked, request.num_prompt_tokens - 1)
+        else:
+            self.counts.not_asked += 1
 
     def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         tracked = self._tracked.get(request.request_id)
@@ -41,12 +43,9 @@ class PrefillScheduler(SchedulerSide):
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.begun:
             return
-        if not self._lookups.up:
-            self.counts.not_asked += 1
-            tracked.let_go()
-            del self._tracked[request.request_id]
-            return
         assert tracked.params is not None
+        # Whether a look-up found the daemon gone or not: what was promised to the engine must be reported, and a worker
+        # without a daemon fails the push at once.
         tracked.begun = True
         prompt = self._prompt(request, self._travelling(request))
         begin = Begin(request.request_id, tracked.params.name, prompt)

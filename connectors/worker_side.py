@@ -5,6 +5,7 @@ blocks, on threads of its own. The engine's thread only hands orders in and take
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -95,7 +96,11 @@ class WorkerSide:
         self._copier.shutdown(wait=True)
 
     def _wait(self, work: Coroutine[Any, Any, _T], seconds: float) -> _T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+        """Raises TimeoutError."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+        except concurrent.futures.TimeoutError as error:  # a class of its own before Python 3.11
+            raise TimeoutError(f"not over within {seconds:g} s") from error
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
@@ -109,17 +114,25 @@ class WorkerSide:
 
     async def _keep_open(self) -> None:
         while True:
-            client = self._client
-            if client is None:
-                client = await self._reopen()
-            gone = await asyncio.shield(client.gone)
-            _log.warning("the daemon is gone (%s); prompts are computed here meanwhile", gone)
-            self._client = None
-            tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await client.close()  # no copy runs: the memory and the lock may go
+            try:
+                await self._session()
+            except Exception:  # without a session everything is computed here, for good
+                _log.exception("the session with the daemon ended unexpectedly; another is tried")
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _session(self) -> None:
+        """One, to its end."""
+        client = self._client
+        if client is None:
+            client = await self._reopen()
+        gone = await asyncio.shield(client.gone)
+        _log.warning("the daemon is gone (%s); prompts are computed here meanwhile", gone)
+        self._client = None
+        tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await client.close()  # no copy runs: the memory and the lock may go
 
     async def _reopen(self) -> DaemonClient:
         while True:
@@ -245,6 +258,7 @@ class WorkerSide:
             if matched < held:
                 own = order.held_blocks[matched // self._blocks.block_tokens :]
                 await computed.wait()
+                client.check(order.name)  # the pages are still ours
                 await self._to_pages(self._blocks.copies(pool_of(client), admitted.pages, own, matched, held))
                 client.progress(order.name, held)
             await client.ready(order.name)

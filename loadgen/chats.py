@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -12,16 +13,18 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from kvferry.loadgen.distributions import Distribution, generator
 from kvferry.loadgen.scripts import TextScript, TextTurn, TokenScript, WorkloadError
 
-MAX_FILE_BYTES = 4 << 30
+MAX_FILE_BYTES = 1 << 30
 TOKENS_A_WORD = 4 / 3  # of English text: a recorded reply's length in tokens, where nothing else is asked for
 
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ROLES = {"human": "user", "user": "user", "system": "system"}
+_ROLES |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")
+_log = logging.getLogger(__name__)
 
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
     role: str = ""
-    content: str = ""
+    content: str | None = ""
 
 
 class _Chat(BaseModel):
@@ -37,11 +40,12 @@ class Exchange(NamedTuple):
 class Chat(NamedTuple):
     system: str
     exchanges: tuple[Exchange, ...]
+    skipped: int = 0  # messages that are not understood
 
 
 def read_chats(path: Path, limit: int | None = None) -> list[Chat]:
-    """The first `limit` chats that have a user's message; each begins there, behind its system prompt. Raises
-    WorkloadError."""
+    """The first `limit` chats that have a user's message; each begins there, behind its system prompt. Messages
+    without text or of unknown roles are left out, which the log tells. Raises WorkloadError."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise WorkloadError(f"{path}: has {path.stat().st_size} bytes; it may have {MAX_FILE_BYTES}")
@@ -51,18 +55,25 @@ def read_chats(path: Path, limit: int | None = None) -> list[Chat]:
     if not isinstance(entries, list):
         raise WorkloadError(f"{path}: must be a list of chats, got {type(entries).__name__}")
     chats: list[Chat] = []
+    skipped = 0
     adapter = TypeAdapter(_Chat)
     for i, entry in enumerate(entries):
         if limit is not None and len(chats) >= limit:
             break
         try:
             chat = _chat(adapter.validate_python(_openai_names(entry)))
-        except (ValidationError, WorkloadError) as error:
+        except ValidationError as error:
             raise WorkloadError(f"{path}: chat {i}: {_first(error)}") from None
+        skipped += chat.skipped
         if chat.exchanges:
             chats.append(chat)
     if not chats:
-        raise WorkloadError(f"{path}: no chat has a user's message")
+        left_out = f"; {skipped} messages have no text or a role other than {', '.join(_ROLES)}" if skipped else ""
+        raise WorkloadError(f"{path}: no chat has a user's message{left_out}")
+    if skipped:
+        _log.warning(
+            "%s: %d messages left out: they have no text or a role other than %s", path, skipped, ", ".join(_ROLES)
+        )
     return chats
 
 
@@ -77,26 +88,24 @@ def _openai_names(entry: object) -> object:
     return {"messages": messages}
 
 
-def _first(error: ValidationError | WorkloadError) -> str:
-    if isinstance(error, WorkloadError):
-        return str(error)
+def _first(error: ValidationError) -> str:
     detail = error.errors()[0]
     return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}, got {detail['input']!r:.60}"
 
 
 def _chat(chat: _Chat) -> Chat:
-    system, exchanges = "", list[Exchange]()
-    for i, message in enumerate(chat.messages):
+    system, exchanges, skipped = "", list[Exchange](), 0
+    for message in chat.messages:
         role = _ROLES.get(message.role)
-        if role is None:
-            raise WorkloadError(f"messages.{i}.role must be one of {', '.join(_ROLES)}, got {message.role!r:.60}")
-        if role == "system" and not exchanges:
+        if role is None or message.content is None:
+            skipped += 1
+        elif role == "system" and not exchanges:
             system = message.content
         elif role == "user" and message.content:
             exchanges.append(Exchange(message.content, ""))
         elif role == "assistant" and exchanges and not exchanges[-1].reply:
             exchanges[-1] = Exchange(exchanges[-1].user, message.content)
-    return Chat(system, tuple(exchanges))
+    return Chat(system, tuple(exchanges), skipped)
 
 
 class Chats:
@@ -114,7 +123,9 @@ class Chats:
     @property
     def name(self) -> str:
         output = "as recorded" if self._output is None else str(self._output)
-        return f"chats {self._label}: {len(self._chats)} conversations, output {output}"
+        skipped = sum(chat.skipped for chat in self._chats)
+        more = f", {skipped} messages left out" if skipped else ""
+        return f"chats {self._label}: {len(self._chats)} conversations, output {output}{more}"
 
     @property
     def conversations(self) -> int:

@@ -17,6 +17,7 @@ from kvferry.loadgen.scripts import WorkloadError
 from kvferry.loadgen.words import WORDS
 from kvferry.loadgen.workload import MultiTurn
 
+MAX_SPEC_BYTES = 1 << 20
 MAX_TEXT_BYTES = 64 << 20
 
 
@@ -36,6 +37,8 @@ class Messages(Distribution):
 def read_spec(path: Path, *, seed: int, vocabulary: int, think_s: Distribution) -> MultiTurn:
     """Raises WorkloadError naming the field. Text files are looked for beside the specification."""
     try:
+        if path.stat().st_size > MAX_SPEC_BYTES:
+            raise WorkloadError(f"{path}: has {path.stat().st_size} bytes; it may have {MAX_SPEC_BYTES}")
         spec = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise WorkloadError(f"{path}: {error}") from error

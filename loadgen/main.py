@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         print(measured.report.json())
     else:
         print_tables(measured.report, console())
-    return 0 if measured.report.ok else 1
+    return 0 if measured.report.ok and not measured.record.stopped else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +85,37 @@ async def _run(args: argparse.Namespace) -> Measured:
             turns -= sum(map(workload.turns, range(args.warm_up)))
         before = await read_counts(args.stats, tls)
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        with Live(Console(stderr=True), turns) as live:
-            record = await run_conversations(client, conversations, loop, on_turn=live.on_turn, seconds=args.seconds)
+        with Live(Console(stderr=True), turns) as live, _stopped_by_signals() as stop:
+            record = await run_conversations(
+                client, conversations, loop, on_turn=live.on_turn, seconds=args.seconds, stop=stop
+            )
         after = await read_counts(args.stats, tls)
-    setup = Setup(args.url, args.model or model.name, workload.name, loop_name(args, loop), args.seed, began, warm_up)
+    told = loop_name(args, loop) + (", PARTIAL: stopped by a signal" if record.stopped else "")
+    setup = Setup(args.url, args.model or model.name, workload.name, told, args.seed, began, warm_up)
     counts = after.since(before) if args.stats else None
     return Measured(make_report(record, counts, setup=setup, target=args.goodput), record)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[asyncio.Event]:
+    """Set by the first SIGTERM or SIGINT; the next does what it always does."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+
+    def restore() -> None:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    def stopped() -> None:
+        stop.set()
+        restore()
+
+    for number in numbers:
+        loop.add_signal_handler(number, stopped)
+    try:
+        yield stop
+    finally:
+        restore()
 
 
 async def _warm_up(client: Client, conversations: list[Conversation], loop: Closed | Open) -> int:

@@ -48,6 +48,7 @@ class RunRecord:
     turns: tuple[TurnRecord, ...]
     skipped: int  # turns never sent, because an earlier one of their conversation failed or the time was over
     duration_s: float
+    stopped: bool = False  # before its end: what was in flight or to come then is in none of the numbers
 
 
 class Conversation(NamedTuple):
@@ -91,15 +92,24 @@ async def run(
     *,
     on_turn: OnTurn,
     seconds: float = float("inf"),
+    stop: asyncio.Event | None = None,
 ) -> RunRecord:
-    """`on_turn` hears of every request that is over. After `seconds` no request starts."""
+    """`on_turn` hears of every request that is over. After `seconds` no request starts; `stop` ends those that run."""
     run = _Run(client, on_turn, seconds, loop)
     waiting = iter(conversations)
-    if isinstance(loop, Closed):
-        await asyncio.gather(*(run.user(waiting) for _ in range(loop.active)))
-    else:
-        await run.arrivals(waiting)
-    return RunRecord(tuple(run.records), run.skipped, time.perf_counter() - run.start)
+    work = asyncio.create_task(
+        run.users(waiting, loop.active) if isinstance(loop, Closed) else run.arrivals(waiting), name="conversations"
+    )
+    stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+    try:
+        await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        work.cancel()
+        await asyncio.wait({work, stopping})
+    if not work.cancelled():
+        work.result()
+    return RunRecord(tuple(run.records), run.skipped, time.perf_counter() - run.start, work.cancelled())
 
 
 class _Run:
@@ -112,6 +122,9 @@ class _Run:
         self._end_s = seconds
         self.records: list[TurnRecord] = []
         self.skipped = 0
+
+    async def users(self, waiting: Iterator[Conversation], number: int) -> None:
+        await asyncio.gather(*(self.user(waiting) for _ in range(number)))
 
     async def user(self, waiting: Iterator[Conversation]) -> None:
         """Takes one conversation after the other."""

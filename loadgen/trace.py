@@ -25,7 +25,7 @@ from kvferry.loadgen.scripts import (
 
 BLOCK_TOKENS = 512
 CACHED_BLOCKS = 4096  # as JSON, about 3 KB each
-MAX_LINE = 1 << 24  # bytes
+MAX_LINE = 1 << 24  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class TraceRequest:
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests. Raises WorkloadError naming line and field."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8") as file:
+            lines = iter(lambda: file.readline(MAX_LINE + 1), "")
             requests = [_request(f"{path}:{i}", line) for i, line in enumerate(islice(lines, limit), 1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(f"{path}: {error}") from error
@@ -50,7 +51,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
 
 def _request(where: str, line: str) -> TraceRequest:
     if len(line) > MAX_LINE:
-        raise WorkloadError(f"{where}: has {len(line)} characters; a line may have {MAX_LINE}")
+        raise WorkloadError(f"{where}: has more than {MAX_LINE} characters; a line may have {MAX_LINE}")
     try:
         record = json.loads(line)
     except ValueError as error:

@@ -49,9 +49,9 @@ Emit = Callable[[Reply], None]
 
 
 class DecodeWorker:
-    """Decodes requests, each a batch of one; requests take turns. Without a prefill daemon a prompt's missing part is
-    computed here, in chunks of `chunk_tokens`. At most `max_running` (0: any number) are with the daemon at a time; the
-    others wait in order."""
+    """Decodes requests, which step as `pace` has them: together or by turns. Without a prefill daemon a prompt's
+    missing part is computed here, in chunks of `chunk_tokens`. At most `max_running` (0: any number) are with the
+    daemon at a time; the others wait in order."""
 
     def __init__(
         self,

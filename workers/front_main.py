@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     waits.add_argument("--wait-seconds", type=_positive, default=60.0, help="for the servers at start (default 60)")
     waits.add_argument("--first-token-seconds", type=_positive, default=defaults.first_token_s, help="default 60")
     waits.add_argument("--next-token-seconds", type=_positive, default=defaults.next_token_s, help="default 30")
+    waits.add_argument(
+        "--reply-seconds",
+        type=_positive,
+        default=600.0,
+        help="for a whole reply that is not streamed, before vLLM servers (default %(default)g)",
+    )
     waits.add_argument("--lookup-seconds", type=_positive, default=defaults.lookup_s, help="default 0.5")
     waits.add_argument("--grace", type=_positive, default=30.0, help="for running requests after SIGTERM (default 30)")
     memory = parser.add_argument_group("memory of replies, whose exact tokens later prompts of a chat get")
@@ -69,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     routing = parser.add_argument_group(
         "routing: a decode server is passed over when its load is above FACTOR x the mean load + SLACK"
     )
-    routing.add_argument("--load-factor", type=_positive, default=defaults.rule.load_factor, metavar="FACTOR")
+    routing.add_argument("--load-factor", type=_at_least_one, default=defaults.rule.load_factor, metavar="FACTOR")
     routing.add_argument("--load-slack", type=_not_negative, default=defaults.rule.load_slack, metavar="SLACK")
     add_tls_arguments(parser)
 
@@ -101,6 +107,7 @@ def _run(args: argparse.Namespace, host: str, port: int) -> int:
                 decode=tuple(args.vllm_decode),
                 first_token_s=args.first_token_seconds,
                 next_token_s=args.next_token_seconds,
+                reply_s=args.reply_seconds,
                 max_requests=args.max_requests,
                 load_factor=args.load_factor,
                 load_slack=args.load_slack,
@@ -191,6 +198,13 @@ def _positive(text: str) -> float:
     value = _not_negative(text)
     if value == 0:
         raise argparse.ArgumentTypeError(f"must be > 0, got {text!r}")
+    return value
+
+
+def _at_least_one(text: str) -> float:
+    value = _not_negative(text)
+    if value < 1:  # the least loaded server would be above the bound, too
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {text!r}")
     return value
 
 

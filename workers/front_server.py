@@ -7,10 +7,11 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 
 import uvicorn
+from starlette.applications import Starlette
 
 from kvferry.workers.front import create_app
 from kvferry.workers.front_service import FrontService, ServiceConfig
@@ -44,28 +45,45 @@ async def serve(config: FrontConfig, *, stop: asyncio.Event, ready: Callable[[st
     after `wait_s` without them. Raises OSError when the address cannot be bound.
     """
     listener = listen(config.host, config.port)
-    host, port = listener.getsockname()[:2]
     service = FrontService(config.service, clock=time.monotonic)
+    service.engines.start()
+
+    async def tell() -> None:
+        await _tell(service, config.wait_s, address_of(listener), ready)
+
+    await serve_app(create_app(service), listener, tell, service.close, stop=stop, grace_s=config.grace_s)
+
+
+async def serve_app(
+    app: Starlette,
+    listener: socket.socket,
+    tell: Callable[[], Coroutine[None, None, None]],
+    close: Callable[[], Awaitable[None]],
+    *,
+    stop: asyncio.Event,
+    grace_s: float,
+) -> None:
+    """Serves until `stop` is set and running requests are over, or `grace_s` has passed, then closes the listener.
+    `tell` runs beside it from the start on; `close` is called when no request runs any more."""
     settings = uvicorn.Config(
-        create_app(service),
+        app,
         lifespan="off",
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=max(1, round(config.grace_s)),
+        timeout_graceful_shutdown=max(1, round(grace_s)),
     )
     server = QuietServer(settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    telling = asyncio.create_task(_tell(service, config.wait_s, f"{host}:{port}", ready))
+    telling = asyncio.create_task(tell())
     stopping = asyncio.create_task(stop.wait())
     try:
-        service.engines.start()
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopping.cancel()
         telling.cancel()
         server.should_exit = True
         await asyncio.wait({serving})
-        await service.close()
+        await close()
         listener.close()
     serving.result()
 
@@ -74,6 +92,11 @@ async def _tell(service: FrontService, wait_s: float, address: str, ready: Calla
     if not await service.engines.wait_ready(wait_s):
         _log.warning("after %g s the servers are not up: %s", wait_s, service.engines.complaints())
     ready(address)
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:

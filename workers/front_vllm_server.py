@@ -8,10 +8,10 @@ import sys
 import time
 
 import httpx
-import uvicorn
 
-from kvferry.workers.front_server import QuietServer, listen
-from kvferry.workers.front_vllm import VllmConfig, VllmFront, create_app
+from kvferry.workers.front_server import address_of, listen, serve_app
+from kvferry.workers.front_vllm import VllmConfig, VllmFront
+from kvferry.workers.front_vllm_app import create_app
 
 PROBE_SECONDS = 0.5
 
@@ -31,29 +31,12 @@ async def _serve(config: VllmConfig, host: str, port: int, wait_s: float, grace_
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     listener = listen(host, port)
-    bound, chosen = listener.getsockname()[:2]
     front = VllmFront(config)
-    settings = uvicorn.Config(
-        create_app(front),
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=max(1, round(grace_s)),
-    )
-    server = QuietServer(settings)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    telling = asyncio.create_task(_tell(front, wait_s, f"{bound}:{chosen}"))
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopping.cancel()
-        telling.cancel()
-        server.should_exit = True
-        await asyncio.wait({serving})
-        await front.close()
-        listener.close()
-    serving.result()
+
+    async def tell() -> None:
+        await _tell(front, wait_s, address_of(listener))
+
+    await serve_app(create_app(front), listener, tell, front.close, stop=stop, grace_s=grace_s)
 
 
 async def _tell(front: VllmFront, wait_s: float, address: str) -> None:

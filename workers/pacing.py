@@ -266,7 +266,13 @@ class Batch:
                 continue
             self.steps += 1
             self._sequences += len(batch)
-            await self._device.serve(self._model.step_s(len(batch), sum(context for _, context in batch)), since)
+            seconds = self._model.step_s(len(batch), sum(context for _, context in batch))
+            try:
+                await self._device.serve(seconds, since)
+            except asyncio.CancelledError:
+                for future, _ in batch:
+                    future.cancel()
+                raise
             since = self._device.free_at
             for future, _ in batch:
                 if not future.done():

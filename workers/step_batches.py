@@ -54,8 +54,7 @@ class StepBatches(NoPace):
         self._waiting.append(waiting)
         self._changed.set()
         if self._running is None:
-            self._running = asyncio.create_task(self._run(), name="decode batches")
-            self._running.add_done_callback(self._ended)
+            self._start()
         try:
             return await asyncio.shield(waiting.token)
         except asyncio.CancelledError:
@@ -67,6 +66,10 @@ class StepBatches(NoPace):
                 await complete(asyncio.wait([waiting.token]))
                 waiting.token.exception()  # marked as seen
             raise
+
+    def _start(self) -> None:
+        self._running = asyncio.create_task(self._run(), name="decode batches")
+        self._running.add_done_callback(self._ended)
 
     async def _run(self) -> None:
         while self._waiting:
@@ -100,5 +103,8 @@ class StepBatches(NoPace):
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running = None
-        if not task.cancelled():
-            task.result()
+        if task.cancelled():
+            return
+        if self._waiting:  # came between its last look and its end
+            self._start()
+        task.result()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import statistics
 import sys
@@ -21,10 +22,11 @@ from cluster import Cluster, Spec, machine
 from timed_steps import Step, blocks_of, read_steps
 
 LIMIT = 0.02
+STEP_SECONDS = 1.0  # no step takes as long; what has not come by then is judged as missing
 
 
 async def load(url: str, folder: Path, steps: int, at_a_time: int) -> None:
-    """New chats again and again until the decode engine has done the steps."""
+    """New chats again and again until the decode engine has done the steps, or a deadline for them is over."""
     async with new_client() as client:
         ask = one_server(client, url)
         done = False
@@ -37,7 +39,9 @@ async def load(url: str, folder: Path, steps: int, at_a_time: int) -> None:
                 count += 1
 
         tasks = [asyncio.create_task(one(number)) for number in range(at_a_time)]
-        while len(read_steps(folder / "kv_consumer-scheduler")) < steps:
+        files = [folder / "kv_consumer-scheduler", folder / "kv_consumer-worker"]
+        end = time.monotonic() + 60 + steps * STEP_SECONDS
+        while min(len(read_steps(file)) for file in files) < steps and time.monotonic() < end:
             await asyncio.sleep(2.0)
             if finished := [task for task in tasks if task.done()]:
                 finished[0].result()
@@ -62,7 +66,7 @@ def main() -> int:
         for role, title in (("kv_consumer", "decode engine"), ("kv_producer", "prefill engine")):
             deciding = read_steps(folder / f"{role}-scheduler")
             working = read_steps(folder / f"{role}-worker")
-            share, told = judge(deciding, working)
+            share, told = judge(deciding, working, args.steps if role == "kv_consumer" else 1)
             lines.append(f"{title}: {told}")
             if role == "kv_consumer":
                 worst = share
@@ -73,18 +77,21 @@ def main() -> int:
     return 0 if worst <= LIMIT else 1
 
 
-def judge(deciding: list[Step], working: list[Step]) -> tuple[float, str]:
+def judge(deciding: list[Step], working: list[Step], least: int) -> tuple[float, str]:
+    """The hooks' share of the steps' time; infinite where either side has fewer than `least` steps, or no block of them
+    with hooks."""
     with_hooks, without = (blocks_of(deciding, runs) for runs in (True, False))
-    if not with_hooks:
-        return 0.0, f"{len(deciding)} steps, too few"
+    workers = blocks_of(working, True)
+    if min(len(deciding), len(working)) < least or not (with_hooks and workers):
+        return math.inf, f"{len(deciding)} steps of the scheduler and {len(working)} of the worker, too few"
     shares = [sum(s.hooks for s in block) / sum(s.wall for s in block) for block in with_hooks]
-    in_worker = [sum(s.hooks for s in block) / sum(s.wall for s in block) for block in blocks_of(working, True)]
+    in_worker = [sum(s.hooks for s in block) / sum(s.wall for s in block) for block in workers]
     deciding_share = statistics.median(shares)
-    total = deciding_share + (statistics.median(in_worker) if in_worker else 0.0)
+    total = deciding_share + statistics.median(in_worker)
     told = (
         f"{len(deciding)} steps in {len(with_hooks)} + {len(without)} blocks; hooks take {total:.3%} CPU of the steps' "
         f"time (scheduler {deciding_share:.3%}, worker {total - deciding_share:.3%}; worst block "
-        f"{max(shares) + max(in_worker, default=0):.3%})"
+        f"{max(shares) + max(in_worker):.3%})"
     )
     if without:
         steps = [statistics.median(s.wall for block in side for s in block) * 1000 for side in (with_hooks, without)]

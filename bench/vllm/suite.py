@@ -141,9 +141,8 @@ def main() -> int:
             tell_greedy(logs["greedy"], "large", cluster, comparison)
             bad += len(comparison.wrong)
             asyncio.run(hooks.load(cluster.front, Path(times), args.steps, 4))
-        share, told = hooks.judge(
-            read_steps(Path(times) / "kv_consumer-scheduler"), read_steps(Path(times) / "kv_consumer-worker")
-        )
+        deciding, working = (read_steps(Path(times) / f"kv_consumer-{side}") for side in ("scheduler", "worker"))
+        share, told = hooks.judge(deciding, working, args.steps)
         logs["hooks"].add(told, f"limit {hooks.LIMIT:.1%}: {'met' if share <= hooks.LIMIT else 'MISSED'}")
         bad += share > hooks.LIMIT
     bad += compared("large", 0)

@@ -331,15 +331,34 @@ def test_a_preempted_prefill_is_saved_again_as_it_is_computed_again() -> None:
     assert [type(order) for order in orders(side, a=16)] == [Save]
 
 
-def test_plain_requests_and_a_daemon_that_is_down_cost_prefill_nothing() -> None:
+def test_a_plain_request_costs_prefill_nothing() -> None:
     daemon = Daemon()
     side, plain = prefill(daemon), Request("plain", 61)
     side.new_request(plain)
     assert side.matched(plain, 0) == (0, False) and daemon.asked == []
-    daemon.up = False
-    request = Request("a", 61, TO_PREFILL)
+    side.allocated(plain, blocks(61), 0)
+    assert orders(side, plain=61) == [] and side.tracked == 0
+
+
+def test_while_the_daemon_seems_down_prompts_are_begun_all_the_same() -> None:
+    daemon = Daemon(up=False)
+    side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
     side.new_request(request)
-    assert side.matched(request, 0) == (0, False)
+    assert side.matched(request, 0) == (0, False) and daemon.asked == []
     side.allocated(request, blocks(61), 0)
-    assert orders(side, a=61) == [] and side.finished(request, blocks(61)) == (False, None)
-    assert side.tracked == 0
+    assert [type(order) for order in orders(side, a=61)] == [Begin, Save]
+    assert side.counts.not_asked == 1
+    delay, told = side.finished(request, blocks(61))
+    assert delay and told is not None
+
+
+def test_blocks_promised_before_the_daemon_seemed_down_are_reported() -> None:
+    daemon = Daemon()
+    side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
+    side.new_request(request)
+    daemon.holds(24)
+    assert side.matched(request, 0) == (24, True)
+    daemon.up = False
+    side.allocated(request, blocks(24), 24)
+    (begin,) = orders(side)
+    assert isinstance(begin, Begin) and (begin.start, begin.end, len(begin.blocks)) == (0, 24, 3)

@@ -7,7 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -20,7 +20,9 @@ from starlette.routing import Route
 
 from kvferry.workers import front_main
 from kvferry.workers.front_server import QuietServer, listen
-from kvferry.workers.front_vllm import Body, VllmConfig, VllmFront, create_app, parse_prefill, parse_url
+from kvferry.workers.front_vllm import VllmConfig, VllmFront, parse_prefill, parse_url
+from kvferry.workers.front_vllm_app import create_app
+from kvferry.workers.front_vllm_body import MAX_DEPTH, Body, Refusal, parse_body
 
 CHAT = "/v1/chat/completions"
 
@@ -33,18 +35,29 @@ class FakeVllm:
     status: int = 200
     hold: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[dict[str, object]] = field(default_factory=list)
+    heard: list[dict[str, str]] = field(default_factory=list)  # headers
     left: int = 0  # clients that went before they had all
+    sends: bool = True  # prefill: its connector sends pages
+
+    chunk: asyncio.Event = field(default_factory=asyncio.Event)  # set: another follows the first
 
     def __post_init__(self) -> None:
         self.hold.set()
+        self.chunk.set()
 
     async def __call__(self, request: Request) -> Response:
         body = json.loads(await request.body())
         self.asked.append(body)
+        self.heard.append(dict(request.headers))
         if body.get("stream"):
             return StreamingResponse(self.chunks(), media_type="text/event-stream")
         await self.wait(request)
-        return JSONResponse({"from": self.name, "path": request.url.path}, self.status)
+        told = {"from": self.name, "path": request.url.path}
+        sent = "kv_transfer_params" in body and self.name == "prefill" and self.sends
+        return JSONResponse({**told, "kv_transfer_params": {"do_remote_prefill": True}} if sent else told, self.status)
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=self.status)
 
     async def wait(self, request: Request) -> None:
         while not self.hold.is_set():
@@ -59,10 +72,19 @@ class FakeVllm:
             for i in range(3):
                 yield f"data: {self.name} {i}\n\n".encode()
                 await asyncio.sleep(0.05)
+                await self.chunk.wait()
             yield b"data: [DONE]\n\n"
         except asyncio.CancelledError:
             self.left += 1
             raise
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it does not come")
 
 
 @contextlib.asynccontextmanager
@@ -99,6 +121,7 @@ async def world(**settings: object) -> AsyncIterator[World]:
     apps = [
         Starlette(
             routes=[
+                Route("/health", fake.health),
                 Route(CHAT, fake.__call__, methods=["POST"]),
                 Route("/v1/completions", fake.__call__, methods=["POST"]),
             ]
@@ -204,16 +227,126 @@ def test_what_cannot_be_split_goes_to_decode_only(fields: dict[str, object]) -> 
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_ends_both_halves() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_the_first_byte_ends_both_halves(stream: bool) -> None:
     async def run() -> None:
         async with world() as w:
             w.prefill.hold.clear()
+            w.decode.hold.clear()
+            with pytest.raises(httpx.ReadTimeout):
+                await w.client.post(CHAT, json=ask(stream=stream), timeout=0.3)
+            await w.at_rest()
+            await until(lambda: (w.prefill.left, w.decode.left) == (1, 1))
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_in_the_middle_ends_both_halves() -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.prefill.hold.clear()
+            w.decode.chunk = asyncio.Event()
             async with w.client.stream("POST", CHAT, json=ask(stream=True)) as reply:
                 await anext(reply.aiter_bytes())
             await w.at_rest()
-            w.prefill.hold.set()
+            await until(lambda: (w.prefill.left, w.decode.left) == (1, 1))
 
     asyncio.run(run())
+
+
+def test_what_prefill_refuses_or_does_not_send_decode_does_alone() -> None:
+    async def run() -> None:
+        async with world() as w:
+            for status, sends in ((401, True), (200, False)):
+                w.prefill.status, w.prefill.sends = status, sends
+                w.decode.asked.clear()
+                w.decode.hold.clear()
+                asking = asyncio.create_task(w.client.post(CHAT, json=ask(), headers={"authorization": "Bearer x"}))
+                await until(lambda: any("kv_transfer_params" not in body for body in w.decode.asked))
+                w.decode.hold.set()
+                assert (await asking).status_code == 200
+            assert w.front.counts.again == 2
+            for heard in (*w.prefill.heard, *w.decode.heard):
+                assert (heard["authorization"], heard["accept-encoding"]) == ("Bearer x", "identity")
+
+    asyncio.run(run())
+
+
+def test_each_kind_of_reply_has_its_own_deadline() -> None:
+    async def run() -> None:
+        async with world(first_token_s=0.3, next_token_s=0.1, reply_s=5.0) as w:
+            w.decode.hold.clear()
+            asking = asyncio.create_task(w.client.post("/v1/completions", json={"prompt": "a", "n": 2}))
+            streaming = asyncio.create_task(
+                w.client.post("/v1/completions", json={"prompt": "a", "n": 2, "stream": True})
+            )
+            reply = await streaming
+            assert reply.status_code == 504 and "said nothing for 0.3 s" in reply.json()["error"]["message"]
+            await asyncio.sleep(0.2)
+            w.decode.hold.set()
+            assert (await asking).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_first_token_may_take_longer_than_the_next() -> None:
+    async def run() -> None:
+        async with world(first_token_s=5.0, next_token_s=0.15) as w:
+            w.decode.hold.clear()
+            streaming = asyncio.create_task(
+                w.client.post("/v1/completions", json={"prompt": "a", "n": 2, "stream": True})
+            )
+            await asyncio.sleep(0.4)
+            w.decode.hold.set()
+            assert (await streaming).content.endswith(b"data: [DONE]\n\n")
+
+    asyncio.run(run())
+
+
+def test_one_decode_server_that_is_well_is_enough() -> None:
+    async def run() -> None:
+        async with world() as w:
+            gone = type(w.front.decode[0])("http://127.0.0.1:9")
+            w.front.decode.insert(0, gone)
+            assert (await w.client.get("/health")).status_code == 200
+            w.decode.status = 500
+            assert (await w.client.get("/health")).status_code == 503
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"temperature": NaN}', "NaN is no number"),
+        (b'{"temperature": 1e999}', "1e999 is beyond"),
+        (b'{"prompt": "\\ud800"}', "lone surrogate, \\\\ud800"),
+        (b'{"prompt": "\xed\xa0\x80"}', "not JSON"),
+        (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "more than 100 deep"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "more than 100 deep"),
+    ],
+)
+def test_bodies_that_cannot_be_passed_on(data: bytes, message: str) -> None:
+    with pytest.raises(Refusal, match=message) as refused:
+        parse_body(data)
+    assert refused.value.status == 400
+
+
+def test_bodies_with_many_parts_or_pairs_of_surrogates_are_passed_on() -> None:
+    assert parse_body(b'{"prompt": "\\ud83d\\ude00"}').fields == {"prompt": "\U0001f600"}
+    assert len(parse_body(b'{"a": [' + b"[]," * 500 + b"[]]}").fields) == 1
+
+
+def test_a_load_factor_below_one_leaves_a_server_all_the_same() -> None:
+    front = VllmFront(VllmConfig(prefill=(), decode=("http://a", "http://b"), load_factor=0.5, load_slack=0.0))
+    for server in front.decode:
+        server.running = 10
+    assert front.choose_decode(b"head") in front.decode
+    asyncio.run(front.close())
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    front_main.add_arguments(parser)
+    with pytest.raises(argparse.ArgumentError, match=r"must be >= 1, got '0\.5'"):
+        parser.parse_args(["--load-factor", "0.5"])
 
 
 def test_decode_that_is_gone_and_what_is_no_request_are_told() -> None:

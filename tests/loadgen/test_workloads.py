@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.loadgen import conversation_spec, trace
 from kvferry.loadgen.arguments import add_arguments, make_loop, make_workload, starts
 from kvferry.loadgen.chats import Chats, read_chats
 from kvferry.loadgen.conversation_spec import read_spec
@@ -178,13 +179,34 @@ def test_chats(tmp_path: Path) -> None:
     assert len(read_chats(path, limit=1)) == 1
 
 
+def test_chats_of_other_assistants_and_messages_that_are_not_understood(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = [("human", "one"), ("tool", "x"), ("bing", "a b c"), ("user", None), ("human", "two"), ("chatgpt", "d")]
+    messages = [{"from": role, "value": value} for role, value in words]
+    (tmp_path / "chats.json").write_text(json.dumps([{"conversations": messages}]))
+    (chat,) = read_chats(tmp_path / "chats.json")
+    assert ([tuple(exchange) for exchange in chat.exchanges], chat.skipped) == ([("one", "a b c"), ("two", "d")], 2)
+    assert "2 messages left out" in caplog.text
+
+
+def test_lines_and_files_have_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "MAX_LINE", 10)
+    (tmp_path / "t.jsonl").write_text("x" * 1000)
+    with pytest.raises(WorkloadError, match="more than 10 characters; a line may have 10"):
+        read_trace(tmp_path / "t.jsonl")
+    monkeypatch.setattr(conversation_spec, "MAX_SPEC_BYTES", 10)
+    with pytest.raises(WorkloadError, match="has 1000 bytes; it may have 10"):
+        read_spec(tmp_path / "t.jsonl", seed=0, vocabulary=100, think_s=Constant(0))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{}", "must be a list of chats, got dict"),
         ("[]", "no chat has a user's message"),
         ("[{}]", "chat 0: messages: Field required"),
-        ('[{"messages": [{"role": "robot", "content": ""}]}]', "messages.0.role must be one of .* got 'robot'"),
+        ('[{"messages": [{"role": "robot", "content": ""}]}]', "user's message; 1 messages have no text or a role"),
         ('[{"messages": [{"role": "user", "content": 3}]}]', "messages.0.content: .* got 3"),
         ("nonsense", "Expecting value"),
     ],

@@ -148,10 +148,10 @@ def test_the_end_of_an_engine_ends_its_waits() -> None:
         async with pace.decoding() as engine:
             waiting = [asyncio.create_task(engine.step(1)), asyncio.create_task(engine.step(1))]
             await asyncio.sleep(0.01)
+            assert not any(task.done() for task in waiting)
             pace.close()
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+            assert [type(result) for result in results] == [asyncio.CancelledError] * 2
 
     run(scenario())
 

@@ -172,3 +172,20 @@ def test_an_error_is_that_of_each_request() -> None:
         assert [type(result) for result in results] == [IndexError, IndexError]
 
     run(scenario, 8)
+
+
+@pytest.mark.parametrize("pause", range(6))
+def test_a_step_that_comes_as_the_last_batch_ends_is_computed(pause: int) -> None:
+    async def scenario(batches: StepBatches, counting: Counting) -> None:
+        counting.gate.set()
+
+        async def steps() -> None:
+            async with batches.decoding() as engine:
+                for position in range(20):
+                    for _ in range(pause):
+                        await asyncio.sleep(0)
+                    assert await engine.compute(NOTHING, 0, position) == position + 1
+
+        await asyncio.wait_for(steps(), 5)
+
+    assert run(scenario, 8).batches == [1] * 20

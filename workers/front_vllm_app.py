@@ -1,0 +1,123 @@
+"""The HTTP side of the front end before vLLM servers.
+
+POST /v1/chat/completions, /v1/completions    GET /v1/models, /health, /stats
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import asdict
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive
+
+from kvferry import tracing
+from kvferry.workers.front_vllm import Caller, Server, StreamedReply, VllmFront
+from kvferry.workers.front_vllm_body import Refusal, read_body
+
+HEALTH_SECONDS = 3.0
+
+
+def create_app(front: VllmFront) -> Starlette:
+    async def completions(request: Request) -> Response:
+        try:
+            body = await read_body(request)
+        except Refusal as error:
+            return _error(error)
+        except ClientDisconnect:
+            return _nobody_hears()
+        if front.running >= front.config.max_requests:
+            front.counts.refused += 1
+            return _error(Refusal(429, f"{front.running} requests run; the bound is {front.config.max_requests}"))
+        front.running += 1
+
+        def left() -> None:
+            front.running -= 1
+
+        try:
+            return await _unless_left(request, front.answer(request.url.path, body, left, _caller(request)))
+        except Refusal as error:
+            return _error(error)
+
+    async def models(request: Request) -> Response:
+        try:
+            reply = await front.client.get(front.choose_decode(b"").url + "/v1/models")
+        except httpx.TransportError as error:
+            return _error(Refusal(503, f"no decode server can be reached: {error}"))
+        return Response(reply.content, reply.status_code, media_type="application/json")
+
+    async def health(request: Request) -> Response:
+        """200 where a decode server answers so: it can do all by itself."""
+        replies = await asyncio.gather(*(_healthy(front, server) for server in front.decode))
+        if any(replies):
+            return Response(status_code=200)
+        return _error(Refusal(503, "no decode server is well"))
+
+    async def stats(request: Request) -> Response:
+        servers = [
+            {"role": role, "url": server.url, "running": server.running}
+            for role, group in (("prefill", front.prefill), ("decode", front.decode))
+            for server in group
+        ]
+        return JSONResponse({**asdict(front.counts), "running": front.running, "servers": servers})
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", completions, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/health", health),
+            Route("/stats", stats),
+        ]
+    )
+
+
+async def _unless_left(request: Request, work: Coroutine[None, None, StreamedReply]) -> Response:
+    """What `work` gives; it is cancelled when the client leaves before."""
+    working = asyncio.create_task(work, name="answer")
+    leaving = asyncio.create_task(_left(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        working.cancel()
+        await asyncio.wait({working})
+        if not working.cancelled() and working.exception() is None:
+            await working.result().let_go()
+        raise
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.wait({working, leaving})
+    return _nobody_hears() if working.cancelled() else working.result()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _caller(request: Request) -> Caller:
+    headers = request.headers
+    return Caller(headers.get(tracing.HEADER, ""), headers.get("authorization", ""))
+
+
+async def _healthy(front: VllmFront, server: Server) -> bool:
+    try:
+        return (await front.client.get(server.url + "/health", timeout=HEALTH_SECONDS)).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _nobody_hears() -> Response:
+    return Response(status_code=499)  # as nginx calls it: the client has closed the connection
+
+
+def _error(refusal: Refusal) -> Response:
+    kind = "invalid_request_error" if refusal.status < 429 else "service_unavailable_error"
+    return JSONResponse({"error": {"message": str(refusal), "type": kind, "code": refusal.status}}, refusal.status)

@@ -1,0 +1,125 @@
+"""A client's request to the front end before vLLM servers: read, checked as far as it must be to be passed on, and
+split."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple, NoReturn
+
+from starlette.requests import Request
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_DEPTH = 100  # of lists and objects in each other
+HEAD_BYTES = 4096  # of a prompt, by which conversations keep to a decode server
+
+
+class Refusal(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Body(NamedTuple):
+    """A client's request, as parsed from JSON; what it says is vLLM's to judge."""
+
+    fields: dict[str, object]
+
+    @property
+    def can_be_split(self) -> bool:
+        """One prompt, one reply, and nothing that needs the whole prompt computed where the reply is."""
+        prompt = self.fields.get("prompt")
+        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        return (
+            not several
+            and self.fields.get("n", 1) in (None, 1)
+            and self.fields.get("best_of", 1) in (None, 1)
+            and not self.fields.get("echo")
+            and self.fields.get("prompt_logprobs") is None
+            and not self.fields.get("use_beam_search")
+        )
+
+    @property
+    def head(self) -> bytes:
+        """What all turns of a conversation begin with, more or less."""
+        messages = self.fields.get("messages")
+        shown = messages[:2] if isinstance(messages, list) else self.fields.get("prompt")
+        return json.dumps(shown).encode()[:HEAD_BYTES]
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.fields.get("stream"))
+
+    def for_prefill(self, request_id: bytes) -> dict[str, object]:
+        fields = {name: value for name, value in self.fields.items() if name not in ("stream_options", "min_tokens")}
+        fields |= {"stream": False, "max_tokens": 1}
+        if "max_completion_tokens" in fields:
+            fields["max_completion_tokens"] = 1
+        fields["kv_transfer_params"] = {"do_remote_decode": True, "kvferry_request": request_id.hex()}
+        return fields
+
+    def for_decode(self, request_id: bytes, daemon: str) -> dict[str, object]:
+        params = {"do_remote_prefill": True, "kvferry_request": request_id.hex(), "kvferry_prefill": daemon}
+        return {**self.fields, "kv_transfer_params": params}
+
+    def alone(self) -> dict[str, object]:
+        return {name: value for name, value in self.fields.items() if name != "kv_transfer_params"}
+
+
+async def read_body(request: Request) -> Body:
+    """Refusal 400 or 413 names what is wrong."""
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise Refusal(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    return parse_body(bytes(data))
+
+
+def parse_body(data: bytes) -> Body:
+    """What JSON in UTF-8 can say again. Refusal 400 names what is wrong."""
+    try:
+        text = data.decode()
+        fields = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        if "\\u" in text:
+            json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise Refusal(400, f"the body has a lone surrogate, \\u{ord(half):04x}: it is no character") from error
+    except ValueError as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    if not isinstance(fields, dict):
+        raise Refusal(400, f"the body is a {type(fields).__name__}; it must be an object")
+    if text.count("[") + text.count("{") > MAX_DEPTH and _deeper(fields, MAX_DEPTH):
+        raise _too_deep()
+    return Body(fields)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text[:40]} is beyond what a float holds")
+    return value
+
+
+def _deeper(value: object, bound: int) -> bool:
+    level = [value]
+    for _ in range(bound):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep() -> Refusal:
+    return Refusal(400, f"the body nests lists and objects more than {MAX_DEPTH} deep")
