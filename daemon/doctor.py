@@ -113,7 +113,7 @@ def limits(config: DaemonConfig) -> Iterator[Finding]:
             level,
             "memlock",
             text,
-            "RDMA locks the slots: ulimit -l unlimited, in containers LimitMEMLOCK=infinity of the runtime's service",
+            "RDMA locks the slots: ulimit -l unlimited, or LimitMEMLOCK of the container runtime",
         )
     else:
         yield Finding(OK, "memlock", f"{text}; sockets need none")

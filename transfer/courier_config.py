@@ -37,10 +37,11 @@ class CourierError(RuntimeError):
 class CourierConfig:
     """One courier. Raises MessageError for a value out of bounds, naming the field.
 
-    `bind_host` chooses the network interfaces that UCX listens on and connects from: the one that owns the address,
-    or all for 0.0.0.0; beside it, where `tls` names transports of RDMA, every RDMA device. `port_range` is inclusive; a courier takes one port of it per interface. `devices`: empty for
-    slots in host memory, else the GPU of each rank, by its number in this process; slot i is rank
-    i // (slots / ranks)'s. `tls` is UCX_TLS; None: GPU_TLS with devices, else HOST_TLS, or HOST_TLS_BESIDE_GPUS.
+    `bind_host` chooses the network interfaces that UCX listens on and connects from: the one that owns the address
+    (beside it, where `tls` names transports of RDMA, every RDMA device), or all for 0.0.0.0. `port_range` is inclusive;
+    a courier takes one port of it per interface. `devices`: empty for slots in host memory, else the GPU of each rank,
+    by its number in this process; slot i is rank i // (slots / ranks)'s. `tls` is UCX_TLS; None: GPU_TLS with devices,
+    else HOST_TLS, or HOST_TLS_BESIDE_GPUS.
     """
 
     slot_bytes: int

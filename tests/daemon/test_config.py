@@ -253,3 +253,13 @@ def test_serve_says_its_defaults_and_names_flags_nearby(capsys: pytest.CaptureFi
         cli.main(["serve", "--role", "decode", "--pol-bytes", "1"])
     assert ended.value.code == 2
     assert "'--pol-bytes' is no flag of it; did you mean '--pool-bytes'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["serve", "--role", "decode", "--pool-byte", "1GiB"], ["config", "show", "--rol", "decode"]]
+)
+def test_abbreviated_flags_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert "--pool-byte" in capsys.readouterr().err or words[0] == "config"
