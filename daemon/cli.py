@@ -34,12 +34,12 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="kvferry", description=kvferry.__doc__)
+    parser = argparse.ArgumentParser(prog="kvferry", description=kvferry.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvferry {kvferry.__version__}")
     chosen: argparse.ArgumentParser | None = None
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (where, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if words[:1] == [name]:
             chosen = command
             _load(where).add_arguments(command)

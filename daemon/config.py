@@ -31,6 +31,8 @@ STORAGES = {
     "layer-blocks": StorageOrder.LAYER_BLOCKS,
 }
 
+MAX_TRANSPORTS = 16
+
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
 _DAEMONS_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -180,6 +182,17 @@ def _ports(value: object) -> object:
     return int(first), int(last)
 
 
+def _transports(value: str) -> str:
+    """UCX's names with commas between; empty: the courier's own choice."""
+    names = value.split(",") if value else []
+    if len(names) > MAX_TRANSPORTS or not all(re.fullmatch("[a-z0-9_]{1,32}", name) for name in names):
+        raise ConfigError(
+            f"transports {value[:64]!r} must be 1 to {MAX_TRANSPORTS} names with commas between, each of 1 to 32 of "
+            "a-z, 0-9 and '_', like rc,cuda_copy,cuda_ipc,tcp"
+        )
+    return value
+
+
 def _device(value: str) -> str:
     parse_device(value)
     return value
@@ -214,6 +227,9 @@ Quotas = Annotated[
     _schema(type="object", additionalProperties={"type": "string", "pattern": "^[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?$"}),
 ]
 Ports = Annotated[tuple[int, int], BeforeValidator(_ports), _schema(type="string", pattern="^[0-9]+-[0-9]+$")]
+Transports = Annotated[
+    str, AfterValidator(_transports), _schema(type="string", pattern="^([a-z0-9_]{1,32}(,[a-z0-9_]{1,32})*)?$")
+]
 TlsPeers = Annotated[
     tuple[str, ...],
     BeforeValidator(parse_tls_peers),
@@ -275,7 +291,7 @@ class DaemonConfig(BaseModel):
     socket: Annotated[
         str,
         Field(description="Unix socket of the workers"),
-        Flag("PATH", default="kvferry-ROLE.sock in XDG_RUNTIME_DIR"),
+        Flag("PATH", default="kvferry-ROLE.sock in XDG_RUNTIME_DIR, else in the temporary folder"),
     ] = Field(default_factory=lambda data: os.path.join(runtime_dir(), f"kvferry-{data['role']}.sock"))
     metrics: Annotated[
         Address,
@@ -397,6 +413,11 @@ class DaemonConfig(BaseModel):
     ] = OVERTAKES
     reuse: Annotated[Choice, Field(description="off: nothing is matched or kept, the baseline of comparisons")] = "on"
     ucx_ports: Annotated[Ports, Field(description="of NIXL's data plane"), Flag("FIRST-LAST")] = (21000, 21063)
+    ucx_tls: Annotated[
+        Transports,
+        Field(description="transports that UCX may use between couriers (UCX_TLS)"),
+        Flag("NAME,...", default="tcp, and on GPUs cuda_copy,cuda_ipc,tcp"),
+    ] = ""
     tls_cert: Annotated[
         str,
         Field(

@@ -19,11 +19,13 @@ from kvferry.daemon.config_sources import Loaded, shown
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="show|schema")
     show = commands.add_parser(
-        "show", help="each setting of `kvferry serve` with these flags, variables and file, and where it comes from"
+        "show",
+        allow_abbrev=False,
+        help="each setting of `kvferry serve` with these flags, variables and file, and where it comes from",
     )
     config_sources.add_arguments(show)
     show.add_argument("--format", choices=("table", "yaml", "json"), default="table", help="yaml: a file for --config")
-    commands.add_parser("schema", help="the JSON schema of the YAML file")
+    commands.add_parser("schema", allow_abbrev=False, help="the JSON schema of the YAML file")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ from kvferry.proto import common_pb2 as common
 
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
 LOAD_SECONDS = 240.0
+COUNT_SECONDS = 3.0  # between two counts of the turns
 REPLY_SECONDS = 120.0
 MAX_SHOWN = 120  # characters of a reply
 DTYPES = ("float32", "bfloat16", "float16")
@@ -151,7 +152,7 @@ def _run_in(folder: str, model: str, args: argparse.Namespace, reuse: str, conso
         system = start_system(stack, spec)
         took = time.monotonic() - started
         console.print(f"  up in {took:.1f} s at {system.url}; {args.conversations} conversations ...")
-        outcome = _load(args, system)
+        outcome = _load(args, system, console)
         decode = _decode_stats(system)
         if reuse == "on":
             _show_chat(args, system, console)
@@ -194,23 +195,19 @@ def _devices(args: argparse.Namespace) -> tuple[str, str]:
     return f"cuda:{found[0]}", f"cuda:{found[-1]}"
 
 
-def _load(args: argparse.Namespace, system: System) -> Outcome:
+def _load(args: argparse.Namespace, system: System, console: Console) -> Outcome:
     words = ["loadgen", "--url", system.url, "--format", "json", "--seed", str(args.seed)]
     words += ["--conversations", str(args.conversations), "--turns", str(args.turns), "--concurrency", "2"]
     words += ["--max-tokens", str(args.max_tokens), "--user-words", str(args.user_words), "--system-words", "40"]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvferry", *words],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=LOAD_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise DemoError(f"the load did not end in {LOAD_SECONDS:.0f} s") from None
-    if done.returncode != 0:
-        raise DemoError(f"the load ended with {done.returncode}: {done.stdout[-2000:]}")
-    report = json.loads(done.stdout)
+    before = _decode_stats(system).requests.finished
+    with subprocess.Popen([sys.executable, "-m", "kvferry", *words], stdout=subprocess.PIPE, text=True) as load:
+        try:
+            said = _watched(load, system, console, before, args.conversations * args.turns)
+        finally:
+            load.kill()  # nothing, where it has ended
+    if load.returncode != 0:
+        raise DemoError(f"the load ended with {load.returncode}: {said[-2000:]}")
+    report = json.loads(said)
     return Outcome(
         requests=report["requests"],
         seconds=report["duration_s"],
@@ -223,6 +220,21 @@ def _load(args: argparse.Namespace, system: System) -> Outcome:
         end=cache.SideStats(),
         statuses={},
     )
+
+
+def _watched(load: subprocess.Popen[str], system: System, console: Console, before: int, turns: int) -> str:
+    """What the load printed. Meanwhile counts turns where its own bar is not seen: it draws on terminals only."""
+    deadline, shown = time.monotonic() + LOAD_SECONDS, 0
+    while True:
+        try:
+            return load.communicate(timeout=COUNT_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > deadline:
+                raise DemoError(f"the load did not end in {LOAD_SECONDS:.0f} s") from None
+        done = _decode_stats(system).requests.finished - before
+        if done > shown and not sys.stderr.isatty():
+            console.print(f"    {done} of {turns} turns")
+            shown = done
 
 
 def _show_chat(args: argparse.Namespace, system: System, console: Console) -> None:
@@ -243,16 +255,17 @@ def _show_chat(args: argparse.Namespace, system: System, console: Console) -> No
         before, moved = moved, _decode_stats(system).transfers.delta_pages
         usage = reply["usage"]
         held = usage["prompt_tokens_details"]["cached_tokens"]
+        told = f"prompt {usage['prompt_tokens']} tokens, {held} held by the decode daemon, {moved - before} pages moved"
+        if args.synthetic:  # its replies are no text
+            console.print(f"  turn {len(messages) // 2}: {told}")
+            continue
         console.print(f"  [bold]user[/]       {escape(question)}")
         console.print(f"  [bold]assistant[/]  {escape(_printable(text))}")
-        console.print(
-            f"             [dim]prompt {usage['prompt_tokens']} tokens, {held} held by the decode daemon, "
-            f"{moved - before} pages moved[/]"
-        )
+        console.print(f"             [dim]{told}[/]")
 
 
 def _printable(text: str) -> str:
-    """On one line; a synthetic model's reply is no text."""
+    """On one line; an untrained model's reply is hardly text."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 3] + "..."
 

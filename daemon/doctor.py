@@ -109,7 +109,12 @@ def limits(config: DaemonConfig) -> Iterator[Finding]:
     if locked != resource.RLIM_INFINITY and rdma_devices():
         slots = config.slots * config.slot_bytes
         level = BAD if locked < slots else NOTE
-        yield Finding(level, "memlock", text, "RDMA locks the slots: ulimit -l unlimited, or the IPC_LOCK capability")
+        yield Finding(
+            level,
+            "memlock",
+            text,
+            "RDMA locks the slots: ulimit -l unlimited, or LimitMEMLOCK of the container runtime",
+        )
     else:
         yield Finding(OK, "memlock", f"{text}; sockets need none")
     yield _huge_pages(config)
@@ -164,6 +169,7 @@ async def _courier(config: DaemonConfig) -> None:
         send_slots=0,
         bind_host=parse_address(config.listen)[0],
         port_range=config.ucx_ports,
+        tls=config.ucx_tls or None,
     )
     link = await CourierLink.start(probe, lambda event: None, COURIER_SECONDS)
     await link.stop(COURIER_SECONDS)

@@ -143,5 +143,6 @@ def courier_config(config: DaemonConfig, *, receive_slots: int, send_slots: int)
         send_slots=send_slots * config.ranks,
         bind_host=host,
         port_range=config.ucx_ports,
+        tls=config.ucx_tls or None,
         devices=config.devices,
     )

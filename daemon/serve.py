@@ -10,6 +10,7 @@ import sys
 from kvferry import tracing
 from kvferry.daemon import config_sources
 from kvferry.daemon.config import ConfigError, DaemonConfig
+from kvferry.logs import LOG_FORMAT
 
 add_arguments = config_sources.add_arguments
 
@@ -22,7 +23,7 @@ def config_of(args: argparse.Namespace) -> DaemonConfig:
 def run(args: argparse.Namespace) -> int:
     try:
         config = config_of(args)
-        logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
         tracing.configure("kvferry-daemon", config.otel, **{"service.instance.id": config.name})
         asyncio.run(_serve(config))
     except (ConfigError, tracing.TracingError, OSError) as error:

@@ -83,13 +83,18 @@ class Daemon:
     def stop(self) -> None:
         self._stop.set()
 
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self._stop.is_set():
+            log.info("%s: draining, %d requests run", number.name, sum(side.busy for side in self.sides.values()))
+        self.stop()
+
     async def start(self) -> None:
         """Listens; ConfigError where it cannot."""
         config = self.config
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_loop_error)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)  # before anybody hears that it is ready
+            loop.add_signal_handler(number, self._on_signal, number)  # before anybody hears that it is ready
         _check_descriptors(config)
         _check_host_dir(config)
         if config.pool == "engine" and (idle := sorted({"pool_bytes", "storage"} & config.model_fields_set)):
@@ -118,7 +123,8 @@ class Daemon:
         if port and bound != port:
             raise ConfigError(f"--listen {config.listen}: the port is taken")
         self.address = f"{host if ':' not in host else f'[{host}]'}:{bound}"
-        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(self.sides, self.address), self._unix)
+        self._workers = WorkerService(self.sides, self.address)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._workers, self._unix)
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.sides), self._unix)
         cache = CacheService(self.sides, self._snapshots)
         services = [cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name]
@@ -213,6 +219,7 @@ class Daemon:
         await self._end()
         if self._fatal is not None:
             raise self._fatal
+        log.info("ended")
 
     async def _drain(self) -> None:
         """No new work; what was accepted may finish within the grace period."""
@@ -222,7 +229,7 @@ class Daemon:
         end = time.monotonic() + self.config.grace_seconds
         busy = sum(side.busy for side in self.sides.values())
         if busy and self._fatal is None:
-            log.info("draining %d requests for at most %.0f s", busy, self.config.grace_seconds)
+            log.info("%d requests have %.0f s at most", busy, self.config.grace_seconds)
             deadline = end - self.config.grace_seconds * SPILL_SHARE
             while sum(side.busy for side in self.sides.values()) and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
@@ -246,6 +253,8 @@ class Daemon:
         if self._metrics is not None:
             await self._metrics.stop()
             self._metrics = None
+        if self._fatal is None:
+            self._workers.end_sessions()
         await asyncio.gather(self._unix.stop(0.5), self._tcp.stop(0.5))
         await asyncio.sleep(0)  # handlers that were cancelled have run their ends
         prefill = self.sides.get("prefill")

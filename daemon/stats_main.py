@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
                 show(fetch(channel))
         except grpc.RpcError as error:
             print(f"kvferry stats: {args.address}: {error.code().name}: {error.details()}", file=sys.stderr)
-            return 1
+            return 2
         except KeyboardInterrupt:
             pass
     return 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
 from rich.console import Console, Group
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -24,14 +25,31 @@ from kvferry.proto import common_pb2 as common
 
 MAX_DAEMONS = 64
 BAR = 24  # columns
-POOL_PARTS = (  # of a bar: what is in use, cached, free
+NATURAL = 1000  # columns where the output is no terminal: nothing is cut or folded
+POOL_PARTS = (  # of a bar: what is in use, cached, free. Each can be told without its colour
     ("leased", "█", "red"),
     ("arriving", "▓", "yellow"),
-    ("orphaned", "▓", "magenta"),
-    ("spilling", "▒", "blue"),
-    ("restoring", "▒", "cyan"),
+    ("orphaned", "x", "magenta"),
+    ("spilling", "↓", "blue"),
+    ("restoring", "↑", "cyan"),
     ("cached", "▒", "green"),
 )
+COLUMNS = (
+    "daemon",
+    "hit rate",
+    "run/wait",
+    "pool",
+    "host",
+    "moved/s",
+    "saved/s",
+    "transfers",
+    "ready p50/p99",
+    "peers",
+)
+DROPPED = ("saved/s", "host", "ready p50/p99", "peers", "transfers")  # where the terminal is narrow, in this order
+LEFT = ("daemon", "pool", "host", "peers")
+Row = list[str | Text]  # a value for each of COLUMNS
+Draw = Callable[[cache.PoolStats], Text]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +79,23 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvferry top: {error}", file=sys.stderr)
         return 2
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=NATURAL)
     try:
         with ThreadPoolExecutor(len(channels), thread_name_prefix="top") as pool:
             shots = list(pool.map(_shoot, channels.items()))
             if args.frames == 1:
-                console.print(frame(shots, shots))
-                return 0 if any(shot.stats for shot in shots) else 1
+                console.print(frame(shots, shots, console))
+                return 0 if any(shot.stats for shot in shots) else 2
             live_on = console.is_terminal
-            with Live(frame(shots, shots), console=console, auto_refresh=False, screen=live_on) as live:
+            with Live(frame(shots, shots, console), console=console, auto_refresh=False, screen=live_on) as live:
                 shown = 1
                 while args.frames == 0 or shown < args.frames:
                     time.sleep(args.interval)
                     before, shots = shots, list(pool.map(_shoot, channels.items()))
-                    live.update(frame(before, shots), refresh=True)
+                    live.update(frame(before, shots, console), refresh=True)
                     shown += 1
-        return 0 if any(shot.stats for shot in shots) else 1
+        return 0 if any(shot.stats for shot in shots) else 2
     except KeyboardInterrupt:
         return 0
     finally:
@@ -104,34 +124,59 @@ def _shoot(entry: tuple[str, grpc.Channel]) -> Shot:
         return Shot(address, time.monotonic(), None, f"{error.code().name}: {error.details()}")
 
 
-def frame(before: Sequence[Shot], now: Sequence[Shot]) -> Group:
-    """Rates are of the time between the two; of one shot twice, over the daemon's life."""
-    table = Table(title=f"kvferry top  {time.strftime('%H:%M:%S')}", title_justify="left", expand=False)
-    for column, justify in (
-        ("daemon", "left"),
-        ("hit rate", "right"),
-        ("run/wait", "right"),
-        ("pool", "left"),
-        ("host", "left"),
-        ("moved/s", "right"),
-        ("saved/s", "right"),
-        ("transfers", "right"),
-        ("ready p50/p99", "right"),
-        ("peers", "left"),
-    ):
-        table.add_column(column, justify="right" if justify == "right" else "left", no_wrap=column != "peers")
+def frame(before: Sequence[Shot], now: Sequence[Shot], console: Console) -> Group:
+    """As wide as the console at most: a table with bars, else with shares in their place and as many columns as fit,
+    else a list for each daemon. Rates are of the time between the two; of one shot twice, over the daemon's life.
+    """
+    errors = [Text(f"{shot.address}: {shot.error}", "bold red") for shot in now if shot.stats is None]
+    title = f"kvferry top  {time.strftime('%H:%M:%S')}"
+    table = _table(title, COLUMNS, list(_rows(before, now, _bar)))
+    if _fits(table, console):
+        legend = Text("pool: ")
+        for name, mark, style in POOL_PARTS:
+            legend.append(mark, style).append(f" {name}  ")
+        return Group(table, *errors, legend.append("· free"))
+    rows = list(_rows(before, now, _share))
+    for count in range(len(DROPPED) + 1):
+        dropped = DROPPED[:count]
+        table = _table(title, [column for column in COLUMNS if column not in dropped], rows)
+        if _fits(table, console):
+            more = [Text(f"not shown, the terminal is narrow: {', '.join(dropped)}", "dim")] if dropped else []
+            return Group(table, *errors, *more)
+    return Group(title, *map(_list, rows), *errors)
+
+
+def _fits(table: Table, console: Console) -> bool:
+    return Measurement.get(console, console.options.update(max_width=NATURAL), table).maximum <= console.width
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> Table:
+    table = Table(title=title, title_justify="left", expand=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in LEFT else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[COLUMNS.index(column)] for column in columns))
+    return table
+
+
+def _list(row: Row) -> Group:
+    """A line for each column: of a terminal too narrow for them side by side."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for column, value in zip(COLUMNS[1:], row[1:], strict=True):
+        grid.add_row(f"  {column}", value)
+    return Group(Text(str(row[0]), "bold"), grid)
+
+
+def _rows(before: Sequence[Shot], now: Sequence[Shot], draw: Draw) -> Iterator[Row]:
+    """One for each side of each daemon that answered."""
     for earlier, shot in zip(before, now, strict=True):
-        if shot.stats is None:
-            table.add_row(f"[bold red]{shot.address}[/]", *[""] * 8, f"[red]{shot.error}[/]")
-            continue
-        for index, side in enumerate(shot.stats.sides):
+        for index, side in enumerate(shot.stats.sides if shot.stats is not None else ()):
+            assert shot.stats is not None
             old = _same_side(earlier, shot, index)
             seconds = shot.at - earlier.at if old is not None else shot.stats.uptime_seconds
-            table.add_row(*_row(shot.stats, side, old or cache.SideStats(), max(seconds, 1e-3)))
-    legend = Text("pool: ")
-    for name, mark, style in POOL_PARTS:
-        legend.append(mark, style).append(f" {name}  ")
-    return Group(table, legend.append("· free"))
+            yield _row(shot.stats, side, old or cache.SideStats(), max(seconds, 1e-3), draw)
 
 
 def _same_side(earlier: Shot, shot: Shot, index: int) -> cache.SideStats | None:
@@ -143,7 +188,7 @@ def _same_side(earlier: Shot, shot: Shot, index: int) -> cache.SideStats | None:
     return earlier.stats.sides[index]
 
 
-def _row(stats: cache.StatsReply, side: cache.SideStats, old: cache.SideStats, seconds: float) -> list[str | Text]:
+def _row(stats: cache.StatsReply, side: cache.SideStats, old: cache.SideStats, seconds: float, draw: Draw) -> Row:
     role = common.Role.Name(side.role).removeprefix("ROLE_").lower()
     requests, transfers = side.requests, side.transfers
     queried = requests.queried_tokens - old.requests.queried_tokens
@@ -157,8 +202,8 @@ def _row(stats: cache.StatsReply, side: cache.SideStats, old: cache.SideStats, s
         f"{stats.daemon} ({role})",
         f"{hit / queried:.1%}" if queried else "-",
         f"{requests.running}/{requests.waiting}",
-        _bar(side.pool),
-        _bar(side.host) if side.host.pages else "-",
+        draw(side.pool),
+        draw(side.host) if side.host.pages else "-",
         size(moved / seconds),
         size(saved / seconds) if role == "decode" else "-",
         ended + (f" / [red]{failed} failed[/]" if failed else ""),
@@ -178,6 +223,11 @@ def _bar(pool: cache.PoolStats) -> Text:
         bar.append(mark * columns, style)
         used += columns
     return bar.append("·" * (BAR - used), "dim").append(f" {1 - pool.free / pool.pages:.0%}")
+
+
+def _share(pool: cache.PoolStats) -> Text:
+    """Of the pool that is not free."""
+    return Text(f"{1 - pool.free / pool.pages:.0%}" if pool.pages else "no worker yet")
 
 
 def _peers(side: cache.SideStats) -> Text:

@@ -14,6 +14,7 @@ from kvferry.daemon.side import AnySide, Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto import worker_pb2_grpc
+from kvferry.proto.limits import ENDED_IN_ORDER
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def __init__(self, sides: dict[str, AnySide], peer_address: str) -> None:
         self._sides = sides
         self._peer_address = peer_address
+        self._ended = asyncio.Event()
+
+    def end_sessions(self) -> None:
+        """The daemon ends in order: workers are told so before their streams break."""
+        self._ended.set()
 
     async def Session(self, request_iterator: object, context: Context) -> None:
         del request_iterator  # context.read() it is, for its deadline
@@ -50,6 +56,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             asyncio.create_task(self._read(side, worker, context)),
             asyncio.create_task(self._write(worker, context)),
             asyncio.create_task(worker.overflown.wait()),
+            asyncio.create_task(self._ended.wait()),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -62,6 +69,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     await context.abort(grpc.StatusCode.INTERNAL, f"{type(problem).__name__}: {problem}"[:1000])
             if worker.overflown.is_set():
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the worker does not read its events")
+            if self._ended.is_set() and not worker.quiesced:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the daemon has ended", ENDED_IN_ORDER)
         finally:
             for task in tasks:
                 task.cancel()

@@ -1,4 +1,4 @@
-"""Bounds of the wire contract: what is longer or larger is refused, by whichever side meets it first."""
+"""Bounds of the wire contract: what is beyond them is refused, by whichever side meets it first. And its metadata."""
 
 REQUEST_ID_BYTES = 16
 MAX_ATTEMPT = 1 << 16
@@ -7,4 +7,5 @@ MAX_REASON_CHARS = 1024
 MAX_AUX_BYTES = 64 * 1024
 MAX_METADATA_BYTES = 64 * 1024  # of a courier
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # of a gRPC message: 1 Mi tokens at page 16 are 2 MiB of digests
+ENDED_IN_ORDER = (("kvferry-ended", "in-order"),)  # behind a worker's session that a daemon ends at its own end
 MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY

@@ -24,6 +24,8 @@ GPU_TLS = "cuda_copy,cuda_ipc,tcp"
 PCI_DEVICES = "/sys/bus/pci/devices"
 PCI_NVIDIA = 0x10DE
 PCI_GPU_CLASSES = (0x0300, 0x0302)
+RDMA_DEVICES = "/sys/class/infiniband"
+RDMA_TRANSPORTS = ("all", "dc", "ib", "rc", "srd", "ud")  # each with or without _x and the like behind it
 ANY_ADDRESS = ("", "*", "0.0.0.0", "::")
 
 
@@ -35,10 +37,11 @@ class CourierError(RuntimeError):
 class CourierConfig:
     """One courier. Raises MessageError for a value out of bounds, naming the field.
 
-    `bind_host` chooses the network interfaces that UCX listens on and connects from: the one that owns the address,
-    or all for 0.0.0.0. `port_range` is inclusive; a courier takes one port of it per interface. `devices`: empty for
-    slots in host memory, else the GPU of each rank, by its number in this process; slot i is rank
-    i // (slots / ranks)'s. `tls` is UCX_TLS; None: GPU_TLS with devices, else HOST_TLS, or HOST_TLS_BESIDE_GPUS.
+    `bind_host` chooses the network interfaces that UCX listens on and connects from: the one that owns the address
+    (beside it, where `tls` names transports of RDMA, every RDMA device), or all for 0.0.0.0. `port_range` is inclusive;
+    a courier takes one port of it per interface. `devices`: empty for slots in host memory, else the GPU of each rank,
+    by its number in this process; slot i is rank i // (slots / ranks)'s. `tls` is UCX_TLS; None: GPU_TLS with devices,
+    else HOST_TLS, or HOST_TLS_BESIDE_GPUS.
     """
 
     slot_bytes: int
@@ -92,6 +95,20 @@ def nvidia_gpus(devices: str = PCI_DEVICES) -> int:
     return count
 
 
+def rdma_ports(devices: str = RDMA_DEVICES) -> list[str]:
+    """As UCX names them, `mlx5_0:1`: those of this machine, whether this process may open them or not."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(devices)):
+            with contextlib.suppress(OSError):
+                found += [f"{name}:{port}" for port in sorted(os.listdir(os.path.join(devices, name, "ports")))]
+    return found
+
+
+def _names_rdma(transports: str) -> bool:
+    return any(name.partition("_")[0] in RDMA_TRANSPORTS for name in transports.split(","))
+
+
 def courier_environment(config: CourierConfig, bind: Address | None, base: Mapping[str, str]) -> dict[str, str]:
     """The courier's environment: `base`, with our settings of UCX over it. `bind` None means every interface."""
     environment = dict(base)
@@ -105,7 +122,8 @@ def courier_environment(config: CourierConfig, bind: Address | None, base: Mappi
         "PYTHONSAFEPATH": "1",
     }
     if bind is not None:
-        environment["UCX_NET_DEVICES"] = interface_of(bind)
+        devices = rdma_ports() if _names_rdma(config.transports) else []
+        environment["UCX_NET_DEVICES"] = ",".join([interface_of(bind), *devices])
         environment["UCX_TCP_AF_PRIO"] = "inet,inet6" if bind.version == 4 else "inet6,inet"
     environment.setdefault("NIXL_LOG_LEVEL", "WARN")
     home = environment.get("HOME", "")

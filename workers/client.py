@@ -18,7 +18,7 @@ from typing import TypeVar
 import grpc.aio
 
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.proto.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
+from kvferry.proto.limits import ENDED_IN_ORDER, MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.workers.attachment import Attachment
@@ -28,6 +28,7 @@ from kvferry.workers.requests import (
     Admitted,
     Begun,
     DaemonAbsent,
+    DaemonEnded,
     DaemonGone,
     HandshakeFailed,
     NotOpened,
@@ -314,7 +315,7 @@ class DaemonClient:
         await asyncio.gather(self._reader, return_exceptions=True)
         self._call.cancel()
         await self._channel.close(None)
-        self._break("the session was closed")
+        self._break(DaemonGone("the session was closed"))
         self._attachment.close()
 
     # -- the stream ------------------------------------------------------------------------------------------------
@@ -348,7 +349,7 @@ class DaemonClient:
         try:
             self._outgoing.put_nowait(message)
         except asyncio.QueueFull:
-            self._break(f"the daemon takes no messages: {MAX_UNSENT_MESSAGES} are waiting")
+            self._break(DaemonGone(f"the daemon takes no messages: {MAX_UNSENT_MESSAGES} are waiting"))
             self._raise_if_broken()
 
     async def _wait(self, name: RequestName, future: asyncio.Future[_T], deadline_s: float, what: str) -> _T:
@@ -364,10 +365,10 @@ class DaemonClient:
         if self._broken is not None:
             raise self._broken
 
-    def _break(self, message: str) -> None:
+    def _break(self, broken: DaemonGone) -> None:
         if self._broken is not None:
             return
-        self._broken = DaemonGone(message)
+        self._broken = broken
         for request in self._requests.values():
             request.fail(self._broken)
         if not self._closing and not self.gone.done():
@@ -378,14 +379,18 @@ class DaemonClient:
             while True:
                 event = await self._call.read()
                 if not isinstance(event, worker_pb2.WorkerEvent):  # grpc.aio.EOF
-                    self._break(f"the daemon ended the session: {await self._call.details() or 'no reason given'}")
+                    why = await self._call.details() or "no reason given"
+                    self._break(DaemonGone(f"the daemon ended the session: {why}"))
                     return
                 self._take(event)
         except grpc.aio.AioRpcError as error:
-            self._break(f"the session with the daemon broke: {error.code().name}: {error.details()}")
+            if set(ENDED_IN_ORDER) <= set(error.trailing_metadata() or ()):
+                self._break(DaemonEnded(f"{error.details()}: the worker ends, too"))
+            else:
+                self._break(DaemonGone(f"the session with the daemon broke: {error.code().name}: {error.details()}"))
         except ValueError as error:
             _log.error("the daemon broke the protocol: %s", error)
-            self._break(f"the daemon broke the protocol: {error}")
+            self._break(DaemonGone(f"the daemon broke the protocol: {error}"))
             self._call.cancel()
 
     def _take(self, event: worker_pb2.WorkerEvent) -> None:

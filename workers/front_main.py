@@ -11,6 +11,7 @@ import sys
 
 from kvferry import tracing
 from kvferry.channels import ChannelError, add_tls_arguments, tls_of
+from kvferry.logs import LOG_FORMAT
 from kvferry.workers import front_vllm_server
 from kvferry.workers.front_server import FrontConfig, serve
 from kvferry.workers.front_service import ServiceConfig
@@ -82,9 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not logging.getLogger().handlers:
-        logging.basicConfig(
-            level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-        )
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     host, port = args.listen
     if problem := _problem(args):
         print(f"kvferry front: {problem}", file=sys.stderr)

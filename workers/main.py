@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvferry import tracing
+from kvferry.logs import LOG_FORMAT
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
 from kvferry.workers.client import DaemonClient
@@ -124,8 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not logging.getLogger().handlers:
-        form = "%(asctime)s %(name)s %(levelname)s %(message)s"
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     args.synthetic = args.synthetic or args.engine is not None
     prepare = _prepare_synthetic if args.synthetic else _prepare_model
     try:

@@ -59,6 +59,10 @@ class DaemonGone(Exception):
     """The session with the daemon is broken: the pool's pages must not be touched any more."""
 
 
+class DaemonEnded(DaemonGone):
+    """The daemon was told to end, and said so."""
+
+
 class HandshakeFailed(Exception):
     """The daemon refused the worker, or could not be reached in time."""
 

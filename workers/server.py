@@ -24,7 +24,7 @@ from kvferry.workers.orders import Bounds
 from kvferry.workers.pacing import Pace
 from kvferry.workers.prefill import PrefillWorker
 from kvferry.workers.record import Record
-from kvferry.workers.requests import HandshakeFailed
+from kvferry.workers.requests import DaemonEnded, DaemonGone, HandshakeFailed
 from kvferry.workers.step_batches import StepBatches
 from kvferry.workers.warm_up import warm_up
 
@@ -65,7 +65,7 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
         return 1
     if client is None:
         return 0
-    client.gone.add_done_callback(lambda gone: _log.error("%s", gone.result()))
+    client.gone.add_done_callback(_say_gone)
     thread = ComputeThread()
     jobs = Jobs(config.max_requests)
     try:
@@ -99,6 +99,11 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
         thread.close()  # from here on nothing of this process touches a page
         await client.close()
     return 1 if client.gone.done() else 0
+
+
+def _say_gone(gone: asyncio.Future[DaemonGone]) -> None:
+    why = gone.result()
+    _log.log(logging.WARNING if isinstance(why, DaemonEnded) else logging.ERROR, "%s", why)
 
 
 def describe(config: WorkerConfig, client: DaemonClient, max_tokens: int) -> engine_pb2.DescribeReply:

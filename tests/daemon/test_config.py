@@ -82,6 +82,10 @@ def test_defaults_follow_the_role() -> None:
             ["--peer-lost-seconds", "0.9"],
             "--peer-lost-seconds is 0.9; it must be at least twice --heartbeat-seconds, 0.5",
         ),
+        (["--ucx-tls", "rc;tcp"], "--ucx-tls: transports 'rc;tcp' must be 1 to 16 names with commas between"),
+        (["--ucx-tls", "tcp,"], "--ucx-tls: transports 'tcp,' must be"),
+        (["--ucx-tls", ",".join(["tcp"] * 17)], "must be 1 to 16 names"),
+        (["--ucx-tls", "t" * 33], "each of 1 to 32"),
         (["--heartbeat-seconds", "nan"], "--heartbeat-seconds is nan; it must be 0.05 to 3600"),
         (["--slots", "many"], "--slots is many; it must be 1 to 1024"),
         (["--host-dir", "/d"], "--host-bytes is 0: there is no host tier to keep"),
@@ -253,3 +257,13 @@ def test_serve_says_its_defaults_and_names_flags_nearby(capsys: pytest.CaptureFi
         cli.main(["serve", "--role", "decode", "--pol-bytes", "1"])
     assert ended.value.code == 2
     assert "'--pol-bytes' is no flag of it; did you mean '--pool-bytes'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["serve", "--role", "decode", "--pool-byte", "1GiB"], ["config", "show", "--rol", "decode"]]
+)
+def test_abbreviated_flags_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert "--pool-byte" in capsys.readouterr().err or words[0] == "config"

@@ -62,8 +62,8 @@ def addresses() -> Iterator[dict[str, str]]:
             "127.0.0.1:7070": decode.daemon_address,
             "127.0.0.1:7071": prefill.daemon_address,
             "127.0.0.1:8000": system.url.removeprefix("http://"),
-            "/run/kvferry/d0.sock": decode.socket,
-            "/run/kvferry/p0.sock": prefill.socket,
+            "/tmp/kvferry/d0.sock": decode.socket,
+            "/tmp/kvferry/p0.sock": prefill.socket,
         }
         for replica, default in ((decode, "127.0.0.1:9470"), (prefill, "127.0.0.1:9471")):
             with grpc.insecure_channel(replica.daemon_address, [("grpc.enable_http_proxy", 0)]) as channel:

@@ -115,7 +115,7 @@ def test_nobody_and_wrong_flags(kvferry: Command, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
     done = kvferry("health")
     assert done.returncode == 2 and "there is no /nowhere/kvferry-decode.sock" in done.stderr
-    assert kvferry("top", "127.0.0.1:1", "--frames", "1").returncode == 1
+    assert kvferry("top", "127.0.0.1:1", "--frames", "1").returncode == 2
     done = kvferry("top", "127.0.0.1")
     assert done.returncode == 2 and "HOST:PORT" in done.stderr
     done = kvferry("doctor", "--slots", "0")

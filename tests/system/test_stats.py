@@ -98,7 +98,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 def test_no_daemon_is_said_so() -> None:
     done = stats_command("127.0.0.1:1")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "UNAVAILABLE" in done.stderr
     assert stats_command("nowhere").returncode == 2
 

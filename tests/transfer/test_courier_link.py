@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.transfer import courier_config
 from kvferry.transfer.courier_config import courier_environment, make_slot_memory, nvidia_gpus
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 from kvferry.transfer.courier_messages import (
@@ -272,6 +273,22 @@ def test_environment(tmp_path: Path) -> None:
 def test_transports(values: dict[str, Any], transports: str) -> None:
     config = dataclasses.replace(CONFIG, **values)
     assert courier_environment(config, None, {})["UCX_TLS"] == transports
+
+
+def test_transports_of_rdma_have_its_devices_beside_the_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for device in ("mlx5_0", "mlx5_1"):
+        (tmp_path / device / "ports" / "1").mkdir(parents=True)
+    monkeypatch.setattr(courier_config.rdma_ports, "__defaults__", (str(tmp_path),))
+    loopback = ipaddress.ip_address("127.0.0.1")
+    found = {
+        tls: courier_environment(dataclasses.replace(CONFIG, tls=tls), loopback, {})["UCX_NET_DEVICES"]
+        for tls in ("tcp", "cuda_copy,cuda_ipc,tcp", "rc_x,tcp", "rc,cuda_copy,tcp", "all")
+    }
+    rdma = "lo,mlx5_0:1,mlx5_1:1"
+    assert list(found.values()) == ["lo", "lo", rdma, rdma, rdma]
+    assert courier_config.rdma_ports(str(tmp_path / "none")) == []
 
 
 def test_gpus_are_counted_by_their_pci_devices(tmp_path: Path) -> None:
