@@ -63,7 +63,7 @@ $(VLLM_VENV)/.kvferry-installed: bench/vllm/venv.sh $(STAMP)
 	@touch $@
 
 test: venv proto-check
-	$(BIN)/python -m pytest -m 'not nightly' -n $(TEST_JOBS) --dist loadfile $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m 'not nightly' -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 nightly: venv
 	@mkdir -p bench/results

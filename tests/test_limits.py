@@ -320,7 +320,7 @@ def test_at_its_bound_and_one_past_it(limit: Limit) -> None:
 
 
 def test_every_bound_of_the_wire_is_in_the_table() -> None:
-    names = {name for name in vars(wire_limits) if name.isupper()}
+    names = {name for name, value in vars(wire_limits).items() if name.isupper() and isinstance(value, int)}
     assert names <= LIMITS.keys() | ELSEWHERE, f"not tested: {names - LIMITS.keys() - ELSEWHERE}"
 
 

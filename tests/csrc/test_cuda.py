@@ -349,12 +349,12 @@ def test_busy(fake: ctypes.CDLL, library: str) -> None:
     answer(fake, "event_query", 0)
     answer(fake, "elapsed_us", 10)
     assert engine.busy()  # as it was just now
-    time.sleep(0.25)
+    time.sleep(1.05)
     assert not engine.busy()
     answer(fake, "elapsed_us", 300)
     engine.copy_pages_to_host(*world.arguments(), strategy="pitched")
     assert engine.busy()  # the probe that followed the copy took long
-    time.sleep(0.25)
+    time.sleep(1.05)
     answer(fake, "elapsed_us", 10)
     assert not engine.busy()
     engine.copy_pages_to_host(*world.arguments(), strategy="staged")

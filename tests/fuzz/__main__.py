@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import re
 import subprocess
@@ -47,6 +48,7 @@ def fuzz(name: str, options: argparse.Namespace) -> None:
     import atheris
 
     target = importlib.import_module(f"tests.fuzz.{name}")
+    importlib.import_module("tests.fuzz.stage").watch_sessions()
     for each, module in sorted(sys.modules.items()):
         if each.startswith("kvferry.") and not each.startswith(("kvferry.proto.", "kvferry._core")):
             instrument(module, atheris)
@@ -108,6 +110,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=0, help="instead: so many executions")
     parser.add_argument("--corpus", help="folder of inputs (build/fuzz/TARGET)")
     options = parser.parse_args()
+    for name in ("kvferry", "asyncio"):  # hostile input is warned of
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     if options.target == "all":
         return every(options)
     fuzz(options.target, options)

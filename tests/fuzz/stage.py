@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import logging
 import os
 import shutil
 import tempfile
@@ -362,10 +361,7 @@ def watch_sessions() -> None:
     Session._reason = judged  # type: ignore[method-assign]
 
 
-watch_sessions()
 _LOOP = asyncio.new_event_loop()
-logging.getLogger("kvferry").setLevel(logging.CRITICAL)
-logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def run(act: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:

@@ -241,7 +241,7 @@ def test_certificates_are_replaced_while_the_load_goes_on(pair: Pair, capsys: py
         assert cli.main(words) == 0
         assert cli.main(["health", pair.prefill.daemon_address, *both.flags]) == 0
         assert cli.main(["top", pair.prefill.daemon_address, "--frames", "1", *both.flags]) == 0
-        assert cli.main(["stats", pair.prefill.daemon_address]) == 1  # without TLS
+        assert cli.main(["stats", pair.prefill.daemon_address]) == 2  # without TLS
         # Broken files: the certificate in use stays.
         pair.prefill_files.put(dataclasses.replace(second.sign(PREFILL_NAMES), key=b"broken"), second)
         assert cli.main(words) == 0
