@@ -65,7 +65,7 @@ def test_errors_of_servers_before_the_first_token() -> None:
                     assert error["type"] == kind
                     assert "pool of 8 pages" in error["message"]
                     assert side.address in error["message"]
-                    until(lambda: other.cancelled == cancelled + 1, "the other half is cancelled", 1.0)  # noqa: B023
+                    until(lambda: other.cancelled > cancelled, "the other half is cancelled")  # noqa: B023
                 side.fault, other.before = None, None
                 until(lambda: post(stack).status_code == 200, "the server is used again")
         until(lambda: idle(stack), "nothing is left running")
