@@ -72,26 +72,31 @@ def test_a_killed_worker_frees_its_leases(stack: Stack) -> None:
     settled(prefills[0])
 
 
+async def client_with_pages(replica: Replica) -> DaemonClient:
+    """A worker of a decode daemon with a request of 100 tokens, in 7 pages."""
+    client = await DaemonClient.connect(replica.socket, common_pb2.ROLE_DECODE, describe(replica).facts, "test")
+    prompt = prompt_digests(list(range(100)), page_size=PAGE)
+    name = RequestName(os.urandom(16), 1)
+    await client.admit(
+        name,
+        digests=prompt.digests,
+        tokens=100,
+        tail_digest=prompt.tail,
+        prefill="",
+        max_new_tokens=5,
+        deadline_s=10,
+    )
+    await client.ready(name)
+    return client
+
+
 def test_a_worker_with_a_broken_stream_keeps_its_pages_until_its_lock_is_released(stack: Stack) -> None:
     """It may still write: its pages are orphaned, and freed only with the kernel's proof."""
     _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
     decode = decodes[0]
-    facts = describe(decode).facts
 
     async def break_the_stream() -> None:
-        client = await DaemonClient.connect(decode.socket, common_pb2.ROLE_DECODE, facts, "test")
-        prompt = prompt_digests(list(range(100)), page_size=PAGE)
-        name = RequestName(os.urandom(16), 1)
-        await client.admit(
-            name,
-            digests=prompt.digests,
-            tokens=100,
-            tail_digest=prompt.tail,
-            prefill="",
-            max_new_tokens=5,
-            deadline_s=10,
-        )
-        await client.ready(name)
+        client = await client_with_pages(decode)
         assert stats(decode).pool.leased == 7
         client._call.cancel()
         await asyncio.to_thread(wait_until, lambda: stats(decode).pool.orphaned > 0)

@@ -12,14 +12,10 @@ import grpc
 import pytest
 from engines import OPTIONS, Engines, courier_pids, settled, stats
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from test_failures import describe
+from test_failures import client_with_pages
 
 from kvferry.daemon.stack import Stack
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas
-from kvferry.proto import common_pb2
-from kvferry.radix.digests import prompt_digests
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import RequestName
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(90)
@@ -71,22 +67,9 @@ def test_pages_of_lost_workers_are_bounded(stack: Stack) -> None:
     _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_flags=["--orphaned-share", "0"]))
     decode = decodes[0]
     assert stats(decode).quarantine.orphaned_bound == 0
-    facts = describe(decode).facts
 
     async def break_the_stream() -> None:
-        client = await DaemonClient.connect(decode.socket, common_pb2.ROLE_DECODE, facts, "test")
-        prompt = prompt_digests(list(range(100)), page_size=PAGE)
-        name = RequestName(os.urandom(16), 1)
-        await client.admit(
-            name,
-            digests=prompt.digests,
-            tokens=100,
-            tail_digest=prompt.tail,
-            prefill="",
-            max_new_tokens=5,
-            deadline_s=10,
-        )
-        await client.ready(name)
+        client = await client_with_pages(decode)
         client._call.cancel()
         await asyncio.to_thread(until, lambda: stats(decode).pool.orphaned > 0)
         waiting = stats(decode).quarantine
