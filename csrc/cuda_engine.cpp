@@ -8,7 +8,7 @@ namespace {
 const char* const kKernelNames[] = {"copy_pages_16", "copy_pages_4", "copy_pages_1"};
 constexpr uint64_t kKernelWords[] = {16, 4, 1};
 constexpr unsigned kStagingThreads = 32, kBusThreads = kCopyThreads;  // a block
-constexpr size_t kLongRun = 1 << 20, kWholeFragment = 16 << 10;  // bytes: a gap after it is short; as short as one is
+constexpr size_t kLongRun = 1 << 20, kWholeFragment = 8 << 10;  // bytes: a gap after it is short; as short as one is
 constexpr size_t kApart = 16;  // pages between two calls for those that go apart
 constexpr double kMuchLonger = 1.3, kWait = 0.15;  // than at the best rate seen; ms: a staged copy's kernels waited
 
@@ -77,6 +77,7 @@ void GpuCopyEngine::learn_waits() {
     if (milliseconds > 0) lane.best_rate = std::max(lane.best_rate, lane.timed_bytes / double(milliseconds));
     const double expected = lane.best_rate > 0 ? lane.timed_bytes / lane.best_rate : 0;
     if (lane.timed_staged && milliseconds > kMuchLonger * expected + kWait) probe_->note_busy();
+    if (!lane.timed_staged) lane.share.note_copy(lane.timed_bytes, 1e3 * double(milliseconds));
     lane.timing = false;
   }
 }
@@ -245,7 +246,7 @@ size_t GpuCopyEngine::pages_apart(const Pages& copy, const Lane& lane) const {
   if (!can(CopyStrategy::kBatch) || layout.row_bytes() >= copy.pages.runs().size() * kLongRun) return 0;
   if (!lane.pitched || driver_.event_query(lane.ended) != kGpuNotReady) return 0;
   const size_t percent = std::min<size_t>(tuning_.apart_percent, layout.fragment_bytes * 100 / kWholeFragment);
-  return copy.count * percent / 100;
+  return lane.share.pages(copy.count, layout.fragments(), copy.count * layout.row_bytes(), copy.count * percent / 100);
 }
 
 // False: the driver refused one; what went before it may be copied again.
@@ -277,6 +278,9 @@ bool GpuCopyEngine::issue_pitched(const Pages& copy, size_t apart, GpuStream str
   in_row.pitch = pitched.width = layout.fragment_bytes;
   *descriptors = 0;
   scratch_.clear();
+  ApartShare& share = lanes_[size_t(copy.direction)].share;
+  size_t whole = 0;
+  Stopwatch watch;
   for (size_t i = 0; i < copy.count; ++i) {
     if ((i + 1) * apart / copy.count > i * apart / copy.count) {
       add_fragments(copy, i);
@@ -295,12 +299,16 @@ bool GpuCopyEngine::issue_pitched(const Pages& copy, size_t apart, GpuStream str
         device_->check(status, "pitched copy");
       }
       *descriptors += copy.pages.runs().size();
+      ++whole;
     }
-    if (scratch_.size() > 0 && ((i + 1) % kApart == 0 || i + 1 == copy.count)) {
-      issue(scratch_, copy.direction, lanes_[size_t(copy.direction)].apart, true);
-      *descriptors += scratch_.size();
-      scratch_.clear();
-    }
+    if ((i + 1) % kApart != 0 && i + 1 != copy.count) continue;
+    if (whole > 0) share.note_pages(whole, watch.lap_us());
+    whole = 0;
+    if (scratch_.size() == 0) continue;
+    issue(scratch_, copy.direction, lanes_[size_t(copy.direction)].apart, true);
+    share.note_fragments(scratch_.size(), watch.lap_us());
+    *descriptors += scratch_.size();
+    scratch_.clear();
   }
   return true;
 }

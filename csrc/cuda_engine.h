@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda_apart.h"
 #include "cuda_device.h"
 #include "cuda_kernels.h"
 #include "cuda_pages.h"
@@ -38,9 +39,9 @@ struct CopyTuning {
   size_t batch_descriptors = 4096;         // in one call of the driver
   unsigned batch_flags = 0;
   // Of the pages of a pitched copy that follows another: they go by fragments on a second stream, which fills the gaps that
-  // a copy engine leaves between pages, and takes this thread 0.3 us a fragment. 0: none.
+  // a copy engine leaves between pages, and takes this thread 0.3 us a fragment: fewer where that is too long. 0: none.
   // Only a copy behind another one does so: an idle GPU's copies are staged, and a first one goes whole.
-  unsigned apart_percent = 45;
+  unsigned apart_percent = 50;
 };
 
 struct StrategyCount {
@@ -86,6 +87,7 @@ class GpuCopyEngine {
     GpuStream apart = nullptr;  // of what a pitched copy does not move
     GpuEvent ended = nullptr;   // of the last pitched copy
     bool pitched = false;       // there is one
+    ApartShare share;
     std::vector<Buffer> buffers;
     size_t next = 0;
     // Around a copy, on its stream: its time. Of another copy only when this one's is known.

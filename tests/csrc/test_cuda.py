@@ -224,6 +224,29 @@ def test_pitched_copies_that_follow_others_go_in_part_by_fragments(fake: ctypes.
     assert calls(fake, "copy_pitched") == before + 2 * 21 * 3
 
 
+def test_fewer_go_by_fragments_where_issuing_them_is_what_takes_long(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library, apart_percent=45)
+    world = World(engine, BESIDE)
+
+    def went_apart() -> int:
+        """Of 37 pages: three runs a page, or six fragments. A copy behind another, whose time is known then."""
+        before = engine.statistics()["pitched"]["descriptors"]
+        answer(fake, "event_query", 600)
+        copy = engine.copy_pages_to_host(*world.arguments(), strategy="pitched")
+        answer(fake, "event_query", 0)
+        copy.wait()
+        engine.busy()  # which looks how long the last one took
+        return (engine.statistics()["pitched"]["descriptors"] - before - 37 * 3) // 3
+
+    answer(fake, "elapsed_us", 1)
+    assert went_apart() == 0  # nobody is before the first
+    assert went_apart() == 16  # what fragments cost is not known
+    assert went_apart() == 1  # one of the sixteen that could, to go on learning
+    answer(fake, "elapsed_us", 1_000_000)
+    went_apart()
+    assert went_apart() == 16
+
+
 def check_slices(engine: GpuCopyEngine, strategy: Strategy) -> None:
     """Two ranks' pools of different fragments, one row a page for both: each copies its slice, and no more."""
     copies = GpuCopies(engine, strategy)
