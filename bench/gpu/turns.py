@@ -10,7 +10,8 @@ token ids in a closed loop on it, decode steps in batches. Pools hold all conver
 * pages: of each request both workers have written down sums over the bytes of its pages (`kvferry worker --record`):
   of every page moved the two are equal;
 * logits: every prompt with its output goes through the plain model of transformers, in one pass; of each output token
-  its logit there is held against the best one.
+  its logit there is held against the best one. What that would show: the same pass over a prompt of which 16 pages are
+  wrong must choose tokens that are further off.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +42,7 @@ from kvferry.workers.record import Recorded, read_record
 
 LIMIT = 0.05  # between the best logit and the chosen one's
 SHARE_LIMIT = 0.01
+WRONG_PAGES = 16  # of the control's prompts
 CONVERSATIONS = {1: 4, 4: 8, 32: 32}  # by concurrency
 KEY_TOKENS = 64  # with which a conversation begins, and no other
 PREFILL, DECODE = "prefill", "decode"
@@ -58,6 +61,13 @@ class Logits:
     beyond: int = 0  # the limit
     worst: float = 0.0
 
+    def add(self, gaps: torch.Tensor) -> None:
+        """gaps: of each token, between the best logit and its own."""
+        self.tokens += len(gaps)
+        self.others += int((gaps > 0).sum())
+        self.beyond += int((gaps > LIMIT).sum())
+        self.worst = max(self.worst, float(gaps.max()))
+
     def __str__(self) -> str:
         return (
             f"{self.tokens} logits, {self.others} not the reference's best, at most {self.worst:.4f} below it, "
@@ -73,6 +83,7 @@ class Run:
     requests: list[Recorded]  # of the decode worker
     pages: Pages
     logits: Logits = field(default_factory=Logits)
+    control: Logits = field(default_factory=Logits)  # of tokens chosen by prompts with wrong pages
 
     @property
     def moved(self) -> int:
@@ -177,38 +188,44 @@ def compare_logits(of: Sequence[Run], args: argparse.Namespace) -> None:
             chats.setdefault(tuple(each.prompt[:KEY_TOKENS]), []).append(each)
         work += [(run, chat) for chat in chats.values()]
 
-    def share(number: int) -> list[tuple[Run, Logits]]:
-        mine = work[number :: len(networks)]
-        return [(run, logits_of(networks[number].network, chat)) for run, chat in mine]
+    def check(number: int) -> None:
+        for run, chat in work[number :: len(networks)]:
+            add_logits(run, networks[number].network, chat, args.page_size)
 
     with ThreadPoolExecutor(len(networks)) as pool:
-        for results in pool.map(share, range(len(networks))):
-            for run, found in results:
-                run.logits.tokens += found.tokens
-                run.logits.others += found.others
-                run.logits.beyond += found.beyond
-                run.logits.worst = max(run.logits.worst, found.worst)
+        list(pool.map(check, range(len(networks))))
+
+
+_adding = threading.Lock()
 
 
 @torch.inference_mode()
-def logits_of(network: Any, chat: Sequence[Recorded]) -> Logits:
+def add_logits(run: Run, network: Any, chat: Sequence[Recorded], page_size: int) -> None:
     longest = max(chat, key=lambda each: len(each.prompt))
     tokens = longest.prompt + longest.output
-    device = network.lm_head.weight.device
-    hidden = network.model(input_ids=torch.tensor([tokens[:-1]], device=device), use_cache=False).last_hidden_state[0]
-    logits = torch.nn.functional.linear(hidden.float(), network.lm_head.weight.float())  # not rounded once more
-    found = Logits()
+    middle, length = len(longest.prompt) // 2, WRONG_PAGES * page_size
+    wrong = tokens[:middle] + tokens[middle : middle + length][::-1] + tokens[middle + length :]
+    logits, of_wrong = logits_of(network, tokens), logits_of(network, wrong)
     for each in chat:
         end = len(each.prompt) + len(each.output)
         assert tokens[:end] == each.prompt + each.output, "a conversation that forgot what was said"
-        rows = logits[len(each.prompt) - 1 : end - 1]
-        chosen = rows.gather(1, torch.tensor(each.output, device=device)[:, None])[:, 0]
-        gaps = rows.max(dim=1).values - chosen
-        found.tokens += len(each.output)
-        found.others += int((gaps > 0).sum())
-        found.beyond += int((gaps > LIMIT).sum())
-        found.worst = max(found.worst, float(gaps.max()))
-    return found
+        rows = slice(len(each.prompt) - 1, end - 1)
+        chosen = torch.tensor(each.output, device=logits.device)
+        with _adding:
+            run.logits.add(below_best(logits[rows], chosen))
+            if len(each.prompt) > middle + length:
+                run.control.add(below_best(logits[rows], of_wrong[rows].argmax(1)))
+
+
+def logits_of(network: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """[len(tokens) - 1, vocabulary], float32: what follows each token but the last."""
+    ids = torch.tensor([tokens[:-1]], device=network.lm_head.weight.device)
+    hidden = network.model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return torch.nn.functional.linear(hidden.float(), network.lm_head.weight.float())  # not rounded once more
+
+
+def below_best(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    return rows.max(dim=1).values - rows.gather(1, chosen[:, None])[:, 0]
 
 
 def show(clients: int, off: Run, on: Run) -> bool:
@@ -229,7 +246,9 @@ def show(clients: int, off: Run, on: Run) -> bool:
     for name, run in (("off", off), ("on", on)):
         pages, logits = run.pages, run.logits
         good &= pages.compared > 0 and not pages.different and logits.tokens > 0 and not logits.beyond
+        good &= run.control.beyond > 0
         print(f"reuse {name}: {pages.compared} moved pages compared, {pages.different} differ; {logits}")
+        print(f"  with {WRONG_PAGES} pages of a prompt wrong it would be: {run.control}")
     return good
 
 
