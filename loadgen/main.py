@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from rich.console import Console
@@ -143,12 +144,14 @@ def _conversations(args: argparse.Namespace, workload: Workload, model: ModelInf
     for number, start_s in enumerate(starts(args, workload)):
         if number == args.warm_up:
             first_s = start_s
-        dialogue: Dialogue
-        if api == CHAT:
-            dialogue = ChatDialogue(workload.text(number), generation)
-        else:
-            dialogue = TokenDialogue(workload.tokens(number), generation)
-        yield Conversation(number, dialogue, start_s - first_s)
+        begin = partial(_dialogue, workload, number, api, generation)
+        yield Conversation(number, workload.turns(number), begin, start_s - first_s)
+
+
+def _dialogue(workload: Workload, number: int, api: str, generation: Generation) -> Dialogue:
+    if api == CHAT:
+        return ChatDialogue(workload.text(number), generation)
+    return TokenDialogue(workload.tokens(number), generation)
 
 
 def _write(args: argparse.Namespace, measured: Measured) -> None:
