@@ -70,7 +70,9 @@ class _Lenient(BaseModel):
 
 class _Delta(_Lenient):
     content: str | None = None
-    reasoning_content: str | None = None  # tokens too, though of no next turn
+    # Tokens too, though of no next turn. Servers name it one way or the other (vLLM: `reasoning`).
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(_Lenient):
@@ -202,7 +204,7 @@ def _take(outcome: Outcome, chunk: _Chunk, now_s: float) -> None:
             outcome.timing.opened_s = now_s
         text = choice.text or choice.delta.content or ""
         tokens = choice.token_ids or []
-        if text or tokens or choice.delta.reasoning_content:
+        if text or tokens or choice.delta.reasoning or choice.delta.reasoning_content:
             outcome.timing.content(now_s)
             outcome.text.append(text)
             outcome.tokens += tokens

@@ -201,6 +201,21 @@ def test_tokens_that_read_as_no_text() -> None:
     assert outcome.timing.first_s < outcome.timing.latency_s
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_timed_and_of_no_next_turn(name: str) -> None:
+    deltas = ({"role": "assistant", "content": ""}, *({name: word} for word in ("so", "it", "is")))
+    thoughts = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
+    alone = asyncio.run(sent("200 OK", *thoughts, "data: [DONE]\n\n"))
+    assert (alone.error, alone.reply().text, alone.output_tokens) == (None, "", 3)
+    timing = alone.timing
+    assert timing.opened_s is not None and timing.first_s is not None
+    assert timing.opened_s < timing.first_s < timing.last_s
+    assert sum(timing.gaps_s) == pytest.approx(timing.last_s - timing.first_s)
+    said = 'data: {"choices": [{"delta": {"content": "yes"}}]}\n\n'
+    both = asyncio.run(sent("200 OK", *thoughts, said, "data: [DONE]\n\n"))
+    assert (both.reply().text, len(both.timing.gaps_s), both.output_tokens) == ("yes", 3, 4)
+
+
 def test_an_event_as_large_as_a_prompt() -> None:
     ids = ",".join(["31999"] * 200_000)
     first = f'data: {{"choices": [{{"text": "a", "token_ids": [5]}}], "prompt_token_ids": [{ids}]}}\n\n'
