@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.loadgen.client import Client, Outcome, ServerError
+from kvferry.loadgen import client as client_module
+from kvferry.loadgen.client import Client, ModelInfo, Outcome, ServerError
 from kvferry.loadgen.daemon_stats import DaemonCounts
 from kvferry.loadgen.dialogue import ChatDialogue, Generation, Reply, ReplyError, TokenDialogue
 from kvferry.loadgen.distributions import Constant
@@ -226,12 +228,25 @@ def test_an_event_as_large_as_a_prompt() -> None:
 def test_an_answer_that_is_an_error() -> None:
     assert asyncio.run(sent("503 Busy", '{"error": {"message": "later"}}')).error == "HTTP 503: later"
     assert asyncio.run(sent("500 Oh", "<html>")).error == "HTTP 500: <html>"
+    assert asyncio.run(sent("429 Full", '{"error": {"mess', 'age": "lat', 'er"}}')).error == "HTTP 429: later"
+
+
+async def model_of(head: str, *parts: str) -> ModelInfo:
+    async with scripted(head, *parts) as url, Client(url, connections=1, timeout_s=5) as client:
+        return await client.model()
+
+
+def test_a_list_of_models_that_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ('{"data": [{"id": "m", "vo', 'cab_size": 300}]', "}")
+    assert asyncio.run(model_of("200 OK", *parts)) == ModelInfo("m", 300)
+    with pytest.raises(ServerError, match=re.escape('/v1/models: HTTP 503: {"data"')):
+        asyncio.run(model_of("503 Busy", *parts))
+    monkeypatch.setattr(client_module, "MAX_BODY_BYTES", 41)
+    for status in ("200 OK", "503 Busy"):
+        with pytest.raises(ServerError, match=f"/v1/models: HTTP {status[:3]}: the answer has more than 41 bytes"):
+            asyncio.run(model_of(status, *parts))
 
 
 def test_a_server_that_lists_no_models() -> None:
-    async def ask() -> None:
-        async with scripted("200 OK", '{"data": []}') as url, Client(url, connections=1, timeout_s=5) as client:
-            with pytest.raises(ServerError, match="not a list of models"):
-                await client.model()
-
-    asyncio.run(ask())
+    with pytest.raises(ServerError, match="not a list of models"):
+        asyncio.run(model_of("200 OK", '{"data": []}'))
