@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.loadgen import client as client_module
 from kvferry.loadgen.client import Client, ModelInfo, Outcome, ServerError
-from kvferry.loadgen.daemon_stats import DaemonCounts
+from kvferry.loadgen.daemon_stats import DaemonCounts, Reading, StatsError, counted
 from kvferry.loadgen.dialogue import ChatDialogue, Generation, Reply, ReplyError, TokenDialogue
 from kvferry.loadgen.distributions import Constant
 from kvferry.loadgen.files import FileError, read_report, write_csv, write_json, write_requests
@@ -125,6 +125,20 @@ def test_files(tmp_path: Path) -> None:
         read_report(tmp_path / "none.json")
     with pytest.raises(FileError, match="No such file"):
         read_report(tmp_path / "absent.json")
+
+
+def test_what_daemons_counted_between_two_readings() -> None:
+    def reading(at_s: float, uptime_s: float, moved: int) -> Reading:
+        return Reading("d:1", at_s, uptime_s, DaemonCounts(moved_bytes=moved))
+
+    first = reading(1000.0, 50.0, 7)
+    assert counted((first, first), (reading(1600.0, 651.0, 9), reading(1600.0, 0.0, 10))).moved_bytes == 5
+    assert counted((), ()) == DaemonCounts()
+    with pytest.raises(StatsError, match=r"daemon d:1: moved_bytes is 6, and was 7 before: it was started anew"):
+        counted((first,), (reading(1600.0, 650.0, 6),))
+    # Started anew, it counted beyond what it had counted before.
+    with pytest.raises(StatsError, match=r"daemon d:1 runs for 300\.0 s, and would for 650\.0 s: it was started anew"):
+        counted((first,), (reading(1600.0, 300.0, 90),))
 
 
 def test_hit_rate_over_time() -> None:
