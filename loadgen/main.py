@@ -9,10 +9,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -53,15 +54,15 @@ def run(args: argparse.Namespace) -> int:
         if args.plots is not None and (missing := plots_missing()) is not None:
             raise WorkloadError(f"--plots: {missing}")
         measured = asyncio.run(_run(args))
-        _write(args, measured)
     except (ServerError, StatsError, FileError, OSError, ValueError) as error:
         print(f"kvferry loadgen: {error}", file=sys.stderr)
         return 1
+    written = _write(args, measured)
     if args.format == "json":
         print(measured.report.json())
     else:
         print_tables(measured.report, console())
-    return 0 if measured.complete else 1
+    return 0 if measured.complete and written else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +176,22 @@ def _dialogue(workload: Workload, number: int, api: str, generation: Generation)
     return TokenDialogue(workload.tokens(number), generation)
 
 
-def _write(args: argparse.Namespace, measured: Measured) -> None:
+def _write(args: argparse.Namespace, measured: Measured) -> bool:
+    """Whether all that was asked for could be written; what could not is said, and the rest is written."""
     report, turns = measured.report, measured.record.turns
-    if args.json is not None:
-        write_json(report, args.json)
-    if args.csv is not None:
-        write_csv(report, args.csv)
-    if args.jsonl is not None:
-        write_requests(turns, args.jsonl)
-    if args.plots is not None:
-        write_plots(report, turns, args.plots)
+    files: list[tuple[Path | None, Callable[[Path], object]]] = [
+        (args.json, partial(write_json, report)),
+        (args.csv, partial(write_csv, report)),
+        (args.jsonl, partial(write_requests, turns)),
+        (args.plots, partial(write_plots, report, turns)),
+    ]
+    written = True
+    for path, write in files:
+        try:
+            if path is not None:
+                write(path)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else None
+            print(f"kvferry loadgen: {path}: {reason or error}", file=sys.stderr)
+            written = False
+    return written

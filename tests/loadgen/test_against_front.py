@@ -170,6 +170,16 @@ def test_files_and_comparison(stack: Stack, capsys: pytest.CaptureFixture[str], 
     assert "x.csv: not a report" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written(stack: Stack, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The run is not lost with it."""
+    absent, written = tmp_path / "absent" / "report.json", tmp_path / "report.csv"
+    assert loadgen("--url", stack.url, *SMALL, "--json", str(absent), "--csv", str(written)) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"kvferry loadgen: {absent}: No such file or directory\n"
+    assert "request latency" in captured.out
+    assert "latency_ms" in written.read_text()
+
+
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert loadgen("--url", "http://127.0.0.1:9", "--conversations", "1") == 1
     assert "kvferry loadgen: /v1/models: ClientConnectorError" in capsys.readouterr().err
