@@ -20,10 +20,10 @@ from rich.table import Table
 
 from kvferry import flags
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.config import ConfigError, parse_device, parse_size
 from kvferry.daemon.stack import Stack, StackError
 from kvferry.daemon.stats_main import fetch, size
 from kvferry.daemon.system import System, SystemSpec, start_system
+from kvferry.daemon.values import ConfigError, parse_device, parse_size
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 
