@@ -5,11 +5,9 @@ seconds.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import secrets
-import tempfile
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -18,12 +16,21 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from kvferry.daemon.admission import OVERTAKES
 from kvferry.daemon.namespaces import Quota
 from kvferry.daemon.tls_names import check_tls, parse_tls_peers
+from kvferry.daemon.values import (
+    ConfigError,
+    is_loopback,
+    is_name,
+    parse_address,
+    parse_device,
+    parse_size,
+    runtime_dir,
+)
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.policy import policy_names
 from kvferry.transfer.courier_messages import MAX_SLOTS
+from kvferry.transfer.geometry import StorageOrder
 from kvferry.transfer.lanes import MAX_RANKS
-from kvferry.transfer.layouts import StorageOrder
 
 STORAGES = {
     "page": StorageOrder.PAGE_MAJOR,
@@ -32,44 +39,6 @@ STORAGES = {
 }
 
 MAX_TRANSPORTS = 16
-
-_SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
-_DAEMONS_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}")
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be, named."""
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "4096", "64MiB", "8GiB", "2GB". Raises ConfigError."""
-    found = _SIZE.match(text)
-    if found is None:
-        raise ConfigError(f"size {text!r} is not a number of bytes, like 4096, 64MiB or 8GiB")
-    return int(found.group(1)) * _UNITS[(found.group(2) or "").upper()]
-
-
-def parse_device(text: str) -> tuple[int, ...]:
-    """`cpu`: (); `cuda:0,cuda:1`: (0, 1). ConfigError."""
-    if text == "cpu":
-        return ()
-    found = [re.fullmatch(r"cuda:(\d{1,2})", part.strip()) for part in text.split(",")]
-    if not all(found):
-        raise ConfigError(f"device is {text[:64]!r}; it must be cpu, or cuda:I for each rank with commas between")
-    devices = tuple(int(match.group(1)) for match in found if match is not None)
-    if len(set(devices)) != len(devices):
-        raise ConfigError(f"device is {text[:64]!r}; it names a GPU twice")
-    return devices
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """(host, port) of "host:port" or "[v6]:port". Raises ConfigError."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ConfigError(f"address {text!r} is not HOST:PORT with a port of 0 to 65535")
-    return host.strip("[]"), int(port)
 
 
 def parse_quota(text: str) -> tuple[str, Quota]:
@@ -84,20 +53,6 @@ def parse_quota(text: str) -> tuple[str, Quota]:
         return namespace.lower(), Quota(*map(int, parts))
     except ValueError as error:
         raise ConfigError(f"quota {text!r}: {error}") from error
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def runtime_dir() -> str:
-    """Where sockets lie unless told otherwise: XDG_RUNTIME_DIR, else the temporary folder."""
-    return os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
 
 
 # -- kinds of values: each takes what a flag, a variable or the YAML file says ----------------------------------------
@@ -120,11 +75,6 @@ def _endpoint(value: str) -> str:
             raise ConfigError(f"endpoint {value!r} is not tcp://HOST:PORT")
         parse_address(address)
     return value
-
-
-def is_name(text: str) -> bool:
-    """Whether a daemon may be called so."""
-    return _DAEMONS_NAME.fullmatch(text) is not None
 
 
 def _name(value: str) -> str:

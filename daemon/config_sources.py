@@ -14,8 +14,9 @@ from annotated_types import Ge, Le
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvferry.daemon.config import ConfigError, DaemonConfig, Flag, flag_of
+from kvferry.daemon.config import DaemonConfig, Flag, flag_of
 from kvferry.daemon.nearest import nearest
+from kvferry.daemon.values import ConfigError
 
 PREFIX = "KVFERRY_"
 FILE_VARIABLE = "KVFERRY_CONFIG"

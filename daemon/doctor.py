@@ -22,12 +22,13 @@ from pathlib import Path
 import grpc
 
 from kvferry.channels import ChannelError, ClientTls, open_channel
-from kvferry.daemon.config import DaemonConfig, is_loopback, parse_address
+from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.config_sources import shown
 from kvferry.daemon.doctor_gpu import Driver, DriverError
 from kvferry.daemon.handshake import PROTOCOL, PROTOCOL_MIN
 from kvferry.daemon.stats_main import fetch, size
 from kvferry.daemon.tls import TlsError, files_of, read_identity, utc
+from kvferry.daemon.values import is_loopback, parse_address
 from kvferry.proto import common_pb2 as common
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 

@@ -36,8 +36,7 @@ from kvferry.daemon.store import Started, Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
-from kvferry.transfer.geometry import Layout
-from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.geometry import Layout, StorageOrder
 from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
 from kvferry.transfer.registration import Registration

@@ -93,6 +93,7 @@ LAYERS = {
 # The client side maps the daemon's memory, and shares no other code with it.
 CLIENT = (
     "kvferry.channels",
+    "kvferry.flags",
     "kvferry.logs",
     "kvferry.tracing",
     "kvferry.transfer",

@@ -10,9 +10,10 @@ import pytest
 import zmq
 
 from kvferry.daemon import event_publisher, event_replay
-from kvferry.daemon.config import ConfigError, DaemonConfig
+from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.event_publisher import EventPublisher, PublisherSettings
 from kvferry.daemon.kv_events import Cleared, Removed, Stored
+from kvferry.daemon.values import ConfigError
 
 PAGE = 4
 DIGEST = bytes(24) + (0xFEDCBA9876543210).to_bytes(8, "big")

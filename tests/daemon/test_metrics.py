@@ -14,10 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.daemon import metrics_server
-from kvferry.daemon.config import ConfigError
 from kvferry.daemon.counters import BOUNDS, Histogram
 from kvferry.daemon.metrics import families
 from kvferry.daemon.metrics_server import MetricsServer
+from kvferry.daemon.values import ConfigError
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 
