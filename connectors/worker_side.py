@@ -19,6 +19,7 @@ from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Order, Orders, 
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Connect, Refused, pool_of
 from kvferry.connectors.worker_state import Lease, Moved, Push, Reports
+from kvferry.waiting import complete
 from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.workers.requests import DaemonAbsent, DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
 
@@ -127,12 +128,16 @@ class WorkerSide:
             client = await self._reopen()
         gone = await asyncio.shield(client.gone)
         _log.warning("the daemon is gone (%s); prompts are computed here meanwhile", gone)
+        await complete(self._end(client))
+
+    async def _end(self, client: DaemonClient | None) -> None:
         self._client = None
         tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await client.close()  # no copy runs: the memory and the lock may go
+        if client is not None:
+            await client.close()  # no copy runs: the memory and the lock may go
 
     async def _reopen(self) -> DaemonClient:
         while True:
@@ -149,13 +154,8 @@ class WorkerSide:
     async def _close(self) -> None:
         if self._sessions is not None:
             self._sessions.cancel()
-        tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+            await asyncio.gather(self._sessions, return_exceptions=True)
+        await self._end(self._client)
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
@@ -224,13 +224,8 @@ class WorkerSide:
     # -- copies ----------------------------------------------------------------------------------------------------
 
     async def _copy(self, work: Callable[[], None]) -> None:
-        """On the copying thread. However the caller ends, the copy is over when this is."""
-        running = self._loop.run_in_executor(self._copier, work)
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait({running})
-            raise
+        """On the copying thread. However often the caller is cancelled, the copy is over when this is."""
+        await complete(self._loop.run_in_executor(self._copier, work))
 
     async def _to_blocks(self, copies: Copies) -> None:
         await self._copy(copies.to_blocks)

@@ -3,7 +3,9 @@ reported when daemons fail."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -193,6 +195,11 @@ def exchange(
     return bad
 
 
+def heard(side: WorkerSide) -> None:
+    """All that it was told until now has been taken in."""
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), side._loop).result(SECONDS)
+
+
 def same(pair: Pair, theirs: range, ours: range) -> bool:
     prefill, decode = pair.engines["prefill"], pair.engines["decode"]
     return all(prefill.block(a) == decode.block(b) for a, b in zip(theirs, ours, strict=True))
@@ -324,6 +331,30 @@ def test_ends_before_their_time_are_reported_once_and_leave_nothing(pair: Pair) 
     assert same(pair, range(12, 14), range(22, 24))
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
     assert decode.reports.take() == prefill.reports.take() == (set(), set())
+
+
+def test_blocks_are_reported_when_their_copy_is_over_however_often_it_is_cancelled(pair: Pair) -> None:
+    side, prompt, name = pair.sides["decode"], new_prompt(2 * PAGE), new_name()
+    push(pair, "a", name, prompt, (0, 1, 2, 3))
+    gate = threading.Event()
+    side._copier.submit(gate.wait, SECONDS)  # the copies wait behind it
+    try:
+        load = Load("a", name, prompt, "p", 0, (), (20, 21, 22, 23))
+        pair.give("decode", load, Store("b", new_name(), new_prompt(PAGE), (30, 31)))
+        until(lambda: side._copier._work_queue.qsize() == 2)
+        for _ in range(3):
+            pair.give("decode", Cancel("a"), Cancel("b"))
+            heard(side)
+        time.sleep(0.1)
+        assert side.reports.take() == (set(), set())
+    finally:
+        gate.set()
+    told: set[str] = set()
+    until(lambda: [told.update(names) for names in side.reports.take()] and told == {"a", "b"})
+    assert side.reports.take_bad() == {20, 21, 22, 23}
+    assert same(pair, range(4), range(20, 24)), "it had been copied all the same"
+    sent(pair.sides["prefill"], "a")
+    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
 
 
 def test_a_prefill_that_gives_up_is_heard_of_before_the_deadline(pair: Pair) -> None:
