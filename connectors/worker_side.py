@@ -66,7 +66,7 @@ class WorkerSide:
 
     def take(self, orders: Orders) -> None:
         """Before the step's forward pass."""
-        if orders.preempted and self._pushes:
+        if orders.preempted:  # their pushes may not have been taken in yet
             self._wait(self._preempt(orders.preempted), PREEMPT_SECONDS)
         if not orders.orders:
             return

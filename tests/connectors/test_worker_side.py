@@ -333,6 +333,29 @@ def test_ends_before_their_time_are_reported_once_and_leave_nothing(pair: Pair) 
     assert decode.reports.take() == prefill.reports.take() == (set(), set())
 
 
+def test_blocks_of_a_preempted_prompt_are_waited_for_before_its_push_is_taken_in(pair: Pair) -> None:
+    side, engine = pair.sides["prefill"], pair.engines["prefill"]
+    prompt, name = new_prompt(2 * PAGE), new_name()
+    gate = threading.Event()
+    side._loop.call_soon_threadsafe(gate.wait, SECONDS)  # the loop takes nothing in meanwhile
+    pair.give("prefill", Begin("a", name, prompt), Save("a", PAGE, (0, 1)))
+    opening = threading.Timer(0.2, gate.set)
+    opening.start()
+    try:
+        pair.give("prefill", preempted=("a",))
+    finally:
+        gate.set()
+        opening.join()
+    for layer in engine.layers:  # they are another request's now
+        layer[0:2] += 1
+    pair.give("prefill", Save("a", 2 * PAGE, (10, 11, 12, 13)), Release("a"))
+    pair.give("decode", Load("a", name, prompt, "p", 0, (), (20, 21, 22, 23)))
+    assert received(pair.sides["decode"], "a") == set()
+    sent(side, "a")
+    assert same(pair, range(10, 14), range(20, 24))
+    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
+
+
 def test_blocks_are_reported_when_their_copy_is_over_however_often_it_is_cancelled(pair: Pair) -> None:
     side, prompt, name = pair.sides["decode"], new_prompt(2 * PAGE), new_name()
     push(pair, "a", name, prompt, (0, 1, 2, 3))
