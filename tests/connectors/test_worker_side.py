@@ -17,7 +17,7 @@ from engine_memory import BLOCK, HEAD_DIM, HEADS, LAYERS, EngineMemory
 from kvferry.connectors.lookups import PinLookups
 from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Order, Orders, Prompt, Release, Restore, Save, Store
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.worker_session import Refused, connector_of
+from kvferry.connectors.worker_session import Refused, connector_of, pool_of
 from kvferry.connectors.worker_side import WorkerSide
 from kvferry.daemon.stack import Process, Stack
 from kvferry.daemon.stats_main import fetch
@@ -353,6 +353,24 @@ def test_blocks_of_a_preempted_prompt_are_waited_for_before_its_push_is_taken_in
     assert received(pair.sides["decode"], "a") == set()
     sent(side, "a")
     assert same(pair, range(10, 14), range(20, 24))
+    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
+
+
+def test_a_lease_that_fails_before_the_held_blocks_are_there_gets_none_of_them(pair: Pair) -> None:
+    side, name, prompt = pair.sides["decode"], new_name(), new_prompt(2 * PAGE)
+    side.take(Orders([Load("a", name, prompt, "p", PAGE, (40, 41), (42, 43))]))  # not computed yet
+    until(lambda: pair.stats("decode").requests.running)
+    pair.give("prefill", Begin("a", name, prompt))
+    until(lambda: pair.stats("prefill").transfers.active)
+    pair.give("prefill", Drop("a"))
+    sent(pair.sides["prefill"], "a")
+    client = side._client
+    assert client is not None
+    until(lambda: client._requests[name].failure is not None)
+    before = pool_of(client).copy()
+    side.forward_done()
+    assert received(side, "a") == {42, 43}
+    assert (pool_of(client) == before).all(), "its pages were another's already"
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
 
 
