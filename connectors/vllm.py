@@ -21,12 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from kvferry.connectors import vllm_facts, vllm_versions
 from kvferry.connectors.lookups import PinLookups
-from kvferry.connectors.orders import Orders
+from kvferry.connectors.orders import News, Orders
 from kvferry.connectors.scheduler_decode import DecodeScheduler
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
 from kvferry.connectors.scheduler_side import SchedulerSide
@@ -54,6 +55,15 @@ _ROLES = {"kv_producer": common_pb2.ROLE_PREFILL, "kv_consumer": common_pb2.ROLE
 @dataclass(slots=True)
 class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     orders: Orders = field(default_factory=Orders)
+
+
+@dataclass(slots=True)
+class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    news: News
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFerryWorkerMetadata:
+        assert isinstance(other, KVFerryWorkerMetadata)
+        return KVFerryWorkerMetadata(self.news.then(other.news))
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -115,6 +125,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if isinstance(told := connector_output.kv_connector_worker_meta, KVFerryWorkerMetadata):
+            self._deciding.hear(told.news)
         if connector_output.finished_recving:
             self._deciding.received(tuple(connector_output.finished_recving))
         if connector_output.finished_sending:
@@ -172,6 +184,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._working.reports.take_bad()
+
+    def build_connector_worker_meta(self) -> KVFerryWorkerMetadata | None:
+        news = self._working.reports.take_news()
+        return None if news is None else KVFerryWorkerMetadata(news)
 
     def shutdown(self) -> None:
         if self._worker is not None:

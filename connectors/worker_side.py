@@ -15,7 +15,20 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.connectors.blocks import BlockMap, Copies
-from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Order, Orders, Prompt, Release, Restore, Save, Store
+from kvferry.connectors.orders import (
+    Begin,
+    Cancel,
+    Drop,
+    Load,
+    News,
+    Order,
+    Orders,
+    Prompt,
+    Release,
+    Restore,
+    Save,
+    Store,
+)
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Connect, Refused, pool_of
 from kvferry.connectors.worker_state import Lease, Moved, Push, Reports
@@ -110,6 +123,7 @@ class WorkerSide:
         try:
             self._client = await self._connect(deadline_s=self._settings.connect_seconds)
         except DaemonAbsent as error:
+            self.reports.add_news(News(session=False))
             _log.warning("%s; prompts are computed here until it comes", error)
         self._sessions = asyncio.create_task(self._keep_open(), name="kvferry sessions")
 
@@ -132,6 +146,7 @@ class WorkerSide:
 
     async def _end(self, client: DaemonClient | None) -> None:
         self._client = None
+        self.reports.add_news(News(session=False))
         tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
         for task in tasks:
             task.cancel()
@@ -143,6 +158,7 @@ class WorkerSide:
         while True:
             try:
                 self._client = await self._connect(deadline_s=CONNECT_SECONDS)
+                self.reports.add_news(News(session=True))
                 _log.info("connected to daemon %r again", self._client.welcome.daemon)
                 return self._client
             except DaemonAbsent:
@@ -317,7 +333,8 @@ class WorkerSide:
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    async def _push(self, push: Push) -> None:
+    async def _push(self, push: Push) -> bool:
+        """Whether all of it is in the daemon's hands."""
         order, name = push.order, push.order.name
         async with self._lease(order.request, name) as lease:
             client = lease.client
@@ -328,12 +345,16 @@ class WorkerSide:
             client.aux(name, b"")  # decode computes the last token again, and samples from that
             lease.then(self._hand_over(client, name))
             self.moved.pushed += 1
+            return True
+        return False
 
     def _stored(self, order: Store, _: None) -> None:
         self.reports.add_sent(order.request)
 
-    def _pushed(self, push: Push, _: None) -> None:
+    def _pushed(self, push: Push, sent: bool | None) -> None:
         push.over = True
+        if not sent:
+            self.reports.add_news(News(frozenset({push.order.request})))
         if not push.received:
             push.received = True
             self.reports.add_received(push.order.request, push.order.blocks)

@@ -19,7 +19,7 @@ SCHEDULER = (
     "update_connector_output",
     "request_finished_all_groups",
 )
-WORKER = ("start_load_kv", "get_finished", "get_block_ids_with_load_errors")
+WORKER = ("start_load_kv", "get_finished", "get_block_ids_with_load_errors", "build_connector_worker_meta")
 
 
 class TimedConnector(KVFerryConnector):

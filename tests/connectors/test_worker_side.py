@@ -15,7 +15,20 @@ import pytest
 from engine_memory import BLOCK, HEAD_DIM, HEADS, LAYERS, EngineMemory
 
 from kvferry.connectors.lookups import PinLookups
-from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Order, Orders, Prompt, Release, Restore, Save, Store
+from kvferry.connectors.orders import (
+    Begin,
+    Cancel,
+    Drop,
+    Load,
+    News,
+    Order,
+    Orders,
+    Prompt,
+    Release,
+    Restore,
+    Save,
+    Store,
+)
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Refused, connector_of, pool_of
 from kvferry.connectors.worker_side import WorkerSide
@@ -267,6 +280,7 @@ def test_what_is_stored_is_found_by_a_lookup_and_comes_back(pair: Pair) -> None:
         assert lookup.tokens == 3 * PAGE
         assert pair.stats("decode").pool.locks == 1
         until(lambda: lookups.daemon == "d")
+        assert lookups.most_pages == POOL_PAGES
         restore = Prompt(prompt.digests, 3 * PAGE + 1, bytes(32))
         pair.give("decode", Restore("b", new_name(), restore, PAGE, tuple(range(50, 54))))
         assert received(side, "b") == set()
@@ -409,6 +423,17 @@ def test_a_prefill_that_gives_up_is_heard_of_before_the_deadline(pair: Pair) -> 
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
 
 
+def test_a_prompt_that_the_prefill_daemon_has_no_room_for_is_told_to_the_scheduler(pair: Pair) -> None:
+    side, prompt = pair.sides["prefill"], new_prompt((POOL_PAGES + 1) * PAGE)
+    side.reports.take_news()
+    push(pair, "a", new_name(), new_prompt(PAGE), (0, 1))
+    sent(side, "a")
+    assert side.reports.take_news() is None, "it is in the daemon's hands"
+    push(pair, "b", new_name(), prompt, tuple(range(2 * POOL_PAGES + 2)))
+    sent(side, "b")
+    assert side.reports.take_news() == News(frozenset({"b"}))
+
+
 def test_an_unknown_prefill_daemon_and_other_tokens_fail_the_load(pair: Pair) -> None:
     name, prompt = new_name(), new_prompt(2 * PAGE)
     pair.give("decode", Load("a", name, prompt, "nobody", 0, (), tuple(range(4))))
@@ -450,14 +475,17 @@ def test_daemons_that_die_fail_what_runs_and_serve_again_when_they_are_back(pair
     until(lambda: [told.update(names) for names in decode.reports.take()] and told == {"b", "c"})
     assert decode.reports.take_bad() == set(range(4))
 
+    prefill.reports.take_news()
     pair.give("prefill", Begin("d", new_name(), prompt), Save("d", PAGE, tuple(range(4))))
     until(lambda: pair.stats("prefill").requests.running)
     pair.stack.kill(pair.daemons["prefill"])
     pair.give("prefill", Release("d"))
     sent(prefill, "d")
+    assert prefill.reports.take_news() == News(frozenset({"d"}), session=False)
 
     pair.start("prefill")
     pair.start("decode")
+    until(lambda: prefill.reports.take_news() == News(session=True))
 
     def works() -> bool:
         prompt = new_prompt(2 * PAGE)
