@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvferry.connectors import vllm_order
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
@@ -90,7 +92,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
         ),
         digest_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
         root_digest=shape.root,
-        engine_layout=f"vllm cpu LBHNC {_instructions(vllm_config, spec)}, blocks of {shape.block_tokens}",
+        engine_layout=f"vllm cpu LBHNC {vllm_order.instructions(vllm_config, spec)}, blocks of {shape.block_tokens}",
         digest_tokens=shape.block_tokens,
     )
 
@@ -166,8 +168,19 @@ def _hash(files: list[Path]) -> str:
     return total.hexdigest()
 
 
-def block_map(kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geometry: KVGeometry) -> BlockMap:
-    """Where the engine's blocks lie. Unfit where a block is not one run of bytes, or not of the geometry's size."""
+def order_of(vllm_config: Any, kv_cache_config: Any) -> NDArray[np.int32]:
+    """`vllm_order.engine_order`; Unfit where it cannot be found out."""
+    try:
+        return vllm_order.engine_order(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+    except ValueError as error:
+        raise Unfit(f"{error}: the connector does not know how this engine's attention keeps its blocks") from error
+
+
+def block_map(
+    kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geometry: KVGeometry, order: NDArray[np.int32]
+) -> BlockMap:
+    """Where the engine's blocks lie; `order`: the token that each byte of a block belongs to. Unfit where a block is
+    not one run of bytes, or not of the geometry's size."""
     names = kv_cache_config.kv_cache_groups[0].layer_names
     missing = [name for name in names if name not in kv_caches]
     if missing:
@@ -191,15 +204,5 @@ def block_map(kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geo
         blocks,
         shape.block_tokens,
         shape.blocks_per_page,
-    )
-
-
-def _instructions(vllm_config: Any, spec: Any) -> str:
-    """Attention kernels of different instruction sets order the tokens of a block differently."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    return str(
-        _get_attn_isa(
-            vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
-        )
+        order,
     )

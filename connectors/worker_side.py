@@ -388,9 +388,9 @@ class WorkerSide:
             copies = self._blocks.copies(pool_of(client), pages, own, saved, end)
             push.copying.clear()
             try:
-                if end == total:
-                    self._blocks.wipe_tail(pool_of(client), pages[-1], end)
                 await self._to_pages(copies)
+                if end == total:
+                    await self._copy(partial(self._blocks.wipe_tail, pool_of(client), pages[-1], end))
             finally:
                 push.copying.set()
             client.progress(push.order.name, end)

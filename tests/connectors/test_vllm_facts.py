@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from kvferry.connectors.vllm_facts import Unfit, block_map, check_config, revisi
 from kvferry.transfer.geometry import KVGeometry, Layout
 
 BLOCK, HEADS, DIM = 32, 3, 64
+ORDER = np.arange(HEADS * BLOCK * 2 * DIM, dtype=np.int32).repeat(4) % BLOCK
 
 
 @dataclass
@@ -95,7 +97,7 @@ def geometry(per_page: int) -> KVGeometry:
 def test_where_the_blocks_of_cpu_attention_lie(per_page: int) -> None:
     caches = {name: torch.zeros(10, HEADS, BLOCK, 2 * DIM) for name in ("l1", "l0")}
     shape = Shape(BLOCK, per_page, bytes(32))
-    found = block_map(caches, Engine().kv, shape, geometry(per_page))
+    found = block_map(caches, Engine().kv, shape, geometry(per_page), ORDER)
     assert found.page_bytes == geometry(per_page).page_bytes
     assert (found.blocks, found.block_bytes) == (10, HEADS * BLOCK * 2 * DIM * 4)
     assert found.bases.tolist() == [caches["l0"].data_ptr(), caches["l1"].data_ptr()]
@@ -105,7 +107,7 @@ def test_where_the_blocks_of_cpu_attention_lie(per_page: int) -> None:
 def test_layers_that_share_one_tensor_are_found_by_their_strides() -> None:
     whole = torch.zeros(10, 2, HEADS, BLOCK, 2 * DIM)
     caches = {"l0": whole[:, 0], "l1": whole[:, 1]}
-    found = block_map(caches, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1))
+    found = block_map(caches, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
     assert found.strides.tolist() == [2 * found.block_bytes] * 2
     assert found.bases[1] - found.bases[0] == found.block_bytes
 
@@ -120,12 +122,12 @@ def test_layers_that_share_one_tensor_are_found_by_their_strides() -> None:
 )
 def test_blocks_that_are_no_run_of_bytes_are_refused(cache: torch.Tensor, message: str) -> None:
     with pytest.raises(Unfit, match=message):
-        block_map({"l0": cache, "l1": cache}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1))
+        block_map({"l0": cache, "l1": cache}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
 
 
 def test_a_layer_without_a_cache_is_refused() -> None:
     with pytest.raises(Unfit, match="layer l1 has no KV cache"):
-        block_map({"l0": torch.zeros(1)}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1))
+        block_map({"l0": torch.zeros(1)}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
 
 
 def test_weights_that_differ_anywhere_have_another_revision(tmp_path: Path) -> None:
