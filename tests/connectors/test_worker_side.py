@@ -382,7 +382,7 @@ def test_a_lease_that_fails_before_the_held_blocks_are_there_gets_none_of_them(p
     until(lambda: pair.stats("prefill").transfers.active)
     pair.give("prefill", Drop("a"))
     sent(pair.sides["prefill"], "a")
-    client = side._client
+    client = side._sessions.client
     assert client is not None
     until(lambda: client._requests[name].failure is not None)
     before = pool_of(client).copy()
