@@ -104,6 +104,7 @@ CLIENT = (
     "kvferry.transfer.namespace",
     "kvferry.transfer.registration",
     "kvferry.transfer.segment",
+    "kvferry.waiting",
 )
 
 FORBIDDEN_IMPORTS = frozenset(("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"))

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvferry.proto import common_pb2
+from kvferry.waiting import complete
 from kvferry.workers.client import DaemonClient
 from kvferry.workers.compute import Compute, Prompt, SequenceCompute, WrongPage
-from kvferry.workers.compute_thread import ComputeThread, complete
+from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.handoff import unpack_first_token
 from kvferry.workers.orders import DecodeOrder
 from kvferry.workers.pacing import NoPace, Pace

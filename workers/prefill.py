@@ -8,9 +8,10 @@ import time
 from typing import NamedTuple
 
 from kvferry.proto import common_pb2
+from kvferry.waiting import complete
 from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.workers.compute import Compute, WrongPage
-from kvferry.workers.compute_thread import ComputeThread, complete
+from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.handoff import pack_first_token
 from kvferry.workers.orders import PrefillOrder
 from kvferry.workers.pacing import NoPace, Pace, Turn
