@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvferry.daemon.pool_memory import PartCopies, PoolMemory
+from kvferry.daemon.shielded import to_its_end
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_METADATA_BYTES
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink, RemoteRank
@@ -167,7 +168,7 @@ class Session:
         try:
             await self._serve(tasks, start)
         finally:
-            await self._finish(asyncio.create_task(self._tear_down(tasks, start)))
+            await to_its_end(asyncio.create_task(self._tear_down(tasks, start)))
 
     async def _serve(self, tasks: list[asyncio.Task[None]], start: asyncio.Task[CourierLink]) -> None:
         deadline = asyncio.create_task(asyncio.sleep(START_SECONDS))
@@ -184,18 +185,6 @@ class Session:
         finally:
             deadline.cancel()
         raise SessionBroken(self._reason(tasks))
-
-    async def _finish(self, teardown: asyncio.Task[None]) -> None:
-        """Waits for the teardown, also where this very task is cancelled meanwhile."""
-        cancelled: asyncio.CancelledError | None = None
-        while not teardown.done():
-            try:
-                await asyncio.shield(teardown)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        teardown.result()
-        if cancelled is not None:
-            raise cancelled
 
     async def _tear_down(self, tasks: list[asyncio.Task[None]], start: asyncio.Task[CourierLink]) -> None:
         self.closed, self.up = True, False
