@@ -28,6 +28,7 @@ from kvferry.daemon.values import (
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.policy import policy_names
+from kvferry.transfer.courier_config import names_rdma
 from kvferry.transfer.courier_messages import MAX_SLOTS
 from kvferry.transfer.geometry import StorageOrder
 from kvferry.transfer.lanes import MAX_RANKS
@@ -432,6 +433,12 @@ class DaemonConfig(BaseModel):
             raise ConfigError(
                 f"--listen is {self.listen}: without --tls-cert, --tls-key and --tls-ca sessions are not encrypted, "
                 "and an address that is not loopback needs --insecure"
+            )
+        if is_loopback(host) and names_rdma(self.ucx_tls) and not self.insecure:
+            raise ConfigError(
+                f"--ucx-tls is {self.ucx_tls}, and --listen {self.listen}: RDMA devices have no loopback address, "
+                "couriers would be reached from the network. A --listen that is not loopback, transports without RDMA, "
+                "or --insecure"
             )
         dialled = [(f"--peer {name}", parse_address(address)[0]) for name, address in self.peers.items()]
         if self.peer_service:
