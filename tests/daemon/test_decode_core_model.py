@@ -7,6 +7,7 @@ import hashlib
 from collections import deque
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -635,5 +636,15 @@ class CoreMachine(RuleBasedStateMachine):
 
 TestDecodeCore = CoreMachine.TestCase
 TestDecodeCore.settings = settings(
-    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+class LongCoreMachine(CoreMachine):
+    """Another class: a machine's test case is one object."""
+
+
+TestDecodeCoreLong = pytest.mark.nightly(pytest.mark.timeout(1800)(LongCoreMachine.TestCase))
+TestDecodeCoreLong.settings = settings(
+    max_examples=600, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -9,6 +9,7 @@ import hashlib
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -557,5 +558,15 @@ class PrefillMachine(RuleBasedStateMachine):
 
 TestPrefillCore = PrefillMachine.TestCase
 TestPrefillCore.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+class LongPrefillMachine(PrefillMachine):
+    """Another class: a machine's test case is one object."""
+
+
+TestPrefillCoreLong = pytest.mark.nightly(pytest.mark.timeout(1800)(LongPrefillMachine.TestCase))
+TestPrefillCoreLong.settings = settings(
+    max_examples=600, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )

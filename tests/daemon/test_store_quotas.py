@@ -387,5 +387,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestPromises = StoreMachine.TestCase
 TestPromises.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

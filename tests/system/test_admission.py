@@ -23,7 +23,7 @@ def ids(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(32_000) for _ in range(n)]
 
 
-REQUESTS, NEW_TOKENS = 24, 100  # of each a sixth of the pool
+REQUESTS, NEW_TOKENS = 16, 100  # of each a sixth of the pool
 
 
 @pytest.mark.parametrize("host_pages", [pytest.param(0, marks=pytest.mark.nightly), 400])
