@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.daemon import config_sources
-from kvferry.daemon.config import ConfigError, DaemonConfig
+from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.config_sources import Loaded, shown
+from kvferry.daemon.config_values import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

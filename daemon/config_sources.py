@@ -14,7 +14,8 @@ from annotated_types import Ge, Le
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvferry.daemon.config import ConfigError, DaemonConfig, Flag, flag_of
+from kvferry.daemon.config import DaemonConfig, Flag, flag_of
+from kvferry.daemon.config_values import ConfigError
 from kvferry.daemon.nearest import nearest
 
 PREFIX = "KVFERRY_"

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.config import ConfigError, parse_device, parse_size
+from kvferry.daemon.config_values import ConfigError, parse_device, parse_size
 from kvferry.daemon.stack import Stack, StackError
 from kvferry.daemon.stats_main import fetch, size
 from kvferry.daemon.system import System, SystemSpec, start_system

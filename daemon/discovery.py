@@ -15,7 +15,7 @@ from typing import Protocol
 
 import grpc
 
-from kvferry.daemon.config import is_name, parse_address
+from kvferry.daemon.config_values import is_name, parse_address
 from kvferry.daemon.dialing import Dial, dial_plainly
 from kvferry.daemon.errors import RequestError, unavailable
 from kvferry.proto import cache_pb2 as cache

@@ -22,8 +22,9 @@ from pathlib import Path
 import grpc
 
 from kvferry.channels import ChannelError, ClientTls, open_channel
-from kvferry.daemon.config import DaemonConfig, is_loopback, parse_address
+from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.config_sources import shown
+from kvferry.daemon.config_values import is_loopback, parse_address
 from kvferry.daemon.doctor_gpu import Driver, DriverError
 from kvferry.daemon.handshake import PROTOCOL, PROTOCOL_MIN
 from kvferry.daemon.stats_main import fetch, size

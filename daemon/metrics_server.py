@@ -16,7 +16,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from kvferry.daemon.config import ConfigError, parse_address
+from kvferry.daemon.config_values import ConfigError, parse_address
 from kvferry.daemon.metrics import SnapshotCollector
 from kvferry.proto import cache_pb2 as cache
 

@@ -20,7 +20,8 @@ from grpc_health.v1._async import HealthServicer
 
 from kvferry.daemon.admin_service import AdminService
 from kvferry.daemon.cache_service import CacheService
-from kvferry.daemon.config import ConfigError, DaemonConfig, flag_of, new_incarnation, parse_address
+from kvferry.daemon.config import DaemonConfig, flag_of, new_incarnation
+from kvferry.daemon.config_values import ConfigError, parse_address
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.dialing import dialling
 from kvferry.daemon.discovery import Discovery

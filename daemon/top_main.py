@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
-from kvferry.daemon.config import ConfigError, parse_address
+from kvferry.daemon.config_values import ConfigError, parse_address
 from kvferry.daemon.find_daemon import NoDaemon, default_socket
 from kvferry.daemon.stats_main import fetch, size
 from kvferry.proto import cache_pb2 as cache

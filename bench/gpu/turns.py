@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from kvferry.daemon.config import parse_size
+from kvferry.daemon.config_values import parse_size
 from kvferry.daemon.stack import Stack
 from kvferry.daemon.system import SystemSpec, start_system
 from kvferry.loadgen.files import read_report

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from kvferry.daemon import cli, config_sources, serve
-from kvferry.daemon.config import ConfigError, DaemonConfig, parse_address, parse_size
+from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.config_sources import Loaded
+from kvferry.daemon.config_values import ConfigError, parse_address, parse_size
 
 
 def config_of(*words: str) -> DaemonConfig:

@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from kvferry.daemon import event_publisher, event_replay
-from kvferry.daemon.config import ConfigError, DaemonConfig
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.config_values import ConfigError
 from kvferry.daemon.event_publisher import EventPublisher, PublisherSettings
 from kvferry.daemon.kv_events import Cleared, Removed, Stored
 

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.daemon import metrics_server
-from kvferry.daemon.config import ConfigError
+from kvferry.daemon.config_values import ConfigError
 from kvferry.daemon.counters import BOUNDS, Histogram
 from kvferry.daemon.metrics import families
 from kvferry.daemon.metrics_server import MetricsServer

@@ -16,7 +16,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from kvferry.channels import ChannelError, ClientTls, open_channel
-from kvferry.daemon.config import ConfigError, DaemonConfig
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.config_values import ConfigError
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.dialing import dial_plainly, dialling
 from kvferry.daemon.discovery import prefill_name

@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 from kvferry.daemon import cli, config_sources, serve
-from kvferry.daemon.config import DaemonConfig, parse_address, parse_size
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.config_values import parse_address, parse_size
 from kvferry.daemon.handshake import courier_config
 from kvferry.transfer.courier_config import courier_environment
 from kvferry.workers import main as workers_main

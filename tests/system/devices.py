@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.config import parse_device
+from kvferry.daemon.config_values import parse_device
 from kvferry.daemon.stack import Process, Stack
 
 VARIABLE = "TEST_DEVICES"

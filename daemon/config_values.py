@@ -1,0 +1,82 @@
+"""Settings' values as people write them: sizes, devices, addresses, quotas, names. ConfigError where they cannot be."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import tempfile
+
+from kvferry.daemon.namespaces import Quota
+from kvferry.proto.limits import MAX_NAME_CHARS
+
+_SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
+_DAEMONS_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be, named."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4096", "64MiB", "8GiB", "2GB". Raises ConfigError."""
+    found = _SIZE.match(text)
+    if found is None:
+        raise ConfigError(f"size {text!r} is not a number of bytes, like 4096, 64MiB or 8GiB")
+    return int(found.group(1)) * _UNITS[(found.group(2) or "").upper()]
+
+
+def parse_device(text: str) -> tuple[int, ...]:
+    """`cpu`: (); `cuda:0,cuda:1`: (0, 1). ConfigError."""
+    if text == "cpu":
+        return ()
+    found = [re.fullmatch(r"cuda:(\d{1,2})", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise ConfigError(f"device is {text[:64]!r}; it must be cpu, or cuda:I for each rank with commas between")
+    devices = tuple(int(match.group(1)) for match in found if match is not None)
+    if len(set(devices)) != len(devices):
+        raise ConfigError(f"device is {text[:64]!r}; it names a GPU twice")
+    return devices
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """(host, port) of "host:port" or "[v6]:port". Raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ConfigError(f"address {text!r} is not HOST:PORT with a port of 0 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def parse_quota(text: str) -> tuple[str, Quota]:
+    """(namespace, quota) of "NAMESPACE=SOFT:HARD" or "NAMESPACE=SOFT:HARD:HOST_SOFT:HOST_HARD", in pages. Raises
+    ConfigError.
+    """
+    namespace, _, numbers = text.partition("=")
+    parts = numbers.split(":")
+    if len(parts) not in (2, 4) or not all(part.isdigit() and len(part) <= 12 for part in parts):
+        raise ConfigError(f"quota {text!r} is not NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD] with numbers of pages")
+    try:
+        return namespace.lower(), Quota(*map(int, parts))
+    except ValueError as error:
+        raise ConfigError(f"quota {text!r}: {error}") from error
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_name(text: str) -> bool:
+    """Whether a daemon may be called so."""
+    return _DAEMONS_NAME.fullmatch(text) is not None
+
+
+def runtime_dir() -> str:
+    """Where sockets lie unless told otherwise: XDG_RUNTIME_DIR, else the temporary folder."""
+    return os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
