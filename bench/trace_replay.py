@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry import flags
 from kvferry.radix import DIGEST_BYTES
 from kvferry.radix.policy import Clock, Policy, policy_names
 from kvferry.radix.pool import PagePool
@@ -336,14 +337,19 @@ def plot(rows: Sequence[Row], host_blocks: int, title: str, path: Path) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--requests", type=_positive, default=None, help="only the first so many")
-    parser.add_argument("--page-size", type=_positive, default=BLOCK_TOKENS, help="tokens; a divisor of 512")
+    parser.add_argument("--requests", type=flags.whole, default=None, help="only the first so many")
+    parser.add_argument("--page-size", type=flags.whole, default=BLOCK_TOKENS, help="tokens; a divisor of 512")
     parser.add_argument("--blocks", type=_sizes, default=_sizes("2000,4000,8000,16000,32000"), help="device pools")
-    parser.add_argument("--in-flight", type=_positive, default=1, help="requests whose paths are locked at a time")
-    parser.add_argument("--host-blocks", type=_positive, default=0, help="host pool; none if not given")
+    parser.add_argument("--in-flight", type=flags.whole, default=1, help="requests whose paths are locked at a time")
+    parser.add_argument("--host-blocks", type=flags.whole, default=0, help="host pool; none if not given")
     parser.add_argument("--policies", type=_policies, default=policy_names(), help=", ".join(policy_names()))
     parser.add_argument(
-        "--score-from", "--fit", type=_positive, default=None, metavar="N", help="6000; half of a trace that is shorter"
+        "--score-from",
+        "--fit",
+        type=flags.whole,
+        default=None,
+        metavar="N",
+        help="6000; half of a trace that is shorter",
     )
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE.png", help="needs matplotlib")
     given = parser.parse_args(words)
@@ -379,15 +385,8 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _positive(word: str) -> int:
-    value = int(word)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{word}, must be >= 1")
-    return value
-
-
 def _sizes(words: str) -> list[int]:
-    return [_positive(word) for word in words.split(",")]
+    return [flags.whole(word) for word in words.split(",")]
 
 
 def _policies(words: str) -> list[str]:

@@ -43,6 +43,7 @@ class BlockMap:
     blocks: int  # in each layer
     block_tokens: int
     blocks_per_page: int
+    order: NDArray[np.int32]  # (block_bytes,): the token of its block that each byte belongs to
 
     def __post_init__(self) -> None:
         """ValueError names the field, its value and the bound."""
@@ -53,6 +54,12 @@ class BlockMap:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if int(self.strides.min()) < self.block_bytes:
             raise ValueError(f"strides: {int(self.strides.min())} is below a block's {self.block_bytes} bytes")
+        if self.order.shape != (self.block_bytes,):
+            raise ValueError(f"order has shape {self.order.shape}; it must have a block's {self.block_bytes} bytes")
+        if not 0 <= int(self.order.min()) <= int(self.order.max()) < self.block_tokens:
+            raise ValueError(
+                f"order: {int(self.order.min())} to {int(self.order.max())}; tokens are 0 to {self.block_tokens - 1}"
+            )
 
     @property
     def page_bytes(self) -> int:
@@ -89,7 +96,12 @@ class BlockMap:
         return Copies(page_addresses.ravel(), block_addresses.ravel(), sizes)
 
     def wipe_tail(self, pool: NDArray[np.uint8], page: int, end: int) -> None:
-        """Zeroes the page that holds the last of `end` tokens, where it has blocks that none of them is in: what
-        another request left there is not sent."""
-        if 0 < end % self.page_size <= self.page_size - self.block_tokens:
-            pool[page] = 0
+        """Zeroes what is behind the last of `end` tokens in `page`, which holds it: what another request left there, in
+        the engine's block or in the page, is not sent. `pool`: uint8 (pages, page_bytes)."""
+        if end % self.page_size == 0:
+            return
+        block, token = divmod(end % self.page_size - 1, self.block_tokens)
+        blocks = pool[page].reshape(len(self.bases), self.blocks_per_page, self.block_bytes)
+        blocks[:, block + 1 :] = 0
+        kept = np.where(self.order <= token, np.uint8(0xFF), np.uint8(0))
+        np.bitwise_and(blocks[:, block], kept, out=blocks[:, block])

@@ -68,6 +68,7 @@ class PinLookups:
         self._timeout_s = timeout_s
         self._down_until = 0.0
         self._daemon = ""
+        self._most_pages = 0
         self._asking_name = False
         self._closed = False
         self._ask_name()
@@ -82,7 +83,13 @@ class PinLookups:
             self._ask_name()
         return self._daemon
 
+    @property
+    def most_pages(self) -> int:
+        return self._most_pages
+
     def start(self, digests: bytes) -> PinLookup:
+        if not self._daemon:
+            self._ask_name()
         lookup = PinLookup(self)
         request = admin_pb2.PinRequest(
             role=self._role, namespace_id=self._namespace_id, digests=digests, seconds=PIN_SECONDS
@@ -120,6 +127,7 @@ class PinLookups:
             if self.up:
                 _log.warning("the daemon does not answer (%s); prompts are computed here meanwhile", code.name)
             self._down_until = time.monotonic() + RETRY_SECONDS
+            self._daemon, self._most_pages = "", 0  # it may come back as another
         elif code not in _HELD_NOTHING:
             _log.warning("look-up: %s: %s", code.name, error.details())
 
@@ -132,13 +140,24 @@ class PinLookups:
 
     def _named(self, call: grpc.Future[Any]) -> None:
         try:
-            self._daemon = call.result().daemon
+            reply = call.result()
+            self._most_pages = most_pages(reply, self._role, self._namespace_id)
+            self._daemon = reply.daemon
         except grpc.RpcError as error:
             self._failed(error)
         except grpc.FutureCancelledError:
             pass
         finally:
             self._asking_name = False
+
+
+def most_pages(stats: cache_pb2.StatsReply, role: common_pb2.Role, namespace_id: bytes) -> int:
+    """That one prompt may have; 0 where this side is not there."""
+    for side in stats.sides:
+        if side.role == role:
+            quotas = [n.hard_quota for n in side.namespaces if n.namespace_id == namespace_id and n.hard_quota]
+            return min(side.pool.pages, *quotas) if quotas else side.pool.pages
+    return 0
 
 
 def _ignore(call: grpc.Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler's half of a connector tells the worker's half. Block ids are the engine's, page ids the daemon's.
+"""What the halves of a connector tell each other. Block ids are the engine's, page ids the daemon's.
 
 Decode:  Load or Restore -> (reported received); at the end Store -> (reported sent)
 Prefill: Begin -> (reported received, where it loads) -> Save* -> Release or Drop -> (reported sent)
@@ -103,6 +103,17 @@ class Cancel:
 
 
 Order: TypeAlias = Load | Restore | Store | Begin | Save | Release | Drop | Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the worker's half tells the scheduler's, beside what vLLM passes on by itself."""
+
+    failed: frozenset[str] = frozenset()  # requests whose prompts are not sent
+    session: bool | None = None  # whether there is one with the daemon, where that has changed
+
+    def then(self, later: News) -> News:
+        return News(self.failed | later.failed, self.session if later.session is None else later.session)
 
 
 @dataclass(slots=True)

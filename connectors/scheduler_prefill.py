@@ -47,6 +47,8 @@ class PrefillScheduler(SchedulerSide):
         # Whether a look-up found the daemon gone or not: what was promised to the engine must be reported, and a worker
         # without a daemon fails the push at once.
         tracked.begun = True
+        most = self._lookups.most_pages
+        tracked.unsent = 0 < most < -(-self._travelling(request) // self.shape.page_size)
         prompt = self._prompt(request, self._travelling(request))
         begin = Begin(request.request_id, tracked.params.name, prompt)
         if external:
@@ -87,8 +89,10 @@ class PrefillScheduler(SchedulerSide):
         assert tracked.params is not None
         tracked.settled = tracked.storing = True
         whole = tracked.saved == self._travelling(request)
+        # Decode would wait until its deadline for what does not come; a router that hears of it asks decode alone.
+        sent = whole and not tracked.unsent and self._session and self._lookups.up
         if tracked.loading:
             self._orders.append(Cancel(request.request_id))
             return False, None  # the scheduler keeps the blocks by itself until the load is reported
         self._orders.append(Release(request.request_id) if whole else Drop(request.request_id))
-        return True, transfer_params.answer(tracked.params, self._lookups.daemon) if whole else None
+        return True, transfer_params.answer(tracked.params, self._lookups.daemon) if sent else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.connectors.digests import page_digests, prompt_of
-from kvferry.connectors.orders import Order, Orders, Prompt
+from kvferry.connectors.orders import News, Order, Orders, Prompt
 from kvferry.connectors.params import TransferParams
 
 
@@ -59,6 +59,10 @@ class Lookups(Protocol):
     def daemon(self) -> str:
         """Its name; empty while it is not known."""
 
+    @property
+    def most_pages(self) -> int:
+        """That a prompt may have there; 0 while it is not known."""
+
     def start(self, digests: bytes) -> Lookup:
         """Does not wait."""
 
@@ -85,6 +89,7 @@ class Tracked:
     loading: bool = False  # the worker has been told to, and has not reported
     begun: bool = False  # prefill: the worker knows it
     saved: int = 0  # prefill: tokens that the worker was told of
+    unsent: bool = False  # prefill: the worker has failed to send it, or will
     storing: bool = False
 
     def let_go(self) -> None:
@@ -122,6 +127,7 @@ class SchedulerSide:
         self._now = now
         self._default_prefill = default_prefill
         self._lookup_seconds = lookup_seconds
+        self._session = True  # the worker has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[Order] = []
 
@@ -167,6 +173,14 @@ class SchedulerSide:
         """The worker has reported that it needs their blocks no more."""
         for request in requests:
             self._tracked.pop(request, None)
+
+    def hear(self, news: News) -> None:
+        """The worker's own words."""
+        if news.session is not None:
+            self._session = news.session
+        for request in news.failed:
+            if (tracked := self._tracked.get(request)) is not None:
+                tracked.unsent = True
 
     # -- for the roles ---------------------------------------------------------------------------------------------
 

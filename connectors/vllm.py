@@ -21,12 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from kvferry.connectors import vllm_facts, vllm_versions
 from kvferry.connectors.lookups import PinLookups
-from kvferry.connectors.orders import Orders
+from kvferry.connectors.orders import News, Orders
 from kvferry.connectors.scheduler_decode import DecodeScheduler
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
 from kvferry.connectors.scheduler_side import SchedulerSide
@@ -54,6 +55,15 @@ _ROLES = {"kv_producer": common_pb2.ROLE_PREFILL, "kv_consumer": common_pb2.ROLE
 @dataclass(slots=True)
 class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     orders: Orders = field(default_factory=Orders)
+
+
+@dataclass(slots=True)
+class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    news: News
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFerryWorkerMetadata:
+        assert isinstance(other, KVFerryWorkerMetadata)
+        return KVFerryWorkerMetadata(self.news.then(other.news))
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -115,6 +125,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if isinstance(told := connector_output.kv_connector_worker_meta, KVFerryWorkerMetadata):
+            self._deciding.hear(told.news)
         if connector_output.finished_recving:
             self._deciding.received(tuple(connector_output.finished_recving))
         if connector_output.finished_sending:
@@ -141,7 +153,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        blocks = vllm_facts.block_map(kv_caches, self._kv_cache_config, self._shape, self._facts.geometry)
+        order = vllm_facts.order_of(self._vllm_config, self._kv_cache_config)
+        blocks = vllm_facts.block_map(kv_caches, self._kv_cache_config, self._shape, self._facts.geometry, order)
         engine = self._vllm_config.kv_transfer_config.engine_id or "engine"
         connect = connector_of(self._settings, self._daemon_role, self._facts.to_proto(), f"vllm {engine}"[:128])
         self._worker = WorkerSide(self._settings, blocks, connect)
@@ -172,6 +185,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._working.reports.take_bad()
+
+    def build_connector_worker_meta(self) -> KVFerryWorkerMetadata | None:
+        news = self._working.reports.take_news()
+        return None if news is None else KVFerryWorkerMetadata(news)
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvferry.connectors import vllm_order
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
@@ -16,8 +19,9 @@ from kvferry.transfer.geometry import KVGeometry, Layout
 from kvferry.transfer.namespace import NamespaceFacts
 
 DIGEST_ALGORITHMS = ("sha256_cbor", "sha256")
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
+_COMMIT = re.compile("[0-9a-f]{40}")
 _WRITTEN_BY_WHOEVER = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
@@ -77,7 +81,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
     dtype = str(spec.dtype).removeprefix("torch.")
     return NamespaceFacts(
         model=fingerprint(vllm_config.model_config),
-        revision=settings.revision or weights_revision(vllm_config.model_config.model),
+        revision=revision_of(vllm_config, settings),
         geometry=KVGeometry(
             layers=len(layers),
             kv_heads=spec.num_kv_heads,
@@ -88,7 +92,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
         ),
         digest_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
         root_digest=shape.root,
-        engine_layout=f"vllm cpu LBHNC {_instructions(vllm_config, spec)}, blocks of {shape.block_tokens}",
+        engine_layout=f"vllm cpu LBHNC {vllm_order.instructions(vllm_config, spec)}, blocks of {shape.block_tokens}",
         digest_tokens=shape.block_tokens,
     )
 
@@ -111,11 +115,49 @@ def fingerprint(model_config: Any) -> str:
     return f"vllm-{config.get('model_type', 'unknown')}-{digest[:32]}-{quantization}-{model_config.dtype!s}"
 
 
-def weights_revision(model: str) -> str:
-    """Hash over the weight files' names, sizes and samples of their contents; of what is no folder, over its name."""
-    folder = Path(model)
-    files = next((found for pattern in WEIGHT_FILES if (found := sorted(folder.glob(pattern)))), [])
-    total = hashlib.sha256(b"" if files else model.encode())
+def revision_of(vllm_config: Any, settings: Settings) -> str:
+    """What names the weights; Unfit where nothing does."""
+    if settings.revision:
+        return settings.revision
+    model = vllm_config.model_config
+    cache = getattr(vllm_config.load_config, "download_dir", None)
+    return weights_revision(model.model, getattr(model, "revision", None), cache)
+
+
+def weights_revision(model: str, revision: str | None = None, cache: str | None = None) -> str:
+    """Hash over the weight files' names, sizes and samples of their contents. `model`: a folder, a file, or a name at
+    Hugging Face, whose `revision` is looked for in the folder `cache` of what was downloaded; where its weights are not
+    there, a full commit hash names them as well. Unfit says what to do where nothing does."""
+    path = Path(model)
+    if path.is_file():
+        return _hash([path])
+    folder = path if path.is_dir() else _downloaded(model, revision, cache)
+    if folder is not None:
+        for pattern in WEIGHT_FILES:
+            if files := sorted(folder.glob(pattern)):
+                return _hash(files)
+    if folder is not path and revision is not None and _COMMIT.fullmatch(revision):
+        return hashlib.sha256(f"{model}@{revision}".encode()).hexdigest()
+    raise Unfit(
+        f"no weight files of model {model!r} were found on this host, and engines with other weights must not share "
+        "pages: set kv_connector_extra_config.revision to a name of the weights, the same on both sides"
+        + ("" if folder is path else ", or start vLLM with a full commit hash as --revision")
+    )
+
+
+def _downloaded(model: str, revision: str | None, cache: str | None) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:  # as vLLM looks for it: nothing is fetched, and other files than the engine needs may lack
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True, ignore_patterns="*")
+        )
+    except (OSError, ValueError):  # not there; no name of that kind
+        return None
+
+
+def _hash(files: list[Path]) -> str:
+    total = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
         total.update(f"{path.name}:{size}\n".encode())
@@ -126,8 +168,19 @@ def weights_revision(model: str) -> str:
     return total.hexdigest()
 
 
-def block_map(kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geometry: KVGeometry) -> BlockMap:
-    """Where the engine's blocks lie. Unfit where a block is not one run of bytes, or not of the geometry's size."""
+def order_of(vllm_config: Any, kv_cache_config: Any) -> NDArray[np.int32]:
+    """`vllm_order.engine_order`; Unfit where it cannot be found out."""
+    try:
+        return vllm_order.engine_order(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+    except ValueError as error:
+        raise Unfit(f"{error}: the connector does not know how this engine's attention keeps its blocks") from error
+
+
+def block_map(
+    kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geometry: KVGeometry, order: NDArray[np.int32]
+) -> BlockMap:
+    """Where the engine's blocks lie; `order`: the token that each byte of a block belongs to. Unfit where a block is
+    not one run of bytes, or not of the geometry's size."""
     names = kv_cache_config.kv_cache_groups[0].layer_names
     missing = [name for name in names if name not in kv_caches]
     if missing:
@@ -151,15 +204,5 @@ def block_map(kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geo
         blocks,
         shape.block_tokens,
         shape.blocks_per_page,
-    )
-
-
-def _instructions(vllm_config: Any, spec: Any) -> str:
-    """Attention kernels of different instruction sets order the tokens of a block differently."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    return str(
-        _get_attn_isa(
-            vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
-        )
+        order,
     )

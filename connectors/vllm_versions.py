@@ -22,6 +22,7 @@ HOOKS = {
     "wait_for_save": (),
     "get_finished": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
+    "build_connector_worker_meta": (),
     "bind_kv_cache_manager": ("kv_cache_manager",),
     "shutdown": (),
 }

@@ -1,8 +1,10 @@
-"""How the worker's half of a connector comes to a session with the daemon."""
+"""How the worker's half of a connector comes to a session with the daemon, again and again."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,8 +12,15 @@ from numpy.typing import NDArray
 
 from kvferry.connectors.settings import Settings
 from kvferry.proto import common_pb2
+from kvferry.waiting import complete
 from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import HandshakeFailed
+from kvferry.workers.requests import DaemonAbsent, HandshakeFailed
+
+RETRY_SECONDS = 0.5
+REFUSED_RETRY_SECONDS = 5.0
+CONNECT_SECONDS = 10.0  # of one try
+
+_log = logging.getLogger(__name__)
 
 
 class Connect(Protocol):
@@ -39,3 +48,68 @@ def connector_of(settings: Settings, role: common_pb2.Role, facts: common_pb2.Na
         return client
 
     return connect
+
+
+class Sessions:
+    """One behind the other until `close`. `quiet` ends all that uses the one that is over; `changed` hears whether
+    there is one. All of it on one event loop."""
+
+    def __init__(
+        self, connect: Connect, *, quiet: Callable[[], Coroutine[Any, Any, None]], changed: Callable[[bool], None]
+    ) -> None:
+        self.client: DaemonClient | None = None
+        self._connect = connect
+        self._quiet = quiet
+        self._changed = changed
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def open(self, deadline_s: float) -> None:
+        """The first; HandshakeFailed where it is refused. Where no daemon is there it is tried again and again."""
+        try:
+            self.client = await self._connect(deadline_s=deadline_s)
+        except DaemonAbsent as error:
+            self._changed(False)
+            _log.warning("%s; prompts are computed here until it comes", error)
+        self._keeping = asyncio.create_task(self._keep_open(), name="kvferry sessions")
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._end()
+
+    async def _keep_open(self) -> None:
+        while True:
+            try:
+                await self._one()
+            except Exception:  # without a session everything is computed here, for good
+                _log.exception("the session with the daemon ended unexpectedly; another is tried")
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _one(self) -> None:
+        client = self.client
+        if client is None:
+            client = await self._reopen()
+        gone = await asyncio.shield(client.gone)
+        _log.warning("the daemon is gone (%s); prompts are computed here meanwhile", gone)
+        await complete(self._end())
+
+    async def _end(self) -> None:
+        client, self.client = self.client, None
+        self._changed(False)
+        await self._quiet()
+        if client is not None:
+            await client.close()  # no copy runs: the memory and the lock may go
+
+    async def _reopen(self) -> DaemonClient:
+        while True:
+            try:
+                self.client = await self._connect(deadline_s=CONNECT_SECONDS)
+                self._changed(True)
+                _log.info("connected to daemon %r again", self.client.welcome.daemon)
+                return self.client
+            except DaemonAbsent:
+                await asyncio.sleep(RETRY_SECONDS)
+            except HandshakeFailed as error:
+                _log.error("%s", error)
+                await asyncio.sleep(REFUSED_RETRY_SECONDS)

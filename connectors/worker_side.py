@@ -1,4 +1,4 @@
-"""The worker's half of a connector: the session with the daemon, and the copies between its pages and the engine's
+"""The worker's half of a connector: its requests at the daemon, and the copies between its pages and the engine's
 blocks, on threads of its own. The engine's thread only hands orders in and takes reports out.
 """
 
@@ -15,16 +15,27 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.connectors.blocks import BlockMap, Copies
-from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Order, Orders, Prompt, Release, Restore, Save, Store
+from kvferry.connectors.orders import (
+    Begin,
+    Cancel,
+    Drop,
+    Load,
+    News,
+    Order,
+    Orders,
+    Prompt,
+    Release,
+    Restore,
+    Save,
+    Store,
+)
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.worker_session import Connect, Refused, pool_of
+from kvferry.connectors.worker_session import Connect, Refused, Sessions, pool_of
 from kvferry.connectors.worker_state import Lease, Moved, Push, Reports
+from kvferry.waiting import complete
 from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
-from kvferry.workers.requests import DaemonAbsent, DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
+from kvferry.workers.requests import DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
 
-RETRY_SECONDS = 0.5
-REFUSED_RETRY_SECONDS = 5.0
-CONNECT_SECONDS = 10.0  # of one try
 STOP_SECONDS = 10.0
 PREEMPT_SECONDS = 30.0  # a copy that runs takes milliseconds
 
@@ -40,15 +51,13 @@ class WorkerSide:
         self.moved = Moved()
         self._settings = settings
         self._blocks = blocks
-        self._connect = connect
         self._loop = asyncio.new_event_loop()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvferry copies")
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry connector", daemon=True)
-        self._client: DaemonClient | None = None
+        self._sessions = Sessions(connect, quiet=self._quiet, changed=self._session_changed)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._pushes: dict[str, Push] = {}
         self._behind: set[asyncio.Task[None]] = set()  # what the engine does not wait for
-        self._sessions: asyncio.Task[None] | None = None
         self._saves: list[Save] = []  # of the step under way
         self._computed: asyncio.Event | None = None  # set behind it, where somebody waits for that
 
@@ -58,14 +67,16 @@ class WorkerSide:
         """Raises Refused when the daemon refuses this engine. Where no daemon answers in time it goes on without."""
         self._thread.start()
         try:
-            self._wait(self._open(), self._settings.connect_seconds + STOP_SECONDS)
+            self._wait(
+                self._sessions.open(self._settings.connect_seconds), self._settings.connect_seconds + STOP_SECONDS
+            )
         except HandshakeFailed as error:
             self.close()
             raise Refused(str(error)) from error
 
     def take(self, orders: Orders) -> None:
         """Before the step's forward pass."""
-        if orders.preempted and self._pushes:
+        if orders.preempted:  # their pushes may not have been taken in yet
             self._wait(self._preempt(orders.preempted), PREEMPT_SECONDS)
         if not orders.orders:
             return
@@ -88,7 +99,7 @@ class WorkerSide:
     def close(self) -> None:
         if self._thread.is_alive():
             try:
-                self._wait(self._close(), STOP_SECONDS)
+                self._wait(self._sessions.close(), STOP_SECONDS)
             except TimeoutError:
                 _log.warning("the session with the daemon did not end within %g s", STOP_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -104,58 +115,15 @@ class WorkerSide:
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
-        """The first session; HandshakeFailed where it is refused."""
-        try:
-            self._client = await self._connect(deadline_s=self._settings.connect_seconds)
-        except DaemonAbsent as error:
-            _log.warning("%s; prompts are computed here until it comes", error)
-        self._sessions = asyncio.create_task(self._keep_open(), name="kvferry sessions")
+    def _session_changed(self, there: bool) -> None:
+        self.reports.add_news(News(session=there))
 
-    async def _keep_open(self) -> None:
-        while True:
-            try:
-                await self._session()
-            except Exception:  # without a session everything is computed here, for good
-                _log.exception("the session with the daemon ended unexpectedly; another is tried")
-                await asyncio.sleep(RETRY_SECONDS)
-
-    async def _session(self) -> None:
-        """One, to its end."""
-        client = self._client
-        if client is None:
-            client = await self._reopen()
-        gone = await asyncio.shield(client.gone)
-        _log.warning("the daemon is gone (%s); prompts are computed here meanwhile", gone)
-        self._client = None
+    async def _quiet(self) -> None:
+        """Nothing touches the daemon's memory any more."""
         tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await client.close()  # no copy runs: the memory and the lock may go
-
-    async def _reopen(self) -> DaemonClient:
-        while True:
-            try:
-                self._client = await self._connect(deadline_s=CONNECT_SECONDS)
-                _log.info("connected to daemon %r again", self._client.welcome.daemon)
-                return self._client
-            except DaemonAbsent:
-                await asyncio.sleep(RETRY_SECONDS)
-            except HandshakeFailed as error:
-                _log.error("%s", error)
-                await asyncio.sleep(REFUSED_RETRY_SECONDS)
-
-    async def _close(self) -> None:
-        if self._sessions is not None:
-            self._sessions.cancel()
-        tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
@@ -224,13 +192,8 @@ class WorkerSide:
     # -- copies ----------------------------------------------------------------------------------------------------
 
     async def _copy(self, work: Callable[[], None]) -> None:
-        """On the copying thread. However the caller ends, the copy is over when this is."""
-        running = self._loop.run_in_executor(self._copier, work)
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait({running})
-            raise
+        """On the copying thread. However often the caller is cancelled, the copy is over when this is."""
+        await complete(self._loop.run_in_executor(self._copier, work))
 
     async def _to_blocks(self, copies: Copies) -> None:
         await self._copy(copies.to_blocks)
@@ -322,7 +285,8 @@ class WorkerSide:
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    async def _push(self, push: Push) -> None:
+    async def _push(self, push: Push) -> bool:
+        """Whether all of it is in the daemon's hands."""
         order, name = push.order, push.order.name
         async with self._lease(order.request, name) as lease:
             client = lease.client
@@ -333,12 +297,16 @@ class WorkerSide:
             client.aux(name, b"")  # decode computes the last token again, and samples from that
             lease.then(self._hand_over(client, name))
             self.moved.pushed += 1
+            return True
+        return False
 
     def _stored(self, order: Store, _: None) -> None:
         self.reports.add_sent(order.request)
 
-    def _pushed(self, push: Push, _: None) -> None:
+    def _pushed(self, push: Push, sent: bool | None) -> None:
         push.over = True
+        if not sent:
+            self.reports.add_news(News(frozenset({push.order.request})))
         if not push.received:
             push.received = True
             self.reports.add_received(push.order.request, push.order.blocks)
@@ -372,9 +340,9 @@ class WorkerSide:
             copies = self._blocks.copies(pool_of(client), pages, own, saved, end)
             push.copying.clear()
             try:
-                if end == total:
-                    self._blocks.wipe_tail(pool_of(client), pages[-1], end)
                 await self._to_pages(copies)
+                if end == total:
+                    await self._copy(partial(self._blocks.wipe_tail, pool_of(client), pages[-1], end))
             finally:
                 push.copying.set()
             client.progress(push.order.name, end)
@@ -399,7 +367,7 @@ class WorkerSide:
     @contextlib.asynccontextmanager
     async def _lease(self, request: str, name: RequestName) -> AsyncIterator[Lease]:
         """One request at the daemon: its failure is logged and ends the block; what did not end well is aborted."""
-        lease = Lease(self._client)
+        lease = Lease(self._sessions.client)
         opened = True
         try:
             yield lease

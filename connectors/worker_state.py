@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.connectors.orders import Begin, Save
+from kvferry.connectors.orders import Begin, News, Save
 from kvferry.workers.client import DaemonClient
 from kvferry.workers.requests import DaemonGone
 
@@ -21,6 +21,7 @@ class Reports:
     received: set[str] = field(default_factory=set)
     sent: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
+    news: News | None = None
 
     def add_received(self, request: str, bad: Sequence[int] = ()) -> None:
         with self.lock:
@@ -30,6 +31,17 @@ class Reports:
     def add_sent(self, request: str) -> None:
         with self.lock:
             self.sent.add(request)
+
+    def add_news(self, news: News) -> None:
+        with self.lock:
+            self.news = news if self.news is None else self.news.then(news)
+
+    def take_news(self) -> News | None:
+        if self.news is None:
+            return None
+        with self.lock:
+            news, self.news = self.news, None
+        return news
 
     def take(self) -> tuple[set[str], set[str]]:
         """(sent, received)."""

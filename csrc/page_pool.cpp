@@ -14,8 +14,8 @@ using S = PageState;
 constexpr std::pair<S, S> kAllowed[] = {
     {S::kFree, S::kLeased},       {S::kFree, S::kArriving},     {S::kFree, S::kSpilling},     {S::kFree, S::kRestoring},
     {S::kLeased, S::kArriving},   {S::kLeased, S::kCached},     {S::kLeased, S::kRestoring},  {S::kLeased, S::kOrphaned},
-    {S::kArriving, S::kCached},   {S::kCached, S::kSpilling},   {S::kSpilling, S::kCached},   {S::kCached, S::kRestoring},
-    {S::kRestoring, S::kCached},  {S::kRestoring, S::kArriving},
+    {S::kArriving, S::kCached},   {S::kArriving, S::kOrphaned}, {S::kCached, S::kSpilling},   {S::kSpilling, S::kCached},
+    {S::kCached, S::kRestoring},  {S::kRestoring, S::kCached},  {S::kRestoring, S::kArriving},
 };
 
 bool allowed(S source, S target) {

@@ -98,6 +98,17 @@ class Arrivals(Generic[WaiterT]):
             assert self._filler[page] is waiter
         return self._pass_on(pages, waiter)
 
+    def abandon(self, pages: Iterable[int]) -> list[WaiterT]:
+        """Nobody will bring these pages of a filler that has left. Returns those who wait for them, in order."""
+        waiters: dict[WaiterT, None] = {}
+        for page in pages:
+            filler = self._filler[page]
+            assert filler is not None and filler is not RESTORE, f"page {page} is not brought by a request"
+            cast(WaiterT, filler).filling.discard(page)
+            self._filler[page] = None
+            waiters.update(self._waiters[page])
+        return list(waiters)
+
     def lost(self, pages: Iterable[int]) -> tuple[dict[WaiterT, list[int]], list[WaiterT]]:
         """Their restore failed. Returns new filler -> pages to ask for, and the waiters that cannot ask, which wait no
         more and must be looked at again.

@@ -35,7 +35,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="kvferry", description=kvferry.__doc__, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"kvferry {kvferry.__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     chosen: argparse.ArgumentParser | None = None
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (where, summary) in COMMANDS.items():
@@ -55,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads the output has enough; what is left must not fail again at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+class _Version(argparse.Action):
+    """argparse's own wants the version before anybody asks for it, and to look it up takes a while."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"kvferry {kvferry.__version__}")
+        parser.exit()
 
 
 def _load(where: str) -> Any:

@@ -29,10 +29,10 @@ from kvferry.daemon.config_kinds import (
     TlsPeers,
     Transports,
 )
-from kvferry.daemon.config_values import parse_address, parse_device, runtime_dir
+from kvferry.daemon.values import parse_address, parse_device, runtime_dir
 from kvferry.radix.policy import policy_names
+from kvferry.transfer.geometry import StorageOrder
 from kvferry.transfer.lanes import MAX_RANKS
-from kvferry.transfer.layouts import StorageOrder
 
 STORAGES = {
     "page": StorageOrder.PAGE_MAJOR,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.daemon.config_values import ConfigError, is_loopback, parse_address
 from kvferry.daemon.tls_names import check_tls
+from kvferry.daemon.values import ConfigError, is_loopback, parse_address
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.transfer.courier_config import names_rdma
 from kvferry.transfer.courier_messages import MAX_SLOTS
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ def check_together(config: DaemonConfig) -> None:
         raise ConfigError(
             f"--listen is {config.listen}: without --tls-cert, --tls-key and --tls-ca sessions are not encrypted, "
             "and an address that is not loopback needs --insecure"
+        )
+    if is_loopback(host) and names_rdma(config.ucx_tls) and not config.insecure:
+        raise ConfigError(
+            f"--ucx-tls is {config.ucx_tls}, and --listen {config.listen}: RDMA devices have no loopback address, "
+            "couriers would be reached from the network. A --listen that is not loopback, transports without RDMA, "
+            "or --insecure"
         )
     dialled = [(f"--peer {name}", parse_address(address)[0]) for name, address in config.peers.items()]
     if config.peer_service:

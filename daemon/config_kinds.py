@@ -7,13 +7,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from kvferry.daemon.config_values import ConfigError, is_name, parse_address, parse_device, parse_quota, parse_size
 from kvferry.daemon.namespaces import Quota
 from kvferry.daemon.tls_names import parse_tls_peers
+from kvferry.daemon.values import ConfigError, is_name, parse_address, parse_device, parse_size
 from kvferry.proto.limits import MAX_NAME_CHARS
 from kvferry.radix.policy import policy_names
 
 MAX_TRANSPORTS = 16
+
+
+def parse_quota(text: str) -> tuple[str, Quota]:
+    """(namespace, quota) of "NAMESPACE=SOFT:HARD" or "NAMESPACE=SOFT:HARD:HOST_SOFT:HOST_HARD", in pages. Raises
+    ConfigError.
+    """
+    namespace, _, numbers = text.partition("=")
+    parts = numbers.split(":")
+    if len(parts) not in (2, 4) or not all(part.isdigit() and len(part) <= 12 for part in parts):
+        raise ConfigError(f"quota {text!r} is not NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD] with numbers of pages")
+    try:
+        return namespace.lower(), Quota(*map(int, parts))
+    except ValueError as error:
+        raise ConfigError(f"quota {text!r}: {error}") from error
 
 
 def _size(value: object) -> object:

@@ -14,7 +14,7 @@ from rich.table import Table
 from kvferry.daemon import config_sources
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.config_sources import Loaded, shown
-from kvferry.daemon.config_values import ConfigError
+from kvferry.daemon.values import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

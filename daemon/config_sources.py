@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvferry.daemon.config import DaemonConfig, Flag, flag_of
-from kvferry.daemon.config_values import ConfigError
 from kvferry.daemon.nearest import nearest
+from kvferry.daemon.values import ConfigError
 
 PREFIX = "KVFERRY_"
 FILE_VARIABLE = "KVFERRY_CONFIG"

@@ -20,7 +20,7 @@ from kvferry.daemon.arrivals import Arrivals
 from kvferry.daemon.asks import Asks
 from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters, reason_of
 from kvferry.daemon.effects import Effect, SendDone, ToWorker, tier_effects, zero_effects
-from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
+from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition, unavailable
 from kvferry.daemon.holds import Hold, Holds
 from kvferry.daemon.lease import Lease, LeaseState
 from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
@@ -318,8 +318,12 @@ class DecodeCore:
         self._pump(now)
 
     def worker_lost(self, worker: int, now: float) -> None:
-        """Its stream broke: it may still write. Its pages are orphaned until `worker_gone`."""
-        for lease in [lease for lease in self.leases.values() if lease.worker == worker]:
+        """Its stream broke: it may still write. Its pages are orphaned until `worker_gone`; those that it was to fill
+        leave the tree, and who waits for them fails: they come no more.
+        """
+        lost = [lease for lease in self.leases.values() if lease.worker == worker]
+        waiters: dict[Lease, None] = {}
+        for lease in lost:
             if lease.queued:
                 self._end(lease)
                 self.counters.aborted += 1
@@ -331,6 +335,16 @@ class DecodeCore:
                 lease.state = LeaseState.FAILED
             own = [page for page in lease.own if self.store.pool.state(page) is PageState.LEASED]
             self.store.pool.move(own, PageState.LEASED, PageState.ORPHANED)
+            if lease.state is LeaseState.FAILED:
+                lease.lost = True
+                end = min(lease.held_pages, lease.tree_pages)
+                unfilled = [page for page in lease.pages[lease.matched : end] if page in lease.filling]
+                waiters.update(dict.fromkeys(self._arrivals.abandon(unfilled)))
+                self._holds.withhold(lease.hold, unfilled)
+        for waiter in waiters:
+            if waiter.state is LeaseState.FILLING:
+                self._fail(waiter, unavailable("the worker that was to fill pages of this prefix is lost; try again"))
+        for lease in [lease for lease in self.leases.values() if lease.lost or lease in lost]:
             self._settle(lease)
         self._pump(now)
 
@@ -556,6 +570,8 @@ class DecodeCore:
         for page in fresh:
             self._arrivals.expect(page, lease)
         full = len(lease.digests) // DIGEST_BYTES
+        if lease.keep and self._holds.blocked(lease.hold, lease.digests):
+            lease.keep = False  # until those leave the tree it is brought for this request alone
         if lease.keep and full > lease.matched:
             coming = lease.pages[lease.matched : full]
             self.store.pool.move(coming, PageState.LEASED, PageState.ARRIVING)
@@ -653,6 +669,8 @@ class DecodeCore:
         for heir, pages in self._arrivals.hand_over(lease, () if ending else lease.to_fill).items():
             self._asks.ask_again(heir, pages)
         if not ending:
+            if lease.lost:
+                self._holds.take_out(lease.hold)
             return
         self._holds.drop(lease.hold, lease.own)
         self._forget(lease)

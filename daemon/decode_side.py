@@ -103,6 +103,8 @@ class DecodeSide(Side[DecodeCore]):
         self.flush()
 
     def _admit(self, worker: Worker, name: Name, request: wire.Admit, now: float) -> None:
+        if self.traces is not None:  # first: whatever is refused below is answered with Failed, which ends a span
+            self.traces.opened(worker.number, name, request.traceparent, request.tokens)
         if self.draining and not self.ready_core.comes_back(worker.number, name):
             raise unavailable("the daemon is shutting down; send the request to another one")
         self.check_quarantine()
@@ -121,8 +123,6 @@ class DecodeSide(Side[DecodeCore]):
                 raise unavailable(f"prefill is {request.prefill[:128]!r}; found at {where} by now are: {known}")
             raise precondition(f"prefill is {request.prefill[:128]!r}; the configured peers are: {known}")
         deadline = self.deadline_of(request.deadline_ms)
-        if self.traces is not None:
-            self.traces.opened(worker.number, name, request.traceparent, request.tokens)
         self.ready_core.admit(worker.number, worker.namespace_id, name, request, deadline, now)
         self.ready_core.latencies.add_stage("match", self.now() - now)
         if self.traces is not None:

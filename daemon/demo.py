@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvferry import flags
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.config_values import ConfigError, parse_device, parse_size
 from kvferry.daemon.stack import Stack, StackError
 from kvferry.daemon.stats_main import fetch, size
 from kvferry.daemon.system import System, SystemSpec, start_system
+from kvferry.daemon.values import ConfigError, parse_device, parse_size
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 
@@ -80,22 +81,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where pools are and models compute; two: prefill on the first, decode on the second (default: cpu)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: float32, on GPUs bfloat16)")
-    parser.add_argument("--conversations", type=int, default=4, metavar="N")
-    parser.add_argument("--turns", type=int, default=4, metavar="M")
-    parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="of a reply (default: %(default)s)")
-    parser.add_argument("--user-words", type=int, default=60, metavar="N", help="of a turn (default: %(default)s)")
-    parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("--conversations", type=flags.whole, default=4, metavar="N")
+    parser.add_argument("--turns", type=flags.whole, default=4, metavar="M")
+    parser.add_argument(
+        "--max-tokens", type=flags.whole, default=24, metavar="N", help="of a reply (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--user-words", type=flags.whole, default=60, metavar="N", help="of a turn (default: %(default)s)"
+    )
+    parser.add_argument("--page-size", type=flags.whole, default=16, metavar="TOKENS", help="default: %(default)s")
     parser.add_argument("--pool-bytes", default="256MiB", metavar="SIZE", help="of each daemon (default: %(default)s)")
     parser.add_argument("--host-bytes", default="0", metavar="SIZE", help="of each daemon's host tier (default: none)")
-    parser.add_argument("--prefill-ranks", type=int, default=1, metavar="N", help="tensor-parallel ranks")
-    parser.add_argument("--decode-ranks", type=int, default=1, metavar="N", help="likewise; SmolLM2 has 3 KV heads")
+    parser.add_argument("--prefill-ranks", type=flags.whole, default=1, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument(
+        "--decode-ranks", type=flags.whole, default=1, metavar="N", help="likewise; SmolLM2 has 3 KV heads"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.conversations < 1 or args.turns < 1 or args.max_tokens < 1:
-        print("kvferry demo: --conversations, --turns and --max-tokens must be at least 1", file=sys.stderr)
-        return 2
     console = Console()
     try:
         for text in (args.pool_bytes, args.host_bytes):
@@ -143,7 +147,7 @@ def _run_in(folder: str, model: str, args: argparse.Namespace, reuse: str, conso
         prefill_pool_bytes=parse_size(args.pool_bytes),
         decode_flags=[*both, "--reuse", reuse, "--ranks", str(args.decode_ranks)],
         prefill_flags=[*both, "--ranks", str(args.prefill_ranks)],
-        worker_flags=["--dtype", dtype, "--synthetic-kv-heads", str(max(args.decode_ranks, args.prefill_ranks, 1))],
+        worker_flags=["--dtype", dtype, "--synthetic-kv-heads", str(max(args.decode_ranks, args.prefill_ranks))],
         front_flags=["--model-name", os.path.basename(model) or ("random" if args.random_weights else "synthetic")],
     )
     with Stack() as stack:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import grpc
 
-from kvferry.daemon.config_values import is_name, parse_address
 from kvferry.daemon.dialing import Dial, dial_plainly
 from kvferry.daemon.errors import RequestError, unavailable
+from kvferry.daemon.values import is_name, parse_address
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.proto.cache_pb2_grpc import CacheStub
 from kvferry.proto.limits import MAX_NAME_CHARS
+from kvferry.waiting import complete
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ ROUNDS_GONE = 3  # without its address in DNS, after which a daemon that is not 
 MAX_ADDRESSES = 1024  # of an answer; the rest is not looked at
 ASKS_AT_ONCE = 32
 CANCEL_SECONDS = 1.0  # until a link's task is cancelled again
-CANCELS = 10
+CANCELS = 10  # of a link that is to be forgotten, in one round
+MAX_SAID = 64  # different complaints; further ones wait for a round without any
 
 
 class Link(Protocol):
@@ -80,7 +82,8 @@ class Discovery:
         self._ask_name = ask_name or (lambda address: prefill_name(address, service, dial))
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of the links found here, by name
         self._missed: dict[str, int] = {}  # rounds without its address
-        self._said = ""
+        self._said: set[str] = set()  # since the last round without a complaint
+        self._complained = False  # in this round
 
     async def run(self) -> None:
         try:
@@ -88,10 +91,15 @@ class Discovery:
                 await self.look()
                 await asyncio.sleep(ROUND_SECONDS)
         finally:
-            await _end(*self._tasks.values())
+            # Their sessions name the pool's memory until they are torn down: nothing may go before, however often this
+            # task is cancelled.
+            await complete(_end(list(self._tasks.values())))
 
     async def look(self) -> None:
         """One round."""
+        if not self._complained:
+            self._said.clear()
+        self._complained = False
         try:
             addresses = (await self._resolve(self._service))[:MAX_ADDRESSES]
         except (OSError, asyncio.TimeoutError) as error:
@@ -144,7 +152,10 @@ class Discovery:
             self._missed[name] = self._missed.get(name, 0) + 1 if gone else 0
             if self._missed[name] < ROUNDS_GONE:
                 continue
-            if not await _end(self._tasks[name]):
+            for _ in range(CANCELS):
+                if not await _cancel([self._tasks[name]]):
+                    break
+            else:
                 log.error("the link to %s at %s does not end; it is forgotten in a later round", name, link.address)
                 continue
             del self._tasks[name], self._missed[name]
@@ -152,23 +163,25 @@ class Discovery:
             log.info("prefill daemon %s at %s is forgotten", name, link.address)
 
     def _say(self, words: str) -> None:
-        """Once, until it is something else."""
-        if words != self._said:
+        """Once, until a round has no complaint: others choose the names in it."""
+        self._complained = True
+        if words not in self._said and len(self._said) < MAX_SAID:
+            self._said.add(words)
             log.warning("%s", words)
-        self._said = words
 
 
-async def _end(*tasks: asyncio.Task[None]) -> bool:
-    """Whether all have ended. Cancelled again and again: before Python 3.12 wait_for can lose a cancellation that meets
-    its result."""
-    for _ in range(CANCELS):
-        running = [task for task in tasks if not task.done()]
-        if not running:
-            return True
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running, timeout=CANCEL_SECONDS)
-    return all(task.done() for task in tasks)
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    while await _cancel(tasks):
+        pass
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> bool:
+    """Whether any still runs after some time. To be called again: before Python 3.12 wait_for can lose a cancellation
+    that meets its result."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    return bool(running) and bool((await asyncio.wait(running, timeout=CANCEL_SECONDS))[1])
 
 
 async def resolve_addresses(service: str) -> list[str]:

@@ -24,11 +24,11 @@ import grpc
 from kvferry.channels import ChannelError, ClientTls, open_channel
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.config_sources import shown
-from kvferry.daemon.config_values import is_loopback, parse_address
 from kvferry.daemon.doctor_gpu import Driver, DriverError
 from kvferry.daemon.handshake import PROTOCOL, PROTOCOL_MIN
 from kvferry.daemon.stats_main import fetch, size
 from kvferry.daemon.tls import TlsError, files_of, read_identity, utc
+from kvferry.daemon.values import is_loopback, parse_address
 from kvferry.proto import common_pb2 as common
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 
@@ -86,7 +86,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
 
 def _host_dir(config: DaemonConfig, needed: int) -> Finding:
     folder = Path(config.host_dir)
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    existing = _existing(folder.absolute())
     free = shutil.disk_usage(existing).free
     what, text = f"host tier {folder}", f"{size(free)} free on its file system; the files take {size(needed)}"
     if not os.access(existing, os.W_OK):
@@ -346,20 +346,19 @@ def _tls_remedy(config: DaemonConfig, host: str, port: int) -> str:
 def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
     """The workers' socket: its folder, and who is there already."""
     what = f"socket {config.socket}"
-    folder = Path(config.socket).absolute().parent
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if len(config.socket.encode()) > 107:
-        yield Finding(
-            BAD, what, f"{len(config.socket.encode())} bytes", "Unix sockets take at most 107: a shorter --socket"
-        )
-    elif os.path.exists(config.socket):
-        if not stat.S_ISSOCK(os.stat(config.socket).st_mode):
+        remedy = "Unix sockets take at most 107: a shorter --socket"
+        yield Finding(BAD, what, f"{len(config.socket.encode())} bytes", remedy)
+        return
+    existing = _existing(Path(config.socket).absolute().parent)
+    if (mode := _mode(config.socket)) is not None:
+        if not stat.S_ISSOCK(mode):
             yield Finding(BAD, what, "exists and is no socket", "another --socket, or remove it")
         else:
             yield Finding(
                 NOTE, what, "is there: a daemon runs, or died", "kvferry health says which; a start clears it"
             )
-    elif not existing.is_dir():
+    elif not os.path.isdir(existing):
         yield Finding(BAD, what, f"{existing} is no folder", "another --socket, or XDG_RUNTIME_DIR")
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield Finding(BAD, what, f"{existing} cannot be written to", "another --socket, or XDG_RUNTIME_DIR")
@@ -368,6 +367,19 @@ def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (memory, limits, daemon_socket, nixl, network, gpus, certificate, peers)
+
+
+def _existing(path: Path) -> Path:
+    """It, or the nearest of its parents that can be seen. (Path.exists raises where a folder above may not be read.)"""
+    return next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+
+
+def _mode(path: str) -> int | None:
+    """None where nothing can be seen there."""
+    try:
+        return os.stat(path).st_mode
+    except OSError:
+        return None
 
 
 def _meminfo(name: str) -> int:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.daemon import config_sources
-from kvferry.daemon.config_values import ConfigError
+from kvferry.daemon.values import ConfigError
 
 STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 

@@ -28,7 +28,7 @@ QUEUE = 4096  # batches that may wait for the thread
 QUEUE_TOKENS = 16 << 20  # likewise
 SUBSCRIBER_QUEUE = 2048  # batches that may wait for one subscriber
 SUBSCRIPTIONS = 1024  # that may wait to be read
-REPLAY_POLL_MS = 20  # while those who replay take nothing
+REPLAY_POLL_MS = 5  # while those who replay take nothing
 STOP_SECONDS = 5.0
 
 
@@ -117,6 +117,11 @@ class EventPublisher:
         self._thread = threading.Thread(target=self._run, name="kv events", daemon=True)
         self._thread.start()
 
+    @property
+    def replays_cut_off(self) -> Counter[str]:
+        """By reason, of event_replay.REASONS."""
+        return self._replay.cut_off if self._replay is not None else Counter()
+
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Never blocks; where there is no room the batch is dropped, its sequence number is not given again."""
         if not events:
@@ -169,6 +174,8 @@ class EventPublisher:
         encoder = msgspec.msgpack.Encoder()
         replay, wait = self._replay, None
         while not self._stop.is_set():
+            if replay is not None and self._router is not None:
+                poller.modify(self._router, 0 if replay.full else zmq.POLLIN)
             ready = dict(poller.poll(wait))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
@@ -186,7 +193,8 @@ class EventPublisher:
                 batch = self._queue.get_nowait()
             except queue.Empty:
                 return
-            payload = encoder.encode(_encoded(batch, self._settings.page_size))
+            # One copy for all queues: of the subscribers, of those who replay, and for later replays.
+            payload = zmq.Frame(encoder.encode(_encoded(batch, self._settings.page_size)), copy=True)
             sequence = batch.sequence.to_bytes(8, "big")
             self._send(sequence, payload)
             if self._replay is not None:
@@ -194,14 +202,14 @@ class EventPublisher:
             self._taken_tokens += batch.tokens
             self.sent = batch.sequence + 1
 
-    def _send(self, sequence: bytes, payload: bytes) -> None:
+    def _send(self, sequence: bytes, payload: zmq.Frame) -> None:
         frames = (self._settings.topic.encode(), sequence, payload)
         try:
-            self._pub.send_multipart(frames, zmq.NOBLOCK)
+            self._pub.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             self.subscriber_dropped += 1
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)  # those that read get it
-            self._pub.send_multipart(frames, zmq.NOBLOCK)
+            self._pub.send_multipart(frames, zmq.NOBLOCK, copy=False)
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
 

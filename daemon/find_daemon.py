@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvferry.daemon.config_values import runtime_dir
+from kvferry.daemon.values import runtime_dir
 
 
 class NoDaemon(Exception):

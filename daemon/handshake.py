@@ -6,8 +6,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_values import is_name, parse_address
 from kvferry.daemon.errors import precondition, unavailable
+from kvferry.daemon.values import is_name, parse_address
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS

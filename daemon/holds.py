@@ -2,6 +2,9 @@
 
 A reservation is made only if the promise can be kept; the pages may come later, when evicted ones have been spilled.
 What of the locked path is only on the host is restored into pages of the same promise.
+
+Pages in the tree that a lost worker may still write are withheld: nobody matches them any more, and as soon as no other
+lock is over them they leave the tree and are the lost request's own again, ORPHANED, until its end.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Hold:
     host_matched: int = 0  # of them, those that were only on the host
     pages: list[int] = field(default_factory=list)  # device ids, once claimed
     counted: int = 0  # its part of the namespace's promised pages
+    orphans: list[int] = field(default_factory=list)  # withheld pages of it that have left the tree
 
     @property
     def claimed(self) -> bool:
@@ -61,6 +65,7 @@ class Holds:
     def __init__(self, store: Store, arriving: Abandoned) -> None:
         self._store = store
         self._arriving = arriving
+        self._withheld: dict[int, Hold] = {}  # in the tree, by page: whose worker may still write it
 
     def reserve(self, hold: Hold) -> Admission:
         """Locks the longest match and promises the rest, if that can be kept; else nothing has changed."""
@@ -79,11 +84,14 @@ class Holds:
         return Admission.TAKEN
 
     def is_good(self, hold: Hold) -> bool:
-        """What it reserved can still be read by it: no restore of it has failed meanwhile."""
+        """What it reserved can still be read by it: no restore of it has failed meanwhile, and nothing is withheld."""
         assert hold.lock is not None
-        if not hold.readable_only:
+        if not hold.readable_only and not self._withheld:
             return True
-        return PageState.ARRIVING not in self._store.pool.states(hold.namespace.tree.path_pages(hold.lock))
+        pages = hold.namespace.tree.path_pages(hold.lock)
+        if self._first_withheld(pages) is not None:
+            return False
+        return not hold.readable_only or PageState.ARRIVING not in self._store.pool.states(pages)
 
     def claim(self, hold: Hold) -> list[int] | None:
         """The pages behind the matched ones, and a restore of the matched ones that are on the host. None: not yet."""
@@ -119,13 +127,18 @@ class Holds:
         return True
 
     def drop(self, hold: Hold, own: Sequence[int]) -> None:
-        """The end of it: `own` of its pages are freed, the path is unlocked, what nobody brings is taken out."""
+        """The end of it: `own` of its pages are freed, the path is unlocked, what nobody brings is taken out.
+
+        Nothing is withheld for it any more.
+        """
         hold.promise(0, 0)
+        if self._withheld:
+            self._withheld = {page: of for page, of in self._withheld.items() if of is not hold}
         self._arriving.forget(own)
         self._store.release(hold.namespace, own)
         if hold.lock is not None:
             self.unlock(hold.namespace, hold.lock)
-        hold.lock, hold.pages, hold.matched, hold.host_matched = None, [], 0, 0
+        hold.lock, hold.pages, hold.matched, hold.host_matched, hold.orphans = None, [], 0, 0, []
 
     def abandoned(self, namespace: Namespace, lock: Lock) -> int | None:
         """Index of the first page of the locked path that is on its way and brought by nobody."""
@@ -137,8 +150,43 @@ class Holds:
         if abandoned is None:
             namespace.tree.unlock(lock)
             return
-        removed = namespace.tree.prune(lock, abandoned)
+        self._removed(namespace, namespace.tree.prune(lock, abandoned))
+
+    def withhold(self, hold: Hold, pages: Sequence[int]) -> None:
+        """These pages of the hold, in the tree and brought by nobody, are not to be used before its end."""
+        for page in pages:
+            self._withheld[page] = hold
+
+    def take_out(self, hold: Hold) -> None:
+        """Its lock is drawn back from what is withheld, which leaves the tree where no other lock is over it. No copy
+        into its pages may run."""
+        tree = hold.namespace.tree
+        assert hold.lock is not None
+        start = self._first_withheld(tree.path_pages(hold.lock))
+        if start is None:
+            return
+        lock, hold.lock = hold.lock, tree.lock(tree.match(hold.digests[: start * DIGEST_BYTES]), hold.priority)
+        self._removed(hold.namespace, tree.prune(lock, start))
+
+    def blocked(self, hold: Hold, digests: bytes) -> bool:
+        """Withheld pages still stand in the tree where the hold's own pages would go."""
+        return bool(self._withheld) and hold.namespace.tree.match(digests).pages > hold.matched
+
+    def _first_withheld(self, path: Sequence[int]) -> int | None:
+        if not self._withheld:
+            return None
+        return next((i for i, page in enumerate(path) if page in self._withheld), None)
+
+    def _removed(self, namespace: Namespace, removed: list[int]) -> None:
+        """Pages that are out of the tree now: freed, but for what is withheld."""
         self._arriving.forget(removed)
+        kept = [page for page in removed if page in self._withheld]
+        if kept:
+            self._store.pool.move(kept, PageState.ARRIVING, PageState.ORPHANED)
+            self._store.unpublish(namespace, len(kept))
+            for page in kept:
+                self._withheld.pop(page).orphans.append(page)
+            removed = [page for page in removed if self._store.pool.state(page) is not PageState.ORPHANED]
         self._store.pruned(namespace, removed)
 
     def extend(self, hold: Hold, digests: bytes, own: list[int], start: int, kind: int) -> list[int]:
@@ -166,11 +214,14 @@ class Holds:
     def _lock(self, hold: Hold) -> Lock:
         tree = hold.namespace.tree
         lock = tree.lock(tree.match(hold.digests), hold.priority)
-        if hold.readable_only:
-            states = self._store.pool.states(tree.path_pages(lock))
-            arriving = states.find(PageState.ARRIVING)
-            if arriving >= 0:
-                shorter = tree.lock(tree.match(hold.digests[: arriving * DIGEST_BYTES]), hold.priority)
-                tree.unlock(lock)
-                return shorter
-        return lock
+        if not hold.readable_only and not self._withheld:
+            return lock
+        pages = tree.path_pages(lock)
+        end = self._store.pool.states(pages).find(PageState.ARRIVING) if hold.readable_only else -1
+        if end < 0 and (withheld := self._first_withheld(pages)) is not None:
+            end = withheld
+        if end < 0:
+            return lock
+        shorter = tree.lock(tree.match(hold.digests[: end * DIGEST_BYTES]), hold.priority)
+        tree.unlock(lock)
+        return shorter

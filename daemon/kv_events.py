@@ -57,6 +57,10 @@ class EventSink(Protocol):
     queue_dropped: int
     subscriber_dropped: int
 
+    @property
+    def replays_cut_off(self) -> Counter[str]:
+        """By reason: "stalled" or "gone"."""
+
     def publish(self, events: Sequence[KvEvent]) -> None: ...
 
 

@@ -35,6 +35,7 @@ class Lease:
     order: int  # of admission requests: the oldest follower takes over, the youngest is retracted
     keep: bool  # its pages enter the tree
     held_pages: int = 0  # of the prompt, that the worker has in memory of its own
+    lost: bool = False  # its worker's stream broke; it may still write
     resumed: bool = False  # it was retracted before
     looked_up: bool = False  # it is in the hit rate
     overtaken: int = 0
@@ -110,7 +111,7 @@ class Lease:
     @property
     def own(self) -> list[int]:
         """Pages that are not the tree's."""
-        return self.hold.pages[self.tree_pages :]
+        return self.hold.pages[self.tree_pages :] + self.hold.orphans
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 
 NAMESPACE_DIGITS = 12
+CUT_OFF = ("stalled", "gone")  # event_replay has them; it needs zmq, which this does not
 POOL_STATES = ("free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned")
 
 Labels = Sequence[str]
@@ -271,6 +272,10 @@ def _events(sides: Sides) -> Iterator[Metric]:
     yield _counter("kv_event_batches", "batches of KV events", ["role"], [([n], float(e.batches)) for n, e in decode])
     help_ = "of them, those dropped: for all (queue), or for a subscriber that reads too slowly"
     yield _counter("kv_event_dropped_batches", help_, ["role", "where"], dropped)
+    told_off = [(name, {r.reason: r.count for r in events.cut_off_replays}) for name, events in decode]
+    cut_off = [([name, reason], float(told.get(reason, 0))) for name, told in told_off for reason in CUT_OFF]
+    help_ = "replays of KV events that were not finished, by reason"
+    yield _counter("kv_event_cut_off_replays", help_, ["role", "reason"], cut_off)
 
 
 def _each(sides: Sides, field: str) -> Samples:

@@ -1,5 +1,5 @@
-"""The Prometheus endpoint: one thread with one connection at a time, each cut off at a deadline, so a scraper that
-stalls, or trickles its bytes, costs nobody else more than that. Shell.
+"""The Prometheus endpoint: a few threads with one connection each at a time, which is cut off at a deadline, a short
+one until its request has come: who stalls, or trickles bytes, costs others no more than that. Shell.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from kvferry.daemon.config_values import ConfigError, parse_address
 from kvferry.daemon.metrics import SnapshotCollector
+from kvferry.daemon.values import ConfigError, parse_address
 from kvferry.proto import cache_pb2 as cache
 
 if TYPE_CHECKING:
@@ -27,15 +29,16 @@ log = logging.getLogger(__name__)
 
 PATH = "/metrics"
 SNAPSHOT_SECONDS = 5.0  # until the event loop must have given one
-SOCKET_SECONDS = 5.0  # for a scraper to send its request, and to take a part of the answer
-CONNECTION_SECONDS = 6.0  # for all of a connection, a late snapshot included
-POLL_SECONDS = 0.1  # until a stop is seen
-STOP_SECONDS = 3.0  # for the thread to end once its connection is cut
+THREADS = 4  # connections served at a time
+REQUEST_SECONDS = 1.0  # for a scraper to send its request
+ANSWER_SECONDS = 6.0  # for it to have the answer, a late snapshot included
+POLL_SECONDS = 0.1  # until a stop, or a deadline, is seen
+STOP_SECONDS = 3.0  # for the threads to end once their connections are cut
 BACKLOG = 16
 
 
 class MetricsServer:
-    """Listens once made; ConfigError where it cannot. Its thread is joined by `stop`."""
+    """Listens once made; ConfigError where it cannot. Its threads are joined by `stop`."""
 
     def __init__(self, listen: str, take: Callable[[], cache.StatsReply], loop: asyncio.AbstractEventLoop) -> None:
         host, port = parse_address(listen)
@@ -52,9 +55,11 @@ class MetricsServer:
         self._server.set_app(self._answer)
         bound = self._server.server_address[1]
         self.address = f"{host if ':' not in host else f'[{host}]'}:{bound}"
-        # A daemon thread, though it is joined: should `close` never be reached, the process must end all the same.
-        self._thread = threading.Thread(target=self._server.run, name="kvferry-metrics", daemon=True)
-        self._thread.start()
+        # Daemon threads, though they are joined: should `close` never be reached, the process must end all the same.
+        runs = [self._server.watch, *[self._server.run] * THREADS]
+        self._threads = [threading.Thread(target=run, name="kvferry-metrics", daemon=True) for run in runs]
+        for thread in self._threads:
+            thread.start()
 
     async def stop(self) -> None:
         """Cuts off a scrape under way, too."""
@@ -63,13 +68,15 @@ class MetricsServer:
     def close(self) -> None:
         """The same, where no event loop runs any more."""
         self._server.stop()
-        self._thread.join(STOP_SECONDS)
-        if self._thread.is_alive():
-            log.error("the metrics' thread has not ended within %g s; it is left behind", STOP_SECONDS)
+        deadline = time.monotonic() + STOP_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if left := sum(thread.is_alive() for thread in self._threads):
+            log.error("%d threads of the metrics have not ended within %g s; they are left behind", left, STOP_SECONDS)
         self._server.server_close()
 
     def _snapshot(self) -> cache.StatsReply:
-        """On the server's thread. TimeoutError where the event loop does not answer."""
+        """On a thread of the server. TimeoutError where the event loop does not answer."""
 
         async def taken() -> cache.StatsReply:
             return self._take()
@@ -97,46 +104,52 @@ class _Server(WSGIServer):
     timeout = POLL_SECONDS  # of handle_request: until a connection comes
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
-        self._cutting = threading.Lock()  # a socket is not closed while another thread shuts it down
-        self._connection: socket.socket | None = None
-        self._stopping = False
+        self._lock = threading.Lock()  # a socket is not closed while another thread shuts it down
+        self._deadlines: dict[socket.socket, float] = {}  # of the connections that are served
+        self._stopping = threading.Event()
         super().__init__(address, handler)
+        self.socket.setblocking(False)  # all threads hear of a connection, one gets it
 
     def run(self) -> None:
-        """Until `stop`."""
-        while not self._stopping:
+        """Serves until `stop`, one of several threads."""
+        while not self._stopping.is_set():
             self.handle_request()
 
+    def watch(self) -> None:
+        """Cuts off what is late, until `stop`."""
+        while not self._stopping.wait(POLL_SECONDS):
+            self._cut(time.monotonic())
+
     def stop(self) -> None:
-        """Takes no further connection, and cuts off the one that is."""
-        self._stopping = True
-        self._cut(self._connection)
+        """Takes no further connection, and cuts off those that are."""
+        self._stopping.set()
+        self._cut(math.inf)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._cutting:
-            self._connection = request
-        timer = threading.Timer(CONNECTION_SECONDS, self._cut, (request,))
-        timer.daemon = True
-        timer.start()
-        try:
-            if self._stopping:  # `stop` may have come before it was known here
-                self.shutdown_request(request)
-            else:
-                super().process_request(request, client_address)
-        finally:
-            timer.cancel()
+        with self._lock:
+            self._deadlines[request] = time.monotonic() + REQUEST_SECONDS
+        if self._stopping.is_set():  # `stop` may have come before it was known here
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def has_come(self, request: socket.socket) -> None:
+        """Its request was read: it has the time for an answer."""
+        with self._lock:
+            self._deadlines[request] = time.monotonic() + ANSWER_SECONDS
 
     def shutdown_request(self, request: Any) -> None:
-        with self._cutting:
-            self._connection = None
+        with self._lock:
+            self._deadlines.pop(request, None)
             super().shutdown_request(request)
 
-    def _cut(self, connection: socket.socket | None) -> None:
-        """Whatever it waits for ends at once: an unlimited number of short reads, too."""
-        with self._cutting:
-            if connection is not None and connection is self._connection:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+    def _cut(self, now: float) -> None:
+        """Whatever a late connection waits for ends at once: an unlimited number of short reads, too."""
+        with self._lock:
+            for connection, deadline in self._deadlines.items():
+                if deadline <= now:
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         # As http.server's, without its reverse look-up of the host's name, which may take seconds.
@@ -155,7 +168,12 @@ class _Server6(_Server):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SOCKET_SECONDS
+    server: _Server
+
+    def parse_request(self) -> bool:
+        whole = super().parse_request()
+        self.server.has_come(self.connection)
+        return whole
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)

@@ -72,6 +72,8 @@ class PrefillSide(Side[PrefillCore]):
         self.flush()
 
     def _begin(self, worker: Worker, name: Name, request: wire.Begin, now: float) -> None:
+        if self.traces is not None:  # first: whatever is refused below is answered with Failed, which ends a span
+            self.traces.opened(worker.number, name, request.traceparent, request.tokens)
         if self.draining:
             raise unavailable("the daemon is shutting down; send the request to another one")
         self.check_quarantine()
@@ -84,8 +86,6 @@ class PrefillSide(Side[PrefillCore]):
             max_tokens=self.config.max_tokens,
         )
         deadline = self.deadline_of(request.deadline_ms)
-        if self.traces is not None:
-            self.traces.opened(worker.number, name, request.traceparent, request.tokens)
         self.ready_core.begin(worker.number, worker.namespace_id, name, request, deadline, now)
         if self.traces is not None:
             self.traces.looked_up(worker.number, name, now)

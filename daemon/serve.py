@@ -10,7 +10,7 @@ import sys
 from kvferry import tracing
 from kvferry.daemon import config_sources
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_values import ConfigError
+from kvferry.daemon.values import ConfigError
 from kvferry.logs import LOG_FORMAT
 
 add_arguments = config_sources.add_arguments

@@ -21,7 +21,6 @@ from grpc_health.v1._async import HealthServicer
 from kvferry.daemon.admin_service import AdminService
 from kvferry.daemon.cache_service import CacheService
 from kvferry.daemon.config import DaemonConfig, flag_of, new_incarnation
-from kvferry.daemon.config_values import ConfigError, parse_address
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.dialing import dialling
 from kvferry.daemon.discovery import Discovery
@@ -34,6 +33,7 @@ from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.stats import Snapshots
 from kvferry.daemon.tls import TlsWatch, files_of
+from kvferry.daemon.values import ConfigError, parse_address
 from kvferry.daemon.worker_service import WorkerService
 from kvferry.proto import (
     admin_pb2,

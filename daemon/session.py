@@ -30,6 +30,7 @@ from kvferry.transfer.courier_messages import (
     PostFailed,
 )
 from kvferry.transfer.lanes import Lane
+from kvferry.waiting import complete
 
 log = logging.getLogger(__name__)
 
@@ -187,15 +188,10 @@ class Session:
 
     async def _finish(self, teardown: asyncio.Task[None]) -> None:
         """Waits for the teardown, also where this very task is cancelled meanwhile."""
-        cancelled: asyncio.CancelledError | None = None
-        while not teardown.done():
-            try:
-                await asyncio.shield(teardown)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        teardown.result()
-        if cancelled is not None:
-            raise cancelled
+        try:
+            await complete(teardown)
+        finally:
+            teardown.result()  # its own error goes before a cancellation
 
     async def _tear_down(self, tasks: list[asyncio.Task[None]], start: asyncio.Task[CourierLink]) -> None:
         self.closed, self.up = True, False

@@ -14,7 +14,7 @@ from kvferry.daemon.side_workers import SideWorkers, Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_NAME_CHARS
-from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.geometry import StorageOrder
 from kvferry.transfer.namespace import NamespaceFacts
 from kvferry.transfer.registration import Registration
 

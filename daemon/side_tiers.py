@@ -19,8 +19,7 @@ from kvferry.daemon.host_tier import HostTier, open_tier
 from kvferry.daemon.pool_making import make_pool, map_pool
 from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.store import Store
-from kvferry.transfer.geometry import Layout
-from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.geometry import Layout, StorageOrder
 from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
 from kvferry.transfer.registration import Registration

@@ -138,6 +138,8 @@ def _events(side: AnySide, stats: cache.KvEventStats) -> None:
     stats.endpoint, stats.replay = sink.endpoint, sink.replay
     stats.batches = sink.batches
     stats.queue_dropped, stats.subscriber_dropped = sink.queue_dropped, sink.subscriber_dropped
+    for reason, cut_off in sorted(sink.replays_cut_off.items()):
+        stats.cut_off_replays.add(reason=reason, count=cut_off)
     for (event, medium), count in sorted(sink.blocks.items()):
         stats.blocks.add(event=event, medium=medium, count=count)
 

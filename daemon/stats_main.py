@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
-from kvferry.daemon.config_values import ConfigError, parse_address
+from kvferry.daemon.values import ConfigError, parse_address
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.proto.cache_pb2_grpc import CacheStub

@@ -223,9 +223,13 @@ class Store:
         namespace.own -= inserted
         assert namespace.own >= 0, "more pages were inserted than taken"
 
+    def unpublish(self, namespace: Namespace, removed: int) -> None:
+        """`removed` of the tree's pages are a request's own again."""
+        namespace.own += removed
+
     def pruned(self, namespace: Namespace, removed: list[int]) -> None:
         """Pages that `prune` took out of the tree: freed."""
-        namespace.own += len(removed)
+        self.unpublish(namespace, len(removed))
         self.release(namespace, removed)
 
     def restore(self, namespace: Namespace, lock: Lock, pages: list[int]) -> None:

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_values import ConfigError
+from kvferry.daemon.values import ConfigError
 
 log = logging.getLogger(__name__)
 

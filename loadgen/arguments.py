@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from kvferry import flags
 from kvferry.channels import add_tls_arguments
 from kvferry.loadgen.chats import Chats, read_chats
 from kvferry.loadgen.conversation_spec import read_spec
@@ -42,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", help="default: the server's first")
     parser.add_argument("--header", type=_header, action="append", default=[], metavar="NAME:VALUE", help="repeatable")
-    parser.add_argument("--timeout", type=_positive, default=120.0, metavar="SECONDS", help="for each part of a reply")
+    parser.add_argument(
+        "--timeout", type=flags.positive, default=120.0, metavar="SECONDS", help="for each part of a reply"
+    )
     parser.add_argument(
         "--stats",
         action="append",
@@ -61,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"of a reply (default: the workload's own, else {DEFAULT_OUTPUT})",
     )
-    reply.add_argument("--temperature", type=_not_negative, default=0.0, help="default 0: greedy")
+    reply.add_argument("--temperature", type=flags.not_negative, default=0.0, help="default 0: greedy")
     reply.add_argument("--ignore-eos", action="store_true", help="replies end at --max-tokens only (an extension)")
     reply.add_argument("--extra", type=_extra, default={}, metavar="JSON", help="more fields of every request's body")
     out = parser.add_argument_group("report")
@@ -76,9 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_workload(work: argparse._ArgumentGroup) -> None:
     work.add_argument("--workload", choices=WORKLOADS, default=WORKLOADS[0], help="default %(default)s")
     work.add_argument("--file", type=Path, help="of a trace, of chats, or of vLLM's generate_conversations")
-    work.add_argument("--seed", type=_whole_or_0, default=0, help="the same seed gives the same requests")
-    work.add_argument("--vocabulary", type=_whole, metavar="IDS", help="token ids are below (default: the server's)")
-    work.add_argument("--conversations", type=_whole, metavar="COUNT", help="default 8, or all of a file")
+    work.add_argument("--seed", type=flags.whole_or_0, default=0, help="the same seed gives the same requests")
+    work.add_argument(
+        "--vocabulary", type=flags.whole, metavar="IDS", help="token ids are below (default: the server's)"
+    )
+    work.add_argument("--conversations", type=flags.whole, metavar="COUNT", help="default 8, or all of a file")
     work.add_argument("--turns", type=_distribution, default=Constant(4), metavar="N", help="default 4")
     work.add_argument(
         "--user-words", type=_distribution, default=Constant(40), metavar="N", help="or tokens, of a turn"
@@ -94,32 +99,38 @@ def _add_workload(work: argparse._ArgumentGroup) -> None:
     )
     work.add_argument("--preset", choices=tuple(PRESETS), default="tiny", help="of shared-prefix (default %(default)s)")
     for name, what in (("prefixes", "how many"), ("prefix-tokens", "of each"), ("suffix-tokens", "of each request")):
-        work.add_argument(f"--{name}", type=_whole, metavar="COUNT", help=f"shared-prefix: {what}, for the preset's")
-    work.add_argument("--requests", type=_whole, metavar="COUNT", help="shared-prefix: for the preset's")
+        work.add_argument(
+            f"--{name}", type=flags.whole, metavar="COUNT", help=f"shared-prefix: {what}, for the preset's"
+        )
+    work.add_argument("--requests", type=flags.whole, metavar="COUNT", help="shared-prefix: for the preset's")
 
 
 def _add_loop(loop: argparse._ArgumentGroup) -> None:
     loop.add_argument(
         "--concurrency",
-        type=_whole,
+        type=flags.whole,
         metavar="C",
         help=f"requests at a time (default {DEFAULT_CONCURRENCY}, the preset's, or {IN_FLIGHT} of an open loop)",
     )
     loop.add_argument(
         "--active",
-        type=_whole,
+        type=flags.whole,
         metavar="A",
         help="closed loop: conversations open at a time (default: as --concurrency)",
     )
-    loop.add_argument("--rate", type=_positive, metavar="R", help="open loop: conversations that start per second")
+    loop.add_argument("--rate", type=flags.positive, metavar="R", help="open loop: conversations that start per second")
     loop.add_argument("--arrivals", choices=("poisson", "constant"), default="poisson", help="default %(default)s")
     loop.add_argument(
-        "--speed", type=_positive, metavar="X", help="open loop with the trace's own times, so many times faster"
+        "--speed", type=flags.positive, metavar="X", help="open loop with the trace's own times, so many times faster"
     )
     loop.add_argument(
-        "--warm-up", type=_whole_or_0, default=0, metavar="COUNT", help="first conversations, in none of the numbers"
+        "--warm-up",
+        type=flags.whole_or_0,
+        default=0,
+        metavar="COUNT",
+        help="first conversations, in none of the numbers",
     )
-    loop.add_argument("--seconds", type=_positive, default=math.inf, help="after which no request starts")
+    loop.add_argument("--seconds", type=flags.positive, default=math.inf, help="after which no request starts")
 
 
 def make_workload(args: argparse.Namespace, vocabulary: int | None) -> Workload:
@@ -205,37 +216,6 @@ def loop_name(args: argparse.Namespace, loop: Closed | Open) -> str:
     return f"open loop: the trace's times / {args.speed:g}, at most {loop.in_flight} requests at a time"
 
 
-def _whole(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _whole_or_0(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(bound: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < bound:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= {bound}, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"must be > 0, got {text!r}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
-    return value
-
-
 def _distribution(text: str) -> Distribution:
     try:
         return parse(text)
@@ -266,5 +246,5 @@ def _target(text: str) -> Target:
         name, _, value = word.partition(":")
         if name not in _TARGETS:
             raise argparse.ArgumentTypeError(f"must name {', '.join(_TARGETS)}, got {word!r}")
-        bounds[_TARGETS[name]] = _positive(value)
+        bounds[_TARGETS[name]] = flags.positive(value)
     return Target(**bounds)

@@ -70,7 +70,9 @@ class _Lenient(BaseModel):
 
 class _Delta(_Lenient):
     content: str | None = None
-    reasoning_content: str | None = None  # tokens too, though of no next turn
+    # Tokens too, though of no next turn. Servers name it one way or the other (vLLM: `reasoning`).
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(_Lenient):
@@ -137,13 +139,15 @@ class Client:
         """The server's first model. Raises ServerError."""
         try:
             async with self._session.get(f"{self._url}/v1/models") as response:
-                body = await response.content.read(MAX_BODY_BYTES)
+                body = await _body(response)
                 if response.status >= 400:
-                    raise ServerError(f"/v1/models: HTTP {response.status}: {_message(body)}")
+                    raise ServerError(f"HTTP {response.status}: {_message(body)}")
             card = _Cards.model_validate_json(body).data[0]
             return ModelInfo(card.id, card.vocab_size)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerError(f"/v1/models: {_describe(error)}") from error
+        except ServerError as error:
+            raise ServerError(f"/v1/models: {error}") from None
         except (ValueError, LookupError) as error:
             raise ServerError(f"/v1/models: not a list of models: {error!r}") from error
 
@@ -154,9 +158,7 @@ class Client:
         try:
             async with self._session.post(self._url + path, data=body) as response:
                 if response.status >= 400:
-                    raise ServerError(
-                        f"HTTP {response.status}: {_message(await response.content.read(MAX_BODY_BYTES))}"
-                    )
+                    raise ServerError(f"HTTP {response.status}: {_message(await _body(response))}")
                 async for chunk in _events(response.content):
                     _take(outcome, chunk, time.perf_counter() - start)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -171,6 +173,16 @@ class Client:
             else:
                 outcome.error = "the reply has no content"
         return outcome
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """To its end: one read gives only what has come by then. Raises ServerError where it is beyond MAX_BODY_BYTES."""
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ServerError(f"HTTP {response.status}: the answer has more than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[_Chunk]:
@@ -202,7 +214,7 @@ def _take(outcome: Outcome, chunk: _Chunk, now_s: float) -> None:
             outcome.timing.opened_s = now_s
         text = choice.text or choice.delta.content or ""
         tokens = choice.token_ids or []
-        if text or tokens or choice.delta.reasoning_content:
+        if text or tokens or choice.delta.reasoning or choice.delta.reasoning_content:
             outcome.timing.content(now_s)
             outcome.text.append(text)
             outcome.tokens += tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -16,7 +17,7 @@ DEADLINE_S = 5.0
 
 
 class StatsError(Exception):
-    """A daemon gave no statistics."""
+    """A daemon gave no statistics, or none that can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +37,54 @@ class DaemonCounts:
     restored_pages: int = 0
 
     def since(self, before: DaemonCounts) -> DaemonCounts:
+        """Of one daemon. Raises StatsError where a count fell: it began anew meanwhile."""
+        for field in fields(self):
+            now, then = getattr(self, field.name), getattr(before, field.name)
+            if now < then:
+                raise StatsError(f"{field.name} is {now}, and was {then} before: it was started anew")
         return DaemonCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
     def plus(self, other: DaemonCounts) -> DaemonCounts:
         return DaemonCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-async def read_counts(addresses: Sequence[str], tls: ClientTls | None = None) -> DaemonCounts:
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of one daemon."""
+
+    address: str
+    at_s: float  # of this process's monotonic clock
+    uptime_s: float  # 0: the daemon does not say
+    counts: DaemonCounts
+
+    def since(self, before: Reading) -> DaemonCounts:
+        """Raises StatsError where the daemon was started anew meanwhile: what it counted until then is lost."""
+        expected_s = before.uptime_s + self.at_s - before.at_s
+        if self.uptime_s and self.uptime_s < expected_s - DEADLINE_S:
+            raise StatsError(
+                f"daemon {self.address} runs for {self.uptime_s:.1f} s, and would for {expected_s:.1f} s: "
+                "it was started anew"
+            )
+        try:
+            return self.counts.since(before.counts)
+        except StatsError as error:
+            raise StatsError(f"daemon {self.address}: {error}") from None
+
+
+async def read_daemons(addresses: Sequence[str], tls: ClientTls | None = None) -> tuple[Reading, ...]:
     """Raises StatsError naming the daemon, ChannelError naming a file of `tls`."""
+    return tuple(await asyncio.gather(*(_read(address, tls) for address in addresses)))
+
+
+def counted(before: Sequence[Reading], after: Sequence[Reading]) -> DaemonCounts:
+    """By all daemons from one reading to the other. Raises StatsError naming one that was started anew."""
     total = DaemonCounts()
-    for counts in await asyncio.gather(*(_read(address, tls) for address in addresses)):
-        total = total.plus(counts)
+    for first, last in zip(before, after, strict=True):
+        total = total.plus(last.since(first))
     return total
 
 
-async def _read(address: str, tls: ClientTls | None) -> DaemonCounts:
+async def _read(address: str, tls: ClientTls | None) -> Reading:
     async with open_aio_channel(address, tls) as channel:
         stats = channel.unary_unary(
             "/kvferry.v1.Cache/Stats",
@@ -65,7 +99,7 @@ async def _read(address: str, tls: ClientTls | None) -> DaemonCounts:
     for side in reply.sides:
         if side.role == common_pb2.ROLE_DECODE:
             total = total.plus(_counts(side))
-    return total
+    return Reading(address, time.monotonic(), reply.uptime_seconds, total)
 
 
 def _counts(side: cache_pb2.SideStats) -> DaemonCounts:

@@ -9,13 +9,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
-from kvferry.channels import tls_of
+from kvferry.channels import ChannelError, ClientTls, tls_of
 from kvferry.loadgen.arguments import (
     CHAT,
     COMPLETIONS_TOKENS,
@@ -26,7 +29,7 @@ from kvferry.loadgen.arguments import (
     starts,
 )
 from kvferry.loadgen.client import Client, ModelInfo, ServerError
-from kvferry.loadgen.daemon_stats import StatsError, read_counts
+from kvferry.loadgen.daemon_stats import DaemonCounts, Reading, StatsError, counted, read_daemons
 from kvferry.loadgen.dialogue import ChatDialogue, Dialogue, Generation, TokenDialogue
 from kvferry.loadgen.files import FileError, read_report, write_csv, write_json, write_requests
 from kvferry.loadgen.plots import plots_missing, write_plots
@@ -51,21 +54,26 @@ def run(args: argparse.Namespace) -> int:
         if args.plots is not None and (missing := plots_missing()) is not None:
             raise WorkloadError(f"--plots: {missing}")
         measured = asyncio.run(_run(args))
-        _write(args, measured)
     except (ServerError, StatsError, FileError, OSError, ValueError) as error:
         print(f"kvferry loadgen: {error}", file=sys.stderr)
         return 1
+    written = _write(args, measured)
     if args.format == "json":
         print(measured.report.json())
     else:
         print_tables(measured.report, console())
-    return 0 if measured.report.ok and not measured.record.stopped else 1
+    return 0 if measured.complete and written else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     report: Report
     record: RunRecord
+
+    @property
+    def complete(self) -> bool:
+        """Every request was answered, nothing ended the run, and all that was asked for is in the report."""
+        return self.report.ok and not self.record.stopped and self.report.daemons_missing is None
 
 
 async def _run(args: argparse.Namespace) -> Measured:
@@ -83,17 +91,32 @@ async def _run(args: argparse.Namespace) -> Measured:
                 raise WorkloadError(f"--warm-up is {args.warm_up}; the workload has {workload.conversations}")
             warm_up = await _warm_up(client, list(islice(conversations, args.warm_up)), loop)
             turns -= sum(map(workload.turns, range(args.warm_up)))
-        before = await read_counts(args.stats, tls)
+        before = await read_daemons(args.stats, tls)
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         with Live(Console(stderr=True), turns) as live, _stopped_by_signals() as stop:
             record = await run_conversations(
                 client, conversations, loop, on_turn=live.on_turn, seconds=args.seconds, stop=stop
             )
-        after = await read_counts(args.stats, tls)
+        counts, missing = await _counted(before, args.stats, tls)
     told = loop_name(args, loop) + (", PARTIAL: stopped by a signal" if record.stopped else "")
     setup = Setup(args.url, args.model or model.name, workload.name, told, args.seed, began, warm_up)
-    counts = after.since(before) if args.stats else None
-    return Measured(make_report(record, counts, setup=setup, target=args.goodput), record)
+    report = make_report(record, counts, setup=setup, target=args.goodput, daemons_missing=missing)
+    return Measured(report, record)
+
+
+class _Counted(NamedTuple):
+    counts: DaemonCounts | None  # None: not asked, or
+    missing: str | None  # why they are missing
+
+
+async def _counted(before: Sequence[Reading], addresses: Sequence[str], tls: ClientTls | None) -> _Counted:
+    """What the run measured is not lost with a daemon that is gone by its end, or was started anew."""
+    if not addresses:
+        return _Counted(None, None)
+    try:
+        return _Counted(counted(before, await read_daemons(addresses, tls)), None)
+    except (StatsError, ChannelError) as error:
+        return _Counted(None, str(error))
 
 
 @contextlib.contextmanager
@@ -143,21 +166,32 @@ def _conversations(args: argparse.Namespace, workload: Workload, model: ModelInf
     for number, start_s in enumerate(starts(args, workload)):
         if number == args.warm_up:
             first_s = start_s
-        dialogue: Dialogue
-        if api == CHAT:
-            dialogue = ChatDialogue(workload.text(number), generation)
-        else:
-            dialogue = TokenDialogue(workload.tokens(number), generation)
-        yield Conversation(number, dialogue, start_s - first_s)
+        begin = partial(_dialogue, workload, number, api, generation)
+        yield Conversation(number, workload.turns(number), begin, start_s - first_s)
 
 
-def _write(args: argparse.Namespace, measured: Measured) -> None:
+def _dialogue(workload: Workload, number: int, api: str, generation: Generation) -> Dialogue:
+    if api == CHAT:
+        return ChatDialogue(workload.text(number), generation)
+    return TokenDialogue(workload.tokens(number), generation)
+
+
+def _write(args: argparse.Namespace, measured: Measured) -> bool:
+    """Whether all that was asked for could be written; what could not is said, and the rest is written."""
     report, turns = measured.report, measured.record.turns
-    if args.json is not None:
-        write_json(report, args.json)
-    if args.csv is not None:
-        write_csv(report, args.csv)
-    if args.jsonl is not None:
-        write_requests(turns, args.jsonl)
-    if args.plots is not None:
-        write_plots(report, turns, args.plots)
+    files: list[tuple[Path | None, Callable[[Path], object]]] = [
+        (args.json, partial(write_json, report)),
+        (args.csv, partial(write_csv, report)),
+        (args.jsonl, partial(write_requests, turns)),
+        (args.plots, partial(write_plots, report, turns)),
+    ]
+    written = True
+    for path, write in files:
+        try:
+            if path is not None:
+                write(path)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else None
+            print(f"kvferry loadgen: {path}: {reason or error}", file=sys.stderr)
+            written = False
+    return written

@@ -97,8 +97,9 @@ class Report:
     turns: Distribution  # answered, of a conversation
     ttft_by_turn_ms: tuple[Distribution, ...]
     goodput: Goodput | None
-    daemons: DaemonCounts | None  # None: not asked
+    daemons: DaemonCounts | None  # None: not asked, or `daemons_missing`
     errors: tuple[ErrorCount, ...]
+    daemons_missing: str | None = None  # why there are no statistics, though they were asked for
 
     @property
     def ok(self) -> bool:
@@ -120,7 +121,12 @@ def distribution(values: Iterable[float], scale: float = 1000.0) -> Distribution
 
 
 def make_report(
-    record: RunRecord, daemons: DaemonCounts | None, *, setup: Setup | None = None, target: Target | None = None
+    record: RunRecord,
+    daemons: DaemonCounts | None,
+    *,
+    setup: Setup | None = None,
+    target: Target | None = None,
+    daemons_missing: str | None = None,
 ) -> Report:
     good = [turn for turn in record.turns if turn.error is None]
     errors = Counter(turn.error for turn in record.turns if turn.error is not None)
@@ -150,6 +156,7 @@ def make_report(
         goodput=None if target is None else _goodput(good, target, record.duration_s),
         daemons=daemons,
         errors=tuple(ErrorCount(message, count) for message, count in errors.most_common(MAX_ERRORS)),
+        daemons_missing=daemons_missing,
     )
 
 

@@ -47,13 +47,14 @@ class TurnRecord:
 class RunRecord:
     turns: tuple[TurnRecord, ...]
     skipped: int  # turns never sent, because an earlier one of their conversation failed or the time was over
-    duration_s: float
+    duration_s: float  # where its time cut it short: that time, or to the end of the last reply
     stopped: bool = False  # before its end: what was in flight or to come then is in none of the numbers
 
 
 class Conversation(NamedTuple):
     number: int
-    dialogue: Dialogue
+    turns: int
+    begin: Callable[[], Dialogue]  # called when it begins: of one that never does, nothing is made
     start_s: float  # open loop only
 
 
@@ -94,7 +95,9 @@ async def run(
     seconds: float = float("inf"),
     stop: asyncio.Event | None = None,
 ) -> RunRecord:
-    """`on_turn` hears of every request that is over. After `seconds` no request starts; `stop` ends those that run."""
+    """`on_turn` hears of every request that is over. After `seconds` no request starts, and what is meant to start then
+    is not waited for: those that run end, and with them the run. `stop` ends those that run.
+    """
     run = _Run(client, on_turn, seconds, loop)
     waiting = iter(conversations)
     work = asyncio.create_task(
@@ -107,9 +110,14 @@ async def run(
         stopping.cancel()
         work.cancel()
         await asyncio.wait({work, stopping})
-    if not work.cancelled():
-        work.result()
-    return RunRecord(tuple(run.records), run.skipped, time.perf_counter() - run.start, work.cancelled())
+    if work.cancelled():
+        return RunRecord(tuple(run.records), run.skipped, run.now(), stopped=True)
+    work.result()
+    duration_s = run.now()
+    if run.cut:  # all of the time counts: that nothing was meant to start in the rest of it is seen, too
+        duration_s = max(seconds, max((record.end_s for record in run.records), default=0.0))
+        run.skipped += sum(conversation.turns for conversation in waiting)
+    return RunRecord(tuple(run.records), run.skipped, duration_s)
 
 
 class _Run:
@@ -118,35 +126,48 @@ class _Run:
         self._on_turn = on_turn
         self._closed = isinstance(loop, Closed)
         self._places = asyncio.Semaphore(loop.clients if isinstance(loop, Closed) else loop.in_flight)
-        self.start = time.perf_counter()
+        self._start = time.perf_counter()
         self._end_s = seconds
         self.records: list[TurnRecord] = []
         self.skipped = 0
+        self.cut = False  # by the time: some turns were never sent
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
 
     async def users(self, waiting: Iterator[Conversation], number: int) -> None:
         await asyncio.gather(*(self.user(waiting) for _ in range(number)))
 
     async def user(self, waiting: Iterator[Conversation]) -> None:
-        """Takes one conversation after the other."""
+        """Takes one conversation after the other. Who thinks until the time is over takes none in the meantime."""
         for conversation in waiting:
-            await self._converse(conversation, self._now())
+            if self.now() >= self._end_s:
+                self._cut(conversation.turns)
+                return
+            if not await self._converse(conversation, conversation.begin(), self.now()):
+                return
 
     async def arrivals(self, waiting: Iterator[Conversation]) -> None:
         room = asyncio.Semaphore(MAX_OPEN)
-        running: set[asyncio.Task[None]] = set()
+        running: set[asyncio.Task[bool]] = set()
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def ended(task: asyncio.Task[bool]) -> None:
             running.discard(task)
             room.release()
             if not task.cancelled() and task.exception() is not None:
                 broken.append(task)
 
-        broken: list[asyncio.Task[None]] = []
+        broken: list[asyncio.Task[bool]] = []
         try:
             for conversation in waiting:
+                if max(conversation.start_s, self.now()) >= self._end_s:
+                    self._cut(conversation.turns)
+                    await self._sleep_until(0.0)
+                    continue
+                dialogue = conversation.begin()
                 await self._sleep_until(conversation.start_s)
                 await room.acquire()
-                task = asyncio.create_task(self._converse(conversation, conversation.start_s))
+                task = asyncio.create_task(self._converse(conversation, dialogue, conversation.start_s))
                 running.add(task)
                 task.add_done_callback(ended)
             if running:
@@ -159,30 +180,35 @@ class _Run:
         for task in broken:
             task.result()
 
-    async def _converse(self, conversation: Conversation, start_s: float) -> None:
-        dialogue = conversation.dialogue
+    async def _converse(self, conversation: Conversation, dialogue: Dialogue, start_s: float) -> bool:
+        """Whether the time was enough for it."""
         for turn in range(dialogue.turns):
             start_s += dialogue.think_s(turn)
-            await self._sleep_until(start_s)
             record = None
-            async with self._places:
-                if self._now() < self._end_s:
-                    record = await self._turn(conversation, turn, start_s)
+            if start_s < self._end_s:
+                await self._sleep_until(start_s)
+                async with self._places:
+                    if self.now() < self._end_s:
+                        record = await self._turn(conversation.number, dialogue, turn, start_s)
             if record is None:
-                self.skipped += dialogue.turns - turn
-                return
+                self._cut(dialogue.turns - turn)
+                return False
             self.records.append(record)
             self._on_turn(record)
             if record.error is not None:
                 self.skipped += dialogue.turns - turn - 1
-                return
+                return True
             start_s = record.end_s
+        return True
 
-    async def _turn(self, conversation: Conversation, turn: int, start_s: float) -> TurnRecord:
-        dialogue = conversation.dialogue
+    def _cut(self, turns: int) -> None:
+        self.cut = True
+        self.skipped += turns
+
+    async def _turn(self, conversation: int, dialogue: Dialogue, turn: int, start_s: float) -> TurnRecord:
         body = dialogue.request(turn)
-        meant_s = self._now() if self._closed else start_s
-        late_s = max(0.0, self._now() - meant_s)
+        meant_s = self.now() if self._closed else start_s
+        late_s = max(0.0, self.now() - meant_s)
         outcome = await self._client.send(dialogue.path, body)
         error = outcome.error
         if error is None and turn + 1 < dialogue.turns:
@@ -192,7 +218,7 @@ class _Run:
                 error = str(failure)
         timing = outcome.timing
         return TurnRecord(
-            conversation=conversation.number,
+            conversation=conversation,
             turn=turn,
             start_s=meant_s,
             late_s=late_s,
@@ -206,8 +232,5 @@ class _Run:
         )
 
     async def _sleep_until(self, at_s: float) -> None:
-        if (left := at_s - self._now()) > 0:
-            await asyncio.sleep(left)
-
-    def _now(self) -> float:
-        return time.perf_counter() - self.start
+        """Lets others run, also where it is late: many that start at once must not hold up the replies that come."""
+        await asyncio.sleep(max(0.0, at_s - self.now()))

@@ -54,6 +54,8 @@ def print_tables(report: Report, console: Console) -> None:
     console.print(totals)
     for error in report.errors:
         console.print(f"{error.count} x {error.message}", style="red", markup=False, highlight=False)
+    if report.daemons_missing is not None:
+        console.print(_missing(report.daemons_missing), style="red", markup=False, highlight=False)
 
 
 def print_comparison(names: tuple[str, str], reports: tuple[Report, Report], console: Console) -> None:
@@ -82,6 +84,12 @@ def print_comparison(names: tuple[str, str], reports: tuple[Report, Report], con
     for name, report in zip(names, reports, strict=True):
         if report.failed:
             console.print(f"{name}: {report.failed} of {report.requests} requests failed", style="red", markup=False)
+        if report.daemons_missing is not None:
+            console.print(f"{name}: {_missing(report.daemons_missing)}", style="red", markup=False)
+
+
+def _missing(reason: str) -> str:
+    return f"no statistics of the daemons: {reason}"
 
 
 def _rows(report: Report) -> Iterator[Row]:

@@ -112,20 +112,22 @@ class SideStats(_message.Message):
     def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ..., events: _Optional[_Union[KvEventStats, _Mapping]] = ...) -> None: ...
 
 class KvEventStats(_message.Message):
-    __slots__ = ("endpoint", "replay", "blocks", "batches", "queue_dropped", "subscriber_dropped")
+    __slots__ = ("endpoint", "replay", "blocks", "batches", "queue_dropped", "subscriber_dropped", "cut_off_replays")
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     REPLAY_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_DROPPED_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBER_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    CUT_OFF_REPLAYS_FIELD_NUMBER: _ClassVar[int]
     endpoint: str
     replay: str
     blocks: _containers.RepeatedCompositeFieldContainer[KvEventCount]
     batches: int
     queue_dropped: int
     subscriber_dropped: int
-    def __init__(self, endpoint: _Optional[str] = ..., replay: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[KvEventCount, _Mapping]]] = ..., batches: _Optional[int] = ..., queue_dropped: _Optional[int] = ..., subscriber_dropped: _Optional[int] = ...) -> None: ...
+    cut_off_replays: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    def __init__(self, endpoint: _Optional[str] = ..., replay: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[KvEventCount, _Mapping]]] = ..., batches: _Optional[int] = ..., queue_dropped: _Optional[int] = ..., subscriber_dropped: _Optional[int] = ..., cut_off_replays: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ...) -> None: ...
 
 class KvEventCount(_message.Message):
     __slots__ = ("event", "medium", "count")

@@ -6,15 +6,18 @@ digest = SHA-256(canonical CBOR of [parent, [token, ...], extra]), 32 raw bytes,
 a long one lets the GIL go.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from kvferry import _core
 from kvferry.radix import cbor
 from kvferry.radix.cbor import ExtraKey
+
+if TYPE_CHECKING:  # below it is imported where it is used: commands that show settings import this, and need none
+    import numpy as np
+    from numpy.typing import NDArray
 
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4  # of a token that is kept
@@ -28,7 +31,7 @@ Extra: TypeAlias = ExtraKeys | Mapping[int, ExtraKeys | None] | None
 
 # Whatever numpy turns into uint32 without loss. Contiguous buffers of 32 or 64 bits are read as they are, a list or
 # tuple of ints is copied once, all else goes through numpy.
-Tokens: TypeAlias = NDArray[np.integer] | Sequence[int] | Iterable[int] | memoryview
+Tokens: TypeAlias = "NDArray[np.integer] | Sequence[int] | Iterable[int] | memoryview"
 
 
 class PromptDigests(NamedTuple):
@@ -53,6 +56,8 @@ def chain_digests(
     parent: digest of the page before (None: the default root). extra: see `Extra`; page indexes count from this call's
     first page, and may name the partial page. ValueError or TypeError name the field and its bound.
     """
+    import numpy as np
+
     check_page_size(page_size)
     view = token_view(tokens)
     encoded = EncodedExtra.of(extra)
@@ -136,7 +141,7 @@ class EncodedExtra(NamedTuple):
     by_page: dict[int, bytes]
 
     @classmethod
-    def of(cls, extra: Extra) -> "EncodedExtra":
+    def of(cls, extra: Extra) -> EncodedExtra:
         if isinstance(extra, Mapping):
             by_page = {}
             for page, keys in extra.items():
@@ -194,6 +199,8 @@ def token_view(tokens: Tokens) -> _core.TokenView:
 
 def _converted(tokens: Tokens) -> NDArray[np.uint32]:
     """A contiguous, aligned uint32 view or checked copy."""
+    import numpy as np
+
     if isinstance(tokens, (str, bytes, bytearray)):
         raise TypeError(f"tokens: {type(tokens).__name__}, must be integers")
     if not hasattr(tokens, "__len__"):
@@ -215,6 +222,8 @@ def _converted(tokens: Tokens) -> NDArray[np.uint32]:
 
 def _refused_token(tokens: Tokens, array: NDArray[np.generic]) -> Exception:
     """numpy makes floats or objects of a list with integers outside of 64 bits: then one of those is what is wrong."""
+    import numpy as np
+
     for index, token in enumerate(tokens):
         if isinstance(token, (bool, np.bool_)) or not isinstance(token, (int, np.integer)):
             return TypeError(f"tokens[{index}]: {token!r}, must be an int")

@@ -40,10 +40,7 @@ call raises. Not thread-safe.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvferry._core import (
     BACKUP,
@@ -62,6 +59,10 @@ from kvferry._core import (
     PagedRadixTree,
     Recovered,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Digests: TypeAlias = "bytes | bytearray | memoryview | NDArray[np.uint8]"
 """n * 32 bytes, or a (n, 32) array."""

@@ -94,6 +94,7 @@ LAYERS = {
 # The client side maps the daemon's memory, and shares no other code with it.
 CLIENT = (
     "kvferry.channels",
+    "kvferry.flags",
     "kvferry.logs",
     "kvferry.tracing",
     "kvferry.transfer",
@@ -104,6 +105,7 @@ CLIENT = (
     "kvferry.transfer.namespace",
     "kvferry.transfer.registration",
     "kvferry.transfer.segment",
+    "kvferry.waiting",
 )
 
 FORBIDDEN_IMPORTS = frozenset(("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"))

@@ -105,7 +105,8 @@ def rdma_ports(devices: str = RDMA_DEVICES) -> list[str]:
     return found
 
 
-def _names_rdma(transports: str) -> bool:
+def names_rdma(transports: str) -> bool:
+    """Whether UCX would use RDMA devices with this UCX_TLS, where there are any."""
     return any(name.partition("_")[0] in RDMA_TRANSPORTS for name in transports.split(","))
 
 
@@ -122,7 +123,7 @@ def courier_environment(config: CourierConfig, bind: Address | None, base: Mappi
         "PYTHONSAFEPATH": "1",
     }
     if bind is not None:
-        devices = rdma_ports() if _names_rdma(config.transports) else []
+        devices = rdma_ports() if names_rdma(config.transports) else []
         environment["UCX_NET_DEVICES"] = ",".join([interface_of(bind), *devices])
         environment["UCX_TCP_AF_PRIO"] = "inet,inet6" if bind.version == 4 else "inet6,inet"
     environment.setdefault("NIXL_LOG_LEVEL", "WARN")

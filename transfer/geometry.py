@@ -28,6 +28,14 @@ class Layout(enum.IntEnum):
     ENGINE = common.LAYOUT_ENGINE  # inside as the engine has it: nobody else may read or change a part of a page
 
 
+class StorageOrder(enum.IntEnum):
+    """Of a rank's memory."""
+
+    PAGE_MAJOR = common.STORAGE_PAGE_MAJOR  # (page, layer, K or V, ...): a page is one contiguous row
+    LAYER_MAJOR = common.STORAGE_LAYER_MAJOR  # (layer, K or V, page, ...): a tensor for each K and each V of a layer
+    LAYER_BLOCKS = common.STORAGE_LAYER_BLOCKS  # (layer, page, K or V, ...): one tensor a layer, as some engines have
+
+
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
     """`page_size` tokens over all layers: `fragments` runs of equal length in which the tokens follow each other."""

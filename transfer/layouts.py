@@ -7,7 +7,6 @@ stores its pages, a row has the same bytes. A row's fragments are its runs that 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -15,18 +14,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.proto import common_pb2 as common
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
 
 Int64s: TypeAlias = NDArray[np.int64]
-
-
-class StorageOrder(enum.IntEnum):
-    """Of a rank's memory."""
-
-    PAGE_MAJOR = common.STORAGE_PAGE_MAJOR  # (page, layer, K or V, ...): a page is one contiguous row
-    LAYER_MAJOR = common.STORAGE_LAYER_MAJOR  # (layer, K or V, page, ...): a tensor for each K and each V of a layer
-    LAYER_BLOCKS = common.STORAGE_LAYER_BLOCKS  # (layer, page, K or V, ...): one tensor a layer, as some engines have
 
 
 class Runs(NamedTuple):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.lanes import Lane, check_ranks, rank_geometry, shards_of
-from kvferry.transfer.layouts import RankStorage, RowMap, StorageOrder
+from kvferry.transfer.layouts import RankStorage, RowMap
 
 
 class RowShard(NamedTuple):

@@ -7,9 +7,9 @@ import contextlib
 import numpy as np
 
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.lanes import rank_geometry
-from kvferry.transfer.layouts import RankStorage, StorageOrder
+from kvferry.transfer.layouts import RankStorage
 from kvferry.transfer.segment import FileLock, Segment
 from kvferry.workers.engine_pools import EnginePools
 from kvferry.workers.rank_pools import RankPools

@@ -1,11 +1,13 @@
-"""The one thread in which the model runs, and waits that a cancelled request does not cut short."""
+"""The one thread in which the model runs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
+
+from kvferry.waiting import complete
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -35,23 +37,3 @@ class ComputeThread:
 
 async def _settled(future: asyncio.Future[_T]) -> None:
     await asyncio.gather(future, return_exceptions=True)
-
-
-async def complete(work: Awaitable[_T]) -> _T:
-    """Waits to the end of `work` although the waiting task is cancelled meanwhile; then the cancellation goes on."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if task.cancelled():
-                raise
-            cancelled = error
-        except Exception:
-            break  # the work's own: raised by result() below
-    if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # marked as seen
-        raise cancelled
-    return task.result()

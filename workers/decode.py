@@ -15,15 +15,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvferry.proto import common_pb2
+from kvferry.waiting import complete
 from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import Compute, Prompt, SequenceCompute, WrongPage
-from kvferry.workers.compute_thread import ComputeThread, complete
+from kvferry.workers.compute import Compute, Prompt, SequenceCompute
+from kvferry.workers.compute_thread import ComputeThread
+from kvferry.workers.ending import aborted_on_error
 from kvferry.workers.handoff import unpack_first_token
 from kvferry.workers.orders import DecodeOrder
 from kvferry.workers.pacing import NoPace, Pace
 from kvferry.workers.places import Places
 from kvferry.workers.record import Record
-from kvferry.workers.requests import NotOpened, PageTokens, Ready, RequestFailed, Retracted
+from kvferry.workers.requests import PageTokens, Ready, RequestFailed, Retracted
 from kvferry.workers.room import Room
 
 _log = logging.getLogger(__name__)
@@ -87,16 +89,8 @@ class DecodeWorker:
             await self._run(order._replace(deadline_s=left_s), emit)
 
     async def _run(self, order: DecodeOrder, emit: Emit) -> None:
-        try:
+        async with aborted_on_error(self._client, order.name):
             ending = await self._decode(order, emit)
-        except NotOpened:
-            raise  # the name may be that of a request that runs: it is not this call's to abort
-        except WrongPage as error:
-            await complete(self._client.abort(order.name, str(error)))
-            raise RequestFailed(common_pb2.ERROR_INTERNAL, str(error)) from error
-        except BaseException as error:
-            await complete(self._client.abort(order.name, str(error) or type(error).__name__))
-            raise
         emit(ending)
 
     async def _decode(self, order: DecodeOrder, emit: Emit) -> Ending:

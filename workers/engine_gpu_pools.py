@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.ipc_memory import Exporter
 from kvferry.transfer.lanes import rank_geometry
-from kvferry.transfer.layouts import StorageOrder
 from kvferry.transfer.registration import (
     GpuAllocation,
     RegisteredMemory,

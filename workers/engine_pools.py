@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.lanes import check_ranks, rank_geometry
-from kvferry.transfer.layouts import RankStorage, StorageOrder
+from kvferry.transfer.layouts import RankStorage
 from kvferry.transfer.registration import (
     RegisteredMemory,
     RegisteredRank,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import math
 import signal
 import sys
 
-from kvferry import tracing
+from kvferry import flags, tracing
 from kvferry.channels import ChannelError, add_tls_arguments, tls_of
 from kvferry.logs import LOG_FORMAT
 from kvferry.workers import front_vllm_server
@@ -34,50 +33,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        type=_prefill,
+        type=flags.parsed(parse_prefill),
         metavar="NAME=URL",
         help="prefill servers, each with its daemon's name",
     )
     vllm.add_argument(
-        "--vllm-decode", nargs="+", action="extend", default=[], type=_url, metavar="URL", help="decode servers"
+        "--vllm-decode",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=flags.parsed(parse_url),
+        metavar="URL",
+        help="decode servers",
     )
     parser.add_argument("--model-name", help="as clients call the model (default: as the servers do)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the folder that the servers name")
     parser.add_argument(
         "--chat-max-tokens",
-        type=_whole,
+        type=flags.whole,
         default=defaults.chat_max_tokens,
         metavar="N",
         help="new tokens of a chat request that names no bound (default %(default)s)",
     )
     parser.add_argument(
         "--max-requests",
-        type=_whole,
+        type=flags.whole,
         default=defaults.max_requests,
         metavar="N",
         help="at a time; more get 429 (default %(default)s)",
     )
     parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
     waits = parser.add_argument_group("deadlines, in seconds")
-    waits.add_argument("--wait-seconds", type=_positive, default=60.0, help="for the servers at start (default 60)")
-    waits.add_argument("--first-token-seconds", type=_positive, default=defaults.first_token_s, help="default 60")
-    waits.add_argument("--next-token-seconds", type=_positive, default=defaults.next_token_s, help="default 30")
+    waits.add_argument(
+        "--wait-seconds", type=flags.positive, default=60.0, help="for the servers at start (default 60)"
+    )
+    waits.add_argument("--first-token-seconds", type=flags.positive, default=defaults.first_token_s, help="default 60")
+    waits.add_argument("--next-token-seconds", type=flags.positive, default=defaults.next_token_s, help="default 30")
     waits.add_argument(
         "--reply-seconds",
-        type=_positive,
+        type=flags.positive,
         default=600.0,
         help="for a whole reply that is not streamed, before vLLM servers (default %(default)g)",
     )
-    waits.add_argument("--lookup-seconds", type=_positive, default=defaults.lookup_s, help="default 0.5")
-    waits.add_argument("--grace", type=_positive, default=30.0, help="for running requests after SIGTERM (default 30)")
+    waits.add_argument("--lookup-seconds", type=flags.positive, default=defaults.lookup_s, help="default 0.5")
+    waits.add_argument(
+        "--grace", type=flags.positive, default=30.0, help="for running requests after SIGTERM (default 30)"
+    )
     memory = parser.add_argument_group("memory of replies, whose exact tokens later prompts of a chat get")
-    memory.add_argument("--reply-memory-entries", type=_whole, default=defaults.reply_entries, metavar="N")
-    memory.add_argument("--reply-memory-tokens", type=_whole, default=defaults.reply_tokens, metavar="N")
+    memory.add_argument("--reply-memory-entries", type=flags.whole, default=defaults.reply_entries, metavar="N")
+    memory.add_argument("--reply-memory-tokens", type=flags.whole, default=defaults.reply_tokens, metavar="N")
     routing = parser.add_argument_group(
         "routing: a decode server is passed over when its load is above FACTOR x the mean load + SLACK"
     )
     routing.add_argument("--load-factor", type=_at_least_one, default=defaults.rule.load_factor, metavar="FACTOR")
-    routing.add_argument("--load-slack", type=_not_negative, default=defaults.rule.load_slack, metavar="SLACK")
+    routing.add_argument("--load-slack", type=flags.not_negative, default=defaults.rule.load_slack, metavar="SLACK")
     add_tls_arguments(parser)
 
 
@@ -173,45 +182,8 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _prefill(text: str) -> tuple[str, str]:
-    try:
-        return parse_prefill(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _url(text: str) -> str:
-    try:
-        return parse_url(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"must be > 0, got {text!r}")
-    return value
-
-
 def _at_least_one(text: str) -> float:
-    value = _not_negative(text)
+    value = flags.not_negative(text)
     if value < 1:  # the least loaded server would be above the bound, too
         raise argparse.ArgumentTypeError(f"must be >= 1, got {text!r}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
     return value

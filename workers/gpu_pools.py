@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.proto import worker_pb2
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.ipc_memory import IpcMemory
 from kvferry.transfer.lanes import rank_geometry
-from kvferry.transfer.layouts import RankStorage, StorageOrder
+from kvferry.transfer.layouts import RankStorage
 from kvferry.workers.rank_pools import Bytes, Memory, RankPools
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry import tracing
+from kvferry import flags, tracing
 from kvferry.logs import LOG_FORMAT
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
@@ -25,6 +25,7 @@ from kvferry.workers.synthetic import SimulatedTime, SyntheticCompute
 
 DTYPES = ("float32", "bfloat16", "float16")
 GPU_BATCH = 64
+MAX_CLOCK = 1000
 SYNTHETIC_MAX_TOKENS = 1 << 20
 LAYOUTS = {"nhd": common_pb2.LAYOUT_PAGE_NHD, "hnd": common_pb2.LAYOUT_PAGE_HND}
 
@@ -39,26 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="for front ends; port 0: any")
     parser.add_argument("--name", default="", help="for the daemon's logs (default: role and process id)")
     parser.add_argument("--tenant-salt", default="", help="caches are shared only between workers with the same salt")
-    parser.add_argument("--chunk-tokens", type=_at_least_1, default=256, metavar="N", help="of a prompt at once")
-    parser.add_argument("--max-tokens", type=_at_least_1, metavar="N", help="prompt + output (default: the model's)")
-    parser.add_argument("--max-requests", type=_at_least_1, default=1024, metavar="N", help="at a time")
+    parser.add_argument("--chunk-tokens", type=flags.whole, default=256, metavar="N", help="of a prompt at once")
+    parser.add_argument("--max-tokens", type=flags.whole, metavar="N", help="prompt + output (default: the model's)")
+    parser.add_argument("--max-requests", type=flags.whole, default=1024, metavar="N", help="at a time")
     parser.add_argument(
         "--local-prefill-max-tokens",
-        type=_at_least_0,
+        type=flags.whole_or_0,
         default=0,
         metavar="N",
         help="decode: an unmatched part this short needs no prefill server",
     )
     parser.add_argument(
         "--max-running",
-        type=_at_least_0,
+        type=flags.whole_or_0,
         default=0,
         metavar="N",
         help="decode: with the daemon at a time (0: any number)",
     )
     parser.add_argument(
         "--max-batch",
-        type=_at_least_1,
+        type=flags.whole,
         metavar="N",
         help=f"decode: steps that a model computes together (default: 1, on a GPU {GPU_BATCH})",
     )
@@ -69,27 +70,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of each request that a model computes a JSON line: its tokens, and sums over its pages' bytes",
     )
     parser.add_argument(
-        "--stream-interval", type=_at_least_1, default=1, metavar="N", help="decode: tokens that are sent together"
+        "--stream-interval", type=flags.whole, default=1, metavar="N", help="decode: tokens that are sent together"
     )
-    parser.add_argument("--connect-timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for the daemon")
+    parser.add_argument(
+        "--connect-timeout", type=flags.positive, default=30.0, metavar="SECONDS", help="to wait for the daemon"
+    )
     parser.add_argument(
         "--warmup",
-        type=_at_least_0,
+        type=flags.whole_or_0,
         default=0,
         metavar="N",
         help="short requests of its own before it is ready, none of which enters the cache; a prefill worker's are "
         "counted as aborted by its daemon",
     )
     parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
-    parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="after SIGTERM")
+    parser.add_argument("--grace", type=flags.not_negative, default=30.0, metavar="SECONDS", help="after SIGTERM")
     pool = parser.add_argument_group("pool", "what a worker of a daemon with --pool engine allocates itself")
     pool.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose memory the KV pool is")
-    pool.add_argument("--pool-pages", type=_at_least_1, default=1024, metavar="N", help="in it")
-    pool.add_argument("--page-size", type=_at_least_1, default=64, metavar="TOKENS", help="the daemon's")
+    pool.add_argument("--pool-pages", type=flags.whole, default=1024, metavar="N", help="in it")
+    pool.add_argument("--page-size", type=flags.whole, default=64, metavar="TOKENS", help="the daemon's")
     pool.add_argument(
         "--pool-device", default="cpu", metavar="cpu|cuda:I,...", help="shared memory, or a GPU for each rank"
     )
-    pool.add_argument("--ranks", type=_at_least_1, metavar="N", help="the daemon's (default: one a device)")
+    pool.add_argument("--ranks", type=flags.whole, metavar="N", help="the daemon's (default: one a device)")
     pool.add_argument("--storage", choices=tuple(STORAGES), default="layer", help="of each rank's memory")
     pool.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="the daemon's")
     model = parser.add_argument_group("model")
@@ -108,19 +111,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="cpu", metavar="cpu|cuda:N", help="that computes; the daemon's pool is there too"
     )
     model.add_argument("--revision", default="", help="of the weights, instead of a hash of their files")
-    model.add_argument("--threads", type=_at_least_1, default=1, metavar="N", help="that compute")
+    model.add_argument("--threads", type=flags.whole, default=1, metavar="N", help="that compute")
     synthetic = parser.add_argument_group("synthetic")
     synthetic.add_argument(
         "--engine-model", type=Path, metavar="FILE", help="wait as long as the engine of this JSON description would"
     )
     synthetic.add_argument("--clock", type=_clock, default=1.0, metavar="X", help="all its waits are X times shorter")
-    synthetic.add_argument("--synthetic-layers", type=_at_least_1, default=2, metavar="N")
-    synthetic.add_argument("--synthetic-kv-heads", type=_at_least_1, default=1, metavar="N")
-    synthetic.add_argument("--synthetic-head-dim", type=_at_least_1, default=16, metavar="N")
+    synthetic.add_argument("--synthetic-layers", type=flags.whole, default=2, metavar="N")
+    synthetic.add_argument("--synthetic-kv-heads", type=flags.whole, default=1, metavar="N")
+    synthetic.add_argument("--synthetic-head-dim", type=flags.whole, default=16, metavar="N")
     synthetic.add_argument("--synthetic-tensors", type=int, choices=(1, 2), default=2, help="a layer: K and V, or one")
     synthetic.add_argument("--synthetic-layout", choices=sorted(LAYOUTS), default="nhd", help="of a page's rows")
-    synthetic.add_argument("--synthetic-prefill-us", type=float, default=0.0, metavar="US", help="a prompt token takes")
-    synthetic.add_argument("--synthetic-decode-us", type=float, default=0.0, metavar="US", help="a decode step takes")
+    synthetic.add_argument(
+        "--synthetic-prefill-us", type=flags.not_negative, default=0.0, metavar="US", help="a prompt token takes"
+    )
+    synthetic.add_argument(
+        "--synthetic-decode-us", type=flags.not_negative, default=0.0, metavar="US", help="a decode step takes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -264,29 +271,8 @@ def _config(
     )
 
 
-def _at_least_0(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _at_least_1(text: str) -> int:
-    return _integer(text, 1)
-
-
 def _clock(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, at most 1000")
-    return value
-
-
-def _integer(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} is too small; it must be at least {least}")
+    value = flags.positive(text)
+    if value > MAX_CLOCK:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_CLOCK}, got {text!r}")
     return value

@@ -8,14 +8,16 @@ import time
 from typing import NamedTuple
 
 from kvferry.proto import common_pb2
+from kvferry.waiting import complete
 from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
-from kvferry.workers.compute import Compute, WrongPage
-from kvferry.workers.compute_thread import ComputeThread, complete
+from kvferry.workers.compute import Compute
+from kvferry.workers.compute_thread import ComputeThread
+from kvferry.workers.ending import aborted_on_error
 from kvferry.workers.handoff import pack_first_token
 from kvferry.workers.orders import PrefillOrder
 from kvferry.workers.pacing import NoPace, Pace, Turn
 from kvferry.workers.record import Record
-from kvferry.workers.requests import DaemonGone, NotOpened, RequestFailed, RequestName
+from kvferry.workers.requests import DaemonGone, RequestFailed, RequestName
 
 HANDOVER_DEADLINE_S = 120.0  # from the first token until the daemon needs the pages no more
 
@@ -54,17 +56,9 @@ class PrefillWorker:
     async def prefill(self, order: PrefillOrder) -> Prefilled:
         """Returns when the first token and all pages are with the daemon. Raises RequestFailed, DaemonGone; whatever it
         raises, what it opened is over at the daemon and nothing of this worker touches its pages."""
-        try:
+        async with aborted_on_error(self._client, order.name):
             prefilled, token = await self._compute_prompt(order)
             self._client.aux(order.name, pack_first_token(token))
-        except NotOpened:
-            raise  # the name may be that of a request that runs: it is not this call's to abort
-        except WrongPage as error:
-            await complete(self._client.abort(order.name, str(error)))
-            raise RequestFailed(common_pb2.ERROR_INTERNAL, str(error)) from error
-        except BaseException as error:
-            await complete(self._client.abort(order.name, str(error) or type(error).__name__))
-            raise
         task = asyncio.create_task(self._hand_over(order), name=f"hand over {order.name}")
         self._handing_over.add(task)
         task.add_done_callback(self._handing_over.discard)

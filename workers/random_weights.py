@@ -106,8 +106,8 @@ def random_model(shape: ModelShape, *, dtype: str, threads: int, device: str = "
 
 def _deviation(name: str, parameter: torch.Tensor, shape: ModelShape) -> float:
     """As GPT-2 starts, where what a layer adds to the residual stream shrinks with their number: else a network is
-    chaotic, and bfloat16's rounding decides tokens. But with queries and keys so wide that some tokens of a prompt count
-    much more than others, for a network that looks at all of them alike would not show wrong pages.
+    chaotic, and bfloat16's rounding decides tokens. But with queries and keys so wide that some tokens of a prompt
+    count much more than others: a network that looks at all of them alike would not show wrong pages.
 
     Measured (llama-8b, bfloat16, 8,704 tokens): chunks and single steps against one pass choose tokens at most 0.019
     below the best; with 1 page of 64 tokens wrong 0.068, with 16 0.41, with all 0.73. bench/gpu/turns.py has both.

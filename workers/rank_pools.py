@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.lanes import Heads, heads_of, rank_geometry
-from kvferry.transfer.layouts import RankStorage, StorageOrder
+from kvferry.transfer.layouts import RankStorage
 
 if TYPE_CHECKING:
     import torch

@@ -114,7 +114,7 @@ def run(setup: Setup, load: Sequence[str], *, limit_s: float = 3600.0) -> Run:
 
 
 def drive(url: str, load: Sequence[str], limit_s: float) -> Report:
-    """The load generator in a process of its own. Raises RigError where a request failed."""
+    """The load generator in a process of its own. RigError where a request failed, or a daemon was started anew."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         words = ["loadgen", "--url", url, "--timeout", PATIENCE, "--json", str(path), *load]
@@ -126,6 +126,8 @@ def drive(url: str, load: Sequence[str], limit_s: float) -> Report:
         report = read_report(path)
     if not report.ok:
         raise RigError(f"{report.failed} of {report.requests} requests failed: {report.errors}")
+    if report.daemons_missing is not None:
+        raise RigError(f"no statistics of the daemons: {report.daemons_missing}")
     return report
 
 
@@ -165,5 +167,6 @@ def _last_words(stack: Stack, workers: Iterable[Process]) -> tuple[str, ...]:
         stack.stop(worker)
         lines = Path(worker.log_path).read_text(errors="replace").splitlines()
         name = worker.name.removesuffix("-worker")
-        words += [f"{name}: {line.partition('INFO ')[2]}" for line in lines if "workers.pacing INFO" in line]
+        said = (line.partition(" INFO kvferry.workers.pacing: ")[2] for line in lines)
+        words += [f"{name}: {end}" for end in said if end]
     return tuple(words)

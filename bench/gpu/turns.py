@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 
-from kvferry.daemon.config_values import parse_size
 from kvferry.daemon.stack import Stack
 from kvferry.daemon.system import SystemSpec, start_system
+from kvferry.daemon.values import parse_size
 from kvferry.loadgen.files import read_report
 from kvferry.loadgen.report import Report
 from kvferry.workers.random_weights import parse_shape, random_model

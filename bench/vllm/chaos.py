@@ -16,6 +16,8 @@ import httpx
 from chat import Comparison, Messages, Reply, body, new_client, one_server, streamed, user_text
 from cluster import Cluster, Spec, machine
 
+from kvferry.proto import cache_pb2
+
 REQUEST_SECONDS = 180.0
 REST_SECONDS = 120.0
 
@@ -104,6 +106,31 @@ async def storm(
         await asyncio.gather(restart_loop(run, cluster), *loops)
 
 
+def held(name: str, side: cache_pb2.SideStats) -> list[str]:
+    """What a daemon still holds. Its sessions are to be up, with every slot's credit where new parts find it."""
+    found = []
+    for part, fields in (
+        ("pool", ("leased", "arriving", "spilling", "restoring", "orphaned", "promised", "locks")),
+        ("requests", ("running", "waiting")),
+        ("transfers", ("active",)),
+        ("quarantine", ("orphaned_pages", "lost_workers", "draining_transfers")),
+    ):
+        for field_name in fields:
+            if value := getattr(getattr(side, part), field_name):
+                found.append(f"{name} daemon: {part}.{field_name} is {value}")
+    if not side.peers:
+        found.append(f"{name} daemon: there is no session")
+    for peer in side.peers:
+        where = f"{name} daemon, session with {peer.name}"
+        if peer.state != "up":
+            found.append(f"{where}: it is {peer.state}")
+        if peer.busy_slots or peer.withheld_slots:
+            found.append(f"{where}: busy_slots is {peer.busy_slots}, withheld_slots {peer.withheld_slots}")
+        if not 0 < peer.free_credits == peer.slots:
+            found.append(f"{where}: {peer.free_credits} of {peer.slots} credits are free")
+    return found
+
+
 def leaks(cluster: Cluster) -> list[str]:
     """What is still held once everything should be at rest."""
     deadline = time.monotonic() + REST_SECONDS
@@ -113,15 +140,7 @@ def leaks(cluster: Cluster) -> list[str]:
             for metric in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
                 if value := cluster.metric(name, f"vllm:{metric}"):
                     found.append(f"{name} engine: {metric} is {value}")
-            side = cluster.stats(name)
-            for part, fields in (
-                ("pool", ("leased", "arriving", "spilling", "restoring", "orphaned", "promised", "locks")),
-                ("requests", ("running", "waiting")),
-                ("transfers", ("active",)),
-            ):
-                for field_name in fields:
-                    if value := getattr(getattr(side, part), field_name):
-                        found.append(f"{name} daemon: {part}.{field_name} is {value}")
+            found += held(name, cluster.stats(name))
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(1.0)
@@ -158,26 +177,26 @@ def run_on(
     began = time.monotonic()
     asyncio.run(storm(run, cluster, asked, wanted, clients, tokens))
     seconds = time.monotonic() - began
-    held = leaks(cluster)
+    leaked = leaks(cluster)
     after = Comparison()
     replies = asyncio.run(references(cluster.front, asked, tokens))
     for number, (want, have) in enumerate(zip(wanted, replies, strict=True)):
         after.add(f"afterwards, prompt {number}", want, have)
     received = cluster.stats("decode").transfers.delta_pages
-    held += leaks(cluster)
+    leaked += leaks(cluster)
     wrong = run.comparison.wrong + after.wrong
     lines = [
         f"{run.done} requests finished, {run.aborted} aborted, {run.restarted} daemons killed and started, "
         f"in {seconds:.0f} s",
         f"{run.comparison.tokens + after.tokens} tokens compared: {len(wrong)} wrong, "
         f"{len(run.comparison.ties) + len(after.ties)} at ties; {len(run.refused)} requests failed; "
-        f"{len(held)} leaks; afterwards the decode daemon received {received} pages",
+        f"{len(leaked)} leaks; afterwards the decode daemon received {received} pages",
         *(f"  WRONG: {told}" for told in wrong),
         *(f"  FAILED: {told}" for told in run.refused),
-        *(f"  LEAK: {told}" for told in held),
+        *(f"  LEAK: {told}" for told in leaked),
         *(f"  allowed: {told}" for told in run.comparison.ties + after.ties),
     ]
-    return lines, len(wrong) + len(run.refused) + len(held)
+    return lines, len(wrong) + len(run.refused) + len(leaked)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import hooks
 from chat import Comparison, Load, Reply, chats, new_client, one_server
 from cluster import Cluster, Spec, machine
 from rich.console import Console
-from timed_steps import read_steps
 
 
 @dataclass(slots=True)
@@ -97,6 +96,7 @@ def main() -> int:
     parser.add_argument("--small-blocks", type=int, default=36)
     parser.add_argument("--small-pool", default="80MiB", help="of the daemons in the evicting case")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--prefill-steps", type=int, default=hooks.PREFILL_STEPS)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--restarts", type=int, default=10)
     args = parser.parse_args()
@@ -140,10 +140,9 @@ def main() -> int:
             comparison = against(reference, result)
             tell_greedy(logs["greedy"], "large", cluster, comparison)
             bad += len(comparison.wrong)
-            asyncio.run(hooks.load(cluster.front, Path(times), args.steps, 4))
-        deciding, working = (read_steps(Path(times) / f"kv_consumer-{side}") for side in ("scheduler", "worker"))
-        share, told = hooks.judge(deciding, working, args.steps)
-        logs["hooks"].add(told, f"limit {hooks.LIMIT:.1%}: {'met' if share <= hooks.LIMIT else 'MISSED'}")
+            asyncio.run(hooks.load(cluster.front, Path(times), args.steps, args.prefill_steps, 4))
+        share, told = hooks.judge_both(Path(times), args.steps, args.prefill_steps)
+        logs["hooks"].add(*told)
         bad += share > hooks.LIMIT
     bad += compared("large", 0)
     return 1 if bad else 0

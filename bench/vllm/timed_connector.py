@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from timed_steps import StepClock
+
 from kvferry.connectors.vllm import KVFerryConnector, KVFerryMetadata
 
-BLOCK_STEPS = 50
 SCHEDULER = (
     "on_new_request",
     "get_num_new_matched_tokens",
@@ -19,68 +20,49 @@ SCHEDULER = (
     "update_connector_output",
     "request_finished_all_groups",
 )
-WORKER = ("start_load_kv", "get_finished", "get_block_ids_with_load_errors")
+WORKER = ("start_load_kv", "get_finished", "get_block_ids_with_load_errors", "build_connector_worker_meta")
+LAST = ("update_connector_output", "build_connector_worker_meta")
 
 
 class TimedConnector(KVFerryConnector):
-    """A step begins with `build_connector_meta` in the scheduler's process, `bind_connector_metadata` in the worker's.
-    Lines: steps so far, wall seconds, CPU seconds of the hooks, whether they ran, tokens scheduled."""
+    """A step begins with `build_connector_meta` in the scheduler's process, `bind_connector_metadata` in the worker's;
+    its last hooks are `update_connector_output` and `build_connector_worker_meta`."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         folder = os.environ["KVFERRY_HOOK_TIMES"]
         side = f"{vllm_config.kv_transfer_config.kv_role}-{role.name.lower()}"
-        self._file = open(os.path.join(folder, side), "w")  # noqa: SIM115
-        self._always = vllm_config.kv_transfer_config.kv_role == "kv_producer"  # chunks are saved at every step
-        self._began = 0.0
-        self._spent = 0.0
-        self._steps = 0
-        self._tokens = 0
+        file = open(os.path.join(folder, side), "w")  # noqa: SIM115
+        # prefill's chunks are saved at every step
+        self._clock = StepClock(file, always=vllm_config.kv_transfer_config.kv_role == "kv_producer")
         for name in (*SCHEDULER, *WORKER):
-            setattr(self, name, self._timed(getattr(self, name)))
+            setattr(self, name, self._timed(getattr(self, name), last=name in LAST))
 
-    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, hook: Callable[..., Any], *, last: bool = False) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.thread_time()
             try:
                 return hook(*args, **kwargs)
             finally:
-                self._spent += time.thread_time() - began
+                self._clock.spent += time.thread_time() - began
+                if last:
+                    self._clock.last_hook(time.monotonic())
 
         return timed
 
-    @property
-    def _runs(self) -> bool:
-        return self._always or self._steps // BLOCK_STEPS % 2 == 0
-
-    def _next_step(self, tokens: int) -> None:
-        now = time.monotonic()
-        if self._began and self._tokens:
-            print(
-                self._steps,
-                f"{now - self._began:.6f} {self._spent:.7f}",
-                int(self._runs),
-                self._tokens,
-                file=self._file,
-            )
-            self._steps += 1
-            if self._steps % BLOCK_STEPS == 0:
-                self._file.flush()
-        self._began, self._spent, self._tokens = now, 0.0, tokens
-
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        self._next_step(scheduler_output.total_num_scheduled_tokens)
-        if not (self._runs or self._deciding._orders or scheduler_output.preempted_req_ids):
+        self._clock.begin(time.monotonic(), scheduler_output.total_num_scheduled_tokens)
+        if not (self._clock.runs or self._deciding._orders or scheduler_output.preempted_req_ids):
             return KVFerryMetadata()
         return self._timed(super().build_connector_meta)(scheduler_output)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        self._next_step(1)
-        if self._runs or connector_metadata.orders.orders or connector_metadata.orders.preempted:
+        self._clock.begin(time.monotonic(), 1)
+        if self._clock.runs or connector_metadata.orders.orders or connector_metadata.orders.preempted:
             self._timed(super().bind_connector_metadata)(connector_metadata)
         else:
             self._connector_metadata = connector_metadata
 
     def wait_for_save(self) -> None:
-        if self._runs or self._working._saves or self._working._computed:
+        if self._clock.runs or self._working._saves or self._working._computed:
             self._timed(super().wait_for_save)()

@@ -1,8 +1,17 @@
 """kvferry: moves and keeps the KV cache of disaggregated prefill/decode LLM serving."""
 
-from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-try:
-    __version__ = version("kvferry")
-except PackageNotFoundError:  # running from sources that were never installed
-    __version__ = "0.0.0"
+__version__: str  # of what is installed; looked up where it is asked for, which takes longer than most commands
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of this module
+
+    def __getattr__(name: str) -> str:
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("kvferry")
+        except PackageNotFoundError:  # running from sources that were never installed
+            return "0.0.0"

@@ -72,7 +72,8 @@ def tls_of(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -
         return None
     if missing:
         raise ChannelError(f"{' and '.join(missing)} not given: TLS takes all of {', '.join(found)}")
-    return ClientTls(*found.values(), name=args.tls_name)
+    ca, cert, key = found.values()
+    return ClientTls(ca, cert, key, name=args.tls_name)
 
 
 def open_channel(address: str, tls: ClientTls | None, options: Options = ()) -> grpc.Channel:

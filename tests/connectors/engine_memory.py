@@ -7,6 +7,9 @@ from kvferry.connectors.blocks import BlockMap
 
 LAYERS, HEADS, HEAD_DIM, BLOCK = 2, 1, 4, 8
 BLOCK_BYTES = HEADS * BLOCK * 2 * HEAD_DIM * 4
+# as a kernel may have it: of keys all tokens' first elements, then all second ones; values token by token
+ORDER = np.concatenate([np.tile(np.arange(BLOCK), HEAD_DIM), np.repeat(np.arange(BLOCK), HEAD_DIM)]).astype(np.int32)
+ORDER = np.repeat(np.tile(ORDER, HEADS), 4)
 
 
 class EngineMemory:
@@ -23,10 +26,15 @@ class EngineMemory:
             blocks,
             BLOCK,
             blocks_per_page,
+            ORDER,
         )
 
     def block(self, number: int) -> bytes:
         return b"".join(layer[number, :BLOCK_BYTES].tobytes() for layer in self.layers)
+
+    def beginning(self, number: int, tokens: int) -> bytes:
+        """The block with the first `tokens` tokens, zeros behind them."""
+        return b"".join(np.where(tokens > ORDER, layer[number, :BLOCK_BYTES], 0).tobytes() for layer in self.layers)
 
     def page(self, numbers: list[int]) -> bytes:
         """As Layout.ENGINE has it: layer by layer, its blocks."""

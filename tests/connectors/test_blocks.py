@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from engine_memory import BLOCK, BLOCK_BYTES, LAYERS, EngineMemory
+from numpy.typing import NDArray
 
 from kvferry.connectors.blocks import BlockMap
 
@@ -74,14 +75,31 @@ def test_a_pool_of_other_pages_is_refused() -> None:
         engine.map.copies(np.zeros((4, 10), dtype=np.uint8), [0], [0], 0, BLOCK)
 
 
-@pytest.mark.parametrize(("end", "wiped"), [(1, True), (BLOCK, True), (BLOCK + 1, False), (2 * BLOCK, False)])
-def test_only_a_page_with_blocks_of_nobody_is_wiped(end: int, wiped: bool) -> None:
+@pytest.mark.parametrize("end", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK])
+def test_behind_the_last_token_of_a_page_nothing_is_left(end: int) -> None:
     engine = EngineMemory(4, 2)
     pool = new_pool(engine)
-    engine.map.wipe_tail(pool, 2, 2 * BLOCK * 3 + end if end < 2 * BLOCK else 2 * BLOCK * 4)
-    assert (pool[2] == (0 if wiped else 0xEE)).all()
+    engine.map.copies(pool, [0, 1, 2], [3, 1, 2, 0, 1, 3], 0, 4 * BLOCK + end).to_pages()
+    before = pool.copy()
+    engine.map.wipe_tail(pool, 2, 4 * BLOCK + end)
+    halves = pool[2].reshape(LAYERS, 2, BLOCK_BYTES)
+    assert halves[:, 0].tobytes() == engine.beginning(1, end)
+    assert halves[:, 1].tobytes() == engine.beginning(3, end - BLOCK)
+    assert (np.delete(pool, 2, axis=0) == np.delete(before, 2, axis=0)).all()
 
 
 def test_blocks_that_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match="strides: 8 is below a block's 64 bytes"):
-        BlockMap(np.array([0], dtype=np.int64), np.array([8], dtype=np.int64), 64, 4, 8, 1)
+        BlockMap(np.array([0], dtype=np.int64), np.array([8], dtype=np.int64), 64, 4, 8, 1, np.zeros(64, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (np.zeros(63, np.int32), r"order has shape \(63,\); it must have a block's 64 bytes"),
+        (np.arange(64, dtype=np.int32), "order: 0 to 63; tokens are 0 to 7"),
+    ],
+)
+def test_an_order_of_other_blocks_is_refused(order: NDArray[np.int32], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlockMap(np.array([0], dtype=np.int64), np.array([64], dtype=np.int64), 64, 4, 8, 1, order)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Release, Restore, Save, Store
+from kvferry.connectors.orders import Begin, Cancel, Drop, Load, News, Release, Restore, Save, Store
 from kvferry.connectors.scheduler_decode import DecodeScheduler
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
 from kvferry.connectors.scheduler_side import SchedulerSide, Shape
@@ -62,6 +62,7 @@ class Daemon:
 
     up: bool = True
     daemon: str = "p"
+    most_pages: int = 0
     asked: list[tuple[bytes, Answer]] = field(default_factory=list)
 
     def start(self, digests: bytes) -> Answer:
@@ -348,8 +349,56 @@ def test_while_the_daemon_seems_down_prompts_are_begun_all_the_same() -> None:
     side.allocated(request, blocks(61), 0)
     assert [type(order) for order in orders(side, a=61)] == [Begin, Save]
     assert side.counts.not_asked == 1
-    delay, told = side.finished(request, blocks(61))
-    assert delay and told is not None
+    assert side.finished(request, blocks(61)) == (True, None), "decode is not told to wait for it"
+
+
+def computed(side: PrefillScheduler, news: tuple[News, ...] = ()) -> dict[str, object] | None:
+    """What the answer to a prompt of one step says, where the worker says `news` meanwhile."""
+    request = Request("a", 61, TO_PREFILL)
+    side.new_request(request)
+    side.allocated(request, blocks(61), 0)
+    assert [type(order) for order in orders(side, a=61)] == [Begin, Save]
+    for told in news:
+        side.hear(told)
+    delay, answer = side.finished(request, blocks(61))
+    assert delay and [type(order) for order in orders(side)] == [Release]
+    side.sent(["a"])
+    assert side.tracked == 0
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("news", "told"),
+    [
+        ((), True),
+        ((News(frozenset({"b"})),), True),
+        ((News(frozenset({"a"})),), False),
+        ((News(session=False),), False),
+        ((News(session=False), News(session=True)), True),
+        ((News(frozenset({"a"}), session=False), News(session=True)), False),
+    ],
+)
+def test_decode_is_not_told_of_what_the_worker_does_not_send(news: tuple[News, ...], told: bool) -> None:
+    assert (computed(prefill(Daemon()), news) is not None) is told
+
+
+def test_what_the_worker_said_of_its_session_holds_for_later_prompts() -> None:
+    side = prefill(Daemon())
+    side.hear(News(session=False))
+    assert computed(side) is None
+    assert computed(side, (News(session=True),)) is not None
+    assert computed(side) is not None
+
+
+@pytest.mark.parametrize(("most", "per_page", "told"), [(0, 1, True), (7, 1, False), (8, 1, True), (3, 2, False)])
+def test_decode_is_not_told_of_a_prompt_that_its_daemon_has_no_room_for(most: int, per_page: int, told: bool) -> None:
+    assert (computed(prefill(Daemon(most_pages=most), per_page)) is not None) is told
+
+
+def test_news_that_nobody_has_taken_are_told_together() -> None:
+    both = News(frozenset({"a"}), session=False).then(News(frozenset({"b"})))
+    assert both == News(frozenset({"a", "b"}), session=False)
+    assert both.then(News(session=True)).session is True
 
 
 def test_blocks_promised_before_the_daemon_seemed_down_are_reported() -> None:

@@ -6,15 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.vllm_facts import Unfit, block_map, check_config, shape_of, weights_revision
+from kvferry.connectors.vllm_facts import Unfit, block_map, check_config, revision_of, shape_of, weights_revision
 from kvferry.transfer.geometry import KVGeometry, Layout
 
 BLOCK, HEADS, DIM = 32, 3, 64
+ORDER = np.arange(HEADS * BLOCK * 2 * DIM, dtype=np.int32).repeat(4) % BLOCK
 
 
 @dataclass
@@ -95,7 +97,7 @@ def geometry(per_page: int) -> KVGeometry:
 def test_where_the_blocks_of_cpu_attention_lie(per_page: int) -> None:
     caches = {name: torch.zeros(10, HEADS, BLOCK, 2 * DIM) for name in ("l1", "l0")}
     shape = Shape(BLOCK, per_page, bytes(32))
-    found = block_map(caches, Engine().kv, shape, geometry(per_page))
+    found = block_map(caches, Engine().kv, shape, geometry(per_page), ORDER)
     assert found.page_bytes == geometry(per_page).page_bytes
     assert (found.blocks, found.block_bytes) == (10, HEADS * BLOCK * 2 * DIM * 4)
     assert found.bases.tolist() == [caches["l0"].data_ptr(), caches["l1"].data_ptr()]
@@ -105,7 +107,7 @@ def test_where_the_blocks_of_cpu_attention_lie(per_page: int) -> None:
 def test_layers_that_share_one_tensor_are_found_by_their_strides() -> None:
     whole = torch.zeros(10, 2, HEADS, BLOCK, 2 * DIM)
     caches = {"l0": whole[:, 0], "l1": whole[:, 1]}
-    found = block_map(caches, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1))
+    found = block_map(caches, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
     assert found.strides.tolist() == [2 * found.block_bytes] * 2
     assert found.bases[1] - found.bases[0] == found.block_bytes
 
@@ -120,12 +122,12 @@ def test_layers_that_share_one_tensor_are_found_by_their_strides() -> None:
 )
 def test_blocks_that_are_no_run_of_bytes_are_refused(cache: torch.Tensor, message: str) -> None:
     with pytest.raises(Unfit, match=message):
-        block_map({"l0": cache, "l1": cache}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1))
+        block_map({"l0": cache, "l1": cache}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
 
 
 def test_a_layer_without_a_cache_is_refused() -> None:
     with pytest.raises(Unfit, match="layer l1 has no KV cache"):
-        block_map({"l0": torch.zeros(1)}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1))
+        block_map({"l0": torch.zeros(1)}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
 
 
 def test_weights_that_differ_anywhere_have_another_revision(tmp_path: Path) -> None:
@@ -136,4 +138,49 @@ def test_weights_that_differ_anywhere_have_another_revision(tmp_path: Path) -> N
     data[12345] ^= 1
     (tmp_path / "model.safetensors").write_bytes(data)
     assert weights_revision(str(tmp_path)) != first
-    assert weights_revision("org/a") != weights_revision("org/b")
+
+
+def downloaded(cache: Path, commit: str, weights: bytes, branch: str = "main") -> Path:
+    """As huggingface_hub lays out what it has downloaded."""
+    root = cache / "models--org--a"
+    folder = root / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(weights)
+    (root / "refs").mkdir(exist_ok=True)
+    (root / "refs" / branch).write_text(commit)
+    return folder
+
+
+def test_the_weights_of_a_name_are_those_that_were_downloaded(tmp_path: Path) -> None:
+    first, second = "1" * 40, "2" * 40
+    folder = downloaded(tmp_path, first, b"old weights")
+    downloaded(tmp_path, second, b"new weights", "fixed")
+    assert weights_revision("org/a", None, str(tmp_path)) == weights_revision(str(folder))
+    assert weights_revision("org/a", second, str(tmp_path)) == weights_revision("org/a", "fixed", str(tmp_path))
+    assert weights_revision("org/a", "fixed", str(tmp_path)) != weights_revision("org/a", first, str(tmp_path))
+    (tmp_path / "models--org--a" / "refs" / "main").write_text(second)
+    assert weights_revision("org/a", None, str(tmp_path)) == weights_revision("org/a", second, str(tmp_path))
+    assert weights_revision(str(folder / "model.safetensors")) == weights_revision(str(folder))
+
+
+def test_weights_that_nothing_names_are_refused_and_a_commit_names_them(tmp_path: Path) -> None:
+    commits = {weights_revision("org/a", digit * 40, str(tmp_path)) for digit in "ab"}
+    assert len({*commits, weights_revision("org/b", "a" * 40, str(tmp_path))}) == 3
+    for name, revision in (("org/a", None), ("org/a", "main"), ("org/a", "abcdef0"), ("s3://bucket/model", None)):
+        with pytest.raises(Unfit, match=r"no weight files of model .*extra_config.revision .* full commit hash"):
+            weights_revision(name, revision, str(tmp_path))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(Unfit, match=r"extra_config.revision to a name of the weights, the same on both sides$"):
+        weights_revision(str(empty), "a" * 40)
+
+
+def test_the_revision_that_is_configured_goes_before_what_is_found(tmp_path: Path) -> None:
+    vllm = Engine().vllm
+    vllm.model_config = SimpleNamespace(model="org/a", revision=None)
+    vllm.load_config = SimpleNamespace(download_dir=str(tmp_path))
+    with pytest.raises(Unfit, match="no weight files"):
+        revision_of(vllm, Settings("/s"))
+    folder = downloaded(tmp_path, "1" * 40, b"weights")
+    assert revision_of(vllm, Settings("/s")) == weights_revision(str(folder))
+    assert revision_of(vllm, Settings("/s", revision="mine")) == "mine"

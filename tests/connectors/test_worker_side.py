@@ -3,7 +3,9 @@ reported when daemons fail."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,9 +15,22 @@ import pytest
 from engine_memory import BLOCK, HEAD_DIM, HEADS, LAYERS, EngineMemory
 
 from kvferry.connectors.lookups import PinLookups
-from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Order, Orders, Prompt, Release, Restore, Save, Store
+from kvferry.connectors.orders import (
+    Begin,
+    Cancel,
+    Drop,
+    Load,
+    News,
+    Order,
+    Orders,
+    Prompt,
+    Release,
+    Restore,
+    Save,
+    Store,
+)
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.worker_session import Refused, connector_of
+from kvferry.connectors.worker_session import Refused, connector_of, pool_of
 from kvferry.connectors.worker_side import WorkerSide
 from kvferry.daemon.stack import Process, Stack
 from kvferry.daemon.stats_main import fetch
@@ -193,16 +208,25 @@ def exchange(
     return bad
 
 
-def same(pair: Pair, theirs: range, ours: range) -> bool:
+def heard(side: WorkerSide) -> None:
+    """All that it was told until now has been taken in."""
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), side._loop).result(SECONDS)
+
+
+def same(pair: Pair, theirs: range, ours: range, last: int = BLOCK) -> bool:
+    """`last`: tokens of the last block that are the prompt's; behind them nothing has come."""
     prefill, decode = pair.engines["prefill"], pair.engines["decode"]
-    return all(prefill.block(a) == decode.block(b) for a, b in zip(theirs, ours, strict=True))
+    *full, end = zip(theirs, ours, strict=True)
+    return prefill.beginning(end[0], last) == decode.block(end[1]) and all(
+        prefill.block(a) == decode.block(b) for a, b in full
+    )
 
 
 def test_a_prompt_arrives_in_the_decode_engines_blocks(pair: Pair) -> None:
     prompt = new_prompt(3 * PAGE + 5)
-    assert not same(pair, range(7), range(20, 27))
+    assert not same(pair, range(7), range(20, 27), last=5)
     assert exchange(pair, "a", new_name(), prompt, range(7), range(20, 27)) == set()
-    assert same(pair, range(7), range(20, 27))
+    assert same(pair, range(7), range(20, 27), last=5)
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
 
 
@@ -260,6 +284,7 @@ def test_what_is_stored_is_found_by_a_lookup_and_comes_back(pair: Pair) -> None:
         assert lookup.tokens == 3 * PAGE
         assert pair.stats("decode").pool.locks == 1
         until(lambda: lookups.daemon == "d")
+        assert lookups.most_pages == POOL_PAGES
         restore = Prompt(prompt.digests, 3 * PAGE + 1, bytes(32))
         pair.give("decode", Restore("b", new_name(), restore, PAGE, tuple(range(50, 54))))
         assert received(side, "b") == set()
@@ -326,6 +351,71 @@ def test_ends_before_their_time_are_reported_once_and_leave_nothing(pair: Pair) 
     assert decode.reports.take() == prefill.reports.take() == (set(), set())
 
 
+def test_blocks_of_a_preempted_prompt_are_waited_for_before_its_push_is_taken_in(pair: Pair) -> None:
+    side, engine = pair.sides["prefill"], pair.engines["prefill"]
+    prompt, name = new_prompt(2 * PAGE), new_name()
+    gate = threading.Event()
+    side._loop.call_soon_threadsafe(gate.wait, SECONDS)  # the loop takes nothing in meanwhile
+    pair.give("prefill", Begin("a", name, prompt), Save("a", PAGE, (0, 1)))
+    opening = threading.Timer(0.2, gate.set)
+    opening.start()
+    try:
+        pair.give("prefill", preempted=("a",))
+    finally:
+        gate.set()
+        opening.join()
+    for layer in engine.layers:  # they are another request's now
+        layer[0:2] += 1
+    pair.give("prefill", Save("a", 2 * PAGE, (10, 11, 12, 13)), Release("a"))
+    pair.give("decode", Load("a", name, prompt, "p", 0, (), (20, 21, 22, 23)))
+    assert received(pair.sides["decode"], "a") == set()
+    sent(side, "a")
+    assert same(pair, range(10, 14), range(20, 24))
+    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
+
+
+def test_a_lease_that_fails_before_the_held_blocks_are_there_gets_none_of_them(pair: Pair) -> None:
+    side, name, prompt = pair.sides["decode"], new_name(), new_prompt(2 * PAGE)
+    side.take(Orders([Load("a", name, prompt, "p", PAGE, (40, 41), (42, 43))]))  # not computed yet
+    until(lambda: pair.stats("decode").requests.running)
+    pair.give("prefill", Begin("a", name, prompt))
+    until(lambda: pair.stats("prefill").transfers.active)
+    pair.give("prefill", Drop("a"))
+    sent(pair.sides["prefill"], "a")
+    client = side._sessions.client
+    assert client is not None
+    until(lambda: client._requests[name].failure is not None)
+    before = pool_of(client).copy()
+    side.forward_done()
+    assert received(side, "a") == {42, 43}
+    assert (pool_of(client) == before).all(), "its pages were another's already"
+    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
+
+
+def test_blocks_are_reported_when_their_copy_is_over_however_often_it_is_cancelled(pair: Pair) -> None:
+    side, prompt, name = pair.sides["decode"], new_prompt(2 * PAGE), new_name()
+    push(pair, "a", name, prompt, (0, 1, 2, 3))
+    gate = threading.Event()
+    side._copier.submit(gate.wait, SECONDS)  # the copies wait behind it
+    try:
+        load = Load("a", name, prompt, "p", 0, (), (20, 21, 22, 23))
+        pair.give("decode", load, Store("b", new_name(), new_prompt(PAGE), (30, 31)))
+        until(lambda: side._copier._work_queue.qsize() == 2)
+        for _ in range(3):
+            pair.give("decode", Cancel("a"), Cancel("b"))
+            heard(side)
+        time.sleep(0.1)
+        assert side.reports.take() == (set(), set())
+    finally:
+        gate.set()
+    told: set[str] = set()
+    until(lambda: [told.update(names) for names in side.reports.take()] and told == {"a", "b"})
+    assert side.reports.take_bad() == {20, 21, 22, 23}
+    assert same(pair, range(4), range(20, 24)), "it had been copied all the same"
+    sent(pair.sides["prefill"], "a")
+    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
+
+
 def test_a_prefill_that_gives_up_is_heard_of_before_the_deadline(pair: Pair) -> None:
     name, prompt = new_name(), new_prompt(2 * PAGE)
     pair.give("decode", Load("a", name, prompt, "p", 0, (), tuple(range(4))))
@@ -335,6 +425,17 @@ def test_a_prefill_that_gives_up_is_heard_of_before_the_deadline(pair: Pair) -> 
     assert received(pair.sides["decode"], "a", seconds=4.0) == set(range(4))
     sent(pair.sides["prefill"], "a")
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
+
+
+def test_a_prompt_that_the_prefill_daemon_has_no_room_for_is_told_to_the_scheduler(pair: Pair) -> None:
+    side, prompt = pair.sides["prefill"], new_prompt((POOL_PAGES + 1) * PAGE)
+    side.reports.take_news()
+    push(pair, "a", new_name(), new_prompt(PAGE), (0, 1))
+    sent(side, "a")
+    assert side.reports.take_news() is None, "it is in the daemon's hands"
+    push(pair, "b", new_name(), prompt, tuple(range(2 * POOL_PAGES + 2)))
+    sent(side, "b")
+    assert side.reports.take_news() == News(frozenset({"b"}))
 
 
 def test_an_unknown_prefill_daemon_and_other_tokens_fail_the_load(pair: Pair) -> None:
@@ -378,14 +479,17 @@ def test_daemons_that_die_fail_what_runs_and_serve_again_when_they_are_back(pair
     until(lambda: [told.update(names) for names in decode.reports.take()] and told == {"b", "c"})
     assert decode.reports.take_bad() == set(range(4))
 
+    prefill.reports.take_news()
     pair.give("prefill", Begin("d", new_name(), prompt), Save("d", PAGE, tuple(range(4))))
     until(lambda: pair.stats("prefill").requests.running)
     pair.stack.kill(pair.daemons["prefill"])
     pair.give("prefill", Release("d"))
     sent(prefill, "d")
+    assert prefill.reports.take_news() == News(frozenset({"d"}), session=False)
 
     pair.start("prefill")
     pair.start("decode")
+    until(lambda: prefill.reports.take_news() == News(session=True))
 
     def works() -> bool:
         prompt = new_prompt(2 * PAGE)

@@ -12,8 +12,7 @@ from kvferry._core import GpuCopyEngine
 from kvferry.daemon import gpu_memory
 from kvferry.daemon.gpu_memory import GpuPoolMemory
 from kvferry.transfer.copy_plan import GpuCopies
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.registration import (
     GpuAllocation,
     RegisteredMemory,

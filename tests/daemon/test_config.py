@@ -13,7 +13,7 @@ import yaml
 from kvferry.daemon import cli, config_sources, serve
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.config_sources import Loaded
-from kvferry.daemon.config_values import ConfigError, parse_address, parse_size
+from kvferry.daemon.values import ConfigError, parse_address, parse_size
 
 
 def config_of(*words: str) -> DaemonConfig:
@@ -83,6 +83,14 @@ def test_defaults_follow_the_role() -> None:
             ["--peer-lost-seconds", "0.9"],
             "--peer-lost-seconds is 0.9; it must be at least twice --heartbeat-seconds, 0.5",
         ),
+        (
+            ["--ucx-tls", "rc_x,tcp"],
+            "--ucx-tls is rc_x,tcp, and --listen 127.0.0.1:7070: RDMA devices",
+        ),
+        (["--ucx-tls", "all"], "transports without RDMA, or --insecure"),
+        (["--ucx-tls", "rc,tcp", "--insecure"], None),
+        (["--ucx-tls", "rc,tcp", "--listen", "10.0.0.1:7070", "--insecure"], None),
+        (["--ucx-tls", "cuda_ipc,tcp"], None),
         (["--ucx-tls", "rc;tcp"], "--ucx-tls: transports 'rc;tcp' must be 1 to 16 names with commas between"),
         (["--ucx-tls", "tcp,"], "--ucx-tls: transports 'tcp,' must be"),
         (["--ucx-tls", ",".join(["tcp"] * 17)], "must be 1 to 16 names"),

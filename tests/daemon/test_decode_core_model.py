@@ -597,6 +597,8 @@ class CoreMachine(RuleBasedStateMachine):
             assert brought.isdisjoint(pages), "a page is brought that somebody else may still write"
             owned = {int(PageState.LEASED), int(PageState.ARRIVING), int(PageState.ORPHANED)}
             assert owned.issuperset(store.pool.states(pages)), "a page was given on that a worker may still write"
+        lost = {page for name, pages in self.writable.items() if core.leases[name].lost for page in pages}
+        assert not any(lease.missing & lost for lease in held), "a request waits for what never comes"
         for name, pages in self.ready.items():
             digests, tail, _ = self.prompts[name]
             want = [*digests, tail] if tail else digests

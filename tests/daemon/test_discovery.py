@@ -13,6 +13,7 @@ from kvferry.daemon import discovery
 from kvferry.daemon.discovery import ROUNDS_GONE, Discovery
 from kvferry.daemon.errors import RequestError
 from kvferry.proto.limits import MAX_NAME_CHARS
+from kvferry.waiting import complete
 
 
 @dataclass
@@ -200,12 +201,6 @@ def test_a_link_that_loses_a_cancellation_is_cancelled_again(monkeypatch: pytest
     monkeypatch.setattr(discovery, "CANCEL_SECONDS", 0.01)
     world = World({"10.0.0.1:7071": "p0"})
 
-    class Deaf(FakeLink):
-        async def run(self) -> None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-            await super().run()
-
     monkeypatch.setattr(world, "add_peer", lambda name, address: world.links.setdefault(name, Deaf(address)))
 
     async def story(found: Discovery) -> None:
@@ -229,6 +224,77 @@ def test_its_tasks_end_with_it() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert world.links["p0"].ended
+
+    run(world, story)
+
+
+class Slow(FakeLink):
+    """Its session is torn down, which takes a while and cannot be cancelled."""
+
+    async def run(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await complete(self.tear_down())
+
+    async def tear_down(self) -> None:
+        await asyncio.sleep(0.2)
+        self.ended = True
+
+
+class Deaf(FakeLink):
+    """It loses its first cancellation."""
+
+    async def run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await super().run()
+
+
+@pytest.mark.parametrize("kind", [Slow, Deaf])
+def test_its_end_waits_for_its_links_however_often_it_is_cancelled(
+    kind: type[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "CANCEL_SECONDS", 0.05)
+    world = World({"10.0.0.1:7071": "p0"})
+    monkeypatch.setattr(world, "add_peer", lambda name, address: world.links.setdefault(name, kind(address)))
+    links: list[asyncio.Task[None]] = []
+
+    async def told() -> None:
+        found = Discovery("prefill:7071", world, links.append, resolve=world.resolve, ask_name=world.ask_name)
+        task = asyncio.create_task(found.run())
+        while not links:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.wait([task], timeout=0.02)
+        await asyncio.wait([task])
+        assert world.links["p0"].ended and links[0].done(), "a link outlives what owns it"
+        assert task.cancelled()
+
+    asyncio.run(told())
+
+
+def test_what_is_wrong_is_said_once_whatever_else_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    world = World({"10.0.0.1:7071": "p 0", "10.0.0.2:7071": "p 1"})
+
+    async def story(found: Discovery) -> None:
+        for turn in range(6):
+            world.names["10.0.0.1:7071"] = f"p {turn % 2}"
+            await found.look()
+        assert sum("calls itself" in record.message for record in caplog.records) == 3
+        for number in range(2 * discovery.MAX_SAID):
+            world.names["10.0.0.1:7071"] = f"p {number}"
+            await found.look()
+        assert sum("calls itself" in record.message for record in caplog.records) == discovery.MAX_SAID
+        world.names.clear()
+        await found.look()
+        caplog.clear()
+        world.names["10.0.0.1:7071"] = "p 0"
+        await found.look()
+        await found.look()
+        assert sum("calls itself" in record.message for record in caplog.records) == 1
 
     run(world, story)
 

@@ -91,6 +91,32 @@ def test_sockets_that_cannot_be(tmp_path: Path) -> None:
     assert (finding.level, finding.found) == (OK, "free")
 
 
+def test_a_name_that_is_too_long_is_a_finding(tmp_path: Path) -> None:
+    name = "x" * 300
+    config = DaemonConfig(role="decode", host_bytes=1 << 20, host_dir=str(tmp_path / name / "h"))
+    assert list(doctor.memory(config))[-1].what == f"host tier {config.host_dir}"
+    (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket=str(tmp_path / name / "d.sock")))
+    assert finding.level == BAD and "at most 107" in finding.remedy
+
+
+def test_a_folder_that_may_not_be_looked_into_is_a_finding(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir(mode=0)
+    config = DaemonConfig(
+        role="decode", socket=str(private / "d.sock"), host_bytes=1, host_dir=str(private / "h" / "i")
+    )
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        (finding,) = doctor.daemon_socket(config)
+        host = list(doctor.memory(config))[-1]
+    finally:
+        os.seteuid(before)
+        private.chmod(0o700)
+    assert (finding.what, host.what) == (f"socket {config.socket}", f"host tier {config.host_dir}")
+
+
 def test_a_port_that_is_taken_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -11,9 +11,9 @@ import zmq
 
 from kvferry.daemon import event_publisher, event_replay
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_values import ConfigError
 from kvferry.daemon.event_publisher import EventPublisher, PublisherSettings
 from kvferry.daemon.kv_events import Cleared, Removed, Stored
+from kvferry.daemon.values import ConfigError
 
 PAGE = 4
 DIGEST = bytes(24) + (0xFEDCBA9876543210).to_bytes(8, "big")
@@ -204,10 +204,82 @@ def test_a_client_of_a_replay_that_is_gone_is_given_up(
     gone.setsockopt(zmq.RCVBUF, 4096)
     gone.connect(publisher.replay)
     gone.send_multipart((b"", bytes(8)))
-    until(lambda: publisher._replay is not None and publisher._replay.given_up == 1)
+    until(lambda: publisher.replays_cut_off["stalled"] == 1)
     gone.send_multipart((b"", b"x" * 100_000))  # a frame too long ends its connection
     assert [number for number, _ in replay(context, publisher, 198)] == [198, 199]
     publisher.close()
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[EventPublisher]:
+    """One replay at a time, of more than the kernel's buffers take."""
+    monkeypatch.setattr(event_replay, "MAX_REPLAYS", 1)
+    monkeypatch.setattr(event_replay, "STALLED_SECONDS", 0.5)
+    publisher = EventPublisher(settings(buffer=200))
+    for _ in range(200):
+        publisher.publish([stored(0, 4000)])
+        until(lambda: publisher.sent + 100 > publisher.batches)
+    yield publisher
+    publisher.close()
+
+
+def deaf(context: zmq.Context[zmq.Socket[bytes]], publisher: EventPublisher) -> zmq.Socket[bytes]:
+    """It asks for everything and reads nothing."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.setsockopt(zmq.RCVBUF, 4096)
+    socket.connect(publisher.replay)
+    socket.send_multipart((b"", bytes(8)))
+    return socket
+
+
+def test_who_asks_again_and_again_and_reads_nothing_keeps_its_place_no_longer(
+    context: zmq.Context[zmq.Socket[bytes]], crowded: EventPublisher
+) -> None:
+    """And another one, for which there was no room, gets its replay then."""
+    stalled = deaf(context, crowded)
+    assert crowded._replay is not None
+    until(lambda: crowded._replay is not None and crowded._replay.full)
+    other = context.socket(zmq.DEALER)
+    other.connect(crowded.replay)
+    other.send_multipart((b"", (199).to_bytes(8, "big")))
+    deadline = time.monotonic() + 5.0
+    while not other.poll(50):
+        assert time.monotonic() < deadline, "the place was never given up"
+        stalled.send_multipart((b"", bytes(8)))
+    assert [int.from_bytes(other.recv_multipart()[2], "big", signed=True) for _ in range(2)] == [199, -1]
+    assert crowded.replays_cut_off["stalled"] >= 1
+    # Its place is gone at once the next time, as long as it reads nothing; once it does it is served again.
+    cut_off = crowded.replays_cut_off["stalled"]
+    stalled.send_multipart((b"", bytes(8)))
+    until(lambda: crowded.replays_cut_off["stalled"] > cut_off, 0.4)
+    while stalled.poll(200):
+        stalled.recv_multipart()
+    stalled.send_multipart((b"", (199).to_bytes(8, "big")))
+    numbers = []
+    while not numbers or numbers[-1] != -1:
+        assert stalled.poll(5000)
+        numbers.append(int.from_bytes(stalled.recv_multipart()[2], "big", signed=True))
+    assert 199 in numbers
+
+
+def test_batches_that_wait_for_clients_are_there_once(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    publisher = EventPublisher(settings(buffer=100))
+    for _ in range(40):
+        publisher.publish([Stored("GPU", (DIGEST,), None, [1 << 20] * 200_000)])  # 1 MB
+        until(lambda: publisher.sent == publisher.batches)
+    before = resident()
+    clients = [deaf(context, publisher) for _ in range(16)]
+    until(lambda: publisher._replay is not None and len(publisher._replay._cursors) == 16)
+    time.sleep(0.3)
+    grown = resident() - before
+    assert grown < 64 << 20, f"{grown >> 20} MiB for {len(clients)} clients that read nothing"
+    publisher.close()
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
 
 
 def test_a_thread_that_dies_is_told_and_counted(

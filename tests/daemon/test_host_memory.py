@@ -15,9 +15,8 @@ from reshard import heads_of_rank, random_pages, rank_memories, rows, stored
 from kvferry._core import part_checksum
 from kvferry.daemon.host_memory import INLINE_BYTES, HostPoolMemory
 from kvferry.transfer.courier_link import CourierLink
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.layouts import StorageOrder
 from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Scatter
 from kvferry.transfer.segment import Segment

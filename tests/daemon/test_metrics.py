@@ -14,10 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.daemon import metrics_server
-from kvferry.daemon.config_values import ConfigError
 from kvferry.daemon.counters import BOUNDS, Histogram
 from kvferry.daemon.metrics import families
 from kvferry.daemon.metrics_server import MetricsServer
+from kvferry.daemon.values import ConfigError
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 
@@ -132,8 +132,28 @@ async def served() -> None:
 
 
 def test_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.daemon.metrics_server._Handler.timeout", 0.2)
+    monkeypatch.setattr(metrics_server, "REQUEST_SECONDS", 0.2)
     asyncio.run(served())
+
+
+async def scraped(idle: int) -> None:
+    """Beside so many connections that send nothing."""
+    server = MetricsServer("127.0.0.1:0", snapshot, asyncio.get_running_loop())
+    stalled = [socket.create_connection(server.address.split(":")) for _ in range(idle)]
+    try:
+        await asyncio.sleep(0.1)
+        assert (await asyncio.to_thread(fetch, f"http://{server.address}/metrics"))[0] == 200
+    finally:
+        for connection in stalled:
+            connection.close()
+        await server.stop()
+    assert not any(thread.is_alive() for thread in server._threads)
+
+
+@pytest.mark.parametrize(("idle", "seconds"), [(metrics_server.THREADS - 1, 60.0), (3 * metrics_server.THREADS, 0.3)])
+def test_idle_connections_blind_nobody(idle: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "REQUEST_SECONDS", seconds)
+    asyncio.run(scraped(idle))
 
 
 async def held_up() -> None:
@@ -178,18 +198,19 @@ async def trickled() -> None:
         ended.set()
         slow.join(5)
         ended.clear()
-        metrics_server.CONNECTION_SECONDS = 60.0  # put back by monkeypatch
+        metrics_server.REQUEST_SECONDS = 60.0  # put back by monkeypatch
         slow = threading.Thread(target=trickle)
         slow.start()
         await asyncio.sleep(0.15)
         began = time.monotonic()
         await asyncio.wait_for(server.stop(), 10)
-        assert time.monotonic() - began < 2 and not server._thread.is_alive()
+        assert time.monotonic() - began < 2 and not any(thread.is_alive() for thread in server._threads)
     finally:
         ended.set()
         slow.join(5)
 
 
 def test_a_client_that_trickles_its_request_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "CONNECTION_SECONDS", 0.6)
+    monkeypatch.setattr(metrics_server, "REQUEST_SECONDS", 0.6)
+    monkeypatch.setattr(metrics_server, "THREADS", 1)
     asyncio.run(trickled())

@@ -15,7 +15,7 @@ from kvferry.daemon.dialing import dial_plainly
 from kvferry.daemon.errors import RequestError
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
-from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.geometry import StorageOrder
 from kvferry.transfer.segment import FileLock, Segment
 from kvferry.workers.engine_pools import EnginePools, PoolSpec, make_files
 

@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from kvferry.channels import ChannelError, ClientTls, open_channel
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_values import ConfigError
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.dialing import dial_plainly, dialling
 from kvferry.daemon.discovery import prefill_name
 from kvferry.daemon.peer_gate import names_in
 from kvferry.daemon.tls import MAX_FILE_BYTES, TlsFiles, TlsWatch
 from kvferry.daemon.tls_names import MAX_TLS_NAME_CHARS, MAX_TLS_PEERS, parse_tls_peers
+from kvferry.daemon.values import ConfigError
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
 
 CA = Authority()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -13,10 +15,17 @@ sys.path.append(str(Path(__file__).parents[1] / "system"))
 from otlp_receiver import OtlpReceiver, SpanSeen
 
 from kvferry import tracing
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
+from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.limits import Name
+from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.request_traces import RequestTraces
+from kvferry.daemon.side_workers import Worker
+from kvferry.daemon.store import Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
+from kvferry.proto.limits import MAX_PRIORITY
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NAME = Name(b"n" * 16, 1)
@@ -140,6 +149,44 @@ def test_what_fails_says_so_and_nothing_is_left(collector: OtlpReceiver) -> None
         ("prefill request", "its worker left"),
     ]
     assert not traces._requests and not traces._transfers
+
+
+async def used_again(role: str, incarnation: bytes) -> None:
+    """A request that runs; its name is used once more, for what is refused before the core sees it."""
+    config = DaemonConfig.model_validate({"role": role, "peers": {"p": "127.0.0.1:1"} if role == "decode" else {}})
+    side: Any = (DecodeSide if role == "decode" else PrefillSide)(config, incarnation, time.monotonic)
+    store = Store(8, config.page_size)
+    side.core = (
+        DecodeCore(store, DecodeLimits(config.max_tokens, 64, 30.0, 8)) if role == "decode" else side.make_core(store)
+    )
+    worker = Worker(1, "w", bytes(32), cast(Any, None), asyncio.Queue(64))
+    side.workers.enter(worker)
+    kind = "admit" if role == "decode" else "begin"
+    message = wire.WorkerMessage()
+    request = getattr(message, kind)
+    request.name.CopyFrom(NAME.to_proto())
+    request.tokens, request.tail_digest = 3, bytes(32)
+    if role == "decode":
+        request.max_new_tokens = 4
+    side.handle(worker, kind, message)
+    running = side.traces._requests[1, NAME]
+    request.priority = MAX_PRIORITY + 1
+    side.handle(worker, kind, message)
+    told = [worker.events.get_nowait().WhichOneof("kind") for _ in range(worker.events.qsize())]
+    assert told[-1] == "failed"
+    assert side.traces._requests.get((1, NAME)) is running, "the span of the request that runs has ended"
+    assert not running.again
+    request.name.attempt = 2
+    side.handle(worker, kind, message)
+    assert set(side.traces._requests) == {(1, NAME)}, "what was refused is left"
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_name_that_is_used_again_ends_nothing(collector: OtlpReceiver, role: str) -> None:
+    asyncio.run(used_again(role, bytes(16)))
+    tracing.shutdown()
+    (span,) = (span for span in collector.spans if span.name == f"{role} request")
+    assert "priority is 1001" in span.error and span.attributes["kvferry.request"].endswith("#2")
 
 
 def test_a_block_that_raises(collector: OtlpReceiver) -> None:

@@ -19,8 +19,8 @@ import yaml
 
 from kvferry.daemon import cli, config_sources, serve
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_values import parse_address, parse_size
 from kvferry.daemon.handshake import courier_config
+from kvferry.daemon.values import parse_address, parse_size
 from kvferry.transfer.courier_config import courier_environment
 from kvferry.workers import main as workers_main
 
@@ -376,6 +376,21 @@ def test_without_the_component_pods_are_insecure_and_say_so() -> None:
         (template,) = [d["spec"]["template"] for d in yaml.safe_load_all((base / name).read_text())]
         config = config_of(daemon_of(template))
         assert config.insecure and not config.tls_cert
+
+
+def test_the_two_roles_of_the_sidecar_differ_in_their_role_alone() -> None:
+    """Each is one file, to be read and changed as a whole; what is changed in one is not forgotten in the other."""
+    made = []
+    for name in ("prefill.yaml", "decode.yaml"):
+        (document,) = yaml.safe_load_all((KUBERNETES / "base" / "sidecar" / name).read_text())
+        environment = daemon_of(document["spec"]["template"])["env"]
+        environment[:] = [entry for entry in environment if entry["name"] != "KVFERRY_PEER_SERVICE"]
+        made.append(yaml.safe_dump(document))
+    prefill, decode = made
+    for ours, theirs in (("prefill", "decode"), ("7071", "7070"), ("9471", "9470")):
+        assert ours in prefill and theirs in decode
+        prefill = prefill.replace(ours, theirs)
+    assert prefill == decode
 
 
 # -- who may reach what -----------------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         self.paused_s = 0.0  # after the first output token, if not 0
         self.fault: Fault | None = None
         self.lookup_fault: Fault | None = None
+        self.stats_fault: Fault | None = None
         self.absent = False  # nobody listens at its address
         self.lookup_load = 0
         self.free_pages = 1_000_000
@@ -208,6 +209,8 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         )
 
     async def Stats(self, request: Any, context: Any) -> cache_pb2.StatsReply:
+        if self.stats_fault is not None:
+            await context.abort(self.stats_fault.code, self.stats_fault.message)
         transfers = cache_pb2.TransferStats(
             delta_pages=self.moved_pages,
             delta_bytes=self.moved_pages * PAGE_BYTES,

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from front_stack import PAGE_BYTES, PAGE_SIZE, Fault, Stack
 
+from kvferry.loadgen.files import read_report
 from kvferry.loadgen.main import add_arguments, run
 
 
@@ -169,6 +170,16 @@ def test_files_and_comparison(stack: Stack, capsys: pytest.CaptureFixture[str], 
     assert "x.csv: not a report" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written(stack: Stack, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The run is not lost with it."""
+    absent, written = tmp_path / "absent" / "report.json", tmp_path / "report.csv"
+    assert loadgen("--url", stack.url, *SMALL, "--json", str(absent), "--csv", str(written)) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"kvferry loadgen: {absent}: No such file or directory\n"
+    assert "request latency" in captured.out
+    assert "latency_ms" in written.read_text()
+
+
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert loadgen("--url", "http://127.0.0.1:9", "--conversations", "1") == 1
     assert "kvferry loadgen: /v1/models: ClientConnectorError" in capsys.readouterr().err
@@ -177,6 +188,46 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_daemon(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     assert loadgen("--url", stack.url, "--stats", "127.0.0.1:9", "--conversations", "1") == 1
     assert "kvferry loadgen: daemon 127.0.0.1:9: UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_a_daemon_that_is_gone_by_the_end(stack: Stack, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """All else that was measured is reported, and the reason."""
+    server = stack.decode[1]
+
+    async def gone() -> None:
+        server.stats_fault = Fault(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    for each in stack.decode:
+        each.between = gone
+    path = tmp_path / "report.json"
+    report = report_of(stack, capsys, *SMALL, "--json", str(path), code=1)
+    assert (report["requests"], report["failed"], report["daemons"]) == (9, 0, None)
+    assert report["daemons_missing"] == f"daemon {server.address}: UNAVAILABLE: gone"
+    assert read_report(path).json() == json.dumps(report, indent=2)
+    server.stats_fault = None
+    assert loadgen("--url", stack.url, "--stats", server.address, *SMALL) == 1
+    out = capsys.readouterr().out
+    assert "request latency" in out
+    assert f"no statistics of the daemons: daemon {server.address}: UNAVAILABLE: gone" in out
+    assert loadgen("--compare", str(path), str(path)) == 0
+    assert "no statistics of the daemons" in capsys.readouterr().out
+
+
+def test_a_daemon_that_counts_anew(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other daemon's growing counts do not hide it."""
+    first, second = stack.decode
+    first.saved_pages = second.moved_pages = 1000
+
+    async def anew() -> None:
+        first.saved_pages += 5000
+        second.moved_pages = 0
+
+    for each in stack.decode:
+        each.before = anew
+    report = report_of(stack, capsys, *SMALL, code=1)
+    assert (report["requests"], report["failed"], report["daemons"]) == (9, 0, None)
+    assert f"daemon {second.address}: moved_bytes is" in report["daemons_missing"]
+    assert f"and was {1000 * PAGE_BYTES} before: it was started anew" in report["daemons_missing"]
 
 
 @pytest.mark.parametrize(

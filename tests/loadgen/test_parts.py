@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.loadgen.client import Client, Outcome, ServerError
-from kvferry.loadgen.daemon_stats import DaemonCounts
+from kvferry.loadgen import client as client_module
+from kvferry.loadgen.client import Client, ModelInfo, Outcome, ServerError
+from kvferry.loadgen.daemon_stats import DaemonCounts, Reading, StatsError, counted
 from kvferry.loadgen.dialogue import ChatDialogue, Generation, Reply, ReplyError, TokenDialogue
 from kvferry.loadgen.distributions import Constant
 from kvferry.loadgen.files import FileError, read_report, write_csv, write_json, write_requests
@@ -125,6 +127,20 @@ def test_files(tmp_path: Path) -> None:
         read_report(tmp_path / "absent.json")
 
 
+def test_what_daemons_counted_between_two_readings() -> None:
+    def reading(at_s: float, uptime_s: float, moved: int) -> Reading:
+        return Reading("d:1", at_s, uptime_s, DaemonCounts(moved_bytes=moved))
+
+    first = reading(1000.0, 50.0, 7)
+    assert counted((first, first), (reading(1600.0, 651.0, 9), reading(1600.0, 0.0, 10))).moved_bytes == 5
+    assert counted((), ()) == DaemonCounts()
+    with pytest.raises(StatsError, match=r"daemon d:1: moved_bytes is 6, and was 7 before: it was started anew"):
+        counted((first,), (reading(1600.0, 650.0, 6),))
+    # Started anew, it counted beyond what it had counted before.
+    with pytest.raises(StatsError, match=r"daemon d:1 runs for 300\.0 s, and would for 650\.0 s: it was started anew"):
+        counted((first,), (reading(1600.0, 300.0, 90),))
+
+
 def test_hit_rate_over_time() -> None:
     ends = [TurnRecord(0, 0, at - 0.5, 0.0, 0.5, 0.1, (), 10, hit, 1, None) for at, hit in ((1, 0), (2, 5), (4, 10))]
     edges, rates = hit_rates(ends, 4)
@@ -201,6 +217,21 @@ def test_tokens_that_read_as_no_text() -> None:
     assert outcome.timing.first_s < outcome.timing.latency_s
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_timed_and_of_no_next_turn(name: str) -> None:
+    deltas = ({"role": "assistant", "content": ""}, *({name: word} for word in ("so", "it", "is")))
+    thoughts = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
+    alone = asyncio.run(sent("200 OK", *thoughts, "data: [DONE]\n\n"))
+    assert (alone.error, alone.reply().text, alone.output_tokens) == (None, "", 3)
+    timing = alone.timing
+    assert timing.opened_s is not None and timing.first_s is not None
+    assert timing.opened_s < timing.first_s < timing.last_s
+    assert sum(timing.gaps_s) == pytest.approx(timing.last_s - timing.first_s)
+    said = 'data: {"choices": [{"delta": {"content": "yes"}}]}\n\n'
+    both = asyncio.run(sent("200 OK", *thoughts, said, "data: [DONE]\n\n"))
+    assert (both.reply().text, len(both.timing.gaps_s), both.output_tokens) == ("yes", 3, 4)
+
+
 def test_an_event_as_large_as_a_prompt() -> None:
     ids = ",".join(["31999"] * 200_000)
     first = f'data: {{"choices": [{{"text": "a", "token_ids": [5]}}], "prompt_token_ids": [{ids}]}}\n\n'
@@ -211,12 +242,25 @@ def test_an_event_as_large_as_a_prompt() -> None:
 def test_an_answer_that_is_an_error() -> None:
     assert asyncio.run(sent("503 Busy", '{"error": {"message": "later"}}')).error == "HTTP 503: later"
     assert asyncio.run(sent("500 Oh", "<html>")).error == "HTTP 500: <html>"
+    assert asyncio.run(sent("429 Full", '{"error": {"mess', 'age": "lat', 'er"}}')).error == "HTTP 429: later"
+
+
+async def model_of(head: str, *parts: str) -> ModelInfo:
+    async with scripted(head, *parts) as url, Client(url, connections=1, timeout_s=5) as client:
+        return await client.model()
+
+
+def test_a_list_of_models_that_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ('{"data": [{"id": "m", "vo', 'cab_size": 300}]', "}")
+    assert asyncio.run(model_of("200 OK", *parts)) == ModelInfo("m", 300)
+    with pytest.raises(ServerError, match=re.escape('/v1/models: HTTP 503: {"data"')):
+        asyncio.run(model_of("503 Busy", *parts))
+    monkeypatch.setattr(client_module, "MAX_BODY_BYTES", 41)
+    for status in ("200 OK", "503 Busy"):
+        with pytest.raises(ServerError, match=f"/v1/models: HTTP {status[:3]}: the answer has more than 41 bytes"):
+            asyncio.run(model_of(status, *parts))
 
 
 def test_a_server_that_lists_no_models() -> None:
-    async def ask() -> None:
-        async with scripted("200 OK", '{"data": []}') as url, Client(url, connections=1, timeout_s=5) as client:
-            with pytest.raises(ServerError, match="not a list of models"):
-                await client.model()
-
-    asyncio.run(ask())
+    with pytest.raises(ServerError, match="not a list of models"):
+        asyncio.run(model_of("200 OK", '{"data": []}'))

@@ -16,6 +16,7 @@ from kvferry.daemon.effects import EndSend, OpenSend, StartTransfer
 from kvferry.daemon.errors import unavailable
 from kvferry.daemon.namespaces import Namespace
 from kvferry.daemon.store import Store, StoreLimits
+from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PageState
 
 OWNER, FOLLOWER = 1, 2  # workers
@@ -47,7 +48,6 @@ def worker_is_proven_gone(side: Decode) -> None:
         (deadline_passes, worker_answers),
         (request_fails, worker_answers),
         (request_fails, worker_is_proven_gone),
-        (stream_breaks, worker_is_proven_gone),
     ],
 )
 def test_pages_that_a_worker_fills_go_to_no_other_filler_before_it_lets_go(
@@ -74,6 +74,50 @@ def test_pages_that_a_worker_fills_go_to_no_other_filler_before_it_lets_go(
     side.take()
     assert [start.page_ids for start in side.of(StartTransfer)] == [tuple(pages[:4])]
     assert name(1) not in side.core.leases
+    side.store.pool.check()
+
+
+@pytest.mark.parametrize("same_worker", [False, True])
+def test_pages_that_a_lost_worker_was_to_fill_hold_up_nobody(same_worker: bool) -> None:
+    """Pages 0 to 3 are the lost worker's to fill, and it may still write them. Who waits for them fails; who comes
+    later gets pages of its own, first for itself alone, then, when the old ones have left the tree, for others too.
+    """
+    side = Decode(40)
+    side.admit(name(1), "x", 6, worker=OWNER, held=4)
+    pages = side.core.leases[name(1)].pages[:]
+    side.admit(name(2), "x", 7, worker=OWNER if same_worker else FOLLOWER)
+    follower = side.core.leases[name(2)]
+    stream_breaks(side)
+    side.take()
+    failed = [event.failed for event in side.told("failed")]
+    if not same_worker:
+        assert [(told.name, told.error.code) for told in failed] == [(name(2).to_proto(), common.ERROR_UNAVAILABLE)]
+        assert "is lost; try again" in failed[0].error.message
+
+    side.admit(name(3), "x", 7, worker=FOLLOWER)
+    (start,) = side.of(StartTransfer)
+    assert len(start.page_ids) == 7 and not {*start.page_ids} & {*pages, *follower.pages}
+    side.core.pages_arrived(start.ask.transfer, range(7), 1.0)
+    side.core.aux("p", name(3), b"first token", 1.0)
+    side.core.finish(FOLLOWER, name(3), 7 * PAGE, b"", 1.0)
+    side.core.transfer_completed(start.ask.transfer, 1.0)
+    for transfer in (1, 2):
+        side.core.transfer_drained(transfer, 1.5)
+    if not same_worker:
+        side.core.abort(FOLLOWER, name(2), 1.5)
+    side.take()
+    orphaned = side.store.pool.counts().orphaned
+    assert set(side.store.pool.states(pages[:4])) == {int(PageState.ORPHANED)}
+    assert orphaned == side.store.pool.pages - side.store.pool.free == 4, "what no worker writes is free"
+
+    side.admit(name(4), "x", 6, worker=FOLLOWER)
+    (start,) = side.of(StartTransfer)
+    assert len(start.page_ids) == 6 and not {*start.page_ids} & {*pages[:4]}
+    side.admit(name(5), "x", 6, worker=FOLLOWER)
+    assert [start.page_ids for start in side.of(StartTransfer)] == [()], "one brings them for both"
+    worker_is_proven_gone(side)
+    assert side.store.pool.counts().orphaned == 0
+    assert set(side.core.leases) == {name(4), name(5)}
     side.store.pool.check()
 
 

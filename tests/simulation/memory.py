@@ -17,9 +17,9 @@ from kvferry.radix.digests import DIGEST_BYTES, DigestChain
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
 from kvferry.transfer.courier_link import CourierLink
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.lanes import Lane
-from kvferry.transfer.layouts import Int64s, StorageOrder
+from kvferry.transfer.layouts import Int64s
 from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Scatter
 from kvferry.transfer.sender import Gather

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.config_values import parse_device
 from kvferry.daemon.stack import Process, Stack
+from kvferry.daemon.values import parse_device
 
 VARIABLE = "TEST_DEVICES"
 

@@ -19,7 +19,7 @@ from kvferry.daemon.stack import Process, Stack, StackError
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
-from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.geometry import StorageOrder
 from kvferry.transfer.segment import Segment
 from kvferry.workers.client import DaemonClient
 from kvferry.workers.engine_pools import EnginePools, PoolSpec, make_files

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from reshard import heads_of_rank
 
 from kvferry.transfer.coverage import Coverage
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.lanes import lanes_of, shards_of
-from kvferry.transfer.layouts import RowMap, StorageOrder
+from kvferry.transfer.layouts import RowMap
 from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Receiver, ReceiverAction, Regrant, Scatter, ScatterResult
 from kvferry.transfer.sender import Completed, Failed, Gather, Post, Sender

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reshard import heads_of_rank
 
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.lanes import Heads, check_ranks, heads_of, lanes_of, rank_geometry, shards_of
-from kvferry.transfer.layouts import StorageOrder
 from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=4, head_dim=8, dtype="bfloat16", page_size=16)

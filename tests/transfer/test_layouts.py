@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard import random_pages, rows, stored
 
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.transfer.layouts import RankStorage, RowMap, StorageOrder
+from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.layouts import RankStorage, RowMap
 
 PAGES = 5
 GEOMETRY = KVGeometry(layers=2, kv_heads=4, head_dim=8, dtype="bfloat16", page_size=16)

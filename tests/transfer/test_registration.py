@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.layouts import RankStorage, StorageOrder
+from kvferry.transfer.geometry import KVGeometry, StorageOrder
+from kvferry.transfer.layouts import RankStorage
 from kvferry.transfer.registration import (
     GpuAllocation,
     RegisteredMemory,

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from kvferry.workers.compute_thread import ComputeThread, complete
+from kvferry.waiting import complete
+from kvferry.workers.compute_thread import ComputeThread
 
 
 def test_a_cancelled_call_that_runs_is_waited_for() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
 from kvferry.workers.compute import Prompt
 from kvferry.workers.page_sums import FileRecord, PageSums
 from kvferry.workers.rank_pools import Bytes, RankPools

@@ -10,8 +10,7 @@ from reshard import random_pages, rank_memories, rows
 from tiny_models import VOCABULARY, plain_tokens, random_model
 
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.segment import FileLock, Segment
 from kvferry.workers.attachment import Attachment
 from kvferry.workers.compute import Prompt

@@ -13,8 +13,7 @@ import pytest
 import torch
 from tiny_models import plain_tokens, random_model
 
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.transfer.layouts import StorageOrder
+from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
 from kvferry.workers.compute import BatchCompute, Prompt, SequenceCompute, Step
 from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.model import loaded

@@ -1,4 +1,6 @@
-"""Settings' values as people write them: sizes, devices, addresses, quotas, names. ConfigError where they cannot be."""
+"""Words that settings and commands share: sizes, addresses, devices, names. Nothing here needs the model of all
+settings, which takes long to import.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ import os
 import re
 import tempfile
 
-from kvferry.daemon.namespaces import Quota
 from kvferry.proto.limits import MAX_NAME_CHARS
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
@@ -49,18 +50,9 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def parse_quota(text: str) -> tuple[str, Quota]:
-    """(namespace, quota) of "NAMESPACE=SOFT:HARD" or "NAMESPACE=SOFT:HARD:HOST_SOFT:HOST_HARD", in pages. Raises
-    ConfigError.
-    """
-    namespace, _, numbers = text.partition("=")
-    parts = numbers.split(":")
-    if len(parts) not in (2, 4) or not all(part.isdigit() and len(part) <= 12 for part in parts):
-        raise ConfigError(f"quota {text!r} is not NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD] with numbers of pages")
-    try:
-        return namespace.lower(), Quota(*map(int, parts))
-    except ValueError as error:
-        raise ConfigError(f"quota {text!r}: {error}") from error
+def is_name(text: str) -> bool:
+    """Whether a daemon may be called so."""
+    return _DAEMONS_NAME.fullmatch(text) is not None
 
 
 def is_loopback(host: str) -> bool:
@@ -70,11 +62,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def is_name(text: str) -> bool:
-    """Whether a daemon may be called so."""
-    return _DAEMONS_NAME.fullmatch(text) is not None
 
 
 def runtime_dir() -> str:

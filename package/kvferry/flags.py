@@ -1,0 +1,54 @@
+"""Types of command-line flags, for argparse: its error then names the flag, the bound and the value."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def at_least(bound: int) -> Callable[[str], int]:
+    """A whole number."""
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or int(text) < bound:
+            raise argparse.ArgumentTypeError(f"must be a whole number >= {bound}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+whole = at_least(1)
+whole_or_0 = at_least(0)
+
+
+def not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
+    return value
+
+
+def positive(text: str) -> float:
+    value = not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"must be > 0, got {text!r}")
+    return value
+
+
+def parsed(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """By a function whose ValueError says what is wrong: argparse would not show it."""
+
+    def checked(text: str) -> _T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked

@@ -1,0 +1,188 @@
+"""What the scripts of bench/vllm call met and missed; no server runs here."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.proto import cache_pb2
+
+FOLDER = Path(__file__).resolve().parents[2] / "bench" / "vllm"
+SCRIPTS = ("chat", "cluster", "timed_steps", "compare", "hooks", "chaos", "greedy", "demo", "suite")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    """Its modules; other folders have some of the same names."""
+    others = {name: sys.modules.pop(name) for name in SCRIPTS if name in sys.modules}
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in SCRIPTS})
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in SCRIPTS:
+            sys.modules.pop(name, None)
+        sys.modules.update(others)
+
+
+# -- compare -----------------------------------------------------------------------------------------------------------
+
+
+def result(bench: SimpleNamespace, megabytes: float, *turns: list[int]) -> object:
+    """`turns`: TTFTs in ms, conversation by conversation."""
+    replies = [[bench.chat.Reply(ttft_s=ms / 1000) for ms in times] for times in turns]
+    return bench.compare.Result("any", megabytes * 1e6, 1.0, replies)
+
+
+@pytest.mark.parametrize(
+    ("case", "megabytes", "first", "later", "missed"),
+    [
+        ("large", 100, 500, 300, []),
+        ("large", 101, 500, 300, ["101.0 MB, not 1 x below 100.0"]),
+        ("large", 90, 501, 300, ["median TTFT of turn 1 501.0 ms, not below 500.0"]),
+        ("large", 90, 400, 301, ["median TTFT from turn 2 on 301.0 ms, not below 300.0"]),
+        ("evicting", 50, 900, 299, []),
+        ("evicting", 51, 400, 299, ["51.0 MB, not 2 x below 100.0"]),
+        ("evicting", 50, 400, 300, ["median TTFT from turn 2 on 300.0 ms, not below 300.0"]),
+    ],
+)
+def test_the_aims_of_a_comparison(
+    bench: SimpleNamespace, case: str, megabytes: float, first: int, later: int, missed: list[str]
+) -> None:
+    nixl = result(bench, 100, [500, 300], [100, 100], [900, 900])
+    ours = result(bench, megabytes, [first, later], [first - 1, later - 1], [first + 1, later + 1])
+    told = bench.compare.judge(case, nixl, ours)
+    assert [line.split(": ", 1)[1] for line in told] == missed
+
+
+def test_percentiles_are_between_what_was_measured(bench: SimpleNamespace) -> None:
+    assert bench.compare.percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
+    assert bench.compare.percentile([1.0, 2.0, 3.0, 4.0, 5.0], 90) == pytest.approx(4.6)
+    shown = bench.compare.table("large", 0, [result(bench, 1, [100, 10], [200, 30])])
+    assert [next(iter(column.cells)) for column in shown.columns][-2:] == ["150 / 190", "20 / 28"]
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def written(bench: SimpleNamespace, path: Path, steps: int, hooks_ms: float, always: bool) -> None:
+    """Steps of 10 ms, one every 2 s: the engine waits for requests in between."""
+    with path.open("w") as file:
+        clock = bench.timed_steps.StepClock(file, always)
+        for number in range(steps + 1):
+            clock.begin(2.0 * number + 1, 7)
+            clock.spent = hooks_ms / 1000 if clock.runs else 0.0
+            clock.last_hook(2.0 * number + 1.010)
+            clock.begin(2.0 * number + 2, 0)
+            clock.last_hook(2.0 * number + 2.001)
+
+
+@pytest.mark.parametrize(
+    ("decode_ms", "prefill_ms", "prefill_steps", "share"),
+    [(0.08, 0.04, 100, 0.016), (0.04, 0.11, 100, 0.022), (0.11, 0.04, 100, 0.022), (0.04, 0.04, 99, float("inf"))],
+)
+def test_both_engines_hooks_are_judged(
+    bench: SimpleNamespace, tmp_path: Path, decode_ms: float, prefill_ms: float, prefill_steps: int, share: float
+) -> None:
+    for side in ("scheduler", "worker"):
+        written(bench, tmp_path / f"kv_consumer-{side}", 400, decode_ms, False)
+        written(bench, tmp_path / f"kv_producer-{side}", prefill_steps, prefill_ms, True)
+    worst, lines = bench.hooks.judge_both(tmp_path, 400, 100)
+    assert worst == pytest.approx(share, rel=1e-3)
+    assert lines[0].startswith("decode engine: 400 steps in 4 + 4 blocks")
+    assert lines[1].startswith("prefill engine: ")
+    assert lines[-1].endswith("met" if share <= 0.02 else "MISSED")
+
+
+def test_what_was_not_run_long_enough_is_missed(bench: SimpleNamespace, tmp_path: Path) -> None:
+    worst, lines = bench.hooks.judge_both(tmp_path, 1, 1)
+    assert worst == float("inf") and "0 steps of the scheduler and 0 of the worker, too few" in lines[0]
+
+
+def test_a_step_ends_with_the_next_where_the_engine_does_not_wait(bench: SimpleNamespace) -> None:
+    file = io.StringIO()
+    clock = bench.timed_steps.StepClock(file, True)
+    clock.begin(1.0, 3)
+    clock.spent += 0.001
+    clock.last_hook(1.02)
+    clock.begin(1.03, 0)
+    clock.spent += 0.002  # of a step without tokens
+    clock.begin(1.04, 5)
+    clock.begin(9.0, 1)  # it had no last hook
+    assert file.getvalue().splitlines() == ["0 0.040000 0.0030000 1 3", "1 7.960000 0.0000000 1 5"]
+
+
+# -- chaos -------------------------------------------------------------------------------------------------------------
+
+
+def at_rest() -> cache_pb2.SideStats:
+    side = cache_pb2.SideStats()
+    side.peers.add(name="prefill", state="up", free_credits=16, slots=16)
+    return side
+
+
+def test_a_daemon_at_rest_holds_nothing(bench: SimpleNamespace) -> None:
+    assert bench.chaos.held("decode", at_rest()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"busy_slots": 1}, "session with prefill: busy_slots is 1, withheld_slots 0"),
+        ({"withheld_slots": 2}, "busy_slots is 0, withheld_slots 2"),
+        ({"free_credits": 15}, "15 of 16 credits are free"),
+        ({"free_credits": 0, "slots": 0}, "0 of 0 credits are free"),
+        ({"state": "down"}, "session with prefill: it is down"),
+    ],
+)
+def test_slots_and_credits_that_are_missing_are_leaks(
+    bench: SimpleNamespace, change: dict[str, object], told: str
+) -> None:
+    side = at_rest()
+    for name, value in change.items():
+        setattr(side.peers[0], name, value)
+    (line,) = bench.chaos.held("decode", side)
+    assert told in line
+
+
+def test_what_is_held_of_pool_and_requests_is_a_leak(bench: SimpleNamespace) -> None:
+    side = at_rest()
+    side.pool.locks, side.requests.waiting, side.quarantine.lost_workers = 1, 2, 3
+    assert bench.chaos.held("d", side) == [
+        "d daemon: pool.locks is 1",
+        "d daemon: requests.waiting is 2",
+        "d daemon: quarantine.lost_workers is 3",
+    ]
+    del side.peers[:]
+    assert "there is no session" in bench.chaos.held("d", side)[-1]
+
+
+def test_tokens_that_differ_are_wrong_but_at_ties(bench: SimpleNamespace) -> None:
+    def reply(*tokens: tuple[str, float]) -> object:
+        return bench.chat.Reply(tokens=[bench.chat.Token(text, -1.0, -1.0 - gap) for text, gap in tokens])
+
+    comparison = bench.chat.Comparison()
+    reference = reply(("a", 1.0), ("b", 5e-4), ("c", 1.0))
+    comparison.add("same", reference, reference)
+    comparison.add("tie", reference, reply(("a", 1.0), ("x", 1.0), ("y", 1.0)))
+    assert (comparison.tokens, len(comparison.ties), comparison.wrong) == (5, 1, [])
+    comparison.add("other", reference, reply(("z", 1.0)))
+    comparison.add("short", reference, reply(("a", 1.0)))
+    assert [line.split(",")[0].split(":")[0] for line in comparison.wrong] == ["other", "short"]
+
+
+@pytest.mark.parametrize("name", ["suite", "compare", "hooks", "chaos", "greedy", "demo"])
+def test_the_scripts_take_their_arguments(
+    bench: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        getattr(bench, name).main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {name}.py")
