@@ -80,7 +80,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def _unpin(self, request: admin.UnpinRequest) -> admin.UnpinReply:
         side = self._side(request.role)
-        if not side.has_pool.is_set():
+        if not side.tiers.has_pool.is_set():
             return admin.UnpinReply()
         unpinned = side.ready_core.pins.unpin(request.pin)
         side.tick()  # requests that wait are looked at again: they may have the pages now
@@ -161,7 +161,7 @@ def _chosen(side: AnySide, namespace_id: bytes) -> list[Namespace] | None:
     """One namespace, or all where none is named; None before the first worker. NOT_FOUND where it is unknown."""
     if namespace_id:
         _check_namespace(namespace_id)
-    if not side.has_pool.is_set():
+    if not side.tiers.has_pool.is_set():
         return None
     if not namespace_id:
         return list(side.store.namespaces.values())

@@ -40,7 +40,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             )
         side = self._sides.get("decode") or self._sides["prefill"]
         reply = cache.LookupReply()
-        if not side.has_pool.is_set():
+        if not side.tiers.has_pool.is_set():
             return reply
         core, store = side.ready_core, side.store
         reply.matched_tokens = core.matched_tokens(request.namespace_id, request.digests)

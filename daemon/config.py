@@ -6,30 +6,31 @@ seconds.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvferry.daemon.admission import OVERTAKES
-from kvferry.daemon.namespaces import Quota
-from kvferry.daemon.tls_names import check_tls, parse_tls_peers
-from kvferry.daemon.values import (
-    ConfigError,
-    is_loopback,
-    is_name,
-    parse_address,
-    parse_device,
-    parse_size,
-    runtime_dir,
+from kvferry.daemon.config_checks import check_together
+from kvferry.daemon.config_kinds import (
+    Address,
+    Choice,
+    Device,
+    Endpoint,
+    Name,
+    Peers,
+    Policy,
+    Ports,
+    Quotas,
+    Seconds,
+    Size,
+    TlsPeers,
+    Transports,
 )
-from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
-from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.daemon.values import parse_address, parse_device, runtime_dir
 from kvferry.radix.policy import policy_names
-from kvferry.transfer.courier_config import names_rdma
-from kvferry.transfer.courier_messages import MAX_SLOTS
 from kvferry.transfer.geometry import StorageOrder
 from kvferry.transfer.lanes import MAX_RANKS
 
@@ -38,159 +39,6 @@ STORAGES = {
     "layer": StorageOrder.LAYER_MAJOR,
     "layer-blocks": StorageOrder.LAYER_BLOCKS,
 }
-
-MAX_TRANSPORTS = 16
-
-
-def parse_quota(text: str) -> tuple[str, Quota]:
-    """(namespace, quota) of "NAMESPACE=SOFT:HARD" or "NAMESPACE=SOFT:HARD:HOST_SOFT:HOST_HARD", in pages. Raises
-    ConfigError.
-    """
-    namespace, _, numbers = text.partition("=")
-    parts = numbers.split(":")
-    if len(parts) not in (2, 4) or not all(part.isdigit() and len(part) <= 12 for part in parts):
-        raise ConfigError(f"quota {text!r} is not NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD] with numbers of pages")
-    try:
-        return namespace.lower(), Quota(*map(int, parts))
-    except ValueError as error:
-        raise ConfigError(f"quota {text!r}: {error}") from error
-
-
-# -- kinds of values: each takes what a flag, a variable or the YAML file says ----------------------------------------
-
-
-def _size(value: object) -> object:
-    return parse_size(value) if isinstance(value, str) else value
-
-
-def _address(value: str) -> str:
-    if value:
-        parse_address(value)
-    return value
-
-
-def _endpoint(value: str) -> str:
-    if value:
-        scheme, separator, address = value.partition("://")
-        if scheme != "tcp" or not separator:
-            raise ConfigError(f"endpoint {value!r} is not tcp://HOST:PORT")
-        parse_address(address)
-    return value
-
-
-def _name(value: str) -> str:
-    if not is_name(value):
-        raise ConfigError(
-            f"name {value!r} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', "
-            "the first a letter or digit"
-        )
-    return value
-
-
-def _entries(value: object, what: str) -> dict[str, str]:
-    """Of a mapping, or of NAME=VALUE in a list or separated by commas."""
-    if isinstance(value, dict):
-        return {str(name): str(of) for name, of in value.items()}
-    found: dict[str, str] = {}
-    for entry in value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]:
-        name, equals, of = str(entry).strip().partition("=")
-        if not equals or name in found:
-            raise ConfigError(f"{what} {str(entry)!r} is not {_FORMS[what]}, or names {name!r} twice")
-        found[name] = of
-    return found
-
-
-_FORMS = {"peer": "NAME=HOST:PORT", "quota": "NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD]"}
-
-
-def _peers(value: object) -> dict[str, str]:
-    peers = _entries(value, "peer")
-    for name, address in peers.items():
-        _name(name)
-        parse_address(address)
-    return peers
-
-
-def _quotas(value: object) -> dict[str, Quota]:
-    if isinstance(value, dict) and all(isinstance(quota, Quota) for quota in value.values()):
-        return value
-    quotas = dict(parse_quota(f"{name}={numbers}") for name, numbers in _entries(value, "quota").items())
-    for namespace in quotas:
-        if namespace != "default" and not re.fullmatch("[0-9a-f]{64}", namespace):
-            raise ConfigError(
-                f"namespace {namespace!r} must be 64 hexadecimal digits (see kvferry stats --format json), or default"
-            )
-    return quotas
-
-
-def _ports(value: object) -> object:
-    """(first, last) of "FIRST-LAST"."""
-    if not isinstance(value, str):
-        return value
-    first, _, last = value.partition("-")
-    if not (first.isdigit() and last.isdigit() and 1024 <= int(first) <= int(last) <= 65535):
-        raise ConfigError(f"ports {value!r} are not FIRST-LAST within 1024-65535")
-    return int(first), int(last)
-
-
-def _transports(value: str) -> str:
-    """UCX's names with commas between; empty: the courier's own choice."""
-    names = value.split(",") if value else []
-    if len(names) > MAX_TRANSPORTS or not all(re.fullmatch("[a-z0-9_]{1,32}", name) for name in names):
-        raise ConfigError(
-            f"transports {value[:64]!r} must be 1 to {MAX_TRANSPORTS} names with commas between, each of 1 to 32 of "
-            "a-z, 0-9 and '_', like rc,cuda_copy,cuda_ipc,tcp"
-        )
-    return value
-
-
-def _device(value: str) -> str:
-    parse_device(value)
-    return value
-
-
-def _policy(value: str) -> str:
-    if value not in policy_names():
-        raise ConfigError(f"policy {value!r} must be one of {', '.join(policy_names())}")
-    return value
-
-
-def _schema(**schema: Any) -> WithJsonSchema:
-    return WithJsonSchema(schema)
-
-
-_SIZE_FORM = r"^[0-9]+ *([kKmMgGtT][iI]?[bB]|[bB])?$"
-Size = Annotated[
-    int,
-    BeforeValidator(_size),
-    _schema(anyOf=[{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE_FORM}]),
-]
-Seconds = Annotated[float, Field(ge=0.05, le=3600, allow_inf_nan=False)]
-Address = Annotated[str, AfterValidator(_address)]
-Endpoint = Annotated[str, AfterValidator(_endpoint)]
-Name = Annotated[str, AfterValidator(_name)]
-Peers = Annotated[
-    dict[str, str], BeforeValidator(_peers), _schema(type="object", additionalProperties={"type": "string"})
-]
-Quotas = Annotated[
-    dict[str, Quota],
-    BeforeValidator(_quotas),
-    _schema(type="object", additionalProperties={"type": "string", "pattern": "^[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?$"}),
-]
-Ports = Annotated[tuple[int, int], BeforeValidator(_ports), _schema(type="string", pattern="^[0-9]+-[0-9]+$")]
-Transports = Annotated[
-    str, AfterValidator(_transports), _schema(type="string", pattern="^([a-z0-9_]{1,32}(,[a-z0-9_]{1,32})*)?$")
-]
-TlsPeers = Annotated[
-    tuple[str, ...],
-    BeforeValidator(parse_tls_peers),
-    _schema(anyOf=[{"type": "array", "items": {"type": "string"}}, {"type": "string"}]),
-]
-Device = Annotated[
-    str, AfterValidator(_device), _schema(type="string", pattern="^(cpu|cuda:[0-9]{1,2}(, *cuda:[0-9]{1,2})*)$")
-]
-Policy = Annotated[str, AfterValidator(_policy), _schema(type="string", enum=list(policy_names()))]
-Choice = Literal["on", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,71 +275,7 @@ class DaemonConfig(BaseModel):
 
     @model_validator(mode="after")
     def _together(self) -> DaemonConfig:
-        """What no setting says alone."""
-        host, _ = parse_address(self.listen)
-        if not is_loopback(host) and not self.insecure and not self.tls_cert:
-            raise ConfigError(
-                f"--listen is {self.listen}: without --tls-cert, --tls-key and --tls-ca sessions are not encrypted, "
-                "and an address that is not loopback needs --insecure"
-            )
-        if is_loopback(host) and names_rdma(self.ucx_tls) and not self.insecure:
-            raise ConfigError(
-                f"--ucx-tls is {self.ucx_tls}, and --listen {self.listen}: RDMA devices have no loopback address, "
-                "couriers would be reached from the network. A --listen that is not loopback, transports without RDMA, "
-                "or --insecure"
-            )
-        dialled = [(f"--peer {name}", parse_address(address)[0]) for name, address in self.peers.items()]
-        if self.peer_service:
-            dialled.append(("--peer-service", parse_address(self.peer_service)[0]))
-        files = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key, "--tls-ca": self.tls_ca}
-        check_tls(files, self.tls_peers, serves_peers="prefill" in self.roles, dialled=dialled)
-        if self.events and "decode" not in self.roles:
-            raise ConfigError(f"--events is {self.events}, but --role is prefill: only the decode side publishes")
-        if self.events_replay and not self.events:
-            raise ConfigError(f"--events-replay is {self.events_replay}, but --events is not given: there are none")
-        for flag, endpoint in (("--events", self.events), ("--events-replay", self.events_replay)):
-            if endpoint and not is_loopback(parse_address(endpoint.removeprefix("tcp://"))[0]) and not self.insecure:
-                raise ConfigError(
-                    f"{flag} is {endpoint}: events are not encrypted, and have the tokens of prompts; "
-                    "an address that is not loopback needs --insecure"
-                )
-        if self.peer_service and "decode" not in self.roles:
-            raise ConfigError(f"--peer-service is {self.peer_service}, but --role is prefill: only decode daemons dial")
-        if self.devices and self.ranks != len(self.devices):
-            raise ConfigError(f"--device is {self.device!r}, of {len(self.devices)} ranks; --ranks is {self.ranks}")
-        if self.peer_lost_seconds < 2 * self.heartbeat_seconds:
-            raise ConfigError(
-                f"--peer-lost-seconds is {self.peer_lost_seconds:g}; it must be at least twice --heartbeat-seconds, "
-                f"{self.heartbeat_seconds:g}: else a heartbeat that is a little late costs the session"
-            )
-        if self.slots * self.ranks > MAX_SLOTS:
-            raise ConfigError(
-                f"--slots is {self.slots} of each of {self.ranks} --ranks; together they must be {MAX_SLOTS} at most"
-            )
-        if self.host_dir and not self.host_bytes:
-            raise ConfigError(f"--host-dir is {self.host_dir!r}, but --host-bytes is 0: there is no host tier to keep")
-        if self.write_through_hits and not self.host_bytes:
-            raise ConfigError(
-                f"--write-through-hits is {self.write_through_hits}, but --host-bytes is 0: there is no host tier to "
-                "copy to"
-            )
-        for namespace, quota in self.quotas.items():
-            if (quota.host_soft or quota.host_hard) and not self.host_bytes:
-                raise ConfigError(
-                    f"--quota {namespace}={quota.soft}:{quota.hard}:{quota.host_soft}:{quota.host_hard} has a quota of "
-                    "the host tier, but --host-bytes is 0: there is none"
-                )
-        digests = self.max_tokens // self.page_size * DIGEST_BYTES
-        if digests + 65536 > MAX_MESSAGE_BYTES:
-            raise ConfigError(
-                f"--max-tokens is {self.max_tokens}: at --page-size {self.page_size} its digests are {digests} bytes; "
-                f"a message takes {MAX_MESSAGE_BYTES}"
-            )
-        first, last = self.ucx_ports
-        if last - first + 1 < len(self.peers):
-            raise ConfigError(f"--ucx-ports {first}-{last} are fewer than the {len(self.peers)} peers; each takes one")
-        if len(self.peers) > self.max_peers:
-            raise ConfigError(f"--peer names {len(self.peers)}; --max-peers is {self.max_peers}")
+        check_together(self)
         return self
 
 

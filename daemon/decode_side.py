@@ -12,7 +12,8 @@ from kvferry.daemon.effects import Effect, SendDone, StartTransfer, StopTransfer
 from kvferry.daemon.errors import RequestError, precondition, unavailable
 from kvferry.daemon.limits import Name, check_priority, check_prompt, name_of
 from kvferry.daemon.peer_link import FoundPeerLink, PeerLink
-from kvferry.daemon.side import Side, Worker
+from kvferry.daemon.side import Side
+from kvferry.daemon.side_workers import Worker
 from kvferry.daemon.store import Started, Store
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.tree import RESTORE
@@ -50,7 +51,7 @@ class DecodeSide(Side[DecodeCore]):
         limits = DecodeLimits(
             max_tokens=self.config.max_tokens,
             admission_seconds=self.config.admission_seconds,
-            page_bytes=self.page_bytes,
+            page_bytes=self.tiers.page_bytes,
             queue=self.config.queue,
             reuse=self.config.reuse,
             overtakes=self.config.overtakes,

@@ -44,9 +44,9 @@ SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)]
 
 def hello_of(side: AnySide) -> peer.PeerHello:
     """The side's own Hello. UNAVAILABLE before its first worker, and while no engine's memory is the pool."""
-    if side.facts is None:
+    if side.tiers.facts is None:
         raise unavailable(f"daemon {side.config.name!r} has no {side.role} worker yet, so its model is not known")
-    if not side.has_pool.is_set():
+    if not side.tiers.has_pool.is_set():
         raise unavailable(f"daemon {side.config.name!r} has no pool: its {side.role} engine is gone, and its memory")
     return peer.PeerHello(
         protocol=PROTOCOL,
@@ -54,10 +54,10 @@ def hello_of(side: AnySide) -> peer.PeerHello:
         daemon=side.config.name,
         incarnation=side.incarnation,
         role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL,
-        facts=side.facts.to_proto(),
-        epoch=side.epoch,
-        page_bytes=side.facts.geometry.page_bytes,
-        capabilities=(*CAPABILITIES, PART_SUMS) if side.memory.can_sum else CAPABILITIES,
+        facts=side.tiers.facts.to_proto(),
+        epoch=side.tiers.epoch,
+        page_bytes=side.tiers.facts.geometry.page_bytes,
+        capabilities=(*CAPABILITIES, PART_SUMS) if side.tiers.memory.can_sum else CAPABILITIES,
         ranks=side.config.ranks,
         checksums=side.config.checksums == "on",
     )
@@ -86,13 +86,13 @@ def check_hello(side: AnySide, hello: peer.PeerHello, where: str) -> None:
         theirs = NamespaceFacts.from_proto(hello.facts)
     except ValueError as error:
         raise precondition(f"{them} sent unusable facts: {error}") from error
-    assert side.facts is not None
-    for difference in differences(side.facts, theirs):
+    assert side.tiers.facts is not None
+    for difference in differences(side.tiers.facts, theirs):
         if difference.field != "tenant_salt_digest":  # tenants share a session; their pages never match
             raise precondition(
                 f"{difference.field}: {us} has {difference.ours}, {them} has {difference.theirs}; {difference.remedy}"
             )
-    page_bytes = side.facts.geometry.page_bytes
+    page_bytes = side.tiers.facts.geometry.page_bytes
     if hello.page_bytes != page_bytes:
         raise precondition(
             f"page_bytes: {us} has {page_bytes}, {them} {hello.page_bytes}; serve the same model on both"
@@ -121,11 +121,11 @@ def part_checksums(own: peer.PeerHello, theirs: peer.PeerHello) -> bool:
 
 
 def _check_ranks(side: AnySide, hello: peer.PeerHello, us: str, them: str) -> None:
-    assert side.facts is not None
+    assert side.tiers.facts is not None
     ranks = ranks_of(hello)
     senders, receivers = (ranks, side.config.ranks) if side.role == "decode" else (side.config.ranks, ranks)
     try:
-        lanes_of(side.facts.geometry, senders, receivers)
+        lanes_of(side.tiers.facts.geometry, senders, receivers)
     except ValueError as error:
         raise precondition(f"ranks: {us} has {side.config.ranks}, {them} {ranks}, by which: {error}") from error
     if max(ranks, side.config.ranks) > 1 and LANES not in hello.capabilities:

@@ -71,7 +71,7 @@ class HealthWatch:
     def _ask_copy_workers(self, now: float) -> set[str]:
         parts = set()
         for side in self._sides.values():
-            for name, executor in side.copy_workers().items():
+            for name, executor in side.tiers.copy_workers().items():
                 part = f"{side.role} {name}"
                 parts.add(part)
                 if not self.progress.known(part):

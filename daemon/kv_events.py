@@ -11,9 +11,10 @@ A device page whose tokens nobody sent is not announced. Host pages are announce
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PagePool
@@ -44,6 +45,23 @@ class Cleared:
 
 
 KvEvent: TypeAlias = Stored | Removed | Cleared
+
+
+class EventSink(Protocol):
+    """Who is told what enters and leaves the tiers."""
+
+    endpoint: str
+    replay: str
+    blocks: Counter[tuple[str, Medium]]  # by event and medium
+    batches: int
+    queue_dropped: int
+    subscriber_dropped: int
+
+    @property
+    def replays_cut_off(self) -> Counter[str]:
+        """By reason: "stalled" or "gone"."""
+
+    def publish(self, events: Sequence[KvEvent]) -> None: ...
 
 
 @dataclass(slots=True)

@@ -100,7 +100,7 @@ class PeerLink:
         """Until cancelled: one session after the other."""
         backoff = BACKOFF_SECONDS[0]
         while True:
-            await self._side.has_pool.wait()
+            await self._side.tiers.has_pool.wait()
             self.state, self._wake, level = "connecting", asyncio.Event(), logging.WARNING
             try:
                 await self._connect_and_serve()
@@ -149,7 +149,7 @@ class PeerLink:
         side = self._side
         async with side.dial(self.address, self.expected) as channel:
             call = PeerStub(channel).Session(wait_for_ready=False)
-            epoch, own = side.epoch, hello_of(side)
+            epoch, own = side.tiers.epoch, hello_of(side)
             await asyncio.wait_for(call.write(peer.PeerMessage(hello=own)), HELLO_SECONDS)
             answer = await asyncio.wait_for(call.read(), HELLO_SECONDS)
             if isinstance(answer, peer.PeerMessage) and answer.WhichOneof("kind") != "hello":
@@ -166,9 +166,9 @@ class PeerLink:
             hello = answer.hello
             check_hello(side, hello, self.address)
             self.check_name(hello.daemon)
-            if not side.has_pool.is_set() or side.epoch != epoch:
+            if not side.tiers.has_pool.is_set() or side.tiers.epoch != epoch:
                 raise SessionBroken("the engine whose memory the pool was has ended")
-            config, memory, ranks = side.config, side.memory, ranks_of(hello)
+            config, memory, ranks = side.config, side.tiers.memory, ranks_of(hello)
             lanes = lanes_of(memory.shape.geometry, ranks, config.ranks)
             session = ReceivingSession(
                 remote=hello.daemon,
@@ -179,7 +179,7 @@ class PeerLink:
                 checksums=part_checksums(own, hello),
                 times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
                 receiver=Receiver(
-                    epoch=side.epoch, lanes=lanes, slot_bytes=config.slot_bytes + HEADER_ROOM, slots=config.slots
+                    epoch=side.tiers.epoch, lanes=lanes, slot_bytes=config.slot_bytes + HEADER_ROOM, slots=config.slots
                 ),
                 events=self,
                 counters=side.ready_core.transfer_counters,

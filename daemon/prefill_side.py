@@ -14,7 +14,8 @@ from kvferry.daemon.limits import Name, check_priority, check_prompt, name_of
 from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
 from kvferry.daemon.sending import SendingSession
 from kvferry.daemon.session import SessionTimes
-from kvferry.daemon.side import Side, Worker
+from kvferry.daemon.side import Side
+from kvferry.daemon.side_workers import Worker
 from kvferry.daemon.store import Store
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
@@ -94,8 +95,8 @@ class PrefillSide(Side[PrefillCore]):
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, ZeroTail):
             # In an engine's own layout only the engine knows where a token's bytes lie.
-            if self.memory.shape.geometry.layout is not Layout.ENGINE:
-                self.memory.zero_tail(effect.page, effect.tokens)
+            if self.tiers.memory.shape.geometry.layout is not Layout.ENGINE:
+                self.tiers.memory.zero_tail(effect.page, effect.tokens)
             return
         assert isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | SendAux)
         session = self.sessions.get(effect.session)
@@ -125,7 +126,7 @@ class PrefillSide(Side[PrefillCore]):
 
     def new_session(self, own: peer.PeerHello, hello: peer.PeerHello) -> SendingSession:
         """For a decode daemon whose Hello was checked; `own` is the answer."""
-        config, memory, ranks = self.config, self.memory, ranks_of(hello)
+        config, memory, ranks = self.config, self.tiers.memory, ranks_of(hello)
         session = SendingSession(
             number=next(self._numbers),
             remote=hello.daemon,

@@ -89,13 +89,13 @@ def _reasons(counts: Counter[str]) -> Iterable[cache.ReasonCount]:
 def side_stats(side: AnySide) -> cache.SideStats:
     """Zeros before the first worker has come."""
     stats = cache.SideStats(role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL)
-    stats.workers = side.workers_here
+    stats.workers = side.workers.may_write
     if side.core is None:
         return stats
     side.store.settle()
     _requests(side, stats.requests)
-    _device(side.store, side.page_bytes, stats.pool)
-    _host(side.store, side.row_bytes, stats.host)
+    _device(side.store, side.tiers.page_bytes, stats.pool)
+    _host(side.store, side.tiers.row_bytes, stats.host)
     _tiers(side, stats.tiers)
     _namespaces(side.store, stats)
     stats.policy = side.store.limits.policy
@@ -103,7 +103,7 @@ def side_stats(side: AnySide) -> cache.SideStats:
     _events(side, stats.events)
     stats.quarantine.orphaned_pages = side.store.pool.counts().orphaned
     stats.quarantine.orphaned_bound = int(side.config.orphaned_share * side.store.pool.pages)
-    stats.quarantine.lost_workers, stats.quarantine.workers_bound = side.lost_workers, side.config.max_workers
+    stats.quarantine.lost_workers, stats.quarantine.workers_bound = side.workers.lost, side.config.max_workers
     stats.quarantine.draining_transfers = side.ready_core.draining_transfers
     latencies = side.latencies
     stats.admit_to_ready.count = latencies.count
@@ -211,7 +211,7 @@ def _tiers(side: AnySide, stats: cache.TierStats) -> None:
     stats.copies = store.copies
     stats.recovered_pages, stats.discarded_entries = tiers.recovered, tiers.discarded_entries
     stats.orphan_pages = store.orphans
-    stats.unverified_pages = side.unverified_pages
+    stats.unverified_pages = side.tiers.unverified_pages
 
 
 def _namespaces(store: Store, stats: cache.SideStats) -> None:
@@ -242,7 +242,7 @@ def _transfers(side: AnySide, stats: cache.TransferStats) -> None:
     stats.failures.extend(_reasons(counters.failures))
     stats.aborts.extend(_reasons(counters.aborts))
     stats.saved_pages = side.ready_core.counters.saved_pages
-    stats.saved_bytes = stats.saved_pages * side.page_bytes
+    stats.saved_bytes = stats.saved_pages * side.tiers.page_bytes
     if isinstance(side, DecodeSide):
         stats.asked_again = side.ready_core.asked_again
     stats.active = side.ready_core.active_transfers

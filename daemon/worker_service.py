@@ -10,7 +10,8 @@ import grpc
 
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.session import report_invariant
-from kvferry.daemon.side import AnySide, Worker
+from kvferry.daemon.side import AnySide
+from kvferry.daemon.side_workers import Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto import worker_pb2_grpc
@@ -74,7 +75,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         finally:
             for task in tasks:
                 task.cancel()
-            side.leave(worker)
+            side.workers.leave(worker)
             log.info("%s worker %s has %s", side.role, worker.name, "left" if worker.quiesced else "broken off")
         if worker.quiesced and not await side.memory_released(worker, RELEASE_SECONDS):
             log.error("%s worker %s is left alone with memory that is still mapped", side.role, worker.name)
@@ -104,7 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 return  # the worker closed its half
             kind = message.WhichOneof("kind")
             if kind == "attached":
-                side.attach(worker)
+                side.workers.attach(worker)
             elif kind == "quiesced":
                 worker.quiesced = True
                 return

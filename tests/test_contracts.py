@@ -32,6 +32,7 @@ PURE = (
     "kvferry.daemon.admission",
     "kvferry.daemon.arrivals",
     "kvferry.daemon.asks",
+    "kvferry.daemon.core",
     "kvferry.daemon.counters",
     "kvferry.daemon.decode_core",
     "kvferry.daemon.effects",

@@ -28,10 +28,15 @@ def test_parts_are_stalled_when_they_do_not_tick() -> None:
 
 
 class OneWorker:
-    """A side with one copy worker."""
+    """A side whose tiers have one copy worker."""
 
     role = "decode"
 
+    def __init__(self, executor: Executor) -> None:
+        self.tiers = Tiers(executor)
+
+
+class Tiers:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 

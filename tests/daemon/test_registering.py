@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon import side as side_module
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.dialing import dial_plainly
@@ -46,15 +45,15 @@ def test_a_worker_that_no_lock_can_be_made_for_leaves_no_claim(tmp_path: Path, m
         side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
         first, message = hello(tmp_path, "first")
         with monkeypatch.context() as patched:
-            patched.setattr(side_module.FileLock, "create", full)
+            patched.setattr(FileLock, "create", full)
             with pytest.raises(RequestError, match="Too many open files") as refused:
                 await side.register(message)
         assert refused.value.code == common_pb2.ERROR_RESOURCE_EXHAUSTED
-        assert side.workers_here == 0
+        assert side.workers.may_write == 0
         first.close()
         second, message = hello(tmp_path, "second")
         worker, welcome = await asyncio.wait_for(side.register(message), 5)
-        assert (side.workers_here, welcome.pages, worker.name) == (1, 8, "second")
+        assert (side.workers.may_write, welcome.pages, worker.name) == (1, 8, "second")
         await side.close()
         second.close()
 

@@ -21,7 +21,7 @@ from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.limits import Name
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.request_traces import RequestTraces
-from kvferry.daemon.side import Worker
+from kvferry.daemon.side_workers import Worker
 from kvferry.daemon.store import Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
@@ -160,7 +160,7 @@ async def used_again(role: str, incarnation: bytes) -> None:
         DecodeCore(store, DecodeLimits(config.max_tokens, 64, 30.0, 8)) if role == "decode" else side.make_core(store)
     )
     worker = Worker(1, "w", bytes(32), cast(Any, None), asyncio.Queue(64))
-    side.workers[1] = worker
+    side.workers.enter(worker)
     kind = "admit" if role == "decode" else "begin"
     message = wire.WorkerMessage()
     request = getattr(message, kind)

@@ -25,7 +25,8 @@ from kvferry.daemon.limits import Name
 from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.session import Session, SessionBroken
-from kvferry.daemon.side import AnySide, Worker
+from kvferry.daemon.side import AnySide
+from kvferry.daemon.side_workers import Worker
 from kvferry.daemon.store import Started
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier_config import CourierConfig
@@ -165,10 +166,10 @@ class _Furnished(SimSide):
     def furnish(self, clock: Clock, setting: Setting, faults: Faults) -> None:
         super().furnish(clock, setting, faults)
         side = cast(AnySide, self)
-        side.epoch = EPOCH
-        side._memory = cast(PoolMemory, Pools(clock, self.pages_memory, 0.0))
-        side._tier = cast(HostTier, Tier(clock))
-        side.has_pool.set()
+        side.tiers.epoch = EPOCH
+        memory = cast(PoolMemory, Pools(clock, self.pages_memory, 0.0))
+        side.tiers.take(FACTS, side.store, memory, cast(HostTier, Tier(clock)))
+        side.tiers.has_pool.set()
 
 
 class Decode(_Furnished, DecodeSide):
@@ -249,9 +250,8 @@ class Honest:
 
     def gone(self) -> None:
         side = cast(AnySide, self.side)
-        side.workers.pop(self.worker.number, None)
+        side.workers.here.pop(self.worker.number, None)
         side.worker_gone(self.worker)
-        side.flush()
 
 
 class Link:

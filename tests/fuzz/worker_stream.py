@@ -51,7 +51,7 @@ async def _serve(stage: Stage, messages: list[Any], decodes: bool) -> None:
         for lock in locks:
             lock.close()
         honest.gone()
-        while side._tasks:
+        while side.tasks.running:
             await asyncio.sleep(0)
         await side.close()
 

@@ -15,7 +15,8 @@ from kvferry.daemon.namespaces import Quota, slack
 from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.sending import SendingSession
-from kvferry.daemon.side import AnySide, Worker
+from kvferry.daemon.side import AnySide
+from kvferry.daemon.side_workers import Worker
 from kvferry.daemon.store import Store, StoreLimits
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.courier_link import CourierConfig
@@ -61,8 +62,7 @@ class SimSide:
     def furnish(self, clock: Clock, setting: Setting, faults: Faults) -> None:
         side = cast(AnySide, self)
         self.clock, self.setting, self.dead = clock, setting, False
-        side.epoch = clock.random.getrandbits(63)
-        side.facts = TENANTS[0]
+        side.tiers.epoch = clock.random.getrandbits(63)
         limits = StoreLimits(
             policy=setting.policy,
             write_through_hits=setting.write_through,
@@ -72,37 +72,35 @@ class SimSide:
         store = Store(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
         store.clock.now = clock.now
         self.pages_memory = Memory(store, side.config.name)
-        side._take(cast(PoolMemory, SimPoolMemory(clock, self.pages_memory, faults.copies_fail)))
+        memory, tier = SimPoolMemory(clock, self.pages_memory, faults.copies_fail), None
         if store.host is not None:
             store.host.log_frees = True
-            side._tier = cast(HostTier, SimTier(clock, self.pages_memory, setting.host_pages, faults.tier_fails))
-        side.core = side.make_core(store)
+            tier = SimTier(clock, self.pages_memory, setting.host_pages, faults.tier_fails)
+        side.tiers.take(TENANTS[0], store, cast(PoolMemory, memory), cast("HostTier | None", tier))
+        side.tiers_made(store)
         for facts in TENANTS:
             store.namespace(facts.id)
 
     def enter(self, tenant: int, events: object) -> Worker:
         side = cast(AnySide, self)
-        number = side._next_worker
-        side._next_worker += 1
+        number = side.workers.new_number()
         worker = Worker(number, f"w{number}", TENANTS[tenant].id, cast(Any, None), cast(Any, events), attached=True)
-        side.workers[number] = worker
+        side.workers.enter(worker)
         return worker
 
     def lose(self, worker: Worker) -> None:
         """Its stream broke."""
         side = cast(AnySide, self)
         if not self.dead:
-            del side.workers[worker.number]
+            del side.workers.here[worker.number]
             side.worker_lost(worker)
-            side.flush()
 
     def prove(self, worker: Worker) -> None:
         """It writes no more."""
         side = cast(AnySide, self)
         if not self.dead:
-            side.workers.pop(worker.number, None)
+            side.workers.here.pop(worker.number, None)
             side.worker_gone(worker)
-            side.flush()
 
     def check(self) -> None:
         """At any moment."""
@@ -192,13 +190,13 @@ class SimPrefill(SimSide, PrefillSide):
             number=next(self._numbers),
             remote=decode.config.name,
             courier=courier,
-            memory=self.memory,
+            memory=self.tiers.memory,
             lanes=lanes_of(GEOMETRY, 1, 1),
             remote_ranks=1,
             checksums=checksums,
             times=TIMES,
             send_slots=courier.send_slots,
-            remote_epoch=decode.epoch,
+            remote_epoch=decode.tiers.epoch,
             events=self,
             counters=self.ready_core.transfer_counters,
             latencies=self.latencies,

@@ -191,11 +191,13 @@ class Wire:
         setting = peering.setting
         lanes = lanes_of(GEOMETRY, 1, 1)
         checksums = decode.setting.checksums or prefill.setting.checksums
-        self.receiver = Receiver(epoch=decode.epoch, lanes=lanes, slot_bytes=setting.slot_bytes, slots=setting.slots)
+        self.receiver = Receiver(
+            epoch=decode.tiers.epoch, lanes=lanes, slot_bytes=setting.slot_bytes, slots=setting.slots
+        )
         self.receiving = SimReceiving(
             remote=prefill.config.name,
             courier=_config(setting.slot_bytes, setting.slots, 0),
-            memory=decode.memory,
+            memory=decode.tiers.memory,
             lanes=lanes,
             remote_ranks=1,
             checksums=checksums,

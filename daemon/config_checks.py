@@ -1,0 +1,83 @@
+"""What no setting says alone: which values cannot be together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.daemon.tls_names import check_tls
+from kvferry.daemon.values import ConfigError, is_loopback, parse_address
+from kvferry.proto.limits import MAX_MESSAGE_BYTES
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.transfer.courier_config import names_rdma
+from kvferry.transfer.courier_messages import MAX_SLOTS
+
+if TYPE_CHECKING:
+    from kvferry.daemon.config import DaemonConfig
+
+
+def check_together(config: DaemonConfig) -> None:
+    """ConfigError, which names the flags."""
+    host, _ = parse_address(config.listen)
+    if not is_loopback(host) and not config.insecure and not config.tls_cert:
+        raise ConfigError(
+            f"--listen is {config.listen}: without --tls-cert, --tls-key and --tls-ca sessions are not encrypted, "
+            "and an address that is not loopback needs --insecure"
+        )
+    if is_loopback(host) and names_rdma(config.ucx_tls) and not config.insecure:
+        raise ConfigError(
+            f"--ucx-tls is {config.ucx_tls}, and --listen {config.listen}: RDMA devices have no loopback address, "
+            "couriers would be reached from the network. A --listen that is not loopback, transports without RDMA, "
+            "or --insecure"
+        )
+    dialled = [(f"--peer {name}", parse_address(address)[0]) for name, address in config.peers.items()]
+    if config.peer_service:
+        dialled.append(("--peer-service", parse_address(config.peer_service)[0]))
+    files = {"--tls-cert": config.tls_cert, "--tls-key": config.tls_key, "--tls-ca": config.tls_ca}
+    check_tls(files, config.tls_peers, serves_peers="prefill" in config.roles, dialled=dialled)
+    if config.events and "decode" not in config.roles:
+        raise ConfigError(f"--events is {config.events}, but --role is prefill: only the decode side publishes")
+    if config.events_replay and not config.events:
+        raise ConfigError(f"--events-replay is {config.events_replay}, but --events is not given: there are none")
+    for flag, endpoint in (("--events", config.events), ("--events-replay", config.events_replay)):
+        if endpoint and not is_loopback(parse_address(endpoint.removeprefix("tcp://"))[0]) and not config.insecure:
+            raise ConfigError(
+                f"{flag} is {endpoint}: events are not encrypted, and have the tokens of prompts; "
+                "an address that is not loopback needs --insecure"
+            )
+    if config.peer_service and "decode" not in config.roles:
+        raise ConfigError(f"--peer-service is {config.peer_service}, but --role is prefill: only decode daemons dial")
+    if config.devices and config.ranks != len(config.devices):
+        raise ConfigError(f"--device is {config.device!r}, of {len(config.devices)} ranks; --ranks is {config.ranks}")
+    if config.peer_lost_seconds < 2 * config.heartbeat_seconds:
+        raise ConfigError(
+            f"--peer-lost-seconds is {config.peer_lost_seconds:g}; it must be at least twice --heartbeat-seconds, "
+            f"{config.heartbeat_seconds:g}: else a heartbeat that is a little late costs the session"
+        )
+    if config.slots * config.ranks > MAX_SLOTS:
+        raise ConfigError(
+            f"--slots is {config.slots} of each of {config.ranks} --ranks; together they must be {MAX_SLOTS} at most"
+        )
+    if config.host_dir and not config.host_bytes:
+        raise ConfigError(f"--host-dir is {config.host_dir!r}, but --host-bytes is 0: there is no host tier to keep")
+    if config.write_through_hits and not config.host_bytes:
+        raise ConfigError(
+            f"--write-through-hits is {config.write_through_hits}, but --host-bytes is 0: there is no host tier to "
+            "copy to"
+        )
+    for namespace, quota in config.quotas.items():
+        if (quota.host_soft or quota.host_hard) and not config.host_bytes:
+            raise ConfigError(
+                f"--quota {namespace}={quota.soft}:{quota.hard}:{quota.host_soft}:{quota.host_hard} has a quota of "
+                "the host tier, but --host-bytes is 0: there is none"
+            )
+    digests = config.max_tokens // config.page_size * DIGEST_BYTES
+    if digests + 65536 > MAX_MESSAGE_BYTES:
+        raise ConfigError(
+            f"--max-tokens is {config.max_tokens}: at --page-size {config.page_size} its digests are {digests} bytes; "
+            f"a message takes {MAX_MESSAGE_BYTES}"
+        )
+    first, last = config.ucx_ports
+    if last - first + 1 < len(config.peers):
+        raise ConfigError(f"--ucx-ports {first}-{last} are fewer than the {len(config.peers)} peers; each takes one")
+    if len(config.peers) > config.max_peers:
+        raise ConfigError(f"--peer names {len(config.peers)}; --max-peers is {config.max_peers}")

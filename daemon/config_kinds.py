@@ -1,0 +1,164 @@
+"""Kinds of settings: each takes what a flag, a variable or the YAML file says, judges it, and has a JSON schema."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+
+from kvferry.daemon.namespaces import Quota
+from kvferry.daemon.tls_names import parse_tls_peers
+from kvferry.daemon.values import ConfigError, is_name, parse_address, parse_device, parse_size
+from kvferry.proto.limits import MAX_NAME_CHARS
+from kvferry.radix.policy import policy_names
+
+MAX_TRANSPORTS = 16
+
+
+def parse_quota(text: str) -> tuple[str, Quota]:
+    """(namespace, quota) of "NAMESPACE=SOFT:HARD" or "NAMESPACE=SOFT:HARD:HOST_SOFT:HOST_HARD", in pages. Raises
+    ConfigError.
+    """
+    namespace, _, numbers = text.partition("=")
+    parts = numbers.split(":")
+    if len(parts) not in (2, 4) or not all(part.isdigit() and len(part) <= 12 for part in parts):
+        raise ConfigError(f"quota {text!r} is not NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD] with numbers of pages")
+    try:
+        return namespace.lower(), Quota(*map(int, parts))
+    except ValueError as error:
+        raise ConfigError(f"quota {text!r}: {error}") from error
+
+
+def _size(value: object) -> object:
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def _address(value: str) -> str:
+    if value:
+        parse_address(value)
+    return value
+
+
+def _endpoint(value: str) -> str:
+    if value:
+        scheme, separator, address = value.partition("://")
+        if scheme != "tcp" or not separator:
+            raise ConfigError(f"endpoint {value!r} is not tcp://HOST:PORT")
+        parse_address(address)
+    return value
+
+
+def _name(value: str) -> str:
+    if not is_name(value):
+        raise ConfigError(
+            f"name {value!r} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', "
+            "the first a letter or digit"
+        )
+    return value
+
+
+def _entries(value: object, what: str) -> dict[str, str]:
+    """Of a mapping, or of NAME=VALUE in a list or separated by commas."""
+    if isinstance(value, dict):
+        return {str(name): str(of) for name, of in value.items()}
+    found: dict[str, str] = {}
+    for entry in value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]:
+        name, equals, of = str(entry).strip().partition("=")
+        if not equals or name in found:
+            raise ConfigError(f"{what} {str(entry)!r} is not {_FORMS[what]}, or names {name!r} twice")
+        found[name] = of
+    return found
+
+
+_FORMS = {"peer": "NAME=HOST:PORT", "quota": "NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD]"}
+
+
+def _peers(value: object) -> dict[str, str]:
+    peers = _entries(value, "peer")
+    for name, address in peers.items():
+        _name(name)
+        parse_address(address)
+    return peers
+
+
+def _quotas(value: object) -> dict[str, Quota]:
+    if isinstance(value, dict) and all(isinstance(quota, Quota) for quota in value.values()):
+        return value
+    quotas = dict(parse_quota(f"{name}={numbers}") for name, numbers in _entries(value, "quota").items())
+    for namespace in quotas:
+        if namespace != "default" and not re.fullmatch("[0-9a-f]{64}", namespace):
+            raise ConfigError(
+                f"namespace {namespace!r} must be 64 hexadecimal digits (see kvferry stats --format json), or default"
+            )
+    return quotas
+
+
+def _ports(value: object) -> object:
+    """(first, last) of "FIRST-LAST"."""
+    if not isinstance(value, str):
+        return value
+    first, _, last = value.partition("-")
+    if not (first.isdigit() and last.isdigit() and 1024 <= int(first) <= int(last) <= 65535):
+        raise ConfigError(f"ports {value!r} are not FIRST-LAST within 1024-65535")
+    return int(first), int(last)
+
+
+def _transports(value: str) -> str:
+    """UCX's names with commas between; empty: the courier's own choice."""
+    names = value.split(",") if value else []
+    if len(names) > MAX_TRANSPORTS or not all(re.fullmatch("[a-z0-9_]{1,32}", name) for name in names):
+        raise ConfigError(
+            f"transports {value[:64]!r} must be 1 to {MAX_TRANSPORTS} names with commas between, each of 1 to 32 of "
+            "a-z, 0-9 and '_', like rc,cuda_copy,cuda_ipc,tcp"
+        )
+    return value
+
+
+def _device(value: str) -> str:
+    parse_device(value)
+    return value
+
+
+def _policy(value: str) -> str:
+    if value not in policy_names():
+        raise ConfigError(f"policy {value!r} must be one of {', '.join(policy_names())}")
+    return value
+
+
+def _schema(**schema: Any) -> WithJsonSchema:
+    return WithJsonSchema(schema)
+
+
+_SIZE_FORM = r"^[0-9]+ *([kKmMgGtT][iI]?[bB]|[bB])?$"
+Size = Annotated[
+    int,
+    BeforeValidator(_size),
+    _schema(anyOf=[{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE_FORM}]),
+]
+Seconds = Annotated[float, Field(ge=0.05, le=3600, allow_inf_nan=False)]
+Address = Annotated[str, AfterValidator(_address)]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+Name = Annotated[str, AfterValidator(_name)]
+Peers = Annotated[
+    dict[str, str], BeforeValidator(_peers), _schema(type="object", additionalProperties={"type": "string"})
+]
+Quotas = Annotated[
+    dict[str, Quota],
+    BeforeValidator(_quotas),
+    _schema(type="object", additionalProperties={"type": "string", "pattern": "^[0-9]+:[0-9]+(:[0-9]+:[0-9]+)?$"}),
+]
+Ports = Annotated[tuple[int, int], BeforeValidator(_ports), _schema(type="string", pattern="^[0-9]+-[0-9]+$")]
+Transports = Annotated[
+    str, AfterValidator(_transports), _schema(type="string", pattern="^([a-z0-9_]{1,32}(,[a-z0-9_]{1,32})*)?$")
+]
+TlsPeers = Annotated[
+    tuple[str, ...],
+    BeforeValidator(parse_tls_peers),
+    _schema(anyOf=[{"type": "array", "items": {"type": "string"}}, {"type": "string"}]),
+]
+Device = Annotated[
+    str, AfterValidator(_device), _schema(type="string", pattern="^(cpu|cuda:[0-9]{1,2}(, *cuda:[0-9]{1,2})*)$")
+]
+Policy = Annotated[str, AfterValidator(_policy), _schema(type="string", enum=list(policy_names()))]
+Choice = Literal["on", "off"]

@@ -1,0 +1,51 @@
+"""What a side asks of its state machine, whatever its role. Core: no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvferry.daemon.counters import RequestCounters, TransferCounters
+from kvferry.daemon.effects import Effect
+from kvferry.daemon.pins import Pins
+from kvferry.daemon.store import Store
+
+
+class Core(Protocol):
+    """What both roles' state machines have."""
+
+    store: Store
+    counters: RequestCounters
+    pins: Pins
+
+    @property
+    def reserved(self) -> int: ...
+
+    @property
+    def transfer_counters(self) -> TransferCounters: ...
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting_requests(self) -> int: ...
+
+    @property
+    def active_transfers(self) -> int: ...
+
+    @property
+    def draining_transfers(self) -> int: ...
+
+    def take_effects(self) -> list[Effect]: ...
+
+    def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int: ...
+
+    def worker_lost(self, worker: int, now: float) -> None: ...
+
+    def worker_gone(self, worker: int, now: float) -> None: ...
+
+    def pool_leaves(self, now: float) -> None: ...
+
+    def tick(self, now: float) -> None: ...
+
+    def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None: ...

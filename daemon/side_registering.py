@@ -1,0 +1,124 @@
+"""How a worker comes to a side: what it says is judged, the tiers are made for it or fit it, it is welcome. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.engine_pool import EnginePool
+from kvferry.daemon.errors import exhausted, invalid, precondition
+from kvferry.daemon.pool_making import registration_of
+from kvferry.daemon.side_tasks import SideTasks
+from kvferry.daemon.side_tiers import SideTiers
+from kvferry.daemon.side_workers import SideWorkers, Worker
+from kvferry.proto import common_pb2 as common
+from kvferry.proto import worker_pb2 as wire
+from kvferry.proto.limits import MAX_NAME_CHARS
+from kvferry.transfer.geometry import StorageOrder
+from kvferry.transfer.namespace import NamespaceFacts
+from kvferry.transfer.registration import Registration
+
+PROTOCOL = 1
+
+
+class Registering:
+    """`engine`: whose memory the pool is, with --pool engine."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        incarnation: bytes,
+        tiers: SideTiers,
+        workers: SideWorkers,
+        engine: EnginePool | None,
+        tasks: SideTasks,
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._tiers = tiers
+        self._workers = workers
+        self._engine = engine
+        self._tasks = tasks
+
+    async def register(self, hello: wire.WorkerHello) -> tuple[Worker, wire.Welcome]:
+        """Takes a worker in, making the pool for the first one. RequestError where it does not fit."""
+        self._check(hello)
+        registration = registration_of(self._config, hello)
+        hello.facts.geometry.page_size = self._config.page_size
+        try:
+            facts = NamespaceFacts.from_proto(hello.facts)
+        except ValueError as error:
+            raise invalid(str(error)) from error
+        # In a task of its own: a worker that leaves meanwhile must not leave half a pool.
+        fitting = self._tiers.fit(facts) if registration is None else self._map(hello.worker, facts, registration)
+        making = self._tasks.start(fitting)
+        worker: Worker | None = None
+        try:
+            await asyncio.shield(making)
+            self._tiers.store.namespace(facts.id)
+            worker = self._workers.make(hello.worker, facts.id)
+            welcome = self._welcome(worker, facts)
+        except BaseException:
+            making.add_done_callback(self._abandoned)
+            if worker is not None:
+                worker.drop_lock()
+            raise
+        if self._engine is not None:
+            self._engine.own(worker.number)
+        self._workers.enter(worker)
+        return worker, welcome
+
+    def _check(self, hello: wire.WorkerHello) -> None:
+        if hello.protocol != PROTOCOL:
+            raise precondition(
+                f"protocol is {hello.protocol}; this daemon speaks {PROTOCOL}: install the same kvferry on both"
+            )
+        if len(hello.worker) > MAX_NAME_CHARS:
+            raise invalid(f"worker has {len(hello.worker)} characters; the bound is {MAX_NAME_CHARS}")
+        workers, most = self._workers, self._config.max_workers
+        if workers.may_write >= most:
+            raise exhausted(
+                f"{len(workers.here)} workers are here and {workers.lost} lost ones not proven gone; "
+                f"--max-workers is {most}"
+            )
+        page_size = hello.facts.geometry.page_size
+        if page_size not in (0, self._config.page_size):
+            raise precondition(
+                f"page_size: the worker has {page_size}, the daemon {self._config.page_size}; "
+                "give one of them the other's"
+            )
+
+    async def _map(self, worker: str, facts: NamespaceFacts, registration: Registration) -> None:
+        """Makes an engine's memory the pool. RequestError."""
+        assert self._engine is not None
+        await self._engine.claim(worker)
+        try:
+            await self._tiers.fit(facts, registration)
+        except BaseException:
+            self._engine.give_up()
+            raise
+
+    def _abandoned(self, making: asyncio.Task[None]) -> None:
+        """The pool was made, or will not be, for a worker that has not come to be."""
+        if self._engine is not None and not making.cancelled() and making.exception() is None:
+            self._tasks.start(self._engine.let_go())
+
+    def _welcome(self, worker: Worker, facts: NamespaceFacts) -> wire.Welcome:
+        tiers = self._tiers
+        pools, storage = tiers.memory.rank_pools(), tiers.memory.shape.order
+        plain = len(pools) == 1 and storage is StorageOrder.PAGE_MAJOR
+        return wire.Welcome(
+            protocol=PROTOCOL,
+            daemon=self._config.name,
+            incarnation=self._incarnation,
+            namespace_id=facts.id,
+            geometry=facts.geometry.to_proto(),
+            epoch=tiers.epoch,
+            pages=tiers.store.pool.pages,
+            segment=pools[0].segment if plain else "",
+            session_file=worker.lock.path,
+            max_tokens=self._config.max_tokens,
+            rank_pools=pools,
+            storage=common.Storage.Name(int(storage)),
+            page_tokens=tiers.store.events is not None,
+        )

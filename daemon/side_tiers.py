@@ -1,0 +1,221 @@
+"""The two tiers of one side: its pool's memory, and the host tier behind it. Shell.
+
+They are made when the first worker says what model it serves; later workers must fit them. An engine's memory
+(`--pool engine`) goes with its engine; the next engine's takes its place, before the host tier that stayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import secrets
+from concurrent.futures import Executor
+from typing import Protocol
+
+from kvferry.daemon.config import STORAGES, DaemonConfig
+from kvferry.daemon.errors import exhausted, precondition
+from kvferry.daemon.host_tier import HostTier, open_tier
+from kvferry.daemon.pool_making import make_pool, map_pool
+from kvferry.daemon.pool_memory import PoolMemory
+from kvferry.daemon.store import Store
+from kvferry.transfer.geometry import Layout, StorageOrder
+from kvferry.transfer.namespace import NamespaceFacts, differences
+from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
+from kvferry.transfer.registration import Registration
+
+log = logging.getLogger(__name__)
+
+
+class Using(Protocol):
+    """A side, as far as its tiers go."""
+
+    def new_store(self, pages: int, host_pages: int) -> Store:
+        """Of empty tiers. ValueError where they cannot be so."""
+
+    def tiers_made(self, store: Store) -> None:
+        """For the first time."""
+
+    def flush(self) -> None:
+        """Whoever is told what the tiers hold hears of a change."""
+
+
+class SideTiers:
+    def __init__(self, role: str, config: DaemonConfig, incarnation: bytes, side: Using) -> None:
+        self.facts: NamespaceFacts | None = None  # of the first worker
+        self.epoch = secrets.randbits(63)  # of the pool's memory
+        self.has_pool = asyncio.Event()
+        self._role = role
+        self._config = config
+        self._incarnation = incarnation
+        self._side = side
+        self._making = asyncio.Lock()
+        self._store: Store | None = None
+        self._memory: PoolMemory | None = None
+        self._shape: PoolShape | None = None  # of the memory that is, or was last
+        self._host: HostTier | None = None
+
+    # -- what they are -------------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store:
+        assert self._store is not None, "no worker has come yet"
+        return self._store
+
+    @property
+    def memory(self) -> PoolMemory:
+        assert self._memory is not None
+        return self._memory
+
+    @property
+    def host(self) -> HostTier:
+        assert self._host is not None
+        return self._host
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page over all ranks."""
+        assert self._shape is not None
+        return self._shape.page_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a page in the host tier."""
+        assert self._shape is not None
+        return self._shape.row_bytes
+
+    @property
+    def unverified_pages(self) -> int:
+        """Of the host tier: found in its file, and never read since."""
+        return self._host.unverified if self._host is not None else 0
+
+    @property
+    def host_survives(self) -> bool:
+        """There is a host tier, and the next daemon finds again what it holds."""
+        return self._host is not None and self._host.survives
+
+    def copy_workers(self) -> dict[str, Executor]:
+        """By name; none before the pool is made."""
+        workers = self._memory.workers if self._memory is not None else {}
+        return workers | self._host.workers if self._host is not None else workers
+
+    # -- how they come to be -------------------------------------------------------------------------------------
+
+    async def fit(self, facts: NamespaceFacts, registration: Registration | None = None) -> None:
+        """Makes them for the first worker's model; of later ones it must be the same. `registration`: of memory that
+        becomes the pool. RequestError.
+        """
+        async with self._making:
+            if self.facts is None:
+                await self._make(facts, registration)
+                return
+            for difference in differences(self.facts, facts):
+                if difference.field != "tenant_salt_digest":
+                    raise precondition(f"this daemon serves another model: {difference}")
+            if registration is not None:
+                self._check_layout(facts, registration.order)
+                await self._replace_memory(self.facts, registration)
+
+    async def _make(self, facts: NamespaceFacts, registration: Registration | None) -> None:
+        self._check_layout(facts, STORAGES[self._config.storage] if registration is None else registration.order)
+        pages, host_pages = self._sizes(facts, registration)
+        if registration is not None:
+            memory = await map_pool(self._config, facts.geometry, registration)
+        else:
+            name = f"kvferry-{self._incarnation.hex()}-{self._role}-pool"
+            memory = await make_pool(self._config, facts.geometry, pages, name)
+        host: HostTier | None = None
+        try:
+            store = self._side.new_store(pages, host_pages)
+            if host_pages:
+                host = await asyncio.to_thread(
+                    open_tier, self._config, self._role, self._incarnation, facts, memory, store
+                )
+        except (OSError, ValueError) as error:
+            memory.close()
+            nbytes = host_pages * facts.geometry.page_bytes
+            message = f"host tier of {nbytes} bytes (--host-dir {self._config.host_dir!r}): {error}"
+            log.warning("%s", message)
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG)
+            raise (exhausted(message) if full else precondition(message)) from error
+        self.take(facts, store, memory, host)
+        self._side.tiers_made(store)
+        self.has_pool.set()
+        log.info(
+            "%s pool: %d pages, host tier: %d pages, of %d bytes for %s on %d ranks",
+            *(self._role, pages, host_pages, self.page_bytes, facts.model, self._config.ranks),
+        )
+
+    def _sizes(self, facts: NamespaceFacts, registration: Registration | None) -> tuple[int, int]:
+        """Pages of the pool and of the host tier."""
+        config = self._config
+        try:
+            page_bytes, row_bytes = page_bytes_of(facts.geometry, config.ranks), facts.geometry.page_bytes
+        except ValueError as error:
+            raise precondition(f"this daemon cannot serve the model: {error}") from error
+        pages = config.pool_bytes // page_bytes if registration is None else registration.pages
+        if not 1 <= pages < 1 << 31:
+            raise exhausted(
+                f"--pool-bytes is {config.pool_bytes}, a page of this model {page_bytes}; "
+                "the pool must hold 1 to 2^31 - 1 pages"
+            )
+        host_pages = config.host_bytes // row_bytes
+        if config.host_bytes and not 1 <= host_pages < 1 << 31:
+            raise exhausted(
+                f"--host-bytes is {config.host_bytes}, a page of this model {row_bytes}; "
+                "the host tier must hold 1 to 2^31 - 1 pages"
+            )
+        return pages, host_pages
+
+    def _check_layout(self, facts: NamespaceFacts, storage: StorageOrder) -> None:
+        ranks = self._config.ranks
+        if facts.geometry.layout is Layout.ENGINE and (ranks, storage) != (1, StorageOrder.PAGE_MAJOR):
+            raise precondition(
+                f"ranks is {ranks} and storage {storage.name}; a page in an engine's own layout "
+                "cannot be taken apart: it takes --ranks 1 --storage page"
+            )
+
+    def take(self, facts: NamespaceFacts, store: Store, memory: PoolMemory, host: HostTier | None) -> None:
+        """They are this side's from now on."""
+        self.facts, self._store, self._host = facts, store, host
+        self._take_memory(memory)
+
+    def _take_memory(self, memory: PoolMemory) -> None:
+        self._memory, self._shape = memory, memory.shape
+
+    # -- an engine's memory goes, and another one comes ----------------------------------------------------------
+
+    async def forget_pool(self) -> None:
+        """Nothing uses the memory: it is let go."""
+        memory, self._memory = self.memory, None
+        forgotten = self.store.forget_device()
+        self._side.flush()  # routers hear of it
+        if self._host is not None:
+            await asyncio.to_thread(self._host.detach)
+        memory.close()
+        log.info(
+            "%s pool: the engine's memory is unmapped; %d pages are forgotten, %d are in the host tier",
+            *(self._role, forgotten, self.store.host_pages),
+        )
+
+    async def _replace_memory(self, facts: NamespaceFacts, registration: Registration) -> None:
+        """An engine has come again: of the tiers the host's has kept what it had."""
+        memory = await map_pool(self._config, facts.geometry, registration)
+        try:
+            if self._host is not None:
+                await asyncio.to_thread(self._host.attach, memory)
+        except BaseException:
+            memory.close()
+            raise
+        self.store.resize(registration.pages)
+        self.epoch = secrets.randbits(63)
+        self._take_memory(memory)
+        self.has_pool.set()
+        log.info("%s pool: %d pages, registered again", self._role, registration.pages)
+
+    async def close(self) -> None:
+        """Waits for copies between them."""
+        if self._host is not None:
+            await self._host.close()
+        if self._memory is not None:
+            self._memory.close()
