@@ -108,7 +108,8 @@ class _Server(WSGIServer):
         self._deadlines: dict[socket.socket, float] = {}  # of the connections that are served
         self._stopping = threading.Event()
         super().__init__(address, handler)
-        self.socket.setblocking(False)  # all threads hear of a connection, one gets it
+        # All threads hear of a connection, one gets it. (A socket that does not block would have handle_request poll.)
+        self.socket.settimeout(POLL_SECONDS)
 
     def run(self) -> None:
         """Serves until `stop`, one of several threads."""

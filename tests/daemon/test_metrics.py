@@ -156,6 +156,21 @@ def test_idle_connections_blind_nobody(idle: int, seconds: float, monkeypatch: p
     asyncio.run(scraped(idle))
 
 
+async def unasked() -> float:
+    """Processor seconds of the process over half a second in which nobody asks."""
+    server = MetricsServer("127.0.0.1:0", snapshot, asyncio.get_running_loop())
+    try:
+        before = time.process_time()
+        await asyncio.sleep(0.5)
+        return time.process_time() - before
+    finally:
+        await server.stop()
+
+
+def test_a_server_that_nobody_asks_costs_nothing() -> None:
+    assert asyncio.run(unasked()) < 0.1
+
+
 async def held_up() -> None:
     """The event loop does not answer: the scraper is told, and later scrapes work."""
     answer = asyncio.Event()
