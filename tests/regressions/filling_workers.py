@@ -1,0 +1,285 @@
+"""Decode workers that fill pages themselves, and are lost, around one decode core: random, by a seed.
+
+Who may write to a page does so at every step, and leaves half of what should stand there. So no such page may be
+brought by, given to or read by anybody else before its worker has filled it, has let go of it or is proven gone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import TypeVar
+
+from request_cores import DEADLINE, NAMESPACE, PAGE, Decode, digests, name
+
+from kvferry.daemon.effects import StartTransfer, StopTransfer, ToWorker
+from kvferry.daemon.errors import RequestError, unavailable
+from kvferry.daemon.limits import Name, name_of
+from kvferry.proto import worker_pb2 as wire
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.pool import PageState
+
+PAGES, PROMPT_PAGES, STEPS = 32, 8, 120
+HALF = b"half written"
+LEASED, ARRIVING, ORPHANED = int(PageState.LEASED), int(PageState.ARRIVING), int(PageState.ORPHANED)
+ThingT = TypeVar("ThingT")
+
+
+@dataclass(slots=True)
+class Request:
+    """What its worker knows of it, until it lets go of it or is proven gone."""
+
+    name: Name
+    worker: int
+    prompt: list[bytes]  # what must stand in its pages
+    held: int  # of them, those that the worker has in memory of its own
+    prefilled: bool  # by a prefill worker
+    pages: list[int] = field(default_factory=list)  # once admitted
+    to_fill: list[int] = field(default_factory=list)  # of them, those that its worker writes to
+    ready: bool = False
+    failed: bool = False
+
+
+class World:
+    """An action does nothing where there is nothing for it to be done to."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.side = Decode(PAGES)
+        self.core = self.side.core
+        self.pool = self.side.store.pool
+        self.workers = [1, 2, 3]
+        self.lost: list[int] = []
+        self.requests: dict[Name, Request] = {}
+        self.prompts: dict[Name, list[bytes]] = {}  # also of requests that are let go: transfers of theirs may run
+        self.transfers: dict[int, tuple[StartTransfer, list[bytes]]] = {}  # and what they bring
+        self.stopping: list[int] = []
+        self.memory: dict[int, bytes] = {}
+        self.met: Counter[str] = Counter()
+
+    def one_of(self, things: Iterable[ThingT]) -> list[ThingT]:
+        among = list(things)
+        return self.random.sample(among, min(1, len(among)))
+
+    @property
+    def served(self) -> list[Request]:
+        """Requests whose worker is there."""
+        return [request for request in self.requests.values() if request.worker in self.workers]
+
+    # -- actions ---------------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """A prefix that many share, and an end that fewer do."""
+        pages = self.random.randint(2, PROMPT_PAGES)
+        shared = self.random.randint(1, pages)
+        ends = self.random.choice("ab")
+        prompt = digests("shared", shared) + digests(f"{ends} behind {shared}, ", pages - shared)
+        contents = [prompt[i : i + DIGEST_BYTES] for i in range(0, len(prompt), DIGEST_BYTES)]
+        prefill = "p" if self.random.random() < 0.9 else ""
+        held = min(pages, self.random.choice([0, 1, 3, 5]))
+        for worker in self.one_of(self.workers):
+            self.met["requests"] += 1
+            request = Request(name(self.met["requests"]), worker, contents, held, prefill != "")
+            self.prompts[request.name] = contents
+            message = wire.Admit(
+                name=request.name.to_proto(),
+                digests=prompt,
+                tokens=pages * PAGE,
+                prefill=prefill,
+                max_new_tokens=1,
+                held_tokens=request.held * PAGE,
+            )
+            try:
+                self.core.admit(worker, NAMESPACE, request.name, message, DEADLINE, 0.0)
+            except RequestError:
+                self.met["requests refused by a full queue"] += 1
+            else:
+                self.requests[request.name] = request
+
+    def pages_arrive(self) -> None:
+        running = (n for n, (start, _) in self.transfers.items() if start.page_ids and n not in self.stopping)
+        for number in self.one_of(running):
+            start, contents = self.transfers[number]
+            arrived = self.random.randint(0, len(contents))
+            self.memory.update(zip(start.page_ids, contents[:arrived], strict=False))
+            self.core.pages_arrived(number, range(start.ask.first_page, start.ask.first_page + arrived), 1.0)
+            if arrived == len(contents):
+                del self.transfers[number]
+                self.core.transfer_completed(number, 1.0)
+
+    def transfer_fails(self) -> None:
+        for number in self.one_of(self.transfers):
+            self.core.transfer_failed(number, unavailable("the prefill worker is gone"), 1.0)
+
+    def transfer_drains(self) -> None:
+        """Up to now it wrote, too."""
+        for number in self.one_of(self.stopping):
+            self.stopping.remove(number)
+            start, contents = self.transfers.pop(number)
+            self.memory.update(zip(start.page_ids, contents, strict=True))
+            self.core.transfer_drained(number, 1.0)
+
+    def first_token_comes(self) -> None:
+        for request in self.one_of(self.served):
+            self.core.aux("p", request.name, b"first token", 1.0)
+
+    def worker_fills(self) -> None:
+        for request in self.one_of(request for request in self.served if request.to_fill and not request.failed):
+            filled = dict(zip(request.pages, request.prompt, strict=True))
+            self.memory.update({page: filled[page] for page in request.to_fill})
+            request.to_fill = []
+            self.met["requests whose worker filled pages"] += 1
+            self.core.filled(request.worker, request.name, request.held * PAGE, 1.0)
+
+    def worker_finishes(self) -> None:
+        for request in self.one_of(request for request in self.served if request.ready):
+            del self.requests[request.name]
+            self.core.finish(request.worker, request.name, len(request.prompt) * PAGE, b"", 1.0)
+
+    def worker_aborts(self) -> None:
+        for request in self.one_of(self.served):
+            del self.requests[request.name]
+            self.core.abort(request.worker, request.name, 1.0)
+
+    def worker_answers_failed(self) -> None:
+        for request in self.one_of(request for request in self.served if request.failed):
+            del self.requests[request.name]
+            self.core.abort(request.worker, request.name, 1.0)
+
+    def worker_is_lost(self) -> None:
+        for worker in self.one_of(self.workers):
+            filling = any(request.to_fill for request in self.served if request.worker == worker)
+            self.met["losses of a worker with pages to fill"] += filling
+            self.workers.remove(worker)
+            self.lost.append(worker)
+            self.core.worker_lost(worker, 1.0)
+
+    def lost_worker_is_proven_gone(self) -> None:
+        """Another one comes in its place."""
+        for worker in self.one_of(self.lost):
+            self.lost.remove(worker)
+            self.workers.append(worker + 3)
+            self.requests = {n: request for n, request in self.requests.items() if request.worker != worker}
+            orphaned = self.pool.counts().orphaned
+            self.core.worker_gone(worker, 1.0)
+            self.met["orphans freed on proof"] += orphaned - self.pool.counts().orphaned
+
+    # -- what follows ----------------------------------------------------------------------------------------------
+
+    def run_effects(self) -> None:
+        self.side.take()
+        for effect in self.side.seen:
+            if isinstance(effect, StartTransfer):
+                prompt, first = self.prompts[name_of(effect.ask.name)], effect.ask.first_page
+                self.transfers[effect.ask.transfer] = (effect, prompt[first : first + len(effect.page_ids)])
+            elif isinstance(effect, StopTransfer):
+                self.stopping.append(effect.transfer)
+            elif isinstance(effect, ToWorker) and effect.worker in self.workers:
+                self.hear(effect.event)
+        for request in self.requests.values():
+            self.memory.update(dict.fromkeys(request.to_fill, HALF))
+
+    def hear(self, event: wire.WorkerEvent) -> None:
+        if event.HasField("admitted"):
+            request = self.requests[name_of(event.admitted.name)]
+            request.pages = list(event.admitted.pages)
+            if request.prefilled:
+                request.to_fill = request.pages[event.admitted.matched_tokens // PAGE : request.held]
+            else:  # computed here, and at once
+                self.memory.update(zip(request.pages, request.prompt, strict=True))
+        elif event.HasField("ready"):
+            self.requests[name_of(event.ready.name)].ready = True
+            self.met["requests that were ready"] += 1
+        elif event.HasField("failed"):
+            self.requests[name_of(event.failed.name)].failed = True
+            self.met["requests failed that waited for a lost worker"] += "is lost" in event.failed.error.message
+
+    # -- oracle ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.pool.check()
+        for namespace in self.side.store.namespaces.values():
+            namespace.tree.check()
+        own = [page for lease in self.core.leases.values() for page in lease.own]
+        counts = self.pool.counts()
+        assert counts.leased + counts.orphaned == len(own) == len(set(own)), "pages of nobody, or of two requests"
+        brought = {page for start, _ in self.transfers.values() for page in start.page_ids}
+        for request in self.requests.values():
+            if request.to_fill:
+                assert brought.isdisjoint(request.to_fill), "a page is brought that its worker may still write"
+                self.check_unfilled(request)
+            if request.ready:
+                got = [self.memory.get(page) for page in request.pages]
+                assert got == request.prompt, "a wrong byte is read"
+
+    def check_unfilled(self, request: Request) -> None:
+        """What a lost worker was to fill nobody waits for, and only another's lock keeps it in the tree."""
+        states = dict(zip(request.to_fill, self.pool.states(request.to_fill), strict=True))
+        lost = request.worker in self.lost
+        given = [page for page, state in states.items() if state not in (ORPHANED if lost else LEASED, ARRIVING)]
+        assert not given, "a page was given on that its worker may still write"
+        if not lost:
+            return
+        lease = self.core.leases[request.name]
+        others = [other for other in self.core.leases.values() if other is not lease]
+        assert all(other.missing.isdisjoint(states) for other in others), "a request waits for what never comes"
+        if not lease.transfers:
+            locks = [(other.hold.namespace.tree, other.hold.lock) for other in others]
+            locked = {page for tree, lock in locks if lock is not None for page in tree.path_pages(lock)}
+            in_tree = {page for page, state in states.items() if state == ARRIVING}
+            assert in_tree <= locked, "what nobody brings stays in the tree"
+            self.met["withheld pages kept in the tree by another's lock"] += len(in_tree)
+
+    def end(self) -> None:
+        """All workers are proven gone: nothing is left, and every page serves again."""
+        for worker in [*self.workers, *self.lost]:
+            self.requests = {n: request for n, request in self.requests.items() if request.worker != worker}
+            self.core.worker_gone(worker, 2.0)
+            self.run_effects()
+        self.workers = self.lost = []
+        while self.stopping:
+            self.transfer_drains()
+            self.run_effects()
+        self.check()
+        counts = self.pool.counts()
+        assert not self.core.leases and self.side.store.locks == 0 and counts.free + counts.cached == PAGES, "a leak"
+        self.side.store.flush(self.side.store.namespaces.values())
+        for follower in range(2):  # nor is anything withheld any more
+            self.side.admit(name(10_000 + follower), "whole", PAGES)
+            (start,) = self.side.of(StartTransfer)
+            assert len(start.page_ids) == (0 if follower else PAGES), "a page of nobody is withheld"
+
+
+WEIGHTS: dict[Callable[[World], None], int] = {
+    World.admit: 30,
+    World.pages_arrive: 20,
+    World.transfer_fails: 2,
+    World.transfer_drains: 10,
+    World.first_token_comes: 7,
+    World.worker_fills: 5,
+    World.worker_finishes: 5,
+    World.worker_aborts: 5,
+    World.worker_answers_failed: 7,
+    World.worker_is_lost: 5,
+    World.lost_worker_is_proven_gone: 4,
+}
+
+
+class Harm(Exception):
+    """What a seed found."""
+
+
+def run(seed: int) -> Counter[str]:
+    """What was met in it. Raises Harm."""
+    world = World(seed)
+    steps = world.random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=STEPS)
+    for step, action in enumerate([*steps, World.end]):
+        try:
+            action(world)
+            world.run_effects()
+            world.check()
+        except Exception as error:
+            raise Harm(f"seed {seed}, step {step}, {action.__name__}: {type(error).__name__}: {error}") from error
+    return world.met
