@@ -14,14 +14,16 @@ from typing import TypeVar
 
 from request_cores import DEADLINE, NAMESPACE, PAGE, Decode, digests, name
 
-from kvferry.daemon.effects import StartTransfer, StopTransfer, ToWorker
+from kvferry.daemon.effects import StartCopy, StartTransfer, StopTransfer, ToWorker
 from kvferry.daemon.errors import RequestError, unavailable
 from kvferry.daemon.limits import Name, name_of
+from kvferry.daemon.store import Started
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
+from kvferry.radix.tree import RESTORE
 
-PAGES, PROMPT_PAGES, STEPS = 32, 8, 120
+PAGES, PROMPT_PAGES, STEPS = 16, 8, 120
 HALF = b"half written"
 LEASED, ARRIVING, ORPHANED = int(PageState.LEASED), int(PageState.ARRIVING), int(PageState.ORPHANED)
 ThingT = TypeVar("ThingT")
@@ -47,7 +49,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
-        self.side = Decode(PAGES)
+        self.side = Decode(PAGES, host_pages=self.random.choice([0, PAGES]))
         self.core = self.side.core
         self.pool = self.side.store.pool
         self.workers = [1, 2, 3]
@@ -56,7 +58,9 @@ class World:
         self.prompts: dict[Name, list[bytes]] = {}  # also of requests that are let go: transfers of theirs may run
         self.transfers: dict[int, tuple[StartTransfer, list[bytes]]] = {}  # and what they bring
         self.stopping: list[int] = []
+        self.copies: list[Started] = []
         self.memory: dict[int, bytes] = {}
+        self.host_memory: dict[int, bytes] = {}
         self.met: Counter[str] = Counter()
 
     def one_of(self, things: Iterable[ThingT]) -> list[ThingT]:
@@ -121,6 +125,18 @@ class World:
             self.memory.update(zip(start.page_ids, contents, strict=True))
             self.core.transfer_drained(number, 1.0)
 
+    def copy_ends(self) -> None:
+        """Between the tiers."""
+        for started in self.one_of(self.copies):
+            self.copies.remove(started)
+            for page, row in zip(started.copy.device, started.copy.host, strict=True):
+                if started.copy.kind == RESTORE:
+                    self.memory[page] = self.host_memory[row]
+                else:
+                    self.host_memory[row] = self.memory[page]
+            self.met["copies between the tiers"] += 1
+            self.core.copy_ended(started.number, [], 0, 0.001, 1.0)
+
     def first_token_comes(self) -> None:
         for request in self.one_of(self.served):
             self.core.aux("p", request.name, b"first token", 1.0)
@@ -176,6 +192,8 @@ class World:
                 self.transfers[effect.ask.transfer] = (effect, prompt[first : first + len(effect.page_ids)])
             elif isinstance(effect, StopTransfer):
                 self.stopping.append(effect.transfer)
+            elif isinstance(effect, StartCopy):
+                self.copies.append(effect.started)
             elif isinstance(effect, ToWorker) and effect.worker in self.workers:
                 self.hear(effect.event)
         for request in self.requests.values():
@@ -187,8 +205,9 @@ class World:
             request.pages = list(event.admitted.pages)
             if request.prefilled:
                 request.to_fill = request.pages[event.admitted.matched_tokens // PAGE : request.held]
-            else:  # computed here, and at once
-                self.memory.update(zip(request.pages, request.prompt, strict=True))
+            else:  # it computes the rest, at once
+                first = event.admitted.local_tokens // PAGE
+                self.memory.update(zip(request.pages[first:], request.prompt[first:], strict=True))
         elif event.HasField("ready"):
             self.requests[name_of(event.ready.name)].ready = True
             self.met["requests that were ready"] += 1
@@ -239,8 +258,9 @@ class World:
             self.core.worker_gone(worker, 2.0)
             self.run_effects()
         self.workers = self.lost = []
-        while self.stopping:
+        while self.stopping or self.copies:
             self.transfer_drains()
+            self.copy_ends()
             self.run_effects()
         self.check()
         counts = self.pool.counts()
@@ -248,8 +268,8 @@ class World:
         self.side.store.flush(self.side.store.namespaces.values())
         for follower in range(2):  # nor is anything withheld any more
             self.side.admit(name(10_000 + follower), "whole", PAGES)
-            (start,) = self.side.of(StartTransfer)
-            assert len(start.page_ids) == (0 if follower else PAGES), "a page of nobody is withheld"
+            asked = [len(start.page_ids) for start in self.side.of(StartTransfer)]
+            assert asked == [0 if follower else PAGES], "a page of nobody is withheld"
 
 
 WEIGHTS: dict[Callable[[World], None], int] = {
@@ -257,6 +277,7 @@ WEIGHTS: dict[Callable[[World], None], int] = {
     World.pages_arrive: 20,
     World.transfer_fails: 2,
     World.transfer_drains: 10,
+    World.copy_ends: 12,
     World.first_token_comes: 7,
     World.worker_fills: 5,
     World.worker_finishes: 5,
