@@ -15,6 +15,7 @@ from kvferry.proto.limits import MAX_MESSAGE_BYTES
 
 PIN_SECONDS = 30  # the daemon lets go by itself
 RETRY_SECONDS = 1.0  # after a daemon was found gone
+FACTS_SECONDS = 10.0  # for which a daemon's name and bounds hold: it may come back as another, unnoticed
 _log = logging.getLogger(__name__)
 _HELD_NOTHING = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
@@ -69,9 +70,10 @@ class PinLookups:
         self._down_until = 0.0
         self._daemon = ""
         self._most_pages = 0
-        self._asking_name = False
+        self._facts_until = 0.0
+        self._asking_facts = False
         self._closed = False
-        self._ask_name()
+        self._ask_facts()
 
     @property
     def up(self) -> bool:
@@ -79,8 +81,8 @@ class PinLookups:
 
     @property
     def daemon(self) -> str:
-        if not self._daemon and self.up:
-            self._ask_name()
+        if self.up:
+            self._ask_facts()
         return self._daemon
 
     @property
@@ -88,8 +90,7 @@ class PinLookups:
         return self._most_pages
 
     def start(self, digests: bytes) -> PinLookup:
-        if not self._daemon:
-            self._ask_name()
+        self._ask_facts()
         lookup = PinLookup(self)
         request = admin_pb2.PinRequest(
             role=self._role, namespace_id=self._namespace_id, digests=digests, seconds=PIN_SECONDS
@@ -127,28 +128,31 @@ class PinLookups:
             if self.up:
                 _log.warning("the daemon does not answer (%s); prompts are computed here meanwhile", code.name)
             self._down_until = time.monotonic() + RETRY_SECONDS
-            self._daemon, self._most_pages = "", 0  # it may come back as another
+            self._facts_until = 0.0
         elif code not in _HELD_NOTHING:
             _log.warning("look-up: %s: %s", code.name, error.details())
 
-    def _ask_name(self) -> None:
-        if self._asking_name or self._closed:
+    def _ask_facts(self) -> None:
+        """If they are old. Those that are known hold until the answer."""
+        if self._asking_facts or self._closed or time.monotonic() < self._facts_until:
             return
-        self._asking_name = True
+        self._asking_facts = True
         call = self._cache.Stats.future(cache_pb2.StatsRequest(), timeout=self._timeout_s)
-        call.add_done_callback(self._named)
+        call.add_done_callback(self._told)
 
-    def _named(self, call: grpc.Future[Any]) -> None:
+    def _told(self, call: grpc.Future[Any]) -> None:
         try:
             reply = call.result()
             self._most_pages = most_pages(reply, self._role, self._namespace_id)
             self._daemon = reply.daemon
+            # Before its first worker has come a daemon has no pages.
+            self._facts_until = time.monotonic() + (FACTS_SECONDS if self._most_pages else RETRY_SECONDS)
         except grpc.RpcError as error:
             self._failed(error)
         except grpc.FutureCancelledError:
             pass
         finally:
-            self._asking_name = False
+            self._asking_facts = False
 
 
 def most_pages(stats: cache_pb2.StatsReply, role: common_pb2.Role, namespace_id: bytes) -> int:

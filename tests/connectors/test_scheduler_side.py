@@ -353,13 +353,16 @@ def test_while_the_daemon_seems_down_prompts_are_begun_all_the_same() -> None:
 
 
 def computed(side: PrefillScheduler, news: tuple[News, ...] = ()) -> dict[str, object] | None:
-    """What the answer to a prompt of one step says, where the worker says `news` meanwhile."""
+    """What the answer to a prompt of two steps says, where the worker says `news` between them: what it says of the last
+    step comes behind the answer."""
     request = Request("a", 61, TO_PREFILL)
     side.new_request(request)
     side.allocated(request, blocks(61), 0)
-    assert [type(order) for order in orders(side, a=61)] == [Begin, Save]
+    assert [type(order) for order in orders(side, a=32)] == [Begin, Save]
     for told in news:
         side.hear(told)
+    request.num_computed_tokens = 32
+    assert [type(order) for order in orders(side, a=29)] == [Save]
     delay, answer = side.finished(request, blocks(61))
     assert delay and [type(order) for order in orders(side)] == [Release]
     side.sent(["a"])
