@@ -65,7 +65,7 @@ def main() -> int:
     args = parser.parse_args()
     lines = [f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
     with tempfile.TemporaryDirectory() as name:
-        os.environ["KVFERRY_HOOK_TIMES"] = name
+        os.environ["HOOK_TIMES"] = name
         folder = Path(name)
         with Cluster(Spec(connector_class="timed_connector:TimedConnector")) as cluster:
             cluster.kvferry()

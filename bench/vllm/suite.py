@@ -99,10 +99,22 @@ def main() -> int:
     parser.add_argument("--prefill-steps", type=int, default=hooks.PREFILL_STEPS)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--restarts", type=int, default=10)
+    parser.add_argument(
+        "--cases", default="evicting,large", help="one of them alone leaves out what the other measures"
+    )
     args = parser.parse_args()
+    cases = args.cases.split(",")
+    if not cases or set(cases) - {"evicting", "large"}:
+        parser.error(f"--cases is {args.cases!r}; it must be of evicting, large")
     folder = Path(args.folder)
     load = Load(args.conversations, args.turns, args.user_words, args.max_tokens, concurrency=2)
-    logs = {name: Log(folder / f"vllm-{name}.txt") for name in ("greedy", "compare", "hooks", "chaos")}
+    kinds = (
+        "greedy",
+        "compare",
+        *(("chaos",) if "evicting" in cases else ()),
+        *(("hooks",) if "large" in cases else ()),
+    )
+    logs = {name: Log(folder / f"vllm-{name}.txt") for name in kinds}
     reference = refer(load, 16)
     bad = 0
     results: dict[tuple[str, str], compare.Result] = {}
@@ -119,32 +131,39 @@ def main() -> int:
         logs["compare"].add(console.export_text().rstrip(), *(missed or [f"{case}: every aim was met"]))
         return len(missed)
 
-    # the decode daemon's pool is too small for all conversations as well: what it evicts comes back from its host tier
-    with Cluster(Spec(decode_blocks=args.small_blocks, pool_bytes=args.small_pool, extra=patient)) as cluster:
-        cluster.kvferry()
-        results["evicting", "kvferry"] = result = asyncio.run(compare.drive(cluster, "kvferry", load, reference.said))
-        comparison = against(reference, result)
-        tell_greedy(logs["greedy"], "evicting", cluster, comparison)
-        bad += len(comparison.wrong)
-        lines, failed = chaos.run_on(cluster, reference.prompts, reference.answers, args.aborts, args.restarts, 4, 16)
-        logs["chaos"].add(*lines)
-        bad += failed
-    bad += compared("evicting", args.small_blocks)
-
-    with tempfile.TemporaryDirectory() as times:
-        os.environ["KVFERRY_HOOK_TIMES"] = times
-        spec = Spec(connector_class="timed_connector:TimedConnector", extra=patient)
-        with Cluster(spec) as cluster:
+    if "evicting" in cases:
+        # The decode daemon's pool is too small for all chats as well: what it evicts comes back from its host tier.
+        with Cluster(Spec(decode_blocks=args.small_blocks, pool_bytes=args.small_pool, extra=patient)) as cluster:
             cluster.kvferry()
-            results["large", "kvferry"] = result = asyncio.run(compare.drive(cluster, "kvferry", load, reference.said))
+            results["evicting", "kvferry"] = result = asyncio.run(
+                compare.drive(cluster, "kvferry", load, reference.said)
+            )
             comparison = against(reference, result)
-            tell_greedy(logs["greedy"], "large", cluster, comparison)
+            tell_greedy(logs["greedy"], "evicting", cluster, comparison)
             bad += len(comparison.wrong)
-            asyncio.run(hooks.load(cluster.front, Path(times), args.steps, args.prefill_steps, 4))
-        share, told = hooks.judge_both(Path(times), args.steps, args.prefill_steps)
-        logs["hooks"].add(*told)
-        bad += share > hooks.LIMIT
-    bad += compared("large", 0)
+            lines, failed = chaos.run_on(
+                cluster, reference.prompts, reference.answers, args.aborts, args.restarts, 4, 16
+            )
+            logs["chaos"].add(*lines)
+            bad += failed
+        bad += compared("evicting", args.small_blocks)
+    if "large" in cases:
+        with tempfile.TemporaryDirectory() as times:
+            os.environ["HOOK_TIMES"] = times
+            spec = Spec(connector_class="timed_connector:TimedConnector", extra=patient)
+            with Cluster(spec) as cluster:
+                cluster.kvferry()
+                results["large", "kvferry"] = result = asyncio.run(
+                    compare.drive(cluster, "kvferry", load, reference.said)
+                )
+                comparison = against(reference, result)
+                tell_greedy(logs["greedy"], "large", cluster, comparison)
+                bad += len(comparison.wrong)
+                asyncio.run(hooks.load(cluster.front, Path(times), args.steps, args.prefill_steps, 4))
+            share, told = hooks.judge_both(Path(times), args.steps, args.prefill_steps)
+            logs["hooks"].add(*told)
+            bad += share > hooks.LIMIT
+        bad += compared("large", 0)
     return 1 if bad else 0
 
 

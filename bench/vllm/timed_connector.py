@@ -30,7 +30,7 @@ class TimedConnector(KVFerryConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        folder = os.environ["KVFERRY_HOOK_TIMES"]
+        folder = os.environ["HOOK_TIMES"]
         side = f"{vllm_config.kv_transfer_config.kv_role}-{role.name.lower()}"
         file = open(os.path.join(folder, side), "w")  # noqa: SIM115
         # prefill's chunks are saved at every step
