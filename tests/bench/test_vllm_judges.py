@@ -44,11 +44,12 @@ def result(bench: SimpleNamespace, megabytes: float, *turns: list[int]) -> objec
     ("case", "megabytes", "first", "later", "missed"),
     [
         ("large", 100, 500, 300, []),
-        ("large", 101, 500, 300, ["101.0 MB, not 1 x below 100.0"]),
+        ("large", 101, 500, 300, ["101.000 MB, not 0.999 x below 100.000"]),
+        ("large", 100.05, 500, 300, []),
         ("large", 90, 501, 300, ["median TTFT of turn 1 501.0 ms, not below 500.0"]),
         ("large", 90, 400, 301, ["median TTFT from turn 2 on 301.0 ms, not below 300.0"]),
         ("evicting", 50, 900, 299, []),
-        ("evicting", 51, 400, 299, ["51.0 MB, not 2 x below 100.0"]),
+        ("evicting", 51, 400, 299, ["51.000 MB, not 2 x below 100.000"]),
         ("evicting", 50, 400, 300, ["median TTFT from turn 2 on 300.0 ms, not below 300.0"]),
     ],
 )
