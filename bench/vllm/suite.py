@@ -120,6 +120,12 @@ def main() -> int:
     results: dict[tuple[str, str], compare.Result] = {}
     patient: dict[str, object] = {"deadline_seconds": 45.0}
 
+    def served(case: str, cluster: Cluster) -> int:
+        results[case, "kvferry"] = result = asyncio.run(compare.drive(cluster, "kvferry", load, reference.said))
+        comparison = against(reference, result)
+        tell_greedy(logs["greedy"], case, cluster, comparison)
+        return len(comparison.wrong)
+
     def compared(case: str, blocks: int) -> int:
         with Cluster(Spec(decode_blocks=blocks)) as cluster:
             cluster.nixl()
@@ -135,12 +141,7 @@ def main() -> int:
         # The decode daemon's pool is too small for all chats as well: what it evicts comes back from its host tier.
         with Cluster(Spec(decode_blocks=args.small_blocks, pool_bytes=args.small_pool, extra=patient)) as cluster:
             cluster.kvferry()
-            results["evicting", "kvferry"] = result = asyncio.run(
-                compare.drive(cluster, "kvferry", load, reference.said)
-            )
-            comparison = against(reference, result)
-            tell_greedy(logs["greedy"], "evicting", cluster, comparison)
-            bad += len(comparison.wrong)
+            bad += served("evicting", cluster)
             lines, failed = chaos.run_on(
                 cluster, reference.prompts, reference.answers, args.aborts, args.restarts, 4, 16
             )
@@ -153,12 +154,7 @@ def main() -> int:
             spec = Spec(connector_class="timed_connector:TimedConnector", extra=patient)
             with Cluster(spec) as cluster:
                 cluster.kvferry()
-                results["large", "kvferry"] = result = asyncio.run(
-                    compare.drive(cluster, "kvferry", load, reference.said)
-                )
-                comparison = against(reference, result)
-                tell_greedy(logs["greedy"], "large", cluster, comparison)
-                bad += len(comparison.wrong)
+                bad += served("large", cluster)
                 asyncio.run(hooks.load(cluster.front, Path(times), args.steps, args.prefill_steps, 4))
             share, told = hooks.judge_both(Path(times), args.steps, args.prefill_steps)
             logs["hooks"].add(*told)
