@@ -353,8 +353,8 @@ def test_while_the_daemon_seems_down_prompts_are_begun_all_the_same() -> None:
 
 
 def computed(side: PrefillScheduler, news: tuple[News, ...] = ()) -> dict[str, object] | None:
-    """What the answer to a prompt of two steps says, where the worker says `news` between them: what it says of the last
-    step comes behind the answer."""
+    """What the answer to a prompt of two steps says, where the worker says `news` between them: what it says of
+    the last step comes behind the answer."""
     request = Request("a", 61, TO_PREFILL)
     side.new_request(request)
     side.allocated(request, blocks(61), 0)
