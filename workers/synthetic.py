@@ -24,7 +24,7 @@ from kvferry.workers.rank_pools import RankPools
 from kvferry.workers.sampling import Sampling
 
 VOCABULARY = 32_000
-KEPT_BYTES = 128 << 20  # of contents that are kept for the next comparison, instead of being made once more
+KEPT_BYTES = 32 << 20  # of contents that are kept for the next comparison, instead of being made once more
 Bytes = NDArray[np.uint8]
 
 
