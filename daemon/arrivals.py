@@ -71,15 +71,21 @@ class Arrivals(Generic[WaiterT]):
             return True
         return False
 
-    def arrived(self, page: int) -> list[WaiterT]:
-        """The page is readable: forgets it and returns those that waited for it."""
-        filler = self._filler.pop(page)
-        if filler is not None and filler is not RESTORE:
-            cast(WaiterT, filler).filling.discard(page)
-        waiters = list(self._waiters.pop(page))
-        for waiter in waiters:
-            waiter.missing.discard(page)
-        return waiters
+    def of(self, pages: Iterable[int]) -> list[int]:
+        """Those of them that are on their way."""
+        return [page for page in pages if page in self._filler]
+
+    def arrived(self, pages: Iterable[int]) -> list[WaiterT]:
+        """The pages are readable: forgets them and returns those that waited for one of them, in order."""
+        waiters: dict[WaiterT, None] = {}
+        for page in pages:
+            filler = self._filler.pop(page)
+            if filler is not None and filler is not RESTORE:
+                cast(WaiterT, filler).filling.discard(page)
+            for waiter in self._waiters.pop(page):
+                waiter.missing.discard(page)
+                waiters[waiter] = None
+        return list(waiters)
 
     def leave(self, waiter: WaiterT) -> None:
         """It waits no more. It stays the filler of its pages until `hand_over`, since they may still be written."""

@@ -333,7 +333,7 @@ class DecodeCore:
                 self._withdraw(lease)
             if lease.state is not LeaseState.ENDING:
                 lease.state = LeaseState.FAILED
-            own = [page for page in lease.own if self.store.pool.state(page) is PageState.LEASED]
+            own = self.store.pool.those(lease.own, PageState.LEASED)
             self.store.pool.move(own, PageState.LEASED, PageState.ORPHANED)
             if lease.state is LeaseState.FAILED:
                 lease.lost = True
@@ -382,15 +382,15 @@ class DecodeCore:
             return
         lease = moving.lease
         pages = [moving.page_ids[index - moving.first_page] for index in prompt_pages]
-        pages = [page for page in pages if page in self._arrivals]
+        pages = self._arrivals.of(pages)
         lease.delta_pages += len(pages)
         self._readable(lease, pages, now)
         self._pump(now)
 
     def _readable(self, lease: Lease, pages: list[int], now: float) -> None:
         """The bytes of these pages, which the lease was to bring, are there."""
-        lease.hold.namespace.tree.arrived(page for page in pages if self.store.pool.state(page) is PageState.ARRIVING)
-        for waiter in {waiter: None for page in pages for waiter in self._arrivals.arrived(page)}:
+        lease.hold.namespace.tree.arrived(self.store.pool.those(pages, PageState.ARRIVING))
+        for waiter in self._arrivals.arrived(pages):
             self._check_ready(waiter, now)
 
     def transfer_completed(self, transfer: int, now: float) -> None:
@@ -452,7 +452,7 @@ class DecodeCore:
         """A copy between the tiers is over; `failed` are the device ids of pages whose bytes are not right."""
         ended = self.store.copy_ended(number, failed, mismatched, seconds)
         # Those held by nobody are freed: nobody waits for them either.
-        waiters = {waiter: None for page in ended.readable for waiter in self._arrivals.arrived(page)}
+        waiters = self._arrivals.arrived(ended.readable)
         heirs, stranded = self._arrivals.lost(ended.lost)
         self._arrivals.forget(ended.removed)
         if ended.lost:

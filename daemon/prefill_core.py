@@ -207,7 +207,7 @@ class PrefillCore:
                 self.counters.aborted += 1
             self._withdraw(entry, unavailable("the prefill worker is gone"))
             entry.failed = prompt.told_failed = True
-            leased = [page for page in prompt.private if self.store.pool.state(page) is PageState.LEASED]
+            leased = self.store.pool.those(prompt.private, PageState.LEASED)
             self.store.pool.move(leased, PageState.LEASED, PageState.ORPHANED)
             self._settle(entry)
         self._pump(now)

@@ -91,7 +91,7 @@ class PrefillSupply:
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> Ended:
         ended = self._store.copy_ended(number, failed, mismatched, seconds)
-        waiters = {waiter: None for page in ended.readable for waiter in self._arrivals.arrived(page)}
+        waiters = self._arrivals.arrived(ended.readable)
         _, stranded = self._arrivals.lost(ended.lost)
         self._arrivals.forget(ended.removed)
         for entry in stranded:

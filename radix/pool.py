@@ -6,6 +6,7 @@ The pool is C++ (`csrc/page_pool.cpp`): `kvferry._core.PagePool`, whose methods 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry import _core
@@ -57,6 +58,10 @@ class PagePool(_core.PagePool):
 
     def counts(self) -> PoolCounts:
         return PoolCounts(*self.count_list())
+
+    def those(self, pages: Sequence[int], state: PageState) -> list[int]:
+        """Of these pages, those in the state."""
+        return [page for page, code in zip(pages, self.states(pages), strict=True) if code == state]
 
     def state(self, page: int) -> PageState:
         return _STATES[self.state_code(page)]

@@ -36,6 +36,12 @@ class IntervalSet:
         i = bisect_right(self._ends, start)
         return i < len(self._starts) and self._starts[i] <= start and end <= self._ends[i]
 
+    def around(self, value: int) -> tuple[int, int]:
+        """The interval that has `value`, which is in the set."""
+        i = bisect_right(self._ends, value)
+        assert i < len(self._starts) and self._starts[i] <= value, f"{value} is in no interval"
+        return self._starts[i], self._ends[i]
+
     def count_with(self, start: int, end: int) -> int:
         """How many intervals there would be with [start, end) added."""
         if start >= end:
@@ -92,9 +98,11 @@ class Coverage:
         """Guard: how many separate ranges would be claimed if these bytes were, too."""
         return self._claimed.count_with(start, start + nbytes)
 
-    def is_covered(self, page: int) -> bool:
-        """Guard: whether every byte of the page was written."""
-        return self._written.contains(page * self._page_bytes, (page + 1) * self._page_bytes)
+    def covered(self, start: int, nbytes: int) -> range:
+        """Guard: of the pages in which these written bytes lie, those whose every byte was written."""
+        low, high = self._written.around(start)
+        touched = self.touched(start, nbytes)
+        return range(max(touched.start, -(-low // self._page_bytes)), min(touched.stop, high // self._page_bytes))
 
     def claim(self, start: int, nbytes: int) -> None:
         """Announces a range that lies in the transfer and overlaps none claimed before."""
@@ -107,10 +115,13 @@ class Coverage:
         """A claimed range now lies in its pages: the pages which that completes, ascending, each reported once."""
         assert self._claimed.contains(start, start + nbytes)
         self._written.add(start, start + nbytes)
-        done = []
-        for page in range(start // self._page_bytes, (start + nbytes - 1) // self._page_bytes + 1):
-            if not self._reported[page] and self.is_covered(page):
-                self._reported[page] = 1
-                done.append(page)
+        pages = self.covered(start, nbytes)
+        reported = slice(pages.start, pages.start + len(pages))
+        done = [page for page, before in zip(pages, self._reported[reported], strict=True) if not before]
+        self._reported[reported] = bytes([1]) * len(pages)
         self._reported_pages += len(done)
         return done
+
+    def touched(self, start: int, nbytes: int) -> range:
+        """The pages in which these bytes lie."""
+        return range(start // self._page_bytes, (start + nbytes - 1) // self._page_bytes + 1)

@@ -4,7 +4,7 @@ A state machine without I/O. A part is believed only if its notification names t
 (CreditTable.generation_matches), the header in the slot says the same (check_binding), and its range lies in an open
 transfer, was never announced before on its lane (range_error, Coverage.overlaps) and does not scatter the lane's bytes
 over more ranges than an honest sender can (Coverage.ranges_with). A page is reported once, when all of its bytes were
-copied on every lane (Coverage.is_covered) and, in a session with checksums, were those that the sender had gathered
+copied on every lane (Coverage.covered) and, in a session with checksums, were those that the sender had gathered
 (checksum_error); else the transfer is broken and to be asked for again. A part of a transfer that is not open is
 dropped, and its slot granted anew.
 

@@ -27,8 +27,8 @@ def any_generation(table: CreditTable, slot: int, generation: int) -> bool:
     return True
 
 
-def any_page(coverage: Coverage, page: int) -> bool:
-    return True
+def any_page(coverage: Coverage, start: int, nbytes: int) -> range:
+    return coverage.touched(start, nbytes)
 
 
 def any_content(receiver: Receiver, notice: PartNotice, header: PartHeader) -> None:
@@ -77,7 +77,7 @@ class Guard:
 CRASHES = Faults(aborts=0.1, decode_crashes=12, prefill_crashes=12)
 GUARDS = {
     "generation": Guard(CreditTable, "generation_matches", any_generation, Faults(repeats=0.2)),
-    "coverage": Guard(Coverage, "is_covered", any_page, Faults()),
+    "coverage": Guard(Coverage, "covered", any_page, Faults()),
     "content binding": Guard(Receiver, "check_binding", any_content, Faults(early=True)),
     "checksum": Guard(Receiver, "checksum_error", any_bytes, Faults(flips=0.02)),
     "credit spent once": Guard(CreditPurse, "take", keep_the_credit, Faults()),

@@ -594,8 +594,8 @@ def any_generation(table: CreditTable, slot: int, generation: int) -> bool:
     return True
 
 
-def any_page(coverage: Coverage, page: int) -> bool:
-    return True
+def any_page(coverage: Coverage, start: int, nbytes: int) -> range:
+    return coverage.touched(start, nbytes)
 
 
 def any_content(receiver: Receiver, notice: PartNotice, header: PartHeader) -> None:
@@ -626,7 +626,7 @@ NO_PURSE: dict[str, Callable[..., object]] = {
     ("owner", "without", "notice_may_overtake"),
     [
         (CreditTable, {"generation_matches": any_generation}, False),
-        (Coverage, {"is_covered": any_page}, False),
+        (Coverage, {"covered": any_page}, False),
         (Receiver, {"check_binding": any_content}, True),
         (CreditPurse, NO_PURSE, False),
     ],

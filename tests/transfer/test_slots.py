@@ -222,6 +222,7 @@ def test_interval_set_is_a_set(added: list[tuple[int, int]], asked: tuple[int, i
     wanted = set(range(*asked))
     assert intervals.overlaps(*asked) == bool(wanted & model)
     assert intervals.contains(*asked) == (wanted <= model)
+    assert all(i in range(*intervals.around(i)) for i in model)
     assert len(intervals) == len(intervals.intervals())
 
 
@@ -242,8 +243,9 @@ def test_coverage_counts_what_is_written_not_what_is_claimed() -> None:
     coverage.claim(0, 5)
     coverage.claim(5, 5)
     assert coverage.written(5, 5) == []
-    assert not coverage.is_covered(0)
+    assert not coverage.covered(5, 5)
     assert coverage.written(0, 5) == [0]
+    assert coverage.covered(5, 5) == range(1)
 
 
 def test_coverage_asserts_its_callers() -> None:
