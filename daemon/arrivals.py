@@ -37,7 +37,8 @@ RESTORE: Final = _Restore()
 class Arrivals(Generic[WaiterT]):
     def __init__(self) -> None:
         self._filler: dict[int, WaiterT | _Restore | None] = {}
-        self._waiters: dict[int, dict[WaiterT, None]] = {}  # in order of admission; the filler among them
+        # In order of admission. A filler waits for what is in its `missing`, and is here only if it came second.
+        self._followers: dict[int, dict[WaiterT, None]] = {}
 
     def __len__(self) -> int:
         return len(self._filler)
@@ -49,7 +50,6 @@ class Arrivals(Generic[WaiterT]):
         """`page` is new and brought by `filler`, which waits for it."""
         assert page not in self._filler, f"page {page} is already arriving"
         self._filler[page] = filler
-        self._waiters[page] = {filler: None}
         filler.filling.add(page)
         filler.missing.add(page)
 
@@ -58,13 +58,13 @@ class Arrivals(Generic[WaiterT]):
         for page in pages:
             assert page not in self._filler, f"page {page} is already arriving"
             self._filler[page] = RESTORE
-            self._waiters[page] = {}
 
     def follow(self, page: int, waiter: WaiterT) -> bool:
         """`waiter` waits for an arriving page. True: nobody brings it, so it has become the filler and must ask."""
-        self._waiters[page][waiter] = None
+        filler = self._filler[page]
+        self._followers.setdefault(page, {})[waiter] = None
         waiter.missing.add(page)
-        if self._filler[page] is None:
+        if filler is None:
             assert waiter.can_ask, f"page {page} is brought by nobody, and its only waiter cannot ask"
             self._filler[page] = waiter
             waiter.filling.add(page)
@@ -73,25 +73,30 @@ class Arrivals(Generic[WaiterT]):
 
     def of(self, pages: Iterable[int]) -> list[int]:
         """Those of them that are on their way."""
-        return [page for page in pages if page in self._filler]
+        return [*filter(self._filler.__contains__, pages)]
 
-    def arrived(self, pages: Iterable[int]) -> list[WaiterT]:
-        """The pages are readable: forgets them and returns those that waited for one of them, in order."""
+    def arrived(self, pages: Sequence[int]) -> list[WaiterT]:
+        """The pages are readable: forgets them and returns those that waited for one of them, the oldest first."""
+        # Hundreds of pages come at once, at every part: no statement is for one of them.
         waiters: dict[WaiterT, None] = {}
-        for page in pages:
-            filler = self._filler.pop(page)
+        for filler in dict.fromkeys(map(self._filler.pop, pages)):
             if filler is not None and filler is not RESTORE:
-                cast(WaiterT, filler).filling.discard(page)
-            for waiter in self._waiters.pop(page):
-                waiter.missing.discard(page)
-                waiters[waiter] = None
-        return list(waiters)
+                one = cast(WaiterT, filler)
+                one.filling.difference_update(pages)
+                if not one.missing.isdisjoint(pages):
+                    waiters[one] = None
+        for page in self._followers.keys() & pages:
+            waiters.update(self._followers.pop(page))
+        for waiter in waiters:
+            waiter.missing.difference_update(pages)
+        return sorted(waiters, key=lambda waiter: waiter.order)
 
     def leave(self, waiter: WaiterT) -> None:
         """It waits no more. It stays the filler of its pages until `hand_over`, since they may still be written."""
-        for page in waiter.missing:
-            if page in self._waiters:
-                self._waiters[page].pop(waiter, None)
+        for page in self._followers.keys() & waiter.missing:
+            self._followers[page].pop(waiter, None)
+            if not self._followers[page]:
+                del self._followers[page]
         waiter.missing.clear()
 
     def hand_over(self, waiter: WaiterT, kept: Collection[int] = ()) -> dict[WaiterT, list[int]]:
@@ -110,9 +115,11 @@ class Arrivals(Generic[WaiterT]):
         for page in pages:
             filler = self._filler[page]
             assert filler is not None and filler is not RESTORE, f"page {page} is not brought by a request"
-            cast(WaiterT, filler).filling.discard(page)
+            left = cast(WaiterT, filler)
+            assert page not in left.missing, f"page {page} is waited for by its filler"
+            left.filling.discard(page)
             self._filler[page] = None
-            waiters.update(self._waiters[page])
+            waiters.update(self._followers.get(page, {}))
         return list(waiters)
 
     def lost(self, pages: Iterable[int]) -> tuple[dict[WaiterT, list[int]], list[WaiterT]]:
@@ -120,7 +127,7 @@ class Arrivals(Generic[WaiterT]):
         more and must be looked at again.
         """
         lost = list(pages)
-        stranded = {w: None for page in lost for w in self._waiters[page] if not w.can_ask}
+        stranded = {w: None for page in lost for w in self._followers.get(page, ()) if not w.can_ask}
         for waiter in stranded:
             self.leave(waiter)
         return self._pass_on(lost, None), list(stranded)
@@ -136,16 +143,18 @@ class Arrivals(Generic[WaiterT]):
         """Pages that were pruned or freed; nobody may wait for them."""
         for page in pages:
             if page in self._filler:
-                assert not self._waiters[page], f"page {page} is dropped while a request waits for it"
                 filler = self._filler.pop(page)
+                waited_for = page in self._followers
                 if filler is not None and filler is not RESTORE:
-                    cast(WaiterT, filler).filling.discard(page)
-                del self._waiters[page]
+                    left = cast(WaiterT, filler)
+                    waited_for = waited_for or page in left.missing
+                    left.filling.discard(page)
+                assert not waited_for, f"page {page} is dropped while a request waits for it"
 
     def _pass_on(self, pages: Iterable[int], old: WaiterT | None) -> dict[WaiterT, list[int]]:
         heirs: dict[WaiterT, list[int]] = {}
         for page in pages:
-            asking = (w for w in self._waiters[page] if w is not old and w.can_ask)
+            asking = (w for w in self._followers.get(page, ()) if w is not old and w.can_ask)
             heir = min(asking, key=lambda w: w.order, default=None)
             self._filler[page] = heir
             if heir is not None:

@@ -375,14 +375,13 @@ class DecodeCore:
             self._check_ready(lease, now)
         self._pump(now)
 
-    def pages_arrived(self, transfer: int, prompt_pages: Iterable[int], now: float) -> None:
-        """Verified bytes of these prompt pages are in the transfer's pool pages."""
+    def pages_arrived(self, transfer: int, prompt_pages: Sequence[int], now: float) -> None:
+        """Verified bytes of these prompt pages, ascending, are in the transfer's pool pages."""
         moving = self._asks.get(transfer)
         if moving is None:
             return
         lease = moving.lease
-        pages = [moving.page_ids[index - moving.first_page] for index in prompt_pages]
-        pages = self._arrivals.of(pages)
+        pages = self._arrivals.of(moving.page_ids[index - moving.first_page] for index in prompt_pages)
         lease.delta_pages += len(pages)
         self._readable(lease, pages, now)
         self._pump(now)

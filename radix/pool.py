@@ -61,7 +61,10 @@ class PagePool(_core.PagePool):
 
     def those(self, pages: Sequence[int], state: PageState) -> list[int]:
         """Of these pages, those in the state."""
-        return [page for page, code in zip(pages, self.states(pages), strict=True) if code == state]
+        codes = self.states(pages)
+        if codes.count(state) == len(pages):
+            return list(pages)
+        return [page for page, code in zip(pages, codes, strict=True) if code == state]
 
     def state(self, page: int) -> PageState:
         return _STATES[self.state_code(page)]

@@ -117,7 +117,8 @@ class Coverage:
         self._written.add(start, start + nbytes)
         pages = self.covered(start, nbytes)
         reported = slice(pages.start, pages.start + len(pages))
-        done = [page for page, before in zip(pages, self._reported[reported], strict=True) if not before]
+        before = self._reported[reported]
+        done = [page for page, was in zip(pages, before, strict=True) if not was] if any(before) else list(pages)
         self._reported[reported] = bytes([1]) * len(pages)
         self._reported_pages += len(done)
         return done

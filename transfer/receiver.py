@@ -124,8 +124,11 @@ class _Incoming:
 
     def written(self, lane: int, start: int, nbytes: int) -> list[int]:
         """A claimed range of the lane is in its pages: the pages which that completes on all lanes, ascending."""
+        rows = self.coverage[lane].written(start, nbytes)
+        if len(self.coverage) == 1:
+            return rows
         arrived = []
-        for page in self.coverage[lane].written(start, nbytes):
+        for page in rows:
             self.missing[page] -= 1
             if self.missing[page] == 0:
                 arrived.append(page)
