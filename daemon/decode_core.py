@@ -12,7 +12,7 @@ no page can be had, the youngest one is retracted: its worker finishes it as it 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.admission import OVERTAKES
@@ -450,10 +450,9 @@ class DecodeCore:
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
         """A copy between the tiers is over; `failed` are the device ids of pages whose bytes are not right."""
         ended = self.store.copy_ended(number, failed, mismatched, seconds)
-        # Those held by nobody are freed: nobody waits for them either.
         waiters = self._arrivals.arrived(ended.readable)
         heirs, stranded = self._arrivals.lost(ended.lost)
-        self._arrivals.forget(ended.removed)
+        self._holds.removed(ended.namespace, ended.removed)  # held by nobody: nobody waits for them either
         if ended.lost:
             self.pins.shorten(ended.namespace)
         for heir, pages in heirs.items():

@@ -106,6 +106,7 @@ class Holds:
         taken = self._store.take(namespace, hold.wanted - lock.device_pages)
         if taken is None:
             return None
+        assert self._withheld.keys().isdisjoint(taken), "a page was given out that a lost worker may still write"
         hold.host_matched = lock.pages - lock.device_pages
         fresh = taken[hold.host_matched :]
         if hold.host_matched:
@@ -121,6 +122,7 @@ class Holds:
         taken = self._store.take(hold.namespace, extra)
         if taken is None:
             return False
+        assert self._withheld.keys().isdisjoint(taken), "a page was given out that a lost worker may still write"
         hold.growth -= extra
         hold.pages += taken
         hold.promise(0, hold.growth)
@@ -150,7 +152,7 @@ class Holds:
         if abandoned is None:
             namespace.tree.unlock(lock)
             return
-        self._removed(namespace, namespace.tree.prune(lock, abandoned))
+        self.removed(namespace, namespace.tree.prune(lock, abandoned))
 
     def withhold(self, hold: Hold, pages: Sequence[int]) -> None:
         """These pages of the hold, in the tree and brought by nobody, are not to be used before its end."""
@@ -166,7 +168,7 @@ class Holds:
         if start is None:
             return
         lock, hold.lock = hold.lock, tree.lock(tree.match(hold.digests[: start * DIGEST_BYTES]), hold.priority)
-        self._removed(hold.namespace, tree.prune(lock, start))
+        self.removed(hold.namespace, tree.prune(lock, start))
 
     def blocked(self, hold: Hold, digests: bytes) -> bool:
         """Withheld pages still stand in the tree where the hold's own pages would go."""
@@ -177,8 +179,8 @@ class Holds:
             return None
         return next((i for i, page in enumerate(path) if page in self._withheld), None)
 
-    def _removed(self, namespace: Namespace, removed: list[int]) -> None:
-        """Pages that are out of the tree now: freed, but for what is withheld."""
+    def removed(self, namespace: Namespace, removed: list[int]) -> None:
+        """Pages that are out of the tree now, by whatever step: freed, but for what is withheld."""
         self._arriving.forget(removed)
         kept = [page for page in removed if page in self._withheld]
         if kept:

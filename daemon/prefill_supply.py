@@ -93,7 +93,7 @@ class PrefillSupply:
         ended = self._store.copy_ended(number, failed, mismatched, seconds)
         waiters = self._arrivals.arrived(ended.readable)
         _, stranded = self._arrivals.lost(ended.lost)
-        self._arrivals.forget(ended.removed)
+        self.holds.removed(ended.namespace, ended.removed)
         for entry in stranded:
             # Its worker was told nothing yet: it is admitted once more, with what is readable then.
             self._return(entry)

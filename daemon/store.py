@@ -52,7 +52,7 @@ class Ended:
     kind: int
     readable: list[int]  # restored
     lost: list[int]  # their restore failed: ARRIVING now, to be asked for again
-    removed: list[int]  # lost and held by nobody: freed
+    removed: list[int]  # held by nobody: out of the tree, and the caller's to free (`Holds.removed`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,6 @@ class Store:
                 tiers.backed_up += good
         self.evicted += len(result.freed)
         namespace.evicted += len(result.freed)
-        self.pruned(namespace, result.removed)
         return Ended(namespace, copy.kind, result.readable, result.lost, result.removed)
 
     def write_through(self) -> None:

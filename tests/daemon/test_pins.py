@@ -48,7 +48,8 @@ class World:
 
     def end_copies(self) -> None:
         for started in self.store.take_started():
-            self.store.copy_ended(started.number, [], 0, 0.0)
+            ended = self.store.copy_ended(started.number, [], 0, 0.0)
+            self.store.pruned(ended.namespace, ended.removed)
 
     def put(self, prompt: str) -> None:
         """Finishes a request: its pages are cached."""

@@ -35,7 +35,8 @@ def store_of(host_pages: int = 0, **quotas: Quota) -> Store:
 
 def end_copies(store: Store) -> None:
     for started in store.take_started():
-        store.copy_ended(started.number, [], 0, 0.0)
+        ended = store.copy_ended(started.number, [], 0, 0.0)
+        store.pruned(ended.namespace, ended.removed)
 
 
 def take(store: Store, namespace: Namespace, pages: int) -> list[int]:
@@ -344,6 +345,7 @@ class StoreMachine(RuleBasedStateMachine):
         started = self.copies.pop(index)
         device = started.copy.device
         ended = self.store.copy_ended(started.number, failed, 0, 0.0)
+        self.store.pruned(ended.namespace, ended.removed)
         assert ended.namespace.id == started.namespace_id
         if started.copy.kind == RESTORE:
             assert set(ended.readable) | set(ended.lost) | set(ended.removed) <= set(device)

@@ -279,6 +279,7 @@ class World:
         if kind == RESTORE:
             side.let_go(flight.holds)
         ended = self.store.copy_ended(flight.number, bad, len(bad), 0.001)
+        self.store.pruned(ended.namespace, ended.removed)
         assert (ended.namespace, ended.kind) == (side.namespace, kind)
         if kind == RESTORE:
             self._restored(flight, set(bad), ended)

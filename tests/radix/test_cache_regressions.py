@@ -17,7 +17,8 @@ def store_of(pages: int, host_pages: int, a: Quota, b: Quota, write_through_hits
 
 def end_copies(store: Store) -> None:
     for started in store.take_started():
-        store.copy_ended(started.number, [], 0, 0.0)
+        ended = store.copy_ended(started.number, [], 0, 0.0)
+        store.pruned(ended.namespace, ended.removed)
 
 
 def take(store: Store, namespace: Namespace, pages: int) -> list[int]:
