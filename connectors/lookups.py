@@ -99,6 +99,10 @@ class PinLookups:
         call.add_done_callback(lambda done: self._pinned(lookup, done))
         return lookup
 
+    def ask_again(self) -> None:
+        self._facts_until = 0.0
+        self._ask_facts()
+
     def unpin(self, pin: int) -> None:
         if not self._closed:
             self._admin.Unpin.future(

@@ -66,6 +66,9 @@ class Lookups(Protocol):
     def start(self, digests: bytes) -> Lookup:
         """Does not wait."""
 
+    def ask_again(self) -> None:
+        """It may be another daemon: its name and its bounds are asked for. Does not wait."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -178,6 +181,8 @@ class SchedulerSide:
         """The worker's own words."""
         if news.session is not None:
             self._session = news.session
+            if news.session:
+                self._lookups.ask_again()
         for request in news.failed:
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.unsent = True

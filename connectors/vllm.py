@@ -5,8 +5,9 @@
   "kv_connector_extra_config": {"socket": "/run/kvferry/decode.sock"}}'
 
 The producer is the prefill engine, the consumer the decode engine; `settings.Settings` has the rest of the extra
-configuration, `params` what requests carry. Everything here runs on the engine's own threads and waits for nothing: the
-scheduler's half decides (`scheduler_side`), the worker's half has threads of its own (`worker_side`).
+configuration, `params` what requests carry. Everything here runs on the engine's own threads and waits for nothing, but
+for the copy that reads the blocks of a prompt that the prefill engine preempts: the scheduler's half decides
+(`scheduler_side`), the worker's half has threads of its own (`worker_side`).
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ class WorkerSide:
         self._sessions = Sessions(connect, quiet=self._quiet, changed=self._session_changed)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._pushes: dict[str, Push] = {}
+        self._pushing = False  # a push was ever handed in: decode engines have none, and wait for none
         self._behind: set[asyncio.Task[None]] = set()  # what the engine does not wait for
         self._saves: list[Save] = []  # of the step under way
         self._computed: asyncio.Event | None = None  # set behind it, where somebody waits for that
@@ -76,12 +77,13 @@ class WorkerSide:
 
     def take(self, orders: Orders) -> None:
         """Before the step's forward pass."""
-        if orders.preempted:  # their pushes may not have been taken in yet
+        if orders.preempted and self._pushing:  # their pushes may not have been taken in yet
             self._wait(self._preempt(orders.preempted), PREEMPT_SECONDS)
         if not orders.orders:
             return
         self._saves = [order for order in orders.orders if isinstance(order, Save)]
         now: list[Order] = [order for order in orders.orders if not isinstance(order, Save)]
+        self._pushing = self._pushing or any(isinstance(order, Begin) for order in now)
         if now:
             # Blocks that a request holds may be another's that are computed in this very step.
             computed = self._computed = asyncio.Event()

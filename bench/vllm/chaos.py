@@ -196,7 +196,7 @@ def run_on(
         *(f"  LEAK: {told}" for told in leaked),
         *(f"  allowed: {told}" for told in run.comparison.ties + after.ties),
     ]
-    return lines, len(wrong) + len(run.refused) + len(leaked)
+    return lines, len(wrong) + len(run.refused) + len(leaked) + (received == 0)
 
 
 if __name__ == "__main__":

@@ -157,6 +157,7 @@ class Load:
     user_words: int = 120
     max_tokens: int = 32
     concurrency: int = 0  # requests at a time; 0: as many as there are conversations
+    first: int = 0  # number of the first conversation: no two have a text in common
 
 
 async def chats(ask: Ask, load: Load, replies: Sequence[Sequence[str]] | None = None) -> list[list[Reply]]:
@@ -169,7 +170,7 @@ async def chats(ask: Ask, load: Load, replies: Sequence[Sequence[str]] | None = 
         messages: Messages = []
         got: list[Reply] = []
         for turn in range(load.turns):
-            messages.append({"role": "user", "content": user_text(conversation, turn, load.user_words)})
+            messages.append({"role": "user", "content": user_text(load.first + conversation, turn, load.user_words)})
             async with turn_of:
                 reply = await ask(list(messages), load.max_tokens)
             got.append(reply)
@@ -191,7 +192,9 @@ class Comparison:
     wrong: list[str] = field(default_factory=list)
 
     def add(self, where: str, reference: Reply, got: Reply, tie: float = 1e-3) -> None:
-        """Token for token; behind a difference nothing can be compared."""
+        """Token for token; behind a difference nothing can be compared. A reply of no tokens is wrong."""
+        if not reference.tokens:
+            self.wrong.append(f"{where}: the reference has no token to compare with")
         for position, (want, have) in enumerate(zip(reference.tokens, got.tokens, strict=False)):
             self.tokens += 1
             if want.text == have.text:

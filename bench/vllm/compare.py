@@ -22,6 +22,8 @@ from cluster import Cluster, Spec, machine
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.proto import cache_pb2
+
 EQUAL = 0.999  # kvferry counts what stands before a part, too
 
 
@@ -48,7 +50,9 @@ async def drive(cluster: Cluster, system: str, load: Load, said: list[list[str]]
             ask = one_server(client, cluster.front)
         else:
             ask = prefill_first(client, cluster.engines["prefill"].url, cluster.engines["decode"].url)
-        await chats(ask, Load(1, 2, 20, 4))  # the first requests open sessions and warm the kernels
+        await chats(
+            ask, Load(1, 2, 20, 4, first=load.conversations)
+        )  # the first requests open sessions and warm the kernels
         before = wire_bytes(cluster, system)
         began = time.monotonic()
         replies = await chats(ask, load, said)
@@ -114,8 +118,16 @@ def table(case: str, blocks: int, results: list[Result]) -> Table:
     return shown
 
 
+def unused(case: str, decode: cache_pb2.SideStats) -> list[str]:
+    """What a decode daemon was there for and did not do: then its case shows nothing."""
+    needed = {"pages received": decode.transfers.delta_pages, "tokens held": decode.requests.hit_tokens}
+    if case == "evicting":
+        needed["tokens from the host tier"] = decode.requests.host_hit_tokens
+    return [f"missed, {case}: {what} are {value}" for what, value in needed.items() if not value]
+
+
 def judge(case: str, nixl: Result, kvferry: Result) -> list[str]:
-    missed = []
+    missed = [f"missed, {case}: {each.system} moved nothing" for each in (nixl, kvferry) if not each.wire_bytes]
     factor = EQUAL if case == "large" else 2.0
     if kvferry.wire_bytes * factor > nixl.wire_bytes:
         missed.append(

@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--user-words", type=int, default=80)
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--small-blocks", type=int, default=44)
-    parser.add_argument("--small-pool", default="80MiB", help="of the daemons in the evicting case")
+    parser.add_argument("--small-pool", default="64MiB", help="of the daemons in the evicting case")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--prefill-steps", type=int, default=hooks.PREFILL_STEPS)
     parser.add_argument("--aborts", type=int, default=100)
@@ -124,7 +124,9 @@ def main() -> int:
         results[case, "kvferry"] = result = asyncio.run(compare.drive(cluster, "kvferry", load, reference.said))
         comparison = against(reference, result)
         tell_greedy(logs["greedy"], case, cluster, comparison)
-        return len(comparison.wrong)
+        missed = compare.unused(case, cluster.stats("decode"))
+        logs["greedy"].add(*missed)
+        return len(comparison.wrong) + len(missed)
 
     def compared(case: str, blocks: int) -> int:
         with Cluster(Spec(decode_blocks=blocks)) as cluster:

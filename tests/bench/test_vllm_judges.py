@@ -62,6 +62,25 @@ def test_the_aims_of_a_comparison(
     assert [line.split(": ", 1)[1] for line in told] == missed
 
 
+def test_a_system_that_moves_nothing_meets_no_aim(bench: SimpleNamespace) -> None:
+    ours, theirs = result(bench, 0, [400, 200]), result(bench, 100, [500, 300])
+    assert bench.compare.judge("evicting", theirs, ours) == ["missed, evicting: any moved nothing"]
+    assert bench.compare.judge("large", ours, ours)[0] == "missed, large: any moved nothing"
+
+
+@pytest.mark.parametrize(("case", "host", "missed"), [("large", 0, 0), ("evicting", 7, 0), ("evicting", 0, 1)])
+def test_a_case_in_which_the_daemon_did_nothing_is_missed(
+    bench: SimpleNamespace, case: str, host: int, missed: int
+) -> None:
+    side = cache_pb2.SideStats()
+    assert [line.split(": ")[1] for line in bench.compare.unused(case, side)][:2] == [
+        "pages received are 0",
+        "tokens held are 0",
+    ]
+    side.transfers.delta_pages, side.requests.hit_tokens, side.requests.host_hit_tokens = 1, 2, host
+    assert len(bench.compare.unused(case, side)) == missed
+
+
 def test_percentiles_are_between_what_was_measured(bench: SimpleNamespace) -> None:
     assert bench.compare.percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
     assert bench.compare.percentile([1.0, 2.0, 3.0, 4.0, 5.0], 90) == pytest.approx(4.6)
@@ -175,7 +194,8 @@ def test_tokens_that_differ_are_wrong_but_at_ties(bench: SimpleNamespace) -> Non
     assert (comparison.tokens, len(comparison.ties), comparison.wrong) == (5, 1, [])
     comparison.add("other", reference, reply(("z", 1.0)))
     comparison.add("short", reference, reply(("a", 1.0)))
-    assert [line.split(",")[0].split(":")[0] for line in comparison.wrong] == ["other", "short"]
+    comparison.add("nothing", reply(), reply())
+    assert [line.split(",")[0].split(":")[0] for line in comparison.wrong] == ["other", "short", "nothing"]
 
 
 @pytest.mark.parametrize("name", ["suite", "compare", "hooks", "chaos", "greedy", "demo"])

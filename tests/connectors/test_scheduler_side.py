@@ -64,6 +64,10 @@ class Daemon:
     daemon: str = "p"
     most_pages: int = 0
     asked: list[tuple[bytes, Answer]] = field(default_factory=list)
+    asked_again: int = 0
+
+    def ask_again(self) -> None:
+        self.asked_again += 1
 
     def start(self, digests: bytes) -> Answer:
         self.asked.append((digests, Answer()))
@@ -95,6 +99,15 @@ def blocks(tokens: int) -> list[int]:
 
 def orders(side: SchedulerSide, **scheduled: int) -> list[object]:
     return list(side.step(scheduled, (), lambda request: blocks(1000)).orders)
+
+
+def test_a_new_session_may_be_with_another_daemon() -> None:
+    daemon = Daemon()
+    side = prefill(daemon)
+    side.hear(News(session=False))
+    assert daemon.asked_again == 0
+    side.hear(News(session=True))
+    assert daemon.asked_again == 1
 
 
 # -- decode --------------------------------------------------------------------------------------------------------

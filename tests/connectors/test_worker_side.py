@@ -374,6 +374,16 @@ def test_blocks_of_a_preempted_prompt_are_waited_for_before_its_push_is_taken_in
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
 
 
+def test_a_decode_engine_waits_for_no_push_of_what_is_preempted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the engine's thread waits")
+
+    side = pair.sides["decode"]
+    monkeypatch.setattr(side, "_wait", never)
+    side.take(Orders([], ("a",)))
+    monkeypatch.undo()
+
+
 def test_a_lease_that_fails_before_the_held_blocks_are_there_gets_none_of_them(pair: Pair) -> None:
     side, name, prompt = pair.sides["decode"], new_name(), new_prompt(2 * PAGE)
     side.take(Orders([Load("a", name, prompt, "p", PAGE, (40, 41), (42, 43))]))  # not computed yet
