@@ -2,8 +2,8 @@
 
     python3 bench/gpu/rows.py
 
-Each page is one 2D copy of its rows, issued together (cuMemcpy3DBatchAsync) with the flag that asks for what overlaps with
-compute: to pinned memory, to pinned memory on two streams, and within the GPU. Idle, and beside matrix products.
+Each page is one 2D copy of its rows; all are issued together (cuMemcpy3DBatchAsync), with the flag that asks for what
+overlaps with compute: to pinned memory, to pinned memory on two streams, and within the GPU. Idle, and beside products.
 """
 
 from __future__ import annotations
