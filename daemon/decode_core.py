@@ -11,108 +11,27 @@ no page can be had, the youngest one is retracted: its worker finishes it as it 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from kvferry.daemon.admission import OVERTAKES
-from kvferry.daemon.arrivals import Arrivals
-from kvferry.daemon.asks import Asks
-from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters, reason_of
-from kvferry.daemon.effects import Effect, SendDone, ToWorker, tier_effects, zero_effects
+from kvferry.daemon.decode_requests import DecodeLimits, DecodeRequests
 from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition, unavailable
-from kvferry.daemon.holds import Hold, Holds
+from kvferry.daemon.holds import Hold
 from kvferry.daemon.lease import Lease, LeaseState
 from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
-from kvferry.daemon.pins import Pins
-from kvferry.daemon.store import Store
-from kvferry.daemon.supply import Growth, Supply
+from kvferry.daemon.supply import Growth
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_AUX_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import OUTPUT, PROMPT
 
-RESTORING = int(PageState.RESTORING)
+__all__ = ["DecodeCore", "DecodeLimits"]
+
 MAX_GROWTHS = 4  # of one request, waiting for pages
 MAX_RETRACTED = 4096  # retracted requests that keep their place in the queue until they come back
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLimits:
-    max_tokens: int
-    page_bytes: int
-    admission_seconds: float  # that a request waits at most
-    queue: int  # requests that may wait for admission
-    reuse: str = "on"  # "off": nothing is matched and nothing kept, the baseline of comparisons
-    overtakes: int = OVERTAKES
-    overcommit: float = 1.0  # of the growth that requests may have, 1 / overcommit is promised
-    growth_seconds: float = 60.0  # that a growing request waits at most for pages
-
-
-class DecodeCore:
-    def __init__(self, store: Store, limits: DecodeLimits) -> None:
-        self.store = store
-        self.limits = limits
-        self.counters = RequestCounters()
-        self.latencies = Latencies()
-        self.leases: dict[Name, Lease] = {}
-        self._arrivals: Arrivals[Lease] = Arrivals()
-        self._holds = Holds(store, self._arrivals)
-        self.pins = Pins(store, self._holds)
-        self._supply = Supply(store, self._holds, limits.overtakes, self)
-        self._retracted: OrderedDict[Name, tuple[int, int]] = OrderedDict()  # to their worker and order
-        self._next_order = 1
-        self._effects: list[Effect] = []
-        self._asks = Asks(store.page_size, lambda effect: self._effects.append(effect))
-
-    # -- what the shells ask -------------------------------------------------------------------------------------
-
-    def take_effects(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
-        return [*zero_effects(self.store), *effects]
-
-    def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
-        """Read-only: how much of the prompt is in the tree, arriving pages too."""
-        namespace = self.store.namespaces.get(namespace_id)
-        if namespace is None or self.limits.reuse == "off":
-            return 0
-        return namespace.tree.match(digests).pages * self.store.page_size
-
-    @property
-    def running(self) -> int:
-        return len(self.leases) - self.waiting_requests
-
-    @property
-    def waiting_requests(self) -> int:
-        return len(self._supply.queue)
-
-    @property
-    def reserved(self) -> int:
-        """Of the running ones, those that wait for pages to be spilled."""
-        return len(self._supply.reserved)
-
-    @property
-    def active_transfers(self) -> int:
-        return len(self._asks)
-
-    @property
-    def draining_transfers(self) -> int:
-        """Of the active ones, those that were ended while copies into their pages may run."""
-        return self._asks.draining
-
-    @property
-    def transfer_counters(self) -> TransferCounters:
-        return self._asks.counters
-
-    @property
-    def asked_again(self) -> int:
-        return self._asks.asked_again
-
-    def comes_back(self, worker: int, name: Name) -> bool:
-        """It was retracted: its place is kept, and it is accepted work."""
-        return self._retracted.get(name, (None, 0))[0] == worker
-
+class DecodeCore(DecodeRequests):
     # -- worker's words ------------------------------------------------------------------------------------------
 
     def admit(
@@ -386,12 +305,6 @@ class DecodeCore:
         self._readable(lease, pages, now)
         self._pump(now)
 
-    def _readable(self, lease: Lease, pages: list[int], now: float) -> None:
-        """The bytes of these pages, which the lease was to bring, are there."""
-        lease.hold.namespace.tree.arrived(self.store.pool.those(pages, PageState.ARRIVING))
-        for waiter in self._arrivals.arrived(pages):
-            self._check_ready(waiter, now)
-
     def transfer_completed(self, transfer: int, now: float) -> None:
         """Every page of it has arrived; the receiver knows it no more."""
         moving = self._asks.pop(transfer)
@@ -495,196 +408,3 @@ class DecodeCore:
                     ),
                 )
         self._pump(now)
-
-    # -- pages ---------------------------------------------------------------------------------------------------
-
-    def _pump(self, now: float) -> None:
-        self.store.clock.now = now
-        self._supply.pump(now)
-        self.store.settle()
-        self.store.write_through()
-        self.counters.overtaken = self._supply.queue.overtaken
-        self._effects += tier_effects(self.store)
-
-    def on_claimed(self, lease: Lease, fresh: list[int], now: float) -> None:
-        """(SupplyEvents)"""
-        hold = lease.hold
-        lease.state, lease.tree_pages = LeaseState.FILLING, hold.matched
-        path = lease.pages[: hold.matched]
-        coming = [page for page, state in zip(path, self.store.pool.states(path), strict=True) if state == RESTORING]
-        self._arrivals.restoring(page for page in coming if page not in self._arrivals)
-        adopted = [p for p in path if p in self._arrivals and self._arrivals.follow(p, lease)]
-        if not lease.looked_up:
-            hit, host = hold.matched * self.store.page_size, hold.host_matched * self.store.page_size
-            self.counters.lookup(lease.tokens, hit, host)
-            hold.namespace.looked_up(lease.tokens, hit, host)
-            self.counters.saved_pages += hold.matched
-            lease.looked_up = True
-        if not lease.local:
-            self._tell(lease.worker, wire.WorkerEvent(admitted=self._admitted(lease)))
-            self._fetch(lease, fresh, adopted)
-        self._check_ready(lease, now)
-
-    def on_grown(self, lease: Lease, first_page: int) -> None:
-        """(SupplyEvents)"""
-        grown = wire.Grown(name=lease.name.to_proto(), first_page=first_page, pages=lease.pages[first_page:])
-        self._tell(lease.worker, wire.WorkerEvent(grown=grown))
-
-    def on_short(self, lease: Lease, now: float) -> None:
-        """(SupplyEvents) The youngest gives its pages back, among those whose pages the growing one may have; one at a
-        time, since each brings many.
-        """
-        namespace = lease.hold.namespace
-        mine_only = not namespace.within_hard(0)
-        candidates = [
-            other
-            for other in self.leases.values()
-            if other.hold.namespace is namespace or (not mine_only and other.hold.namespace.above_soft)
-        ]
-        if any(other.state is LeaseState.RETRACTING for other in candidates):
-            return
-        ready = [other for other in candidates if other.state is LeaseState.READY]
-        youngest = max(ready, key=lambda other: other.order)  # `lease` is one
-        youngest.state = LeaseState.RETRACTING
-        youngest.deadline = now + self.limits.growth_seconds
-        youngest.hold.promise(0, 0)
-        self._tell(youngest.worker, wire.WorkerEvent(retract=wire.Retract(name=youngest.name.to_proto())))
-
-    def _admitted(self, lease: Lease) -> wire.Admitted:
-        page_size = self.store.page_size
-        matched = lease.matched * page_size
-        return wire.Admitted(
-            name=lease.name.to_proto(),
-            matched_tokens=matched,
-            pages=lease.pages,
-            local_tokens=matched if lease.local else 0,
-            host_tokens=lease.hold.host_matched * page_size,
-        )
-
-    def _fetch(self, lease: Lease, fresh: list[int], adopted: list[int]) -> None:
-        """Puts the full delta pages into the tree as arriving, asks for the delta behind what the worker itself holds,
-        and for what it adopted.
-        """
-        for page in fresh:
-            self._arrivals.expect(page, lease)
-        full = len(lease.digests) // DIGEST_BYTES
-        if lease.keep and self._holds.blocked(lease.hold, lease.digests):
-            lease.keep = False  # until those leave the tree it is brought for this request alone
-        if lease.keep and full > lease.matched:
-            coming = lease.pages[lease.matched : full]
-            self.store.pool.move(coming, PageState.LEASED, PageState.ARRIVING)
-            duplicates = self._holds.extend(lease.hold, lease.digests, coming, lease.matched, PROMPT)
-            assert not duplicates, "pages behind a full match were in the tree"
-            lease.tree_pages = full
-        self._asks.first(lease, lease.promised, len(lease.pages) - lease.promised)
-        if adopted:
-            self._asks.ask_again(lease, adopted)
-
-    # -- ready, failed, ended ------------------------------------------------------------------------------------
-
-    def _check_ready(self, lease: Lease, now: float) -> None:
-        if lease.state is not LeaseState.FILLING or lease.missing:
-            return
-        lease.filled_at = lease.filled_at or now
-        if lease.local:
-            # Only now: had a restore failed, it would have been admitted once more with other pages.
-            self._tell(lease.worker, wire.WorkerEvent(admitted=self._admitted(lease)))
-        elif lease.aux is None:
-            return
-        lease.state = LeaseState.READY
-        elapsed = now - lease.arrived_at
-        aux_wait = max(0.0, now - lease.filled_at)
-        self.latencies.add(
-            elapsed,
-            {
-                "queue": lease.admitted_at - lease.arrived_at,
-                "pages": lease.filled_at - lease.admitted_at,
-                "aux": aux_wait,
-                "first_token": max(0.0, lease.aux_at - lease.admitted_at),
-            },
-        )
-        ready = wire.Ready(
-            name=lease.name.to_proto(),
-            aux=lease.aux or b"",
-            delta_pages=lease.delta_pages,
-            delta_bytes=lease.delta_pages * self.limits.page_bytes,
-            elapsed_us=int(elapsed * 1e6),
-        )
-        if self.store.events is not None and lease.keep:
-            ready.page_tokens_from = self.store.events.wanted_from(lease.digests) * self.store.page_size
-        self._tell(lease.worker, wire.WorkerEvent(ready=ready))
-        self._asks.complete_empty(lease)
-        if not lease.local:
-            self._effects.append(SendDone(lease.prefill, lease.name))
-
-    def _fail(self, lease: Lease, error: RequestError) -> None:
-        """Tells the worker; what it may still touch is kept until it answers with Abort (or is gone)."""
-        self.counters.fail(error.code)
-        lease.failure = reason_of(error.code)
-        self._tell(
-            lease.worker, wire.WorkerEvent(failed=wire.Failed(name=lease.name.to_proto(), error=error.to_proto()))
-        )
-        if lease.queued:
-            self._leave_queue(lease)
-            del self.leases[lease.name]
-            return
-        self._withdraw(lease)
-        lease.state = LeaseState.FAILED
-        self._settle(lease)
-
-    def _leave_queue(self, lease: Lease) -> None:
-        """It has asked for nothing; still its prefill daemon, which may have computed it, need not wait."""
-        self._supply.remove(lease)
-        if not lease.local:
-            self._effects.append(SendDone(lease.prefill, lease.name))
-
-    def _withdraw(self, lease: Lease) -> None:
-        """The request wants nothing more of its prefill daemon and waits for no page."""
-        if lease.state is LeaseState.FILLING and not lease.local:
-            self._effects.append(SendDone(lease.prefill, lease.name))
-        self._arrivals.leave(lease)
-        self._asks.stop_all(lease, "the request ended")
-        lease.hold.promise(0, 0)
-
-    def _end(self, lease: Lease) -> None:
-        """The worker touches its pages no more."""
-        if lease.queued:
-            self._leave_queue(lease)
-            self._forget(lease)
-            return
-        if lease.live:
-            self._withdraw(lease)
-        lease.state = LeaseState.ENDING
-        self._settle(lease)
-
-    def _settle(self, lease: Lease) -> None:
-        """Once no copy of its transfers runs: others take over what it was to bring, and if its worker is done its
-        pages go. What the worker was to fill itself it may still write to, and nobody else may, until it is done.
-        """
-        if lease.live or lease.transfers:
-            return
-        ending = lease.state is LeaseState.ENDING
-        for heir, pages in self._arrivals.hand_over(lease, () if ending else lease.to_fill).items():
-            self._asks.ask_again(heir, pages)
-        if not ending:
-            if lease.lost:
-                self._holds.take_out(lease.hold)
-            return
-        self._holds.drop(lease.hold, lease.own)
-        self._forget(lease)
-
-    def _forget(self, lease: Lease) -> None:
-        del self.leases[lease.name]
-        if lease.acknowledge:
-            self._tell(lease.worker, wire.WorkerEvent(ended=wire.Ended(name=lease.name.to_proto())))
-
-    def _lease_of(self, worker: int, name: Name) -> Lease:
-        lease = self.leases.get(name)
-        if lease is None or lease.state is LeaseState.ENDING:
-            raise precondition(f"name {name} is not a running request")
-        if lease.worker != worker:
-            raise precondition(f"name {name} belongs to another worker")
-        return lease
-
-    def _tell(self, worker: int, event: wire.WorkerEvent) -> None:
-        self._effects.append(ToWorker(worker, event))

@@ -1,0 +1,307 @@
+"""What the prefill daemon keeps of its requests, what it sends of them, and how they end. Core: no I/O.
+
+`prefill_core` has the steps from outside; each of them ends with `_pump`, which looks again at who waits for pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.daemon.admission import OVERTAKES
+from kvferry.daemon.counters import RequestCounters, TransferCounters, reason_of
+from kvferry.daemon.effects import (
+    Effect,
+    EndSend,
+    FailAsk,
+    OpenSend,
+    SendAux,
+    ToWorker,
+    tier_effects,
+    zero_effects,
+)
+from kvferry.daemon.errors import (
+    RequestError,
+    aborted,
+    exhausted,
+    invalid,
+    out_of_range,
+    precondition,
+)
+from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
+from kvferry.daemon.pins import Pins
+from kvferry.daemon.prefill_entry import Entry, Prompt
+from kvferry.daemon.prefill_supply import PrefillSupply
+from kvferry.daemon.store import Store
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.tree import PROMPT
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    table: int  # requests in the rendezvous table, from either side
+    reuse: str = "on"
+    overtakes: int = OVERTAKES
+
+
+class PrefillRequests:
+    def __init__(self, store: Store, limits: PrefillLimits) -> None:
+        self.store = store
+        self.limits = limits
+        self.counters = RequestCounters()
+        self.transfer_counters = TransferCounters()
+        self.entries: dict[Name, Entry] = {}
+        self._sends: dict[tuple[int, int], Entry] = {}  # (session, transfer)
+        self._newest: dict[int, int] = {}  # by session, the greatest transfer number that it has used
+        self._supply = PrefillSupply(store, limits.overtakes, self._on_begun)
+        self.pins = Pins(store, self._supply.holds)
+        self._next_order = 1
+        self._effects: list[Effect] = []
+
+    def take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return [*zero_effects(self.store), *effects]
+
+    def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
+        namespace = self.store.namespaces.get(namespace_id)
+        return 0 if namespace is None else namespace.tree.match(digests).pages * self.store.page_size
+
+    @property
+    def running(self) -> int:
+        return len(self.entries) - self.waiting_requests
+
+    @property
+    def waiting_requests(self) -> int:
+        return self._supply.waiting
+
+    @property
+    def reserved(self) -> int:
+        """Of the running ones, those that wait for pages to be spilled."""
+        return self._supply.reserved
+
+    @property
+    def active_transfers(self) -> int:
+        return len(self._sends)
+
+    @property
+    def draining_transfers(self) -> int:
+        """Of the active ones, those of requests that have ended: gathers from their pages may run."""
+        return sum(entry.done for entry in self._sends.values())
+
+    # -- pages ---------------------------------------------------------------------------------------------------
+
+    def _pump(self, now: float) -> None:
+        self.store.clock.now = now
+        self._supply.pump()
+        self.store.settle()
+        self.store.write_through()
+        self.counters.overtaken = self._supply.queue.overtaken
+        self._effects += tier_effects(self.store)
+
+    def _on_begun(self, entry: Entry) -> None:
+        prompt = entry.prompt
+        assert prompt is not None
+        hold, page_size = prompt.hold, self.store.page_size
+        prompt.tree_pages = prompt.pages_ready = hold.matched
+        prompt.computed = hold.matched * page_size
+        host = hold.host_matched * page_size
+        self.counters.lookup(prompt.tokens, prompt.computed, host)
+        hold.namespace.looked_up(prompt.tokens, prompt.computed, host)
+        begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=prompt.computed, pages=prompt.pages)
+        self._effects.append(ToWorker(prompt.worker, wire.WorkerEvent(begun=begun)))
+        self._open_asks(entry)
+
+    def _publish(self, prompt: Prompt, full: int) -> None:
+        """Computed full pages enter the tree. Where another request was first, its page wins and ours stays private
+        until the end. Its pages are locked then, too: while they are promised to others, ours wait.
+        """
+        if full <= prompt.tree_pages:
+            return
+        namespace = prompt.hold.namespace
+        digests = prompt.digests[: full * DIGEST_BYTES]
+        theirs = namespace.tree.match(digests).device_pages - prompt.tree_pages
+        if theirs > 0 and not self.store.fits(namespace, theirs):
+            return
+        fresh = prompt.pages[prompt.tree_pages : full]
+        duplicates = self._supply.holds.extend(prompt.hold, digests, fresh, prompt.tree_pages, PROMPT)
+        prompt.tree_pages = full
+        given = set(fresh) - set(duplicates)
+        prompt.private = [page for page in prompt.private if page not in given]
+
+    # -- asks ----------------------------------------------------------------------------------------------------
+
+    def _ask_refusal(self, session: int, entry: Entry | None, name: Name, ask: peer.Ask) -> RequestError | None:
+        newest = self._newest.get(session, -1)
+        if ask.transfer <= newest:
+            return precondition(
+                f"transfer is {ask.transfer}; it must be greater than {newest}, the newest of the session"
+            )
+        for field_name in ("namespace_id", "last_full_digest", "tail_digest"):
+            length = len(getattr(ask, field_name))
+            if length > DIGEST_BYTES:
+                return invalid(f"{field_name} has {length} bytes; the bound is {DIGEST_BYTES}")
+        if entry is None:
+            return self._table_full()
+        if entry.done:
+            return aborted(f"name {name} has ended")
+        if entry.session not in (None, session):
+            return precondition(f"name {name} was asked for by another session")
+        open_asks = len(entry.asks) + len(entry.sends)
+        if open_asks >= MAX_ASKS_PER_REQUEST:
+            return exhausted(f"{open_asks} transfers of name {name} are open; the bound is {MAX_ASKS_PER_REQUEST}")
+        return None
+
+    def _check_asks(self, entry: Entry) -> None:
+        """Both sides must speak of the same tokens, else nothing is sent."""
+        prompt = entry.prompt
+        if prompt is None:
+            return
+        total = pages_for(prompt.tokens, self.store.page_size)
+        for ask in list(entry.asks):
+            for field_name, theirs, ours in (
+                ("namespace_id", ask.namespace_id, prompt.namespace_id),
+                ("tokens", ask.tokens, prompt.tokens),
+                ("last_full_digest", ask.last_full_digest, prompt.digests[-DIGEST_BYTES:]),
+                ("tail_digest", ask.tail_digest, prompt.tail_digest),
+            ):
+                if theirs != ours:
+                    shown = [v.hex()[:16] if isinstance(v, bytes) else v for v in (theirs, ours)]
+                    error = precondition(
+                        f"{field_name} differs: the decode worker has {shown[0]}, the prefill worker {shown[1]}; "
+                        "both must be given the same tokens of the same model"
+                    )
+                    break
+            else:
+                if ask.first_page + ask.pages <= total:
+                    continue
+                error = out_of_range(
+                    f"first_page {ask.first_page} + pages {ask.pages} is past the prompt's {total} pages"
+                )
+            entry.asks.remove(ask)
+            assert entry.session is not None
+            self._effects.append(FailAsk(entry.session, ask.transfer, error))
+
+    def _open_asks(self, entry: Entry) -> None:
+        prompt = entry.prompt
+        if prompt is None or not prompt.begun or entry.done:
+            return
+        for ask in entry.asks:
+            assert entry.session is not None
+            self.transfer_counters.opened += 1
+            entry.sends.add(ask.transfer)
+            self._sends[entry.session, ask.transfer] = entry
+            page_ids = tuple(prompt.pages[ask.first_page : ask.first_page + ask.pages])
+            self._effects.append(OpenSend(entry.session, ask.transfer, ask.first_page, page_ids, prompt.pages_ready))
+        entry.asks.clear()
+
+    def _send_aux(self, entry: Entry) -> None:
+        prompt = entry.prompt
+        if prompt is not None and prompt.aux is not None and entry.asked and not entry.aux_sent and not entry.done:
+            assert entry.session is not None
+            entry.aux_sent = True
+            self._effects.append(SendAux(entry.session, entry.name, prompt.aux))
+
+    def _send_closed(self, session: int, transfer: int) -> Entry | None:
+        """Whose it was; None where it was over."""
+        entry = self._sends.pop((session, transfer), None)
+        if entry is not None:
+            entry.sends.discard(transfer)
+            self._settle(entry)
+        return entry
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _expire(self, entry: Entry, error: RequestError) -> None:
+        self._fail_asks(entry, error)
+        if entry.prompt is None:
+            self._drop(entry)
+            return
+        self._fail(entry, error)
+
+    def _fail(self, entry: Entry, error: RequestError) -> None:
+        self._tell_failed(entry, error)
+        self._withdraw(entry, error)
+        self._settle(entry)
+
+    def _tell_failed(self, entry: Entry, error: RequestError) -> None:
+        """The worker's Abort is awaited before its pages go, unless it had said its last word or holds none."""
+        prompt = entry.prompt
+        assert prompt is not None
+        self.counters.fail(error.code)
+        entry.failed, entry.failure = True, reason_of(error.code)
+        failed = wire.Failed(name=entry.name.to_proto(), error=error.to_proto())
+        self._effects.append(ToWorker(prompt.worker, wire.WorkerEvent(failed=failed)))
+        prompt.told_failed = True
+
+    def _withdraw(self, entry: Entry, error: RequestError) -> None:
+        """Nothing more is sent for it."""
+        if entry.done:
+            return
+        entry.done = True
+        self._fail_asks(entry, error)
+        for number in sorted(entry.sends):
+            assert entry.session is not None
+            self._effects.append(FailAsk(entry.session, number, error))
+        self._end_sends(entry)
+
+    def _end_sends(self, entry: Entry) -> None:
+        for number in sorted(entry.sends):
+            assert entry.session is not None
+            self._effects.append(EndSend(entry.session, number))
+
+    def _fail_asks(self, entry: Entry, error: RequestError) -> None:
+        for ask in entry.asks:
+            assert entry.session is not None
+            self._effects.append(FailAsk(entry.session, ask.transfer, error))
+        entry.asks.clear()
+
+    def _settle(self, entry: Entry) -> None:
+        """Gives the pages back once nothing is wanted, no gather runs and the worker is done."""
+        prompt = entry.prompt
+        if not entry.done or entry.sends or prompt is None or entry.name not in self.entries:
+            return
+        if prompt.begun and not prompt.worker_done:
+            return
+        self._supply.drop(entry)
+        if not entry.failed:
+            self.counters.finished += 1
+        if entry.acknowledge or not entry.failed:
+            self._tell_ended(prompt.worker, entry.name)
+        self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        del self.entries[entry.name]
+
+    def _new_entry(self, name: Name, deadline: float, now: float) -> Entry:
+        entry = self.entries[name] = Entry(name, deadline, now, self._next_order)
+        self._next_order += 1
+        return entry
+
+    def _refusal(self, entry: Entry | None, name: Name, tokens: int, most: int) -> RequestError | None:
+        need = pages_for(tokens, self.store.page_size)
+        if need > most:
+            return invalid(f"prompt of {tokens} tokens needs {need} pages; its namespace may have {most}")
+        if entry is None:
+            return self._table_full()
+        return aborted(f"name {name} was ended by the decode daemon") if entry.done else None
+
+    def _table_full(self) -> RequestError | None:
+        if len(self.entries) < self.limits.table:
+            return None
+        return exhausted(f"{len(self.entries)} requests are in the rendezvous table; the bound is {self.limits.table}")
+
+    def _of_worker(self, worker: int) -> list[tuple[Entry, Prompt]]:
+        return [(e, e.prompt) for e in self.entries.values() if e.prompt is not None and e.prompt.worker == worker]
+
+    def _prompt_of(self, worker: int, name: Name) -> tuple[Entry, Prompt]:
+        entry = self.entries.get(name)
+        if entry is None or entry.prompt is None:
+            raise precondition(f"name {name} is not a running request")
+        if entry.prompt.worker != worker:
+            raise precondition(f"name {name} belongs to another worker")
+        return entry, entry.prompt
+
+    def _tell_ended(self, worker: int, name: Name) -> None:
+        ended = wire.Ended(name=name.to_proto())
+        self._effects.append(ToWorker(worker, wire.WorkerEvent(ended=ended)))
