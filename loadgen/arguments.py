@@ -130,7 +130,12 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
         metavar="COUNT",
         help="first conversations, in none of the numbers",
     )
-    loop.add_argument("--seconds", type=flags.positive, default=math.inf, help="after which no request starts")
+    loop.add_argument(
+        "--seconds",
+        type=flags.positive,
+        default=math.inf,
+        help="what is meant to start later is not sent; an open loop sends all that was meant before, however late",
+    )
 
 
 def make_workload(args: argparse.Namespace, vocabulary: int | None) -> Workload:

@@ -80,7 +80,7 @@ class Report:
     duration_s: float
     requests: int  # sent
     failed: int
-    skipped: int  # never sent, because an earlier turn of their conversation failed or the time was over
+    skipped: int  # never sent: an earlier turn of their conversation failed, or they were meant to start after the time
     requests_per_s: float  # that did not fail
     output_tokens_per_s: float
     tokens_per_s: float  # input and output

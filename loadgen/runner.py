@@ -46,7 +46,7 @@ class TurnRecord:
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     turns: tuple[TurnRecord, ...]
-    skipped: int  # turns never sent, because an earlier one of their conversation failed or the time was over
+    skipped: int  # turns never sent: an earlier one of their conversation failed, or they were meant after the time
     duration_s: float  # where its time cut it short: that time, or to the end of the last reply
     stopped: bool = False  # before its end: what was in flight or to come then is in none of the numbers
 
@@ -95,8 +95,9 @@ async def run(
     seconds: float = float("inf"),
     stop: asyncio.Event | None = None,
 ) -> RunRecord:
-    """`on_turn` hears of every request that is over. After `seconds` no request starts, and what is meant to start then
-    is not waited for: those that run end, and with them the run. `stop` ends those that run.
+    """`on_turn` hears of every request that is over. What is meant to start after `seconds` is not sent and not waited
+    for. An open loop sends all that was meant to start before, however late; in a closed one that which waits for a
+    client is meant to start when it has one. `stop` ends those that run.
     """
     run = _Run(client, on_turn, seconds, loop)
     waiting = iter(conversations)
@@ -160,7 +161,7 @@ class _Run:
         broken: list[asyncio.Task[bool]] = []
         try:
             for conversation in waiting:
-                if max(conversation.start_s, self.now()) >= self._end_s:
+                if conversation.start_s >= self._end_s:
                     self._cut(conversation.turns)
                     await self._sleep_until(0.0)
                     continue
@@ -188,7 +189,8 @@ class _Run:
             if start_s < self._end_s:
                 await self._sleep_until(start_s)
                 async with self._places:
-                    if self.now() < self._end_s:
+                    # Those of an open loop that waited longest are not left out: its latencies would look better.
+                    if not self._closed or self.now() < self._end_s:
                         record = await self._turn(conversation.number, dialogue, turn, start_s)
             if record is None:
                 self._cut(dialogue.turns - turn)

@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from kvferry.loadgen import runner
 from kvferry.loadgen.client import Client
 from kvferry.loadgen.dialogue import Dialogue
 from kvferry.loadgen.runner import Closed, Conversation, Open, RunRecord, TurnRecord, run
@@ -108,22 +109,46 @@ def test_a_closed_loop_waits_for_no_turn_after_its_time() -> None:
     assert (len(record.turns), record.skipped, record.duration_s) == (2, 16, 0.5)
 
 
-@pytest.mark.parametrize("loop", [Closed(2, 2), Open(2)])
-def test_what_is_in_flight_when_the_time_is_over_runs_to_its_end(loop: Closed | Open) -> None:
-    """Of those that wait for a place none starts, and nothing is made of those that never begin."""
-    began = []
+def noted(made: Conversation, began: list[int]) -> Conversation:
+    """`began` has the numbers of those that have begun."""
 
-    def noted(number: int) -> Conversation:
-        made = conversation(number)
-        return made._replace(begin=lambda: began.append(number) or made.begin())
+    def begin() -> Dialogue:
+        began.append(made.number)
+        return made.begin()
 
+    return made._replace(begin=begin)
+
+
+def test_what_is_in_flight_when_the_time_is_over_runs_to_its_end() -> None:
+    """Of those that wait for a client of a closed loop none starts, and nothing is made of those that never begin."""
+    began: list[int] = []
     start = time.perf_counter()
-    record = timed(Answers(latency_s=0.5), [noted(number) for number in range(3000)], loop, 0.3)
+    conversations = [noted(conversation(number), began) for number in range(3000)]
+    record = timed(Answers(latency_s=0.5), conversations, Closed(2, 2), 0.3)
     wall_s = time.perf_counter() - start
     assert (len(record.turns), record.skipped) == (2, 2998)
     assert 0.5 <= record.duration_s == max(turn.end_s for turn in record.turns) <= wall_s
-    if isinstance(loop, Closed):
-        assert began == [0, 1]
+    assert began == [0, 1]
+
+
+@pytest.mark.parametrize("most_open", [1, 100])
+def test_an_open_loop_sends_late_what_was_meant_before_its_time(
+    monkeypatch: pytest.MonkeyPatch, most_open: int
+) -> None:
+    """Four are meant at once, there is one place, and a reply takes longer than the time. All four are in the
+    latencies, which count from the intended start; their second turns and who was meant later are not sent."""
+    monkeypatch.setattr(runner, "MAX_OPEN", most_open)
+    began: list[int] = []
+    starts = (0.0, 0.0, 0.0, 0.0, 0.3)
+    conversations = [noted(conversation(k, start_s=at, turns=2), began) for k, at in enumerate(starts)]
+    record = timed(Answers(latency_s=0.25), conversations, Open(1), 0.2)
+    assert [(turn.conversation, turn.turn, turn.start_s) for turn in record.turns] == [(k, 0, 0.0) for k in range(4)]
+    assert record.skipped == 4 + 2
+    assert began == [0, 1, 2, 3]
+    for k, turn in enumerate(record.turns):
+        assert turn.late_s >= 0.24 * k
+        assert turn.latency_s == turn.late_s + 0.25
+    assert record.duration_s == record.turns[-1].end_s
 
 
 def test_a_workload_that_is_over_before_its_time() -> None:
