@@ -29,6 +29,7 @@ from kvferry.loadgen.files import read_report
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 LIMIT = 500.0  # requests/s
 LATE_LIMIT_MS = 20.0  # p99 of how late the open loop sends
+WARM_UP = 200
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -116,6 +117,7 @@ class Row:
     requests_per_s: float
     chunks_per_s: float
     p99_ms: float | None
+    cpu_ms: float | None = None  # of the generator, a request
     late_p99_ms: float | None = None  # of an open loop
 
 
@@ -146,11 +148,13 @@ def main(words: Sequence[str] | None = None) -> int:
         server.join()
     print(f"{platform.machine()}, {len(cores)} cores, Python {platform.python_version()}; {given.requests:,} requests,")
     print(f"{given.concurrency} at a time; generator and server on a core each\n")
-    print(f"{'what':<40} {'requests/s':>11} {'chunks/s':>9} {'latency p99':>12} {'late p99':>10}")
+    print(f"{'what':<40} {'requests/s':>11} {'chunks/s':>9} {'latency p99':>12} {'late p99':>10} {'CPU each':>9}")
     for row in rows:
         p99 = "" if row.p99_ms is None else f"{row.p99_ms:.1f} ms"
         late = "" if row.late_p99_ms is None else f"{row.late_p99_ms:.1f} ms"
-        print(f"{row.what:<40} {row.requests_per_s:>11,.0f} {row.chunks_per_s:>9,.0f} {p99:>12} {late:>10}".rstrip())
+        cpu = "" if row.cpu_ms is None else f"{row.cpu_ms:.2f} ms"
+        line = f"{row.what:<40} {row.requests_per_s:>11,.0f} {row.chunks_per_s:>9,.0f} {p99:>12} {late:>10} {cpu:>9}"
+        print(line.rstrip())
     late_p99_ms = rows[2].late_p99_ms
     held = rows[1].requests_per_s >= LIMIT and late_p99_ms is not None and late_p99_ms <= LATE_LIMIT_MS
     limits = f"{LIMIT:.0f} requests/s; open loop: late p99 {LATE_LIMIT_MS:.0f} ms"
@@ -162,18 +166,22 @@ def measure(what: str, port: int, given: argparse.Namespace, more: list[str]) ->
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         run = ["loadgen", "--url", f"http://127.0.0.1:{port}", "--conversations", str(given.requests), "--turns", "1"]
-        run += ["--concurrency", str(given.concurrency), "--warm-up", "200", "--json", str(path), "--format", "json"]
+        run += ["--concurrency", str(given.concurrency), "--warm-up", str(WARM_UP)]
+        run += ["--json", str(path), "--format", "json"]
         stdout = sys.stdout
+        before_s = time.process_time()
         with open(os.devnull, "w") as sys.stdout:
             try:
                 status = cli.main([*run, *more])
             finally:
                 sys.stdout = stdout
+        cpu_s = time.process_time() - before_s  # with what a run costs once, and its warm-up
         report = read_report(path)
     if status != 0 or report.failed:
         raise SystemExit(f"loadgen_speed: {report.failed} requests failed: {report.errors}")
     late = report.late_ms.p99 if "--rate" in more else None
-    return Row(what, report.requests_per_s, report.output_tokens_per_s, report.latency_ms.p99, late)
+    cpu_ms = 1000 * cpu_s / (report.requests + WARM_UP)
+    return Row(what, report.requests_per_s, report.output_tokens_per_s, report.latency_ms.p99, cpu_ms, late)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +21,16 @@ LARGEST = 1 << 30
 def generator(seed: int, *purpose: str | int) -> np.random.Generator:
     """The same for the same seed and purpose."""
     text = " ".join(map(str, (seed, *purpose)))
-    return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little"))
+    return np.random.default_rng(np.frombuffer(hashlib.sha256(text.encode()).digest()[:16], dtype="<u4"))
+
+
+_UNUSED = np.random.default_rng(0)
+
+
+def generator_for(sizes: Sequence[Distribution], seed: int, *purpose: str | int) -> np.random.Generator:
+    """To draw these from. Constants draw nothing: none is made for them, which would cost a load generator more than
+    all else that it does about a conversation."""
+    return _UNUSED if all(isinstance(size, Constant) for size in sizes) else generator(seed, *purpose)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
-from kvferry.loadgen.distributions import Constant, Distribution, generator
+from kvferry.loadgen.distributions import Constant, Distribution, generator, generator_for
 from kvferry.loadgen.scripts import (
     FIRST_TOKEN,
     TextScript,
@@ -22,7 +23,7 @@ from kvferry.loadgen.scripts import (
 from kvferry.loadgen.words import WORDS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MultiTurn:
     """Sizes are words of text, or as many token ids. A conversation begins with what all share, then with words of its
     own, then with its first user's."""
@@ -50,40 +51,47 @@ class MultiTurn:
         return f"{self.label}: {self.conversations} conversations, {sizes}, shared {self.system_words}"
 
     def turns(self, conversation: int) -> int:
-        return self.turns_each.count(self._random("turns", conversation), 1)
+        return self._count(self.turns_each, 1, "turns", conversation)
 
     def start_s(self, conversation: int) -> float | None:
         return None
 
     def text(self, conversation: int) -> TextScript:
         content = self._random("conversation", conversation)
-        own = self.own_words.count(self._random("own", conversation), 0)
+        own = self._count(self.own_words, 0, "own", conversation)
         before = f"{_sentence(content, own, self.source)} " if own else ""
-        shared = self._shared_words()
         turns = []
         for k, (words, output, think_s) in enumerate(self._turn_sizes(conversation)):
             text = _sentence(content, words, self.source)
             turns.append(TextTurn(before + text if k == 0 else text, output, think_s))
-        system = _sentence(self._random("system"), shared, self.source) if shared else ""
-        return TextScript(system, tuple(turns))
+        return TextScript(self._shared_text, tuple(turns))
 
     def tokens(self, conversation: int) -> TokenScript:
         content = self._random("conversation", conversation)
-        own = self.own_words.count(self._random("own", conversation), 0)
-        first = [random_run(self._random("system"), self._shared_words(), self.vocabulary)]
-        first.append(random_run(content, own, self.vocabulary))
+        own = self._count(self.own_words, 0, "own", conversation)
+        first = (self._shared_run, random_run(content, own, self.vocabulary))
         turns = []
         for k, (words, output, think_s) in enumerate(self._turn_sizes(conversation)):
             run = random_run(content, words, self.vocabulary)
             turns.append(TokenTurn((*first, run) if k == 0 else (run,), output, think_s))
         return TokenScript(tuple(turns))
 
+    @cached_property
+    def _shared_text(self) -> str:
+        return _sentence(self._random("system"), self._shared_words, self.source) if self._shared_words else ""
+
+    @cached_property
+    def _shared_run(self) -> TokenRun:
+        return random_run(self._random("system"), self._shared_words, self.vocabulary)
+
+    @cached_property
     def _shared_words(self) -> int:
-        return self.system_words.count(self._random("system size"), 0)
+        return self._count(self.system_words, 0, "system size")
 
     def _turn_sizes(self, conversation: int) -> list[tuple[int, int, float]]:
         """Of each turn: user's words, tokens of the reply, seconds before it."""
-        source = self._random("sizes", conversation)
+        sizes = (self.user_words, self.output_tokens, self.think_s)
+        source = generator_for(sizes, self.seed, "sizes", conversation)
         return [
             (
                 self.user_words.count(source, 1),
@@ -92,6 +100,9 @@ class MultiTurn:
             )
             for k in range(self.turns(conversation))
         ]
+
+    def _count(self, size: Distribution, least: int, *purpose: str | int) -> int:
+        return size.count(generator_for((size,), self.seed, *purpose), least)
 
     def _random(self, *purpose: str | int) -> np.random.Generator:
         return generator(self.seed, *purpose)

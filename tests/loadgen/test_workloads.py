@@ -99,6 +99,15 @@ def test_sizes_of_turns() -> None:
     assert [(turn.max_tokens, turn.think_s) for turn in script.turns] == [(6, 0), (6, 2), (6, 2)]
 
 
+def test_sizes_that_are_constant_change_nothing_else() -> None:
+    """No generator is made for them; the words come from one of their own."""
+    constant = workload("--turns", "3", "--user-words", "5", "--own-words", "4", "--system-words", "6")
+    drawn = workload("--turns", "uniform:3,3", "--user-words", "uniform:5,5", "--own-words", "4", "--system-words", "6")
+    for number in range(3):
+        assert constant.text(number) == drawn.text(number)
+        assert constant.tokens(number) == drawn.tokens(number)
+
+
 def test_shared_prefixes() -> None:
     published = PRESETS["published"]
     assert published == Sizes(20, 50_000, 4_500, 350, 1_000, 128)
