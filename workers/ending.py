@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,8 @@ from kvferry.waiting import complete
 from kvferry.workers.client import DaemonClient
 from kvferry.workers.compute import WrongPage
 from kvferry.workers.requests import NotOpened, RequestFailed, RequestName
+
+_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -21,6 +24,7 @@ async def aborted_on_error(client: DaemonClient, name: RequestName) -> AsyncIter
     except NotOpened:
         raise  # the name may be that of a request that runs: it is not this call's to abort
     except WrongPage as error:
+        _log.error("request %s: %s", name, error)  # the request may be answered all the same, by another worker
         await complete(client.abort(name, str(error)))
         raise RequestFailed(common_pb2.ERROR_INTERNAL, str(error)) from error
     except BaseException as error:

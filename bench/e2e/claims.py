@@ -82,7 +82,8 @@ class Bench:
     def notes(self, names: tuple[str, str], runs: tuple[Run, Run]) -> None:
         for name, measured in zip(names, runs, strict=True):
             self.console.print(
-                f"{name}: {measured.report.requests} requests, 0 failed, every page's bytes checked; decode pool "
+                f"{name}: {measured.report.requests} requests, {measured.report.failed} failed, "
+                f"{measured.wrong_pages} wrong pages; decode pool "
                 f"{measured.setup.decode_pages:,} pages, {measured.decode.pool.evicted:,} evicted; "
                 f"{'; '.join(measured.engine_log)}",
                 highlight=False,

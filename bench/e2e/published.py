@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fit_published import BASELINE, FILE, REQUESTS_IN_POOL, SIZES, fit, prefixes, request_pages, scaled
-from rig import Run, Setup, run
+from rig import RigError, Run, Setup, run
 from simulation import simulate
 
 from kvferry.loadgen.shared_prefix import Sizes
@@ -115,8 +115,12 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     print(f"engine: {', '.join(f'{f.name}={getattr(model, f.name)}' for f in fields(model) if f.name != 'name')}\n")
     if not given.simulate:
-        for line in measured_rows(model, sizes, given):
-            print(line, flush=True)
+        try:
+            for line in measured_rows(model, sizes, given):
+                print(line, flush=True)
+        except RigError as error:
+            print(error, file=sys.stderr)
+            return 1
         print()
     for line in sensitivity(model, sizes):
         print(line, flush=True)
@@ -158,8 +162,8 @@ def measured_rows(model: EngineModel, sizes: Sizes, given: argparse.Namespace) -
         rows.append(of_simulation("  the same, simulated", model, sizes, reuse, cap, given.fewer))
         notes.append(
             f"{what}: {time.perf_counter() - began:.0f} s here; {measured.report.requests} requests, "
-            f"{measured.report.failed} failed, 0 wrong bytes; {measured.decode.transfers.delta_pages:,} pages moved, "
-            f"hit rate {measured.hit_share:.1%}"
+            f"{measured.report.failed} failed, {measured.tried_again} tried again, {measured.wrong_pages} wrong pages; "
+            f"{measured.decode.transfers.delta_pages:,} pages moved, hit rate {measured.hit_share:.1%}"
         )
         notes += [f"  {line}" for line in measured.engine_log]
     folder.cleanup()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import grpc
+import httpx
 
 from kvferry.daemon.stack import Process, Stack
 from kvferry.daemon.stats_main import fetch
@@ -24,6 +25,7 @@ HERE = Path(__file__).parent
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
 PATIENCE = "3600"  # seconds: what waits here waits for its turn, not for what is broken
 HEAD_ROOM = 1.02  # of prefill pools
+WRONG_PAGE = " ERROR kvferry.workers.ending: "  # in a worker's log, before what it says of a wrong page or token
 
 
 class RigError(RuntimeError):
@@ -90,6 +92,8 @@ class Run:
     decode: cache.SideStats
     prefill: cache.SideStats
     engine_log: tuple[str, ...]  # what the workers said at their end
+    wrong_pages: int  # that a worker saw
+    tried_again: int  # prefills, by the front end at another worker
 
     @property
     def hit_share(self) -> float:
@@ -98,19 +102,37 @@ class Run:
 
 
 def run(setup: Setup, load: Sequence[str], *, limit_s: float = 3600.0) -> Run:
-    """`load`: flags of `kvferry loadgen`. Raises RigError where a request fails or pages do not add up."""
+    """`load`: flags of `kvferry loadgen`. Raises RigError where a request fails, and where `judge` does."""
     shm = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     with tempfile.TemporaryDirectory(prefix="kvferry-e2e-", dir=shm) as folder, Stack() as stack:
         system = start_system(stack, setup.spec(folder))
         report = drive(system.url, [*_stats(system.decodes), *load], limit_s)
         decode = _side(system.decodes[0].daemon_address, common.ROLE_DECODE)
         prefill = _side(system.prefills[0].daemon_address, common.ROLE_PREFILL)
-        log = _last_words(stack, [replica.worker for replica in (*system.decodes, *system.prefills)])
-    pool = decode.pool
+        tried_again = int(httpx.get(f"{system.url}/kvferry/stats", trust_env=False).json()["tried_again"])
+        workers = [replica.worker for replica in (*system.decodes, *system.prefills)]
+        log = _last_words(stack, workers)
+        wrong = wrong_pages([Path(worker.log_path) for worker in workers])
+    judge(decode.pool, wrong, tried_again)
+    return Run(setup, in_model_time(report, setup.clock), decode, prefill, log, len(wrong), tried_again)
+
+
+def wrong_pages(logs: Iterable[Path]) -> list[str]:
+    """What workers said of wrong pages and tokens."""
+    lines = (line for log in logs for line in log.read_text(errors="replace").splitlines())
+    return [said for line in lines if (said := line.partition(WRONG_PAGE)[2])]
+
+
+def judge(pool: cache.PoolStats, wrong: Sequence[str], tried_again: int) -> None:
+    """Of a run whose requests were all answered: where a prefill worker saw a wrong page, another one may have served
+    the request. Raises RigError, also where pages do not add up."""
+    if wrong:
+        raise RigError(f"{len(wrong)} wrong pages, the first: {wrong[0]}")
+    if tried_again:
+        raise RigError(f"the front end tried {tried_again} prefills again at another worker")
     states = (pool.free, pool.leased, pool.arriving, pool.cached, pool.spilling, pool.restoring, pool.orphaned)
     if sum(states) != pool.pages:
         raise RigError(f"the decode pool's states {states} do not sum to its {pool.pages} pages")
-    return Run(setup, in_model_time(report, setup.clock), decode, prefill, log)
 
 
 def drive(url: str, load: Sequence[str], limit_s: float) -> Report:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -16,7 +19,13 @@ from simulation import simulate  # noqa: E402
 
 from kvferry.loadgen.report import make_report  # noqa: E402
 from kvferry.loadgen.runner import RunRecord, TurnRecord  # noqa: E402
+from kvferry.logs import LOG_FORMAT  # noqa: E402
+from kvferry.proto import cache_pb2  # noqa: E402
+from kvferry.workers.client import DaemonClient  # noqa: E402
+from kvferry.workers.compute import WrongPage  # noqa: E402
+from kvferry.workers.ending import aborted_on_error  # noqa: E402
 from kvferry.workers.engine_model import read_engine_model  # noqa: E402
+from kvferry.workers.requests import RequestFailed, RequestName  # noqa: E402
 
 
 def test_the_committed_engine_gives_the_published_baseline_row() -> None:
@@ -46,6 +55,56 @@ def test_a_report_in_the_models_time() -> None:
     assert (report.duration_s, report.requests_per_s, report.ttft_ms.p50) == (8.0, 0.125, 1000.0)
     assert (report.token_ms.mean, report.ttft_by_turn_ms[0].max) == (1000.0, 1000.0)
     assert report.input_tokens.mean == 10
+
+
+class Aborted:
+    """A daemon's client that hears of the request's end."""
+
+    async def abort(self, name: RequestName, reason: str) -> None:
+        assert reason.startswith("page ")
+
+
+def test_what_a_worker_says_of_a_wrong_page_is_found_in_its_log(tmp_path: Path) -> None:
+    """Whoever then answered the request."""
+
+    async def ends(error: Exception) -> None:
+        async with aborted_on_error(cast(DaemonClient, Aborted()), RequestName(bytes(16), 1)):
+            raise error
+
+    logs = [tmp_path / "prefill.log", tmp_path / "decode.log"]
+    logs[1].write_text("2026-11-21 12:00:00,000 INFO kvferry.workers.pacing: device: 3 waits\n")
+    handler = logging.FileHandler(logs[0])
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logging.getLogger().addHandler(handler)
+    try:
+        for error in (WrongPage("page 7 holds others' bytes"), RuntimeError("page 8 is of no interest")):
+            with pytest.raises((RequestFailed, RuntimeError)):
+                asyncio.run(ends(error))
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    (said,) = rig.wrong_pages(logs)
+    assert said.endswith("page 7 holds others' bytes")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "tried_again", "pages", "message"),
+    [
+        (
+            ["request x: page 7 holds others' bytes", "request y: page 9"],
+            0,
+            5,
+            "2 wrong pages, the first: request x: page 7",
+        ),
+        ([], 1, 5, "tried 1 prefills again"),
+        ([], 0, 6, "do not sum to its 6 pages"),
+    ],
+)
+def test_a_run_that_hides_harm_is_not_used(wrong: list[str], tried_again: int, pages: int, message: str) -> None:
+    whole = cache_pb2.PoolStats(pages=5, free=3, cached=2)
+    rig.judge(whole, [], 0)
+    with pytest.raises(rig.RigError, match=message):
+        rig.judge(cache_pb2.PoolStats(pages=pages, free=3, cached=2), wrong, tried_again)
 
 
 @pytest.mark.nightly
