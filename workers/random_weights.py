@@ -109,8 +109,9 @@ def _deviation(name: str, parameter: torch.Tensor, shape: ModelShape) -> float:
     chaotic, and bfloat16's rounding decides tokens. But with queries and keys so wide that some tokens of a prompt
     count much more than others: a network that looks at all of them alike would not show wrong pages.
 
-    Measured (llama-8b, bfloat16, 8,704 tokens): chunks and single steps against one pass choose tokens at most 0.019
-    below the best; with 1 page of 64 tokens wrong 0.068, with 16 0.41, with all 0.73. bench/gpu/turns.py has both.
+    Measured by bench/gpu/turns.py (llama-8b, bfloat16, 8,700 to 10,300 tokens), see bench/results/gpu_turns.txt: chunks
+    and single steps choose tokens at most 0.034 below the best of one pass; with 16 pages of 64 tokens wrong up to
+    0.28, and a tenth of them more than 0.05.
     """
     if "embed_tokens" in name:
         return 1.0
