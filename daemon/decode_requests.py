@@ -94,6 +94,10 @@ class DecodeRequests:
         return self._asks.draining
 
     @property
+    def orphaned_pages(self) -> int:
+        return self._holds.orphaned_pages
+
+    @property
     def transfer_counters(self) -> TransferCounters:
         return self._asks.counters
 

@@ -1,16 +1,23 @@
-"""Pages that a lost worker may still write, in the tree under nothing but a restore's lock: its end takes them out, and
-they are orphans until the proof that the worker is gone.
+"""Pages in the tree that a lost worker may still write: they count as orphans, and are orphans until the proof that the
+worker is gone, also where it is the end of a restore that takes them out of the tree.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 from request_cores import NAMESPACE, Decode, digests, name
 
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.effects import StartCopy, StartTransfer, StopTransfer
+from kvferry.daemon.errors import RequestError
+from kvferry.daemon.side_tiers import SideTiers
+from kvferry.daemon.stats import side_stats
 from kvferry.daemon.store import Started
+from kvferry.proto import common_pb2 as common
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
@@ -97,3 +104,42 @@ def test_pages_that_the_end_of_a_restore_takes_out_of_the_tree_stay_orphans(
     assert not side.core.leases and side.store.locks == 0
     pool.check()
     side.store.namespace(NAMESPACE).tree.check()
+
+
+def test_withheld_pages_count_as_orphaned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the bound allows, and one more; first another's lock keeps them in the tree."""
+    monkeypatch.setattr(SideTiers, "page_bytes", 64)
+    monkeypatch.setattr(SideTiers, "row_bytes", 64)
+    side = Decode(PAGES)
+    shell = DecodeSide(DaemonConfig(role="decode", orphaned_share=2 / PAGES), bytes(16), time.monotonic)
+    shell.core = side.core
+
+    def counted() -> tuple[int, int]:
+        return side_stats(shell).quarantine.orphaned_pages, side.store.pool.counts().orphaned
+
+    def check_refusal() -> None:
+        with pytest.raises(RequestError, match=r"^3 pages of .* are orphaned .* up to 2 ") as refused:
+            shell.check_quarantine()
+        assert refused.value.code == common.ERROR_RESOURCE_EXHAUSTED
+
+    side.admit(A, "x", 2, worker=LOST, held=2)
+    side.admit(B, "y", 1, worker=LOST + OTHER, held=1)
+    side.admit(C, "x", 3, worker=OTHER)
+    side.admit(D, "y", 2, worker=OTHER)
+    assert counted() == (0, 0)
+    side.core.worker_lost(LOST, 1.0)
+    assert counted() == (2, 0)
+    shell.check_quarantine()
+    side.core.worker_lost(LOST + OTHER, 1.0)
+    assert counted() == (3, 0)
+    check_refusal()
+    side.take()
+    drain(side)
+    side.core.worker_gone(OTHER, 2.0)
+    assert counted() == (3, 3), "the same pages, out of the tree"
+    check_refusal()
+    side.core.worker_gone(LOST, 3.0)
+    assert counted() == (1, 1)
+    shell.check_quarantine()
+    side.core.worker_gone(LOST + OTHER, 3.0)
+    assert counted() == (0, 0) and side.store.pool.free == PAGES
