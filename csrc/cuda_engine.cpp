@@ -76,8 +76,8 @@ void GpuCopyEngine::learn_waits() {
     device_->check(driver_.event_elapsed(&milliseconds, lane.from, lane.to), "event");
     if (milliseconds > 0) lane.best_rate = std::max(lane.best_rate, lane.timed_bytes / double(milliseconds));
     const double expected = lane.best_rate > 0 ? lane.timed_bytes / lane.best_rate : 0;
-    if (lane.timed_staged && milliseconds > kMuchLonger * expected + kWait) probe_->note_busy();
-    if (!lane.timed_staged) lane.share.note_copy(lane.timed_bytes, 1e3 * double(milliseconds));
+    if (lane.timed == CopyStrategy::kStaged && milliseconds > kMuchLonger * expected + kWait) probe_->note_busy();
+    if (lane.timed == CopyStrategy::kPitched) lane.share.note_copy(lane.timed_bytes, 1e3 * double(milliseconds));
     lane.timing = false;
   }
 }
@@ -131,7 +131,7 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
   counted.bytes += count * pages.layout().row_bytes();
   if (timed) {
     lane.timing = true;
-    lane.timed_staged = strategy == CopyStrategy::kStaged;
+    lane.timed = strategy;
     lane.timed_bytes = double(count * pages.layout().row_bytes());
   }
   return strategy;
@@ -281,9 +281,12 @@ bool GpuCopyEngine::issue_pitched(const Pages& copy, size_t apart, GpuStream str
   ApartShare& share = lanes_[size_t(copy.direction)].share;
   size_t whole = 0;
   Stopwatch watch;
+  double pages_us = 0, fragments_us = 0;  // of the pages since the last call for those that go apart
   for (size_t i = 0; i < copy.count; ++i) {
     if ((i + 1) * apart / copy.count > i * apart / copy.count) {
+      pages_us += watch.lap_us();
       add_fragments(copy, i);
+      fragments_us += watch.lap_us();
     } else {
       for (const PitchedRun& run : copy.pages.runs()) {
         on_device.device = layout.address(copy.ids[i], run.first);
@@ -302,13 +305,16 @@ bool GpuCopyEngine::issue_pitched(const Pages& copy, size_t apart, GpuStream str
       ++whole;
     }
     if ((i + 1) % kApart != 0 && i + 1 != copy.count) continue;
-    if (whole > 0) share.note_pages(whole, watch.lap_us());
+    pages_us += watch.lap_us();
+    if (whole > 0) share.note_pages(whole, pages_us);
+    if (scratch_.size() > 0) {
+      issue(scratch_, copy.direction, lanes_[size_t(copy.direction)].apart, true);
+      share.note_fragments(scratch_.size(), fragments_us + watch.lap_us());
+      *descriptors += scratch_.size();
+      scratch_.clear();
+    }
     whole = 0;
-    if (scratch_.size() == 0) continue;
-    issue(scratch_, copy.direction, lanes_[size_t(copy.direction)].apart, true);
-    share.note_fragments(scratch_.size(), watch.lap_us());
-    *descriptors += scratch_.size();
-    scratch_.clear();
+    pages_us = fragments_us = 0;
   }
   return true;
 }

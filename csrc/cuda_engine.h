@@ -92,7 +92,8 @@ class GpuCopyEngine {
     size_t next = 0;
     // Around a copy, on its stream: its time. Of another copy only when this one's is known.
     GpuEvent from = nullptr, to = nullptr;
-    bool timing = false, timed_staged = false;
+    bool timing = false;
+    CopyStrategy timed = CopyStrategy::kStaged;  // what moved it in the end
     double timed_bytes = 0, best_rate = 0;  // bytes a millisecond
   };
   struct Pages {  // of one copy

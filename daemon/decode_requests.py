@@ -94,6 +94,10 @@ class DecodeRequests:
         return self._asks.draining
 
     @property
+    def orphaned_pages(self) -> int:
+        return self._holds.orphaned_pages
+
+    @property
     def transfer_counters(self) -> TransferCounters:
         return self._asks.counters
 
@@ -178,7 +182,8 @@ class DecodeRequests:
             self._arrivals.expect(page, lease)
         full = len(lease.digests) // DIGEST_BYTES
         if lease.keep and self._holds.blocked(lease.hold, lease.digests):
-            lease.keep = False  # until those leave the tree it is brought for this request alone
+            # It is brought for this request alone, to its end, though those may leave the tree before.
+            lease.keep = False
         if lease.keep and full > lease.matched:
             coming = lease.pages[lease.matched : full]
             self.store.pool.move(coming, PageState.LEASED, PageState.ARRIVING)

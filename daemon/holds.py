@@ -67,6 +67,11 @@ class Holds:
         self._arriving = arriving
         self._withheld: dict[int, Hold] = {}  # in the tree, by page: whose worker may still write it
 
+    @property
+    def orphaned_pages(self) -> int:
+        """That lost workers may still write: their own, and withheld ones that another's lock keeps in the tree."""
+        return self._store.pool.counts().orphaned + len(self._withheld)
+
     def reserve(self, hold: Hold) -> Admission:
         """Locks the longest match and promises the rest, if that can be kept; else nothing has changed."""
         namespace = hold.namespace

@@ -1,5 +1,6 @@
 """The Prometheus endpoint: a few threads with one connection each at a time, which is cut off at a deadline, a short
-one until its request has come: who stalls, or trickles bytes, costs others no more than that. Shell.
+one until its request has come: who stalls, or trickles bytes, costs others no more than that. Nobody is woken while
+nobody asks. Shell.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import concurrent.futures
 import contextlib
 import logging
 import math
+import selectors
 import socket
 import threading
 import time
@@ -32,7 +34,6 @@ SNAPSHOT_SECONDS = 5.0  # until the event loop must have given one
 THREADS = 4  # connections served at a time
 REQUEST_SECONDS = 1.0  # for a scraper to send its request
 ANSWER_SECONDS = 6.0  # for it to have the answer, a late snapshot included
-POLL_SECONDS = 0.1  # until a stop, or a deadline, is seen
 STOP_SECONDS = 3.0  # for the threads to end once their connections are cut
 BACKLOG = 16
 
@@ -101,34 +102,45 @@ class MetricsServer:
 
 class _Server(WSGIServer):
     request_queue_size = BACKLOG
-    timeout = POLL_SECONDS  # of handle_request: until a connection comes
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
-        self._lock = threading.Lock()  # a socket is not closed while another thread shuts it down
+        # `watch` waits here. With its lock held, too: a socket is not closed while another thread shuts it down.
+        self._changed = threading.Condition()
         self._deadlines: dict[socket.socket, float] = {}  # of the connections that are served
         self._stopping = threading.Event()
+        self._wakes, self._wake = socket.socketpair()  # the first is readable once the second is closed: `run` ends
         super().__init__(address, handler)
-        # All threads hear of a connection, one gets it. (A socket that does not block would have handle_request poll.)
-        self.socket.settimeout(POLL_SECONDS)
+        self.socket.setblocking(False)  # all threads hear of a connection, and one gets it
 
     def run(self) -> None:
         """Serves until `stop`, one of several threads."""
-        while not self._stopping.is_set():
-            self.handle_request()
+        with selectors.PollSelector() as selector:
+            selector.register(self.socket, selectors.EVENT_READ)
+            selector.register(self._wakes, selectors.EVENT_READ)
+            while True:
+                selector.select()
+                if self._stopping.is_set():
+                    return
+                self.handle_request()  # does not wait
 
     def watch(self) -> None:
         """Cuts off what is late, until `stop`."""
-        while not self._stopping.wait(POLL_SECONDS):
-            self._cut(time.monotonic())
+        with self._changed:
+            while not self._stopping.is_set():
+                self._cut(time.monotonic())
+                earliest = min(self._deadlines.values(), default=math.inf)
+                self._changed.wait(earliest - time.monotonic() if earliest < math.inf else None)
 
     def stop(self) -> None:
-        """Takes no further connection, and cuts off those that are."""
+        """Takes no further connection, and cuts off those that are. Idempotent."""
         self._stopping.set()
-        self._cut(math.inf)
+        self._wake.close()
+        with self._changed:
+            self._changed.notify()
+            self._cut(math.inf)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._deadlines[request] = time.monotonic() + REQUEST_SECONDS
+        self._allow(request, REQUEST_SECONDS)
         if self._stopping.is_set():  # `stop` may have come before it was known here
             self.shutdown_request(request)
         else:
@@ -136,21 +148,30 @@ class _Server(WSGIServer):
 
     def has_come(self, request: socket.socket) -> None:
         """Its request was read: it has the time for an answer."""
-        with self._lock:
-            self._deadlines[request] = time.monotonic() + ANSWER_SECONDS
+        self._allow(request, ANSWER_SECONDS)
+
+    def _allow(self, request: socket.socket, seconds: float) -> None:
+        with self._changed:
+            self._deadlines[request] = time.monotonic() + seconds
+            self._changed.notify()
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
+        with self._changed:
             self._deadlines.pop(request, None)
             super().shutdown_request(request)
 
     def _cut(self, now: float) -> None:
         """Whatever a late connection waits for ends at once: an unlimited number of short reads, too."""
-        with self._lock:
-            for connection, deadline in self._deadlines.items():
-                if deadline <= now:
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
+        for connection, deadline in self._deadlines.items():
+            if deadline <= now:
+                self._deadlines[connection] = math.inf  # once is enough
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._wake.close()
+        self._wakes.close()
 
     def server_bind(self) -> None:
         # As http.server's, without its reverse look-up of the host's name, which may take seconds.

@@ -89,6 +89,10 @@ class PrefillRequests:
         """Of the active ones, those of requests that have ended: gathers from their pages may run."""
         return sum(entry.done for entry in self._sends.values())
 
+    @property
+    def orphaned_pages(self) -> int:
+        return self._supply.holds.orphaned_pages
+
     # -- pages ---------------------------------------------------------------------------------------------------
 
     def _pump(self, now: float) -> None:

@@ -241,7 +241,7 @@ class Side(Generic[CoreT]):
 
     def check_quarantine(self) -> None:
         """RESOURCE_EXHAUSTED while too many pages wait for the proof that their worker writes no more."""
-        orphaned, bound = self.store.pool.counts().orphaned, self.config.orphaned_share * self.store.pool.pages
+        orphaned, bound = self.ready_core.orphaned_pages, self.config.orphaned_share * self.store.pool.pages
         if orphaned > bound:
             raise exhausted(
                 f"{orphaned} pages of {self.workers.lost} lost workers are orphaned until these are proven gone; "

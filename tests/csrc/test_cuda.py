@@ -224,27 +224,40 @@ def test_pitched_copies_that_follow_others_go_in_part_by_fragments(fake: ctypes.
     assert calls(fake, "copy_pitched") == before + 2 * 21 * 3
 
 
+def went_apart(fake: ctypes.CDLL, engine: GpuCopyEngine, world: World) -> int:
+    """Of 37 pages: three runs a page, or six fragments. A copy behind another, whose time is known then."""
+    before = engine.statistics()["pitched"]["descriptors"]
+    answer(fake, "event_query", 600)
+    copy = engine.copy_pages_to_host(*world.arguments(), strategy="pitched")
+    answer(fake, "event_query", 0)
+    copy.wait()
+    engine.busy()  # which looks how long the last one took
+    return (engine.statistics()["pitched"]["descriptors"] - before - 37 * 3) // 3
+
+
 def test_fewer_go_by_fragments_where_issuing_them_is_what_takes_long(fake: ctypes.CDLL, library: str) -> None:
     engine = GpuCopyEngine(0, library, apart_percent=45)
     world = World(engine, BESIDE)
-
-    def went_apart() -> int:
-        """Of 37 pages: three runs a page, or six fragments. A copy behind another, whose time is known then."""
-        before = engine.statistics()["pitched"]["descriptors"]
-        answer(fake, "event_query", 600)
-        copy = engine.copy_pages_to_host(*world.arguments(), strategy="pitched")
-        answer(fake, "event_query", 0)
-        copy.wait()
-        engine.busy()  # which looks how long the last one took
-        return (engine.statistics()["pitched"]["descriptors"] - before - 37 * 3) // 3
-
     answer(fake, "elapsed_us", 1)
-    assert went_apart() == 0  # nobody is before the first
-    assert went_apart() == 16  # what fragments cost is not known
-    assert went_apart() == 1  # one of the sixteen that could, to go on learning
+    assert went_apart(fake, engine, world) == 0  # nobody is before the first
+    assert went_apart(fake, engine, world) == 16  # what fragments cost is not known
+    assert went_apart(fake, engine, world) == 1  # one of the sixteen that could, to go on learning
     answer(fake, "elapsed_us", 1_000_000)
-    went_apart()
-    assert went_apart() == 16
+    went_apart(fake, engine, world)
+    assert went_apart(fake, engine, world) == 16
+
+
+def test_copies_that_the_driver_refused_say_nothing_of_pitched_ones(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library, apart_percent=45)
+    world = World(engine, BESIDE)
+    answer(fake, "copy_pitched", 801)
+    answer(fake, "elapsed_us", 1_000_000)
+    went_apart(fake, engine, world)
+    assert engine.statistics()["batch"]["copies"] == 1
+    answer(fake, "copy_pitched", 0)
+    answer(fake, "elapsed_us", 1)
+    assert went_apart(fake, engine, world) == 16  # what fragments cost is not known
+    assert went_apart(fake, engine, world) == 1
 
 
 def check_slices(engine: GpuCopyEngine, strategy: Strategy) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from request_cores import DEADLINE, NAMESPACE, PAGE, Decode, digests, name
 
@@ -23,10 +23,14 @@ from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
 
-PAGES, PROMPT_PAGES, STEPS = 16, 8, 120
+PAGES, PROMPT_PAGES, STEPS = 16, 8, 160
 HALF = b"half written"
 LEASED, ARRIVING, ORPHANED = int(PageState.LEASED), int(PageState.ARRIVING), int(PageState.ORPHANED)
 ThingT = TypeVar("ThingT")
+
+
+def by_page(prompt: bytes) -> list[bytes]:
+    return [prompt[i : i + DIGEST_BYTES] for i in range(0, len(prompt), DIGEST_BYTES)]
 
 
 @dataclass(slots=True)
@@ -49,7 +53,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
-        self.side = Decode(PAGES, host_pages=self.random.choice([0, PAGES]))
+        self.side = Decode(PAGES, host_pages=self.random.choice([0, PAGES, PAGES, PAGES]))
         self.core = self.side.core
         self.pool = self.side.store.pool
         self.workers = [1, 2, 3]
@@ -59,9 +63,20 @@ class World:
         self.transfers: dict[int, tuple[StartTransfer, list[bytes]]] = {}  # and what they bring
         self.stopping: list[int] = []
         self.copies: list[Started] = []
+        self.restored: dict[int, list[int]] = {}  # by copy: the pages that its lock is over
         self.memory: dict[int, bytes] = {}
         self.host_memory: dict[int, bytes] = {}
         self.met: Counter[str] = Counter()
+        if self.side.store.host is not None:
+            self.recover()
+
+    def recover(self) -> None:
+        """The host has pages of an earlier daemon, which get below those that a request brings before them."""
+        shared, first = by_page(digests("shared", PROMPT_PAGES)), self.random.randint(1, 3)
+        rows = list(range(PROMPT_PAGES - first))
+        self.host_memory.update(zip(rows, shared[first:], strict=True))
+        own, parents = b"".join(shared[first:]), b"".join(shared[first - 1 : -1])
+        self.side.store.recover(self.side.store.namespace(NAMESPACE), own, parents, rows, bytes(len(rows)))
 
     def one_of(self, things: Iterable[ThingT]) -> list[ThingT]:
         among = list(things)
@@ -80,7 +95,7 @@ class World:
         shared = self.random.randint(1, pages)
         ends = self.random.choice("ab")
         prompt = digests("shared", shared) + digests(f"{ends} behind {shared}, ", pages - shared)
-        contents = [prompt[i : i + DIGEST_BYTES] for i in range(0, len(prompt), DIGEST_BYTES)]
+        contents = by_page(prompt)
         prefill = "p" if self.random.random() < 0.9 else ""
         held = min(pages, self.random.choice([0, 1, 3, 5]))
         for worker in self.one_of(self.workers):
@@ -125,17 +140,27 @@ class World:
             self.memory.update(zip(start.page_ids, contents, strict=True))
             self.core.transfer_drained(number, 1.0)
 
+    def cache_is_spilled(self) -> None:
+        """What nothing holds."""
+        self.side.store.spill(PAGES)
+        self.core.tick(1.0)
+
     def copy_ends(self) -> None:
-        """Between the tiers."""
+        """Between the tiers. Pages of it may be wrong."""
         for started in self.one_of(self.copies):
             self.copies.remove(started)
+            wrong = [page for page in started.copy.device if self.random.random() < 0.1]
             for page, row in zip(started.copy.device, started.copy.host, strict=True):
+                if page in wrong:
+                    continue
                 if started.copy.kind == RESTORE:
                     self.memory[page] = self.host_memory[row]
                 else:
                     self.host_memory[row] = self.memory[page]
             self.met["copies between the tiers"] += 1
-            self.core.copy_ended(started.number, [], 0, 0.001, 1.0)
+            orphaned = self.pool.counts().orphaned
+            self.core.copy_ended(started.number, wrong, 0, 0.001, 1.0)
+            self.met["restores that ended below a withheld page"] += self.pool.counts().orphaned > orphaned
 
     def first_token_comes(self) -> None:
         for request in self.one_of(self.served):
@@ -165,7 +190,10 @@ class World:
             self.core.abort(request.worker, request.name, 1.0)
 
     def worker_is_lost(self) -> None:
-        for worker in self.one_of(self.workers):
+        """Rather one that fills pages above a restore."""
+        restored = {page for started in self.copies for page in self.restored.get(started.number, ())}
+        above = [request.worker for request in self.served if not restored.isdisjoint(request.to_fill)]
+        for worker in self.one_of(above or self.workers):
             filling = any(request.to_fill for request in self.served if request.worker == worker)
             self.met["losses of a worker with pages to fill"] += filling
             self.workers.remove(worker)
@@ -194,10 +222,19 @@ class World:
                 self.stopping.append(effect.transfer)
             elif isinstance(effect, StartCopy):
                 self.copies.append(effect.started)
+                if effect.started.copy.kind == RESTORE:
+                    self.restored[effect.started.number] = self.path_to(effect.started.copy.device[-1])
             elif isinstance(effect, ToWorker) and effect.worker in self.workers:
                 self.hear(effect.event)
         for request in self.requests.values():
             self.memory.update(dict.fromkeys(request.to_fill, HALF))
+
+    def path_to(self, page: int) -> list[int]:
+        """By the lock of a request that has just matched it."""
+        locks = ((lease.hold.namespace.tree, lease.hold.lock) for lease in self.core.leases.values())
+        paths = (tree.path_pages(lock) for tree, lock in locks if lock is not None)
+        path = next(path for path in paths if page in path)
+        return path[: path.index(page) + 1]
 
     def hear(self, event: wire.WorkerEvent) -> None:
         if event.HasField("admitted"):
@@ -247,6 +284,7 @@ class World:
         if not lease.transfers:
             locks = [(other.hold.namespace.tree, other.hold.lock) for other in others]
             locked = {page for tree, lock in locks if lock is not None for page in tree.path_pages(lock)}
+            locked |= {page for started in self.copies for page in self.restored.get(started.number, ())}
             in_tree = {page for page, state in states.items() if state == ARRIVING}
             assert in_tree <= locked, "what nobody brings stays in the tree"
             self.met["withheld pages kept in the tree by another's lock"] += len(in_tree)
@@ -272,20 +310,30 @@ class World:
             assert asked == [0 if follower else PAGES], "a page of nobody is withheld"
 
 
-WEIGHTS: dict[Callable[[World], None], int] = {
+Action: TypeAlias = Callable[[World], None]
+WEIGHTS: dict[Action, int] = {
     World.admit: 30,
     World.pages_arrive: 20,
     World.transfer_fails: 2,
     World.transfer_drains: 10,
-    World.copy_ends: 12,
+    World.copy_ends: 3,
+    World.cache_is_spilled: 4,
     World.first_token_comes: 7,
     World.worker_fills: 5,
     World.worker_finishes: 5,
     World.worker_aborts: 5,
     World.worker_answers_failed: 7,
-    World.worker_is_lost: 5,
+    World.worker_is_lost: 1,
     World.lost_worker_is_proven_gone: 4,
 }
+# Whoever else holds the path of a restore mostly lets go of it before the restore ends.
+LOST_ABOVE_A_RESTORE: tuple[Action, ...] = (
+    World.worker_is_lost,
+    *[World.transfer_drains] * 4,
+    *[World.worker_answers_failed] * 4,
+    *[World.transfer_drains] * 4,
+    World.copy_ends,
+)
 
 
 class Harm(Exception):
@@ -295,7 +343,9 @@ class Harm(Exception):
 def run(seed: int) -> Counter[str]:
     """What was met in it. Raises Harm."""
     world = World(seed)
-    steps = world.random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=STEPS)
+    histories = [LOST_ABOVE_A_RESTORE, *((action,) for action in WEIGHTS)]
+    drawn = world.random.choices(histories, [6, *WEIGHTS.values()], k=STEPS)
+    steps = [action for history in drawn for action in history][:STEPS]
     for step, action in enumerate([*steps, World.end]):
         try:
             action(world)

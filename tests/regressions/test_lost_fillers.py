@@ -14,6 +14,7 @@ from filling_workers import Harm, run
 from kvferry.daemon.arrivals import Arrivals, WaiterT
 from kvferry.daemon.decode_core import DecodeCore
 from kvferry.daemon.holds import Hold, Holds
+from kvferry.daemon.namespaces import Namespace
 
 FIRST = int(os.environ.get("LOST_FILLERS_SEED", "0"))
 SEEDS = 100
@@ -27,6 +28,7 @@ MET = (
     "requests refused by a full queue",
     "requests that were ready",
     "requests whose worker filled pages",
+    "restores that ended below a withheld page",
     "withheld pages kept in the tree by another's lock",
 )
 
@@ -69,7 +71,26 @@ def free_at_once(core: DecodeCore, worker: int, now: float) -> None:
     core.worker_gone(worker, now)
 
 
-_is_good, _abandon, _hand_over = Holds.is_good, Arrivals.abandon, Arrivals.hand_over
+def free_all(holds: Holds, namespace: Namespace, removed: list[int]) -> None:
+    holds._arriving.forget(removed)
+    holds._store.pruned(namespace, removed)
+
+
+_is_good, _copy_ended = Holds.is_good, DecodeCore.copy_ended
+_abandon, _hand_over = Arrivals.abandon, Arrivals.hand_over
+
+
+def free_what_a_copy_held(
+    core: DecodeCore, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float
+) -> None:
+    """All that the end of the copy itself takes out of the tree, and nothing else."""
+
+    def removed(namespace: Namespace, pages: list[int]) -> None:
+        del core._holds.removed
+        free_all(core._holds, namespace, pages)
+
+    core._holds.removed = removed  # type: ignore[method-assign]
+    _copy_ended(core, number, failed, mismatched, seconds, now)
 
 
 def good_with_what_is_withheld(holds: Holds, hold: Hold) -> bool:
@@ -91,6 +112,8 @@ def keep_no_page(arrivals: Arrivals[WaiterT], waiter: WaiterT, kept: Collection[
         (Holds, "withhold", withhold_nothing),
         (Holds, "take_out", leave_in_the_tree),
         (Holds, "blocked", never_blocked),
+        (Holds, "removed", free_all),
+        (DecodeCore, "copy_ended", free_what_a_copy_held),
         (DecodeCore, "worker_lost", free_at_once),
         (Arrivals, "abandon", fail_no_waiter),
         (Arrivals, "hand_over", keep_no_page),
