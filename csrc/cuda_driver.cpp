@@ -56,6 +56,7 @@ const Name kNames[] = {
     {ENTRY(ipc_export_event), "cuIpcGetEventHandle", 4010, "hipIpcGetEventHandle", false},
     {ENTRY(ipc_open_event), "cuIpcOpenEventHandle", 4010, "hipIpcOpenEventHandle", false},
     {ENTRY(copy_pitched), "cuMemcpy2DAsync", 3020, "hipMemcpyParam2DAsync", false},
+    {ENTRY(copy_pitched_batch), "cuMemcpy3DBatchAsync", 13000, nullptr, false},
     {ENTRY(copy_batch), "cuMemcpyBatchAsync", 12080, "hipMemcpyBatchAsync", false},
     {ENTRY(module_load), "cuModuleLoadData", 2000, "hipModuleLoadData", false},
     {ENTRY(module_unload), "cuModuleUnload", 2000, "hipModuleUnload", false},
@@ -81,7 +82,9 @@ std::shared_ptr<const GpuDriver> open_gpu_driver(const std::string& library, Gpu
   for (const Name& name : kNames) {
     const char* symbol = api == GpuApi::kCuda ? name.cuda : name.hip;
     void* address = nullptr;
-    if (resolve == nullptr) {
+    if (symbol == nullptr) {
+      // this vendor has none
+    } else if (resolve == nullptr) {
       address = dlsym(handle, symbol);
     } else if (int found = 0; resolve(symbol, &address, name.cuda_version, 0, &found) != kGpuSuccess) {
       address = nullptr;

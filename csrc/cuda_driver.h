@@ -55,6 +55,23 @@ struct PitchedCopy {
   size_t width, height;
 };
 constexpr int kHostMemory = 1, kDeviceMemory = 2;
+
+// The same as one of many that are issued together: CUDA_MEMCPY3D_BATCH_OP.
+struct PitchedOperand {
+  int type;  // kAddressOperand
+  GpuAddress address;
+  size_t pitch, lines;
+  MemLocation location;
+};
+struct PitchedOperation {
+  PitchedOperand src, dst;
+  size_t width, height, depth;
+  SourceOrder source_order;
+  unsigned flags;
+};
+static_assert(sizeof(PitchedOperation) == 112, "as in cuda.h");
+constexpr int kAddressOperand = 1;
+constexpr int kDeviceLocation = 1, kHostLocation = 2;
 constexpr int64_t kMaxPitch = (int64_t(1) << 31) - 1;
 
 // Names memory or an event to other processes: CUipcMemHandle, CUipcEventHandle. Passed by value.
@@ -109,6 +126,8 @@ struct GpuDriver {
   GpuStatus (*ipc_open_event)(GpuEvent*, GpuIpcHandle);
 
   GpuStatus (*copy_pitched)(const PitchedCopy*, GpuStream);
+  // CUDA 13. HIP's has another signature.
+  GpuStatus (*copy_pitched_batch)(size_t count, const PitchedOperation*, uint64_t flags, GpuStream);
 
   // CUDA 12.8. In CUDA 13 the plain name stands for a form without `failed`, so the version is asked for by number.
   GpuStatus (*copy_batch)(const GpuAddress* dst, const GpuAddress* src, const size_t* sizes, size_t count,

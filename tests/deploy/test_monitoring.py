@@ -142,7 +142,7 @@ tests:
       - {{series: 'kvferry_transfers_ended_total{{instance="d", role="decode", outcome="failed", reason="x"}}',
          values: '0+5x20'}}
       - {{series: 'kvferry_checksum_mismatches_total{{instance="d", role="decode", kind="part"}}', values: '0x10 1x20'}}
-      - {{series: 'kvferry_pages{{instance="d", role="decode", tier="device", state="orphaned"}}', values: '2x20'}}
+      - {{series: 'kvferry_orphaned_pages{{instance="d", role="decode"}}', values: '2x20'}}
     alert_rule_test:
 """
 FIRING = """
@@ -169,7 +169,7 @@ def test_promtool_takes_the_rules_and_each_fires(tmp_path: Path) -> None:
         "KvferryAdmissionStalled": {"role": "decode", "state": "waiting"},
         "KvferryTransfersFailing": {"role": "decode"},
         "KvferryChecksumMismatch": {"role": "decode", "kind": "part"},
-        "KvferryPagesHeld": {"role": "decode", "tier": "device", "state": "orphaned", "__name__": "kvferry_pages"},
+        "KvferryPagesHeld": {"role": "decode"},
     }
     for rule in rules():
         labels = {**own[rule["alert"]], "instance": "d", "severity": rule["labels"]["severity"]}  # type: ignore[index]
