@@ -8,8 +8,6 @@ namespace {
 const char* const kKernelNames[] = {"copy_pages_16", "copy_pages_4", "copy_pages_1"};
 constexpr uint64_t kKernelWords[] = {16, 4, 1};
 constexpr unsigned kStagingThreads = 32, kBusThreads = kCopyThreads;  // a block
-constexpr size_t kLongRun = 1 << 20, kWholeFragment = 8 << 10;  // bytes: a gap after it is short; as short as one is
-constexpr size_t kApart = 16;  // pages between two calls for those that go apart
 constexpr double kMuchLonger = 1.3, kWait = 0.15;  // than at the best rate seen; ms: a staged copy's kernels waited
 
 }  // namespace
@@ -237,86 +235,6 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
     device_->check(driver_.event_record(buffer.emptied, second), "event");
   }
   if (!to_host) device_->check(driver_.stream_wait(stream, last->emptied, 0), "wait");
-}
-
-// A copy engine stands still for some 2.5 us after each pitched copy, and goes over fragments meanwhile if it has them. It is
-// slower on fragments alone, and this thread is, so a copy that nobody is before is sooner done without.
-size_t GpuCopyEngine::pages_apart(const Pages& copy, const Lane& lane) const {
-  const PageLayout& layout = copy.pages.layout();
-  if (!can(CopyStrategy::kBatch) || layout.row_bytes() >= copy.pages.runs().size() * kLongRun) return 0;
-  if (!lane.pitched || driver_.event_query(lane.ended) != kGpuNotReady) return 0;
-  const size_t percent = std::min<size_t>(tuning_.apart_percent, layout.fragment_bytes * 100 / kWholeFragment);
-  return lane.share.pages(copy.count, layout.fragments(), copy.count * layout.row_bytes(), copy.count * percent / 100);
-}
-
-// False: the driver refused one; what went before it may be copied again.
-bool GpuCopyEngine::run_pitched(const Pages& copy, GpuStream stream, size_t* descriptors) {
-  Lane& lane = lanes_[size_t(copy.direction)];
-  const size_t apart = pages_apart(copy, lane);
-  if (apart > 0) {
-    device_->check(driver_.event_record(lane.begun, stream), "event");
-    device_->check(driver_.stream_wait(lane.apart, lane.begun, 0), "wait");
-  }
-  const bool issued = issue_pitched(copy, apart, stream, descriptors);
-  if (apart > 0) {
-    device_->check(driver_.event_record(lane.begun, lane.apart), "event");
-    device_->check(driver_.stream_wait(stream, lane.begun, 0), "wait");
-  }
-  device_->check(driver_.event_record(lane.ended, stream), "event");
-  lane.pitched = true;
-  return issued;
-}
-
-bool GpuCopyEngine::issue_pitched(const Pages& copy, size_t apart, GpuStream stream, size_t* descriptors) {
-  const PageLayout& layout = copy.pages.layout();
-  const bool to_host = copy.direction == CopyDirection::kToHost;
-  PitchedCopy pitched{};
-  PitchedSide& on_device = to_host ? pitched.src : pitched.dst;
-  PitchedSide& in_row = to_host ? pitched.dst : pitched.src;
-  on_device.memory_type = kDeviceMemory;
-  in_row.memory_type = kHostMemory;
-  in_row.pitch = pitched.width = layout.fragment_bytes;
-  *descriptors = 0;
-  scratch_.clear();
-  ApartShare& share = lanes_[size_t(copy.direction)].share;
-  size_t whole = 0;
-  Stopwatch watch;
-  double pages_us = 0, fragments_us = 0;  // of the pages since the last call for those that go apart
-  for (size_t i = 0; i < copy.count; ++i) {
-    if ((i + 1) * apart / copy.count > i * apart / copy.count) {
-      pages_us += watch.lap_us();
-      add_fragments(copy, i);
-      fragments_us += watch.lap_us();
-    } else {
-      for (const PitchedRun& run : copy.pages.runs()) {
-        on_device.device = layout.address(copy.ids[i], run.first);
-        on_device.pitch = size_t(run.pitch);
-        in_row.host =
-            reinterpret_cast<const void*>(copy.rows.of(copy.row_ids[i]) + size_t(run.first) * layout.fragment_bytes);
-        pitched.height = run.count;
-        const GpuStatus status = driver_.copy_pitched(&pitched, stream);
-        if (status == kGpuNotSupported || status == kGpuInvalidValue) {
-          fall_back("the driver refused a pitched copy");
-          return false;
-        }
-        device_->check(status, "pitched copy");
-      }
-      *descriptors += copy.pages.runs().size();
-      ++whole;
-    }
-    if ((i + 1) % kApart != 0 && i + 1 != copy.count) continue;
-    pages_us += watch.lap_us();
-    if (whole > 0) share.note_pages(whole, pages_us);
-    if (scratch_.size() > 0) {
-      issue(scratch_, copy.direction, lanes_[size_t(copy.direction)].apart, true);
-      share.note_fragments(scratch_.size(), fragments_us + watch.lap_us());
-      *descriptors += scratch_.size();
-      scratch_.clear();
-    }
-    whole = 0;
-    pages_us = fragments_us = 0;
-  }
-  return true;
 }
 
 void GpuCopyEngine::run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream) {

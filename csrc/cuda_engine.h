@@ -112,6 +112,8 @@ class GpuCopyEngine {
   void run_staged(const Pages& copy, GpuStream stream);
   bool run_pitched(const Pages& copy, GpuStream stream, size_t* descriptors);
   bool issue_pitched(const Pages& copy, size_t apart, GpuStream stream, size_t* descriptors);
+  void add_runs(const Pages& copy, size_t page);
+  bool issue_runs(GpuStream stream);
   size_t pages_apart(const Pages& copy, const Lane& lane) const;
   void run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream);
   size_t run_fragments(const Pages& copy, GpuStream stream, CopyStrategy* strategy);
@@ -129,8 +131,9 @@ class GpuCopyEngine {
   std::array<Lane, 2> lanes_;             // by direction
   std::unique_ptr<BusyProbe> probe_;
   mutable std::mutex mutex_;              // held while a copy is issued, not while it runs
-  bool batch_refused_ = false;            // for good
+  bool batch_refused_ = false, pitched_batch_refused_ = false;  // for good
   CopyDescriptors scratch_;
+  std::vector<PitchedOperation> runs_;
   std::array<StrategyCount, kStrategies> counts_{};
   std::map<std::string, uint64_t> fallbacks_;
 };

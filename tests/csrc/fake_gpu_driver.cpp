@@ -240,6 +240,24 @@ GpuStatus hipMemcpyParam2DAsync(const PitchedCopy* copy, GpuStream stream) {
   }
   return kGpuSuccess;
 }
+GpuStatus cuMemcpy3DBatchAsync(size_t count, const PitchedOperation* operations, uint64_t, GpuStream stream) {
+  const GpuStatus status = answer("copy_pitched_batch");
+  if (status != kGpuSuccess) return status;
+  if (stream == nullptr || count == 0) return kGpuInvalidValue;
+  for (const PitchedOperation* at = operations; at < operations + count; ++at) {
+    if (at->src.type != kAddressOperand || at->dst.type != kAddressOperand || at->depth != 1) return kGpuInvalidValue;
+    if (at->src.location.type == at->dst.location.type || at->src.pitch < at->width || at->dst.pitch < at->width) {
+      return kGpuInvalidValue;
+    }
+    const bool from_host = at->src.location.type == kHostLocation;
+    if (at->source_order != (from_host ? SourceOrder::kAny : SourceOrder::kStream)) return kGpuInvalidValue;
+    for (size_t line = 0; line < at->height; ++line) {
+      std::memcpy(reinterpret_cast<char*>(at->dst.address) + line * at->dst.pitch,
+                  reinterpret_cast<const char*>(at->src.address) + line * at->src.pitch, at->width);
+    }
+  }
+  return kGpuSuccess;
+}
 GpuStatus hipModuleLoadData(GpuModule* module, const void*) { return *module = &calls, answer("module_load"); }
 GpuStatus hipModuleUnload(GpuModule) { return answer("module_unload"); }
 GpuStatus hipModuleGetFunction(GpuFunction* function, GpuModule, const char* name) {
@@ -308,6 +326,7 @@ GpuStatus cuGetProcAddress_v2(const char* symbol, void** address, int version, u
       {"cuMemcpyHtoDAsync", (void*)hipMemcpyHtoDAsync},
       {"cuMemcpyDtoDAsync", (void*)hipMemcpyDtoDAsync},
       {"cuMemcpy2DAsync", (void*)hipMemcpyParam2DAsync},
+      {"cuMemcpy3DBatchAsync", (void*)cuMemcpy3DBatchAsync},
       {"cuMemcpyBatchAsync", (void*)hipMemcpyBatchAsync},
       {"cuModuleLoadData", (void*)hipModuleLoadData},
       {"cuModuleUnload", (void*)hipModuleUnload},
@@ -315,8 +334,11 @@ GpuStatus cuGetProcAddress_v2(const char* symbol, void** address, int version, u
       {"cuLaunchKernel", (void*)hipModuleLaunchKernel},
   };
   const auto entry = table.find(symbol);
-  const bool old_driver = answers.count("old_driver") != 0 && std::string(symbol) == "cuMemcpyBatchAsync";
-  if (std::string(symbol) == "cuMemcpyBatchAsync" && version >= 13000) abort();  // the form without `failed`
+  const std::string name = symbol;
+  const bool old_driver =
+      answers.count("old_driver") != 0 && (name == "cuMemcpyBatchAsync" || name == "cuMemcpy3DBatchAsync");
+  if (name == "cuMemcpy3DBatchAsync" && version < 13000) abort();  // a form with `failed`
+  if (name == "cuMemcpyBatchAsync" && version >= 13000) abort();  // the form without `failed`
   if (entry == table.end() || old_driver) return *found = 1, kGpuInvalidValue;
   return *address = entry->second, *found = 0, kGpuSuccess;
 }

@@ -165,7 +165,8 @@ def test_a_driver_is_a_table_of_entry_points(
 ) -> None:
     engine = GpuCopyEngine(0, library, api)
     World(engine, SMALL).check(strategy)
-    used = {"batch": "copy_batch", "loop": "copy_to_host", "pitched": "copy_pitched"}
+    pitched = "copy_pitched_batch" if api == "cuda" else "copy_pitched"
+    used = {"batch": "copy_batch", "loop": "copy_to_host", "pitched": pitched}
     assert calls(fake, used.get(strategy, "launch")) > 0
     assert engine.statistics()["fallbacks"] == {}
 
@@ -202,8 +203,26 @@ def test_batches_are_capped_ordered_and_merged(fake: ctypes.CDLL, library: str) 
 BESIDE = Case(3, 2, 8192, 40, tuple(range(37)), tuple(range(36, -1, -1)), 16, 0)
 
 
+def test_pitched_copies_are_issued_together(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    world = World(engine, BESIDE)
+    world.check("pitched")
+    assert (calls(fake, "copy_pitched_batch"), calls(fake, "copy_pitched")) == (2 * 3, 0)  # of 16 pages each
+    answer(fake, "copy_pitched_batch", 1)
+    world.check("pitched")
+    assert calls(fake, "copy_pitched") == 2 * 37 * 3
+    answer(fake, "copy_pitched_batch", 801)
+    world.check("pitched")
+    before = calls(fake, "copy_pitched_batch")
+    answer(fake, "copy_pitched_batch", 0)
+    world.check("pitched")
+    assert calls(fake, "copy_pitched_batch") == before, "a driver that does not support it is not asked again"
+    assert engine.statistics()["fallbacks"] == {"the driver refused a batch of pitched copies": 2 * 3 + 1}
+    assert engine.statistics()["pitched"]["copies"] == 8
+
+
 def test_pitched_copies_that_follow_others_go_in_part_by_fragments(fake: ctypes.CDLL, library: str) -> None:
-    engine = GpuCopyEngine(0, library, apart_percent=45, batch_descriptors=7)
+    engine = GpuCopyEngine(0, library, "hip", apart_percent=45, batch_descriptors=7)
     world = World(engine, BESIDE)
     world.check("pitched")
     assert engine.statistics()["pitched"]["descriptors"] == 2 * 37 * 3  # one run a tensor
@@ -248,7 +267,7 @@ def test_fewer_go_by_fragments_where_issuing_them_is_what_takes_long(fake: ctype
 
 
 def test_copies_that_the_driver_refused_say_nothing_of_pitched_ones(fake: ctypes.CDLL, library: str) -> None:
-    engine = GpuCopyEngine(0, library, apart_percent=45)
+    engine = GpuCopyEngine(0, library, "hip", apart_percent=45)
     world = World(engine, BESIDE)
     answer(fake, "copy_pitched", 801)
     answer(fake, "elapsed_us", 1_000_000)
@@ -351,7 +370,7 @@ def test_without_kernels_or_pinned_rows_batch_moves_the_bytes(
     fake: ctypes.CDLL, library: str, function: str, reason: str, strategy: Strategy
 ) -> None:
     answer(fake, function, 801)
-    engine = GpuCopyEngine(0, library)
+    engine = GpuCopyEngine(0, library, "hip")
     World(engine, SMALL).check(strategy)
     counts = engine.statistics()
     assert counts["fallbacks"] == {reason: 2}
