@@ -72,6 +72,7 @@ class PinLookups:
         self._most_pages = 0
         self._facts_until = 0.0
         self._asking_facts = False
+        self._facts_are_old = False  # the answer that is under way may be of another daemon
         self._closed = False
         self._ask_facts()
 
@@ -101,6 +102,7 @@ class PinLookups:
 
     def ask_again(self) -> None:
         self._facts_until = 0.0
+        self._facts_are_old = self._asking_facts
         self._ask_facts()
 
     def unpin(self, pin: int) -> None:
@@ -150,13 +152,14 @@ class PinLookups:
             self._most_pages = most_pages(reply, self._role, self._namespace_id)
             self._daemon = reply.daemon
             # Before its first worker has come a daemon has no pages.
-            self._facts_until = time.monotonic() + (FACTS_SECONDS if self._most_pages else RETRY_SECONDS)
+            hold = FACTS_SECONDS if self._most_pages else RETRY_SECONDS
+            self._facts_until = 0.0 if self._facts_are_old else time.monotonic() + hold
         except grpc.RpcError as error:
             self._failed(error)
         except grpc.FutureCancelledError:
             pass
         finally:
-            self._asking_facts = False
+            self._asking_facts = self._facts_are_old = False
 
 
 def most_pages(stats: cache_pb2.StatsReply, role: common_pb2.Role, namespace_id: bytes) -> int:

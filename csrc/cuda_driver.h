@@ -69,7 +69,12 @@ struct PitchedOperation {
   SourceOrder source_order;
   unsigned flags;
 };
-static_assert(sizeof(PitchedOperation) == 112, "as in cuda.h");
+static_assert(offsetof(PitchedOperand, address) == 8 && offsetof(PitchedOperand, pitch) == 16 &&
+                  offsetof(PitchedOperand, lines) == 24 && offsetof(PitchedOperand, location) == 32,
+              "CUmemcpy3DOperand, as in cuda.h");
+static_assert(offsetof(PitchedOperation, dst) == 40 && offsetof(PitchedOperation, width) == 80 &&
+                  offsetof(PitchedOperation, source_order) == 104 && sizeof(PitchedOperation) == 112,
+              "CUDA_MEMCPY3D_BATCH_OP, as in cuda.h");
 constexpr int kAddressOperand = 1;
 constexpr int kDeviceLocation = 1, kHostLocation = 2;
 constexpr int64_t kMaxPitch = (int64_t(1) << 31) - 1;

@@ -144,6 +144,10 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
         ("  cached (evictable)", f"{pool.cached} ({pool.evictable})"),
         ("  spilling / restoring / orphaned", f"{pool.spilling} / {pool.restoring} / {pool.orphaned}"),
         (
+            "pages of lost workers / where new work is refused",
+            f"{side.quarantine.orphaned_pages} / {side.quarantine.orphaned_bound}",
+        ),
+        (
             "lost workers / transfers that drain",
             f"{side.quarantine.lost_workers} / {side.quarantine.draining_transfers}",
         ),

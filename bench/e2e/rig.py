@@ -92,8 +92,6 @@ class Run:
     decode: cache.SideStats
     prefill: cache.SideStats
     engine_log: tuple[str, ...]  # what the workers said at their end
-    wrong_pages: int  # that a worker saw
-    tried_again: int  # prefills, by the front end at another worker
 
     @property
     def hit_share(self) -> float:
@@ -109,12 +107,25 @@ def run(setup: Setup, load: Sequence[str], *, limit_s: float = 3600.0) -> Run:
         report = drive(system.url, [*_stats(system.decodes), *load], limit_s)
         decode = _side(system.decodes[0].daemon_address, common.ROLE_DECODE)
         prefill = _side(system.prefills[0].daemon_address, common.ROLE_PREFILL)
-        tried_again = int(httpx.get(f"{system.url}/kvferry/stats", trust_env=False).json()["tried_again"])
+        again = tried_again(system.url)
         workers = [replica.worker for replica in (*system.decodes, *system.prefills)]
         log = _last_words(stack, workers)
         wrong = wrong_pages([Path(worker.log_path) for worker in workers])
-    judge(decode.pool, wrong, tried_again)
-    return Run(setup, in_model_time(report, setup.clock), decode, prefill, log, len(wrong), tried_again)
+    judge(decode.pool, wrong, again)
+    return Run(setup, in_model_time(report, setup.clock), decode, prefill, log)
+
+
+def tried_again(front: str) -> int:
+    """Prefills, by this front end, at another worker."""
+    return int(httpx.get(f"{front}/kvferry/stats", trust_env=False).json()["tried_again"])
+
+
+def judge_workers(wrong: Sequence[str], tried_again: int) -> None:
+    """Where a prefill worker saw a wrong page, another one may have served the request. Raises RigError."""
+    if wrong:
+        raise RigError(f"{len(wrong)} wrong pages, the first: {wrong[0]}")
+    if tried_again:
+        raise RigError(f"the front end tried {tried_again} prefills again at another worker")
 
 
 def wrong_pages(logs: Iterable[Path]) -> list[str]:
@@ -124,12 +135,8 @@ def wrong_pages(logs: Iterable[Path]) -> list[str]:
 
 
 def judge(pool: cache.PoolStats, wrong: Sequence[str], tried_again: int) -> None:
-    """Of a run whose requests were all answered: where a prefill worker saw a wrong page, another one may have served
-    the request. Raises RigError, also where pages do not add up."""
-    if wrong:
-        raise RigError(f"{len(wrong)} wrong pages, the first: {wrong[0]}")
-    if tried_again:
-        raise RigError(f"the front end tried {tried_again} prefills again at another worker")
+    """Of a run whose requests were all answered. Raises RigError, also where pages do not add up."""
+    judge_workers(wrong, tried_again)
     states = (pool.free, pool.leased, pool.arriving, pool.cached, pool.spilling, pool.restoring, pool.orphaned)
     if sum(states) != pool.pages:
         raise RigError(f"the decode pool's states {states} do not sum to its {pool.pages} pages")

@@ -77,8 +77,7 @@ def main(words: Sequence[str] | None = None) -> int:
     rows = (
         ("requests, answered in arrival order", f"{report.requests:,}"),
         ("errors", f"{report.failed}"),
-        ("wrong pages (bytes compared at arrival, at reuse and at the end)", f"{measured.wrong_pages}"),
-        ("prefills that were tried again", f"{measured.tried_again}"),
+        ("wrong pages (bytes compared at arrival, at reuse and at the end), second tries", "none, or it had failed"),
         ("in flight at most", f"{given.in_flight}"),
         ("decode pool, pages of 256 tokens, 1 KiB of payload", f"{pages:,}"),
         ("prompt tokens", f"{report.prompt_tokens:,}"),

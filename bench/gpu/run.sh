@@ -12,5 +12,5 @@ $PYTHON -m pytest -q -p no:cacheprovider tests/csrc tests/transfer/test_copy_pla
 if command -v compute-sanitizer >/dev/null; then
   compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 $PYTHON -m pytest -q -p no:cacheprovider tests/csrc -m gpu -k small 2>&1 | tail -6
 fi
-$PYTHON bench/gpu/copies.py 2>&1 | tee "$OUT_DIR/gpu_copies.txt"
+{ $PYTHON bench/gpu/copies.py --pairs 31; $PYTHON bench/gpu/rows.py; } 2>&1 | tee "$OUT_DIR/gpu_copies.txt"
 $PYTHON bench/gpu/parts.py 2>&1 | tee "$OUT_DIR/gpu_parts.txt"

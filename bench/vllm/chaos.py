@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import httpx
 from chat import Comparison, Messages, Reply, body, new_client, one_server, streamed, user_text
 from cluster import Cluster, Spec, machine
+from compare import done_by
 
 from kvferry.proto import cache_pb2
 
@@ -179,10 +180,12 @@ def run_on(
     seconds = time.monotonic() - began
     leaked = leaks(cluster)
     after = Comparison()
+    before = done_by(cluster, "kvferry")
     replies = asyncio.run(references(cluster.front, asked, tokens))
     for number, (want, have) in enumerate(zip(wanted, replies, strict=True)):
         after.add(f"afterwards, prompt {number}", want, have)
-    received = cluster.stats("decode").transfers.delta_pages
+    done = done_by(cluster, "kvferry").less(before)
+    idle = done.delta_pages + done.hit_tokens == 0  # no engine has found its way back to its daemon
     leaked += leaks(cluster)
     wrong = run.comparison.wrong + after.wrong
     lines = [
@@ -190,13 +193,15 @@ def run_on(
         f"in {seconds:.0f} s",
         f"{run.comparison.tokens + after.tokens} tokens compared: {len(wrong)} wrong, "
         f"{len(run.comparison.ties) + len(after.ties)} at ties; {len(run.refused)} requests failed; "
-        f"{len(leaked)} leaks; afterwards the decode daemon received {received} pages",
+        f"{len(leaked)} leaks; afterwards the decode daemon received {done.delta_pages} pages and held "
+        f"{done.hit_tokens} tokens",
+        *(["  MISSED: with all daemons back nothing is received or found"] if idle else []),
         *(f"  WRONG: {told}" for told in wrong),
         *(f"  FAILED: {told}" for told in run.refused),
         *(f"  LEAK: {told}" for told in leaked),
         *(f"  allowed: {told}" for told in run.comparison.ties + after.ties),
     ]
-    return lines, len(wrong) + len(run.refused) + len(leaked) + (received == 0)
+    return lines, len(wrong) + len(run.refused) + len(leaked) + idle
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from chat import Ask, Load, Reply, chats, new_client, one_server, prefill_first
@@ -22,9 +22,21 @@ from cluster import Cluster, Spec, machine
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.proto import cache_pb2
-
 EQUAL = 0.999  # kvferry counts what stands before a part, too
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What kvferry's decode daemon did; zeros without one."""
+
+    delta_pages: int = 0
+    hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    queried_tokens: int = 0
+
+    def less(self, before: Done) -> Done:
+        mine, theirs = astuple(self), astuple(before)
+        return Done(*(have - had for have, had in zip(mine, theirs, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,7 @@ class Result:
     wire_bytes: float
     seconds: float
     replies: list[list[Reply]]
+    done: Done = Done()
 
     def ttfts(self, turns: slice) -> list[float]:
         """In ms."""
@@ -50,20 +63,28 @@ async def drive(cluster: Cluster, system: str, load: Load, said: list[list[str]]
             ask = one_server(client, cluster.front)
         else:
             ask = prefill_first(client, cluster.engines["prefill"].url, cluster.engines["decode"].url)
-        await chats(
-            ask, Load(1, 2, 20, 4, first=load.conversations)
-        )  # the first requests open sessions and warm the kernels
-        before = wire_bytes(cluster, system)
+        warm_up = Load(1, 2, 20, 4, first=load.conversations)  # sessions are opened, kernels warmed
+        await chats(ask, warm_up)
+        before, did = wire_bytes(cluster, system), done_by(cluster, system)
         began = time.monotonic()
         replies = await chats(ask, load, said)
         seconds = time.monotonic() - began
-    return Result(system, wire_bytes(cluster, system) - before, seconds, replies)
+    done = done_by(cluster, system).less(did)
+    return Result(system, wire_bytes(cluster, system) - before, seconds, replies, done)
 
 
 def wire_bytes(cluster: Cluster, system: str) -> float:
     if system == "kvferry":
         return float(cluster.stats("decode").transfers.wire_bytes)
     return cluster.metric("decode", "vllm:nixl_bytes_transferred_sum")
+
+
+def done_by(cluster: Cluster, system: str) -> Done:
+    if system != "kvferry":
+        return Done()
+    stats = cluster.stats("decode")
+    requests = stats.requests
+    return Done(stats.transfers.delta_pages, requests.hit_tokens, requests.host_hit_tokens, requests.queried_tokens)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -118,11 +139,11 @@ def table(case: str, blocks: int, results: list[Result]) -> Table:
     return shown
 
 
-def unused(case: str, decode: cache_pb2.SideStats) -> list[str]:
+def unused(case: str, done: Done) -> list[str]:
     """What a decode daemon was there for and did not do: then its case shows nothing."""
-    needed = {"pages received": decode.transfers.delta_pages, "tokens held": decode.requests.hit_tokens}
+    needed = {"pages received": done.delta_pages, "tokens held": done.hit_tokens}
     if case == "evicting":
-        needed["tokens from the host tier"] = decode.requests.host_hit_tokens
+        needed["tokens from the host tier"] = done.host_hit_tokens
     return [f"missed, {case}: {what} are {value}" for what, value in needed.items() if not value]
 
 

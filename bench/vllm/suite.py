@@ -74,13 +74,11 @@ def against(reference: Reference, result: compare.Result) -> Comparison:
     return comparison
 
 
-def tell_greedy(log: Log, case: str, cluster: Cluster, comparison: Comparison) -> None:
-    stats = cluster.stats("decode")
+def tell_greedy(log: Log, case: str, done: compare.Done, comparison: Comparison) -> None:
     log.add(
         f"{case} decode cache: {comparison.tokens} tokens compared, {len(comparison.wrong)} wrong, "
-        f"{len(comparison.ties)} at ties; received {stats.transfers.delta_pages} pages, the daemon held "
-        f"{stats.requests.hit_tokens} of {stats.requests.queried_tokens} tokens, {stats.requests.host_hit_tokens} of "
-        f"them on the host",
+        f"{len(comparison.ties)} at ties; received {done.delta_pages} pages, the daemon held "
+        f"{done.hit_tokens} of {done.queried_tokens} tokens, {done.host_hit_tokens} of them on the host",
         *(f"  allowed: {told}" for told in comparison.ties),
         *(f"  WRONG: {told}" for told in comparison.wrong),
     )
@@ -123,8 +121,8 @@ def main() -> int:
     def served(case: str, cluster: Cluster) -> int:
         results[case, "kvferry"] = result = asyncio.run(compare.drive(cluster, "kvferry", load, reference.said))
         comparison = against(reference, result)
-        tell_greedy(logs["greedy"], case, cluster, comparison)
-        missed = compare.unused(case, cluster.stats("decode"))
+        tell_greedy(logs["greedy"], case, result.done, comparison)
+        missed = compare.unused(case, result.done)
         logs["greedy"].add(*missed)
         return len(comparison.wrong) + len(missed)
 

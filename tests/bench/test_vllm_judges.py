@@ -72,13 +72,12 @@ def test_a_system_that_moves_nothing_meets_no_aim(bench: SimpleNamespace) -> Non
 def test_a_case_in_which_the_daemon_did_nothing_is_missed(
     bench: SimpleNamespace, case: str, host: int, missed: int
 ) -> None:
-    side = cache_pb2.SideStats()
-    assert [line.split(": ")[1] for line in bench.compare.unused(case, side)][:2] == [
+    warm_up, behind = bench.compare.Done(4, 96, 0, 128), bench.compare.Done(5, 98, host, 400)
+    assert [line.split(": ")[1] for line in bench.compare.unused(case, warm_up.less(warm_up))][:2] == [
         "pages received are 0",
         "tokens held are 0",
     ]
-    side.transfers.delta_pages, side.requests.hit_tokens, side.requests.host_hit_tokens = 1, 2, host
-    assert len(bench.compare.unused(case, side)) == missed
+    assert len(bench.compare.unused(case, behind.less(warm_up))) == missed
 
 
 def test_percentiles_are_between_what_was_measured(bench: SimpleNamespace) -> None:

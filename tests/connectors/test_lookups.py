@@ -1,46 +1,57 @@
-"""When a daemon counts as gone: not when it is slow."""
+"""Look-ups at a daemon that comes back as another."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 
 from kvferry.connectors.lookups import PinLookups
-from kvferry.proto import admin_pb2, admin_pb2_grpc, common_pb2
+from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
+
+SECONDS = 10.0
 
 
-class Slow(admin_pb2_grpc.AdminServicer):
-    def Pin(self, request: admin_pb2.PinRequest, context: grpc.ServicerContext) -> admin_pb2.PinReply:
-        time.sleep(0.6)
-        return admin_pb2.PinReply()
+class Daemon(cache_pb2_grpc.CacheServicer):
+    """Its first answer waits for `gate`; those behind it have another name."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.asked = 0
+
+    def Stats(self, request: cache_pb2.StatsRequest, context: grpc.ServicerContext) -> cache_pb2.StatsReply:
+        self.asked += 1
+        name = "old" if self.asked == 1 else "new"
+        if name == "old":
+            self.gate.wait(SECONDS)
+        side = cache_pb2.SideStats(role=common_pb2.ROLE_PREFILL, pool=cache_pb2.PoolStats(pages=8))
+        return cache_pb2.StatsReply(daemon=name, sides=[side])
 
 
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_a_slow_daemon_is_up_and_one_that_is_gone_is_not(tmp_path: Path) -> None:
-    socket = str(tmp_path / "d.sock")
+def test_an_answer_that_was_under_way_does_not_hold_once_the_session_is_new(tmp_path: Path) -> None:
+    daemon = Daemon()
     server = grpc.server(ThreadPoolExecutor(2))
-    admin_pb2_grpc.add_AdminServicer_to_server(Slow(), server)
-    server.add_insecure_port(f"unix:{socket}")
+    cache_pb2_grpc.add_CacheServicer_to_server(daemon, server)
+    server.add_insecure_port(f"unix:{tmp_path}/d.sock")
     server.start()
-    lookups = PinLookups(socket, common_pb2.ROLE_PREFILL, b"n", timeout_s=0.3)
+    lookups = PinLookups(f"{tmp_path}/d.sock", common_pb2.ROLE_PREFILL, bytes(32), timeout_s=SECONDS)
     try:
-        slow = lookups.start(bytes(32))
-        until(lambda: slow.tokens == 0)
-        assert lookups.up
-        server.stop(None).wait()
-        gone = lookups.start(bytes(32))
-        until(lambda: gone.tokens == 0)
-        assert not lookups.up
+        deadline = time.monotonic() + SECONDS
+        while daemon.asked == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        lookups.ask_again()
+        daemon.gate.set()
+        while lookups.daemon != "new" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert lookups.daemon == "new"
+        assert daemon.asked == 2
+        lookups.ask_again()
+        while daemon.asked < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert daemon.asked == 3, "a new session asks though the facts are fresh"
     finally:
-        server.stop(None).wait()
         lookups.close()
+        server.stop(None).wait()

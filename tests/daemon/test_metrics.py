@@ -9,6 +9,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -156,19 +158,38 @@ def test_idle_connections_blind_nobody(idle: int, seconds: float, monkeypatch: p
     asyncio.run(scraped(idle))
 
 
-async def unasked() -> float:
-    """Processor seconds of the process over half a second in which nobody asks."""
+async def woken(wakes: list[str]) -> None:
     server = MetricsServer("127.0.0.1:0", snapshot, asyncio.get_running_loop())
     try:
-        before = time.process_time()
+        async with asyncio.timeout(10):
+            while "cut" not in wakes:  # the one look at the start
+                await asyncio.sleep(0.01)
+        wakes.clear()
         await asyncio.sleep(0.5)
-        return time.process_time() - before
+        assert not wakes, "a thread woke while nobody asked"
+        assert (await asyncio.to_thread(fetch, f"http://{server.address}/metrics"))[0] == 200
+        assert {"select", "cut"} <= set(wakes)
     finally:
         await server.stop()
 
 
-def test_a_server_that_nobody_asks_costs_nothing() -> None:
-    assert asyncio.run(unasked()) < 0.1
+def counting(wrapped: Callable[..., object], count: Callable[[], None]) -> Callable[..., object]:
+    def counted(*given: object) -> object:
+        result = wrapped(*given)
+        count()
+        return result
+
+    return counted
+
+
+def test_a_server_that_nobody_asks_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes: list[str] = []
+    for owner, name, told in (
+        (metrics_server.selectors.PollSelector, "select", "select"),
+        (metrics_server._Server, "_cut", "cut"),
+    ):
+        monkeypatch.setattr(owner, name, counting(getattr(owner, name), partial(wakes.append, told)))
+    asyncio.run(woken(wakes))
 
 
 async def held_up() -> None:
