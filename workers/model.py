@@ -88,7 +88,7 @@ def load_model(folder: Path, *, dtype: str, threads: int, revision: str = "", de
         raise ValueError(f"model: {folder} has no config.json; it must be a folder that transformers saved")
     torch.set_num_threads(threads)
     if not sys.stderr.isatty():  # in a log file a bar is noise
-        disable_progress_bar()
+        disable_progress_bar()  # type: ignore[no-untyped-call]
     network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
     return loaded(network.to(device), folder_fingerprint(folder), revision or weights_revision(folder))
 
