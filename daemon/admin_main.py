@@ -22,12 +22,12 @@ from kvferry.proto import common_pb2 as common
 from kvferry.proto.admin_pb2_grpc import AdminStub
 from kvferry.proto.cache_pb2_grpc import CacheStub
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
-from kvferry.radix.digests import DIGEST_BYTES, MAX_PAGE_SIZE, prompt_digests
+from kvferry.radix.digests import DIGEST_BYTES, MAX_PAGE_SIZE, DigestChain
 
 TIMEOUT_SECONDS = 30.0  # a flush of a large tree takes a while
 STATS_SECONDS = 5.0
 MIN_PREFIX = 8  # hex digits of a namespace
-DEFAULT_PAGE_SIZE = 64
+ALGORITHM = "sha256_cbor"  # that --tokens can hash by
 _ROLES = {"decode": common.ROLE_DECODE, "prefill": common.ROLE_PREFILL}
 _NOBODY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -96,9 +96,16 @@ def _pin_arguments(parser: argparse.ArgumentParser) -> None:
     _namespace_argument(parser, "may be left out where the daemon has one only")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--digests", metavar="HEX|FILE", help="64 hex digits for every full page, or a file of them")
-    prompt.add_argument("--tokens", metavar="FILE", help="JSON list of token ids")
+    prompt.add_argument(
+        "--tokens",
+        metavar="FILE",
+        help=f"JSON list of token ids, hashed here as the daemon's workers hash them ({ALGORITHM} only)",
+    )
     parser.add_argument(
-        "--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="the daemon's, for --tokens (default: %(default)s)"
+        "--page-size",
+        type=int,
+        metavar="TOKENS",
+        help="for --tokens: refuse where the daemon has another (default: its)",
     )
     parser.add_argument("--seconds", type=int, required=True, metavar="N", help=f"1 to {MAX_PIN_SECONDS}")
 
@@ -106,10 +113,15 @@ def _pin_arguments(parser: argparse.ArgumentParser) -> None:
 def _pin(args: argparse.Namespace, channel: grpc.Channel) -> None:
     if not 1 <= args.seconds <= MAX_PIN_SECONDS:
         raise UsageError(f"--seconds is {args.seconds}; it must be 1 to {MAX_PIN_SECONDS}")
-    digests = _tokens(args.tokens, args.page_size) if args.tokens is not None else _digests(args.digests)
-    request = admin.PinRequest(
-        role=_role(args), namespace_id=_resolved(args, channel), digests=digests, seconds=args.seconds
-    )
+    if args.page_size is not None and not 1 <= args.page_size <= MAX_PAGE_SIZE:
+        raise UsageError(f"--page-size is {args.page_size}; it must be 1 to {MAX_PAGE_SIZE}")
+    given = _digests(args.digests) if args.digests is not None else b""
+    tokens = _tokens(args.tokens) if args.tokens is not None else []
+    namespace_id, facts = _found(args, channel)
+    if args.page_size is not None and args.page_size != facts.page_size:
+        raise UsageError(f"--page-size is {args.page_size}, the daemon's is {facts.page_size}; leave the flag out")
+    digests = given or _hashed(args.tokens, tokens, facts)
+    request = admin.PinRequest(role=_role(args), namespace_id=namespace_id, digests=digests, seconds=args.seconds)
     reply: admin.PinReply = AdminStub(channel).Pin(request, timeout=TIMEOUT_SECONDS)
     print(f"pin {reply.pin} holds {reply.pinned_tokens} tokens for {args.seconds} s")
 
@@ -136,20 +148,41 @@ def _is_hex(text: str) -> bool:
     return set(text) <= set("0123456789abcdefABCDEF")
 
 
-def _tokens(path: str, page_size: int) -> bytes:
-    if not 1 <= page_size <= MAX_PAGE_SIZE:
-        raise UsageError(f"--page-size is {page_size}; it must be 1 to {MAX_PAGE_SIZE}")
+def _tokens(path: str) -> list[int]:
+    """Whether they are token ids is found out by hashing them."""
     try:
         with open(path, encoding="utf-8") as file:
             tokens = json.load(file)
         if not isinstance(tokens, list):
             raise ValueError("it is not a list")
-        digests = prompt_digests(tokens, page_size=page_size).digests
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--tokens {path}: {error}") from error
+    return tokens
+
+
+def _hashed(path: str, tokens: list[int], facts: cache.DigestFacts) -> bytes:
+    try:
+        digests = page_digests(tokens, facts)
+    except (ValueError, TypeError) as error:
         raise UsageError(f"--tokens {path}: {error}") from error
     if not digests:
-        raise UsageError(f"--tokens {path}: {len(tokens)} tokens are not one full page of {page_size}")
+        raise UsageError(f"--tokens {path}: {len(tokens)} tokens are not one full page of {facts.page_size}")
     return digests
+
+
+def page_digests(tokens: list[int], facts: cache.DigestFacts) -> bytes:
+    """32 bytes for each full page, as the daemon's workers name it: a page's digest is that of its last tokens.
+    ValueError or TypeError say why not."""
+    if facts.algorithm != ALGORITHM:
+        raise ValueError(
+            f"the daemon's pages are named by {facts.algorithm or 'what it does not say'}, and this command hashes by "
+            f"{ALGORITHM} only; give --digests"
+        )
+    step = facts.digest_tokens or facts.page_size
+    chain = DigestChain(page_size=step, parent=facts.root_digest)
+    chain.extend(tokens)
+    digests, each = chain.digests, facts.page_size // step * DIGEST_BYTES
+    return b"".join(digests[end - DIGEST_BYTES : end] for end in range(each, len(digests) + 1, each))
 
 
 def _unpin_arguments(parser: argparse.ArgumentParser) -> None:
@@ -244,14 +277,18 @@ def _role(args: argparse.Namespace) -> common.Role:
 
 
 def _resolved(args: argparse.Namespace, channel: grpc.Channel) -> bytes:
-    """The namespace id that --namespace begins, or the only one there is."""
+    return _found(args, channel)[0]
+
+
+def _found(args: argparse.Namespace, channel: grpc.Channel) -> tuple[bytes, cache.DigestFacts]:
+    """The namespace id that --namespace begins, or the only one there is; and how its pages are named."""
     prefix = "" if args.namespace is None else str(args.namespace).lower()
     if args.namespace is not None and not (MIN_PREFIX <= len(prefix) <= 64 and _is_hex(prefix)):
         raise UsageError(f"--namespace is {args.namespace!r}; it must be {MIN_PREFIX} to 64 hex digits")
     stats: cache.StatsReply = CacheStub(channel).Stats(cache.StatsRequest(), timeout=STATS_SECONDS)
     role = _role(args)
     ids = {
-        namespace.namespace_id
+        namespace.namespace_id: side.digests
         for side in stats.sides
         if role in (common.ROLE_UNSPECIFIED, side.role)
         for namespace in side.namespaces
@@ -262,7 +299,7 @@ def _resolved(args: argparse.Namespace, channel: grpc.Channel) -> bytes:
     if len(ids) > 1:
         names = ", ".join(sorted(found.hex()[:16] for found in ids))
         raise UsageError(f"--namespace {prefix or 'must be given'}: the daemon has {names}".replace("  ", " "))
-    return ids.pop()
+    return ids.popitem()
 
 
 flush = Command("flush", _flush_arguments, _flush)

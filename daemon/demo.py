@@ -116,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     console.print(_table(args, outcomes))
+    if args.device == "cpu":
+        console.print("Of so few short prompts on a CPU the times say little: the bytes do.")
     problems = _problems(outcomes)
     for problem in problems:
         console.print(f"[red]{problem}")

@@ -90,6 +90,7 @@ def side_stats(side: AnySide) -> cache.SideStats:
     """Zeros before the first worker has come."""
     stats = cache.SideStats(role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL)
     stats.workers = side.workers.may_write
+    _digests(side, stats.digests)
     if side.core is None:
         return stats
     side.store.settle()
@@ -129,6 +130,14 @@ def side_stats(side: AnySide) -> cache.SideStats:
             if session.sender is not None:
                 peer.free_credits = session.sender.free_credits
     return stats
+
+
+def _digests(side: AnySide, stats: cache.DigestFacts) -> None:
+    stats.page_size = side.config.page_size
+    facts = side.tiers.facts
+    if facts is not None:
+        stats.algorithm, stats.root_digest = facts.digest_algorithm, facts.root_digest
+        stats.digest_tokens = facts.digest_tokens
 
 
 def _events(side: AnySide, stats: cache.KvEventStats) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.utils.logging import disable_progress_bar
 
 from kvferry.proto import common_pb2
 from kvferry.workers.compute import Prompt, Step
@@ -85,6 +87,8 @@ def load_model(folder: Path, *, dtype: str, threads: int, revision: str = "", de
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: {folder} has no config.json; it must be a folder that transformers saved")
     torch.set_num_threads(threads)
+    if not sys.stderr.isatty():  # in a log file a bar is noise
+        disable_progress_bar()  # type: ignore[no-untyped-call]
     network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
     return loaded(network.to(device), folder_fingerprint(folder), revision or weights_revision(folder))
 

@@ -56,7 +56,8 @@ def of(block: Block) -> str:
 def addresses() -> Iterator[dict[str, str]]:
     """What the default addresses and paths stand for here."""
     with Stack() as stack:
-        system = start_system(stack, SystemSpec(decode_pool_bytes=64 << 20, prefill_pool_bytes=64 << 20))
+        spec = SystemSpec(page_size=16, decode_pool_bytes=64 << 20, prefill_pool_bytes=64 << 20)  # README's page size
+        system = start_system(stack, spec)
         decode, prefill = system.decodes[0], system.prefills[0]
         found = {
             "127.0.0.1:7070": decode.daemon_address,

@@ -102,7 +102,7 @@ def tokens_file(tmp_path: Path) -> str:
 
 def test_what_is_pinned_outlives_a_flush(target: Target, tokens_file: str) -> None:
     prefix = target.namespace.hex()[:8]
-    words = ["--tokens", tokens_file, "--page-size", "16", "--seconds", "60", "--namespace", prefix]
+    words = ["--tokens", tokens_file, "--seconds", "60", "--namespace", prefix]  # the page size is the daemon's
     said = target.ok("pin", *words)
     number = said.split()[1]
     assert said == f"pin {number} holds 96 tokens for 60 s"
@@ -160,6 +160,13 @@ def test_dump(target: Target, tmp_path: Path) -> None:
     assert text[1].split()[0] == target.namespace.hex()[:12]
     assert text[2] == f"1 of {found['total_nodes']} nodes"
     assert text[3].startswith(f"pin {found['pins'][0]['pin']} holds 48 tokens of {target.namespace.hex()[:12]}, ")
+
+
+def test_a_page_size_that_is_not_the_daemons(target: Target, tokens_file: str) -> None:
+    done = target.run("pin", "--tokens", tokens_file, "--page-size", "64", "--seconds", "60")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvferry pin: --page-size is 64, the daemon's is 16; leave the flag out\n"
+    assert stats(target.decode).namespaces[0].pinned_pages == 0
 
 
 def test_the_prefill_daemon_has_it_too(target: Target) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import VOCABULARY, random_model
+from transformers.utils.logging import enable_progress_bar
 
 from kvferry.workers.model import KVShape, folder_fingerprint, load_model, weights_revision
 from kvferry.workers.smollm import cache_folder
@@ -22,6 +23,14 @@ def test_facts_of_a_saved_model(tmp_path: Path, family: str) -> None:
     assert model.geometry.page_size == 0
     assert model.fingerprint.startswith(f"{family}-")
     assert load_model(tmp_path, dtype="bfloat16", threads=1).shape.dtype == "bfloat16"
+
+
+def test_no_bar_where_stderr_is_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    random_model("gpt2").save_pretrained(tmp_path)
+    enable_progress_bar()
+    capfd.readouterr()
+    load_model(tmp_path, dtype="float32", threads=1)
+    assert "Loading" not in capfd.readouterr().err
 
 
 def test_other_weights_of_the_same_size_are_another_revision(tmp_path: Path) -> None:

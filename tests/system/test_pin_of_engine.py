@@ -1,0 +1,78 @@
+"""`kvferry pin --tokens` where an engine names the pages: its root digest, and several of its blocks a page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from engines import OPTIONS
+
+from kvferry.connectors.digests import page_digests, prompt_of
+from kvferry.daemon.stack import Stack
+from kvferry.daemon.stats_main import fetch
+from kvferry.proto import common_pb2
+from kvferry.radix.digests import chain_digests, root_digest
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.namespace import NamespaceFacts
+from kvferry.workers.client import DaemonClient
+from kvferry.workers.requests import RequestName
+
+BLOCK, PAGE = 8, 16
+TOKENS = list(range(5 * BLOCK))  # 2 full pages and a block
+ROOT = root_digest("42")  # as of an engine with a hash seed of its own
+GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=PAGE)
+pytestmark = pytest.mark.timeout(60)
+
+
+async def cached(socket: str, algorithm: str) -> DaemonClient:
+    """A worker that has left TOKENS in the daemon's tree."""
+    facts = NamespaceFacts("model", "1", GEOMETRY, algorithm, ROOT, digest_tokens=BLOCK).to_proto()
+    client = await DaemonClient.connect(socket, common_pb2.ROLE_DECODE, facts, "worker")
+    hashes = [bytes(row) for row in chain_digests(TOKENS, page_size=BLOCK, parent=ROOT)]
+    prompt = prompt_of(hashes, TOKENS, len(TOKENS), page_size=PAGE, blocks_per_page=PAGE // BLOCK, root=ROOT)
+    assert prompt.digests == page_digests(hashes, PAGE // BLOCK, 2)
+    name = RequestName(os.urandom(16), 1)
+    await client.admit(
+        name,
+        digests=prompt.digests,
+        tokens=len(TOKENS),
+        tail_digest=prompt.tail_digest,
+        prefill="",
+        max_new_tokens=1,
+        deadline_s=20,
+    )
+    await client.finish(name, tokens=len(TOKENS), digests=b"")
+    return client
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "sha256"])
+def test_tokens_of_an_engine(algorithm: str, tmp_path: Path) -> None:
+    async def scenario(socket: str, address: str) -> subprocess.CompletedProcess[str]:
+        client = await cached(socket, algorithm)
+        with grpc.insecure_channel(address, OPTIONS) as channel:
+            said = fetch(channel).sides[0].digests
+        assert (said.page_size, said.algorithm, said.root_digest, said.digest_tokens) == (PAGE, algorithm, ROOT, BLOCK)
+        words = ["pin", "--socket", socket, "--tokens", str(tmp_path / "tokens.json"), "--seconds", "60"]
+        done = await asyncio.to_thread(
+            subprocess.run, [sys.executable, "-m", "kvferry", *words], capture_output=True, text=True, check=False
+        )
+        await client.close()
+        return done
+
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS))
+    with Stack() as stack:
+        socket = os.path.join(stack.folder, "d.sock")
+        words = ["serve", "--role", "decode", "--listen", "127.0.0.1:0", "--socket", socket, "--page-size", str(PAGE)]
+        address = stack.ready(stack.start("daemon", [*words, "--pool-bytes", str(8 * GEOMETRY.page_bytes)]))
+        done = asyncio.run(asyncio.wait_for(scenario(socket, address), 50))
+    if algorithm == "sha256_cbor":
+        assert done.stdout == "pin 1 holds 32 tokens for 60 s\n", done.stderr
+    else:
+        assert done.returncode == 2
+        assert "pages are named by sha256, and this command hashes by sha256_cbor only; give --digests" in done.stderr
