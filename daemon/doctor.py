@@ -10,44 +10,26 @@ import os
 import resource
 import shutil
 import socket
-import ssl
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
-from kvferry.channels import ChannelError, ClientTls, open_channel
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_sources import shown
 from kvferry.daemon.doctor_gpu import Driver, DriverError
-from kvferry.daemon.handshake import PROTOCOL, PROTOCOL_MIN
-from kvferry.daemon.stats_main import fetch, size
+from kvferry.daemon.doctor_peers import peers
+from kvferry.daemon.findings import BAD, NOTE, OK, Finding
+from kvferry.daemon.pool_room import SHM_REMEDY, in_shm, lacks_on_gpus, meminfo, shared_memory
 from kvferry.daemon.tls import TlsError, files_of, read_identity, utc
-from kvferry.daemon.values import is_loopback, parse_address
-from kvferry.proto import common_pb2 as common
+from kvferry.daemon.values import is_loopback, parse_address, size
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 
-OK, NOTE, BAD = "ok", "note", "bad"
 COURIER_SECONDS = 20.0
 PROBE_SLOT_BYTES = 64 << 10
-CONNECT_SECONDS = 3.0
 GBIT = 1000
 SOON_DAYS = 7
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """`level` bad: a daemon with these settings will not start, or not work; note: it could be better."""
-
-    level: str
-    what: str
-    found: str
-    remedy: str = ""
 
 
 Check = Callable[[DaemonConfig], Iterator[Finding]]
@@ -55,33 +37,26 @@ Check = Callable[[DaemonConfig], Iterator[Finding]]
 
 def memory(config: DaemonConfig) -> Iterator[Finding]:
     """Room for the pools, the host tier and the slots, each where it will be."""
-    pools = config.pool_bytes * len(config.roles) if config.pool == "daemon" else 0
-    host = config.host_bytes * len(config.roles)
-    in_shm = pools + (0 if config.host_dir else host)
     what = f"shared memory {config.shm_dir}"
     if not os.path.isdir(config.shm_dir):
         yield Finding(BAD, what, "is no directory", "mount a tmpfs there, or set --shm-dir")
         return
-    free = shutil.disk_usage(config.shm_dir).free
-    text = f"{size(free)} free; pools{'' if config.host_dir or not host else ' and host tier'} take {size(in_shm)}"
-    if free < in_shm:
-        remedy = (
-            "a smaller --pool-bytes or --host-bytes, or more: mount -o remount,size=...; in a container --shm-size, "
-        )
-        yield Finding(BAD, what, text, remedy + "or a memory-backed emptyDir with a sizeLimit")
+    text, enough = shared_memory(config)
+    if not enough:
+        yield Finding(BAD, what, text, SHM_REMEDY)
     elif not os.access(config.shm_dir, os.W_OK):
         yield Finding(BAD, what, "cannot be written to", "run as a user who may, or set --shm-dir")
     else:
         yield Finding(OK, what, text)
     slots = config.slots * config.slot_bytes * max(1, len(config.peers))
-    available = _meminfo("MemAvailable")
+    available = meminfo("MemAvailable")
     text = f"{size(available)} available; slots of {max(1, len(config.peers))} session(s) take {size(slots)}"
-    if available < slots + in_shm:
+    if available < slots + in_shm(config):
         yield Finding(BAD, "memory", text, "fewer --slots or smaller --slot-bytes, a smaller pool, or more memory")
     else:
         yield Finding(OK, "memory", text)
     if config.host_dir:
-        yield _host_dir(config, host)
+        yield _host_dir(config, config.host_bytes * len(config.roles))
 
 
 def _host_dir(config: DaemonConfig, needed: int) -> Finding:
@@ -227,6 +202,8 @@ def gpus(config: DaemonConfig) -> Iterator[Finding]:
         return
     try:
         yield from _devices(driver)
+        for lack in lacks_on_gpus(config, driver):
+            yield Finding(BAD, "GPU memory", lack, "a smaller --pool-bytes, or another --device")
     except DriverError as error:
         yield Finding(BAD, "GPU", str(error), "nvidia-smi, and the kernel's log, say what is wrong with the driver")
 
@@ -278,71 +255,6 @@ def certificate(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding(OK, "TLS", text)
 
 
-def peers(config: DaemonConfig) -> Iterator[Finding]:
-    """Whether each prefill daemon is reached, and speaks the protocol that a session needs."""
-    for name, address in config.peers.items():
-        yield _peer(config, f"peer {name} {address}", address)
-
-
-def _peer(config: DaemonConfig, what: str, address: str) -> Finding:
-    host, port = parse_address(address)
-    try:
-        with socket.create_connection((host, port), CONNECT_SECONDS):
-            pass
-    except OSError as error:
-        remedy = "is it started, with --listen on an address that this node reaches? firewall, network policy, DNS?"
-        return Finding(BAD, what, f"cannot be reached: {error.strerror or error}", remedy)
-    try:
-        with open_channel(address, _client_tls(config)) as channel:
-            stats = fetch(channel)
-    except ChannelError as error:
-        return Finding(BAD, what, str(error), "see TLS above")
-    except grpc.RpcError as error:
-        if config.tls_cert:
-            remedy = _tls_remedy(config, host, port)
-            return Finding(BAD, what, f"{error.code().name}: {error.details()}", remedy)
-        remedy = "is that port a kvferry daemon's --listen (not its metrics or a worker)?"
-        return Finding(BAD, what, f"{error.code().name}: {error.details()}", remedy)
-    protocol = stats.build.protocol
-    if not PROTOCOL_MIN <= protocol <= PROTOCOL:
-        text = f"speaks protocol {protocol}, this release {PROTOCOL_MIN} to {PROTOCOL}"
-        return Finding(BAD, what, text, "install releases of kvferry at most one protocol apart")
-    side = next((side for side in stats.sides if side.role == common.ROLE_PREFILL), None)
-    if side is None:
-        return Finding(BAD, what, "is no prefill daemon", "check --peer here and --role there")
-    if not side.pool.pages:
-        return Finding(NOTE, what, "has no worker yet, so its model is not known", "start its prefill worker")
-    pages = shown("page_bytes", side.pool.page_bytes)
-    text = f"{stats.daemon}, kvferry {stats.build.version}, protocol {protocol}, pages of {pages}"
-    return Finding(OK, what, text)
-
-
-def _client_tls(config: DaemonConfig) -> ClientTls | None:
-    return ClientTls(config.tls_ca, config.tls_cert, config.tls_key) if config.tls_cert else None
-
-
-def _tls_remedy(config: DaemonConfig, host: str, port: int) -> str:
-    """What a handshake says that gRPC's own message does not."""
-    try:
-        context = ssl.create_default_context(cafile=config.tls_ca)
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-        context.set_alpn_protocols(["h2"])
-        with (
-            socket.create_connection((host, port), CONNECT_SECONDS) as plain,
-            context.wrap_socket(plain, server_hostname=host) as secured,
-        ):
-            # In TLS 1.3 a client's certificate is judged after its handshake; gRPC then closes without a word.
-            if not secured.recv(1):
-                return "it does not believe this daemon's certificate: is its authority in --tls-ca there?"
-    except ssl.SSLCertVerificationError as error:
-        return f"its certificate is not believed here: {error.verify_message}"
-    except ssl.SSLError as error:
-        return f"the handshake fails ({error.reason or error}): does it have TLS?"
-    except OSError as error:
-        return f"the handshake breaks off ({error}): does it have TLS?"
-    return "the handshake is fine: is that port a kvferry daemon's --listen?"
-
-
 def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
     """The workers' socket: its folder, and who is there already."""
     what = f"socket {config.socket}"
@@ -380,13 +292,6 @@ def _mode(path: str) -> int | None:
         return os.stat(path).st_mode
     except OSError:
         return None
-
-
-def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _limit(value: int) -> str:

@@ -36,6 +36,11 @@ class Driver:
         self._call("cuDeviceGetName", text, NAME_BYTES, self._device(device))
         return text.value.decode(errors="replace")
 
+    def total_bytes(self, device: int) -> int:
+        found = ctypes.c_size_t()
+        self._call("cuDeviceTotalMem_v2", ctypes.byref(found), self._device(device))
+        return found.value
+
     def shares_memory(self, device: int) -> bool:
         found = ctypes.c_int()
         self._call("cuDeviceGetAttribute", ctypes.byref(found), UNIFIED_ADDRESSING, self._device(device))

@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvferry.daemon.doctor import BAD, CHECKS, Finding
+    from kvferry.daemon.doctor import CHECKS
+    from kvferry.daemon.findings import BAD, Finding
 
     try:
         config = config_sources.load(args, otherwise={"role": "decode"}).config

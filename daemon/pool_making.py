@@ -72,5 +72,6 @@ async def make_pool(config: DaemonConfig, geometry: KVGeometry, pages: int, name
     try:
         return await asyncio.to_thread(work)
     except OSError as error:
-        place = config.device if config.devices else config.shm_dir
-        raise exhausted(f"pool of {pages * shape.page_bytes} bytes in {place}: {error}") from error
+        place, flag = (config.device, "--device") if config.devices else (config.shm_dir, "--shm-dir")
+        message = f"pool of {pages * shape.page_bytes} bytes in {place}: {error}; change --pool-bytes or {flag}"
+        raise exhausted(message) from error

@@ -29,6 +29,7 @@ from kvferry.daemon.health import HealthWatch
 from kvferry.daemon.metrics_server import MetricsServer
 from kvferry.daemon.peer_gate import PeerGate
 from kvferry.daemon.peer_service import PeerService
+from kvferry.daemon.pool_room import lacks
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.stats import Snapshots
@@ -104,6 +105,8 @@ class Daemon:
         if reclaimed:
             log.warning("removed %d files that dead daemons left in %s", len(reclaimed), config.shm_dir)
         self._lock = FileLock.create_held(os.path.join(config.shm_dir, f"kvferry-{self.incarnation.hex()}-lock"))
+        for lack in await asyncio.to_thread(lacks, config):
+            log.warning("the first worker will be refused: %s", lack)
         _clear_socket(config.socket)
         self._health = HealthServicer()
         self._watch = self._snapshots.watch = HealthWatch(self.sides, config.stalled_seconds, self._announce)

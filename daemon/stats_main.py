@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
-from kvferry.daemon.values import ConfigError, parse_address
+from kvferry.daemon.values import ConfigError, parse_address, size
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.proto.cache_pb2_grpc import CacheStub
@@ -216,12 +216,3 @@ def _namespace_rows(namespace: cache.NamespaceStats) -> list[tuple[str, str]]:
         ("  evictable / promised / evicted", f"{namespace.evictable} / {namespace.promised} / {namespace.evicted}"),
         ("  host pages / pinned", f"{namespace.host_pages} / {namespace.pinned_pages}"),
     ]
-
-
-def size(nbytes: float) -> str:
-    """For people: 12.3 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
 from kvferry.daemon.find_daemon import NoDaemon, default_socket
-from kvferry.daemon.stats_main import fetch, size
-from kvferry.daemon.values import ConfigError, parse_address
+from kvferry.daemon.stats_main import fetch
+from kvferry.daemon.values import ConfigError, parse_address, size
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 

@@ -29,6 +29,15 @@ def parse_size(text: str) -> int:
     return int(found.group(1)) * _UNITS[(found.group(2) or "").upper()]
 
 
+def size(nbytes: float) -> str:
+    """For people: 12.3 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
 def parse_device(text: str) -> tuple[int, ...]:
     """`cpu`: (); `cuda:0,cuda:1`: (0, 1). ConfigError."""
     if text == "cpu":

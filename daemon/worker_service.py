@@ -15,11 +15,12 @@ from kvferry.daemon.side_workers import Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto import worker_pb2_grpc
-from kvferry.proto.limits import ENDED_IN_ORDER
+from kvferry.proto.limits import ENDED_IN_ORDER, MAX_NAME_CHARS
 
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0
+ROLES: dict[int, str] = {common.ROLE_DECODE: "decode", common.ROLE_PREFILL: "prefill"}
 RELEASE_SECONDS = 60.0  # that a worker which has left waits for the end of its memory's mapping
 
 if TYPE_CHECKING:
@@ -43,14 +44,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Session(self, request_iterator: object, context: Context) -> None:
         del request_iterator  # context.read() it is, for its deadline
+        who = "a worker"
         try:
-            side, worker = await self._hello(context)
+            hello = await self._hello(context)
+            who = f"{ROLES.get(hello.role, 'a')} worker {hello.worker[:MAX_NAME_CHARS]!r}"
+            side, worker = await self._take_in(hello)
         except RequestError as error:
+            log.warning("%s is refused: %s: %s", who, status_of(error).name, error.message)
             await context.abort(status_of(error), error.message)
         except asyncio.TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_SECONDS} s")
         except OSError as error:  # behind TimeoutError, which is one from Python 3.11 on
-            log.warning("a worker cannot be taken in: %s", error)
+            log.warning("%s cannot be taken in: %s", who, error)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the daemon cannot take the worker in: {error}")
         log.info("%s worker %s is here", side.role, worker.name)
         tasks = [
@@ -80,11 +85,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if worker.quiesced and not await side.memory_released(worker, RELEASE_SECONDS):
             log.error("%s worker %s is left alone with memory that is still mapped", side.role, worker.name)
 
-    async def _hello(self, context: Context) -> tuple[AnySide, Worker]:
+    async def _hello(self, context: Context) -> wire.WorkerHello:
         message = await asyncio.wait_for(context.read(), HELLO_SECONDS)
         if not isinstance(message, wire.WorkerMessage) or message.WhichOneof("kind") != "hello":
             raise RequestError(common.ERROR_INVALID_ARGUMENT, "the first message must be hello")
-        role = {common.ROLE_DECODE: "decode", common.ROLE_PREFILL: "prefill"}.get(message.hello.role, "")
+        return message.hello
+
+    async def _take_in(self, hello: wire.WorkerHello) -> tuple[AnySide, Worker]:
+        role = ROLES.get(hello.role, "")
         side = self._sides.get(role)
         if side is None:
             have = ", ".join(sorted(self._sides))
@@ -93,7 +101,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
         if side.draining:
             raise RequestError(common.ERROR_UNAVAILABLE, "the daemon is shutting down")
-        worker, welcome = await side.register(message.hello)
+        worker, welcome = await side.register(hello)
         welcome.peer_address = self._peer_address
         worker.events.put_nowait(wire.WorkerEvent(welcome=welcome))
         return side, worker

@@ -17,8 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.daemon.metrics import families
 from kvferry.daemon.stack import Stack
-from kvferry.daemon.stats_main import fetch, size
+from kvferry.daemon.stats_main import fetch
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.values import size
 
 STATES = ("free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned")
 

@@ -1,0 +1,72 @@
+"""What a daemon's pools need and what is there, for `kvferry doctor` and for a daemon's start: the memory itself is
+allocated only when the first worker comes. Shell.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.doctor_gpu import Driver, DriverError
+from kvferry.daemon.values import size
+
+SHM_REMEDY = (
+    "a smaller --pool-bytes or --host-bytes, another --shm-dir, or more: mount -o remount,size=...; in a container "
+    "--shm-size, or a memory-backed emptyDir with a sizeLimit"
+)
+
+
+def pools(config: DaemonConfig) -> int:
+    """Bytes of all roles' pools; an engine's are its own."""
+    return config.pool_bytes * len(config.roles) if config.pool == "daemon" else 0
+
+
+def in_shm(config: DaemonConfig) -> int:
+    """Of them and of the host tier, bytes that will be in shared memory."""
+    host = 0 if config.host_dir else config.host_bytes * len(config.roles)
+    return host if config.devices else pools(config) + host
+
+
+def shared_memory(config: DaemonConfig) -> tuple[str, bool]:
+    """What --shm-dir has and what it is to hold, in words, and whether that is enough."""
+    free, needed = shutil.disk_usage(config.shm_dir).free, in_shm(config)
+    tier = bool(config.host_bytes and not config.host_dir)
+    words = "pools and host tier take" if tier and not config.devices else "host tier takes" if tier else "pools take"
+    return f"{size(free)} free" + (f"; {words} {size(needed)}" if needed else ""), free >= needed
+
+
+def lacks_on_gpus(config: DaemonConfig, driver: Driver) -> Iterator[str]:
+    """One line for each GPU that is not there or smaller than its share of the pools. DriverError."""
+    count = driver.count() if config.devices else 0
+    for device in config.devices:
+        share = pools(config) // config.ranks
+        if device >= count:
+            yield f"--device names GPU {device}; the driver has {count}"
+        elif (whole := driver.total_bytes(device)) < share:
+            yield f"GPU {device} has {size(whole)}; its part of the pools takes {size(share)}"
+
+
+def lacks(config: DaemonConfig) -> list[str]:
+    """Why the first worker will be refused, with remedies. Blocks while a CUDA driver starts."""
+    found = []
+    if os.path.isdir(config.shm_dir):
+        text, enough = shared_memory(config)
+        found += [] if enough else [f"shared memory {config.shm_dir}: {text}; {SHM_REMEDY}"]
+    if config.devices:
+        try:
+            found += [
+                f"{lack}; a smaller --pool-bytes, or another --device" for lack in lacks_on_gpus(config, Driver())
+            ]
+        except DriverError as error:
+            found.append(f"--device is {config.device}: {error}")
+    return found
+
+
+def meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,113 @@
+"""Pools that there is no room for: said at the start, in the log for each refused worker, and with the flags."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from kvferry.daemon import doctor, pool_making, pool_room
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.dialing import dial_plainly
+from kvferry.daemon.doctor_gpu import Driver
+from kvferry.daemon.worker_service import WorkerService
+from kvferry.proto import common_pb2, worker_pb2
+from kvferry.radix.digests import root_digest
+
+HUGE = 1 << 47
+
+
+class TwoGpus(Driver):
+    def __init__(self) -> None:
+        """Of 80 GiB each."""
+
+    def version(self) -> int:
+        return 12080
+
+    def count(self) -> int:
+        return 2
+
+    def name(self, device: int) -> str:
+        return "H100"
+
+    def shares_memory(self, device: int) -> bool:
+        return True
+
+    def peers(self, device: int, other: int) -> bool:
+        return True
+
+    def total_bytes(self, device: int) -> int:
+        return 80 << 30
+
+
+def test_what_does_not_fit_in_shared_memory_is_said_with_its_flags(tmp_path: Path) -> None:
+    (lack,) = pool_room.lacks(DaemonConfig(role="both", pool_bytes=HUGE, shm_dir=str(tmp_path)))
+    assert lack.startswith(f"shared memory {tmp_path}: ") and "pools take 256.0 TiB; a smaller --pool-bytes" in lack
+    (lack,) = pool_room.lacks(DaemonConfig(role="decode", pool_bytes=1, host_bytes=HUGE, shm_dir=str(tmp_path)))
+    assert "pools and host tier take 128.0 TiB" in lack
+    for fits in ({"pool_bytes": 1 << 20}, {"pool_bytes": HUGE, "pool": "engine"}):
+        assert not pool_room.lacks(DaemonConfig.model_validate({"role": "decode", "shm_dir": str(tmp_path), **fits}))
+
+
+def test_what_does_not_fit_on_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "Driver", TwoGpus)
+    monkeypatch.setattr(pool_room, "Driver", TwoGpus)
+    fits = DaemonConfig(role="decode", device="cuda:0,cuda:1", pool_bytes=160 << 30)
+    assert not pool_room.lacks(fits)
+    assert "GPU memory" not in [finding.what for finding in doctor.gpus(fits)]
+    shared, *_ = doctor.memory(fits)
+    assert shared.found.endswith(" free")  # no pool lies there
+    large = DaemonConfig(role="decode", device="cuda:1,cuda:2", pool_bytes=200 << 30)
+    small, absent = pool_room.lacks(large)
+    assert small.startswith("GPU 1 has 80.0 GiB; its part of the pools takes 100.0 GiB; a smaller --pool-bytes")
+    assert absent.startswith("--device names GPU 2; the driver has 2")
+    found = [finding for finding in doctor.gpus(large) if finding.what == "GPU memory"]
+    assert [finding.level for finding in found] == ["bad", "bad"] and "--pool-bytes" in found[0].remedy
+
+
+class Call:
+    """Of one worker that says hello: what a servicer sees of it."""
+
+    def __init__(self, hello: worker_pb2.WorkerHello) -> None:
+        self._message = worker_pb2.WorkerMessage(hello=hello)
+
+    async def read(self) -> worker_pb2.WorkerMessage:
+        return self._message
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise PermissionError(f"{code.name}: {details}")
+
+
+def test_a_refused_worker_is_logged_and_told_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pool_making.HostPoolMemory, "create", full)
+    geometry = common_pb2.Geometry(layers=2, kv_heads=1, head_dim=16, dtype="float32")
+    facts = common_pb2.NamespaceFacts(
+        model="synthetic", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=root_digest()
+    )
+    hello = worker_pb2.WorkerHello(protocol=1, role=common_pb2.ROLE_DECODE, worker="w\n0", facts=facts)
+
+    async def story() -> None:
+        config = DaemonConfig(role="decode", shm_dir=str(tmp_path), pool_bytes=1 << 20)
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        service = WorkerService({"decode": side}, "")
+        with pytest.raises(PermissionError, match=r"RESOURCE_EXHAUSTED: pool of 1048576 bytes in .*--shm-dir"):
+            await service.Session(None, cast(Any, Call(hello)))
+        await side.close()
+
+    asyncio.run(story())
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    said = record.getMessage()
+    assert said.startswith(r"decode worker 'w\n0' is refused: RESOURCE_EXHAUSTED: pool of 1048576 bytes in")
+    assert said.endswith("No space left on device; change --pool-bytes or --shm-dir")
