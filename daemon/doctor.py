@@ -21,7 +21,7 @@ from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.doctor_gpu import Driver, DriverError
 from kvferry.daemon.doctor_peers import peers
 from kvferry.daemon.findings import BAD, NOTE, OK, Finding
-from kvferry.daemon.pool_room import SHM_REMEDY, in_shm, lacks_on_gpus, meminfo, shared_memory
+from kvferry.daemon.pool_room import SHM_REMEDY, in_shm, lacks_on_gpus, meminfo, shared_memory, shared_words
 from kvferry.daemon.tls import TlsError, files_of, read_identity, utc
 from kvferry.daemon.values import is_loopback, parse_address, size
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
@@ -50,8 +50,10 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding(OK, what, text)
     slots = config.slots * config.slot_bytes * max(1, len(config.peers))
     available = meminfo("MemAvailable")
+    shared = in_shm(config)
     text = f"{size(available)} available; slots of {max(1, len(config.peers))} session(s) take {size(slots)}"
-    if available < slots + in_shm(config):
+    text += f", {shared_words(config)} {size(shared)}" if shared else ""
+    if available < slots + shared:
         yield Finding(BAD, "memory", text, "fewer --slots or smaller --slot-bytes, a smaller pool, or more memory")
     else:
         yield Finding(OK, "memory", text)

@@ -10,11 +10,11 @@ import grpc
 
 from kvferry.channels import ChannelError, ClientTls, open_channel
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_sources import shown
 from kvferry.daemon.findings import BAD, NOTE, OK, Finding
 from kvferry.daemon.handshake import PROTOCOL, PROTOCOL_MIN
 from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.values import parse_address
+from kvferry.daemon.values import parse_address, size
+from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 
 CONNECT_SECONDS = 3.0
@@ -52,11 +52,18 @@ def _peer(config: DaemonConfig, what: str, address: str) -> Finding:
     side = next((side for side in stats.sides if side.role == common.ROLE_PREFILL), None)
     if side is None:
         return Finding(BAD, what, "is no prefill daemon", "check --peer here and --role there")
+    if side.digests.page_size not in (0, config.page_size):  # the handshake would refuse it
+        text = f"pages of {side.digests.page_size} tokens; here --page-size is {config.page_size}"
+        return Finding(BAD, what, text, "start both daemons with the same --page-size")
     if not side.pool.pages:
         return Finding(NOTE, what, "has no worker yet, so its model is not known", "start its prefill worker")
-    pages = shown("page_bytes", side.pool.page_bytes)
-    text = f"{stats.daemon}, kvferry {stats.build.version}, protocol {protocol}, pages of {pages}"
+    text = f"{stats.daemon}, kvferry {stats.build.version}, protocol {protocol}, {_pages(side)}"
     return Finding(OK, what, text)
+
+
+def _pages(side: cache.SideStats) -> str:
+    nbytes = size(side.pool.page_bytes).replace(".0 ", " ")
+    return f"pages of {side.digests.page_size} tokens ({nbytes})" if side.digests.page_size else f"pages of {nbytes}"
 
 
 def _client_tls(config: DaemonConfig) -> ClientTls | None:

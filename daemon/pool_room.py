@@ -30,12 +30,16 @@ def in_shm(config: DaemonConfig) -> int:
     return host if config.devices else pools(config) + host
 
 
+def shared_words(config: DaemonConfig) -> str:
+    """What lies there, and takes."""
+    tier = bool(config.host_bytes and not config.host_dir)
+    return "pools and host tier take" if tier and not config.devices else "host tier takes" if tier else "pools take"
+
+
 def shared_memory(config: DaemonConfig) -> tuple[str, bool]:
     """What --shm-dir has and what it is to hold, in words, and whether that is enough."""
     free, needed = shutil.disk_usage(config.shm_dir).free, in_shm(config)
-    tier = bool(config.host_bytes and not config.host_dir)
-    words = "pools and host tier take" if tier and not config.devices else "host tier takes" if tier else "pools take"
-    return f"{size(free)} free" + (f"; {words} {size(needed)}" if needed else ""), free >= needed
+    return f"{size(free)} free" + (f"; {shared_words(config)} {size(needed)}" if needed else ""), free >= needed
 
 
 def lacks_on_gpus(config: DaemonConfig, driver: Driver) -> Iterator[str]:

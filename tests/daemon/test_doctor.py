@@ -15,7 +15,9 @@ from kvferry.daemon import doctor
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.doctor import BAD, NOTE, OK, Finding
 from kvferry.daemon.doctor_gpu import Driver, DriverError
+from kvferry.daemon.handshake import PROTOCOL
 from kvferry.daemon.tls import TlsFiles, TlsWatch
+from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
 
 
 class Machine(Driver):
@@ -188,6 +190,52 @@ def test_a_peer_over_tls_is_reached_or_it_is_said_why(tmp_path: Path) -> None:
         assert "IP address mismatch" in peer(own.put(authority.sign(["d0"]), authority)).remedy
     finally:
         server.stop(None)
+
+
+class Prefill(cache_pb2_grpc.CacheServicer):
+    """A daemon of so many tokens a page."""
+
+    def __init__(self, page_size: int, pages: int = 8) -> None:
+        pool = cache_pb2.PoolStats(pages=pages, page_bytes=720 << 10)
+        side = cache_pb2.SideStats(
+            role=common_pb2.ROLE_PREFILL, pool=pool, digests=cache_pb2.DigestFacts(page_size=page_size)
+        )
+        self.reply = cache_pb2.StatsReply(daemon="p0", sides=[side], build=cache_pb2.BuildInfo(protocol=PROTOCOL))
+
+    def Stats(self, request: cache_pb2.StatsRequest, context: grpc.ServicerContext) -> cache_pb2.StatsReply:
+        return self.reply
+
+
+def peer_of(servicer: Prefill, page_size: int) -> Finding:
+    server = grpc.server(ThreadPoolExecutor(1))
+    cache_pb2_grpc.add_CacheServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        (finding,) = doctor.peers(DaemonConfig(role="decode", page_size=page_size, peers={"p0": f"127.0.0.1:{port}"}))
+    finally:
+        server.stop(None)
+    return finding
+
+
+def test_a_peer_of_another_page_size_is_bad() -> None:
+    found = peer_of(Prefill(16), 16)
+    assert found.level == OK and found.found.endswith("pages of 16 tokens (720 KiB)")
+    for pages in (8, 0):  # its worker need not be there
+        found = peer_of(Prefill(16, pages), 32)
+        assert (found.level, found.found) == (BAD, "pages of 16 tokens; here --page-size is 32")
+        assert found.remedy == "start both daemons with the same --page-size"
+    older = peer_of(Prefill(0), 32)
+    assert older.level == OK and older.found.endswith("pages of 720 KiB")
+
+
+def test_the_memory_of_a_pool_is_named() -> None:
+    found = next(
+        finding
+        for finding in doctor.memory(DaemonConfig(role="decode", pool_bytes=1 << 47))
+        if finding.what == "memory"
+    )
+    assert found.level == BAD and found.found.endswith("slots of 1 session(s) take 128.0 MiB, pools take 128.0 TiB")
 
 
 def test_every_bad_finding_of_this_machine_has_a_remedy() -> None:

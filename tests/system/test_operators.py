@@ -63,7 +63,7 @@ def test_health_doctor_and_top_of_a_pair(kvferry: Command, monkeypatch: pytest.M
         monkeypatch.delenv("KVFERRY_SOCKET")
 
         flags = ["--peer", f"prefill-0={prefill.daemon_address}", "--peer", "gone=127.0.0.1:1"]
-        flags += ["--peer", f"wrong={decode.daemon_address}", "--pool-bytes", "1TiB"]
+        flags += ["--peer", f"wrong={decode.daemon_address}", "--pool-bytes", "1TiB", "--page-size", "16"]
         done = kvferry("doctor", *flags, "--ucx-ports", "24000-24010", "--format", "json")
         assert done.returncode == 1, done.stderr
         found = {finding["what"]: finding for finding in json.loads(done.stdout)}
@@ -73,7 +73,8 @@ def test_health_doctor_and_top_of_a_pair(kvferry: Command, monkeypatch: pytest.M
         assert "tcp" in found["UCX transports"]["found"].split()
         assert found["courier"]["level"] == "ok"
         peer = found[f"peer prefill-0 {prefill.daemon_address}"]
-        assert peer["level"] == "ok" and "protocol 1" in peer["found"]
+        assert peer["level"] == "ok" and "protocol 1, pages of 16 tokens (" in peer["found"]
+        assert ", pools take 1.0 TiB" in found["memory"]["found"]
         assert "cannot be reached: Connection refused" in found["peer gone 127.0.0.1:1"]["found"]
         assert found[f"peer wrong {decode.daemon_address}"]["found"] == "is no prefill daemon"
         assert all(finding["remedy"] for finding in found.values() if finding["level"] == "bad")
