@@ -234,7 +234,7 @@ def _peers(sides: Sides) -> Iterator[Metric]:
             granted, busy, withheld = peer.free_credits, peer.busy_slots, peer.withheld_slots
             for state, count in (("granted", granted), ("busy", busy), ("withheld", withheld)):
                 slots[name, peer.name, state] = slots.get((name, peer.name, state), 0.0) + count
-    help_ = "1: the session with this peer is up"
+    help_ = "1: the session with this peer is up; 0: it is not, or waits for the first worker"
     yield _gauge("peer_up", help_, ["role", "peer"], [(list(key), value) for key, value in up.items()])
     help_ = "receive slots of a session: granted (credits not spent), busy, or withheld until the session's end"
     yield _gauge("slots", help_, ["role", "peer", "state"], [(list(key), value) for key, value in slots.items()])

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 BACKOFF_SECONDS = (0.1, 5.0)
 HELLO_SECONDS = 5.0
+WAITS = "waits for a worker"  # of this side, since a Hello names its model: nothing is dialled
 NOT_READY = re.compile(r"^daemon '[^']*' has no (prefill worker yet|pool: )")  # as handshake.hello_of says it
 REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED)
 
@@ -49,14 +50,14 @@ def _answers(failed: grpc.aio.AioRpcError) -> bool:
 
 
 class PeerLink:
-    """State "connecting", "up" or "down"; while down, each new ask starts a try at once."""
+    """State WAITS, "connecting", "up" or "down"; while down, each new ask starts a try at once."""
 
     expected = ""  # HOST:PORT whose name a certificate must have, where it is not the address's own
 
     def __init__(self, name: str, address: str, side: DecodeSide) -> None:
         self.name = name
         self.address = address
-        self.state = "down"
+        self.state = WAITS
         self.error = ""
         self.session: ReceivingSession | None = None
         self._side = side
@@ -100,7 +101,9 @@ class PeerLink:
         """Until cancelled: one session after the other."""
         backoff = BACKOFF_SECONDS[0]
         while True:
-            await self._side.tiers.has_pool.wait()
+            if not self._side.tiers.has_pool.is_set():
+                self.state = WAITS
+                await self._side.tiers.has_pool.wait()
             self.state, self._wake, level = "connecting", asyncio.Event(), logging.WARNING
             try:
                 await self._connect_and_serve()

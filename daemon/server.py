@@ -168,6 +168,9 @@ class Daemon:
         decode = self.sides.get("decode")
         if isinstance(decode, DecodeSide):
             self._tasks += [asyncio.create_task(link.run()) for link in decode.links.values()]
+            if decode.links:
+                told = ", ".join(f"{link.name} at {link.address}" for link in decode.links.values())
+                log.info("peers: %s; they are dialled once the first decode worker is here", told)
             if config.peer_service:
                 discovery = Discovery(config.peer_service, decode, self._watch_task, dial=self._dial)
                 self._tasks.append(asyncio.create_task(discovery.run()))

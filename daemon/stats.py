@@ -87,10 +87,11 @@ def _reasons(counts: Counter[str]) -> Iterable[cache.ReasonCount]:
 
 
 def side_stats(side: AnySide) -> cache.SideStats:
-    """Zeros before the first worker has come."""
+    """Zeros before the first worker has come, but for the peers."""
     stats = cache.SideStats(role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL)
     stats.workers = side.workers.may_write
     _digests(side, stats.digests)
+    _peers(side, stats)
     if side.core is None:
         return stats
     side.store.settle()
@@ -114,6 +115,23 @@ def side_stats(side: AnySide) -> cache.SideStats:
     for stage, values in latencies.stages.items():
         mean_ms = sum(values) / len(values) * 1e3
         stats.admit_to_ready.stages.add(stage=stage, mean_ms=mean_ms, seconds=_histogram(latencies.histograms[stage]))
+    return stats
+
+
+def _events(side: AnySide, stats: cache.KvEventStats) -> None:
+    sink = side.event_sink
+    if sink is None:
+        return
+    stats.endpoint, stats.replay = sink.endpoint, sink.replay
+    stats.batches = sink.batches
+    stats.queue_dropped, stats.subscriber_dropped = sink.queue_dropped, sink.subscriber_dropped
+    for reason, cut_off in sorted(sink.replays_cut_off.items()):
+        stats.cut_off_replays.add(reason=reason, count=cut_off)
+    for (event, medium), count in sorted(sink.blocks.items()):
+        stats.blocks.add(event=event, medium=medium, count=count)
+
+
+def _peers(side: AnySide, stats: cache.SideStats) -> None:
     if isinstance(side, DecodeSide):
         for link in side.links.values():
             peer = stats.peers.add(name=link.name, address=link.address, state=link.state, error=link.error)
@@ -129,7 +147,6 @@ def side_stats(side: AnySide) -> cache.SideStats:
             peer.slots, peer.checksums = session.remote_slots, session.checksums
             if session.sender is not None:
                 peer.free_credits = session.sender.free_credits
-    return stats
 
 
 def _digests(side: AnySide, stats: cache.DigestFacts) -> None:
@@ -138,19 +155,6 @@ def _digests(side: AnySide, stats: cache.DigestFacts) -> None:
     if facts is not None:
         stats.algorithm, stats.root_digest = facts.digest_algorithm, facts.root_digest
         stats.digest_tokens = facts.digest_tokens
-
-
-def _events(side: AnySide, stats: cache.KvEventStats) -> None:
-    sink = side.event_sink
-    if sink is None:
-        return
-    stats.endpoint, stats.replay = sink.endpoint, sink.replay
-    stats.batches = sink.batches
-    stats.queue_dropped, stats.subscriber_dropped = sink.queue_dropped, sink.subscriber_dropped
-    for reason, cut_off in sorted(sink.replays_cut_off.items()):
-        stats.cut_off_replays.add(reason=reason, count=cut_off)
-    for (event, medium), count in sorted(sink.blocks.items()):
-        stats.blocks.add(event=event, medium=medium, count=count)
 
 
 def _requests(side: AnySide, stats: cache.RequestStats) -> None:

@@ -163,7 +163,8 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
         rows.append(("admit to ready p50 / p99", f"{latency.p50_ms:.1f} / {latency.p99_ms:.1f} ms"))
     rows += [(f"  mean {stage.stage}", f"{stage.mean_ms:.2f} ms") for stage in side.admit_to_ready.stages]
     for peer in side.peers:
-        rows.append((f"peer {peer.name} {peer.address}", f"{peer.state}, {peer.free_credits}/{peer.slots} credits"))
+        credits = f", {peer.free_credits}/{peer.slots} credits" if peer.slots else ""
+        rows.append((f"peer {peer.name} {peer.address}", peer.state + credits))
         if peer.error:
             rows.append(("", peer.error))
     for namespace in side.namespaces:

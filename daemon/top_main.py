@@ -233,6 +233,7 @@ def _share(pool: cache.PoolStats) -> Text:
 def _peers(side: cache.SideStats) -> Text:
     text = Text()
     for peer in side.peers:
-        style = {"up": "green", "connecting": "yellow"}.get(peer.state, "red")
-        text.append(f"{peer.name} {peer.state} {peer.free_credits}/{peer.slots}  ", style)
+        style = {"up": "green", "down": "red"}.get(peer.state, "yellow")
+        credits = f" {peer.free_credits}/{peer.slots}" if peer.slots else ""
+        text.append(f"{peer.name} {peer.state}{credits}  ", style)
     return text

@@ -1,0 +1,55 @@
+"""What operators see of peers: those that nobody serves, and why a session is not to be had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import grpc
+from rich.console import Console
+
+from kvferry.daemon import top_main
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.metrics import families
+from kvferry.daemon.stats import side_stats
+from kvferry.daemon.stats_main import render
+from kvferry.daemon.top_main import Shot
+from kvferry.proto import cache_pb2 as cache
+
+
+def drawn(what: object, width: int = 80) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(what)
+    return capture.get()
+
+
+def test_peers_are_shown_before_the_first_worker_and_not_dialled() -> None:
+    dialled: list[str] = []
+
+    def dial(address: str, expected: str) -> grpc.aio.Channel:
+        dialled.append(address)
+        raise OSError(expected)
+
+    async def story() -> cache.StatsReply:
+        side = DecodeSide(DaemonConfig(role="decode", peers={"p0": "127.0.0.1:1"}), bytes(16), time.monotonic, dial)
+        running = asyncio.create_task(side.links["p0"].run())
+        await asyncio.sleep(0.01)
+        told = cache.StatsReply(daemon="d", sides=[side_stats(side)])
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await side.close()
+        return told
+
+    told = asyncio.run(story())
+    assert not dialled
+    (peer,) = told.sides[0].peers
+    assert (peer.name, peer.address, peer.state) == ("p0", "127.0.0.1:1", "waits for a worker")
+    up = [sample for family in families(told) for sample in family.samples if sample.name == "kvferry_peer_up"]
+    assert [(sample.labels["peer"], sample.value) for sample in up] == [("p0", 0)]
+    assert "waits for a worker" in drawn(render(told))
+    shots = [Shot("127.0.0.1:7070", 1.0, told)]
+    assert "p0 waits for a worker  " in drawn(top_main.frame(shots, shots, Console(width=1000)), 1000)
