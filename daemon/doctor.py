@@ -164,7 +164,7 @@ def network(config: DaemonConfig) -> Iterator[Finding]:
     """The port of --listen, and the interfaces that couriers may use."""
     host, port = parse_address(config.listen)
     if port and (problem := cannot_listen(host, port)):
-        remedy = "another daemon may run here (kvferry health); else another --listen"
+        remedy = f"another daemon may run here (kvferry health {config.listen}); else another --listen"
         yield Finding(NOTE, f"--listen {config.listen}", problem, remedy)
     if is_loopback(host):
         yield Finding(OK, "network", f"--listen is {config.listen}: peers must be on this machine")
@@ -270,7 +270,10 @@ def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
             yield Finding(BAD, what, "exists and is no socket", "another --socket, or remove it")
         else:
             yield Finding(
-                NOTE, what, "is there: a daemon runs, or died", "kvferry health says which; a start clears it"
+                NOTE,
+                what,
+                "is there: a daemon runs, or died",
+                f"kvferry health unix:{config.socket} says which; a start clears it",
             )
     elif not os.path.isdir(existing):
         yield Finding(BAD, what, f"{existing} is no folder", "another --socket, or XDG_RUNTIME_DIR")

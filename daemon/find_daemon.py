@@ -6,6 +6,9 @@ import os
 
 from kvferry.daemon.values import runtime_dir
 
+DEFAULT_ADDRESS = "127.0.0.1:7070"  # of a decode daemon without --listen
+ADDRESS_HELP = f"$KVFERRY_SOCKET, or the one socket that lies in XDG_RUNTIME_DIR, or {DEFAULT_ADDRESS}"
+
 
 class NoDaemon(Exception):
     """There is none, or there are several."""
@@ -23,3 +26,11 @@ def default_socket(role: str | None) -> str:
         problem = f"{', '.join(found)} are all there" if found else f"there is no {' or '.join(paths)}"
         raise NoDaemon(f"{problem}; name one with --socket")
     return found[0]
+
+
+def default_address() -> str:
+    """Of questions that any of a daemon's addresses answers: its socket where there is one, else DEFAULT_ADDRESS."""
+    try:
+        return f"unix:{default_socket(None)}"
+    except NoDaemon:
+        return DEFAULT_ADDRESS

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
-from kvferry.daemon.find_daemon import NoDaemon, default_socket
+from kvferry.daemon.find_daemon import ADDRESS_HELP, default_address
 
 STATUS = health_pb2.HealthCheckResponse.ServingStatus
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "address",
         nargs="?",
-        help="HOST:PORT or unix:PATH (default: $KVFERRY_SOCKET, or the one socket that lies in XDG_RUNTIME_DIR)",
+        help=f"HOST:PORT or unix:PATH (default: {ADDRESS_HELP})",
     )
     parser.add_argument("--live", action="store_true", help="any answer will do, also of one that drains")
     add_tls_arguments(parser)
@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvferry health: --timeout is {args.timeout}; it must be 0.05 to 60", file=sys.stderr)
         return 2
     try:
-        address = args.address or f"unix:{default_socket(None)}"
+        address = args.address or default_address()
         opened = open_channel(address, tls_of(args))
-    except (NoDaemon, ChannelError) as error:
+    except ChannelError as error:
         print(f"kvferry health: {error}", file=sys.stderr)
         return 2
     with opened as channel:

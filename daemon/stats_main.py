@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
+from kvferry.daemon.find_daemon import ADDRESS_HELP, default_address
 from kvferry.daemon.values import ConfigError, parse_address, size
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
@@ -23,9 +24,7 @@ TIMEOUT_SECONDS = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "address", nargs="?", default="127.0.0.1:7070", help="HOST:PORT or unix:PATH (default: %(default)s)"
-    )
+    parser.add_argument("address", nargs="?", help=f"HOST:PORT or unix:PATH (default: {ADDRESS_HELP})")
     parser.add_argument("--watch", action="store_true", help="again every --interval seconds until interrupted")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
     parser.add_argument("--format", choices=("table", "json"), default="table")
@@ -36,10 +35,11 @@ def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.interval <= 3600:
         print(f"kvferry stats: --interval is {args.interval}; it must be 0.1 to 3600", file=sys.stderr)
         return 2
+    address = args.address or default_address()
     try:
-        if not args.address.startswith("unix:"):
-            parse_address(args.address)
-        opened = open_channel(args.address, tls_of(args))
+        if not address.startswith("unix:"):
+            parse_address(address)
+        opened = open_channel(address, tls_of(args))
     except (ConfigError, ChannelError) as error:
         print(f"kvferry stats: {error}", file=sys.stderr)
         return 2
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 show(fetch(channel))
         except grpc.RpcError as error:
-            print(f"kvferry stats: {args.address}: {error.code().name}: {error.details()}", file=sys.stderr)
+            print(f"kvferry stats: {address}: {error.code().name}: {error.details()}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             pass

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
-from kvferry.daemon.find_daemon import NoDaemon, default_socket
+from kvferry.daemon.find_daemon import ADDRESS_HELP, default_address
 from kvferry.daemon.stats_main import fetch
 from kvferry.daemon.values import ConfigError, parse_address, size
 from kvferry.proto import cache_pb2 as cache
@@ -64,7 +64,7 @@ class Shot:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "addresses", nargs="*", metavar="ADDRESS", help="HOST:PORT or unix:PATH (default: the daemon of this machine)"
+        "addresses", nargs="*", metavar="ADDRESS", help=f"HOST:PORT or unix:PATH (default: {ADDRESS_HELP})"
     )
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default: %(default)s")
     add_tls_arguments(parser)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         addresses, tls = _addresses(args), tls_of(args)
         channels = {address: open_channel(address, tls) for address in addresses}
-    except (ConfigError, NoDaemon, ChannelError) as error:
+    except (ConfigError, ChannelError) as error:
         print(f"kvferry top: {error}", file=sys.stderr)
         return 2
     console = Console()
@@ -113,7 +113,7 @@ def _addresses(args: argparse.Namespace) -> list[str]:
     for address in args.addresses:
         if not address.startswith("unix:"):
             parse_address(address)
-    return list(dict.fromkeys(args.addresses)) or [f"unix:{default_socket(None)}"]
+    return list(dict.fromkeys(args.addresses)) or [default_address()]
 
 
 def _shoot(entry: tuple[str, grpc.Channel]) -> Shot:

@@ -83,6 +83,11 @@ def test_sockets_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket=str(tmp_path / "file")))
     assert (finding.level, finding.found) == (BAD, "exists and is no socket")
+    path = str(tmp_path / "d.sock")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(path)
+        (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket=path))
+    assert (finding.level, finding.remedy) == (NOTE, f"kvferry health unix:{path} says which; a start clears it")
     (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket="/" + "x" * 120))
     assert "at most 107" in finding.remedy
     (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket=str(tmp_path / "file" / "a" / "d.sock")))
@@ -124,6 +129,7 @@ def test_a_port_that_is_taken_is_said() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         first, _ = doctor.network(DaemonConfig(role="decode", listen=address))
     assert (first.level, first.what, first.found) == (NOTE, f"--listen {address}", "Address already in use")
+    assert first.remedy.startswith(f"another daemon may run here (kvferry health {address})")
     assert len(list(doctor.network(DaemonConfig(role="decode", listen=address)))) == 1
 
 

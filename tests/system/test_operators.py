@@ -15,7 +15,7 @@ import grpc
 import pytest
 from engines import Engines, settled, stats
 
-from kvferry.daemon import cli
+from kvferry.daemon import cli, find_daemon
 from kvferry.daemon.stack import Process, Stack
 from kvferry.daemon.stats_main import fetch
 from kvferry.daemon.system import SystemSpec, start_replicas
@@ -60,6 +60,7 @@ def test_health_doctor_and_top_of_a_pair(kvferry: Command, monkeypatch: pytest.M
             assert (done.returncode, done.stdout) == (0, "SERVING\n"), done.stderr
         monkeypatch.setenv("KVFERRY_SOCKET", decode.socket)
         assert kvferry("health").returncode == 0
+        assert "decode-0 (decode)" in kvferry("stats").stdout
         monkeypatch.delenv("KVFERRY_SOCKET")
 
         flags = ["--peer", f"prefill-0={prefill.daemon_address}", "--peer", "gone=127.0.0.1:1"]
@@ -114,8 +115,10 @@ def test_nobody_and_wrong_flags(kvferry: Command, monkeypatch: pytest.MonkeyPatc
     assert kvferry("health", "127.0.0.1:1").returncode == 2
     assert kvferry("health", "127.0.0.1:1", "--timeout", "0").returncode == 2
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
-    done = kvferry("health")
-    assert done.returncode == 2 and "there is no /nowhere/kvferry-decode.sock" in done.stderr
+    for command in ("health", "stats"):  # without an address, and where no socket lies: the default port
+        monkeypatch.setattr(find_daemon, "DEFAULT_ADDRESS", "127.0.0.1:1")
+        done = kvferry(command)
+        assert done.returncode == 2 and done.stderr.startswith(f"kvferry {command}: 127.0.0.1:1: UNAVAILABLE"), done
     assert kvferry("top", "127.0.0.1:1", "--frames", "1").returncode == 2
     done = kvferry("top", "127.0.0.1")
     assert done.returncode == 2 and "HOST:PORT" in done.stderr
