@@ -22,6 +22,7 @@ from kvferry.daemon.handshake import (
 )
 from kvferry.daemon.limits import Name
 from kvferry.daemon.receiving import ReceivingSession
+from kvferry.daemon.said import Said
 from kvferry.daemon.session import SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.peer_pb2_grpc import PeerStub
@@ -60,6 +61,7 @@ class PeerLink:
         self.state = WAITS
         self.error = ""
         self.session: ReceivingSession | None = None
+        self._said = Said()
         self._side = side
         self._pending: dict[int, StartTransfer] = {}  # until the session is up
         self._wake = asyncio.Event()
@@ -121,7 +123,7 @@ class PeerLink:
                 what = str(problem) or "no answer in time"
                 error = unavailable(f"prefill daemon {self.name!r} at {self.address} cannot be reached: {what}")
             was_up, self.state = self.state == "up", "down"
-            if str(error) != self.error:
+            if self._said.due(str(error), self._side.now()):
                 log.log(level, "%s", error)
             self.error = str(error)
             self._pending.clear()
@@ -204,6 +206,7 @@ class PeerLink:
 
     def on_session_up(self) -> None:
         self.state, self.error = "up", ""
+        self._said.forget()
         pending, self._pending = self._pending, {}
         assert self.session is not None
         for effect in pending.values():

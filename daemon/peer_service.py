@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvferry.daemon.errors import RequestError, unavailable
+from kvferry.daemon.errors import MAX_MESSAGE_CHARS, RequestError, exhausted, unavailable
 from kvferry.daemon.handshake import check_hello, hello_of
 from kvferry.daemon.prefill_side import PrefillSide
+from kvferry.daemon.said import Said
 from kvferry.daemon.session import SessionBroken
 from kvferry.daemon.worker_service import HELLO_SECONDS, status_of
+from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import peer_pb2_grpc
+from kvferry.proto.limits import MAX_NAME_CHARS
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 class PeerService(peer_pb2_grpc.PeerServicer):
     def __init__(self, side: PrefillSide) -> None:
         self._side = side
+        self._said = Said()
 
     async def Session(self, request_iterator: object, context: Context) -> None:
         del request_iterator
@@ -40,13 +44,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 raise unavailable("the daemon is shutting down")
             own = hello_of(side)
             check_hello(side, message.hello, context.peer())
+            if len(side.sessions) >= (bound := side.config.max_peers):
+                raise exhausted(f"{bound} peers are connected; --max-peers is {bound}")
         except RequestError as error:
+            self._warn(message.hello.daemon[:MAX_NAME_CHARS], error)
             await context.abort(status_of(error), error.message)
-        if len(side.sessions) >= side.config.max_peers:
-            bound = side.config.max_peers
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{bound} peers are connected; --max-peers is {bound}"
-            )
         session = side.new_session(own, message.hello)
         log.info("decode daemon %s opens a session", message.hello.daemon)
         try:
@@ -56,3 +58,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             log.info("session with %s is over: %s", session.remote, broken)
         finally:
             side.session_over(session)
+
+    def _warn(self, daemon: str, error: RequestError) -> None:
+        """But not of what passes: no worker yet, an end that has begun."""
+        said = f"refuses a session to decode daemon {daemon!r}: {error.message[:MAX_MESSAGE_CHARS]}"
+        if error.code != common.ERROR_UNAVAILABLE and self._said.due(said, self._side.now()):
+            log.warning("%s", said)

@@ -1,0 +1,111 @@
+"""A session that is refused again and again: one line in the log of each side, then one a minute."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from kvferry.daemon import peer_link, peer_service
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.errors import RequestError, exhausted, precondition, unavailable
+from kvferry.daemon.peer_service import PeerService
+from kvferry.daemon.prefill_side import PrefillSide
+from kvferry.daemon.said import MOST, Said
+from kvferry.proto import peer_pb2 as peer
+
+
+def test_a_text_is_due_when_it_is_new_and_once_a_minute() -> None:
+    said = Said()
+    refusal = "p0 refuses: page_size: 'd' at ipv4:127.0.0.1:{} has 32"
+    assert said.due(refusal.format(40001), 0.0)
+    assert not said.due(refusal.format(40002), 59.0)  # the same but for the caller's port
+    assert said.due(refusal.format(40001).replace("32", "64"), 59.5)
+    assert said.due(refusal.format(40003), 60.0)
+    assert said.due("a %5B ipv6:%5B::1%5D:1", 60.0) and not said.due("a %5B ipv6:%5B::1%5D:2", 60.0)
+    for number in range(MOST):
+        assert said.due(f"text {number}", 61.0)
+    assert said.due(refusal.format(40001), 61.0)  # no more than MOST are remembered
+    said.forget()
+    assert said.due("text 5", 61.0)
+
+
+def test_the_decode_side_says_a_refusal_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    tries = 0
+
+    async def story() -> None:
+        nonlocal now, tries
+        side = DecodeSide(DaemonConfig(role="decode", peers={"p0": "127.0.0.1:1"}), bytes(16), lambda: now)
+        side.tiers.has_pool.set()
+        link = side.links["p0"]
+        enough = asyncio.Event()
+
+        async def refused() -> None:
+            nonlocal now, tries
+            tries, now = tries + 1, now + 15.0
+            if tries == 8:
+                enough.set()
+            raise precondition(f"page_size: 'd' at ipv4:127.0.0.1:{40000 + tries} has 32")
+
+        monkeypatch.setattr(peer_link, "BACKOFF_SECONDS", (0.001, 0.001))
+        monkeypatch.setattr(link, "_connect_and_serve", refused)
+        running = asyncio.create_task(link.run())
+        await asyncio.wait_for(enough.wait(), 10)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        assert link.error.endswith("has 32") and link.state == "down"
+        await side.close()
+
+    asyncio.run(story())
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 2  # at 15 s and at 75 s, of 8 tries
+
+
+class Call:
+    """Of a decode daemon that says hello."""
+
+    async def read(self) -> peer.PeerMessage:
+        return peer.PeerMessage(hello=peer.PeerHello(daemon="d\n0"))
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:40001"
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise PermissionError(f"{code.name}: {details}")
+
+
+def test_the_prefill_side_warns_of_what_it_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals: list[RequestError] = [
+        precondition("page_size: 16 and 32"),
+        precondition("page_size: 16 and 32"),
+        unavailable("no worker yet"),
+        exhausted("64 peers are connected"),
+    ]
+
+    async def story() -> None:
+        side = PrefillSide(DaemonConfig(role="prefill"), bytes(16), lambda: 0.0)
+        service = PeerService(side)
+        for error in refusals:
+
+            def refuse(_: object, error: RequestError = error) -> peer.PeerHello:
+                raise error
+
+            monkeypatch.setattr(peer_service, "hello_of", refuse)
+            with pytest.raises(PermissionError, match=error.message):
+                await service.Session(None, cast(Any, Call()))
+        await side.close()
+
+    asyncio.run(story())
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        r"refuses a session to decode daemon 'd\n0': page_size: 16 and 32",
+        r"refuses a session to decode daemon 'd\n0': 64 peers are connected",
+    ]
