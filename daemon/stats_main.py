@@ -12,6 +12,7 @@ from google.protobuf import json_format
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
 from kvferry.daemon.find_daemon import ADDRESS_HELP, default_address
@@ -95,9 +96,26 @@ def _watch(channel: grpc.Channel, interval: float, form: str) -> None:
 
 
 def render(reply: cache.StatsReply) -> Group:
-    """A table for each role."""
+    """A table for each role, and below what is too long for one."""
     metrics = f"metrics: http://{reply.metrics}/metrics" if reply.metrics else "metrics: off"
-    return Group(*(_side_table(reply, side) for side in reply.sides), metrics, *_tls_lines(reply))
+    errors = [
+        Text(f"peer {peer.name} {peer.address}: {_brief(peer)}", "bold red")
+        for side in reply.sides
+        for peer in side.peers
+        if peer.error
+    ]
+    return Group(*(_side_table(reply, side) for side in reply.sides), *errors, metrics, *_tls_lines(reply))
+
+
+def _brief(peer: cache.PeerStats) -> str:
+    """Its error without its name, and of what gRPC says the last clause."""
+    error = peer.error.removeprefix(f"prefill daemon {peer.name!r} at {peer.address} ")
+    before, found, grpcs = error.partition(": UNAVAILABLE: failed to connect to all addresses")
+    if not found:
+        return error
+    *others, last = grpcs.split(": ")
+    code = others[-1].rpartition(":")[2] if others else ""  # of TLS: CERTIFICATE_VERIFY_FAILED
+    return f"{before}: {code}: {last}" if code.isupper() else f"{before}: {last}"
 
 
 def _tls_lines(reply: cache.StatsReply) -> list[str]:
@@ -165,8 +183,6 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
     for peer in side.peers:
         credits = f", {peer.free_credits}/{peer.slots} credits" if peer.slots else ""
         rows.append((f"peer {peer.name} {peer.address}", peer.state + credits))
-        if peer.error:
-            rows.append(("", peer.error))
     for namespace in side.namespaces:
         rows += _namespace_rows(namespace)
     for what, value in rows:

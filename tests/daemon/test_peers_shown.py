@@ -53,3 +53,38 @@ def test_peers_are_shown_before_the_first_worker_and_not_dialled() -> None:
     assert "waits for a worker" in drawn(render(told))
     shots = [Shot("127.0.0.1:7070", 1.0, told)]
     assert "p0 waits for a worker  " in drawn(top_main.frame(shots, shots, Console(width=1000)), 1000)
+
+
+def test_errors_of_peers_stand_below_the_table_in_short() -> None:
+    names = {"p0": "127.0.0.1:1", "p1": "10.0.0.1:7071", "p2": "10.0.0.2:7071", "p3": "127.0.0.1:2"}
+    grpcs = (
+        "UNAVAILABLE: failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: "
+        "Failed to connect to remote host: connect: Connection refused (111)"
+    )
+    tls = (
+        "UNAVAILABLE: failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:2: Ssl handshake failed "
+        "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED"
+        ": self signed certificate"
+    )
+    refusal = "refuses the session: page_size: [a] has 16, 'd' has 32; start both daemons with the same --page-size"
+    errors = {"p0": f"cannot be reached: {grpcs}", "p1": refusal, "p2": "", "p3": f"cannot be reached: {tls}"}
+    side = cache.SideStats(
+        peers=[
+            cache.PeerStats(
+                name=name,
+                address=address,
+                state="down",
+                error=f"prefill daemon {name!r} at {address} {errors[name]}" if errors[name] else "",
+            )
+            for name, address in names.items()
+        ]
+    )
+    lines = [line.rstrip() for line in drawn(render(cache.StatsReply(daemon="d", sides=[side])), 200).splitlines()]
+    end = next(number for number, line in enumerate(lines) if line.startswith("└"))
+    assert lines[end + 1 : end + 5] == [
+        "peer p0 127.0.0.1:1: cannot be reached: Connection refused (111)",
+        f"peer p1 10.0.0.1:7071: {refusal}",
+        "peer p3 127.0.0.1:2: cannot be reached: CERTIFICATE_VERIFY_FAILED: self signed certificate",
+        "metrics: off",
+    ]
+    assert not [line for line in lines[:end] if "refuses the" in line]
