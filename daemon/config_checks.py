@@ -44,6 +44,8 @@ def check_together(config: DaemonConfig) -> None:
                 f"{flag} is {endpoint}: events are not encrypted, and have the tokens of prompts; "
                 "an address that is not loopback needs --insecure"
             )
+    if config.peers and "decode" not in config.roles:
+        raise ConfigError(f"--peer names {', '.join(config.peers)}, but --role is prefill: only decode daemons dial")
     if config.peer_service and "decode" not in config.roles:
         raise ConfigError(f"--peer-service is {config.peer_service}, but --role is prefill: only decode daemons dial")
     if config.devices and config.ranks != len(config.devices):

@@ -151,7 +151,8 @@ def _from_file(path: str) -> Given:
     try:
         found = _Loader(text).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"--config {path}: {error}") from error
+        said = str(error).replace("<unicode string>", path)  # PyYAML's name for what it did not open itself
+        raise ConfigError(f"--config {path}: {said}") from error
     if found is None or found == "":
         return {}
     if not isinstance(found, dict):

@@ -12,6 +12,7 @@ import tempfile
 from kvferry.proto.limits import MAX_NAME_CHARS
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
+_HALF_SIZE = re.compile(r"^\s*(\d+)\s*([KMGT])i?\s*$", re.IGNORECASE)  # as other programs take them
 _DAEMONS_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -25,7 +26,9 @@ def parse_size(text: str) -> int:
     """Bytes of "4096", "64MiB", "8GiB", "2GB". Raises ConfigError."""
     found = _SIZE.match(text)
     if found is None:
-        raise ConfigError(f"size {text!r} is not a number of bytes, like 4096, 64MiB or 8GiB")
+        half = _HALF_SIZE.match(text)
+        meant = f"; did you mean {half.group(1)}{half.group(2).upper()}iB?" if half is not None else ""
+        raise ConfigError(f"size {text!r} is not a number of bytes, like 4096, 64MiB or 8GiB{meant}")
     return int(found.group(1)) * _UNITS[(found.group(2) or "").upper()]
 
 

@@ -41,6 +41,13 @@ def test_sizes_that_cannot_be(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize(("text", "meant"), [("4G", "4GiB"), ("4Gi", "4GiB"), (" 64 mi ", "64MiB")])
+def test_sizes_without_their_byte_are_guessed_at(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of("--role", "decode", "--pool-bytes", text)
+    assert str(refused.value).endswith(f"like 4096, 64MiB or 8GiB; did you mean {meant}?")
+
+
 def test_addresses() -> None:
     assert parse_address("127.0.0.1:7070") == ("127.0.0.1", 7070)
     assert parse_address("[::1]:7070") == ("::1", 7070)
@@ -114,6 +121,12 @@ def test_refusals_name_field_value_and_bound(words: list[str], message: str | No
     assert message in str(refused.value)
 
 
+def test_only_decode_daemons_have_peers() -> None:
+    with pytest.raises(ConfigError, match="--peer names p, q, but --role is prefill: only decode daemons dial"):
+        config_of("--role", "prefill", "--peer", "p=127.0.0.1:1", "--peer", "q=127.0.0.1:2")
+    assert config_of("--role", "both", "--peer", "p=127.0.0.1:1").peers == {"p": "127.0.0.1:1"}
+
+
 # -- where they come from ----------------------------------------------------------------------------------------------
 
 
@@ -152,6 +165,8 @@ def test_lists_in_variables(tmp_path: Path) -> None:
         ("slots: 1\nslots: 2", "'slots' comes twice"),
         ("- slots", "is a list; it must be settings"),
         ("slots: [", "expected the node content"),
+        ("slots: [", 'in "{file}", line 1, column 9'),
+        ("slots: \0", 'in "{file}", position 7'),
         ("slots: 0", "slots in {file} is 0; it must be 1 to 1024"),
         ("slots: {a: 1}", "slots in {file} is {'a': '1'}; it must be 1 to 1024"),
         ("peers: [x]", "peers in {file}: peer 'x' is not NAME=HOST:PORT"),
