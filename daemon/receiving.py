@@ -6,7 +6,6 @@ Stages that it times: `first_part`, from the Ask to the notification of the tran
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -75,7 +74,6 @@ class ReceivingSession(Session):
         self._latencies = latencies
         self._traces = traces
         self._asked: dict[int, float] = {}  # transfers without a part yet
-        self._to_grant: list[Credit] = []  # those of one turn of the loop go in one message
 
     # -- the owner's words ---------------------------------------------------------------------------------------
 
@@ -104,7 +102,7 @@ class ReceivingSession(Session):
         return self._memory.receiving(self.link, self.lanes)
 
     def on_up(self) -> None:
-        self._grant(self.receiver.initial_credits())
+        self._send_credits(self.receiver.initial_credits())
         self._events.on_session_up()
 
     def on_message(self, kind: str, message: peer.PeerMessage) -> None:
@@ -133,7 +131,7 @@ class ReceivingSession(Session):
             if isinstance(action, Scatter):
                 self._scatter(action)
             elif isinstance(action, Regrant):
-                self._grant([action.credit])
+                self._send_credits([action.credit])
             elif isinstance(action, TransferBroken):
                 self._events.on_broken(action.transfer, action.message)
 
@@ -169,7 +167,8 @@ class ReceivingSession(Session):
             self.parts.scatter(scatter, done)
 
     def _scattered(self, result: ScatterResult) -> None:
-        self._grant([result.credit])
+        # The credit goes first: the sender can refill the slot while the pages are published.
+        self._send_credits([result.credit])
         self._counters.pages += len(result.arrived)
         if result.arrived:
             self._events.on_pages(result.transfer, result.arrived)
@@ -181,15 +180,9 @@ class ReceivingSession(Session):
         if result.drained:
             self._events.on_drained(result.transfer)
 
-    def _grant(self, credits: Sequence[Credit]) -> None:
-        if not self._to_grant:
-            asyncio.get_running_loop().call_soon(self._send_credits)
-        self._to_grant += credits
-
-    def _send_credits(self) -> None:
-        granted, self._to_grant = self._to_grant, []
-        credits = [peer.Credit(slot=credit.slot, generation=credit.generation) for credit in granted]
-        self.send(peer.PeerMessage(credits=peer.Credits(credits=credits)))
+    def _send_credits(self, credits: Sequence[Credit]) -> None:
+        message = peer.Credits(credits=[peer.Credit(slot=c.slot, generation=c.generation) for c in credits])
+        self.send(peer.PeerMessage(credits=message))
 
     def _expect(self) -> None:
         if not self.closed and self._link is not None:
