@@ -27,8 +27,6 @@ from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import PROMPT
 
-RESTORING = int(PageState.RESTORING)
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
@@ -124,7 +122,7 @@ class DecodeRequests:
         hold = lease.hold
         lease.state, lease.tree_pages = LeaseState.FILLING, hold.matched
         path = lease.pages[: hold.matched]
-        coming = [page for page, state in zip(path, self.store.pool.states(path), strict=True) if state == RESTORING]
+        coming = self.store.pool.those(path, PageState.RESTORING)
         self._arrivals.restoring(page for page in coming if page not in self._arrivals)
         adopted = [p for p in path if p in self._arrivals and self._arrivals.follow(p, lease)]
         if not lease.looked_up:

@@ -108,10 +108,9 @@ class Holds:
             hold.lock = longer
         lock = hold.lock
         hold.promise(hold.wanted - lock.device_pages, hold.growth)
-        taken = self._store.take(namespace, hold.wanted - lock.device_pages)
+        taken = self._take(namespace, hold.wanted - lock.device_pages)
         if taken is None:
             return None
-        assert self._withheld.keys().isdisjoint(taken), "a page was given out that a lost worker may still write"
         hold.host_matched = lock.pages - lock.device_pages
         fresh = taken[hold.host_matched :]
         if hold.host_matched:
@@ -124,10 +123,9 @@ class Holds:
     def grow(self, hold: Hold, extra: int) -> bool:
         """`extra` pages of the promised growth. False: not yet."""
         hold.promise(extra, hold.growth - extra)
-        taken = self._store.take(hold.namespace, extra)
+        taken = self._take(hold.namespace, extra)
         if taken is None:
             return False
-        assert self._withheld.keys().isdisjoint(taken), "a page was given out that a lost worker may still write"
         hold.growth -= extra
         hold.pages += taken
         hold.promise(0, hold.growth)
@@ -178,6 +176,13 @@ class Holds:
     def blocked(self, hold: Hold, digests: bytes) -> bool:
         """Withheld pages still stand in the tree where the hold's own pages would go."""
         return bool(self._withheld) and hold.namespace.tree.match(digests).pages > hold.matched
+
+    def _take(self, namespace: Namespace, pages: int) -> list[int] | None:
+        taken = self._store.take(namespace, pages)
+        assert taken is None or self._withheld.keys().isdisjoint(taken), (
+            "a page was given out that a lost worker may still write"
+        )
+        return taken
 
     def _first_withheld(self, path: Sequence[int]) -> int | None:
         if not self._withheld:

@@ -19,8 +19,6 @@ from kvferry.daemon.prefill_entry import Entry, Prompt
 from kvferry.daemon.store import Ended, Store
 from kvferry.radix.pool import PageState
 
-_RESTORING = int(PageState.RESTORING)
-
 
 class PrefillSupply:
     """`on_begun`: every page of the prompt is there, and its matched ones are readable."""
@@ -160,9 +158,8 @@ class PrefillSupply:
     def _claimed(self, entry: Entry, prompt: Prompt, fresh: list[int]) -> None:
         prompt.private = fresh
         path = prompt.pages[: prompt.hold.matched]
-        states = self._store.pool.states(path)
-        assert PageState.ARRIVING not in states, "a matched page was never written"
-        coming = [page for page, state in zip(path, states, strict=True) if state == _RESTORING]
+        assert PageState.ARRIVING not in self._store.pool.states(path), "a matched page was never written"
+        coming = self._store.pool.those(path, PageState.RESTORING)
         self._arrivals.restoring(page for page in coming if page not in self._arrivals)
         for page in coming:
             self._arrivals.follow(page, entry)
