@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry import _core
+from kvferry.connectors.movers import Moment, Mover, PoolPages
 
 
 class Copies(NamedTuple):
@@ -26,11 +26,11 @@ class Copies(NamedTuple):
     def nbytes(self) -> int:
         return int(self.sizes.sum())
 
-    def to_blocks(self) -> None:
-        _core.copy_list(self.blocks, self.pages, self.sizes)
+    def to_blocks(self, mover: Mover, after: Moment) -> None:
+        mover.copy(self.blocks, self.pages, self.sizes, after)
 
-    def to_pages(self) -> None:
-        _core.copy_list(self.pages, self.blocks, self.sizes)
+    def to_pages(self, mover: Mover, after: Moment) -> None:
+        mover.copy(self.pages, self.blocks, self.sizes, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,39 +69,35 @@ class BlockMap:
     def page_size(self) -> int:
         return self.blocks_per_page * self.block_tokens
 
-    def copies(
-        self, pool: NDArray[np.uint8], pages: Sequence[int], block_ids: Sequence[int], start: int, end: int
-    ) -> Copies:
+    def copies(self, pool: PoolPages, pages: Sequence[int], block_ids: Sequence[int], start: int, end: int) -> Copies:
         """Of tokens [start, end): pages[i] is the prompt's page i, block_ids[0] the block that begins at token
-        `start`. `pool`: uint8 (pages, page_bytes). ValueError or IndexError before anything is copied.
+        `start`. ValueError or IndexError before anything is copied.
         """
         if start % self.block_tokens or not 0 <= start <= end:
             raise ValueError(f"start is {start}; it must be a multiple of {self.block_tokens}, at most {end}")
         first, last = start // self.block_tokens, -(-end // self.block_tokens)
         if len(block_ids) < last - first:
             raise ValueError(f"block_ids has {len(block_ids)} entries; tokens {start} to {end} need {last - first}")
-        if pool.shape[1:] != (self.page_bytes,):
-            raise ValueError(f"pool has shape {pool.shape}; a page must have {self.page_bytes} bytes")
+        if pool.page_bytes != self.page_bytes:
+            raise ValueError(f"pool has pages of {pool.page_bytes} bytes; a page must have {self.page_bytes}")
         index = np.arange(first, last, dtype=np.int64)
         page_ids = np.asarray(pages, dtype=np.int64)[index // self.blocks_per_page]
         blocks = np.asarray(block_ids[: last - first], dtype=np.int64)
-        for name, ids, bound in (("pages", page_ids, len(pool)), ("block_ids", blocks, self.blocks)):
+        for name, ids, bound in (("pages", page_ids, pool.pages), ("block_ids", blocks, self.blocks)):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < bound:
                 raise IndexError(f"{name}: {int(ids.min())} to {int(ids.max())}; they must be 0 to {bound - 1}")
         layers = np.arange(len(self.bases), dtype=np.int64)[:, None]
         in_page = (layers * self.blocks_per_page + index % self.blocks_per_page) * self.block_bytes
-        page_addresses = pool.__array_interface__["data"][0] + page_ids * self.page_bytes + in_page
+        page_addresses = pool.address + page_ids * self.page_bytes + in_page
         block_addresses = self.bases[:, None] + blocks * self.strides[:, None]
         sizes = np.full(page_addresses.size, self.block_bytes, dtype=np.int64)
         return Copies(page_addresses.ravel(), block_addresses.ravel(), sizes)
 
-    def wipe_tail(self, pool: NDArray[np.uint8], page: int, end: int) -> None:
-        """Zeroes what is behind the last of `end` tokens in `page`, which holds it: what another request left there, in
-        the engine's block or in the page, is not sent. `pool`: uint8 (pages, page_bytes)."""
-        if end % self.page_size == 0:
-            return
-        block, token = divmod(end % self.page_size - 1, self.block_tokens)
-        blocks = pool[page].reshape(len(self.bases), self.blocks_per_page, self.block_bytes)
-        blocks[:, block + 1 :] = 0
-        kept = np.where(self.order <= token, np.uint8(0xFF), np.uint8(0))
-        np.bitwise_and(blocks[:, block], kept, out=blocks[:, block])
+    def kept(self, end: int) -> NDArray[np.uint8]:
+        """(page_bytes,): 0xFF for each byte of the page that holds the last of `end` tokens which is one of theirs, 0
+        for what is behind: what another request left there, in the engine's block or in the page, is not sent."""
+        block, token = divmod((end - 1) % self.page_size, self.block_tokens)
+        kept = np.zeros((len(self.bases), self.blocks_per_page, self.block_bytes), dtype=np.uint8)
+        kept[:, :block] = 0xFF
+        kept[:, block] = np.where(self.order <= token, np.uint8(0xFF), np.uint8(0))
+        return kept.reshape(-1)

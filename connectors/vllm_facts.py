@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from kvferry.connectors import vllm_order
 from kvferry.connectors.blocks import BlockMap
+from kvferry.connectors.movers import HostMover, Mover
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
 from kvferry.transfer.geometry import KVGeometry, Layout
 from kvferry.transfer.namespace import NamespaceFacts
 
+DEVICES = ("cpu", "cuda")
 DIGEST_ALGORITHMS = ("sha256_cbor", "sha256")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
@@ -54,10 +56,10 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
             f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo!r}; start vLLM with "
             "--prefix-caching-hash-algo sha256_cbor"
         )
-    if vllm_config.device_config.device_type != "cpu":
+    if vllm_config.device_config.device_type not in DEVICES:
         raise Unfit(
-            f"the device is {vllm_config.device_config.device_type!r}; this connector copies memory that the "
-            "host can address, so it serves vLLM's CPU engines"
+            f"the device is {vllm_config.device_config.device_type!r}; the connector copies memory of the host and of "
+            f"NVIDIA's GPUs: it must be one of {', '.join(DEVICES)}"
         )
     spec = groups[0].kv_cache_spec
     if spec.head_size != spec.head_size_v:
@@ -92,7 +94,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
         ),
         digest_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
         root_digest=shape.root,
-        engine_layout=f"vllm cpu LBHNC {vllm_order.instructions(vllm_config, spec)}, blocks of {shape.block_tokens}",
+        engine_layout=f"{vllm_order.name_of(vllm_config, spec)}, blocks of {shape.block_tokens}",
         digest_tokens=shape.block_tokens,
     )
 
@@ -168,32 +170,54 @@ def _hash(files: list[Path]) -> str:
     return total.hexdigest()
 
 
-def order_of(vllm_config: Any, kv_cache_config: Any) -> NDArray[np.int32]:
-    """`vllm_order.engine_order`; Unfit where it cannot be found out."""
+def order_of(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> NDArray[np.int32]:
+    """The token of its block that each byte belongs to, (block bytes,). Unfit where it cannot be found out."""
+    group = kv_cache_config.kv_cache_groups[0]
     try:
-        return vllm_order.engine_order(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+        if vllm_config.device_config.device_type == "cpu":
+            return vllm_order.cpu_order(vllm_config, group.kv_cache_spec)
+        return vllm_order.strided_order(_cache_of(kv_caches, group.layer_names[0]))
     except ValueError as error:
         raise Unfit(f"{error}: the connector does not know how this engine's attention keeps its blocks") from error
+
+
+def mover_of(kv_caches: dict[str, Any], kv_cache_config: Any) -> Mover:
+    """For where the engine's blocks are. Unfit where kvferry cannot copy there."""
+    device = _cache_of(kv_caches, kv_cache_config.kv_cache_groups[0].layer_names[0]).device
+    if device.type == "cpu":
+        return HostMover()
+    from kvferry.connectors.gpu_mover import GpuMover
+
+    try:
+        return GpuMover(device)
+    except OSError as error:
+        raise Unfit(f"kvferry cannot copy on the engine's GPU: {error}") from error
 
 
 def block_map(
     kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geometry: KVGeometry, order: NDArray[np.int32]
 ) -> BlockMap:
     """Where the engine's blocks lie; `order`: the token that each byte of a block belongs to. Unfit where a block is
-    not one run of bytes, or not of the geometry's size."""
+    not one run of bytes, or not of the geometry's size, or layers differ."""
     names = kv_cache_config.kv_cache_groups[0].layer_names
-    missing = [name for name in names if name not in kv_caches]
-    if missing:
-        raise Unfit(f"layer {missing[0]} has no KV cache of its own; the connector serves models where each has one")
     bases, strides = [], []
     block_bytes = geometry.page_bytes // (len(names) * shape.blocks_per_page)
-    blocks = min(len(kv_caches[name]) for name in names)
+    first = _cache_of(kv_caches, names[0])
+    blocks = min(len(_cache_of(kv_caches, name)) for name in names)
     for name in names:
         cache = kv_caches[name]
-        if cache.device.type != "cpu" or not cache[0].is_contiguous() or cache[0].nbytes != block_bytes:
+        if (
+            cache.device != first.device
+            or cache.shape[1:] != (geometry.kv_heads, shape.block_tokens, 2 * geometry.head_dim)
+            or cache.stride()[1:] != first.stride()[1:]
+            or not vllm_order.is_one_run(cache)
+            or cache[0].nbytes != block_bytes
+        ):
             raise Unfit(
                 f"layer {name}: its cache on {cache.device} has shape {tuple(cache.shape)}, strides {cache.stride()}; "
-                f"a block must be {block_bytes} bytes one behind the other on the cpu"
+                f"a block must be {block_bytes} bytes one behind the other: {geometry.kv_heads} heads, "
+                f"{shape.block_tokens} tokens, {2 * geometry.head_dim} elements, in an order and on a device that all "
+                "layers have"
             )
         bases.append(cache.data_ptr())
         strides.append(cache.stride(0) * cache.element_size())
@@ -206,3 +230,9 @@ def block_map(
         shape.blocks_per_page,
         order,
     )
+
+
+def _cache_of(kv_caches: dict[str, Any], layer: str) -> Any:
+    if layer not in kv_caches:
+        raise Unfit(f"layer {layer} has no KV cache of its own; the connector serves models where each has one")
+    return kv_caches[layer]

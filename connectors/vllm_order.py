@@ -1,5 +1,6 @@
-"""In which order vLLM's attention kernels keep the tokens of a block: they differ by instruction set, and none says so.
-It is found out by writing to a block as the engine does."""
+"""In which order vLLM's attention kernels keep the tokens of a block. On GPUs the strides of its KV caches say so. The
+kernels for CPUs differ by instruction set, and none says so: it is found out by writing to a block as the engine does.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def instructions(vllm_config: Any, spec: Any) -> str:
-    """Of the kernels that this engine uses."""
+def name_of(vllm_config: Any, spec: Any) -> str:
+    """Engines whose names are equal keep equal bytes of a block in an equal order."""
+    cache = vllm_config.cache_config
+    kind = "" if cache.cache_dtype == "auto" else f" {cache.cache_dtype}"  # else the model's, which is named elsewhere
+    if vllm_config.device_config.device_type == "cpu":
+        return f"vllm cpu LBHNC {_instructions(vllm_config, spec)}{kind}"
+    inside = cache.get_resolved_kv_cache_layout().name.replace("L", "").replace("B", "")
+    return f"vllm cuda {inside}{kind}"  # whether layers or blocks are outermost is nothing to a page
+
+
+def is_one_run(cache: Any) -> bool:
+    """Whether a block of `cache`, a layer's tensor (blocks, heads, tokens, elements), has its bytes one behind the
+    other, on a CPU in that very order."""
+    if cache.device.type == "cpu" or cache.ndim != 4:
+        return bool(cache[0].is_contiguous())
+    return bool(cache[0].permute(_outer_first(cache)).is_contiguous())
+
+
+def strided_order(cache: Any) -> NDArray[np.int32]:
+    """(block bytes,): the token of the block that each byte belongs to, of a layer's tensor (blocks, heads, tokens,
+    elements). ValueError where it has another shape."""
+    if cache.ndim != 4:
+        raise ValueError(f"a KV cache of shape {tuple(cache.shape)} is not (blocks, heads, tokens, elements)")
+    _, heads, tokens, elements = cache.shape
+    numbers = np.broadcast_to(np.arange(tokens, dtype=np.int32)[:, None], (heads, tokens, elements))
+    return numbers.transpose(_outer_first(cache)).reshape(-1).repeat(cache.element_size())
+
+
+def _outer_first(cache: Any) -> list[int]:
+    """The dimensions within a block, from the largest stride to the smallest."""
+    return sorted(range(3), key=lambda i: -int(cache.stride(i + 1)))
+
+
+def _instructions(vllm_config: Any, spec: Any) -> str:
+    """Of the kernels that a CPU engine uses."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return str(
@@ -21,13 +55,13 @@ def instructions(vllm_config: Any, spec: Any) -> str:
     )
 
 
-def engine_order(vllm_config: Any, spec: Any) -> NDArray[np.int32]:
+def cpu_order(vllm_config: Any, spec: Any) -> NDArray[np.int32]:
     """(block bytes,): the token of the block that each byte belongs to. ValueError where none or several do."""
     import torch
     from vllm import _custom_ops as ops
 
     tokens, heads, head_size = spec.block_size, spec.num_kv_heads, spec.head_size
-    isa = instructions(vllm_config, spec)
+    isa = _instructions(vllm_config, spec)
     slots = torch.arange(tokens, dtype=torch.int64)
 
     def write(marks: NDArray[np.bool_]) -> NDArray[np.bool_]:

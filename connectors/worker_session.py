@@ -7,9 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvferry.connectors.movers import Mover, PoolPages, pool_pages
 from kvferry.connectors.settings import Settings
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
@@ -31,20 +29,18 @@ class Refused(RuntimeError):
     """The daemon is there, and will not have this engine."""
 
 
-def pool_of(client: DaemonClient) -> NDArray[np.uint8]:
-    """uint8 (pages, page_bytes): the daemon's pool, writable."""
-    memory = client.pools.memories[0]
-    assert isinstance(memory, np.ndarray)
-    return memory.reshape(client.pools.pages, -1)
+def pool_of(client: DaemonClient) -> PoolPages:
+    return pool_pages(client.pools)
 
 
-def connector_of(settings: Settings, role: common_pb2.Role, facts: common_pb2.NamespaceFacts, worker: str) -> Connect:
+def connector_of(
+    settings: Settings, role: common_pb2.Role, facts: common_pb2.NamespaceFacts, worker: str, mover: Mover
+) -> Connect:
     async def connect(*, deadline_s: float) -> DaemonClient:
         client = await DaemonClient.connect(settings.socket, role, facts, worker, deadline_s=deadline_s)
-        memories = client.pools.memories
-        if len(memories) != 1 or not isinstance(memories[0], np.ndarray):
+        if misfit := mover.misfit(client.pools.memories):
             await client.close()
-            raise HandshakeFailed("the daemon's pool is no shared memory of one rank: start it without --device")
+            raise HandshakeFailed(misfit)
         return client
 
     return connect

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.connectors.blocks import BlockMap, Copies
+from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import (
     Begin,
     Cancel,
@@ -31,7 +32,7 @@ from kvferry.connectors.orders import (
 )
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Connect, Refused, Sessions, pool_of
-from kvferry.connectors.worker_state import Lease, Moved, Push, Reports
+from kvferry.connectors.worker_state import Lease, Moved, Push, Reports, Step
 from kvferry.waiting import complete
 from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.workers.requests import DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
@@ -44,13 +45,15 @@ _T = TypeVar("_T")
 
 
 class WorkerSide:
-    """`start`, then orders and reports; `close` ends it. `connect` opens a session with the daemon."""
+    """`start`, then orders and reports; `close` ends it. `connect` opens a session with the daemon, `mover` moves bytes
+    between its pages and `blocks`."""
 
-    def __init__(self, settings: Settings, blocks: BlockMap, connect: Connect) -> None:
+    def __init__(self, settings: Settings, blocks: BlockMap, mover: Mover, connect: Connect) -> None:
         self.reports = Reports()
         self.moved = Moved()
         self._settings = settings
         self._blocks = blocks
+        self._mover = mover
         self._loop = asyncio.new_event_loop()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvferry copies")
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry connector", daemon=True)
@@ -60,7 +63,7 @@ class WorkerSide:
         self._pushing = False  # a push was ever handed in: decode engines have none, and wait for none
         self._behind: set[asyncio.Task[None]] = set()  # what the engine does not wait for
         self._saves: list[Save] = []  # of the step under way
-        self._computed: asyncio.Event | None = None  # set behind it, where somebody waits for that
+        self._step: Step | None = None  # it, where it came with other orders
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -86,17 +89,20 @@ class WorkerSide:
         self._pushing = self._pushing or any(isinstance(order, Begin) for order in now)
         if now:
             # Blocks that a request holds may be another's that are computed in this very step.
-            computed = self._computed = asyncio.Event()
-            self._loop.call_soon_threadsafe(self._begin, now, computed)
+            step = self._step = Step(self._mover.moment())
+            self._loop.call_soon_threadsafe(self._begin, now, step)
 
     def forward_done(self) -> None:
-        """Behind the step's forward pass: what it computed may be copied."""
-        if self._computed is not None:
-            self._loop.call_soon_threadsafe(self._computed.set)
-            self._computed = None
-        if self._saves:
-            saves, self._saves = self._saves, []
-            self._loop.call_soon_threadsafe(self._save, saves)
+        """Behind the step's forward pass: what it computes may be copied when it is there."""
+        step, self._step = self._step, None
+        saves, self._saves = self._saves, []
+        if step is None and not saves:
+            return
+        done = self._mover.moment()
+        if step is not None:
+            self._loop.call_soon_threadsafe(step.ended, done)
+        if saves:
+            self._loop.call_soon_threadsafe(self._save, saves, done)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -129,16 +135,16 @@ class WorkerSide:
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, orders: Sequence[Order], computed: asyncio.Event) -> None:
+    def _begin(self, orders: Sequence[Order], step: Step) -> None:
         for order in orders:
             if isinstance(order, Load):
-                self._run(order.request, self._load(order, computed), partial(self._loaded, order))
+                self._run(order.request, self._load(order, step), partial(self._loaded, order))
             elif isinstance(order, Restore):
-                self._run(order.request, self._restore(order), partial(self._loaded, order))
+                self._run(order.request, self._restore(order, step.begun), partial(self._loaded, order))
             elif isinstance(order, Store):
-                self._run(order.request, self._store(order), partial(self._stored, order))
+                self._run(order.request, self._store(order, step.begun), partial(self._stored, order))
             elif isinstance(order, Begin):
-                push = self._pushes[order.request] = Push(order, received=not order.blocks)
+                push = self._pushes[order.request] = Push(order, step.begun, received=not order.blocks)
                 push.copying.set()
                 self._run(order.request, self._push(push), partial(self._pushed, push))
             elif isinstance(order, Release):
@@ -173,10 +179,10 @@ class WorkerSide:
         """Nothing writes into its blocks any more; the first `good` of them are as they should be."""
         self.reports.add_received(order.request, order.blocks[good or 0 :])
 
-    def _save(self, saves: list[Save]) -> None:
+    def _save(self, saves: list[Save], done: Moment) -> None:
         for save in saves:
             if (push := self._pushes.get(save.request)) is not None and not push.over:
-                push.save = save
+                push.save, push.saved = save, done
                 push.wake.set()
 
     def _release(self, request: str) -> None:
@@ -197,17 +203,17 @@ class WorkerSide:
         """On the copying thread. However often the caller is cancelled, the copy is over when this is."""
         await complete(self._loop.run_in_executor(self._copier, work))
 
-    async def _to_blocks(self, copies: Copies) -> None:
-        await self._copy(copies.to_blocks)
+    async def _to_blocks(self, copies: Copies, after: Moment) -> None:
+        await self._copy(partial(copies.to_blocks, self._mover, after))
         self.moved.loaded_bytes += copies.nbytes
 
-    async def _to_pages(self, copies: Copies) -> None:
-        await self._copy(copies.to_pages)
+    async def _to_pages(self, copies: Copies, after: Moment) -> None:
+        await self._copy(partial(copies.to_pages, self._mover, after))
         self.moved.saved_bytes += copies.nbytes
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    async def _load(self, order: Load, computed: asyncio.Event) -> int:
+    async def _load(self, order: Load, step: Step) -> int:
         held = len(order.held_blocks) * self._blocks.block_tokens
         async with self._lease(order.request, order.name) as lease:
             client = lease.client
@@ -222,14 +228,16 @@ class WorkerSide:
             matched = admitted.matched_tokens
             if matched < held:
                 own = order.held_blocks[matched // self._blocks.block_tokens :]
-                await computed.wait()
+                await step.over.wait()
                 client.check(order.name)  # the pages are still ours
-                await self._to_pages(self._blocks.copies(pool_of(client), admitted.pages, own, matched, held))
+                await self._to_pages(
+                    self._blocks.copies(pool_of(client), admitted.pages, own, matched, held), step.done
+                )
                 client.progress(order.name, held)
             await client.ready(order.name)
             tokens = order.prompt.tokens
             await self._to_blocks(
-                self._blocks.copies(pool_of(client), admitted.pages, order.blocks, order.start, tokens)
+                self._blocks.copies(pool_of(client), admitted.pages, order.blocks, order.start, tokens), step.begun
             )
             client.check(order.name)  # the pages were ours until now
             lease.then(self._finish(client, order.name, tokens))
@@ -237,7 +245,7 @@ class WorkerSide:
             return len(order.blocks)
         return 0
 
-    async def _restore(self, order: Restore) -> int:
+    async def _restore(self, order: Restore, begun: Moment) -> int:
         async with self._lease(order.request, order.name) as lease:
             client, tokens = lease.client, order.prompt.tokens
             admitted = await client.admit(
@@ -251,7 +259,8 @@ class WorkerSide:
             end = min(admitted.local_tokens, tokens - 1)
             if end <= order.start:
                 return 0
-            await self._to_blocks(self._blocks.copies(pool_of(client), admitted.pages, order.blocks, order.start, end))
+            copies = self._blocks.copies(pool_of(client), admitted.pages, order.blocks, order.start, end)
+            await self._to_blocks(copies, begun)
             client.check(order.name)
             if end == tokens - 1:  # else it has pages that nobody filled: it is aborted
                 lease.then(self._finish(client, order.name, tokens))
@@ -259,7 +268,7 @@ class WorkerSide:
             return (end - order.start) // self._blocks.block_tokens
         return 0
 
-    async def _store(self, order: Store) -> None:
+    async def _store(self, order: Store, begun: Moment) -> None:
         async with self._lease(order.request, order.name) as lease:
             client, tokens = lease.client, order.prompt.tokens
             admitted = await client.admit(
@@ -273,7 +282,7 @@ class WorkerSide:
             await client.ready(order.name)
             matched = admitted.matched_tokens
             own = order.blocks[matched // self._blocks.block_tokens :]
-            await self._to_pages(self._blocks.copies(pool_of(client), admitted.pages, own, matched, tokens))
+            await self._to_pages(self._blocks.copies(pool_of(client), admitted.pages, own, matched, tokens), begun)
             lease.then(self._finish(client, order.name, tokens))
             self.moved.stored += 1
 
@@ -319,7 +328,8 @@ class WorkerSide:
         end = min(matched, order.end)
         good = 0
         if end > order.start:
-            await self._to_blocks(self._blocks.copies(pool_of(client), pages, order.blocks, order.start, end))
+            copies = self._blocks.copies(pool_of(client), pages, order.blocks, order.start, end)
+            await self._to_blocks(copies, push.begun)
             client.check(order.name)
             good = (end - order.start) // self._blocks.block_tokens
         push.received = True
@@ -333,7 +343,7 @@ class WorkerSide:
                 push.wake.clear()
                 await push.wake.wait()
                 continue
-            save = push.save
+            save, computed = push.save, push.saved
             end = total if save.tokens >= total else save.tokens // page * page
             if end <= saved:
                 push.save = None
@@ -342,9 +352,10 @@ class WorkerSide:
             copies = self._blocks.copies(pool_of(client), pages, own, saved, end)
             push.copying.clear()
             try:
-                await self._to_pages(copies)
-                if end == total:
-                    await self._copy(partial(self._blocks.wipe_tail, pool_of(client), pages[-1], end))
+                await self._to_pages(copies, computed)
+                if end == total and end % page:
+                    kept = self._blocks.kept(end)
+                    await self._copy(partial(self._mover.mask, pool_of(client), pages[-1], kept))
             finally:
                 push.copying.set()
             client.progress(push.order.name, end)

@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Begin, News, Save
 from kvferry.workers.client import DaemonClient
 from kvferry.workers.requests import DaemonGone
@@ -73,12 +74,27 @@ class Moved:
 
 
 @dataclass(slots=True, eq=False)
+class Step:
+    """One of the engine's, for the orders that came with it."""
+
+    begun: Moment  # what the engine had begun before it
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # its forward pass has been begun, to its end
+    done: Moment = None  # then: it, and what was before it
+
+    def ended(self, done: Moment) -> None:
+        self.done = done
+        self.over.set()
+
+
+@dataclass(slots=True, eq=False)
 class Push:
     """A prompt on its way to the daemon."""
 
     order: Begin
+    begun: Moment  # what the engine had begun before it
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     save: Save | None = None  # the newest
+    saved: Moment = None  # behind the step that computes what it names
     copying: asyncio.Event = field(default_factory=asyncio.Event)  # set: no copy from its blocks runs
     received: bool = True  # nothing is to be loaded for it, or it was reported
     released: bool = False  # its blocks are wanted back

@@ -2,7 +2,7 @@
 # On a machine with one or two NVIDIA GPUs: builds the core, then whole daemons whose pools are on GPUs.
 #   bash bench/gpu/wheels.sh                            on a machine with pip's index: wheels, into build/gpu-wheels
 #   bash bench/gpu/system.sh [OUTPUT_FOLDER] [STEP...]  PYTHON=python3 with torch, transformers, nanobind, cmake
-# STEP: tests; storms, the tests of tiers, transfers and faults on device pools (TEST_DEVICES; without it both GPUs, or the
+# STEP: tests; storms, the tests of tiers, transfers, faults and connectors on device pools (TEST_DEVICES; without it both GPUs, or the
 # one that is there); delta, delta pages from GPU to GPU; slots, the same
 # with two sizes of slots; demo; turns, multi-turn chats with decode-side reuse off and on
 set -uo pipefail
@@ -17,13 +17,13 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 count=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)
 DEVICES=${TEST_DEVICES:-$([ "$count" -gt 1 ] && echo cuda:0,cuda:1 || echo cuda:0)}
 STORM_TESTS="tests/system/test_tiers.py tests/system/test_transfers.py tests/system/test_admission.py tests/system/test_failures.py"
-STORM_TESTS+=" tests/faults/test_processes.py tests/faults/test_lost_workers.py"
+STORM_TESTS+=" tests/faults/test_processes.py tests/faults/test_lost_workers.py tests/connectors/test_worker_side.py"
 # They import openai, msgspec and opentelemetry, which are not needed here: none of their tests has a GPU in it.
 NO_GPU_TESTS="--ignore=tests/system/test_front.py --ignore=tests/system/test_kv_events.py --ignore=tests/system/test_traces.py"
 for step in $STEPS; do
   echo "== $step"
   case $step in
-    tests) timeout 300 $PYTHON -m pytest -q -p no:cacheprovider -m gpu --continue-on-collection-errors --timeout=90 $NO_GPU_TESTS tests/system tests/transfer tests/csrc 2>&1 | tail -60 ;;
+    tests) timeout 300 $PYTHON -m pytest -q -p no:cacheprovider -m gpu --continue-on-collection-errors --timeout=90 $NO_GPU_TESTS tests/system tests/transfer tests/csrc tests/connectors 2>&1 | tail -60 ;;
     delta)
       timeout 200 $PYTHON bench/gpu/delta.py --awake 2>&1 | tee "$OUT_DIR/gpu_delta.txt"
       timeout 200 $PYTHON bench/gpu/delta.py --fragments 8,64,2048 2>&1 | tee -a "$OUT_DIR/gpu_delta.txt"

@@ -1,5 +1,9 @@
-"""Real vLLM processes on this CPU machine: one alone, a pair joined by vLLM's own NixlConnector, or a pair joined by
-kvferry (two daemons and the front end). Used by the scripts beside it.
+"""Real vLLM processes on this machine: one alone, a pair with vLLM's own NixlConnector, or a pair joined by kvferry
+(two daemons and the front end). Used by the scripts beside it.
+
+VLLM_PYTHON   the interpreter that has vLLM          VLLM_MODEL  a model's folder
+VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: prefill on the first, decode on the last; without it vLLM for CPUs
+VLLM_FLAGS    more of the servers' arguments
 """
 
 from __future__ import annotations
@@ -7,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,6 +34,8 @@ MODEL_NAME = "smol"
 START_SECONDS = 600.0
 STOP_SECONDS = 60.0
 BLOCK = 32
+DEVICES = [name for name in os.environ.get("VLLM_DEVICES", "").split(",") if name]
+GPU_SHARE = 0.2  # of a GPU's memory, for each engine
 
 
 class ClusterError(RuntimeError):
@@ -148,6 +155,8 @@ class Cluster:
         for name in ("prefill", "decode"):
             words = ["serve", "--role", name, "--name", name, "--listen", f"127.0.0.1:{ports[name]}", *common]
             words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(name)]
+            if DEVICES:
+                words += ["--device", device_of(name)]
             if name == "decode":
                 words += ["--peer", f"prefill=127.0.0.1:{ports['prefill']}", "--host-bytes", self.spec.host_bytes]
             self._daemon_words[name] = words
@@ -183,6 +192,7 @@ class Cluster:
         words += ["--block-size", str(BLOCK), "--prefix-caching-hash-algo", "sha256_cbor", "--enforce-eager"]
         words += ["--max-model-len", str(self.spec.max_model_len), "--max-num-seqs", "16"]
         words += ["--max-num-batched-tokens", str(self.spec.batch_tokens), "--disable-uvicorn-access-log"]
+        words += shlex.split(os.environ.get("VLLM_FLAGS", ""))
         if blocks:
             words += ["--num-gpu-blocks-override", str(blocks)]
         if transfer is not None:
@@ -195,6 +205,9 @@ class Cluster:
             "OMP_NUM_THREADS": str(self.spec.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
         }
+        if DEVICES:
+            words += ["--gpu-memory-utilization", str(GPU_SHARE)]
+            settings["CUDA_VISIBLE_DEVICES"] = device_of(name).removeprefix("cuda:")
         log = self.folder / f"{name}-{len(self.engines)}.log"
         with log.open("wb") as output:
             popen = subprocess.Popen(
@@ -227,6 +240,10 @@ def model_folder() -> Path:
     """VLLM_MODEL, or SmolLM2-135M-Instruct as the demo of kvferry converts it."""
     named = os.environ.get("VLLM_MODEL")
     return Path(named) if named else converted_model()
+
+
+def device_of(name: str) -> str:
+    return DEVICES[-1] if name == "decode" else DEVICES[0]
 
 
 def free_port() -> int:

@@ -6,10 +6,17 @@ from engine_memory import BLOCK, BLOCK_BYTES, LAYERS, EngineMemory
 from numpy.typing import NDArray
 
 from kvferry.connectors.blocks import BlockMap
+from kvferry.connectors.movers import HostMover, PoolPages
+
+MOVER = HostMover()
 
 
-def new_pool(engine: EngineMemory, pages: int = 6) -> np.ndarray:  # type: ignore[type-arg]
+def new_pool(engine: EngineMemory, pages: int = 6) -> NDArray[np.uint8]:
     return np.full((pages, engine.map.page_bytes), 0xEE, dtype=np.uint8)
+
+
+def pages_of(pool: NDArray[np.uint8]) -> PoolPages:
+    return PoolPages(pool.reshape(-1), pool.__array_interface__["data"][0], *pool.shape)
 
 
 @pytest.mark.parametrize("gap", [0, 24])
@@ -17,14 +24,14 @@ def test_whole_pages_go_there_and_back(gap: int) -> None:
     engine, other = EngineMemory(16, 2, gap), EngineMemory(16, 2, gap, seed=1)
     pool = new_pool(engine)
     pages, blocks = [4, 0, 2], [3, 9, 1, 15, 0, 8]
-    engine.map.copies(pool, pages, blocks, 0, 6 * BLOCK).to_pages()
+    engine.map.copies(pages_of(pool), pages, blocks, 0, 6 * BLOCK).to_pages(MOVER, None)
     for i, page in enumerate(pages):
         assert pool[page].tobytes() == engine.page(blocks[2 * i : 2 * i + 2])
     assert (pool[[1, 3, 5]] == 0xEE).all()
     theirs = [5, 6, 7, 8, 9, 10]
     before = [other.block(n) for n in range(16)]
     between = [layer[:, BLOCK_BYTES:].copy() for layer in other.layers]
-    other.map.copies(pool, pages, theirs, 0, 6 * BLOCK).to_blocks()
+    other.map.copies(pages_of(pool), pages, theirs, 0, 6 * BLOCK).to_blocks(MOVER, None)
     assert [other.block(n) for n in theirs] == [engine.block(n) for n in blocks]
     assert [other.block(n) for n in range(16) if n not in theirs] == [before[n] for n in range(16) if n not in theirs]
     assert all((layer[:, BLOCK_BYTES:] == old).all() for layer, old in zip(other.layers, between, strict=True))
@@ -33,9 +40,9 @@ def test_whole_pages_go_there_and_back(gap: int) -> None:
 def test_a_copy_may_begin_within_a_page_and_end_within_a_block() -> None:
     engine = EngineMemory(16, 2)
     pool = new_pool(engine)
-    copies = engine.map.copies(pool, [1, 3, 5], [7, 2, 11], 3 * BLOCK, 5 * BLOCK + 1)
+    copies = engine.map.copies(pages_of(pool), [1, 3, 5], [7, 2, 11], 3 * BLOCK, 5 * BLOCK + 1)
     assert copies.nbytes == 3 * LAYERS * BLOCK_BYTES
-    copies.to_pages()
+    copies.to_pages(MOVER, None)
     halves = pool.reshape(6, LAYERS, 2, BLOCK_BYTES)
     assert halves[3, :, 1].tobytes() == engine.block(7)
     assert halves[5, :, 0].tobytes() == engine.block(2)
@@ -45,8 +52,8 @@ def test_a_copy_may_begin_within_a_page_and_end_within_a_block() -> None:
 
 def test_nothing_is_a_copy_too() -> None:
     engine = EngineMemory(4)
-    copies = engine.map.copies(new_pool(engine), [0], [], BLOCK, BLOCK)
-    copies.to_blocks()
+    copies = engine.map.copies(pages_of(new_pool(engine)), [0], [], BLOCK, BLOCK)
+    copies.to_blocks(MOVER, None)
     assert copies.nbytes == 0
 
 
@@ -66,22 +73,22 @@ def test_what_is_out_of_bounds_is_named(
 ) -> None:
     engine = EngineMemory(16)
     with pytest.raises((ValueError, IndexError), match=message):
-        engine.map.copies(new_pool(engine), pages, blocks, start, end)
+        engine.map.copies(pages_of(new_pool(engine)), pages, blocks, start, end)
 
 
 def test_a_pool_of_other_pages_is_refused() -> None:
     engine = EngineMemory(4)
-    with pytest.raises(ValueError, match="pool has shape"):
-        engine.map.copies(np.zeros((4, 10), dtype=np.uint8), [0], [0], 0, BLOCK)
+    with pytest.raises(ValueError, match="pool has pages of 10 bytes; a page must have 512"):
+        engine.map.copies(pages_of(np.zeros((4, 10), dtype=np.uint8)), [0], [0], 0, BLOCK)
 
 
 @pytest.mark.parametrize("end", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK])
 def test_behind_the_last_token_of_a_page_nothing_is_left(end: int) -> None:
     engine = EngineMemory(4, 2)
     pool = new_pool(engine)
-    engine.map.copies(pool, [0, 1, 2], [3, 1, 2, 0, 1, 3], 0, 4 * BLOCK + end).to_pages()
+    engine.map.copies(pages_of(pool), [0, 1, 2], [3, 1, 2, 0, 1, 3], 0, 4 * BLOCK + end).to_pages(MOVER, None)
     before = pool.copy()
-    engine.map.wipe_tail(pool, 2, 4 * BLOCK + end)
+    MOVER.mask(pages_of(pool), 2, engine.map.kept(4 * BLOCK + end))
     halves = pool[2].reshape(LAYERS, 2, BLOCK_BYTES)
     assert halves[:, 0].tobytes() == engine.beginning(1, end)
     assert halves[:, 1].tobytes() == engine.beginning(3, end - BLOCK)

@@ -12,7 +12,16 @@ import torch
 
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.vllm_facts import Unfit, block_map, check_config, revision_of, shape_of, weights_revision
+from kvferry.connectors.vllm_facts import (
+    Unfit,
+    block_map,
+    check_config,
+    order_of,
+    revision_of,
+    shape_of,
+    weights_revision,
+)
+from kvferry.connectors.vllm_order import name_of, strided_order
 from kvferry.transfer.geometry import KVGeometry, Layout
 
 BLOCK, HEADS, DIM = 32, 3, 64
@@ -70,7 +79,7 @@ def test_an_engine_that_fits() -> None:
         (Engine(parallel={"pipeline_parallel_size": 4}), "pipeline_parallel_size is 4"),
         (Engine(caching=False), "--enable-prefix-caching"),
         (Engine(algorithm="xxhash"), "'xxhash'; start vLLM with --prefix-caching-hash-algo sha256_cbor"),
-        (Engine(device="cuda"), "the device is 'cuda'"),
+        (Engine(device="xpu"), "the device is 'xpu'; .* one of cpu, cuda"),
         (
             Engine(specs=(FullAttentionSpec(), SlidingWindowSpec())),
             "2 KV cache groups .FullAttentionSpec, Sliding",
@@ -117,7 +126,7 @@ def test_layers_that_share_one_tensor_are_found_by_their_strides() -> None:
     [
         (torch.zeros(10, HEADS, BLOCK, DIM), "must be 49152 bytes"),
         (torch.zeros(10, BLOCK, HEADS, 2 * DIM).transpose(1, 2), "strides"),
-        (torch.zeros(10, HEADS, BLOCK, 2 * DIM, device="meta"), "cache on meta"),
+        (torch.zeros(10, 2, HEADS, BLOCK, DIM), "3 heads, 32 tokens, 128 elements"),
     ],
 )
 def test_blocks_that_are_no_run_of_bytes_are_refused(cache: torch.Tensor, message: str) -> None:
@@ -125,9 +134,48 @@ def test_blocks_that_are_no_run_of_bytes_are_refused(cache: torch.Tensor, messag
         block_map({"l0": cache, "l1": cache}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
 
 
+def test_layers_in_another_order_or_elsewhere_are_refused() -> None:
+    cache = torch.zeros(10, HEADS, BLOCK, 2 * DIM)
+    for other in (torch.zeros(10, HEADS, BLOCK, 2 * DIM, device="meta"), torch.zeros(10, HEADS, BLOCK + 1, 2 * DIM)):
+        with pytest.raises(Unfit, match=r"layer l1: its cache .* that all layers have"):
+            block_map({"l0": cache, "l1": other}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+
+
+@pytest.mark.parametrize("inside", ["HNC", "NHC"])
+def test_of_blocks_on_a_gpu_any_order_that_strides_can_tell_is_taken(inside: str) -> None:
+    """Tensors without memory have strides too."""
+    sizes = {"H": HEADS, "N": BLOCK, "C": 2 * DIM}
+    whole = torch.zeros(2, 10, *(sizes[letter] for letter in inside), device="meta")
+    caches = {f"l{i}": whole[i].permute(0, *(1 + inside.index(letter) for letter in "HNC")) for i in range(2)}
+    order = strided_order(caches["l0"])
+    found = block_map(caches, Engine(device="cuda").kv, Shape(BLOCK, 1, bytes(32)), geometry(1), order)
+    assert (found.blocks, found.strides.tolist()) == (10, [found.block_bytes] * 2)
+    token_of = order.reshape([sizes[letter] for letter in inside] + [4])
+    tokens = np.moveaxis(token_of, inside.index("N"), 0).reshape(BLOCK, -1)
+    assert (tokens == np.arange(BLOCK)[:, None]).all()
+
+
+def test_engines_have_the_same_name_where_a_block_has_the_same_bytes() -> None:
+    def name(layout: str, cache_dtype: str = "auto") -> str:
+        config = Engine(device="cuda").vllm
+        config.cache_config.cache_dtype = cache_dtype
+        config.cache_config.get_resolved_kv_cache_layout = lambda: SimpleNamespace(name=layout)
+        return name_of(config, FullAttentionSpec())
+
+    assert name("LBNHC") == name("BLNHC") == "vllm cuda NHC"
+    assert len({name("LBNHC"), name("LBHNC"), name("LBNHC", "fp8_e4m3"), name("LBNHC", "fp8_e5m2")}) == 4
+
+
+@pytest.mark.parametrize("cache", [torch.zeros(10, HEADS, 2, BLOCK, DIM), torch.zeros(10, 5)])
+def test_an_order_that_strides_do_not_tell_is_refused(cache: torch.Tensor) -> None:
+    with pytest.raises(Unfit, match="does not know how this engine's attention keeps its blocks"):
+        order_of(Engine(device="cuda").vllm, Engine().kv, {"l0": cache})
+
+
 def test_a_layer_without_a_cache_is_refused() -> None:
+    cache = torch.zeros(10, HEADS, BLOCK, 2 * DIM)
     with pytest.raises(Unfit, match="layer l1 has no KV cache"):
-        block_map({"l0": torch.zeros(1)}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+        block_map({"l0": cache}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
 
 
 def test_weights_that_differ_anywhere_have_another_revision(tmp_path: Path) -> None:

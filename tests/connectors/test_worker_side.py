@@ -1,5 +1,5 @@
 """The worker's half against real daemons (gRPC, NIXL over TCP): what arrives in the engine's blocks, and what is
-reported when daemons fail."""
+reported when daemons fail. With TEST_DEVICES=cuda:0 the engines' blocks and the daemons' pools are on that GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 import grpc
 import numpy as np
 import pytest
-from engine_memory import BLOCK, HEAD_DIM, HEADS, LAYERS, EngineMemory
+from devices import DeviceStack, chosen
+from engine_memory import BLOCK, HEAD_DIM, HEADS, LAYERS, EngineMemory, held_bytes
 
 from kvferry.connectors.lookups import PinLookups
 from kvferry.connectors.orders import (
@@ -66,7 +67,11 @@ class Pair:
         self.start("prefill")
         address = self.addresses["prefill"]
         self.start("decode", "--peer", f"p={address}", "--host-bytes", "64KiB")
-        self.engines = {role: EngineMemory(64, PER_PAGE, seed=seed) for seed, role in enumerate(self.daemons)}
+        devices = {"prefill": chosen()[:1], "decode": chosen()[-1:]}
+        self.engines = {
+            role: EngineMemory(64, PER_PAGE, seed=seed, device=next(iter(devices[role]), None))
+            for seed, role in enumerate(self.daemons)
+        }
         self.sides = {role: self.side(role) for role in self.daemons}
         for side in self.sides.values():
             side.start()
@@ -92,7 +97,9 @@ class Pair:
     def side(self, role: str, facts: NamespaceFacts = FACTS) -> WorkerSide:
         settings = self.settings(role)
         number = common_pb2.ROLE_PREFILL if role == "prefill" else common_pb2.ROLE_DECODE
-        return WorkerSide(settings, self.engines[role].map, connector_of(settings, number, facts.to_proto(), role))
+        engine = self.engines[role]
+        connect = connector_of(settings, number, facts.to_proto(), role, engine.mover)
+        return WorkerSide(settings, engine.map, engine.mover, connect)
 
     def give(self, role: str, *orders: Order, preempted: tuple[str, ...] = ()) -> None:
         """One step."""
@@ -111,7 +118,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with Stack() as stack:
+    with DeviceStack() as stack:
         made = Pair(stack)
         try:
             prompt, name = new_prompt(PAGE), new_name()
@@ -233,8 +240,7 @@ def test_a_prompt_arrives_in_the_decode_engines_blocks(pair: Pair) -> None:
 def test_what_the_decode_engine_holds_does_not_travel_and_the_daemon_gets_it_from_there(pair: Pair) -> None:
     prompt = new_prompt(4 * PAGE)
     for i in range(5):  # the engines agree on what both hold: two pages and the first block of the third
-        for layer, other in zip(pair.engines["prefill"].layers, pair.engines["decode"].layers, strict=True):
-            other[30 + i] = layer[10 + i]
+        pair.engines["decode"].take_from(pair.engines["prefill"], 10 + i, 30 + i)
     before = pair.stats("decode").transfers.delta_pages
     assert exchange(pair, "a", new_name(), prompt, range(10, 18), range(30, 38), 2 * PAGE, 2 * PAGE + BLOCK) == set()
     assert same(pair, range(10, 18), range(30, 38))
@@ -395,10 +401,10 @@ def test_a_lease_that_fails_before_the_held_blocks_are_there_gets_none_of_them(p
     client = side._sessions.client
     assert client is not None
     until(lambda: client._requests[name].failure is not None)
-    before = pool_of(client).copy()
+    before = held_bytes(pool_of(client).memory)
     side.forward_done()
     assert received(side, "a") == {42, 43}
-    assert (pool_of(client) == before).all(), "its pages were another's already"
+    assert (held_bytes(pool_of(client).memory) == before).all(), "its pages were another's already"
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
 
 
@@ -513,8 +519,9 @@ def test_daemons_that_die_fail_what_runs_and_serve_again_when_they_are_back(pair
 
 def test_without_a_daemon_an_engine_starts_all_the_same(pair: Pair) -> None:
     settings = Settings(f"{pair.stack.folder}/nobody.sock", connect_seconds=0.3)
-    connect = connector_of(settings, common_pb2.ROLE_DECODE, FACTS.to_proto(), "alone")
-    side = WorkerSide(settings, pair.engines["decode"].map, connect)
+    engine = pair.engines["decode"]
+    connect = connector_of(settings, common_pb2.ROLE_DECODE, FACTS.to_proto(), "alone", engine.mover)
+    side = WorkerSide(settings, engine.map, engine.mover, connect)
     side.start()
     try:
         side.take(Orders([Load("a", new_name(), new_prompt(PAGE), "p", 0, (), (1, 2))]))
