@@ -1,0 +1,127 @@
+"""Copies between a vLLM engine's blocks and the daemon's pool on the same GPU, as kvferry's connector makes them.
+
+python bench/gpu/engine_copies.py [--runs 15] [--device 0]
+
+For each shape the blocks of some prompts, scattered over a KV cache in vLLM's layout LBNHC, go to scattered pages of a pool
+and back: time from the list of block ids to the end of the copy, beside one plain copy of as many bytes within the GPU
+(the limit) and a copy a block and layer (the driver's loop), measured in the same run. Every byte is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvferry._core import GpuCopyEngine
+from kvferry.connectors.blocks import BlockMap
+from kvferry.connectors.gpu_mover import GpuMover
+from kvferry.connectors.movers import PoolPages
+
+
+class Shape(NamedTuple):
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    blocks: int  # copied
+
+    @property
+    def block_bytes(self) -> int:
+        return self.kv_heads * self.block_tokens * 2 * self.head_dim * 2  # keys and values, two bytes each
+
+
+SHAPES = [
+    Shape("LLaMA-8B, a chunk of 2,048 tokens", 32, 8, 128, 16, 128),
+    Shape("LLaMA-8B, a prompt of 16,384", 32, 8, 128, 16, 1024),
+    Shape("Qwen2.5-0.5B, 2,048 tokens", 24, 2, 64, 16, 128),
+    Shape("Qwen2.5-0.5B, 16,384 tokens", 24, 2, 64, 16, 1024),
+]
+
+
+def median(work: Callable[[], object], runs: int) -> float:
+    """Seconds."""
+    times = []
+    for _ in range(runs + 2):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[2:])
+
+
+def measure(shape: Shape, device: int, runs: int) -> str:
+    where = torch.device("cuda", device)
+    random = np.random.default_rng(0)
+    total = 2 * shape.blocks
+    cache = torch.randint(0, 255, (shape.layers, total, shape.block_bytes), dtype=torch.uint8, device=where)
+    blocks = BlockMap(
+        np.array([layer.data_ptr() for layer in cache], dtype=np.int64),
+        np.full(shape.layers, shape.block_bytes, dtype=np.int64),
+        shape.block_bytes,
+        total,
+        shape.block_tokens,
+        1,
+        np.zeros(shape.block_bytes, dtype=np.int32),
+    )
+    memory = torch.zeros(total * blocks.page_bytes, dtype=torch.uint8, device=where)
+    pool = PoolPages(memory, memory.data_ptr(), total, blocks.page_bytes)
+    own, others = random.permutation(total)[: shape.blocks], random.permutation(total)[: shape.blocks]
+    pages = random.permutation(total)[: shape.blocks].tolist()
+    end = shape.blocks * shape.block_tokens
+    mover, engine = GpuMover(where), GpuCopyEngine(device)
+
+    def to_pages() -> None:
+        blocks.copies(pool, pages, own.tolist(), 0, end).to_pages(mover, mover.moment())
+
+    def to_blocks() -> None:
+        blocks.copies(pool, pages, others.tolist(), 0, end).to_blocks(mover, mover.moment())
+
+    wanted = cache[:, own].clone()
+    to_pages()
+    to_blocks()
+    right = bool((cache[:, others] == wanted).all())
+    copies = blocks.copies(pool, pages, own.tolist(), 0, end)
+    one, other = memory[: copies.nbytes], torch.empty(copies.nbytes, dtype=torch.uint8, device=where)
+
+    def plain() -> None:
+        other.copy_(one)
+        torch.cuda.synchronize()
+
+    def loop() -> None:
+        engine.copy_list_on_device(copies.pages, copies.blocks, copies.sizes, strategy="loop").wait()
+
+    there, back = median(to_pages, runs), median(to_blocks, runs)
+    limit, apart = median(plain, runs), median(loop, max(3, runs // 3))
+    return (
+        f"{shape.name:34} {copies.nbytes / 2**20:7.0f} {shape.block_bytes / 1024:7.0f} {len(copies.sizes):9}"
+        f" {there * 1e6:9.0f} {copies.nbytes / there / 1e9:6.0f} {back * 1e6:9.0f} {copies.nbytes / back / 1e9:6.0f}"
+        f" {limit * 1e6:9.0f} {limit / there:6.0%} {apart / there:6.1f}  {'right' if right else 'WRONG'}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--device", type=int, default=0)
+    args = parser.parse_args()
+    torch.cuda.set_device(args.device)
+    print(f"{torch.cuda.get_device_name(args.device)}, torch {torch.__version__}, medians of {args.runs}")
+    print(
+        f"{'shape':34} {'MiB':>7} {'KiB':>7} {'copies':>9} {'to pages':>9} {'GB/s':>6} {'to blocks':>9} {'GB/s':>6}"
+        f" {'plain us':>9} {'of it':>6} {'x loop':>6}  bytes"
+    )
+    lines = [measure(shape, args.device, args.runs) for shape in SHAPES]
+    print("\n".join(lines))
+    return 1 if any(line.endswith("WRONG") for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
