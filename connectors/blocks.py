@@ -1,4 +1,4 @@
-"""An engine's KV blocks and the daemon's pages: the list of copies between them.
+"""An engine's KV blocks and the daemon's pages: which belongs where.
 
 A page of Layout.ENGINE is, layer by layer, its blocks' bytes as the engine has them.
 """
@@ -7,30 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.connectors.movers import Moment, Mover, PoolPages
+if TYPE_CHECKING:
+    import torch
+
+Memory: TypeAlias = "NDArray[np.uint8] | torch.Tensor"
+"""uint8, one-dimensional, of the host or of a GPU."""
 
 
-class Copies(NamedTuple):
-    """Addresses and sizes of equal length, int64."""
+class PoolPages(NamedTuple):
+    """The daemon's pool, writable: page p is the bytes [p * page_bytes, (p + 1) * page_bytes) of `memory`."""
 
-    pages: NDArray[np.int64]
+    memory: Memory
+    address: int
+    pages: int
+    page_bytes: int
+
+    @staticmethod
+    def of(memory: Memory, pages: int) -> PoolPages:
+        address = memory.__array_interface__["data"][0] if isinstance(memory, np.ndarray) else memory.data_ptr()
+        return PoolPages(memory, address, pages, len(memory) // pages)
+
+
+class Places(NamedTuple):
+    """Of each block the page that it belongs to and its number there; int64, of equal length."""
+
     blocks: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.sizes.sum())
-
-    def to_blocks(self, mover: Mover, after: Moment) -> None:
-        mover.copy(self.blocks, self.pages, self.sizes, after)
-
-    def to_pages(self, mover: Mover, after: Moment) -> None:
-        mover.copy(self.pages, self.blocks, self.sizes, after)
+    pages: NDArray[np.int64]
+    numbers: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,11 @@ class BlockMap:
             )
 
     @property
+    def row_bytes(self) -> int:
+        """Of a block in all layers."""
+        return len(self.bases) * self.block_bytes
+
+    @property
     def page_bytes(self) -> int:
         return len(self.bases) * self.blocks_per_page * self.block_bytes
 
@@ -69,7 +82,7 @@ class BlockMap:
     def page_size(self) -> int:
         return self.blocks_per_page * self.block_tokens
 
-    def copies(self, pool: PoolPages, pages: Sequence[int], block_ids: Sequence[int], start: int, end: int) -> Copies:
+    def places(self, pool: PoolPages, pages: Sequence[int], block_ids: Sequence[int], start: int, end: int) -> Places:
         """Of tokens [start, end): pages[i] is the prompt's page i, block_ids[0] the block that begins at token
         `start`. ValueError or IndexError before anything is copied.
         """
@@ -86,12 +99,17 @@ class BlockMap:
         for name, ids, bound in (("pages", page_ids, pool.pages), ("block_ids", blocks, self.blocks)):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < bound:
                 raise IndexError(f"{name}: {int(ids.min())} to {int(ids.max())}; they must be 0 to {bound - 1}")
+        return Places(blocks, page_ids, index % self.blocks_per_page)
+
+    def addresses(
+        self, pool: PoolPages, places: Places
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(in blocks, in pages, sizes) of the runs of bytes that are one block's of one layer."""
         layers = np.arange(len(self.bases), dtype=np.int64)[:, None]
-        in_page = (layers * self.blocks_per_page + index % self.blocks_per_page) * self.block_bytes
-        page_addresses = pool.address + page_ids * self.page_bytes + in_page
-        block_addresses = self.bases[:, None] + blocks * self.strides[:, None]
-        sizes = np.full(page_addresses.size, self.block_bytes, dtype=np.int64)
-        return Copies(page_addresses.ravel(), block_addresses.ravel(), sizes)
+        in_page = (layers * self.blocks_per_page + places.numbers) * self.block_bytes
+        in_pages = pool.address + places.pages * self.page_bytes + in_page
+        in_blocks = self.bases[:, None] + places.blocks * self.strides[:, None]
+        return in_blocks.ravel(), in_pages.ravel(), np.full(in_pages.size, self.block_bytes, dtype=np.int64)
 
     def kept(self, end: int) -> NDArray[np.uint8]:
         """(page_bytes,): 0xFF for each byte of the page that holds the last of `end` tokens which is one of theirs, 0

@@ -4,13 +4,13 @@ is for a GPU."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import _core
-from kvferry.workers.rank_pools import Memory, RankPools
+from kvferry.connectors.blocks import BlockMap, Memory, Places, PoolPages
 
 if TYPE_CHECKING:
     import torch
@@ -19,39 +19,29 @@ Moment: TypeAlias = "torch.cuda.Event | None"
 """What an engine had begun to compute at some time; None: it is computed."""
 
 
-class PoolPages(NamedTuple):
-    """The daemon's pool, writable: page p is the bytes [p * page_bytes, (p + 1) * page_bytes) of `memory`."""
-
-    memory: Memory
-    address: int
-    pages: int
-    page_bytes: int
-
-
 class Mover(Protocol):
+    """Of one engine's blocks. Copies begin when what the engine had begun before `after` is computed, and are over when
+    the call returns."""
+
     def moment(self) -> Moment:
         """Now. Called on the thread that tells the engine what to compute; waits for nothing."""
 
     def misfit(self, memories: Sequence[Memory]) -> str:
         """Why a daemon with such memories, one a rank, cannot be used; empty where it can."""
 
-    def copy(self, to: NDArray[np.int64], of: NDArray[np.int64], sizes: NDArray[np.int64], after: Moment) -> None:
-        """sizes[i] bytes from address of[i] to to[i], when what was begun before `after` is computed. They are there
-        when this returns."""
+    def to_pages(self, pool: PoolPages, places: Places, after: Moment) -> None: ...
+
+    def to_blocks(self, pool: PoolPages, places: Places, after: Moment) -> None: ...
 
     def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
-        """Of the page's bytes only the bits of `kept`, (page_bytes,), stay, when this returns."""
-
-
-def pool_pages(pools: RankPools) -> PoolPages:
-    """Of a daemon with one rank."""
-    memory = pools.memories[0]
-    address = memory.__array_interface__["data"][0] if isinstance(memory, np.ndarray) else memory.data_ptr()
-    return PoolPages(memory, address, pools.pages, len(memory) // pools.pages)
+        """Of the page's bytes only the bits of `kept`, (page_bytes,), stay."""
 
 
 class HostMover:
     """Its engine has computed a step when it says so."""
+
+    def __init__(self, blocks: BlockMap) -> None:
+        self._blocks = blocks
 
     def moment(self) -> Moment:
         return None
@@ -61,8 +51,13 @@ class HostMover:
             return ""
         return "the daemon's pool is no shared memory of one rank: start it without --device"
 
-    def copy(self, to: NDArray[np.int64], of: NDArray[np.int64], sizes: NDArray[np.int64], after: Moment) -> None:
-        _core.copy_list(to, of, sizes)
+    def to_pages(self, pool: PoolPages, places: Places, after: Moment) -> None:
+        in_blocks, in_pages, sizes = self._blocks.addresses(pool, places)
+        _core.copy_list(in_pages, in_blocks, sizes)
+
+    def to_blocks(self, pool: PoolPages, places: Places, after: Moment) -> None:
+        in_blocks, in_pages, sizes = self._blocks.addresses(pool, places)
+        _core.copy_list(in_blocks, in_pages, sizes)
 
     def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
         assert isinstance(pool.memory, np.ndarray)

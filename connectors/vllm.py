@@ -156,7 +156,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         order = vllm_facts.order_of(self._vllm_config, self._kv_cache_config, kv_caches)
         blocks = vllm_facts.block_map(kv_caches, self._kv_cache_config, self._shape, self._facts.geometry, order)
-        mover = vllm_facts.mover_of(kv_caches, self._kv_cache_config)
+        mover = vllm_facts.mover_of(kv_caches, self._kv_cache_config, blocks)
         engine = self._vllm_config.kv_transfer_config.engine_id or "engine"
         connect = connector_of(self._settings, self._daemon_role, self._facts.to_proto(), f"vllm {engine}"[:128], mover)
         self._worker = WorkerSide(self._settings, blocks, mover, connect)

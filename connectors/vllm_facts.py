@@ -181,15 +181,15 @@ def order_of(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) 
         raise Unfit(f"{error}: the connector does not know how this engine's attention keeps its blocks") from error
 
 
-def mover_of(kv_caches: dict[str, Any], kv_cache_config: Any) -> Mover:
+def mover_of(kv_caches: dict[str, Any], kv_cache_config: Any, blocks: BlockMap) -> Mover:
     """For where the engine's blocks are. Unfit where kvferry cannot copy there."""
     device = _cache_of(kv_caches, kv_cache_config.kv_cache_groups[0].layer_names[0]).device
     if device.type == "cpu":
-        return HostMover()
+        return HostMover(blocks)
     from kvferry.connectors.gpu_mover import GpuMover
 
     try:
-        return GpuMover(device)
+        return GpuMover(blocks, device)
     except OSError as error:
         raise Unfit(f"kvferry cannot copy on the engine's GPU: {error}") from error
 

@@ -36,7 +36,8 @@ def strided_order(cache: Any) -> NDArray[np.int32]:
         raise ValueError(f"a KV cache of shape {tuple(cache.shape)} is not (blocks, heads, tokens, elements)")
     _, heads, tokens, elements = cache.shape
     numbers = np.broadcast_to(np.arange(tokens, dtype=np.int32)[:, None], (heads, tokens, elements))
-    return numbers.transpose(_outer_first(cache)).reshape(-1).repeat(cache.element_size())
+    order: NDArray[np.int32] = numbers.transpose(_outer_first(cache)).reshape(-1)
+    return order.repeat(int(cache.element_size()))
 
 
 def _outer_first(cache: Any) -> list[int]:

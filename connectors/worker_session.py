@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from kvferry.connectors.movers import Mover, PoolPages, pool_pages
+from kvferry.connectors.blocks import PoolPages
+from kvferry.connectors.movers import Mover
 from kvferry.connectors.settings import Settings
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
@@ -30,7 +31,7 @@ class Refused(RuntimeError):
 
 
 def pool_of(client: DaemonClient) -> PoolPages:
-    return pool_pages(client.pools)
+    return PoolPages.of(client.pools.memories[0], client.pools.pages)
 
 
 def connector_of(

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from kvferry.connectors.blocks import BlockMap, Copies
+from kvferry.connectors.blocks import BlockMap, Places, PoolPages
 from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import (
     Begin,
@@ -203,13 +203,15 @@ class WorkerSide:
         """On the copying thread. However often the caller is cancelled, the copy is over when this is."""
         await complete(self._loop.run_in_executor(self._copier, work))
 
-    async def _to_blocks(self, copies: Copies, after: Moment) -> None:
-        await self._copy(partial(copies.to_blocks, self._mover, after))
-        self.moved.loaded_bytes += copies.nbytes
+    async def _to_blocks(self, pool: PoolPages, places: Places, after: Moment) -> None:
+        """What the engine had begun before `after` may still use the blocks."""
+        await self._copy(partial(self._mover.to_blocks, pool, places, after))
+        self.moved.loaded_bytes += len(places.blocks) * self._blocks.row_bytes
 
-    async def _to_pages(self, copies: Copies, after: Moment) -> None:
-        await self._copy(partial(copies.to_pages, self._mover, after))
-        self.moved.saved_bytes += copies.nbytes
+    async def _to_pages(self, pool: PoolPages, places: Places, after: Moment) -> None:
+        """What the engine had begun before `after` computes the blocks."""
+        await self._copy(partial(self._mover.to_pages, pool, places, after))
+        self.moved.saved_bytes += len(places.blocks) * self._blocks.row_bytes
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
@@ -230,15 +232,14 @@ class WorkerSide:
                 own = order.held_blocks[matched // self._blocks.block_tokens :]
                 await step.over.wait()
                 client.check(order.name)  # the pages are still ours
-                await self._to_pages(
-                    self._blocks.copies(pool_of(client), admitted.pages, own, matched, held), step.done
-                )
+                pool = pool_of(client)
+                places = self._blocks.places(pool, admitted.pages, own, matched, held)
+                await self._to_pages(pool, places, step.done)
                 client.progress(order.name, held)
             await client.ready(order.name)
-            tokens = order.prompt.tokens
-            await self._to_blocks(
-                self._blocks.copies(pool_of(client), admitted.pages, order.blocks, order.start, tokens), step.begun
-            )
+            pool, tokens = pool_of(client), order.prompt.tokens
+            places = self._blocks.places(pool, admitted.pages, order.blocks, order.start, tokens)
+            await self._to_blocks(pool, places, step.begun)
             client.check(order.name)  # the pages were ours until now
             lease.then(self._finish(client, order.name, tokens))
             self.moved.loads += 1
@@ -259,8 +260,9 @@ class WorkerSide:
             end = min(admitted.local_tokens, tokens - 1)
             if end <= order.start:
                 return 0
-            copies = self._blocks.copies(pool_of(client), admitted.pages, order.blocks, order.start, end)
-            await self._to_blocks(copies, begun)
+            pool = pool_of(client)
+            places = self._blocks.places(pool, admitted.pages, order.blocks, order.start, end)
+            await self._to_blocks(pool, places, begun)
             client.check(order.name)
             if end == tokens - 1:  # else it has pages that nobody filled: it is aborted
                 lease.then(self._finish(client, order.name, tokens))
@@ -280,9 +282,9 @@ class WorkerSide:
                 held_tokens=tokens,
             )
             await client.ready(order.name)
-            matched = admitted.matched_tokens
+            pool, matched = pool_of(client), admitted.matched_tokens
             own = order.blocks[matched // self._blocks.block_tokens :]
-            await self._to_pages(self._blocks.copies(pool_of(client), admitted.pages, own, matched, tokens), begun)
+            await self._to_pages(pool, self._blocks.places(pool, admitted.pages, own, matched, tokens), begun)
             lease.then(self._finish(client, order.name, tokens))
             self.moved.stored += 1
 
@@ -328,8 +330,9 @@ class WorkerSide:
         end = min(matched, order.end)
         good = 0
         if end > order.start:
-            copies = self._blocks.copies(pool_of(client), pages, order.blocks, order.start, end)
-            await self._to_blocks(copies, push.begun)
+            pool = pool_of(client)
+            places = self._blocks.places(pool, pages, order.blocks, order.start, end)
+            await self._to_blocks(pool, places, push.begun)
             client.check(order.name)
             good = (end - order.start) // self._blocks.block_tokens
         push.received = True
@@ -349,13 +352,14 @@ class WorkerSide:
                 push.save = None
                 continue
             own = save.blocks[saved // self._blocks.block_tokens :]
-            copies = self._blocks.copies(pool_of(client), pages, own, saved, end)
+            pool = pool_of(client)
+            places = self._blocks.places(pool, pages, own, saved, end)
             push.copying.clear()
             try:
-                await self._to_pages(copies, computed)
+                await self._to_pages(pool, places, computed)
                 if end == total and end % page:
                     kept = self._blocks.kept(end)
-                    await self._copy(partial(self._mover.mask, pool_of(client), pages[-1], kept))
+                    await self._copy(partial(self._mover.mask, pool, pages[-1], kept))
             finally:
                 push.copying.set()
             client.progress(push.order.name, end)

@@ -256,13 +256,6 @@ void bind_cuda(nb::module_& m) {
            },
            "dst_addresses"_a, "src_addresses"_a, "sizes"_a, "stream"_a = nb::none(), "strategy"_a = "batch",
            nb::keep_alive<0, 1>())
-      .def("copy_list_on_device",  // as to the host: what is read is the GPU's, and read when the stream gets there
-           [](Engine& self, const Integers& dst, const Integers& src, const Integers& sizes, std::optional<int64_t> stream,
-              const std::string& strategy) {
-             return copy_list(self, dst, src, sizes, CopyDirection::kToHost, stream, strategy);
-           },
-           "dst_addresses"_a, "src_addresses"_a, "sizes"_a, "stream"_a = nb::none(), "strategy"_a = "batch",
-           nb::keep_alive<0, 1>())
       .def("can", [](Engine& self, const std::string& strategy) { return self.get().can(strategy_named(strategy)); },
            "strategy"_a)
       .def("busy", [](Engine& self) { return self.get().busy(); }, nb::call_guard<nb::gil_scoped_release>())

@@ -1,6 +1,6 @@
 """The published workload through the synthetic engine: the baseline as it was fitted, and reuse as a prediction.
 
-    python bench/e2e/published.py                               # the whole of it: 1,000 requests, in real time / 3
+    python bench/e2e/published.py                               # the whole of it: 1,000 requests, in real time / 1.5
     python bench/e2e/published.py --fewer 10                    # a tenth of the tokens, the same times for each request
     python bench/e2e/published.py --simulate                    # parameters +-25 % by simulation alone, in seconds
 
@@ -29,6 +29,11 @@ from kvferry.workers.engine_model import EngineModel, read_engine_model
 
 PREFILL_PAGES = 262_144  # each; nothing is evicted there
 CAP = 64
+KINDS = {  # of runs: what they are called, reuse, how many requests may run
+    "off": ("kvferry, reuse off", "off", 0),
+    "on": ("kvferry, reuse on: predicted", "on", 0),
+    "cap": (f"kvferry, reuse on, at most {CAP} running", "on", CAP),
+}
 FITTED = ("prefill_tokens_per_s", "decode_step_ms", "decode_context_ns", "transfer_gb_per_s")
 FIXED_SHARES = (0.1, 0.25, 0.5, 0.6, 0.75)
 
@@ -101,12 +106,14 @@ def _pair(what: str, model: EngineModel, sizes: Sizes, cap: int) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=SIZES.requests)
-    parser.add_argument("--clock", type=float, default=3.0)
+    parser.add_argument("--clock", type=float, default=1.5)
     parser.add_argument("--fewer", type=int, default=1, metavar="N", help="tokens, N times; each N times slower")
     parser.add_argument("--engine", type=Path, default=FILE)
     parser.add_argument("--runs", default="off,on,cap", help="of: off, on, cap (default: all)")
     parser.add_argument("--simulate", action="store_true", help="no run, only the sensitivity")
     given = parser.parse_args(words)
+    if unknown := sorted(set(given.runs.split(",")) - KINDS.keys()):
+        parser.error(f"--runs: {unknown[0]!r} is none of {', '.join(KINDS)}")
     model = read_engine_model(given.engine)
     sizes = replace(SIZES, requests=given.requests)
     print(
@@ -128,11 +135,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def measured_rows(model: EngineModel, sizes: Sizes, given: argparse.Namespace) -> Iterator[str]:
-    kinds = {
-        "off": (f"kvferry, reuse off, {sizes.requests} requests", "off", 0),
-        "on": ("kvferry, reuse on: predicted", "on", 0),
-        "cap": (f"kvferry, reuse on, at most {CAP} running", "on", CAP),
-    }
     rows: list[Row] = []
     notes: list[str] = []
     model, sizes = scaled(model, sizes, given.fewer)
@@ -143,7 +145,7 @@ def measured_rows(model: EngineModel, sizes: Sizes, given: argparse.Namespace) -
     engine = Path(folder.name) / "engine.json"
     engine.write_text(model.json())
     for kind in given.runs.split(","):
-        what, reuse, cap = kinds[kind]
+        what, reuse, cap = KINDS[kind]
         began = time.perf_counter()
         measured = run(
             Setup(

@@ -4,7 +4,7 @@ python bench/gpu/engine_copies.py [--runs 15] [--device 0]
 
 For each shape the blocks of a prompt, scattered over a KV cache in vLLM's layout LBNHC, go to scattered pages of a pool
 and back: time from the list of block ids to the end of the copy, beside one plain copy of as many bytes within the GPU
-(the limit) and a copy for each block and layer (the driver's loop), measured in the same run. Every byte is checked.
+(the limit) and torch's indexing layer by layer, measured in the same run. Every byte is checked.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvferry._core import GpuCopyEngine
-from kvferry.connectors.blocks import BlockMap
+from kvferry.connectors.blocks import BlockMap, PoolPages
 from kvferry.connectors.gpu_mover import GpuMover
-from kvferry.connectors.movers import PoolPages
 
 
 class Shape(NamedTuple):
@@ -76,34 +74,38 @@ def measure(shape: Shape, device: int, runs: int) -> str:
     own, others = random.permutation(total)[: shape.blocks], random.permutation(total)[: shape.blocks]
     pages = random.permutation(total)[: shape.blocks].tolist()
     end = shape.blocks * shape.block_tokens
-    mover, engine = GpuMover(where), GpuCopyEngine(device)
+    mover = GpuMover(blocks, where)
 
     def to_pages() -> None:
-        blocks.copies(pool, pages, own.tolist(), 0, end).to_pages(mover, mover.moment())
+        mover.to_pages(pool, blocks.places(pool, pages, own.tolist(), 0, end), mover.moment())
 
     def to_blocks() -> None:
-        blocks.copies(pool, pages, others.tolist(), 0, end).to_blocks(mover, mover.moment())
+        mover.to_blocks(pool, blocks.places(pool, pages, others.tolist(), 0, end), mover.moment())
 
     wanted = cache[:, own].clone()
     to_pages()
     to_blocks()
     right = bool((cache[:, others] == wanted).all())
-    copies = blocks.copies(pool, pages, own.tolist(), 0, end)
-    one, other = memory[: copies.nbytes], torch.empty(copies.nbytes, dtype=torch.uint8, device=where)
+    nbytes = shape.blocks * blocks.row_bytes
+    one, other = memory[:nbytes], torch.empty(nbytes, dtype=torch.uint8, device=where)
+    by_page = memory.view(total, shape.layers, shape.block_bytes)
+    own_ids, page_ids = torch.from_numpy(own).to(where), torch.tensor(pages, device=where)
 
     def plain() -> None:
         other.copy_(one)
         torch.cuda.synchronize()
 
-    def loop() -> None:
-        engine.copy_list_on_device(copies.pages, copies.blocks, copies.sizes, strategy="loop").wait()
+    def by_layer() -> None:
+        for layer in range(shape.layers):
+            by_page[page_ids, layer] = cache[layer, own_ids]
+        torch.cuda.synchronize()
 
     there, back = median(to_pages, runs), median(to_blocks, runs)
-    limit, apart = median(plain, runs), median(loop, max(3, runs // 3))
+    limit, apart = median(plain, runs), median(by_layer, runs)
     return (
-        f"{shape.name:34} {copies.nbytes / 2**20:7.0f} {shape.block_bytes / 1024:7.0f} {len(copies.sizes):9}"
-        f" {there * 1e6:9.0f} {copies.nbytes / there / 1e9:6.0f} {back * 1e6:9.0f} {copies.nbytes / back / 1e9:6.0f}"
-        f" {limit * 1e6:9.0f} {limit / there:6.0%} {apart / there:6.1f}  {'right' if right else 'WRONG'}"
+        f"{shape.name:34} {nbytes / 2**20:7.0f} {shape.block_bytes / 1024:7.0f} {shape.blocks * shape.layers:9}"
+        f" {there * 1e6:9.0f} {nbytes / there / 1e9:6.0f} {back * 1e6:9.0f} {nbytes / back / 1e9:6.0f}"
+        f" {limit * 1e6:9.0f} {limit / there:6.0%} {apart / there:7.1f}  {'right' if right else 'WRONG'}"
     )
 
 
@@ -115,8 +117,8 @@ def main() -> int:
     torch.cuda.set_device(args.device)
     print(f"{torch.cuda.get_device_name(args.device)}, torch {torch.__version__}, medians of {args.runs}")
     print(
-        f"{'shape':34} {'MiB':>7} {'KiB':>7} {'copies':>9} {'to pages':>9} {'GB/s':>6} {'to blocks':>9} {'GB/s':>6}"
-        f" {'plain us':>9} {'of it':>6} {'x loop':>6}  bytes"
+        f"{'shape':34} {'MiB':>7} {'KiB':>7} {'places':>9} {'to pages':>9} {'GB/s':>6} {'to blocks':>9} {'GB/s':>6}"
+        f" {'plain us':>9} {'of it':>6} {'x torch':>7}  bytes"
     )
     lines = [measure(shape, args.device, args.runs) for shape in SHAPES]
     print("\n".join(lines))

@@ -488,15 +488,6 @@ class GpuCopyEngine:
         stream: int | None = None,
         strategy: Literal["batch", "loop"] = "batch",
     ) -> GpuCopy: ...
-    def copy_list_on_device(
-        self,
-        dst_addresses: NDArray[np.int64],
-        src_addresses: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        stream: int | None = None,
-        strategy: Literal["batch", "loop"] = "batch",
-    ) -> GpuCopy:
-        """As `copy_list_to_host`, both ends in memory of GPUs."""
     def can(self, strategy: CopyStrategy) -> bool:
         """Whether the driver takes it."""
     def busy(self) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.connectors.blocks import BlockMap
-from kvferry.connectors.movers import HostMover, Mover
+from kvferry.connectors.blocks import BlockMap, PoolPages
+from kvferry.connectors.movers import HostMover, Moment, Mover
 
 LAYERS, HEADS, HEAD_DIM, BLOCK = 2, 1, 4, 8
 BLOCK_BYTES = HEADS * BLOCK * 2 * HEAD_DIM * 4
@@ -26,16 +26,12 @@ class EngineMemory:
         random = np.random.default_rng(seed)
         contents = [random.integers(0, 255, (blocks, BLOCK_BYTES + gap), dtype=np.uint8) for _ in range(LAYERS)]
         self.layers: list[Any] = list(contents)
-        self.mover: Mover = HostMover()
         bases = [layer.__array_interface__["data"][0] for layer in contents]
         if device is not None:
             import torch
 
-            from kvferry.connectors.gpu_mover import GpuMover
-
             where = torch.device("cuda", device)
             self.layers = [torch.from_numpy(content).to(where) for content in contents]
-            self.mover = GpuMover(where)
             bases = [layer.data_ptr() for layer in self.layers]
         self.map = BlockMap(
             np.array(bases, dtype=np.int64),
@@ -46,6 +42,19 @@ class EngineMemory:
             blocks_per_page,
             ORDER,
         )
+        self.mover = HostMover(self.map) if device is None else _gpu_mover(self.map, device)
+
+    def to_pages(
+        self, pool: PoolPages, pages: list[int], blocks: list[int], start: int, end: int, after: Moment = None
+    ) -> None:
+        places = self.map.places(pool, pages, blocks, start, end)
+        self.mover.to_pages(pool, places, after or self.mover.moment())
+
+    def to_blocks(
+        self, pool: PoolPages, pages: list[int], blocks: list[int], start: int, end: int, after: Moment = None
+    ) -> None:
+        places = self.map.places(pool, pages, blocks, start, end)
+        self.mover.to_blocks(pool, places, after or self.mover.moment())
 
     def block(self, number: int) -> bytes:
         return b"".join(self._held(layer, number).tobytes() for layer in self.layers)
@@ -66,6 +75,14 @@ class EngineMemory:
     @staticmethod
     def _held(layer: Any, number: int) -> NDArray[np.uint8]:
         return held_bytes(layer[number, :BLOCK_BYTES])
+
+
+def _gpu_mover(blocks: BlockMap, device: int) -> Mover:
+    import torch
+
+    from kvferry.connectors.gpu_mover import GpuMover
+
+    return GpuMover(blocks, torch.device("cuda", device))
 
 
 def held_bytes(memory: Any) -> NDArray[np.uint8]:

@@ -5,10 +5,7 @@ import pytest
 from engine_memory import BLOCK, BLOCK_BYTES, LAYERS, EngineMemory
 from numpy.typing import NDArray
 
-from kvferry.connectors.blocks import BlockMap
-from kvferry.connectors.movers import HostMover, PoolPages
-
-MOVER = HostMover()
+from kvferry.connectors.blocks import BlockMap, PoolPages
 
 
 def new_pool(engine: EngineMemory, pages: int = 6) -> NDArray[np.uint8]:
@@ -24,14 +21,14 @@ def test_whole_pages_go_there_and_back(gap: int) -> None:
     engine, other = EngineMemory(16, 2, gap), EngineMemory(16, 2, gap, seed=1)
     pool = new_pool(engine)
     pages, blocks = [4, 0, 2], [3, 9, 1, 15, 0, 8]
-    engine.map.copies(pages_of(pool), pages, blocks, 0, 6 * BLOCK).to_pages(MOVER, None)
+    engine.to_pages(pages_of(pool), pages, blocks, 0, 6 * BLOCK)
     for i, page in enumerate(pages):
         assert pool[page].tobytes() == engine.page(blocks[2 * i : 2 * i + 2])
     assert (pool[[1, 3, 5]] == 0xEE).all()
     theirs = [5, 6, 7, 8, 9, 10]
     before = [other.block(n) for n in range(16)]
     between = [layer[:, BLOCK_BYTES:].copy() for layer in other.layers]
-    other.map.copies(pages_of(pool), pages, theirs, 0, 6 * BLOCK).to_blocks(MOVER, None)
+    other.to_blocks(pages_of(pool), pages, theirs, 0, 6 * BLOCK)
     assert [other.block(n) for n in theirs] == [engine.block(n) for n in blocks]
     assert [other.block(n) for n in range(16) if n not in theirs] == [before[n] for n in range(16) if n not in theirs]
     assert all((layer[:, BLOCK_BYTES:] == old).all() for layer, old in zip(other.layers, between, strict=True))
@@ -40,9 +37,7 @@ def test_whole_pages_go_there_and_back(gap: int) -> None:
 def test_a_copy_may_begin_within_a_page_and_end_within_a_block() -> None:
     engine = EngineMemory(16, 2)
     pool = new_pool(engine)
-    copies = engine.map.copies(pages_of(pool), [1, 3, 5], [7, 2, 11], 3 * BLOCK, 5 * BLOCK + 1)
-    assert copies.nbytes == 3 * LAYERS * BLOCK_BYTES
-    copies.to_pages(MOVER, None)
+    engine.to_pages(pages_of(pool), [1, 3, 5], [7, 2, 11], 3 * BLOCK, 5 * BLOCK + 1)
     halves = pool.reshape(6, LAYERS, 2, BLOCK_BYTES)
     assert halves[3, :, 1].tobytes() == engine.block(7)
     assert halves[5, :, 0].tobytes() == engine.block(2)
@@ -52,9 +47,9 @@ def test_a_copy_may_begin_within_a_page_and_end_within_a_block() -> None:
 
 def test_nothing_is_a_copy_too() -> None:
     engine = EngineMemory(4)
-    copies = engine.map.copies(pages_of(new_pool(engine)), [0], [], BLOCK, BLOCK)
-    copies.to_blocks(MOVER, None)
-    assert copies.nbytes == 0
+    before = [layer.copy() for layer in engine.layers]
+    engine.to_blocks(pages_of(new_pool(engine)), [0], [], BLOCK, BLOCK)
+    assert all((layer == old).all() for layer, old in zip(engine.layers, before, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -73,22 +68,22 @@ def test_what_is_out_of_bounds_is_named(
 ) -> None:
     engine = EngineMemory(16)
     with pytest.raises((ValueError, IndexError), match=message):
-        engine.map.copies(pages_of(new_pool(engine)), pages, blocks, start, end)
+        engine.map.places(pages_of(new_pool(engine)), pages, blocks, start, end)
 
 
 def test_a_pool_of_other_pages_is_refused() -> None:
     engine = EngineMemory(4)
     with pytest.raises(ValueError, match="pool has pages of 10 bytes; a page must have 512"):
-        engine.map.copies(pages_of(np.zeros((4, 10), dtype=np.uint8)), [0], [0], 0, BLOCK)
+        engine.map.places(pages_of(np.zeros((4, 10), dtype=np.uint8)), [0], [0], 0, BLOCK)
 
 
 @pytest.mark.parametrize("end", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK])
 def test_behind_the_last_token_of_a_page_nothing_is_left(end: int) -> None:
     engine = EngineMemory(4, 2)
     pool = new_pool(engine)
-    engine.map.copies(pages_of(pool), [0, 1, 2], [3, 1, 2, 0, 1, 3], 0, 4 * BLOCK + end).to_pages(MOVER, None)
+    engine.to_pages(pages_of(pool), [0, 1, 2], [3, 1, 2, 0, 1, 3], 0, 4 * BLOCK + end)
     before = pool.copy()
-    MOVER.mask(pages_of(pool), 2, engine.map.kept(4 * BLOCK + end))
+    engine.mover.mask(pages_of(pool), 2, engine.map.kept(4 * BLOCK + end))
     halves = pool[2].reshape(LAYERS, 2, BLOCK_BYTES)
     assert halves[:, 0].tobytes() == engine.beginning(1, end)
     assert halves[:, 1].tobytes() == engine.beginning(3, end - BLOCK)

@@ -8,7 +8,7 @@ import pytest
 from devices import need
 from engine_memory import BLOCK, BLOCK_BYTES, LAYERS, EngineMemory, held_bytes
 
-from kvferry.connectors.movers import PoolPages
+from kvferry.connectors.blocks import PoolPages
 
 pytestmark = pytest.mark.gpu
 SLEEP_CYCLES = 400_000_000  # some tenths of a second
@@ -35,18 +35,34 @@ def pages_of(pool: PoolPages) -> np.ndarray:  # type: ignore[type-arg]
 
 def test_whole_pages_go_there_and_back_and_nothing_beside_them(engine: EngineMemory, pool: PoolPages) -> None:
     blocks, pages = [3, 9, 1, 15, 0, 8], [4, 0, 2]
-    engine.map.copies(pool, pages, blocks, 0, 6 * BLOCK).to_pages(engine.mover, engine.mover.moment())
+    engine.to_pages(pool, pages, blocks, 0, 6 * BLOCK)
     for i, page in enumerate(pages):
         assert pages_of(pool)[page].tobytes() == engine.page(blocks[2 * i : 2 * i + 2])
     assert (pages_of(pool)[[1, 3, 5]] == 0xEE).all()
     other = EngineMemory(16, PER_PAGE, gap=24, seed=1, device=0)
     before = [held_bytes(layer) for layer in other.layers]
     theirs = [5, 6, 7, 8, 9, 10]
-    other.map.copies(pool, pages, theirs, 0, 6 * BLOCK).to_blocks(other.mover, other.mover.moment())
+    other.to_blocks(pool, pages, theirs, 0, 6 * BLOCK)
     assert [other.block(n) for n in theirs] == [engine.block(n) for n in blocks]
     for layer, old in zip(other.layers, before, strict=True):
         assert (np.delete(held_bytes(layer), theirs, axis=0) == np.delete(old, theirs, axis=0)).all()
         assert (held_bytes(layer)[:, BLOCK_BYTES:] == old[:, BLOCK_BYTES:]).all()
+
+
+def test_more_than_the_buffer_holds_goes_in_several_parts(
+    engine: EngineMemory, pool: PoolPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.connectors import gpu_mover
+
+    monkeypatch.setattr(gpu_mover, "STAGING_BYTES", 2 * engine.map.row_bytes)
+    small = EngineMemory(16, PER_PAGE, gap=24, device=0)
+    blocks = [3, 9, 1, 15, 0, 8, 7, 2, 11, 4]
+    small.to_pages(pool, [4, 0, 2, 5, 1], blocks, 0, 10 * BLOCK)
+    for i, page in enumerate([4, 0, 2, 5, 1]):
+        assert pages_of(pool)[page].tobytes() == small.page(blocks[2 * i : 2 * i + 2])
+    wanted = small.block(15)
+    small.to_blocks(pool, [4, 0], [5, 6, 10], BLOCK, 4 * BLOCK)
+    assert [small.block(n) for n in (5, 6, 10)] == [small.block(9), small.block(1), wanted]
 
 
 def test_what_the_engine_still_computes_is_waited_for(engine: EngineMemory, pool: PoolPages) -> None:
@@ -55,7 +71,7 @@ def test_what_the_engine_still_computes_is_waited_for(engine: EngineMemory, pool
     torch.cuda._sleep(SLEEP_CYCLES)
     for layer in engine.layers:
         layer[3:5] += 7
-    engine.map.copies(pool, [1], [3, 4], 0, 2 * BLOCK).to_pages(engine.mover, engine.mover.moment())
+    engine.to_pages(pool, [1], [3, 4], 0, 2 * BLOCK)
     assert pages_of(pool)[1].tobytes() == engine.page([3, 4])
 
 
@@ -63,11 +79,11 @@ def test_blocks_are_written_when_the_engine_is_done_with_them(engine: EngineMemo
     import torch
 
     wanted = engine.page([0, 1])
-    engine.map.copies(pool, [1], [0, 1], 0, 2 * BLOCK).to_pages(engine.mover, engine.mover.moment())
+    engine.to_pages(pool, [1], [0, 1], 0, 2 * BLOCK)
     torch.cuda._sleep(SLEEP_CYCLES)
     for layer in engine.layers:
         layer[6:8] = 0xAA  # of a request that is over: its last step is still under way
-    engine.map.copies(pool, [1], [6, 7], 0, 2 * BLOCK).to_blocks(engine.mover, engine.mover.moment())
+    engine.to_blocks(pool, [1], [6, 7], 0, 2 * BLOCK)
     assert engine.page([6, 7]) == wanted
 
 
@@ -78,13 +94,13 @@ def test_what_the_engine_begins_later_is_not_waited_for(engine: EngineMemory, po
     torch.cuda._sleep(SLEEP_CYCLES)
     later = torch.cuda.Event()
     later.record()
-    engine.map.copies(pool, [1], [3, 4], 0, 2 * BLOCK).to_pages(engine.mover, moment)
+    engine.to_pages(pool, [1], [3, 4], 0, 2 * BLOCK, moment)
     assert not later.query()
 
 
 def test_behind_the_last_token_nothing_is_left(engine: EngineMemory, pool: PoolPages) -> None:
     end = BLOCK + 3
-    engine.map.copies(pool, [2], [5, 6], 0, 2 * BLOCK).to_pages(engine.mover, engine.mover.moment())
+    engine.to_pages(pool, [2], [5, 6], 0, 2 * BLOCK)
     engine.mover.mask(pool, 2, engine.map.kept(end))
     halves = pages_of(pool)[2].reshape(LAYERS, PER_PAGE, BLOCK_BYTES)
     assert halves[:, 0].tobytes() == engine.block(5)

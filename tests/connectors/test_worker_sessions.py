@@ -6,6 +6,7 @@ import threading
 from typing import cast
 
 from kvferry.connectors.blocks import BlockMap
+from kvferry.connectors.movers import HostMover
 from kvferry.connectors.orders import Begin, Orders, Prompt
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_side import WorkerSide
@@ -25,7 +26,8 @@ def test_a_try_that_fails_unexpectedly_is_not_the_last_and_pushes_fail_meanwhile
             third.set()
         raise DaemonAbsent("no daemon")
 
-    side = WorkerSide(Settings("/nowhere", connect_seconds=0.1), cast(BlockMap, None), connect)
+    blocks = cast(BlockMap, None)
+    side = WorkerSide(Settings("/nowhere", connect_seconds=0.1), blocks, HostMover(blocks), connect)
     side.start()
     try:
         begin = Begin("a", RequestName(bytes(16), 1), Prompt(bytes(32), 24, bytes(32)), 0, 24, (3, 4, 5))
