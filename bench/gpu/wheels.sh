@@ -10,7 +10,7 @@ PYTHON=${PYTHON:-python3}
 PYTHON_VERSION=${PYTHON_VERSION:-3.12}
 NIXL_VERSION=${NIXL_VERSION:-1.5.1}
 OTHERS="grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 pydantic==2.12.5 pydantic-core==2.41.5 annotated-types==0.7.0
-  typing-inspection==0.4.2 typing-extensions==4.15.0 fastapi==0.121.0 starlette==0.49.3 uvicorn==0.38.0 annotated-doc==0.0.3
+  typing-inspection==0.4.2 fastapi==0.121.0 starlette==0.49.3 uvicorn==0.38.0 annotated-doc==0.0.3
   pytest-timeout==2.4.0 cryptography==46.0.3 cffi==2.0.0 pycparser==2.23"
 FOLDER=${1:-build/gpu-wheels}
 FETCHED=$(mktemp -d)
