@@ -92,12 +92,17 @@ class WorkerSide:
             step = self._step = Step(self._mover.moment())
             self._loop.call_soon_threadsafe(self._begin, now, step)
 
+    @property
+    def awaits_step(self) -> bool:
+        """Whether `forward_done` has anything to do."""
+        return self._step is not None or bool(self._saves)
+
     def forward_done(self) -> None:
         """Behind the step's forward pass: what it computes may be copied when it is there."""
+        if not self.awaits_step:
+            return
         step, self._step = self._step, None
         saves, self._saves = self._saves, []
-        if step is None and not saves:
-            return
         done = self._mover.moment()
         if step is not None:
             self._loop.call_soon_threadsafe(step.ended, done)

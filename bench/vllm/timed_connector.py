@@ -64,5 +64,5 @@ class TimedConnector(KVFerryConnector):
             self._connector_metadata = connector_metadata
 
     def wait_for_save(self) -> None:
-        if self._clock.runs or self._working._saves or self._working._computed:
+        if self._clock.runs or self._working.awaits_step:
             self._timed(super().wait_for_save)()
