@@ -23,6 +23,10 @@ class Mover(Protocol):
     """Of one engine's blocks. Copies begin when what the engine had begun before `after` is computed, and are over when
     the call returns."""
 
+    records: bool
+    """Whether the engine may record what its GPU is told (CUDA graphs) until its first step: nobody else may map memory
+    or wait for the device meanwhile."""
+
     def moment(self) -> Moment:
         """Now. Called on the thread that tells the engine what to compute; waits for nothing."""
 
@@ -39,6 +43,8 @@ class Mover(Protocol):
 
 class HostMover:
     """Its engine has computed a step when it says so."""
+
+    records = False
 
     def __init__(self, blocks: BlockMap) -> None:
         self._blocks = blocks

@@ -62,6 +62,13 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
             f"NVIDIA's GPUs: it must be one of {', '.join(DEVICES)}"
         )
     spec = groups[0].kv_cache_spec
+    packed = {name: getattr(spec, name, None) for name in ("num_head_slots", "state_content_bytes")}
+    for name, value in packed.items():
+        if value is not None:
+            raise Unfit(
+                f"{name} of the KV cache is {value}: this attention backend packs keys and values in a way of its own; "
+                "choose another by --attention-backend, on both sides"
+            )
     if spec.head_size != spec.head_size_v:
         raise Unfit(
             f"keys have {spec.head_size} elements a head, values {spec.head_size_v}; pages hold equal ones only"
@@ -206,6 +213,11 @@ def block_map(
     blocks = min(len(_cache_of(kv_caches, name)) for name in names)
     for name in names:
         cache = kv_caches[name]
+        if cache.ndim == 4 and cache.shape[2] < shape.block_tokens and shape.block_tokens % cache.shape[2] == 0:
+            raise Unfit(
+                f"layer {name}: the attention backend splits blocks of {shape.block_tokens} tokens into such of "
+                f"{cache.shape[2]}: start vLLM with --block-size {cache.shape[2]}, on both sides"
+            )
         if (
             cache.device != first.device
             or cache.shape[1:] != (geometry.kv_heads, shape.block_tokens, 2 * geometry.head_dim)

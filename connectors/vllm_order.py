@@ -24,7 +24,7 @@ def name_of(vllm_config: Any, spec: Any) -> str:
 def is_one_run(cache: Any) -> bool:
     """Whether a block of `cache`, a layer's tensor (blocks, heads, tokens, elements), has its bytes one behind the
     other, on a CPU in that very order."""
-    if cache.device.type == "cpu" or cache.ndim != 4:
+    if cache.device.type == "cpu":
         return bool(cache[0].is_contiguous())
     return bool(cache[0].permute(_outer_first(cache)).is_contiguous())
 

@@ -52,9 +52,16 @@ class Sessions:
     there is one. All of it on one event loop."""
 
     def __init__(
-        self, connect: Connect, *, quiet: Callable[[], Coroutine[Any, Any, None]], changed: Callable[[bool], None]
+        self,
+        connect: Connect,
+        *,
+        quiet: Callable[[], Coroutine[Any, Any, None]],
+        changed: Callable[[bool], None],
+        settled: asyncio.Event,
     ) -> None:
+        """`settled`: until it is set none but the first is opened, and none is ended."""
         self.client: DaemonClient | None = None
+        self._settled = settled
         self._connect = connect
         self._quiet = quiet
         self._changed = changed
@@ -76,6 +83,7 @@ class Sessions:
         await self._end()
 
     async def _keep_open(self) -> None:
+        await self._settled.wait()
         while True:
             try:
                 await self._one()

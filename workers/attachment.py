@@ -81,11 +81,13 @@ class Attachment:
 
     def close(self) -> None:
         """Lets the memory and then the lock go. The caller touches no page any more."""
-        self.pools.release()
-        if self._own is not None:
-            self._own.close()
-        self._unmap()
-        self._lock.close()
+        try:
+            self.pools.release()
+        finally:
+            if self._own is not None:
+                self._own.close()
+            self._unmap()
+            self._lock.close()
 
     def _unmap(self) -> None:
         for segment in self._segments:

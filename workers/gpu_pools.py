@@ -54,11 +54,13 @@ class GpuRankPools(RankPools):
         torch.cuda.current_stream(tensor.device).synchronize()
 
     def release(self) -> None:
-        for tensor in self._tensors:
-            torch.cuda.synchronize(tensor.device)
-        self._tensors.clear()
-        super().release()
-        self._unmap()
+        try:
+            for tensor in self._tensors:
+                torch.cuda.synchronize(tensor.device)
+        finally:  # else a daemon that is gone keeps its memory
+            self._tensors.clear()
+            super().release()
+            self._unmap()
 
     def _unmap(self) -> None:
         while self._mappings:

@@ -4,7 +4,7 @@ python bench/gpu/engine_copies.py [--runs 15] [--device 0]
 
 For each shape the blocks of a prompt, scattered over a KV cache in vLLM's layout LBNHC, go to scattered pages of a pool
 and back: time from the list of block ids to the end of the copy, beside one plain copy of as many bytes within the GPU
-(the limit) and torch's indexing layer by layer, measured in the same run. Every byte is checked.
+(the limit) and torch's indexing of bytes, layer by layer, measured in the same run. What came back is compared.
 """
 
 from __future__ import annotations

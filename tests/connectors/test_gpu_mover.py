@@ -57,6 +57,7 @@ def test_more_than_the_buffer_holds_goes_in_several_parts(
     monkeypatch.setattr(gpu_mover, "STAGING_BYTES", 2 * engine.map.row_bytes)
     small = EngineMemory(16, PER_PAGE, gap=24, device=0)
     blocks = [3, 9, 1, 15, 0, 8, 7, 2, 11, 4]
+    assert len(list(small.mover._hops(pool, small.map.places(pool, [4, 0, 2, 5, 1], blocks, 0, 10 * BLOCK)))) == 6
     small.to_pages(pool, [4, 0, 2, 5, 1], blocks, 0, 10 * BLOCK)
     for i, page in enumerate([4, 0, 2, 5, 1]):
         assert pages_of(pool)[page].tobytes() == small.page(blocks[2 * i : 2 * i + 2])
@@ -108,7 +109,7 @@ def test_behind_the_last_token_nothing_is_left(engine: EngineMemory, pool: PoolP
     assert (np.delete(pages_of(pool), 2, axis=0) == 0xEE).all()
 
 
-def test_a_pool_in_shared_memory_or_on_another_gpu_is_refused(engine: EngineMemory, pool: PoolPages) -> None:
+def test_a_pool_in_shared_memory_or_of_several_ranks_is_refused(engine: EngineMemory, pool: PoolPages) -> None:
     assert engine.mover.misfit([pool.memory]) == ""
     assert "shared memory" in engine.mover.misfit([np.zeros(8, np.uint8)])
     assert "cuda:0 and cuda:0" in engine.mover.misfit([pool.memory, pool.memory])

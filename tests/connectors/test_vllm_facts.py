@@ -139,6 +139,24 @@ def test_layers_in_another_order_or_elsewhere_are_refused() -> None:
     for other in (torch.zeros(10, HEADS, BLOCK, 2 * DIM, device="meta"), torch.zeros(10, HEADS, BLOCK + 1, 2 * DIM)):
         with pytest.raises(Unfit, match=r"layer l1: its cache .* that all layers have"):
             block_map({"l0": cache, "l1": other}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+    gpu = torch.zeros(10, HEADS, BLOCK, 2 * DIM, device="meta")
+    other = torch.zeros(10, BLOCK, HEADS, 2 * DIM, device="meta").transpose(1, 2)
+    with pytest.raises(Unfit, match=r"layer l1: its cache .* that all layers have"):
+        block_map({"l0": gpu, "l1": other}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+
+
+def test_blocks_that_the_backend_splits_are_refused_with_the_size_to_choose() -> None:
+    caches = {name: torch.zeros(20, HEADS, BLOCK // 2, 2 * DIM) for name in ("l0", "l1")}
+    with pytest.raises(Unfit, match="start vLLM with --block-size 16, on both sides"):
+        block_map(caches, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+
+
+@pytest.mark.parametrize("name", ["num_head_slots", "state_content_bytes"])
+def test_keys_and_values_that_are_packed_in_another_way_are_refused(name: str) -> None:
+    spec = FullAttentionSpec()
+    setattr(spec, name, 2)
+    with pytest.raises(Unfit, match=f"{name} of the KV cache is 2: .* choose another by --attention-backend"):
+        check_config(Engine(specs=(spec,)).vllm, Engine(specs=(spec,)).kv)
 
 
 @pytest.mark.parametrize("inside", ["HNC", "NHC"])

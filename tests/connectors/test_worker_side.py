@@ -7,14 +7,17 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from devices import DeviceStack, chosen
 from engine_memory import BLOCK, HEAD_DIM, HEADS, LAYERS, EngineMemory, held_bytes
+from numpy.typing import NDArray
 
+from kvferry.connectors.blocks import Memory, Places, PoolPages
 from kvferry.connectors.lookups import PinLookups
 from kvferry.connectors.orders import (
     Begin,
@@ -452,6 +455,81 @@ def test_a_prompt_that_the_prefill_daemon_has_no_room_for_is_told_to_the_schedul
     push(pair, "b", new_name(), prompt, tuple(range(2 * POOL_PAGES + 2)))
     sent(side, "b")
     assert side.reports.take_news() == News(frozenset({"b"}))
+
+
+class Numbered:
+    """A mover whose moments are numbers: what was told to wait for which."""
+
+    records = False
+
+    def __init__(self, engine: EngineMemory) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self._inner = engine.mover
+        self._moments = 0
+
+    def moment(self) -> Any:
+        self._moments += 1
+        return self._moments
+
+    def misfit(self, memories: Sequence[Memory]) -> str:
+        return self._inner.misfit(memories)
+
+    def to_pages(self, pool: PoolPages, places: Places, after: Any) -> None:
+        self.seen.append(("to pages", after))
+        self._inner.to_pages(pool, places, self._inner.moment())
+
+    def to_blocks(self, pool: PoolPages, places: Places, after: Any) -> None:
+        self.seen.append(("to blocks", after))
+        self._inner.to_blocks(pool, places, self._inner.moment())
+
+    def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
+        self._inner.mask(pool, page, kept)
+
+
+def test_copies_of_a_decode_engine_wait_for_what_computes_or_uses_the_blocks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, mover = pair.sides["decode"], Numbered(pair.engines["decode"])
+    monkeypatch.setattr(side, "_mover", mover)
+    prompt, name = new_prompt(2 * PAGE), new_name()
+    push(pair, "a", name, prompt, (0, 1, 2, 3))
+    pair.give("decode", Load("a", name, prompt, "p", PAGE, (40, 41), (42, 43)))  # between 1 and 2
+    assert received(side, "a") == set()
+    sent(pair.sides["prefill"], "a")
+    assert mover.seen == [("to pages", 2), ("to blocks", 1)], (
+        "held blocks may be computed in this step, others were used"
+    )
+    pair.give("decode", Restore("b", new_name(), Prompt(prompt.digests[:32], PAGE + 1, bytes(32)), 0, (50, 51)))
+    assert received(side, "b") == set()
+    assert mover.seen[2:] == [("to blocks", 3)]
+    pair.give("decode")  # no orders, no moments
+    pair.give("decode", Store("c", new_name(), new_prompt(PAGE), (4, 5)))
+    sent(side, "c")
+    assert mover.seen[3:] == [("to pages", 5)]
+    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
+
+
+def test_copies_of_a_prefill_engine_wait_for_what_computes_or_uses_the_blocks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, mover = pair.sides["prefill"], Numbered(pair.engines["prefill"])
+    prompt = new_prompt(2 * PAGE)
+    exchange(pair, "a", new_name(), prompt, range(4), range(20, 24))
+    monkeypatch.setattr(side, "_mover", mover)
+    longer, name = new_prompt(4 * PAGE, prompt), new_name()
+    blocks = tuple(range(40, 48))
+    pair.give("prefill", Begin("b", name, longer, 0, 2 * PAGE, blocks[:4]))  # between 1 and 2
+    assert received(side, "b") == set()
+    pair.give("prefill", Save("b", 3 * PAGE, blocks))  # before 3
+    until(lambda: len(mover.seen) == 2)
+    pair.give("prefill", Save("b", 4 * PAGE, blocks))  # before 4
+    until(lambda: len(mover.seen) == 3)
+    assert mover.seen == [("to blocks", 1), ("to pages", 3), ("to pages", 4)]
+    pair.give("prefill", Release("b"))
+    pair.give("decode", Load("b", name, longer, "p", 0, (), tuple(range(30, 38))))
+    assert received(pair.sides["decode"], "b") == set()
+    sent(side, "b")
+    assert same(pair, range(40, 48), range(30, 38))
 
 
 def test_an_unknown_prefill_daemon_and_other_tokens_fail_the_load(pair: Pair) -> None:
