@@ -221,7 +221,9 @@ class PrefillCore(PrefillRequests):
         entry = self.entries.get(name)
         if entry is None or entry.session not in (None, session):
             return
-        if entry.prompt is None:
+        if entry.yielded:
+            self._drop(entry)
+        elif entry.prompt is None:
             entry.done = True  # kept until its deadline, so that a worker that comes late is told
             self._effects += [EndSend(session, ask.transfer) for ask in entry.asks]
             entry.asks.clear()

@@ -54,6 +54,7 @@ class Entry:
     asks: list[peer.Ask] = field(default_factory=list)  # waiting for the prompt to begin
     sends: set[int] = field(default_factory=set)  # transfers open or ending
     done: bool = False  # nothing more is wanted of it
+    yielded: bool = False  # it was computed and sent, and others got its pages
     failed: bool = False
     failure: str = ""  # why its worker was told Failed, as a counter's key
     aux_sent: bool = False
@@ -65,6 +66,20 @@ class Entry:
     @property
     def asked(self) -> bool:
         return self.session is not None
+
+    @property
+    def rests(self) -> bool:
+        """All that was asked for is sent: it keeps its pages only in case some of it is asked for again."""
+        prompt = self.prompt
+        return prompt is not None and self.aux_sent and not (self.done or self.asks or self.sends)
+
+    @property
+    def moves(self) -> bool:
+        """It is asked for and computed or sent, which waits for nobody else's pages."""
+        prompt = self.prompt
+        if prompt is None:
+            return False
+        return bool(self.sends) or (self.asked and prompt.begun and not (prompt.worker_done or prompt.told_failed))
 
     @property
     def can_ask(self) -> bool:

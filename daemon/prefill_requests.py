@@ -26,6 +26,7 @@ from kvferry.daemon.errors import (
     invalid,
     out_of_range,
     precondition,
+    unavailable,
 )
 from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
 from kvferry.daemon.pins import Pins
@@ -53,6 +54,7 @@ class PrefillRequests:
         self.transfer_counters = TransferCounters()
         self.entries: dict[Name, Entry] = {}
         self._sends: dict[tuple[int, int], Entry] = {}  # (session, transfer)
+        self._rested: dict[Entry, None] = {}  # all that rest, and some that do no more
         self._newest: dict[int, int] = {}  # by session, the greatest transfer number that it has used
         self._supply = PrefillSupply(store, limits.overtakes, self._on_begun)
         self.pins = Pins(store, self._supply.holds)
@@ -98,10 +100,36 @@ class PrefillRequests:
     def _pump(self, now: float) -> None:
         self.store.clock.now = now
         self._supply.pump()
+        while self._supply.asked_waiting and (entry := self._resting()) is not None:
+            self._yield_pages(entry)
+            self._supply.pump()
         self.store.settle()
         self.store.write_through()
         self.counters.overtaken = self._supply.queue.overtaken
         self._effects += tier_effects(self.store)
+
+    def _resting(self) -> Entry | None:
+        """The oldest of those that rest, where nothing that would give pages back moves.
+
+        At the decode daemon it may wait for a page that another brings, and that one's prompt wait here for its pages:
+        without this both would stay until their deadline.
+        """
+        if not self._rested or self._supply.reserved or any(entry.moves for entry in self.entries.values()):
+            return None
+        found = [entry for entry in self._rested if entry.rests]
+        self._rested = dict.fromkeys(found)
+        return min(found, key=lambda entry: entry.order, default=None)
+
+    def _yield_pages(self, entry: Entry) -> None:
+        """Whoever asks for some of it again is told to try anew. The name stays until Done or its deadline."""
+        prompt = entry.prompt
+        assert prompt is not None and prompt.worker_done and entry.rests
+        del self._rested[entry]
+        self._supply.drop(entry)
+        self.counters.finished += 1
+        self._tell_ended(prompt.worker, entry.name)
+        entry.prompt = None
+        entry.done = entry.yielded = True
 
     def _on_begun(self, entry: Entry) -> None:
         prompt = entry.prompt
@@ -147,6 +175,8 @@ class PrefillRequests:
                 return invalid(f"{field_name} has {length} bytes; the bound is {DIGEST_BYTES}")
         if entry is None:
             return self._table_full()
+        if entry.yielded:
+            return unavailable(f"the pages of name {name} were sent, and then given to others; try again")
         if entry.done:
             return aborted(f"name {name} has ended")
         if entry.session not in (None, session):
@@ -204,6 +234,7 @@ class PrefillRequests:
         if prompt is not None and prompt.aux is not None and entry.asked and not entry.aux_sent and not entry.done:
             assert entry.session is not None
             entry.aux_sent = True
+            self._rested[entry] = None
             self._effects.append(SendAux(entry.session, entry.name, prompt.aux))
 
     def _send_closed(self, session: int, transfer: int) -> Entry | None:
@@ -212,6 +243,8 @@ class PrefillRequests:
         if entry is not None:
             entry.sends.discard(transfer)
             self._settle(entry)
+            if entry.rests:
+                self._rested[entry] = None
         return entry
 
     # -- ends ----------------------------------------------------------------------------------------------------
@@ -276,6 +309,7 @@ class PrefillRequests:
 
     def _drop(self, entry: Entry) -> None:
         del self.entries[entry.name]
+        self._rested.pop(entry, None)
 
     def _new_entry(self, name: Name, deadline: float, now: float) -> Entry:
         entry = self.entries[name] = Entry(name, deadline, now, self._next_order)

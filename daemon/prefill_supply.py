@@ -44,6 +44,11 @@ class PrefillSupply:
         return len(self._reserved)
 
     @property
+    def asked_waiting(self) -> int:
+        """Prompts that a decode daemon asked for and that wait for pages."""
+        return self._asked_waiting
+
+    @property
     def unasked_pages(self) -> int:
         """Reserved for or held by prompts that nobody asked for."""
         return self._unasked.total()
