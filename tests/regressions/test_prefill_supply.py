@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 
-from kvferry.daemon.effects import StartCopy, ToWorker
+import pytest
+
+from kvferry.daemon.effects import FailAsk, StartCopy, ToWorker
 from kvferry.daemon.limits import Name
 from kvferry.daemon.namespaces import Quota, slack
 from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
 from kvferry.daemon.store import Started, Store, StoreLimits
+from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 
@@ -26,6 +29,8 @@ class Prefill:
         for namespace in (NAMESPACE, OTHER):
             self.store.namespace(namespace)
         self.begun: set[Name] = set()
+        self.ended: list[Name] = []
+        self.failed_asks: list[FailAsk] = []
         self.copies: list[Started] = []
         self._transfers = 0
 
@@ -53,6 +58,12 @@ class Prefill:
         self.core.aux(1, name, b"first token", 0.0)
         self.hear()
 
+    def sent(self, name: Name, pages: int, transfer: int) -> None:
+        """All of it has reached the decode daemon, which does not say Done: it waits for another's page."""
+        self.compute(name, pages)
+        self.core.send_completed(1, transfer, 0.0)
+        self.hear()
+
     def hear(self) -> None:
         for effect in self.core.take_effects():
             if isinstance(effect, StartCopy):
@@ -60,6 +71,11 @@ class Prefill:
             elif isinstance(effect, ToWorker) and effect.event.WhichOneof("kind") == "begun":
                 name = effect.event.begun.name
                 self.begun.add(Name(name.request_id, name.attempt))
+            elif isinstance(effect, ToWorker) and effect.event.WhichOneof("kind") == "ended":
+                name = effect.event.ended.name
+                self.ended.append(Name(name.request_id, name.attempt))
+            elif isinstance(effect, FailAsk):
+                self.failed_asks.append(effect)
 
     def end_copies(self) -> None:
         while self.copies:
@@ -109,3 +125,60 @@ def test_prompts_that_nobody_asks_for_leave_half_of_a_hard_quota() -> None:
     side.begin(2, "b", 10, asked=False)
     large = side.begin(3, "c", 10, asked=True)
     assert large in side.begun
+
+
+def test_prompts_that_were_sent_yield_to_one_whose_pages_they_wait_for() -> None:
+    """At the decode daemon they follow a page that the third is to bring, so nobody says Done; here the third waits for
+    what they hold. One is enough.
+    """
+    side = Prefill(16)
+    first, second = side.begin(1, "a", 7, asked=True), side.begin(2, "b", 7, asked=True)
+    side.sent(first, 7, 1)
+    side.sent(second, 7, 2)
+    third = side.begin(3, "c", 9, asked=True)
+    assert third in side.begun
+    assert side.ended == [first]
+    side.core.done(1, second, 0.0)
+    side.hear()
+    assert side.ended == [first, second]
+
+
+def test_who_asks_again_for_pages_that_were_given_away_is_told_to_try_again() -> None:
+    side = Prefill(16)
+    first = side.begin(1, "a", 8, asked=True)
+    side.sent(first, 8, 1)
+    side.begin(2, "b", 9, asked=True)
+    assert side.ended == [first]
+    side.core.ask(1, first, peer.Ask(transfer=9, name=first.to_proto(), namespace_id=NAMESPACE, pages=2), DEADLINE, 0.0)
+    side.hear()
+    (failed,) = side.failed_asks
+    assert (failed.transfer, failed.error.code) == (9, common.ERROR_UNAVAILABLE)
+    assert "given to others; try again" in failed.error.message
+    side.core.done(1, first, 0.0)
+    assert first not in side.core.entries
+
+
+@pytest.mark.parametrize("how", ["computed", "sent"])
+def test_pages_of_what_was_sent_are_kept_while_others_still_move(how: str) -> None:
+    side = Prefill(16)
+    first, second = side.begin(1, "a", 7, asked=True), side.begin(2, "b", 7, asked=True)
+    side.sent(first, 7, 1)
+    if how == "sent":
+        side.compute(second, 7)
+    third = side.begin(3, "c", 9, asked=True)
+    assert third not in side.begun and not side.ended
+    if how == "computed":
+        side.compute(second, 7)
+    side.core.done(1, second, 0.0)
+    side.core.send_completed(1, 2, 0.0)
+    side.hear()
+    assert third in side.begun
+    assert side.ended == [second]
+
+
+def test_pages_of_what_was_sent_are_kept_where_nobody_asks_for_what_waits() -> None:
+    side = Prefill(16)
+    first = side.begin(1, "a", 12, asked=True)
+    side.sent(first, 12, 1)
+    side.begin(2, "b", 8, asked=False)
+    assert not side.ended
