@@ -9,7 +9,7 @@
 # PYTHON=python3.12            the interpreter (>= 3.10) that .venv is made with
 # TORCH_INDEX=https://...      an extra package index, for instance one of CPU builds of torch
 # PIP_FLAGS='...'              more options of pip install
-# PYTEST_FLAGS='...' DEMO_FLAGS='...' TEST_JOBS=2 (test files at a time)
+# PYTEST_FLAGS='...' DEMO_FLAGS='...' TEST_JOBS=3 (test files at a time)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -19,7 +19,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 DEMO_FLAGS ?=
 VARIANT ?= cpu
 FUZZ_SECONDS ?= 300
