@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from kvferry.workers.requests import DaemonAbsent, HandshakeFailed
 RETRY_SECONDS = 0.5
 REFUSED_RETRY_SECONDS = 5.0
 CONNECT_SECONDS = 10.0  # of one try
+SETTLED_SECONDS = 600.0  # that an engine without requests may take to start
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +85,8 @@ class Sessions:
         await self._end()
 
     async def _keep_open(self) -> None:
-        await self._settled.wait()
+        with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # one class from Python 3.11 on
+            await asyncio.wait_for(self._settled.wait(), SETTLED_SECONDS)
         while True:
             try:
                 await self._one()

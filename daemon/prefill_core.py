@@ -42,7 +42,7 @@ class PrefillCore(PrefillRequests):
         self, worker: int, namespace_id: bytes, name: Name, request: wire.Begin, deadline: float, now: float
     ) -> None:
         entry = self.entries.get(name)
-        if entry is not None and entry.prompt is not None:
+        if entry is not None and (entry.prompt is not None or entry.yielded):
             raise precondition(f"name {name} is already in use; a new try takes the next attempt number")
         namespace = self.store.namespace(namespace_id)
         most = self.store.most(namespace)

@@ -75,11 +75,12 @@ class Entry:
 
     @property
     def moves(self) -> bool:
-        """It is asked for and computed or sent, which waits for nobody else's pages."""
+        """It is asked for and restored, computed or sent, which waits for nobody else's pages."""
         prompt = self.prompt
         if prompt is None:
             return False
-        return bool(self.sends) or (self.asked and prompt.begun and not (prompt.worker_done or prompt.told_failed))
+        computed = prompt.hold.claimed and not (prompt.worker_done or prompt.told_failed)
+        return bool(self.sends) or (self.asked and computed)
 
     @property
     def can_ask(self) -> bool:

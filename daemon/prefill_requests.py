@@ -38,6 +38,8 @@ from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.tree import PROMPT
 
+REST_SECONDS = 1.0  # Done, or an Ask for what came wrong, takes a round trip
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimits:
@@ -54,7 +56,7 @@ class PrefillRequests:
         self.transfer_counters = TransferCounters()
         self.entries: dict[Name, Entry] = {}
         self._sends: dict[tuple[int, int], Entry] = {}  # (session, transfer)
-        self._rested: dict[Entry, None] = {}  # all that rest, and some that do no more
+        self._rested: dict[Entry, float] = {}  # all that rest, since when, and some that do no more
         self._newest: dict[int, int] = {}  # by session, the greatest transfer number that it has used
         self._supply = PrefillSupply(store, limits.overtakes, self._on_begun)
         self.pins = Pins(store, self._supply.holds)
@@ -100,7 +102,7 @@ class PrefillRequests:
     def _pump(self, now: float) -> None:
         self.store.clock.now = now
         self._supply.pump()
-        while self._supply.asked_waiting and (entry := self._resting()) is not None:
+        while (waiter := self._supply.first_asked()) is not None and (entry := self._resting(waiter, now)) is not None:
             self._yield_pages(entry)
             self._supply.pump()
         self.store.settle()
@@ -108,17 +110,25 @@ class PrefillRequests:
         self.counters.overtaken = self._supply.queue.overtaken
         self._effects += tier_effects(self.store)
 
-    def _resting(self) -> Entry | None:
-        """The oldest of those that rest, where nothing that would give pages back moves.
+    def _resting(self, waiter: Entry, now: float) -> Entry | None:
+        """Of those that have rested for REST_SECONDS the youngest whose pages `waiter` may have, where nothing moves
+        that would give pages back. Where pages are to be asked for again the decode daemon turns to the oldest first.
 
         At the decode daemon it may wait for a page that another brings, and that one's prompt wait here for its pages:
         without this both would stay until their deadline.
         """
         if not self._rested or self._supply.reserved or any(entry.moves for entry in self.entries.values()):
             return None
-        found = [entry for entry in self._rested if entry.rests]
-        self._rested = dict.fromkeys(found)
-        return min(found, key=lambda entry: entry.order, default=None)
+        self._rested = {entry: since for entry, since in self._rested.items() if entry.rests}
+        assert waiter.prompt is not None
+        wants = waiter.prompt.hold
+        any_tenant = wants.namespace.within_hard(wants.wanted)  # else its own hard quota is what is in the way
+        found = [
+            entry
+            for entry, since in self._rested.items()
+            if since + REST_SECONDS <= now and (any_tenant or entry.scope is wants.namespace)
+        ]
+        return max(found, key=lambda entry: entry.order, default=None)
 
     def _yield_pages(self, entry: Entry) -> None:
         """Whoever asks for some of it again is told to try anew. The name stays until Done or its deadline."""
@@ -234,7 +244,7 @@ class PrefillRequests:
         if prompt is not None and prompt.aux is not None and entry.asked and not entry.aux_sent and not entry.done:
             assert entry.session is not None
             entry.aux_sent = True
-            self._rested[entry] = None
+            self._rested[entry] = self.store.clock.now
             self._effects.append(SendAux(entry.session, entry.name, prompt.aux))
 
     def _send_closed(self, session: int, transfer: int) -> Entry | None:
@@ -244,7 +254,7 @@ class PrefillRequests:
             entry.sends.discard(transfer)
             self._settle(entry)
             if entry.rests:
-                self._rested[entry] = None
+                self._rested[entry] = self.store.clock.now
         return entry
 
     # -- ends ----------------------------------------------------------------------------------------------------

@@ -43,10 +43,9 @@ class PrefillSupply:
     def reserved(self) -> int:
         return len(self._reserved)
 
-    @property
-    def asked_waiting(self) -> int:
-        """Prompts that a decode daemon asked for and that wait for pages."""
-        return self._asked_waiting
+    def first_asked(self) -> Entry | None:
+        """Of those that wait for pages, the first that a decode daemon asked for."""
+        return next(filter(lambda entry: entry.asked, self.queue), None) if self._asked_waiting else None
 
     @property
     def unasked_pages(self) -> int:

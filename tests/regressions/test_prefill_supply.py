@@ -7,9 +7,11 @@ import hashlib
 import pytest
 
 from kvferry.daemon.effects import FailAsk, StartCopy, ToWorker
+from kvferry.daemon.errors import RequestError
 from kvferry.daemon.limits import Name
 from kvferry.daemon.namespaces import Quota, slack
 from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
+from kvferry.daemon.prefill_requests import REST_SECONDS
 from kvferry.daemon.store import Started, Store, StoreLimits
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
@@ -34,7 +36,7 @@ class Prefill:
         self.copies: list[Started] = []
         self._transfers = 0
 
-    def begin(self, number: int, symbol: str, pages: int, *, asked: bool) -> Name:
+    def begin(self, number: int, symbol: str, pages: int, *, asked: bool, namespace: bytes = NAMESPACE) -> Name:
         name = Name(number.to_bytes(16, "big"), 1)
         digests = b"".join(hashlib.sha256(f"{symbol}{i}".encode()).digest() for i in range(pages))
         if asked:
@@ -42,14 +44,14 @@ class Prefill:
             ask = peer.Ask(
                 transfer=self._transfers,
                 name=name.to_proto(),
-                namespace_id=NAMESPACE,
+                namespace_id=namespace,
                 pages=pages,
                 tokens=pages * PAGE,
                 last_full_digest=digests[-32:],
             )
             self.core.ask(1, name, ask, DEADLINE, 0.0)
         begin = wire.Begin(name=name.to_proto(), digests=digests, tokens=pages * PAGE)
-        self.core.begin(1, NAMESPACE, name, begin, DEADLINE, 0.0)
+        self.core.begin(1, namespace, name, begin, DEADLINE, 0.0)
         self.hear()
         return name
 
@@ -62,6 +64,10 @@ class Prefill:
         """All of it has reached the decode daemon, which does not say Done: it waits for another's page."""
         self.compute(name, pages)
         self.core.send_completed(1, transfer, 0.0)
+        self.hear()
+
+    def tick(self, now: float) -> None:
+        self.core.tick(now)
         self.hear()
 
     def hear(self) -> None:
@@ -136,11 +142,15 @@ def test_prompts_that_were_sent_yield_to_one_whose_pages_they_wait_for() -> None
     side.sent(first, 7, 1)
     side.sent(second, 7, 2)
     third = side.begin(3, "c", 9, asked=True)
+    side.tick(0.9 * REST_SECONDS)
+    assert third not in side.begun and not side.ended, "Done, or an Ask for what came wrong, may be on its way"
+    side.tick(REST_SECONDS)
     assert third in side.begun
-    assert side.ended == [first]
-    side.core.done(1, second, 0.0)
+    assert side.ended == [second], "of the oldest one missing pages are asked for first"
+    side.core.done(1, first, REST_SECONDS)
     side.hear()
-    assert side.ended == [first, second]
+    assert side.ended == [second, first]
+    assert side.core.counters.finished == 2
 
 
 def test_who_asks_again_for_pages_that_were_given_away_is_told_to_try_again() -> None:
@@ -148,7 +158,11 @@ def test_who_asks_again_for_pages_that_were_given_away_is_told_to_try_again() ->
     first = side.begin(1, "a", 8, asked=True)
     side.sent(first, 8, 1)
     side.begin(2, "b", 9, asked=True)
+    side.tick(REST_SECONDS)
     assert side.ended == [first]
+    begin = wire.Begin(name=first.to_proto(), digests=bytes(32), tokens=PAGE)
+    with pytest.raises(RequestError, match="already in use"):
+        side.core.begin(1, NAMESPACE, first, begin, DEADLINE, REST_SECONDS)
     side.core.ask(1, first, peer.Ask(transfer=9, name=first.to_proto(), namespace_id=NAMESPACE, pages=2), DEADLINE, 0.0)
     side.hear()
     (failed,) = side.failed_asks
@@ -166,6 +180,7 @@ def test_pages_of_what_was_sent_are_kept_while_others_still_move(how: str) -> No
     if how == "sent":
         side.compute(second, 7)
     third = side.begin(3, "c", 9, asked=True)
+    side.tick(5 * REST_SECONDS)
     assert third not in side.begun and not side.ended
     if how == "computed":
         side.compute(second, 7)
@@ -181,4 +196,18 @@ def test_pages_of_what_was_sent_are_kept_where_nobody_asks_for_what_waits() -> N
     first = side.begin(1, "a", 12, asked=True)
     side.sent(first, 12, 1)
     side.begin(2, "b", 8, asked=False)
+    side.tick(5 * REST_SECONDS)
     assert not side.ended
+
+
+def test_a_tenant_at_its_own_quota_gets_nobody_elses_pages() -> None:
+    side = Prefill(32, quotas={NAMESPACE: Quota(0, 10)})
+    theirs = [side.begin(number, symbol, 6, asked=True, namespace=OTHER) for number, symbol in ((1, "a"), (2, "b"))]
+    for transfer, name in enumerate(theirs, 1):
+        side.sent(name, 6, transfer)
+    own = side.begin(3, "c", 6, asked=True)
+    side.sent(own, 6, 3)
+    waiter = side.begin(4, "d", 8, asked=True)
+    side.tick(REST_SECONDS)
+    assert side.ended == [own]
+    assert waiter in side.begun

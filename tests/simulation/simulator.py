@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.namespaces import Quota
+from kvferry.daemon.prefill_requests import REST_SECONDS
 from kvferry.proto import common_pb2 as common
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.daemons import Setting, SimDecode, SimPrefill
@@ -74,9 +75,12 @@ class Simulation:
         clock = self.clock
         step = clock.step
         while clock.under_way:
-            step()
-            if clock.events % CHECK_EVERY == 0:
-                self._check()
+            while clock.under_way:
+                step()
+                if clock.events % CHECK_EVERY == 0:
+                    self._check()
+            if self.open:  # the prefill side may wait that long before prompts that rest yield their pages
+                clock.run_until(clock.now + REST_SECONDS + 2 * TICK)
         if self.open:
             stuck = sorted(self.open, key=lambda request: request.id)
             raise Violation(f"nothing is under way, and {len(stuck)} requests wait; {stuck[0].where()}")
