@@ -32,6 +32,10 @@ class PoolPages(NamedTuple):
         address = memory.__array_interface__["data"][0] if isinstance(memory, np.ndarray) else memory.data_ptr()
         return PoolPages(memory, address, pages, len(memory) // pages)
 
+    def span(self, page: int) -> slice:
+        """Of `memory`."""
+        return slice(page * self.page_bytes, (page + 1) * self.page_bytes)
+
 
 class Places(NamedTuple):
     """Of each block the page that it belongs to and its number there; int64, of equal length."""

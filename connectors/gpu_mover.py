@@ -77,7 +77,7 @@ class GpuMover:
 
     def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
         assert isinstance(pool.memory, torch.Tensor)
-        row = pool.memory[page * pool.page_bytes : (page + 1) * pool.page_bytes]
+        row = pool.memory[pool.span(page)]
         with torch.cuda.stream(self._stream):
             self._kept.copy_(torch.from_numpy(kept))
             row &= self._kept

@@ -67,5 +67,5 @@ class HostMover:
 
     def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
         assert isinstance(pool.memory, np.ndarray)
-        row = pool.memory[page * pool.page_bytes : (page + 1) * pool.page_bytes]
+        row = pool.memory[pool.span(page)]
         np.bitwise_and(row, kept, out=row)

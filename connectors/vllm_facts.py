@@ -62,9 +62,8 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
             f"NVIDIA's GPUs: it must be one of {', '.join(DEVICES)}"
         )
     spec = groups[0].kv_cache_spec
-    packed = {name: getattr(spec, name, None) for name in ("num_head_slots", "state_content_bytes")}
-    for name, value in packed.items():
-        if value is not None:
+    for name in ("num_head_slots", "state_content_bytes"):
+        if (value := getattr(spec, name, None)) is not None:
             raise Unfit(
                 f"{name} of the KV cache is {value}: this attention backend packs keys and values in a way of its own; "
                 "choose another by --attention-backend, on both sides"

@@ -57,9 +57,8 @@ class WorkerSide:
         self._loop = asyncio.new_event_loop()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvferry copies")
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry connector", daemon=True)
-        self._stepped = not mover.records
         self._settled = asyncio.Event()
-        if self._stepped:
+        if not mover.records:
             self._settled.set()
         self._sessions = Sessions(connect, quiet=self._quiet, changed=self._session_changed, settled=self._settled)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
@@ -84,8 +83,7 @@ class WorkerSide:
 
     def take(self, orders: Orders) -> None:
         """Before the step's forward pass."""
-        if not self._stepped:
-            self._stepped = True
+        if not self._settled.is_set():
             self._loop.call_soon_threadsafe(self._settled.set)
         if orders.preempted and self._pushing:  # their pushes may not have been taken in yet
             self._wait(self._preempt(orders.preempted), PREEMPT_SECONDS)

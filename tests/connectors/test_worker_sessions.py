@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import cast
 
 from kvferry.connectors.blocks import BlockMap
@@ -15,53 +17,53 @@ from kvferry.workers.client import DaemonClient
 from kvferry.workers.requests import DaemonAbsent, RequestName
 
 
-def test_a_try_that_fails_unexpectedly_is_not_the_last_and_pushes_fail_meanwhile() -> None:
-    tries: list[float] = []
-    third = threading.Event()
-
-    async def connect(*, deadline_s: float) -> DaemonClient:
-        tries.append(deadline_s)
-        if len(tries) == 2:
-            raise RuntimeError("nobody thought of this")
-        if len(tries) == 3:
-            third.set()
-        raise DaemonAbsent("no daemon")
-
-    blocks = cast(BlockMap, None)
-    side = WorkerSide(Settings("/nowhere", connect_seconds=0.1), blocks, HostMover(blocks), connect)
-    side.start()
-    try:
-        begin = Begin("a", RequestName(bytes(16), 1), Prompt(bytes(32), 24, bytes(32)), 0, 24, (3, 4, 5))
-        side.take(Orders([begin], ()))
-        side.forward_done()
-        assert third.wait(10)
-        assert side.reports.take() == (set(), {"a"})
-        assert side.reports.take_bad() == {3, 4, 5}
-    finally:
-        side.close()
-
-
 class Recording(HostMover):
     records = True
 
 
-def test_an_engine_that_may_record_what_its_gpu_does_is_left_alone_until_its_first_step() -> None:
-    tries: list[float] = []
-    again = threading.Event()
+class Tries:
+    """Of connecting, in vain: `enough` is set with the last of `wanted`; the second ends with `error`."""
 
-    async def connect(*, deadline_s: float) -> DaemonClient:
-        tries.append(deadline_s)
-        if len(tries) == 2:
-            again.set()
+    def __init__(self, wanted: int, error: Exception | None = None) -> None:
+        self.made = 0
+        self.enough = threading.Event()
+        self._wanted, self._error = wanted, error
+
+    async def __call__(self, *, deadline_s: float) -> DaemonClient:
+        self.made += 1
+        if self.made == self._wanted:
+            self.enough.set()
+        if self.made == 2 and self._error is not None:
+            raise self._error
         raise DaemonAbsent("no daemon")
 
+
+@contextlib.contextmanager
+def running(tries: Tries, mover: type[HostMover]) -> Iterator[WorkerSide]:
     blocks = cast(BlockMap, None)
-    side = WorkerSide(Settings("/nowhere", connect_seconds=0.1), blocks, Recording(blocks), connect)
+    side = WorkerSide(Settings("/nowhere", connect_seconds=0.1), blocks, mover(blocks), tries)
     side.start()
     try:
-        assert not again.wait(3 * RETRY_SECONDS)
-        assert len(tries) == 1
-        side.take(Orders())
-        assert again.wait(10)
+        yield side
     finally:
         side.close()
+
+
+def test_a_try_that_fails_unexpectedly_is_not_the_last_and_pushes_fail_meanwhile() -> None:
+    tries = Tries(3, RuntimeError("nobody thought of this"))
+    with running(tries, HostMover) as side:
+        begin = Begin("a", RequestName(bytes(16), 1), Prompt(bytes(32), 24, bytes(32)), 0, 24, (3, 4, 5))
+        side.take(Orders([begin], ()))
+        side.forward_done()
+        assert tries.enough.wait(10)
+        assert side.reports.take() == (set(), {"a"})
+        assert side.reports.take_bad() == {3, 4, 5}
+
+
+def test_an_engine_that_may_record_what_its_gpu_does_is_left_alone_until_its_first_step() -> None:
+    tries = Tries(2)
+    with running(tries, Recording) as side:
+        assert not tries.enough.wait(3 * RETRY_SECONDS)
+        assert tries.made == 1
+        side.take(Orders())
+        assert tries.enough.wait(10)
