@@ -194,8 +194,8 @@ void bind_cuda(nb::module_& m) {
           "__init__",
           [](Engine* self, int64_t device, const std::string& library, const std::string& api, int64_t buffer_bytes,
              int64_t buffers, int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
-             int64_t batch_descriptors, int64_t batch_flags, int64_t apart_percent, int64_t part_blocks,
-             int64_t part_threads) {
+             int64_t batch_descriptors, int64_t batch_flags, int64_t apart_percent, int64_t pitched_bytes,
+             int64_t part_blocks, int64_t part_threads) {
             check_range("buffer_bytes", buffer_bytes, 1, kMaxRowBytes);
             check_range("buffers", buffers, 2, 64);
             check_range("small_bytes", small_bytes, 1, kMaxRowBytes);
@@ -206,7 +206,9 @@ void bind_cuda(nb::module_& m) {
             check_range("batch_flags", batch_flags, 0, 1);
             check_range("apart_percent", apart_percent, 0, 100);
             CopyTuning tuning;
+            check_range("pitched_bytes", pitched_bytes, 1, kMaxRowBytes);
             tuning.apart_percent = unsigned(apart_percent);
+            tuning.pitched_bytes = size_t(pitched_bytes);
             tuning.buffer_bytes = size_t(buffer_bytes);
             tuning.buffers = unsigned(buffers);
             tuning.small_bytes = size_t(small_bytes);
@@ -225,7 +227,8 @@ void bind_cuda(nb::module_& m) {
           "small_bytes"_a = CopyTuning().small_bytes, "growth"_a = CopyTuning().growth,
           "staging_blocks"_a = CopyTuning().staging_blocks, "bus_blocks"_a = CopyTuning().bus_blocks,
           "batch_descriptors"_a = CopyTuning().batch_descriptors, "batch_flags"_a = CopyTuning().batch_flags,
-          "apart_percent"_a = CopyTuning().apart_percent, "part_blocks"_a = PartTuning().blocks, "part_threads"_a = PartTuning().threads)
+          "apart_percent"_a = CopyTuning().apart_percent, "pitched_bytes"_a = CopyTuning().pitched_bytes,
+          "part_blocks"_a = PartTuning().blocks, "part_threads"_a = PartTuning().threads)
       .def("pages", &pages_of, "bases"_a, "strides"_a, "fragment_bytes"_a, "pages"_a, "pieces"_a = 1,
            "piece_stride"_a = 0)
       .def("copy_pages_to_host",

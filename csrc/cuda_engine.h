@@ -42,6 +42,9 @@ struct CopyTuning {
   // a copy engine leaves between pages, and takes this thread 0.3 us a fragment: fewer where that is too long. 0: none.
   // Only a copy behind another one does so: an idle GPU's copies are staged, and a first one goes whole.
   unsigned apart_percent = 50;
+  // Of one pitched copy at most. A copy engine at 0.96 of the bus slows products by 2 to 5 %, at 0.84 by 1 % less or more
+  // (bench/results/gpu_copies.txt).
+  size_t pitched_bytes = size_t(768) << 10;
 };
 
 struct StrategyCount {

@@ -9,9 +9,11 @@ both sides, and the pools are layer-major: a page is 64 fragments.
 `ready` is the time from the report that all pages are computed to the Ready that the decode worker gets. Of it,
 `messages` is what the same takes for a prompt of which no page is missing: gRPC from worker to daemon, daemon to
 daemon and daemon to worker. `moved` is the rest, and GB/s is payload over it. The limit is one plain copy of as many
-bytes from GPU to GPU, measured in the same run. Both GPUs compute until the report, as in a system at work: idle ones
-have slow clocks. --awake keeps the processors of a virtual machine from being halted, as idle=poll does on a host:
-a halted one takes 0.1 to 0.3 ms to wake, which is paid some ten times a request.
+bytes from GPU to GPU, measured in the same run. `NIXL` is what one NIXL WRITE of as many scattered fragments does
+without kvferry, from its post to DONE, as it comes and with NIXL_UCX_SGL_ENABLE=1 (`lists`). Both GPUs compute until
+the report, as in a system at work: idle ones have slow clocks. --awake keeps the processors of a virtual machine from
+being halted, as idle=poll does on a host: a halted one takes 0.1 to 0.3 ms to wake, which is paid some ten times a
+request.
 """
 
 from __future__ import annotations
@@ -19,17 +21,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
 
 import grpc.aio
 import torch
+from nodes import Options, bench
+from rates import SCATTERED_LISTS, TLS, RatesActor, scattered_writes
 
 from kvferry.daemon.stack import Process, Stack
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
@@ -275,6 +281,19 @@ def halt(spinners: list[subprocess.Popen[bytes]]) -> None:
         each.wait()
 
 
+def direct_writes(sizes_kib: list[int], nbytes: int) -> dict[int, tuple[float, float]]:
+    """Bytes a second of NIXL alone by fragment size, as it comes and with lists of fragments."""
+    tables = []
+    for environment in ({}, SCATTERED_LISTS):
+        with bench(Options(TLS, tempfile.mkdtemp(prefix="delta-"), 1), RatesActor) as on, quiet():
+            tables.append(scattered_writes(on, sizes_kib, nbytes, **environment))
+    return {kib: (tables[0][kib].rate, tables[1][kib].rate) for kib in sizes_kib}
+
+
+def quiet() -> contextlib.redirect_stdout[io.StringIO]:
+    return contextlib.redirect_stdout(io.StringIO())
+
+
 def measure_all(args: argparse.Namespace) -> int:
     """The table; 1 where a row misses what is wanted."""
     nbytes = int(args.gib * (1 << 30))
@@ -284,19 +303,25 @@ def measure_all(args: argparse.Namespace) -> int:
     print(f"plain peer copy of {args.gib:g} GiB: {limit * 1e3:.2f} ms, {nbytes / limit / 1e9:.0f} GB/s")
     awake = "kept from being halted" if args.awake else "as they are"
     print(f"{os.cpu_count()} processors, {awake}")
-    print("fragment   pages  ready ms  GB/s  messages  moved  GB/s  of peer copy     wanted  stages of a part, mean us")
+    sizes = [int(kib) for kib in args.fragments.split(",")]
+    writes = direct_writes(sizes, nbytes) if "cpu" not in args.devices else {}
+    print(
+        "fragment   pages  ready ms  GB/s  messages  moved  GB/s  of peer copy     wanted  NIXL  lists  "
+        "stages of a part, mean us"
+    )
     missed = 0
-    for kib in map(int, args.fragments.split(",")):
+    for kib in sizes:
         row = asyncio.run(measure(kib, args))
         payload = row.pages * TENSORS * kib * 1024
         moved_s = row.ready_s - row.messages_s
         rate, wanted = payload / moved_s / 1e9, 250 if kib >= 64 else 227
         missed += rate < wanted
+        direct = " ".join(f"{each / 1e9:5.0f}" for each in writes.get(kib, ()))
         shown = ", ".join(f"{name} {row.stages[name] * 1e6:.0f}" for name in ("gather", "write", "scatter", "publish"))
         print(
             f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {payload / row.ready_s / 1e9:5.0f} "
             f"{row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} {rate:5.0f} {rate * limit / payload * 1e9:13.0%}   "
-            f"{wanted} {'ok' if rate >= wanted else 'MISS':4}  {shown}",
+            f"{wanted} {'ok' if rate >= wanted else 'MISS':4} {direct:11}  {shown}",
             flush=True,
         )
     print("every byte of the first and the last round compared, and of pages that no round named")

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ KIB = 1 << 10
 TLS = "cuda_copy,cuda_ipc,tcp"
 SENT, DONE, ARRIVED, ACKNOWLEDGED = range(8, 12)  # words of the board
 TOTAL = 4 << 30  # bytes of a row
+SCATTERED_LISTS = {"NIXL_UCX_SGL_ENABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -264,23 +265,35 @@ def latency(on: Bench) -> None:
     pair.stop()
 
 
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """One write of scattered fragments: seconds to make it, bytes a second from the post to DONE."""
+
+    made_s: float
+    rate: float
+
+
+def scattered_writes(on: Bench, sizes_kib: Sequence[int], whole: int, **environment: str) -> dict[int, Scattered]:
+    """By fragment size: `whole` bytes, or an eighth of them of small fragments, which take long."""
+    pair = Pair(on, on.size(2 * whole), **environment)
+    found = {}
+    for kib in sizes_kib:
+        total = on.size(whole // 8 if kib < 64 else whole)
+        made, took = pair.sender.call("scattered", "source", pair.target, kib * KIB, total)
+        found[kib] = Scattered(made, total / took)
+    pair.stop()
+    on.end()
+    return found
+
+
 def fragments(on: Bench) -> None:
     """One NIXL WRITE of scattered fragments."""
     report("one WRITE of scattered fragments: GB/s from the post to DONE, ms to make it; SGL: NIXL_UCX_SGL_ENABLE=1")
-    tables: list[dict[int, str]] = []
     sizes = (8, 32, 64, 128, 256, 512, 1024, 2048)
-    for environment in ({}, {"NIXL_UCX_SGL_ENABLE": "1"}):
-        pair = Pair(on, on.size(2048 * MIB), **environment)
-        table = {}
-        for kib in sizes:
-            total = on.size((128 if kib < 64 else 1024) * MIB)
-            made, took = pair.sender.call("scattered", "source", pair.target, kib * KIB, total)
-            table[kib] = f"{total / took / 1e9:7.1f} GB/s {made * 1e3:6.1f} ms"
-        tables.append(table)
-        pair.stop()
-        on.end()
+    tables = [scattered_writes(on, sizes, 1024 * MIB, **environment) for environment in ({}, SCATTERED_LISTS)]
     for kib in sizes:
-        report(f"{kib:5} KiB  {tables[0][kib]}   SGL {tables[1][kib]}")
+        plain, lists = (f"{table[kib].rate / 1e9:7.1f} GB/s {table[kib].made_s * 1e3:6.1f} ms" for table in tables)
+        report(f"{kib:5} KiB  {plain}   SGL {lists}")
 
 
 ALL: tuple[Callable[[Bench], None], ...] = (writes, latency, fragments)

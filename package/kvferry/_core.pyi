@@ -333,6 +333,7 @@ class GpuCopyEngine:
         batch_descriptors: int = ...,
         batch_flags: int = ...,
         apart_percent: int = ...,
+        pitched_bytes: int = ...,
         part_blocks: int = ...,
         part_threads: int = ...,
     ) -> None:

@@ -243,6 +243,19 @@ def test_pitched_copies_that_follow_others_go_in_part_by_fragments(fake: ctypes.
     assert calls(fake, "copy_pitched") == before + 2 * 21 * 3
 
 
+def test_long_runs_go_in_several_pitched_copies(library: str) -> None:
+    lines = GpuCopyEngine(0, library, pitched_bytes=1)
+    world = World(lines, BESIDE)
+    world.check("pitched")
+    assert lines.statistics()["pitched"]["descriptors"] == 2 * 37 * 6  # a fragment is not split
+    run_bytes = world.pages.row_bytes // 3
+    halves = GpuCopyEngine(0, library, pitched_bytes=run_bytes - 1)
+    World(halves, BESIDE).check("pitched")
+    assert halves.statistics()["pitched"]["descriptors"] == 2 * 37 * 3 * 2
+    with pytest.raises(ValueError, match="pitched_bytes: 0, must be in"):
+        GpuCopyEngine(0, library, pitched_bytes=0)
+
+
 def went_apart(fake: ctypes.CDLL, engine: GpuCopyEngine, world: World) -> int:
     """Of 37 pages: three runs a page, or six fragments. A copy behind another, whose time is known then."""
     before = engine.statistics()["pitched"]["descriptors"]
