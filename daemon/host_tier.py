@@ -247,7 +247,7 @@ def store_limits(config: DaemonConfig) -> StoreLimits:
         evict_output_first=config.evict_output_first,
         write_through_hits=config.write_through_hits,
         zero_freed=config.zero_freed == "on",
-        used_before=config.pool == "engine",
+        used_before=config.pool == "engine" or bool(config.devices),  # no driver promises to clear a GPU's memory
         quotas={bytes.fromhex(name): quota for name, quota in config.quotas.items() if name != "default"},
         default_quota=config.quotas.get("default", Quota()),
     )

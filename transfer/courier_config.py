@@ -26,6 +26,14 @@ PCI_NVIDIA = 0x10DE
 PCI_GPU_CLASSES = (0x0300, 0x0302)
 RDMA_DEVICES = "/sys/class/infiniband"
 RDMA_TRANSPORTS = ("all", "dc", "ib", "rc", "srd", "ud")  # each with or without _x and the like behind it
+# What a courier has of its daemon's environment: what UCX, NIXL, drivers of GPUs and RDMA, Python, the loader and
+# sanitizers read. Not the rest, which may name keys or hold what a collector takes as a password.
+PASSED_NAMES = frozenset(
+    "GLIBC_TUNABLES HOME LANG LANGUAGE LD_LIBRARY_PATH LD_PRELOAD OMP_NUM_THREADS PATH TEMP TMP TMPDIR TZ VIRTUAL_ENV "
+    "ASAN_OPTIONS LSAN_OPTIONS TSAN_OPTIONS UBSAN_OPTIONS".split()
+)
+PASSED_PREFIXES = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "IBV_", "MLX5_", "RDMAV_")
+PASSED_PREFIXES += ("LC_", "MALLOC_", "PYTHON")
 ANY_ADDRESS = ("", "*", "0.0.0.0", "::")
 
 
@@ -111,8 +119,11 @@ def names_rdma(transports: str) -> bool:
 
 
 def courier_environment(config: CourierConfig, bind: Address | None, base: Mapping[str, str]) -> dict[str, str]:
-    """The courier's environment: `base`, with our settings of UCX over it. `bind` None means every interface."""
-    environment = dict(base)
+    """The courier's environment: what passes of `base`, with our settings of UCX over it. `bind` None means every
+    interface."""
+    environment = {
+        name: value for name, value in base.items() if name in PASSED_NAMES or name.startswith(PASSED_PREFIXES)
+    }
     environment.pop("UCX_NET_DEVICES", None)
     environment |= {
         "UCX_TLS": config.transports,

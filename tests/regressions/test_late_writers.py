@@ -12,8 +12,10 @@ from request_cores import DEADLINE, NAMESPACE, PAGE, Decode, Prefill, name
 
 from kvferry import _core
 from kvferry._core import HostPages
+from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.effects import EndSend, OpenSend, StartTransfer
 from kvferry.daemon.errors import unavailable
+from kvferry.daemon.host_tier import store_limits
 from kvferry.daemon.namespaces import Namespace
 from kvferry.daemon.store import Store, StoreLimits
 from kvferry.proto import common_pb2 as common
@@ -145,6 +147,14 @@ def test_an_engines_memory_is_cleared_at_its_first_use_whatever_its_size() -> No
     off = Store(4, PAGE, limits=StoreLimits(used_before=True))
     off.resize(8)
     assert not taken(off, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "before"), [({}, False), ({"pool": "engine"}, True), ({"device": "cuda:0"}, True)]
+)
+def test_only_new_memory_of_the_kernels_is_taken_for_clear(settings: dict[str, str], before: bool) -> None:
+    limits = store_limits(DaemonConfig(role="decode", zero_freed="on", **settings))
+    assert limits.zero_freed and limits.used_before is before
 
 
 def test_asks_that_nobody_opened_end_with_done() -> None:

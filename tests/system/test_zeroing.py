@@ -65,10 +65,11 @@ class Tenant:
             self.client.pools.store(page, SECRET)
 
 
-async def leave_secrets(tenant: Tenant) -> None:
+async def leave_secrets(tenant: Tenant, clean: bool) -> None:
     """In every page of the pool: half of them cached, half of a request that was aborted."""
     kept, pages = await tenant.admit(0, 4 * PAGE, 1)
-    assert tenant.holds(pages) == 0, "fresh memory"
+    if clean:
+        assert tenant.holds(pages) == 0, "fresh memory"
     other, more = await tenant.admit(1000, 4 * PAGE, 1)
     assert sorted(pages + more) == list(range(PAGES))
     tenant.write(pages + more)
@@ -95,7 +96,7 @@ def test_what_other_tenants_left(zero_freed: str, device: str) -> None:
 
     async def scenario(socket: str, address: str) -> None:
         one = await Tenant.join(socket, b"\x01" * 32)
-        await leave_secrets(one)
+        await leave_secrets(one, clean=device == "cpu" or zero_freed == "on")
         two = await Tenant.join(socket, b"\x02" * 32)
         name, pages = await two.admit(0, 6 * PAGE, 2 * PAGE)  # from what was cached and from what was aborted
         grown = list(await two.client.grow(name, 8 * PAGE))
@@ -103,7 +104,8 @@ def test_what_other_tenants_left(zero_freed: str, device: str) -> None:
         left = two.holds(pages + grown)
         if zero_freed == "on":
             assert left == 0
-            assert statistics(address).pool.zeroed == PAGES
+            at_first = 0 if device == "cpu" else PAGES  # no driver promises that a GPU's memory is clear
+            assert statistics(address).pool.zeroed == at_first + PAGES
         else:
             assert left == PAGES * GEOMETRY.page_bytes, "the test sees what there is to be seen"
             assert statistics(address).pool.zeroed == 0

@@ -255,15 +255,36 @@ def test_configuration_is_checked(field: str, values: dict[str, Any]) -> None:
 
 
 def test_environment(tmp_path: Path) -> None:
-    base = {"HOME": str(tmp_path), "UCX_TLS": "all", "UCX_NET_DEVICES": "eth7", "KEPT": "1"}
+    base = {"HOME": str(tmp_path), "UCX_TLS": "all", "UCX_NET_DEVICES": "eth7", "UCX_LOG_LEVEL": "info"}
     environment = courier_environment(CONFIG, ipaddress.ip_address("127.0.0.1"), base)
     assert environment["UCX_NET_DEVICES"] == "lo"
     assert environment["UCX_TLS"] == ("cuda_copy,tcp" if nvidia_gpus() else "tcp")
     assert environment["UCX_TCP_PORT_RANGE"] == "21300-21363"
     assert environment["UCX_TCP_USER_TIMEOUT"] == "3000ms"
     assert environment["HOME"] == str(tmp_path)
-    assert environment["KEPT"] == "1"
+    assert environment["UCX_LOG_LEVEL"] == "info"
     assert "UCX_NET_DEVICES" not in courier_environment(CONFIG, None, base)
+
+
+SECRETS = {"KVFERRY_TLS_KEY": "/a/key.pem", "OTEL_EXPORTER_OTLP_HEADERS": "authorization=x", "AWS_SECRET_KEY": "x"}
+PASSED = {"UCX_LOG_LEVEL": "warn", "LC_ALL": "C", "TSAN_OPTIONS": "exitcode=66", "PYTHONHASHSEED": "7"}
+
+
+def test_a_process_has_nothing_else_of_its_daemons_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SECRETS, **PASSED}.items():
+        monkeypatch.setenv(name, value)
+
+    async def test() -> dict[str, str]:
+        link = await start([])
+        try:
+            text = Path(f"/proc/{link.pid}/environ").read_bytes().decode()
+            return dict(pair.split("=", 1) for pair in text.split("\0") if pair)
+        finally:
+            await link.stop(SECONDS)
+
+    found = asyncio.run(test())
+    assert not SECRETS.keys() & found.keys()
+    assert PASSED.items() <= found.items()
 
 
 @pytest.mark.parametrize(
