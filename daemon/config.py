@@ -258,7 +258,10 @@ class DaemonConfig(BaseModel):
         Field(description="the OTLP/HTTP collector that traces go to"),
         Flag("URL", default="$OTEL_EXPORTER_OTLP_ENDPOINT, or none"),
     ] = ""
-    insecure: Annotated[bool, Field(description="allow an address that is not loopback without TLS")] = False
+    insecure: Annotated[
+        bool, Field(description="allow addresses that are not loopback: --listen without TLS, --metrics, --events")
+    ] = False
+    insecure_metrics: Annotated[bool, Field(description="allow them of --metrics alone")] = False
     reflection: Annotated[bool, Field(description="serve gRPC reflection")] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="of the log on stderr")] = (
         "info"

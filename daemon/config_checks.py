@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvferry.daemon.tls_names import check_tls
-from kvferry.daemon.values import ConfigError, is_loopback, parse_address
+from kvferry.daemon.values import ConfigError, parse_address
+from kvferry.listening import is_loopback, needs
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.courier_config import names_rdma
@@ -19,10 +20,12 @@ def check_together(config: DaemonConfig) -> None:
     """ConfigError, which names the flags."""
     host, _ = parse_address(config.listen)
     if not is_loopback(host) and not config.insecure and not config.tls_cert:
-        raise ConfigError(
-            f"--listen is {config.listen}: without --tls-cert, --tls-key and --tls-ca sessions are not encrypted, "
-            "and an address that is not loopback needs --insecure"
-        )
+        why = "without --tls-cert, --tls-key and --tls-ca sessions are not encrypted"
+        raise ConfigError(needs("--listen", config.listen, why))
+    if config.metrics and not config.insecure and not config.insecure_metrics:
+        if not is_loopback(parse_address(config.metrics)[0]):
+            why = "metrics are plain HTTP, without a login"
+            raise ConfigError(needs("--metrics", config.metrics, why, by="--insecure-metrics or --insecure"))
     if is_loopback(host) and names_rdma(config.ucx_tls) and not config.insecure:
         raise ConfigError(
             f"--ucx-tls is {config.ucx_tls}, and --listen {config.listen}: RDMA devices have no loopback address, "
@@ -40,10 +43,7 @@ def check_together(config: DaemonConfig) -> None:
         raise ConfigError(f"--events-replay is {config.events_replay}, but --events is not given: there are none")
     for flag, endpoint in (("--events", config.events), ("--events-replay", config.events_replay)):
         if endpoint and not is_loopback(parse_address(endpoint.removeprefix("tcp://"))[0]) and not config.insecure:
-            raise ConfigError(
-                f"{flag} is {endpoint}: events are not encrypted, and have the tokens of prompts; "
-                "an address that is not loopback needs --insecure"
-            )
+            raise ConfigError(needs(flag, endpoint, "events are not encrypted, and have the tokens of prompts"))
     if config.peers and "decode" not in config.roles:
         raise ConfigError(f"--peer names {', '.join(config.peers)}, but --role is prefill: only decode daemons dial")
     if config.peer_service and "decode" not in config.roles:

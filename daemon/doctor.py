@@ -23,7 +23,8 @@ from kvferry.daemon.doctor_peers import peers
 from kvferry.daemon.findings import BAD, NOTE, OK, Finding
 from kvferry.daemon.pool_room import SHM_REMEDY, in_shm, lacks_on_gpus, meminfo, shared_memory, shared_words
 from kvferry.daemon.tls import TlsError, files_of, read_identity, utc
-from kvferry.daemon.values import is_loopback, parse_address, size
+from kvferry.daemon.values import parse_address, size
+from kvferry.listening import is_loopback
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 
 COURIER_SECONDS = 20.0

@@ -4,7 +4,6 @@ settings, which takes long to import.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import tempfile
@@ -65,15 +64,6 @@ def parse_address(text: str) -> tuple[str, int]:
 def is_name(text: str) -> bool:
     """Whether a daemon may be called so."""
     return _DAEMONS_NAME.fullmatch(text) is not None
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def runtime_dir() -> str:

@@ -28,10 +28,9 @@ RDMA_DEVICES = "/sys/class/infiniband"
 RDMA_TRANSPORTS = ("all", "dc", "ib", "rc", "srd", "ud")  # each with or without _x and the like behind it
 # What a courier has of its daemon's environment: what UCX, NIXL, drivers of GPUs and RDMA, Python, the loader and
 # sanitizers read. Not the rest, which may name keys or hold what a collector takes as a password.
-PASSED_NAMES = frozenset(
-    "GLIBC_TUNABLES HOME LANG LANGUAGE LD_LIBRARY_PATH LD_PRELOAD OMP_NUM_THREADS PATH TEMP TMP TMPDIR TZ VIRTUAL_ENV "
-    "ASAN_OPTIONS LSAN_OPTIONS TSAN_OPTIONS UBSAN_OPTIONS".split()
-)
+PASSED_NAMES = frozenset({"GLIBC_TUNABLES", "HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LD_PRELOAD"})
+PASSED_NAMES |= {"OMP_NUM_THREADS", "PATH", "TEMP", "TMP", "TMPDIR", "TZ", "VIRTUAL_ENV"}
+PASSED_NAMES |= {"ASAN_OPTIONS", "LSAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS"}
 PASSED_PREFIXES = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "IBV_", "MLX5_", "RDMAV_")
 PASSED_PREFIXES += ("LC_", "MALLOC_", "PYTHON")
 ANY_ADDRESS = ("", "*", "0.0.0.0", "::")

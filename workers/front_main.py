@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 
-from kvferry import flags, tracing
+from kvferry import flags, listening, tracing
 from kvferry.channels import ChannelError, add_tls_arguments, tls_of
 from kvferry.logs import LOG_FORMAT
 from kvferry.workers import front_vllm_server
@@ -21,8 +21,13 @@ from kvferry.workers.routing import RoutingRule
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = ServiceConfig(prefill=(), decode=())
     parser.add_argument(
-        "--listen", type=_address, default=("127.0.0.1", 8000), metavar="HOST:PORT", help="default 127.0.0.1:8000"
+        "--listen",
+        type=listening.listen,
+        default=listening.Listen("127.0.0.1", 8000),
+        metavar="HOST:PORT",
+        help="default %(default)s",
     )
+    listening.add_insecure_argument(parser)
     for role in ("prefill", "decode"):
         parser.add_argument(
             f"--{role}", nargs="+", action="extend", default=[], metavar="HOST:PORT", help=f"{role} servers"
@@ -160,7 +165,9 @@ def _run(args: argparse.Namespace, host: str, port: int) -> int:
 
 
 def _problem(args: argparse.Namespace) -> str:
-    """Which servers it is before must be clear; empty: it is."""
+    """Which servers it is before must be clear, and who may reach it; empty: it is."""
+    if problem := listening.problem(args, "requests and replies are plain HTTP, without a login"):
+        return problem
     if args.vllm_decode or args.vllm_prefill:
         if args.prefill or args.decode:
             return "--vllm-prefill and --vllm-decode do not go with --prefill and --decode"
@@ -173,13 +180,6 @@ async def _serve(config: FrontConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await serve(config, stop=stop, ready=lambda address: print(f"ready: front {address}", flush=True))
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT with a port of 0 to 65535, got {text!r}")
-    return host.strip("[]"), int(port)
 
 
 def _at_least_one(text: str) -> float:

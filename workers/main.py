@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry import flags, tracing
+from kvferry import flags, listening, tracing
 from kvferry.logs import LOG_FORMAT
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
@@ -37,7 +37,10 @@ _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("role", choices=sorted(_ROLES))
     parser.add_argument("--socket", required=True, metavar="PATH", help="the daemon's Unix socket")
-    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="for front ends; port 0: any")
+    parser.add_argument(
+        "--listen", type=listening.listen, required=True, metavar="HOST:PORT", help="for front ends; port 0: any"
+    )
+    listening.add_insecure_argument(parser)
     parser.add_argument("--name", default="", help="for the daemon's logs (default: role and process id)")
     parser.add_argument("--tenant-salt", default="", help="caches are shared only between workers with the same salt")
     parser.add_argument("--chunk-tokens", type=flags.whole, default=256, metavar="N", help="of a prompt at once")
@@ -133,6 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
+    if problem := listening.problem(args, "front ends come without TLS and without a login"):
+        print(f"kvferry worker: {problem}", file=sys.stderr)
+        return 2
     args.synthetic = args.synthetic or args.engine is not None
     prepare = _prepare_synthetic if args.synthetic else _prepare_model
     try:
@@ -255,7 +261,7 @@ def _config(
         role=_ROLES[args.role],
         name=args.name or f"{args.role}-{os.getpid()}",
         socket=args.socket,
-        listen=args.listen,
+        listen=str(args.listen),
         facts=facts,
         tokenizer=tokenizer,
         model_max_tokens=min(model_max_tokens, args.max_tokens or model_max_tokens),

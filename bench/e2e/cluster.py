@@ -103,6 +103,7 @@ def run(setup: Setup, load: Sequence[str], shm: str) -> Outcome:
             words += peers if kind == "decode" else []
             daemon = stack.ready(stack.start(place.name, words, prefix=place.inside))
             worker = ["worker", kind, "--synthetic", "--socket", socket, "--listen", f"{place.address}:0"]
+            worker += ["--insecure"]
             worker += [*spec.worker_flags, *(spec.decode_worker_flags if kind == "decode" else [])]
             started = stack.start(f"{place.name}-worker", worker, prefix=place.inside)
             logs.append(Path(started.log_path))

@@ -69,6 +69,16 @@ def test_defaults_follow_the_role() -> None:
     [
         (["--listen", "0.0.0.0:7070"], "needs --insecure"),
         (["--listen", "nowhere"], "HOST:PORT"),
+        (["--listen", "localhost:7070", "--metrics", "[::1]:9470"], None),
+        (["--listen", "d0:7070"], "--listen is d0:7070: without --tls-cert"),
+        (
+            ["--metrics", "0.0.0.0:9470"],
+            "--metrics is 0.0.0.0:9470: metrics are plain HTTP, without a login; an address",
+        ),
+        (["--metrics", "d0:9470"], "that is not loopback needs --insecure-metrics or --insecure"),
+        (["--metrics", "0.0.0.0:9470", "--insecure"], None),
+        (["--metrics", "0.0.0.0:9470", "--insecure-metrics"], None),
+        (["--listen", "0.0.0.0:7070", "--insecure-metrics"], "--listen is 0.0.0.0:7070"),
         (["--peer", "p0"], "NAME=HOST:PORT"),
         (["--peer", "p=127.0.0.1:1", "--peer", "p=127.0.0.1:2"], "twice"),
         (["--peer", "p/0=127.0.0.1:1"], "'p/0' must be"),

@@ -70,6 +70,7 @@ def test_names_that_cannot_be(value: object, said: str) -> None:
         ({"role": "prefill", **FILES}, "--tls-peer is not given: name the decode daemons"),
         ({"peers": "p=10.0.0.1:7071", "tls_peers": "p0", **FILES}, "--peer p dials '10.0.0.1', which is not among"),
         ({"peer_service": "pre:7071", "tls_peers": "p0", **FILES}, "--peer-service dials 'pre', which is not among"),
+        ({"metrics": "0.0.0.0:9470", **FILES}, "--metrics is 0.0.0.0:9470: .* needs --insecure-metrics or --insecure"),
         ({"listen": "0.0.0.0:7070"}, "without --tls-cert, --tls-key and --tls-ca sessions are not encrypted"),
     ],
 )
@@ -81,6 +82,8 @@ def test_settings_that_do_not_go_together(settings: dict[str, object], said: str
 def test_with_tls_an_address_need_not_be_insecure() -> None:
     for settings in ({"role": "decode"}, {"role": "prefill", "tls_peers": "spiffe://c/decode"}):
         DaemonConfig.model_validate({"listen": "0.0.0.0:7070", **FILES, **settings})
+        own = {"metrics": "0.0.0.0:9470", "insecure_metrics": True}
+        DaemonConfig.model_validate({"listen": "0.0.0.0:7070", **FILES, **settings, **own})
 
 
 def test_kinds_of_names_are_kept_apart() -> None:

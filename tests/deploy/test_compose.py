@@ -10,7 +10,9 @@ import compose_spec
 import pytest
 import yaml
 
+from kvferry import listening
 from kvferry.daemon import config_sources, serve
+from kvferry.workers import main as worker_main
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 COMPOSE = DEPLOY / "compose.yaml"
@@ -79,6 +81,17 @@ def test_daemons_take_their_settings() -> None:
             assert address == "prefill:7071"
     prometheus = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
     assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == targets
+
+
+def test_workers_take_their_words() -> None:
+    raw = yaml.safe_load(COMPOSE.read_text())
+    parser = argparse.ArgumentParser()
+    worker_main.add_arguments(parser)
+    for role in ("prefill", "decode"):
+        word, *words = raw["services"][f"{role}-worker"]["command"]
+        args = parser.parse_args(words)
+        assert (word, args.role) == ("worker", role)
+        assert not listening.problem(args, "it is of a container")
 
 
 def test_what_is_mounted_is_there() -> None:

@@ -17,6 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kvferry import listening
 from kvferry.daemon import cli, config_sources, serve
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.handshake import courier_config
@@ -273,7 +274,9 @@ def engine_grace(template: Document) -> float:
     engines = [c for c in template["spec"]["containers"] if c["name"] == "engine"]
     parser = argparse.ArgumentParser()
     workers_main.add_arguments(parser)
-    return sum(float(parser.parse_args(engine["args"][1:]).grace) for engine in engines)
+    told = [parser.parse_args(engine["args"][1:]) for engine in engines]
+    assert not any(listening.problem(args, "it is of a pod") for args in told)
+    return sum(float(args.grace) for args in told)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -355,7 +358,7 @@ def test_sessions_are_mutual_tls_with_the_names_that_each_side_expects(
     for _, template in pods(documents):
         daemon, role = daemon_of(template), template["metadata"]["labels"]["kvferry/role"]
         config = config_of(daemon)
-        assert not config.insecure
+        assert not config.insecure and config.insecure_metrics
         folder = next(m for m in daemon["volumeMounts"] if m["name"] == "tls")
         assert folder["readOnly"] is True and "subPath" not in folder  # a subPath would never be renewed
         paths = [config.tls_cert, config.tls_key, config.tls_ca]

@@ -69,6 +69,12 @@ def test_without_servers_ready_comes_after_the_wait() -> None:
         assert "after 0.5 s the servers are not up" in process.stderr.read()
 
 
+def test_told_so_it_listens_on_every_address() -> None:
+    with Stack() as stack, front(stack, "--listen", "0.0.0.0:0", "--insecure") as (_, url):
+        assert url.startswith("http://0.0.0.0:")
+        assert httpx.get(f"{url.replace('0.0.0.0', '127.0.0.1')}/health").status_code == 200
+
+
 def test_an_address_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

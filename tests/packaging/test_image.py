@@ -119,7 +119,7 @@ def test_two_containers_serve_a_multi_turn_load(containers: dict[str, Container]
         until(lambda c=container: c.says("daemon", "ready: daemon"), f"{role} daemon")
         assert container.run("kvferry", "health").strip() == "SERVING"  # the probe, in the container
         socket = f"/run/kvferry/kvferry-{role}.sock"
-        container.worker("--socket", socket, "--listen", f"{ADDRESS[role]}:8101", "--synthetic")
+        container.worker("--socket", socket, "--listen", f"{ADDRESS[role]}:8101", "--insecure", "--synthetic")
     for role, container in containers.items():
         until(lambda c=container: c.says("worker", "ready: "), f"{role} worker")
     decode = containers["decode"]

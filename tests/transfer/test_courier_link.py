@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvferry.transfer import courier_config
@@ -277,8 +278,7 @@ def test_a_process_has_nothing_else_of_its_daemons_environment(monkeypatch: pyte
     async def test() -> dict[str, str]:
         link = await start([])
         try:
-            text = Path(f"/proc/{link.pid}/environ").read_bytes().decode()
-            return dict(pair.split("=", 1) for pair in text.split("\0") if pair)
+            return psutil.Process(link.pid).environ()
         finally:
             await link.stop(SECONDS)
 

@@ -154,6 +154,18 @@ def test_it_ends_while_it_warms_up(tmp_path: Path, told: bool) -> None:
     asyncio.run(scenario())
 
 
+def test_told_so_it_listens_on_every_address(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            FakeDaemon(tmp_path, GEOMETRY) as daemon,
+            worker(daemon, "--listen", "0.0.0.0:0", "--insecure") as (_, address),
+        ):
+            assert address.startswith("0.0.0.0:")
+            assert len(await decode(address.replace("0.0.0.0", "127.0.0.1"), request(100, 3))) == 3
+
+    asyncio.run(scenario())
+
+
 def test_killed_its_lock_is_released(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with FakeDaemon(tmp_path, GEOMETRY) as daemon, worker(daemon) as (process, _):

@@ -1,0 +1,55 @@
+"""Where a process listens: on loopback, unless it is told that something else stands before its port."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from typing import NamedTuple
+
+
+class Listen(NamedTuple):
+    """As text HOST:PORT again, [V6]:PORT of an address of IPv6."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def listen(text: str) -> Listen:
+    """A type of flags, for argparse."""
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT with a port of 0 to 65535, got {text!r}")
+    return Listen(host.strip("[]"), int(port))
+
+
+def is_loopback(host: str) -> bool:
+    """By itself: a name other than localhost is not looked up, since who answers for it may answer otherwise later."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def needs(flag: str, value: object, why: str, *, by: str = "--insecure") -> str:
+    """What is said of an address that is not loopback."""
+    return f"{flag} is {value}: {why}; an address that is not loopback needs {by}"
+
+
+def add_insecure_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow a --listen that is not loopback: who reaches it needs no login, and nothing is encrypted",
+    )
+
+
+def problem(args: argparse.Namespace, why: str) -> str:
+    """Of `--listen` and `--insecure`; empty: none."""
+    if args.insecure or is_loopback(args.listen.host):
+        return ""
+    return needs("--listen", args.listen, why)
