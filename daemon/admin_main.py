@@ -50,7 +50,7 @@ class Command:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--socket", metavar="PATH", help="of the daemon (default: the one that lies in XDG_RUNTIME_DIR)"
+            "--socket", metavar="PATH", help="of the daemon (default: the one where daemons make it without --socket)"
         )
         parser.add_argument("--role", choices=tuple(_ROLES), help="of a daemon with both roles, which one")
         self.own_arguments(parser)

@@ -90,7 +90,7 @@ class DaemonConfig(BaseModel):
     socket: Annotated[
         str,
         Field(description="Unix socket of the workers"),
-        Flag("PATH", default="kvferry-ROLE.sock in XDG_RUNTIME_DIR, else in the temporary folder"),
+        Flag("PATH", default="kvferry-ROLE.sock in XDG_RUNTIME_DIR, else in kvferry-UID in the temporary folder"),
     ] = Field(default_factory=lambda data: os.path.join(runtime_dir(), f"kvferry-{data['role']}.sock"))
     metrics: Annotated[
         Address,

@@ -22,10 +22,10 @@ def check_together(config: DaemonConfig) -> None:
     if not is_loopback(host) and not config.insecure and not config.tls_cert:
         why = "without --tls-cert, --tls-key and --tls-ca sessions are not encrypted"
         raise ConfigError(needs("--listen", config.listen, why))
-    if config.metrics and not config.insecure and not config.insecure_metrics:
-        if not is_loopback(parse_address(config.metrics)[0]):
-            why = "metrics are plain HTTP, without a login"
-            raise ConfigError(needs("--metrics", config.metrics, why, by="--insecure-metrics or --insecure"))
+    inside = not config.metrics or is_loopback(parse_address(config.metrics)[0])
+    if not inside and not config.insecure and not config.insecure_metrics:
+        why = "metrics are plain HTTP, without a login"
+        raise ConfigError(needs("--metrics", config.metrics, why, by="--insecure-metrics or --insecure"))
     if is_loopback(host) and names_rdma(config.ucx_tls) and not config.insecure:
         raise ConfigError(
             f"--ucx-tls is {config.ucx_tls}, and --listen {config.listen}: RDMA devices have no loopback address, "

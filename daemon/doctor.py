@@ -23,7 +23,7 @@ from kvferry.daemon.doctor_peers import peers
 from kvferry.daemon.findings import BAD, NOTE, OK, Finding
 from kvferry.daemon.pool_room import SHM_REMEDY, in_shm, lacks_on_gpus, meminfo, shared_memory, shared_words
 from kvferry.daemon.tls import TlsError, files_of, read_identity, utc
-from kvferry.daemon.values import parse_address, size
+from kvferry.daemon.values import ConfigError, check_own_folder, parse_address, size
 from kvferry.listening import is_loopback
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 
@@ -264,6 +264,11 @@ def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
     if len(config.socket.encode()) > 107:
         remedy = "Unix sockets take at most 107: a shorter --socket"
         yield Finding(BAD, what, f"{len(config.socket.encode())} bytes", remedy)
+        return
+    try:
+        check_own_folder(os.path.dirname(config.socket))
+    except ConfigError as error:
+        yield Finding(BAD, what, "another user may have made its folder", str(error))
         return
     existing = _existing(Path(config.socket).absolute().parent)
     if (mode := _mode(config.socket)) is not None:

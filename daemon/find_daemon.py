@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from kvferry.daemon.values import runtime_dir
+from kvferry.daemon.values import ConfigError, check_own_folder, runtime_dir
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"  # of a decode daemon without --listen
-ADDRESS_HELP = f"$KVFERRY_SOCKET, or the one socket that lies in XDG_RUNTIME_DIR, or {DEFAULT_ADDRESS}"
+ADDRESS_HELP = f"$KVFERRY_SOCKET, or the one socket where daemons make it without --socket, or {DEFAULT_ADDRESS}"
 
 
 class NoDaemon(Exception):
@@ -19,6 +19,10 @@ def default_socket(role: str | None) -> str:
     named = os.environ.get("KVFERRY_SOCKET")
     if named:
         return named
+    try:
+        check_own_folder(runtime_dir())
+    except ConfigError as error:
+        raise NoDaemon(str(error)) from error
     roles = ("decode", "prefill", "both") if role is None else (role, "both")
     paths = [os.path.join(runtime_dir(), f"kvferry-{name}.sock") for name in roles]
     found = [path for path in paths if os.path.exists(path)]

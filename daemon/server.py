@@ -34,7 +34,7 @@ from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.stats import Snapshots
 from kvferry.daemon.tls import TlsWatch, files_of
-from kvferry.daemon.values import ConfigError, parse_address
+from kvferry.daemon.values import ConfigError, check_own_folder, parse_address
 from kvferry.daemon.worker_service import WorkerService
 from kvferry.proto import (
     admin_pb2,
@@ -348,10 +348,13 @@ def _clear_socket(path: str) -> None:
     """Makes the folder, removes what a dead daemon left; refuses one that answers, and anything that is no socket."""
     if len(path.encode()) > 107:
         raise ConfigError(f"--socket {path!r} has {len(path.encode())} bytes; Unix sockets take at most 107")
+    folder = os.path.dirname(path) or "."
+    check_own_folder(folder)
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
-        os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        check_own_folder(folder)  # it may have been made by somebody else just now
         return
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"--socket {path!r} exists and is not a socket")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tempfile
 
 from kvferry.proto.limits import MAX_NAME_CHARS
@@ -67,5 +68,30 @@ def is_name(text: str) -> bool:
 
 
 def runtime_dir() -> str:
-    """Where sockets lie unless told otherwise: XDG_RUNTIME_DIR, else the temporary folder."""
-    return os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    """Where sockets lie unless told otherwise: XDG_RUNTIME_DIR, else a folder of this user in the temporary one."""
+    return os.environ.get("XDG_RUNTIME_DIR") or own_folder()
+
+
+def own_folder() -> str:
+    return os.path.join(tempfile.gettempdir(), f"kvferry-{os.geteuid()}")
+
+
+def check_own_folder(folder: str) -> None:
+    """ConfigError where it is `own_folder` and not this user's alone, since anybody may make one of that name in the
+    temporary folder; any other is as whoever named it wants it. One that is not there is no error.
+    """
+    if folder != own_folder():
+        return
+    try:
+        found = os.lstat(folder)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is no folder"
+    elif found.st_uid != os.geteuid():
+        problem = f"belongs to user {found.st_uid}; it must belong to {os.geteuid()}, who runs this"
+    elif found.st_mode & 0o077:
+        problem = f"has mode {stat.S_IMODE(found.st_mode):04o}; it must be 0700"
+    else:
+        return
+    raise ConfigError(f"{folder} {problem}: remove it, or name another place with --socket or XDG_RUNTIME_DIR")

@@ -73,7 +73,7 @@ def test_defaults_follow_the_role() -> None:
         (["--listen", "d0:7070"], "--listen is d0:7070: without --tls-cert"),
         (
             ["--metrics", "0.0.0.0:9470"],
-            "--metrics is 0.0.0.0:9470: metrics are plain HTTP, without a login; an address",
+            "--metrics is 0.0.0.0:9470: metrics are plain HTTP, without a login; an",
         ),
         (["--metrics", "d0:9470"], "that is not loopback needs --insecure-metrics or --insecure"),
         (["--metrics", "0.0.0.0:9470", "--insecure"], None),
