@@ -97,6 +97,7 @@ LAYERS = {
 CLIENT = (
     "kvferry.channels",
     "kvferry.flags",
+    "kvferry.listening",
     "kvferry.logs",
     "kvferry.tracing",
     "kvferry.transfer",

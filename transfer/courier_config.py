@@ -31,8 +31,10 @@ RDMA_TRANSPORTS = ("all", "dc", "ib", "rc", "srd", "ud")  # each with or without
 PASSED_NAMES = frozenset({"GLIBC_TUNABLES", "HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LD_PRELOAD"})
 PASSED_NAMES |= {"OMP_NUM_THREADS", "PATH", "TEMP", "TMP", "TMPDIR", "TZ", "VIRTUAL_ENV"}
 PASSED_NAMES |= {"ASAN_OPTIONS", "LSAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS"}
-PASSED_PREFIXES = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "IBV_", "MLX5_", "RDMAV_")
-PASSED_PREFIXES += ("LC_", "MALLOC_", "PYTHON")
+PASSED_PREFIXES = (
+    *("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_"),
+    *("IBV_", "MLX5_", "RDMAV_", "LC_", "MALLOC_", "PYTHON"),
+)
 ANY_ADDRESS = ("", "*", "0.0.0.0", "::")
 
 
