@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 from kvferry.proto import common_pb2 as common
 
-ITEMSIZES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float64": 8,
+# Bytes of an element, by torch's name: pages are moved, never computed with, so that the size is all that is asked for.
+_NAMES = {
+    1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2",
+    2: "float16 bfloat16 int16 uint16",
+    4: "float32 int32 uint32 complex32",
+    8: "float64 int64 uint64 complex64",
+    16: "complex128",
 }
+ITEMSIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 MAX_PAGE_BYTES = 1 << 30
 
 

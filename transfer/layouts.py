@@ -56,14 +56,17 @@ class RowMap:
         return int(last.max()) + (self.pieces - 1) * self.piece_stride + self.fragment_bytes
 
     def compact(self) -> RowMap:
-        """The same rows in the fewest fragments: neighbours that touch on every page are one."""
+        """The same rows in fewer fragments: a tensor's pieces are one where they touch, and all tensors are one where
+        every one of them touches the next on every page. (K and V that touch within a layer alone stay two.)"""
         merged = self
         if merged.pieces > 1 and merged.piece_stride == merged.fragment_bytes:
             merged = RowMap(merged.offsets, merged.strides, 1, 0, merged.fragment_bytes * merged.pieces, merged.pages)
         touching = bool((np.diff(merged.offsets) == merged.fragment_bytes).all())
         if merged.pieces == 1 and touching and bool((merged.strides == merged.strides[0]).all()):
             size = merged.fragment_bytes * len(merged.offsets)
-            return RowMap(merged.offsets[:1], merged.strides[:1], 1, 0, size, merged.pages)
+            # Of a pool of one page nobody takes the stride, which is that of one tensor: it must still hold the page.
+            strides = np.maximum(merged.strides[:1], size) if merged.pages == 1 else merged.strides[:1]
+            return RowMap(merged.offsets[:1], strides, 1, 0, size, merged.pages)
         return merged
 
     def check_ids(self, page_ids: Sequence[int] | Int64s) -> Int64s:

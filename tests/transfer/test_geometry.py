@@ -1,6 +1,7 @@
 """Pages' shapes and sizes, what is refused, and the id that stands for a namespace."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -77,6 +78,21 @@ def test_what_the_wire_leaves_out_has_its_stated_meaning() -> None:
 def test_a_value_out_of_bounds_is_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"geometry\.{field} is '?{value}'?; it must be"):
         dataclasses.replace(GEOMETRY, **{field: value})  # type: ignore[arg-type]
+
+
+def test_every_dtype_with_whole_bytes_has_torchs_size() -> None:
+    torch = pytest.importorskip("torch")
+    kept = re.compile(r"bool|bfloat16|u?int(8|16|32|64)|float\d+(_\w+)?|complex\d+")  # not those made of a few bits
+    known = {str(value)[6:]: value.itemsize for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    whole = {name: size for name, size in known.items() if kept.fullmatch(name)}
+    assert len(whole) >= 12
+    assert whole.items() <= ITEMSIZES.items()
+
+
+@pytest.mark.parametrize("name", ["torch.float16", "int4", "qint8", "Float32", ""])
+def test_no_other_name_is_a_dtype(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"geometry\.dtype is '{name}'; it must be one of bool, int8, .*, complex128"):
+        dataclasses.replace(GEOMETRY, dtype=name)
 
 
 def test_a_page_over_the_bound_is_refused() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard import random_pages, rows, stored
 
+from kvferry._core import HostPages
 from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.layouts import RankStorage, RowMap
 
@@ -41,19 +42,19 @@ def gathered(memory: np.ndarray, rows: RowMap, ids: list[int], byte_offset: int,
 
 
 @settings(deadline=None, max_examples=150)
-@given(geometries, orders, st.data())
+@given(geometries, orders, st.sampled_from([1, 2, PAGES]), st.data())
 def test_any_part_of_any_heads_is_the_canonical_bytes(
-    geometry: KVGeometry, order: StorageOrder, data: st.DataObject
+    geometry: KVGeometry, order: StorageOrder, count: int, data: st.DataObject
 ) -> None:
-    pages = random_pages(geometry, PAGES, seed=1)
+    pages = random_pages(geometry, count, seed=1)
     memory = stored(pages, geometry.layout, order)
     first = data.draw(st.integers(0, geometry.kv_heads - 1))
     heads = data.draw(st.integers(1, geometry.kv_heads - first))
-    storage = RankStorage.make(geometry, order, PAGES)
+    storage = RankStorage.make(geometry, order, count)
     assert storage.nbytes == len(memory)
     found = storage.rows(first, heads)
     assert found.end <= storage.nbytes
-    ids = data.draw(st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True))
+    ids = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True))
     expected = rows(pages[ids][..., first : first + heads, :], geometry.layout).tobytes()
     assert found.row_bytes * len(ids) == len(expected)
     start = data.draw(st.integers(0, len(expected) - 1))
@@ -63,6 +64,14 @@ def test_any_part_of_any_heads_is_the_canonical_bytes(
         memory[at : at + found.fragment_bytes].tobytes() for at in found.fragments_of(ids).ravel().tolist()
     )
     assert whole == expected
+    host = HostPages(
+        memory, found.offsets, found.strides, found.pieces, found.piece_stride, found.fragment_bytes, count
+    )
+    slot = np.full(nbytes, 0xAA, np.uint8)
+    first_page, begin = divmod(start, found.row_bytes)
+    last_page = (start + nbytes - 1) // found.row_bytes
+    host.gather_part(np.array(ids[first_page : last_page + 1]), begin, nbytes, slot)
+    assert slot.tobytes() == expected[start : start + nbytes]
 
 
 @settings(deadline=None, max_examples=100)
@@ -103,6 +112,13 @@ def test_fragments_are_as_few_as_can_be() -> None:
     heads_first = KVGeometry(2, 4, 8, "bfloat16", 16, Layout.PAGE_HND)
     half = RankStorage.make(heads_first, StorageOrder.PAGE_MAJOR, PAGES).rows(2, 2)
     assert shape(half) == ([i * TENSOR + TENSOR // 2 for i in range(4)], [4 * TENSOR] * 4, 1, 0, TENSOR // 2)
+
+
+def test_a_pool_of_one_page_is_one_fragment() -> None:
+    for order in StorageOrder:
+        storage = RankStorage.make(GEOMETRY, order, 1)
+        assert shape(storage.rows()) == ([0], [4 * TENSOR], 1, 0, 4 * TENSOR)
+        assert storage.rows().end == storage.nbytes == 4 * TENSOR
 
 
 def test_an_engines_own_tensors() -> None:
