@@ -38,6 +38,7 @@ std::unique_ptr<GpuPages> pages_of(Engine& engine, const Integers& bases, const 
 std::unique_ptr<Copying> copy_pages(Engine& engine, const GpuPages& pages, const Integers& ids, nb::handle rows,
                                     int64_t row_stride, const Integers& row_ids, CopyDirection direction,
                                     std::optional<int64_t> stream, const std::string& strategy) {
+  check_device(engine, pages);
   const CopyStrategy wanted = strategy_named(strategy);
   const bool to_host = direction == CopyDirection::kToHost;
   const Buffer memory(rows, "rows", to_host ? Buffer::Access::kWrite : Buffer::Access::kRead);
@@ -58,7 +59,9 @@ std::unique_ptr<Copying> copy_pages(Engine& engine, const GpuPages& pages, const
 std::unique_ptr<Copying> copy_list(Engine& engine, const Integers& dst, const Integers& src, const Integers& sizes,
                                    CopyDirection direction, std::optional<int64_t> stream, const std::string& strategy) {
   const CopyStrategy wanted = strategy_named(strategy);
-  if (wanted != CopyStrategy::kBatch && wanted != CopyStrategy::kLoop) refuse("strategy: a list goes by batch or loop");
+  if (wanted == CopyStrategy::kStaged || wanted == CopyStrategy::kPitched) {
+    refuse("strategy: a list goes by batch, loop or kernel");
+  }
   const int64_t count = int64_t(sizes.size());
   check_range("dst_addresses", int64_t(dst.size()), count, count);
   check_range("src_addresses", int64_t(src.size()), count, count);
@@ -71,7 +74,7 @@ std::unique_ptr<Copying> copy_list(Engine& engine, const Integers& dst, const In
       refuse("item " + std::to_string(i) + ": " + std::to_string(bytes) + " bytes from " + std::to_string(from) + " to " +
              std::to_string(to) + " is no memory of a process");
     }
-    list.add(uint64_t(to), uint64_t(from), size_t(bytes));
+    list.append(uint64_t(to), uint64_t(from), size_t(bytes));
   }
   const GpuStream on = stream ? stream_at(stream) : engine.get().stream();
   return engine.issue(on, nb::none(),
@@ -113,6 +116,12 @@ nb::dict statistics(Engine& engine) {
 }
 
 }  // namespace
+
+void check_device(Engine& engine, const GpuPages& pages) {
+  const int own = engine.device()->number(), theirs = pages.device()->number();
+  if (own == theirs) return;
+  refuse("pages: of device " + std::to_string(theirs) + ", but this engine's is device " + std::to_string(own));
+}
 
 GpuStream stream_at(std::optional<int64_t> handle) {
   if (!handle) return nullptr;

@@ -18,6 +18,8 @@
 
 namespace kvferry {
 
+class Engine;
+
 // 0, 1 and 2 name the default streams: the batch copy refuses them, and nothing could overlap with them.
 GpuStream stream_at(std::optional<int64_t> handle);
 
@@ -26,6 +28,9 @@ GpuStream any_stream_at(int64_t handle);
 
 // ValueError: negative, or more than a million.
 std::chrono::nanoseconds checked_seconds(double seconds);
+
+// ValueError: the pages are another device's.
+void check_device(Engine& engine, const GpuPages& pages);
 
 // ValueError: an api that is none.
 std::shared_ptr<const GpuDriver> driver_of(const std::string& library, const std::string& api);
@@ -58,9 +63,15 @@ class Engine {
     auto copying = std::unique_ptr<Copying>(
         new Copying{std::make_shared<GpuCopy>(device()), "", std::move(uses), std::move(sum)});
     nanobind::gil_scoped_release release;
+    copying->end->record(stream);  // refuses another device's stream, which a copy alone would run on
     if (copying->sum != nullptr) copying->sum->spoil_until_issued();
     copying->strategy = run(copying->sum.get());
-    copying->end->record(stream);
+    try {
+      copying->end->record(stream);
+    } catch (...) {
+      drain_stream(*device(), stream);  // the caller learns of no copy: none may run on
+      throw;
+    }
     if (copying->sum != nullptr) copying->sum->used_until(copying->end);
     return copying;
   }

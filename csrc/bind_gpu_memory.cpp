@@ -62,6 +62,7 @@ void check_range_of(const GpuDevice& device, const char* field, int64_t address,
 }
 
 void check_pages(Engine& engine, const GpuPages& pages) {
+  check_device(engine, pages);
   const PageLayout& layout = pages.layout();
   for (size_t t = 0; t < layout.bases.size(); ++t) {
     check_range_of(*engine.device(), ("bases[" + std::to_string(t) + "]").c_str(), int64_t(layout.bases[t]),

@@ -25,6 +25,7 @@ void check_slot(const char* field, int64_t address, uint64_t nbytes) {
 template <PartDirection kDirection, bool kSummed>
 std::unique_ptr<Copying> copy_part(Engine& engine, const GpuPages& pages, const Integers& ids, int64_t byte_offset,
                                    int64_t nbytes, int64_t slot, std::optional<int64_t> stream) {
+  check_device(engine, pages);
   const PartRange part = checked_part(pages.layout(), ids, byte_offset, nbytes);
   if (kDirection == PartDirection::kScatter) check_distinct("page_ids", ids);
   check_slot("slot_address", slot, part.bytes);
@@ -60,12 +61,14 @@ std::unique_ptr<Copying> zero(Engine& engine, const GpuPages& pages, const int64
 
 std::unique_ptr<Copying> zero_pages(Engine& engine, const GpuPages& pages, const Integers& ids,
                                     std::optional<int64_t> stream) {
+  check_device(engine, pages);
   check_ids("page_ids", ids, pages.layout().pages);
   return zero(engine, pages, ids.data(), ids.size(), 0, 0, stream);
 }
 
 std::unique_ptr<Copying> zero_page_from(Engine& engine, const GpuPages& pages, int64_t page_id, int64_t start,
                                         int64_t first_piece, std::optional<int64_t> stream) {
+  check_device(engine, pages);
   check_range("page_id", page_id, 0, pages.layout().pages - 1);
   check_range("start", start, 0, pages.layout().fragment_bytes);
   check_range("first_piece", first_piece, 0, pages.layout().pieces);

@@ -1,5 +1,6 @@
 #include "cuda_device.h"
 
+#include <iterator>
 #include <thread>
 
 #include "cuda_kernels.h"
@@ -25,6 +26,36 @@ std::pair<size_t, size_t> GpuDevice::memory_info() const {
   size_t free = 0, total = 0;
   check(driver_->mem_info(&free, &total), "memory of the device");
   return {free, total};
+}
+
+GpuAddress GpuDevice::seen_at(uint64_t host, size_t bytes) const {
+  {
+    const std::lock_guard<std::mutex> hold(pinned_mutex_);
+    const auto after = pinned_.upper_bound(host);
+    if (after != pinned_.begin()) {
+      const auto& [begin, block] = *std::prev(after);
+      const uint64_t inside = host - begin;
+      if (inside < block.bytes && bytes <= block.bytes - inside) return block.seen_at + inside;
+    }
+  }
+  const auto ask = [this](uint64_t at, GpuAddress* seen) {
+    return driver_->host_device_address(seen, reinterpret_cast<void*>(at), 0) == kGpuSuccess;
+  };
+  GpuAddress first = 0, last = 0;
+  if (!ask(host, &first) || !ask(host + bytes - 1, &last)) return 0;
+  return last - first == bytes - 1 ? first : 0;
+}
+
+void GpuDevice::note_pinned(uint64_t host, size_t bytes) {
+  GpuAddress seen = 0;
+  if (driver_->host_device_address(&seen, reinterpret_cast<void*>(host), 0) != kGpuSuccess) return;
+  const std::lock_guard<std::mutex> hold(pinned_mutex_);
+  pinned_[host] = {bytes, seen};
+}
+
+void GpuDevice::note_unpinned(uint64_t host) {
+  const std::lock_guard<std::mutex> hold(pinned_mutex_);
+  pinned_.erase(host);
 }
 
 GpuDevice::Use::Use(const GpuDevice& device) : driver_(*device.driver_) {
@@ -53,14 +84,17 @@ PinnedRange::PinnedRange(std::shared_ptr<GpuDevice> device, void* address, size_
   constexpr unsigned kPortable = 1, kMapped = 2;
   const GpuDevice::Use use(*device_);
   const GpuStatus status = device_->driver().host_register(address, bytes, kPortable | kMapped);
-  if (status == kGpuSuccess) return;
-  device_->check(status, ("pinning of " + std::to_string(bytes) +
-                          " bytes of host memory (anonymous, or of /dev/shm or a memfd; a file of a disk's file system cannot"
-                          " be pinned, nor memory that is pinned already, nor more than `ulimit -l` allows)")
-                             .c_str());
+  if (status != kGpuSuccess) {
+    device_->check(status, ("pinning of " + std::to_string(bytes) +
+                            " bytes of host memory (anonymous, or of /dev/shm or a memfd; a file of a disk's file system cannot"
+                            " be pinned, nor memory that is pinned already, nor more than `ulimit -l` allows)")
+                               .c_str());
+  }
+  device_->note_pinned(reinterpret_cast<uint64_t>(address), bytes);
 }
 
 PinnedRange::~PinnedRange() {
+  device_->note_unpinned(reinterpret_cast<uint64_t>(address_));
   const GpuDevice::Use use(*device_);
   device_->driver().host_unregister(address_);
 }
@@ -116,9 +150,12 @@ void drain_stream(const GpuDevice& device, GpuStream stream) {
   const GpuDriver& driver = device.driver();
   const GpuDevice::Use use(device);
   GpuEvent event = nullptr;
-  if (driver.event_create(&event, kGpuEventDisableTiming) != kGpuSuccess) return;
-  if (driver.event_record(event, stream) == kGpuSuccess) driver.event_synchronize(event);
-  driver.event_destroy(event);
+  bool waited = false;
+  if (driver.event_create(&event, kGpuEventDisableTiming) == kGpuSuccess) {
+    waited = driver.event_record(event, stream) == kGpuSuccess && driver.event_synchronize(event) == kGpuSuccess;
+    driver.event_destroy(event);
+  }
+  if (!waited) driver.stream_synchronize(stream);  // another device's stream takes copies, but no event of this one's
 }
 
 GpuCopy::GpuCopy(std::shared_ptr<GpuDevice> device) : device_(std::move(device)) {

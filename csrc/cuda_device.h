@@ -1,10 +1,13 @@
 // What lives on a GPU, and ends with its last user: a context, memory, layouts, the ends of copies.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -38,10 +41,22 @@ class GpuDevice {
   std::pair<size_t, size_t> memory_info() const;  // bytes free, and all
   void check(GpuStatus status, const char* what) const { check_gpu(*driver_, status, what); }
 
+  // Where the device sees these bytes of host memory, all of which are pinned; 0: they are not. In use of this device.
+  GpuAddress seen_at(uint64_t host, size_t bytes) const;
+  // What is pinned through this is known to be so, and the driver is not asked.
+  void note_pinned(uint64_t host, size_t bytes);
+  void note_unpinned(uint64_t host);
+
  private:
+  struct Block {
+    size_t bytes;
+    GpuAddress seen_at;
+  };
   std::shared_ptr<const GpuDriver> driver_;
   int device_ = 0;
   GpuContext context_ = nullptr;
+  mutable std::mutex pinned_mutex_;
+  std::map<uint64_t, Block> pinned_;  // by its first byte
 };
 
 // Memory of the device, a plain allocation: it can be shared with other processes.
@@ -81,6 +96,7 @@ class GpuPages {
  public:
   // Written on `stream`, and waited for.
   GpuPages(std::shared_ptr<GpuDevice> device, PageLayout layout, GpuStream stream);
+  const std::shared_ptr<GpuDevice>& device() const { return device_; }
   const PageLayout& layout() const { return layout_; }
   const std::vector<PitchedRun>& runs() const { return runs_; }
   GpuAddress bases() const { return table_.address(); }
@@ -93,7 +109,7 @@ class GpuPages {
   GpuMemory table_;  // freed only when no kernel reads it any more: the driver waits
 };
 
-// The driver's compiled kernels. None, where it takes none.
+// The driver's compiled kernels. None, where it takes none, or has refused to run one.
 class GpuKernels {
  public:
   explicit GpuKernels(std::shared_ptr<GpuDevice> device);
@@ -101,12 +117,14 @@ class GpuKernels {
   GpuKernels(const GpuKernels&) = delete;
   GpuKernels& operator=(const GpuKernels&) = delete;
 
-  bool loaded() const { return module_ != nullptr; }
+  bool loaded() const { return module_ != nullptr && !refused_; }
+  void refuse() const { refused_ = true; }  // for good
   GpuFunction get(const char* name) const;
 
  private:
   std::shared_ptr<GpuDevice> device_;
   GpuModule module_ = nullptr;
+  mutable std::atomic<bool> refused_{false};
 };
 
 // Waits for what was issued to `stream`, if it can; for the clean-up after an error.

@@ -33,6 +33,7 @@ const Name kNames[] = {
     {ENTRY(stream_create), "cuStreamCreateWithPriority", 5050, "hipStreamCreateWithPriority", true},
     {ENTRY(stream_destroy), "cuStreamDestroy", 4000, "hipStreamDestroy", true},
     {ENTRY(stream_wait), "cuStreamWaitEvent", 3020, "hipStreamWaitEvent", true},
+    {ENTRY(stream_synchronize), "cuStreamSynchronize", 2000, "hipStreamSynchronize", true},
     {ENTRY(event_create), "cuEventCreate", 2000, "hipEventCreateWithFlags", true},
     {ENTRY(event_destroy), "cuEventDestroy", 4000, "hipEventDestroy", true},
     {ENTRY(event_record), "cuEventRecord", 2000, "hipEventRecord", true},

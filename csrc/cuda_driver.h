@@ -105,6 +105,7 @@ struct GpuDriver {
   GpuStatus (*stream_create)(GpuStream*, unsigned flags, int priority);
   GpuStatus (*stream_destroy)(GpuStream);
   GpuStatus (*stream_wait)(GpuStream, GpuEvent, unsigned flags);
+  GpuStatus (*stream_synchronize)(GpuStream);
   GpuStatus (*event_create)(GpuEvent*, unsigned flags);
   GpuStatus (*event_destroy)(GpuEvent);
   GpuStatus (*event_record)(GpuEvent, GpuStream);

@@ -6,8 +6,7 @@ namespace kvferry {
 namespace {
 
 const char* const kKernelNames[] = {"copy_pages_16", "copy_pages_4", "copy_pages_1"};
-constexpr uint64_t kKernelWords[] = {16, 4, 1};
-constexpr unsigned kStagingThreads = 32, kBusThreads = kCopyThreads;  // a block
+const char* const kListKernelNames[] = {"copy_list_16", "copy_list_4", "copy_list_1"};
 constexpr double kMuchLonger = 1.3, kWait = 0.15;  // than at the best rate seen; ms: a staged copy's kernels waited
 
 }  // namespace
@@ -29,7 +28,10 @@ GpuCopyEngine::GpuCopyEngine(std::shared_ptr<GpuDevice> device, std::shared_ptr<
   }
   probe_ = std::make_unique<BusyProbe>(*device_);
   if (!module_->loaded()) return;
-  for (size_t i = 0; i < kernels_.size(); ++i) kernels_[i] = module_->get(kKernelNames[i]);
+  for (size_t i = 0; i < kernels_.size(); ++i) {
+    kernels_[i] = module_->get(kKernelNames[i]);
+    list_kernels_[i] = module_->get(kListKernelNames[i]);
+  }
 }
 
 GpuCopyEngine::~GpuCopyEngine() {
@@ -107,22 +109,22 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
   const bool timed = chosen_by_it && !lane.timing;
   try {
     if (timed) device_->check(driver_.event_record(lane.from, stream), "event");
-    if (strategy == CopyStrategy::kStaged) {
-      run_staged(copy, stream);
-    } else if (strategy == CopyStrategy::kKernel) {
-      run_kernel(copy, rows_on_device, stream);
-    } else if (strategy != CopyStrategy::kPitched || !run_pitched(copy, stream, &descriptors)) {
-      if (strategy == CopyStrategy::kPitched) strategy = CopyStrategy::kBatch;
+    bool issued = false;  // otherwise the driver refused it, and fragments move what may have moved in part
+    if (strategy == CopyStrategy::kStaged) issued = run_staged(copy, stream);
+    if (strategy == CopyStrategy::kKernel) issued = run_kernel(copy, rows_on_device, stream);
+    if (strategy == CopyStrategy::kPitched) issued = run_pitched(copy, stream, &descriptors);
+    if (!issued) {
+      if (strategy != CopyStrategy::kLoop) strategy = CopyStrategy::kBatch;
       descriptors = run_fragments(copy, stream, &strategy);
     }
     if (timed) device_->check(driver_.event_record(lane.to, stream), "event");
+    if (chosen_by_it && module_->loaded()) probe_->launch(kernels_[0]);
   } catch (...) {
     drain_stream(*device_, stream);  // the caller learns of no copy: none may run on
     drain_stream(*device_, lane.stream);
     drain_stream(*device_, lane.apart);
     throw;
   }
-  if (chosen_by_it && module_->loaded()) probe_->launch(kernels_[0]);
   StrategyCount& counted = counts_[size_t(strategy)];
   counted.copies += 1;
   counted.descriptors += descriptors;
@@ -141,7 +143,11 @@ CopyStrategy GpuCopyEngine::copy_list(const CopyDescriptors& list, CopyDirection
   const GpuDevice::Use use(*device_);
   if (stream == nullptr) stream = stream_;
   try {
-    strategy = issue(list, direction, stream, strategy != CopyStrategy::kLoop);
+    size_t done = 0;
+    if (strategy == CopyStrategy::kKernel) done = run_list_kernel(list, direction, stream);
+    if (strategy != CopyStrategy::kKernel || done < list.size()) {
+      strategy = issue(list, direction, stream, strategy != CopyStrategy::kLoop, done);
+    }
   } catch (...) {
     drain_stream(*device_, stream);
     throw;
@@ -165,8 +171,7 @@ CopyStrategy GpuCopyEngine::usable(CopyStrategy strategy, const Pages& copy, Gpu
     fall_back("no pitched copies of these pages");
     return CopyStrategy::kBatch;
   }
-  if (strategy == CopyStrategy::kKernel &&
-      driver_.host_device_address(rows_on_device, reinterpret_cast<void*>(copy.rows.address), 0) != kGpuSuccess) {
+  if (strategy == CopyStrategy::kKernel && !find_rows(copy, rows_on_device)) {
     fall_back("rows are not pinned");
     return CopyStrategy::kBatch;
   }
@@ -183,6 +188,15 @@ CopyStrategy GpuCopyEngine::usable(CopyStrategy strategy, const Pages& copy, Gpu
   return strategy;
 }
 
+// Where the device would see row 0. False: some of the rows named are not pinned.
+bool GpuCopyEngine::find_rows(const Pages& copy, GpuAddress* rows_on_device) const {
+  const auto [first, last] = std::minmax_element(copy.row_ids, copy.row_ids + copy.count);
+  const size_t bytes = size_t((*last - *first) * copy.rows.stride) + copy.pages.layout().row_bytes();
+  const GpuAddress seen = device_->seen_at(copy.rows.of(*first), bytes);
+  *rows_on_device = seen - uint64_t(*first * copy.rows.stride);
+  return seen != 0;
+}
+
 bool GpuCopyEngine::prepare(Lane& lane) {
   while (lane.buffers.size() < tuning_.buffers) {
     Buffer buffer;
@@ -195,8 +209,8 @@ bool GpuCopyEngine::prepare(Lane& lane) {
 }
 
 // Buffers go round: while one is on the bus the next is gathered, or the one before scattered. A buffer's event that was
-// never recorded holds nobody up.
-void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
+// never recorded holds nobody up. False: the driver refused a kernel; what went before it is ordered on `stream`.
+bool GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
   const bool to_host = copy.direction == CopyDirection::kToHost;
   const PageLayout& layout = copy.pages.layout();
   Lane& lane = lanes_[size_t(copy.direction)];
@@ -205,6 +219,7 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
     device_->check(driver_.stream_wait(lane.stream, lane.begun, 0), "wait");
   }
   Buffer* last = nullptr;
+  bool launched = true;
   for (const PageChunk& chunk : staged_chunks(layout, copy.count, tuning_.buffer_bytes, tuning_.small_bytes,
                                               tuning_.growth, to_host)) {
     Buffer& buffer = *(last = &lane.buffers[lane.next++ % lane.buffers.size()]);
@@ -221,28 +236,32 @@ void GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
     const GpuStream first = to_host ? lane.stream : stream, second = to_host ? stream : lane.stream;
     device_->check(driver_.stream_wait(first, buffer.emptied, 0), "wait");
     if (to_host) {
-      launch(copy, chunk, staged - inside, true, first);
+      launched = launch(copy, chunk, staged - inside, true, first);
     } else {
       issue(scratch_, copy.direction, first, true);
     }
     device_->check(driver_.event_record(buffer.filled, first), "event");
     device_->check(driver_.stream_wait(second, buffer.filled, 0), "wait");
-    if (to_host) {
+    if (!to_host) {
+      launched = launch(copy, chunk, staged - inside, true, second);
+    } else if (launched) {
       issue(scratch_, copy.direction, second, true);
-    } else {
-      launch(copy, chunk, staged - inside, true, second);
     }
     device_->check(driver_.event_record(buffer.emptied, second), "event");
+    if (!launched) break;
   }
   if (!to_host) device_->check(driver_.stream_wait(stream, last->emptied, 0), "wait");
+  return launched;
 }
 
-void GpuCopyEngine::run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream) {
+// False: the driver refused it.
+bool GpuCopyEngine::run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream) {
   const uint32_t fragments = copy.pages.layout().fragments();
   for (size_t begin = 0; begin < copy.count; begin += kPagesPerLaunch) {
     const size_t end = std::min<size_t>(begin + kPagesPerLaunch, copy.count);
-    launch(copy, {begin, end, 0, fragments}, rows_on_device, false, stream);
+    if (!launch(copy, {begin, end, 0, fragments}, rows_on_device, false, stream)) return false;
   }
+  return true;
 }
 
 size_t GpuCopyEngine::run_fragments(const Pages& copy, GpuStream stream, CopyStrategy* strategy) {
@@ -263,10 +282,10 @@ void GpuCopyEngine::add_fragments(const Pages& copy, size_t page) {
   }
 }
 
-// By calls of at most batch_descriptors if `batch`, or else, or where the driver refuses them, one by one.
-CopyStrategy GpuCopyEngine::issue(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, bool batch) {
+// From list[done] on, by calls of at most batch_descriptors if `batch`, or else, or where the driver refuses them, one by one.
+CopyStrategy GpuCopyEngine::issue(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, bool batch,
+                                  size_t done) {
   const bool to_host = direction == CopyDirection::kToHost;
-  size_t done = 0;
   if (batch && list.size() > 1) {
     if (!can(CopyStrategy::kBatch)) fall_back("the driver has no batch");
     // Host memory does not change under a copy to the device, so it may be read ahead of the stream; the GPU's does.
@@ -296,7 +315,7 @@ CopyStrategy GpuCopyEngine::issue(const CopyDescriptors& list, CopyDirection dir
   return batch && list.size() <= 1 ? CopyStrategy::kBatch : CopyStrategy::kLoop;
 }
 
-void GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged,
+bool GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged,
                            GpuStream stream) {
   const PageLayout& layout = copy.pages.layout();
   PageCopy parameters;
@@ -316,16 +335,8 @@ void GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress
     parameters.row_ids[i - chunk.begin] = rows_are_staged ? uint32_t(i - chunk.begin) : uint32_t(copy.row_ids[i]);
   }
   const uint64_t alignment = layout.alignment() | rows | uint64_t(parameters.row_stride);
-  size_t width = 0;
-  while (alignment % kKernelWords[width] != 0) ++width;
   const uint64_t tiles = uint64_t(parameters.pages) * chunk.count * ((layout.fragment_bytes + kTileBytes - 1) / kTileBytes);
-  const unsigned threads = rows_are_staged ? kStagingThreads : kBusThreads;
-  const uint64_t useful = (tiles * 32 + threads - 1) / threads;
-  const uint64_t blocks = rows_are_staged ? tuning_.staging_blocks : tuning_.bus_blocks;
-  void* arguments[] = {&parameters};
-  device_->check(driver_.launch(kernels_[width], unsigned(std::min<uint64_t>(blocks, useful)), 1, 1, threads, 1, 1, 0,
-                                stream, arguments, nullptr),
-                 "kernel");
+  return launch_tiles(kernels_[kernel_width(alignment)], tiles, !rows_are_staged, stream, &parameters);
 }
 
 }  // namespace kvferry

@@ -47,6 +47,9 @@ struct CopyTuning {
   size_t pitched_bytes = size_t(768) << 10;
 };
 
+// Which of the kernels moves what is aligned like this: the widest that can.
+size_t kernel_width(uint64_t alignment);
+
 struct StrategyCount {
   uint64_t copies = 0, descriptors = 0, bytes = 0;
 };
@@ -66,7 +69,7 @@ class GpuCopyEngine {
                           const int64_t* row_ids, size_t count, CopyDirection direction, GpuStream stream,
                           CopyStrategy strategy);
 
-  // The general form: batch or loop.
+  // The general form: batch, loop or kernel. No destination overlaps another item.
   CopyStrategy copy_list(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, CopyStrategy strategy);
 
   bool can(CopyStrategy strategy) const;
@@ -112,25 +115,29 @@ class GpuCopyEngine {
   void learn_waits();
   CopyStrategy usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device);
   void fall_back(const char* reason) { ++fallbacks_[reason]; }
-  void run_staged(const Pages& copy, GpuStream stream);
+  bool run_staged(const Pages& copy, GpuStream stream);
   bool run_pitched(const Pages& copy, GpuStream stream, size_t* descriptors);
   bool issue_pitched(const Pages& copy, size_t apart, GpuStream stream, size_t* descriptors);
   void add_runs(const Pages& copy, size_t page);
   bool issue_runs(GpuStream stream);
   size_t pages_apart(const Pages& copy, const Lane& lane) const;
-  void run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream);
+  bool find_rows(const Pages& copy, GpuAddress* rows_on_device) const;
+  bool run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream);
+  size_t run_list_kernel(const CopyDescriptors& list, CopyDirection direction, GpuStream stream);
   size_t run_fragments(const Pages& copy, GpuStream stream, CopyStrategy* strategy);
   void add_fragments(const Pages& copy, size_t page);
-  CopyStrategy issue(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, bool batch);
-  void launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged,
+  CopyStrategy issue(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, bool batch,
+                     size_t done = 0);
+  bool launch(const Pages& copy, const PageChunk& chunk, GpuAddress rows, bool rows_are_staged,
               GpuStream stream);
+  bool launch_tiles(GpuFunction kernel, uint64_t tiles, bool on_bus, GpuStream stream, void* parameters);
 
   const std::shared_ptr<GpuDevice> device_;
   const GpuDriver& driver_;
   const CopyTuning tuning_;
   GpuStream stream_ = nullptr;
   const std::shared_ptr<const GpuKernels> module_;  // without its kernels `batch` moves everything
-  std::array<GpuFunction, 3> kernels_{};  // that move 16, 4, 1 bytes at a time
+  std::array<GpuFunction, 3> kernels_{}, list_kernels_{};  // that move 16, 4, 1 bytes at a time
   std::array<Lane, 2> lanes_;             // by direction
   std::unique_ptr<BusyProbe> probe_;
   mutable std::mutex mutex_;              // held while a copy is issued, not while it runs

@@ -1,4 +1,5 @@
-// The source of cuda_kernels_ptx.cpp (made by cuda_make_kernels.sh): gathers fragments into rows, scatters rows into fragments.
+// The source of cuda_kernels_ptx.cpp (made by cuda_make_kernels.sh): gathers fragments into rows, scatters rows into fragments,
+// copies lists of fragments.
 #include "cuda_kernels.h"
 
 namespace {
@@ -7,12 +8,28 @@ using namespace kvferry;
 
 constexpr uint32_t kWarp = 32;
 
-// Each warp takes tile after tile of up to kTileBytes. Loads come first, so that many are under way at a time: a few
-// blocks have to fill PCIe, or move a page through HBM before a matrix product misses their multiprocessors.
+// A warp's copy of bytes [begin, end). Loads come first, so that many are under way at a time: a few blocks have to fill
+// PCIe, or move a page through HBM before a matrix product misses their multiprocessors.
 template <class Word>
-__device__ void copy_pages(const PageCopy& copy) {
+__device__ __forceinline__ void copy_tile(const char* from, char* to, uint32_t begin, uint32_t end, uint32_t lane) {
   constexpr uint32_t kLoads = kTileBytes / kWarp / sizeof(Word) > 4 ? 4 : kTileBytes / kWarp / sizeof(Word);
   constexpr uint32_t kStep = kWarp * sizeof(Word);
+  for (uint32_t at = begin + lane * sizeof(Word); at < end; at += kLoads * kStep) {
+    Word words[kLoads];
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; ++i) {
+      if (at + i * kStep < end) words[i] = __ldcs(reinterpret_cast<const Word*>(from + at + i * kStep));
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; ++i) {
+      if (at + i * kStep < end) *reinterpret_cast<Word*>(to + at + i * kStep) = words[i];
+    }
+  }
+}
+
+// Each warp takes tile after tile of up to kTileBytes.
+template <class Word>
+__device__ void copy_pages(const PageCopy& copy) {
   const uint32_t tiles_a_fragment = (copy.fragment_bytes + kTileBytes - 1) / kTileBytes;
   const uint32_t tiles_a_page = tiles_a_fragment * copy.fragments;
   const uint32_t lane = threadIdx.x % kWarp;
@@ -30,18 +47,24 @@ __device__ void copy_pages(const PageCopy& copy) {
                             uint64_t(fragment) * copy.fragment_bytes;
     const char* from = reinterpret_cast<const char*>(copy.to_rows ? on_device : in_row);
     char* to = reinterpret_cast<char*>(copy.to_rows ? in_row : on_device);
-    const uint32_t end = min(begin + kTileBytes, copy.fragment_bytes);
-    for (uint32_t at = begin + lane * sizeof(Word); at < end; at += kLoads * kStep) {
-      Word words[kLoads];
-#pragma unroll
-      for (uint32_t i = 0; i < kLoads; ++i) {
-        if (at + i * kStep < end) words[i] = __ldcs(reinterpret_cast<const Word*>(from + at + i * kStep));
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kLoads; ++i) {
-        if (at + i * kStep < end) *reinterpret_cast<Word*>(to + at + i * kStep) = words[i];
-      }
+    copy_tile<Word>(from, to, begin, min(begin + kTileBytes, copy.fragment_bytes), lane);
+  }
+}
+
+template <class Word>
+__device__ void copy_list(const ListCopy& copy) {
+  const uint32_t warps = gridDim.x * (blockDim.x / kWarp);
+  for (uint32_t tile = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp; tile < copy.tiles; tile += warps) {
+    uint32_t fragment = 0, behind = copy.fragments;  // the last one that begins at this tile or before it lies in between
+    while (behind - fragment > 1) {
+      const uint32_t middle = (fragment + behind) / 2;
+      if (copy.first_tiles[middle] <= tile) fragment = middle;
+      else behind = middle;
     }
+    const uint32_t begin = (tile - copy.first_tiles[fragment]) * kTileBytes;
+    const char* from = reinterpret_cast<const char*>(copy.sources[fragment]) + begin;
+    char* to = reinterpret_cast<char*>(copy.targets[fragment]) + begin;
+    copy_tile<Word>(from, to, 0, min(kTileBytes, copy.sizes[fragment] - begin), threadIdx.x % kWarp);
   }
 }
 
@@ -61,6 +84,21 @@ extern "C" __global__ void __launch_bounds__(kvferry::kCopyThreads, 2)
 extern "C" __global__ void __launch_bounds__(kvferry::kCopyThreads, 2)
     copy_pages_1(const __grid_constant__ kvferry::PageCopy copy) {
   copy_pages<uint8_t>(copy);
+}
+
+extern "C" __global__ void __launch_bounds__(kvferry::kCopyThreads, 2)
+    copy_list_16(const __grid_constant__ kvferry::ListCopy copy) {
+  copy_list<uint4>(copy);
+}
+
+extern "C" __global__ void __launch_bounds__(kvferry::kCopyThreads, 2)
+    copy_list_4(const __grid_constant__ kvferry::ListCopy copy) {
+  copy_list<uint32_t>(copy);
+}
+
+extern "C" __global__ void __launch_bounds__(kvferry::kCopyThreads, 2)
+    copy_list_1(const __grid_constant__ kvferry::ListCopy copy) {
+  copy_list<uint8_t>(copy);
 }
 
 #include "part_kernels.cuh"

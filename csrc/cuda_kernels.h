@@ -26,10 +26,22 @@ struct PageCopy {
   uint32_t row_ids[kPagesPerLaunch];
 };
 
+// Fragments that lie anywhere: number i is the sizes[i] bytes from sources[i] to targets[i], as the device sees them.
+constexpr uint32_t kFragmentsPerLaunch = 170;
+struct ListCopy {
+  uint32_t fragments;
+  uint32_t tiles;                            // of all
+  uint32_t first_tiles[kFragmentsPerLaunch];  // of each
+  uint32_t sizes[kFragmentsPerLaunch];
+  uint64_t targets[kFragmentsPerLaunch];
+  uint64_t sources[kFragmentsPerLaunch];
+};
+static_assert(sizeof(PageCopy) <= 4096 && sizeof(ListCopy) <= 4096, "the parameters of a launch");
+
 constexpr uint32_t kCopyThreads = 1024;  // a block
 constexpr uint32_t kTileBytes = 2048;    // copied by a warp between two computations of an address
 
-// Entry points copy_pages_16, _4 and _1: bytes moved by one access, all addresses and sizes are multiples of it.
+// Entry points copy_pages_16, _4 and _1, and copy_list_16, _4 and _1: bytes moved by one access, all addresses and sizes are multiples of it.
 extern const char kCopyKernels[];
 
 }  // namespace kvferry

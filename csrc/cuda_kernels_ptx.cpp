@@ -15,54 +15,54 @@ const char kCopyKernels[] = R"ptx(
 .minnctapersm 2
 {
 	.reg .pred 	%p<15>;
-	.reg .b32 	%r<232>;
+	.reg .b32 	%r<168>;
 	.reg .b64 	%rd<61>;
 	mov.b64 	%rd13, copy_pages_16_param_0;
 	ld.param.u32 	%r1, [copy_pages_16_param_0+44];
-	add.s32 	%r88, %r1, 2047;
-	shr.u32 	%r89, %r88, 11;
+	add.s32 	%r56, %r1, 2047;
+	shr.u32 	%r57, %r56, 11;
 	ld.param.u32 	%r2, [copy_pages_16_param_0+52];
-	mul.lo.s32 	%r90, %r89, %r2;
-	mov.u32 	%r91, %ntid.x;
-	shr.u32 	%r92, %r91, 5;
+	mul.lo.s32 	%r58, %r57, %r2;
+	mov.u32 	%r59, %ntid.x;
+	shr.u32 	%r60, %r59, 5;
 	ld.param.u32 	%r3, [copy_pages_16_param_0+56];
-	mul.wide.u32 	%rd14, %r90, %r3;
-	mov.u32 	%r93, %ctaid.x;
-	mov.u32 	%r94, %tid.x;
-	shr.u32 	%r95, %r94, 5;
-	mad.lo.s32 	%r96, %r92, %r93, %r95;
-	cvt.u64.u32 	%rd58, %r96;
+	mul.wide.u32 	%rd14, %r58, %r3;
+	mov.u32 	%r61, %ctaid.x;
+	mov.u32 	%r62, %tid.x;
+	shr.u32 	%r63, %r62, 5;
+	mad.lo.s32 	%r64, %r60, %r61, %r63;
+	cvt.u64.u32 	%rd58, %r64;
 	setp.le.u64 	%p1, %rd14, %rd58;
-	@%p1 bra 	$L__BB0_24;
+	@%p1 bra 	$L__BB0_25;
+	cvt.u64.u32 	%rd16, %r58;
 $L__BB0_2:
 	and.b64  	%rd15, %rd58, -4294967296;
 	setp.eq.s64 	%p2, %rd15, 0;
 	@%p2 bra 	$L__BB0_4;
-	cvt.u64.u32 	%rd16, %r90;
 	div.u64 	%rd59, %rd58, %rd16;
 	mul.lo.s64 	%rd17, %rd59, %rd16;
 	sub.s64 	%rd60, %rd58, %rd17;
 	bra.uni 	$L__BB0_5;
 $L__BB0_4:
-	cvt.u32.u64 	%r104, %rd58;
-	div.u32 	%r105, %r104, %r90;
-	mul.lo.s32 	%r106, %r105, %r90;
-	sub.s32 	%r107, %r104, %r106;
-	cvt.u64.u32 	%rd59, %r105;
-	cvt.u64.u32 	%rd60, %r107;
+	cvt.u32.u64 	%r71, %rd58;
+	div.u32 	%r72, %r71, %r58;
+	mul.lo.s32 	%r73, %r72, %r58;
+	sub.s32 	%r74, %r71, %r73;
+	cvt.u64.u32 	%rd59, %r72;
+	cvt.u64.u32 	%rd60, %r74;
 $L__BB0_5:
-	cvt.u32.u64 	%r110, %rd60;
-	div.u32 	%r111, %r110, %r89;
-	ld.param.u32 	%r112, [%rd13+48];
-	add.s32 	%r113, %r111, %r112;
-	mul.lo.s32 	%r114, %r111, %r89;
-	sub.s32 	%r115, %r110, %r114;
-	shl.b32 	%r116, %r115, 11;
-	ld.param.v2.u32 	{%r117, %r118}, [%rd13+40];
-	div.u32 	%r121, %r113, %r117;
+	cvt.u32.u64 	%r77, %rd60;
+	div.u32 	%r78, %r77, %r57;
+	ld.param.u32 	%r79, [%rd13+48];
+	add.s32 	%r80, %r78, %r79;
+	mul.lo.s32 	%r81, %r78, %r57;
+	sub.s32 	%r82, %r77, %r81;
+	shl.b32 	%r83, %r82, 11;
+	ld.param.v2.u32 	{%r84, %r85}, [%rd13+40];
+	div.u32 	%r88, %r80, %r84;
 	ld.param.u64 	%rd19, [%rd13];
 	cvta.to.global.u64 	%rd20, %rd19;
-	mul.wide.u32 	%rd21, %r121, 8;
+	mul.wide.u32 	%rd21, %r88, 8;
 	add.s64 	%rd22, %rd20, %rd21;
 	shl.b64 	%rd23, %rd59, 2;
 	and.b64  	%rd24, %rd23, 17179869180;
@@ -73,9 +73,9 @@ $L__BB0_5:
 	add.s64 	%rd29, %rd28, %rd21;
 	ld.global.u64 	%rd30, [%rd29];
 	mul.lo.s64 	%rd31, %rd30, %rd26;
-	ld.param.u32 	%r122, [%rd13+40];
-	rem.u32 	%r123, %r113, %r122;
-	cvt.u64.u32 	%rd32, %r123;
+	ld.param.u32 	%r89, [%rd13+40];
+	rem.u32 	%r90, %r80, %r89;
+	cvt.u64.u32 	%rd32, %r90;
 	ld.param.u64 	%rd33, [%rd13+16];
 	mul.lo.s64 	%rd34, %rd33, %rd32;
 	ld.global.u64 	%rd35, [%rd22];
@@ -86,77 +86,77 @@ $L__BB0_5:
 	mul.lo.s64 	%rd40, %rd39, %rd38;
 	ld.param.u64 	%rd41, [%rd13+24];
 	add.s64 	%rd42, %rd40, %rd41;
-	mul.wide.u32 	%rd43, %r118, %r113;
+	mul.wide.u32 	%rd43, %r85, %r80;
 	add.s64 	%rd44, %rd42, %rd43;
-	ld.param.u32 	%r124, [%rd13+60];
-	setp.eq.s32 	%p3, %r124, 0;
+	ld.param.u32 	%r91, [%rd13+60];
+	setp.eq.s32 	%p3, %r91, 0;
 	selp.b64 	%rd9, %rd44, %rd37, %p3;
 	selp.b64 	%rd10, %rd37, %rd44, %p3;
-	add.s32 	%r125, %r116, 2048;
-	ld.param.u32 	%r126, [%rd13+44];
-	min.u32 	%r20, %r125, %r126;
-	shl.b32 	%r128, %r94, 4;
-	and.b32  	%r129, %r128, 496;
-	or.b32  	%r199, %r116, %r129;
-	setp.ge.u32 	%p4, %r199, %r20;
-	@%p4 bra 	$L__BB0_23;
-$L__BB0_6:
-	cvt.u64.u32 	%rd11, %r199;
-	setp.ge.u32 	%p5, %r199, %r20;
-	@%p5 bra 	$L__BB0_8;
+	add.s32 	%r92, %r83, 2048;
+	ld.param.u32 	%r93, [%rd13+44];
+	min.u32 	%r4, %r92, %r93;
+	shl.b32 	%r95, %r62, 4;
+	and.b32  	%r96, %r95, 496;
+	or.b32  	%r151, %r83, %r96;
+	setp.ge.u32 	%p4, %r151, %r4;
+	@%p4 bra 	$L__BB0_24;
+$L__BB0_7:
+	cvt.u64.u32 	%rd11, %r151;
+	setp.ge.u32 	%p5, %r151, %r4;
+	@%p5 bra 	$L__BB0_9;
 	add.s64 	%rd45, %rd9, %rd11;
-	ld.global.cs.v4.u32 {%r203,%r202,%r201,%r200}, [%rd45];
-$L__BB0_8:
-	cvt.u32.u64 	%r134, %rd11;
-	add.s32 	%r135, %r134, 512;
-	setp.ge.u32 	%p6, %r135, %r20;
-	@%p6 bra 	$L__BB0_10;
+	ld.global.cs.v4.u32 {%r155,%r154,%r153,%r152}, [%rd45];
+$L__BB0_9:
+	cvt.u32.u64 	%r102, %rd11;
+	add.s32 	%r103, %r102, 512;
+	setp.ge.u32 	%p6, %r103, %r4;
+	@%p6 bra 	$L__BB0_11;
 	add.s64 	%rd47, %rd9, %rd11;
 	add.s64 	%rd46, %rd47, 512;
-	ld.global.cs.v4.u32 {%r207,%r206,%r205,%r204}, [%rd46];
-$L__BB0_10:
-	add.s32 	%r141, %r134, 1024;
-	setp.ge.u32 	%p7, %r141, %r20;
-	@%p7 bra 	$L__BB0_12;
+	ld.global.cs.v4.u32 {%r159,%r158,%r157,%r156}, [%rd46];
+$L__BB0_11:
+	add.s32 	%r109, %r102, 1024;
+	setp.ge.u32 	%p7, %r109, %r4;
+	@%p7 bra 	$L__BB0_13;
 	add.s64 	%rd49, %rd9, %rd11;
 	add.s64 	%rd48, %rd49, 1024;
-	ld.global.cs.v4.u32 {%r211,%r210,%r209,%r208}, [%rd48];
-$L__BB0_12:
-	add.s32 	%r147, %r134, 1536;
-	setp.ge.u32 	%p8, %r147, %r20;
-	@%p8 bra 	$L__BB0_14;
+	ld.global.cs.v4.u32 {%r163,%r162,%r161,%r160}, [%rd48];
+$L__BB0_13:
+	add.s32 	%r115, %r102, 1536;
+	setp.ge.u32 	%p8, %r115, %r4;
+	@%p8 bra 	$L__BB0_15;
 	add.s64 	%rd51, %rd9, %rd11;
 	add.s64 	%rd50, %rd51, 1536;
-	ld.global.cs.v4.u32 {%r215,%r214,%r213,%r212}, [%rd50];
-$L__BB0_14:
-	setp.ge.u32 	%p9, %r134, %r20;
-	@%p9 bra 	$L__BB0_16;
+	ld.global.cs.v4.u32 {%r167,%r166,%r165,%r164}, [%rd50];
+$L__BB0_15:
+	setp.ge.u32 	%p9, %r102, %r4;
+	@%p9 bra 	$L__BB0_17;
 	add.s64 	%rd52, %rd10, %rd11;
-	st.v4.u32 	[%rd52], {%r203, %r202, %r201, %r200};
-$L__BB0_16:
-	@%p6 bra 	$L__BB0_18;
+	st.v4.u32 	[%rd52], {%r155, %r154, %r153, %r152};
+$L__BB0_17:
+	@%p6 bra 	$L__BB0_19;
 	add.s64 	%rd53, %rd10, %rd11;
-	st.v4.u32 	[%rd53+512], {%r207, %r206, %r205, %r204};
-$L__BB0_18:
-	@%p7 bra 	$L__BB0_20;
+	st.v4.u32 	[%rd53+512], {%r159, %r158, %r157, %r156};
+$L__BB0_19:
+	@%p7 bra 	$L__BB0_21;
 	add.s64 	%rd54, %rd10, %rd11;
-	st.v4.u32 	[%rd54+1024], {%r211, %r210, %r209, %r208};
-$L__BB0_20:
-	@%p8 bra 	$L__BB0_22;
+	st.v4.u32 	[%rd54+1024], {%r163, %r162, %r161, %r160};
+$L__BB0_21:
+	@%p8 bra 	$L__BB0_23;
 	add.s64 	%rd55, %rd10, %rd11;
-	st.v4.u32 	[%rd55+1536], {%r215, %r214, %r213, %r212};
-$L__BB0_22:
-	add.s32 	%r199, %r134, 2048;
-	setp.lt.u32 	%p13, %r199, %r20;
-	@%p13 bra 	$L__BB0_6;
+	st.v4.u32 	[%rd55+1536], {%r167, %r166, %r165, %r164};
 $L__BB0_23:
-	mov.u32 	%r162, %nctaid.x;
-	mul.lo.s32 	%r163, %r92, %r162;
-	cvt.u64.u32 	%rd56, %r163;
+	add.s32 	%r151, %r102, 2048;
+	setp.lt.u32 	%p13, %r151, %r4;
+	@%p13 bra 	$L__BB0_7;
+$L__BB0_24:
+	mov.u32 	%r130, %nctaid.x;
+	mul.lo.s32 	%r131, %r60, %r130;
+	cvt.u64.u32 	%rd56, %r131;
 	add.s64 	%rd58, %rd58, %rd56;
 	setp.lt.u64 	%p14, %rd58, %rd14;
 	@%p14 bra 	$L__BB0_2;
-$L__BB0_24:
+$L__BB0_25:
 	ret;
 }
 .visible .entry copy_pages_4(
@@ -166,54 +166,54 @@ $L__BB0_24:
 .minnctapersm 2
 {
 	.reg .pred 	%p<15>;
-	.reg .b32 	%r<112>;
+	.reg .b32 	%r<96>;
 	.reg .b64 	%rd<61>;
 	mov.b64 	%rd13, copy_pages_4_param_0;
 	ld.param.u32 	%r1, [copy_pages_4_param_0+44];
-	add.s32 	%r28, %r1, 2047;
-	shr.u32 	%r29, %r28, 11;
+	add.s32 	%r20, %r1, 2047;
+	shr.u32 	%r21, %r20, 11;
 	ld.param.u32 	%r2, [copy_pages_4_param_0+52];
-	mul.lo.s32 	%r30, %r29, %r2;
-	mov.u32 	%r31, %ntid.x;
-	shr.u32 	%r32, %r31, 5;
+	mul.lo.s32 	%r22, %r21, %r2;
+	mov.u32 	%r23, %ntid.x;
+	shr.u32 	%r24, %r23, 5;
 	ld.param.u32 	%r3, [copy_pages_4_param_0+56];
-	mul.wide.u32 	%rd14, %r30, %r3;
-	mov.u32 	%r33, %ctaid.x;
-	mov.u32 	%r34, %tid.x;
-	shr.u32 	%r35, %r34, 5;
-	mad.lo.s32 	%r36, %r32, %r33, %r35;
-	cvt.u64.u32 	%rd58, %r36;
+	mul.wide.u32 	%rd14, %r22, %r3;
+	mov.u32 	%r25, %ctaid.x;
+	mov.u32 	%r26, %tid.x;
+	shr.u32 	%r27, %r26, 5;
+	mad.lo.s32 	%r28, %r24, %r25, %r27;
+	cvt.u64.u32 	%rd58, %r28;
 	setp.le.u64 	%p1, %rd14, %rd58;
-	@%p1 bra 	$L__BB1_24;
+	@%p1 bra 	$L__BB1_25;
+	cvt.u64.u32 	%rd16, %r22;
 $L__BB1_2:
 	and.b64  	%rd15, %rd58, -4294967296;
 	setp.eq.s64 	%p2, %rd15, 0;
 	@%p2 bra 	$L__BB1_4;
-	cvt.u64.u32 	%rd16, %r30;
 	div.u64 	%rd59, %rd58, %rd16;
 	mul.lo.s64 	%rd17, %rd59, %rd16;
 	sub.s64 	%rd60, %rd58, %rd17;
 	bra.uni 	$L__BB1_5;
 $L__BB1_4:
-	cvt.u32.u64 	%r44, %rd58;
-	div.u32 	%r45, %r44, %r30;
-	mul.lo.s32 	%r46, %r45, %r30;
-	sub.s32 	%r47, %r44, %r46;
-	cvt.u64.u32 	%rd59, %r45;
-	cvt.u64.u32 	%rd60, %r47;
+	cvt.u32.u64 	%r35, %rd58;
+	div.u32 	%r36, %r35, %r22;
+	mul.lo.s32 	%r37, %r36, %r22;
+	sub.s32 	%r38, %r35, %r37;
+	cvt.u64.u32 	%rd59, %r36;
+	cvt.u64.u32 	%rd60, %r38;
 $L__BB1_5:
-	cvt.u32.u64 	%r50, %rd60;
-	div.u32 	%r51, %r50, %r29;
-	ld.param.u32 	%r52, [%rd13+48];
-	add.s32 	%r53, %r51, %r52;
-	mul.lo.s32 	%r54, %r51, %r29;
-	sub.s32 	%r55, %r50, %r54;
-	shl.b32 	%r56, %r55, 11;
-	ld.param.v2.u32 	{%r57, %r58}, [%rd13+40];
-	div.u32 	%r61, %r53, %r57;
+	cvt.u32.u64 	%r41, %rd60;
+	div.u32 	%r42, %r41, %r21;
+	ld.param.u32 	%r43, [%rd13+48];
+	add.s32 	%r44, %r42, %r43;
+	mul.lo.s32 	%r45, %r42, %r21;
+	sub.s32 	%r46, %r41, %r45;
+	shl.b32 	%r47, %r46, 11;
+	ld.param.v2.u32 	{%r48, %r49}, [%rd13+40];
+	div.u32 	%r52, %r44, %r48;
 	ld.param.u64 	%rd19, [%rd13];
 	cvta.to.global.u64 	%rd20, %rd19;
-	mul.wide.u32 	%rd21, %r61, 8;
+	mul.wide.u32 	%rd21, %r52, 8;
 	add.s64 	%rd22, %rd20, %rd21;
 	shl.b64 	%rd23, %rd59, 2;
 	and.b64  	%rd24, %rd23, 17179869180;
@@ -224,9 +224,9 @@ $L__BB1_5:
 	add.s64 	%rd29, %rd28, %rd21;
 	ld.global.u64 	%rd30, [%rd29];
 	mul.lo.s64 	%rd31, %rd30, %rd26;
-	ld.param.u32 	%r62, [%rd13+40];
-	rem.u32 	%r63, %r53, %r62;
-	cvt.u64.u32 	%rd32, %r63;
+	ld.param.u32 	%r53, [%rd13+40];
+	rem.u32 	%r54, %r44, %r53;
+	cvt.u64.u32 	%rd32, %r54;
 	ld.param.u64 	%rd33, [%rd13+16];
 	mul.lo.s64 	%rd34, %rd33, %rd32;
 	ld.global.u64 	%rd35, [%rd22];
@@ -237,77 +237,77 @@ $L__BB1_5:
 	mul.lo.s64 	%rd40, %rd39, %rd38;
 	ld.param.u64 	%rd41, [%rd13+24];
 	add.s64 	%rd42, %rd40, %rd41;
-	mul.wide.u32 	%rd43, %r58, %r53;
+	mul.wide.u32 	%rd43, %r49, %r44;
 	add.s64 	%rd44, %rd42, %rd43;
-	ld.param.u32 	%r64, [%rd13+60];
-	setp.eq.s32 	%p3, %r64, 0;
+	ld.param.u32 	%r55, [%rd13+60];
+	setp.eq.s32 	%p3, %r55, 0;
 	selp.b64 	%rd9, %rd44, %rd37, %p3;
 	selp.b64 	%rd10, %rd37, %rd44, %p3;
-	add.s32 	%r65, %r56, 2048;
-	ld.param.u32 	%r66, [%rd13+44];
-	min.u32 	%r8, %r65, %r66;
-	shl.b32 	%r68, %r34, 2;
-	and.b32  	%r69, %r68, 124;
-	or.b32  	%r103, %r56, %r69;
-	setp.ge.u32 	%p4, %r103, %r8;
-	@%p4 bra 	$L__BB1_23;
-$L__BB1_6:
-	cvt.u64.u32 	%rd11, %r103;
-	setp.ge.u32 	%p5, %r103, %r8;
-	@%p5 bra 	$L__BB1_8;
+	add.s32 	%r56, %r47, 2048;
+	ld.param.u32 	%r57, [%rd13+44];
+	min.u32 	%r4, %r56, %r57;
+	shl.b32 	%r59, %r26, 2;
+	and.b32  	%r60, %r59, 124;
+	or.b32  	%r91, %r47, %r60;
+	setp.ge.u32 	%p4, %r91, %r4;
+	@%p4 bra 	$L__BB1_24;
+$L__BB1_7:
+	cvt.u64.u32 	%rd11, %r91;
+	setp.ge.u32 	%p5, %r91, %r4;
+	@%p5 bra 	$L__BB1_9;
 	add.s64 	%rd45, %rd9, %rd11;
-	ld.global.cs.u32 %r104, [%rd45];
-$L__BB1_8:
-	cvt.u32.u64 	%r71, %rd11;
-	add.s32 	%r72, %r71, 128;
-	setp.ge.u32 	%p6, %r72, %r8;
-	@%p6 bra 	$L__BB1_10;
+	ld.global.cs.u32 %r92, [%rd45];
+$L__BB1_9:
+	cvt.u32.u64 	%r63, %rd11;
+	add.s32 	%r64, %r63, 128;
+	setp.ge.u32 	%p6, %r64, %r4;
+	@%p6 bra 	$L__BB1_11;
 	add.s64 	%rd47, %rd9, %rd11;
 	add.s64 	%rd46, %rd47, 128;
-	ld.global.cs.u32 %r105, [%rd46];
-$L__BB1_10:
-	add.s32 	%r75, %r71, 256;
-	setp.ge.u32 	%p7, %r75, %r8;
-	@%p7 bra 	$L__BB1_12;
+	ld.global.cs.u32 %r93, [%rd46];
+$L__BB1_11:
+	add.s32 	%r67, %r63, 256;
+	setp.ge.u32 	%p7, %r67, %r4;
+	@%p7 bra 	$L__BB1_13;
 	add.s64 	%rd49, %rd9, %rd11;
 	add.s64 	%rd48, %rd49, 256;
-	ld.global.cs.u32 %r106, [%rd48];
-$L__BB1_12:
-	add.s32 	%r78, %r71, 384;
-	setp.ge.u32 	%p8, %r78, %r8;
-	@%p8 bra 	$L__BB1_14;
+	ld.global.cs.u32 %r94, [%rd48];
+$L__BB1_13:
+	add.s32 	%r70, %r63, 384;
+	setp.ge.u32 	%p8, %r70, %r4;
+	@%p8 bra 	$L__BB1_15;
 	add.s64 	%rd51, %rd9, %rd11;
 	add.s64 	%rd50, %rd51, 384;
-	ld.global.cs.u32 %r107, [%rd50];
-$L__BB1_14:
-	setp.ge.u32 	%p9, %r71, %r8;
-	@%p9 bra 	$L__BB1_16;
+	ld.global.cs.u32 %r95, [%rd50];
+$L__BB1_15:
+	setp.ge.u32 	%p9, %r63, %r4;
+	@%p9 bra 	$L__BB1_17;
 	add.s64 	%rd52, %rd10, %rd11;
-	st.u32 	[%rd52], %r104;
-$L__BB1_16:
-	@%p6 bra 	$L__BB1_18;
+	st.u32 	[%rd52], %r92;
+$L__BB1_17:
+	@%p6 bra 	$L__BB1_19;
 	add.s64 	%rd53, %rd10, %rd11;
-	st.u32 	[%rd53+128], %r105;
-$L__BB1_18:
-	@%p7 bra 	$L__BB1_20;
+	st.u32 	[%rd53+128], %r93;
+$L__BB1_19:
+	@%p7 bra 	$L__BB1_21;
 	add.s64 	%rd54, %rd10, %rd11;
-	st.u32 	[%rd54+256], %r106;
-$L__BB1_20:
-	@%p8 bra 	$L__BB1_22;
+	st.u32 	[%rd54+256], %r94;
+$L__BB1_21:
+	@%p8 bra 	$L__BB1_23;
 	add.s64 	%rd55, %rd10, %rd11;
-	st.u32 	[%rd55+384], %r107;
-$L__BB1_22:
-	add.s32 	%r103, %r71, 512;
-	setp.lt.u32 	%p13, %r103, %r8;
-	@%p13 bra 	$L__BB1_6;
+	st.u32 	[%rd55+384], %r95;
 $L__BB1_23:
-	mov.u32 	%r90, %nctaid.x;
-	mul.lo.s32 	%r91, %r32, %r90;
-	cvt.u64.u32 	%rd56, %r91;
+	add.s32 	%r91, %r63, 512;
+	setp.lt.u32 	%p13, %r91, %r4;
+	@%p13 bra 	$L__BB1_7;
+$L__BB1_24:
+	mov.u32 	%r82, %nctaid.x;
+	mul.lo.s32 	%r83, %r24, %r82;
+	cvt.u64.u32 	%rd56, %r83;
 	add.s64 	%rd58, %rd58, %rd56;
 	setp.lt.u64 	%p14, %rd58, %rd14;
 	@%p14 bra 	$L__BB1_2;
-$L__BB1_24:
+$L__BB1_25:
 	ret;
 }
 .visible .entry copy_pages_1(
@@ -465,6 +465,525 @@ $L__BB2_23:
 $L__BB2_24:
 	ret;
 }
+.visible .entry copy_list_16(
+	.param .align 8 .b8 copy_list_16_param_0[4088]
+)
+.maxntid 1024, 1, 1
+.minnctapersm 2
+{
+	.reg .pred 	%p<13>;
+	.reg .b32 	%r<175>;
+	.reg .b64 	%rd<35>;
+	mov.b64 	%rd6, copy_list_16_param_0;
+	mov.u32 	%r42, %ntid.x;
+	shr.u32 	%r43, %r42, 5;
+	mov.u32 	%r44, %ctaid.x;
+	mov.u32 	%r45, %tid.x;
+	shr.u32 	%r46, %r45, 5;
+	mad.lo.s32 	%r159, %r43, %r44, %r46;
+	add.s64 	%rd1, %rd6, 4;
+	ld.param.u32 	%r47, [copy_list_16_param_0+4];
+	setp.ge.u32 	%p1, %r159, %r47;
+	@%p1 bra 	$L__BB3_19;
+	ld.param.v2.u32 	{%r48, %r49}, [%rd1+-4];
+$L__BB3_2:
+	mov.u32 	%r162, 0;
+	setp.lt.u32 	%p2, %r48, 2;
+	@%p2 bra 	$L__BB3_5;
+	mov.u32 	%r162, 0;
+	mov.u32 	%r160, %r48;
+$L__BB3_4:
+	add.s32 	%r52, %r160, %r162;
+	shr.u32 	%r53, %r52, 1;
+	mul.wide.u32 	%rd8, %r53, 4;
+	add.s64 	%rd9, %rd6, %rd8;
+	ld.param.u32 	%r54, [%rd9+8];
+	setp.le.u32 	%p3, %r54, %r159;
+	selp.b32 	%r162, %r53, %r162, %p3;
+	selp.b32 	%r160, %r160, %r53, %p3;
+	sub.s32 	%r55, %r160, %r162;
+	setp.gt.u32 	%p4, %r55, 1;
+	@%p4 bra 	$L__BB3_4;
+$L__BB3_5:
+	shl.b32 	%r57, %r45, 4;
+	and.b32  	%r58, %r57, 496;
+	mul.wide.u32 	%rd11, %r162, 4;
+	add.s64 	%rd12, %rd6, %rd11;
+	ld.param.u32 	%r11, [%rd12+8];
+	sub.s32 	%r59, %r159, %r11;
+	shl.b32 	%r60, %r59, 11;
+	mul.wide.u32 	%rd13, %r162, 8;
+	add.s64 	%rd14, %rd6, %rd13;
+	ld.param.u64 	%rd3, [%rd14+2728];
+	ld.param.u64 	%rd4, [%rd14+1368];
+	ld.param.u32 	%r12, [%rd12+688];
+	sub.s32 	%r61, %r12, %r60;
+	min.u32 	%r62, %r61, 2048;
+	setp.ge.u32 	%p5, %r58, %r62;
+	@%p5 bra 	$L__BB3_18;
+	or.b32  	%r73, %r58, %r60;
+	cvt.u64.u32 	%rd5, %r73;
+	add.s64 	%rd15, %rd3, %rd5;
+	ld.global.cs.v4.u32 {%r63,%r64,%r65,%r66}, [%rd15];
+	or.b32  	%r74, %r58, 512;
+	setp.ge.u32 	%p6, %r74, %r62;
+	@%p6 bra 	$L__BB3_8;
+	add.s64 	%rd16, %rd15, 512;
+	ld.global.cs.v4.u32 {%r166,%r165,%r164,%r163}, [%rd16];
+$L__BB3_8:
+	or.b32  	%r89, %r58, 1024;
+	setp.ge.u32 	%p7, %r89, %r62;
+	@%p7 bra 	$L__BB3_10;
+	add.s64 	%rd18, %rd15, 1024;
+	ld.global.cs.v4.u32 {%r170,%r169,%r168,%r167}, [%rd18];
+$L__BB3_10:
+	or.b32  	%r102, %r58, 1536;
+	setp.ge.u32 	%p8, %r102, %r62;
+	@%p8 bra 	$L__BB3_12;
+	add.s64 	%rd20, %rd15, 1536;
+	ld.global.cs.v4.u32 {%r171,%r172,%r173,%r174}, [%rd20];
+$L__BB3_12:
+	cvta.to.global.u64 	%rd24, %rd4;
+	add.s64 	%rd25, %rd24, %rd5;
+	st.global.v4.u32 	[%rd25], {%r63, %r64, %r65, %r66};
+	@%p6 bra 	$L__BB3_14;
+	st.global.v4.u32 	[%rd25+512], {%r166, %r165, %r164, %r163};
+$L__BB3_14:
+	@%p7 bra 	$L__BB3_16;
+	st.global.v4.u32 	[%rd25+1024], {%r170, %r169, %r168, %r167};
+$L__BB3_16:
+	@%p8 bra 	$L__BB3_18;
+	st.global.v4.u32 	[%rd25+1536], {%r171, %r172, %r173, %r174};
+$L__BB3_18:
+	mov.u32 	%r158, %nctaid.x;
+	mad.lo.s32 	%r159, %r43, %r158, %r159;
+	setp.lt.u32 	%p12, %r159, %r49;
+	@%p12 bra 	$L__BB3_2;
+$L__BB3_19:
+	ret;
+}
+.visible .entry copy_list_4(
+	.param .align 8 .b8 copy_list_4_param_0[4088]
+)
+.maxntid 1024, 1, 1
+.minnctapersm 2
+{
+	.reg .pred 	%p<32>;
+	.reg .b32 	%r<175>;
+	.reg .b64 	%rd<52>;
+	mov.b64 	%rd25, copy_list_4_param_0;
+	mov.u32 	%r61, %ntid.x;
+	shr.u32 	%r62, %r61, 5;
+	mov.u32 	%r63, %ctaid.x;
+	mov.u32 	%r64, %tid.x;
+	shr.u32 	%r65, %r64, 5;
+	mad.lo.s32 	%r151, %r62, %r63, %r65;
+	add.s64 	%rd1, %rd25, 4;
+	ld.param.u32 	%r66, [copy_list_4_param_0+4];
+	setp.ge.u32 	%p1, %r151, %r66;
+	@%p1 bra 	$L__BB4_55;
+	ld.param.v2.u32 	{%r68, %r69}, [%rd1+-4];
+	mov.u32 	%r67, 0;
+	mov.u32 	%r150, %r67;
+$L__BB4_2:
+	setp.lt.u32 	%p2, %r68, 2;
+	mov.u32 	%r154, %r67;
+	@%p2 bra 	$L__BB4_5;
+	mov.u32 	%r154, 0;
+	mov.u32 	%r152, %r68;
+$L__BB4_4:
+	add.s32 	%r72, %r152, %r154;
+	shr.u32 	%r73, %r72, 1;
+	mul.wide.u32 	%rd27, %r73, 4;
+	add.s64 	%rd28, %rd25, %rd27;
+	ld.param.u32 	%r74, [%rd28+8];
+	setp.le.u32 	%p3, %r74, %r151;
+	selp.b32 	%r154, %r73, %r154, %p3;
+	selp.b32 	%r152, %r152, %r73, %p3;
+	sub.s32 	%r75, %r152, %r154;
+	setp.gt.u32 	%p4, %r75, 1;
+	@%p4 bra 	$L__BB4_4;
+$L__BB4_5:
+	mul.wide.u32 	%rd30, %r154, 4;
+	add.s64 	%rd31, %rd25, %rd30;
+	ld.param.u32 	%r12, [%rd31+8];
+	sub.s32 	%r76, %r151, %r12;
+	shl.b32 	%r77, %r76, 11;
+	mul.wide.u32 	%rd32, %r154, 8;
+	add.s64 	%rd33, %rd25, %rd32;
+	ld.param.u64 	%rd3, [%rd33+2728];
+	cvt.u64.u32 	%rd4, %r77;
+	ld.param.u64 	%rd34, [%rd33+1368];
+	cvta.to.global.u64 	%rd5, %rd34;
+	ld.param.u32 	%r13, [%rd31+688];
+	sub.s32 	%r78, %r13, %r77;
+	min.u32 	%r14, %r78, 2048;
+	shl.b32 	%r80, %r64, 2;
+	and.b32  	%r162, %r80, 124;
+	setp.ge.u32 	%p5, %r162, %r14;
+	@%p5 bra 	$L__BB4_54;
+	mov.u32 	%r85, %nctaid.x;
+	mul.lo.s32 	%r86, %r62, %r85;
+	shl.b32 	%r87, %r86, 11;
+	mad.lo.s32 	%r91, %r62, %r63, %r65;
+	shl.b32 	%r92, %r91, 11;
+	mad.lo.s32 	%r93, %r87, %r150, %r92;
+	add.s32 	%r94, %r93, -1;
+	sub.s32 	%r95, %r94, %r13;
+	shl.b32 	%r96, %r12, 11;
+	sub.s32 	%r97, %r95, %r96;
+	max.u32 	%r98, %r97, -2049;
+	mov.u32 	%r100, -2;
+	sub.s32 	%r101, %r100, %r162;
+	sub.s32 	%r16, %r101, %r98;
+	and.b32  	%r102, %r16, 512;
+	setp.ne.s32 	%p6, %r102, 0;
+	@%p6 bra 	$L__BB4_19;
+	and.b32  	%r107, %r80, 124;
+	cvt.u64.u32 	%rd36, %r107;
+	add.s64 	%rd6, %rd36, %rd4;
+	add.s64 	%rd35, %rd3, %rd6;
+	ld.global.cs.u32 %r167, [%rd35];
+	or.b32  	%r108, %r107, 128;
+	setp.ge.u32 	%p7, %r108, %r14;
+	@%p7 bra 	$L__BB4_9;
+	add.s64 	%rd37, %rd35, 128;
+	ld.global.cs.u32 %r168, [%rd37];
+$L__BB4_9:
+	or.b32  	%r114, %r107, 256;
+	setp.ge.u32 	%p8, %r114, %r14;
+	@%p8 bra 	$L__BB4_11;
+	add.s64 	%rd38, %rd35, 256;
+	ld.global.cs.u32 %r169, [%rd38];
+$L__BB4_11:
+	or.b32  	%r120, %r107, 384;
+	setp.ge.u32 	%p9, %r120, %r14;
+	@%p9 bra 	$L__BB4_13;
+	add.s64 	%rd39, %rd35, 384;
+	ld.global.cs.u32 %r170, [%rd39];
+$L__BB4_13:
+	add.s64 	%rd8, %rd5, %rd6;
+	st.global.u32 	[%rd8], %r167;
+	@%p7 bra 	$L__BB4_15;
+	st.global.u32 	[%rd8+128], %r168;
+$L__BB4_15:
+	@%p8 bra 	$L__BB4_17;
+	st.global.u32 	[%rd8+256], %r169;
+$L__BB4_17:
+	or.b32  	%r162, %r107, 512;
+	@%p9 bra 	$L__BB4_19;
+	st.global.u32 	[%rd8+384], %r170;
+$L__BB4_19:
+	and.b32  	%r137, %r16, -512;
+	setp.eq.s32 	%p13, %r137, 0;
+	@%p13 bra 	$L__BB4_54;
+	cvt.u64.u32 	%rd49, %r162;
+	add.s64 	%rd40, %rd49, %rd4;
+	add.s64 	%rd50, %rd3, %rd40;
+	add.s64 	%rd51, %rd5, %rd40;
+$L__BB4_21:
+	cvt.u32.u64 	%r35, %rd49;
+	setp.ge.u32 	%p14, %r35, %r14;
+	@%p14 bra 	$L__BB4_23;
+	ld.global.cs.u32 %r167, [%rd50];
+$L__BB4_23:
+	add.s32 	%r38, %r35, 128;
+	setp.ge.u32 	%p15, %r38, %r14;
+	add.s64 	%rd15, %rd50, 128;
+	@%p15 bra 	$L__BB4_25;
+	ld.global.cs.u32 %r168, [%rd15];
+$L__BB4_25:
+	add.s32 	%r41, %r38, 128;
+	setp.ge.u32 	%p16, %r41, %r14;
+	add.s64 	%rd16, %rd50, 256;
+	@%p16 bra 	$L__BB4_27;
+	ld.global.cs.u32 %r169, [%rd16];
+$L__BB4_27:
+	add.s32 	%r44, %r41, 128;
+	setp.ge.u32 	%p17, %r44, %r14;
+	add.s64 	%rd17, %rd50, 384;
+	@%p17 bra 	$L__BB4_29;
+	ld.global.cs.u32 %r170, [%rd17];
+$L__BB4_29:
+	@%p14 bra 	$L__BB4_31;
+	st.global.u32 	[%rd51], %r167;
+$L__BB4_31:
+	@%p15 bra 	$L__BB4_33;
+	st.global.u32 	[%rd51+128], %r168;
+$L__BB4_33:
+	@%p16 bra 	$L__BB4_35;
+	st.global.u32 	[%rd51+256], %r169;
+$L__BB4_35:
+	@%p17 bra 	$L__BB4_37;
+	st.global.u32 	[%rd51+384], %r170;
+$L__BB4_37:
+	add.s32 	%r47, %r44, 128;
+	setp.ge.u32 	%p22, %r47, %r14;
+	add.s64 	%rd18, %rd50, 512;
+	@%p22 bra 	$L__BB4_39;
+	ld.global.cs.u32 %r167, [%rd18];
+$L__BB4_39:
+	add.s32 	%r50, %r47, 128;
+	setp.ge.u32 	%p23, %r50, %r14;
+	add.s64 	%rd19, %rd50, 640;
+	@%p23 bra 	$L__BB4_41;
+	ld.global.cs.u32 %r168, [%rd19];
+$L__BB4_41:
+	add.s32 	%r53, %r50, 128;
+	setp.ge.u32 	%p24, %r53, %r14;
+	add.s64 	%rd20, %rd50, 768;
+	@%p24 bra 	$L__BB4_43;
+	ld.global.cs.u32 %r169, [%rd20];
+$L__BB4_43:
+	add.s32 	%r56, %r53, 128;
+	setp.ge.u32 	%p25, %r56, %r14;
+	add.s64 	%rd21, %rd50, 896;
+	@%p25 bra 	$L__BB4_45;
+	ld.global.cs.u32 %r170, [%rd21];
+$L__BB4_45:
+	@%p22 bra 	$L__BB4_47;
+	st.global.u32 	[%rd51+512], %r167;
+$L__BB4_47:
+	@%p23 bra 	$L__BB4_49;
+	st.global.u32 	[%rd51+640], %r168;
+$L__BB4_49:
+	@%p24 bra 	$L__BB4_51;
+	st.global.u32 	[%rd51+768], %r169;
+$L__BB4_51:
+	@%p25 bra 	$L__BB4_53;
+	st.global.u32 	[%rd51+896], %r170;
+$L__BB4_53:
+	add.s64 	%rd51, %rd51, 1024;
+	add.s64 	%rd50, %rd50, 1024;
+	add.s64 	%rd49, %rd49, 1024;
+	cvt.u32.u64 	%r146, %rd49;
+	setp.lt.u32 	%p30, %r146, %r14;
+	@%p30 bra 	$L__BB4_21;
+$L__BB4_54:
+	mov.u32 	%r149, %nctaid.x;
+	mad.lo.s32 	%r151, %r62, %r149, %r151;
+	setp.lt.u32 	%p31, %r151, %r69;
+	add.s32 	%r150, %r150, 1;
+	@%p31 bra 	$L__BB4_2;
+$L__BB4_55:
+	ret;
+}
+.visible .entry copy_list_1(
+	.param .align 8 .b8 copy_list_1_param_0[4088]
+)
+.maxntid 1024, 1, 1
+.minnctapersm 2
+{
+	.reg .pred 	%p<32>;
+	.reg .b16 	%rs<68>;
+	.reg .b32 	%r<113>;
+	.reg .b64 	%rd<42>;
+	mov.b64 	%rd15, copy_list_1_param_0;
+	mov.u32 	%r31, %ntid.x;
+	shr.u32 	%r32, %r31, 5;
+	mov.u32 	%r33, %ctaid.x;
+	mov.u32 	%r34, %tid.x;
+	shr.u32 	%r35, %r34, 5;
+	mad.lo.s32 	%r107, %r32, %r33, %r35;
+	add.s64 	%rd1, %rd15, 4;
+	ld.param.u32 	%r36, [copy_list_1_param_0+4];
+	setp.ge.u32 	%p1, %r107, %r36;
+	@%p1 bra 	$L__BB5_55;
+	ld.param.v2.u32 	{%r38, %r39}, [%rd1+-4];
+	mov.u32 	%r37, 0;
+	mov.u32 	%r106, %r37;
+$L__BB5_2:
+	setp.lt.u32 	%p2, %r38, 2;
+	mov.u32 	%r110, %r37;
+	@%p2 bra 	$L__BB5_5;
+	mov.u32 	%r110, 0;
+	mov.u32 	%r108, %r38;
+$L__BB5_4:
+	add.s32 	%r42, %r108, %r110;
+	shr.u32 	%r43, %r42, 1;
+	mul.wide.u32 	%rd17, %r43, 4;
+	add.s64 	%rd18, %rd15, %rd17;
+	ld.param.u32 	%r44, [%rd18+8];
+	setp.le.u32 	%p3, %r44, %r107;
+	selp.b32 	%r110, %r43, %r110, %p3;
+	selp.b32 	%r108, %r108, %r43, %p3;
+	sub.s32 	%r45, %r108, %r110;
+	setp.gt.u32 	%p4, %r45, 1;
+	@%p4 bra 	$L__BB5_4;
+$L__BB5_5:
+	mul.wide.u32 	%rd20, %r110, 4;
+	add.s64 	%rd21, %rd15, %rd20;
+	ld.param.u32 	%r12, [%rd21+8];
+	sub.s32 	%r46, %r107, %r12;
+	shl.b32 	%r47, %r46, 11;
+	mul.wide.u32 	%rd22, %r110, 8;
+	add.s64 	%rd23, %rd15, %rd22;
+	ld.param.u64 	%rd3, [%rd23+2728];
+	cvt.u64.u32 	%rd4, %r47;
+	ld.param.u64 	%rd24, [%rd23+1368];
+	cvta.to.global.u64 	%rd5, %rd24;
+	ld.param.u32 	%r13, [%rd21+688];
+	sub.s32 	%r48, %r13, %r47;
+	min.u32 	%r14, %r48, 2048;
+	and.b32  	%r112, %r34, 31;
+	setp.ge.u32 	%p5, %r112, %r14;
+	@%p5 bra 	$L__BB5_54;
+	mov.u32 	%r53, %nctaid.x;
+	mul.lo.s32 	%r54, %r32, %r53;
+	shl.b32 	%r55, %r54, 11;
+	mad.lo.s32 	%r59, %r32, %r33, %r35;
+	shl.b32 	%r60, %r59, 11;
+	mad.lo.s32 	%r61, %r55, %r106, %r60;
+	add.s32 	%r62, %r61, -1;
+	sub.s32 	%r63, %r62, %r13;
+	shl.b32 	%r64, %r12, 11;
+	sub.s32 	%r65, %r63, %r64;
+	max.u32 	%r66, %r65, -2049;
+	mov.u32 	%r67, -2;
+	sub.s32 	%r68, %r67, %r112;
+	sub.s32 	%r16, %r68, %r66;
+	and.b32  	%r69, %r16, 128;
+	setp.ne.s32 	%p6, %r69, 0;
+	@%p6 bra 	$L__BB5_19;
+	and.b32  	%r72, %r34, 31;
+	cvt.u64.u32 	%rd26, %r72;
+	add.s64 	%rd6, %rd26, %rd4;
+	add.s64 	%rd25, %rd3, %rd6;
+	ld.global.cs.u8 %r70, [%rd25];
+	cvt.u16.u32 	%rs56, %r70;
+	or.b32  	%r73, %r72, 32;
+	setp.ge.u32 	%p7, %r73, %r14;
+	@%p7 bra 	$L__BB5_9;
+	add.s64 	%rd27, %rd25, 32;
+	ld.global.cs.u8 %r74, [%rd27];
+	cvt.u16.u32 	%rs57, %r74;
+$L__BB5_9:
+	or.b32  	%r77, %r72, 64;
+	setp.ge.u32 	%p8, %r77, %r14;
+	@%p8 bra 	$L__BB5_11;
+	add.s64 	%rd28, %rd25, 64;
+	ld.global.cs.u8 %r78, [%rd28];
+	cvt.u16.u32 	%rs58, %r78;
+$L__BB5_11:
+	or.b32  	%r81, %r72, 96;
+	setp.ge.u32 	%p9, %r81, %r14;
+	@%p9 bra 	$L__BB5_13;
+	add.s64 	%rd29, %rd25, 96;
+	ld.global.cs.u8 %r82, [%rd29];
+	cvt.u16.u32 	%rs59, %r82;
+$L__BB5_13:
+	add.s64 	%rd8, %rd5, %rd6;
+	st.global.u8 	[%rd8], %rs56;
+	@%p7 bra 	$L__BB5_15;
+	st.global.u8 	[%rd8+32], %rs57;
+$L__BB5_15:
+	@%p8 bra 	$L__BB5_17;
+	st.global.u8 	[%rd8+64], %rs58;
+$L__BB5_17:
+	or.b32  	%r112, %r72, 128;
+	@%p9 bra 	$L__BB5_19;
+	st.global.u8 	[%rd8+96], %rs59;
+$L__BB5_19:
+	and.b32  	%r94, %r16, -128;
+	setp.eq.s32 	%p13, %r94, 0;
+	@%p13 bra 	$L__BB5_54;
+	cvt.u64.u32 	%rd30, %r112;
+	add.s64 	%rd31, %rd30, %rd4;
+	add.s64 	%rd40, %rd3, %rd31;
+	add.s64 	%rd41, %rd5, %rd31;
+$L__BB5_21:
+	setp.ge.u32 	%p14, %r112, %r14;
+	@%p14 bra 	$L__BB5_23;
+	ld.global.cs.u8 %r95, [%rd40];
+	cvt.u16.u32 	%rs56, %r95;
+$L__BB5_23:
+	add.s32 	%r21, %r112, 32;
+	setp.ge.u32 	%p15, %r21, %r14;
+	@%p15 bra 	$L__BB5_25;
+	add.s64 	%rd33, %rd40, 32;
+	ld.global.cs.u8 %r96, [%rd33];
+	cvt.u16.u32 	%rs57, %r96;
+$L__BB5_25:
+	add.s32 	%r22, %r21, 32;
+	setp.ge.u32 	%p16, %r22, %r14;
+	@%p16 bra 	$L__BB5_27;
+	add.s64 	%rd34, %rd40, 64;
+	ld.global.cs.u8 %r97, [%rd34];
+	cvt.u16.u32 	%rs58, %r97;
+$L__BB5_27:
+	add.s32 	%r23, %r22, 32;
+	setp.ge.u32 	%p17, %r23, %r14;
+	@%p17 bra 	$L__BB5_29;
+	add.s64 	%rd35, %rd40, 96;
+	ld.global.cs.u8 %r98, [%rd35];
+	cvt.u16.u32 	%rs59, %r98;
+$L__BB5_29:
+	@%p14 bra 	$L__BB5_31;
+	st.global.u8 	[%rd41], %rs56;
+$L__BB5_31:
+	@%p15 bra 	$L__BB5_33;
+	st.global.u8 	[%rd41+32], %rs57;
+$L__BB5_33:
+	@%p16 bra 	$L__BB5_35;
+	st.global.u8 	[%rd41+64], %rs58;
+$L__BB5_35:
+	@%p17 bra 	$L__BB5_37;
+	st.global.u8 	[%rd41+96], %rs59;
+$L__BB5_37:
+	add.s32 	%r24, %r23, 32;
+	setp.ge.u32 	%p22, %r24, %r14;
+	@%p22 bra 	$L__BB5_39;
+	add.s64 	%rd36, %rd40, 128;
+	ld.global.cs.u8 %r99, [%rd36];
+	cvt.u16.u32 	%rs56, %r99;
+$L__BB5_39:
+	add.s32 	%r25, %r24, 32;
+	setp.ge.u32 	%p23, %r25, %r14;
+	@%p23 bra 	$L__BB5_41;
+	add.s64 	%rd37, %rd40, 160;
+	ld.global.cs.u8 %r100, [%rd37];
+	cvt.u16.u32 	%rs57, %r100;
+$L__BB5_41:
+	add.s32 	%r26, %r25, 32;
+	setp.ge.u32 	%p24, %r26, %r14;
+	@%p24 bra 	$L__BB5_43;
+	add.s64 	%rd38, %rd40, 192;
+	ld.global.cs.u8 %r101, [%rd38];
+	cvt.u16.u32 	%rs58, %r101;
+$L__BB5_43:
+	add.s32 	%r27, %r26, 32;
+	setp.ge.u32 	%p25, %r27, %r14;
+	@%p25 bra 	$L__BB5_45;
+	add.s64 	%rd39, %rd40, 224;
+	ld.global.cs.u8 %r102, [%rd39];
+	cvt.u16.u32 	%rs59, %r102;
+$L__BB5_45:
+	@%p22 bra 	$L__BB5_47;
+	st.global.u8 	[%rd41+128], %rs56;
+$L__BB5_47:
+	@%p23 bra 	$L__BB5_49;
+	st.global.u8 	[%rd41+160], %rs57;
+$L__BB5_49:
+	@%p24 bra 	$L__BB5_51;
+	st.global.u8 	[%rd41+192], %rs58;
+$L__BB5_51:
+	@%p25 bra 	$L__BB5_53;
+	st.global.u8 	[%rd41+224], %rs59;
+$L__BB5_53:
+	add.s64 	%rd41, %rd41, 256;
+	add.s64 	%rd40, %rd40, 256;
+	add.s32 	%r112, %r27, 32;
+	setp.lt.u32 	%p30, %r112, %r14;
+	@%p30 bra 	$L__BB5_21;
+$L__BB5_54:
+	mov.u32 	%r105, %nctaid.x;
+	mad.lo.s32 	%r107, %r32, %r105, %r107;
+	setp.lt.u32 	%p31, %r107, %r39;
+	add.s32 	%r106, %r106, 1;
+	@%p31 bra 	$L__BB5_2;
+$L__BB5_55:
+	ret;
+}
 .visible .entry copy_part_16(
 	.param .align 8 .b8 copy_part_16_param_0[3712]
 )
@@ -482,7 +1001,7 @@ $L__BB2_24:
 	add.s64 	%rd1, %rd34, 44;
 	ld.param.u32 	%r2, [copy_part_16_param_0+44];
 	setp.ge.u32 	%p1, %r216, %r2;
-	@%p1 bra 	$L__BB3_35;
+	@%p1 bra 	$L__BB6_35;
 	ld.param.v2.u32 	{%r76, %r77}, [%rd1+-4];
 	ld.param.v2.u32 	{%r78, %r79}, [%rd1+4];
 	ld.param.u32 	%r7, [%rd1+16];
@@ -496,9 +1015,9 @@ $L__BB2_24:
 	ld.param.u32 	%r15, [%rd1+40];
 	ld.param.v2.u32 	{%r86, %r87}, [%rd1+36];
 	ld.param.u64 	%rd5, [%rd1+-20];
-$L__BB3_2:
+$L__BB6_2:
 	setp.ge.u32 	%p2, %r216, %r2;
-	@%p2 bra 	$L__BB3_6;
+	@%p2 bra 	$L__BB6_6;
 	setp.ne.s32 	%p3, %r15, 0;
 	setp.eq.s32 	%p4, %r78, 1;
 	add.s32 	%r88, %r76, %r216;
@@ -543,15 +1062,15 @@ $L__BB3_2:
 	ld.global.u64 	%rd59, [%rd45];
 	add.s64 	%rd146, %rd59, %rd58;
 	mov.u64 	%rd145, %rd146;
-	@%p3 bra 	$L__BB3_5;
+	@%p3 bra 	$L__BB6_5;
 	mul.wide.u32 	%rd60, %r216, 16;
 	add.s64 	%rd145, %rd5, %rd60;
-$L__BB3_5:
+$L__BB6_5:
 	ld.global.cs.v4.u32 {%r220,%r219,%r218,%r217}, [%rd145];
-$L__BB3_6:
+$L__BB6_6:
 	add.s32 	%r109, %r71, %r216;
 	setp.ge.u32 	%p7, %r109, %r2;
-	@%p7 bra 	$L__BB3_10;
+	@%p7 bra 	$L__BB6_10;
 	add.s32 	%r195, %r71, %r216;
 	setp.ne.s32 	%p8, %r15, 0;
 	setp.eq.s32 	%p9, %r78, 1;
@@ -597,17 +1116,17 @@ $L__BB3_6:
 	ld.global.u64 	%rd84, [%rd70];
 	add.s64 	%rd148, %rd84, %rd83;
 	mov.u64 	%rd147, %rd148;
-	@%p8 bra 	$L__BB3_9;
+	@%p8 bra 	$L__BB6_9;
 	add.s32 	%r196, %r71, %r216;
 	mul.wide.u32 	%rd85, %r196, 16;
 	add.s64 	%rd147, %rd5, %rd85;
-$L__BB3_9:
+$L__BB6_9:
 	ld.global.cs.v4.u32 {%r224,%r223,%r222,%r221}, [%rd147];
-$L__BB3_10:
+$L__BB6_10:
 	add.s32 	%r188, %r71, %r216;
 	add.s32 	%r51, %r188, %r71;
 	setp.ge.u32 	%p12, %r51, %r2;
-	@%p12 bra 	$L__BB3_14;
+	@%p12 bra 	$L__BB6_14;
 	add.s32 	%r192, %r71, %r216;
 	add.s32 	%r191, %r188, %r71;
 	setp.ne.s32 	%p13, %r15, 0;
@@ -654,19 +1173,19 @@ $L__BB3_10:
 	ld.global.u64 	%rd109, [%rd95];
 	add.s64 	%rd150, %rd109, %rd108;
 	mov.u64 	%rd149, %rd150;
-	@%p13 bra 	$L__BB3_13;
+	@%p13 bra 	$L__BB6_13;
 	add.s32 	%r194, %r71, %r216;
 	add.s32 	%r193, %r188, %r71;
 	mul.wide.u32 	%rd110, %r193, 16;
 	add.s64 	%rd149, %rd5, %rd110;
-$L__BB3_13:
+$L__BB6_13:
 	ld.global.cs.v4.u32 {%r228,%r227,%r226,%r225}, [%rd149];
-$L__BB3_14:
+$L__BB6_14:
 	add.s32 	%r190, %r71, %r216;
 	add.s32 	%r189, %r188, %r71;
 	add.s32 	%r60, %r189, %r71;
 	setp.ge.u32 	%p17, %r60, %r2;
-	@%p17 bra 	$L__BB3_18;
+	@%p17 bra 	$L__BB6_18;
 	setp.ne.s32 	%p18, %r15, 0;
 	setp.eq.s32 	%p19, %r78, 1;
 	add.s32 	%r157, %r76, %r60;
@@ -711,64 +1230,64 @@ $L__BB3_14:
 	ld.global.u64 	%rd134, [%rd120];
 	add.s64 	%rd152, %rd134, %rd133;
 	mov.u64 	%rd151, %rd152;
-	@%p18 bra 	$L__BB3_17;
+	@%p18 bra 	$L__BB6_17;
 	mul.wide.u32 	%rd135, %r60, 16;
 	add.s64 	%rd151, %rd5, %rd135;
-$L__BB3_17:
+$L__BB6_17:
 	ld.global.cs.v4.u32 {%r232,%r231,%r230,%r229}, [%rd151];
-$L__BB3_18:
+$L__BB6_18:
 	setp.ge.u32 	%p22, %r216, %r77;
-	@%p22 bra 	$L__BB3_22;
+	@%p22 bra 	$L__BB6_22;
 	setp.eq.s32 	%p23, %r87, 0;
 	mov.u64 	%rd153, %rd146;
-	@%p23 bra 	$L__BB3_21;
+	@%p23 bra 	$L__BB6_21;
 	mul.wide.u32 	%rd137, %r216, 16;
 	add.s64 	%rd153, %rd5, %rd137;
-$L__BB3_21:
+$L__BB6_21:
 	st.v4.u32 	[%rd153], {%r220, %r219, %r218, %r217};
-$L__BB3_22:
+$L__BB6_22:
 	add.s32 	%r184, %r71, %r216;
 	setp.ge.u32 	%p24, %r184, %r77;
-	@%p24 bra 	$L__BB3_26;
+	@%p24 bra 	$L__BB6_26;
 	setp.eq.s32 	%p25, %r87, 0;
 	mov.u64 	%rd154, %rd148;
-	@%p25 bra 	$L__BB3_25;
+	@%p25 bra 	$L__BB6_25;
 	add.s32 	%r199, %r71, %r216;
 	mul.wide.u32 	%rd138, %r199, 16;
 	add.s64 	%rd154, %rd5, %rd138;
-$L__BB3_25:
+$L__BB6_25:
 	st.v4.u32 	[%rd154], {%r224, %r223, %r222, %r221};
-$L__BB3_26:
+$L__BB6_26:
 	add.s32 	%r186, %r71, %r216;
 	add.s32 	%r185, %r186, %r71;
 	setp.ge.u32 	%p26, %r185, %r77;
-	@%p26 bra 	$L__BB3_30;
+	@%p26 bra 	$L__BB6_30;
 	setp.eq.s32 	%p27, %r87, 0;
 	mov.u64 	%rd155, %rd150;
-	@%p27 bra 	$L__BB3_29;
+	@%p27 bra 	$L__BB6_29;
 	add.s32 	%r198, %r71, %r216;
 	add.s32 	%r197, %r188, %r71;
 	mul.wide.u32 	%rd139, %r197, 16;
 	add.s64 	%rd155, %rd5, %rd139;
-$L__BB3_29:
+$L__BB6_29:
 	st.v4.u32 	[%rd155], {%r228, %r227, %r226, %r225};
-$L__BB3_30:
+$L__BB6_30:
 	setp.ge.u32 	%p28, %r60, %r77;
-	@%p28 bra 	$L__BB3_34;
+	@%p28 bra 	$L__BB6_34;
 	setp.eq.s32 	%p29, %r87, 0;
 	mov.u64 	%rd156, %rd152;
-	@%p29 bra 	$L__BB3_33;
+	@%p29 bra 	$L__BB6_33;
 	mul.wide.u32 	%rd140, %r60, 16;
 	add.s64 	%rd156, %rd5, %rd140;
-$L__BB3_33:
+$L__BB6_33:
 	st.v4.u32 	[%rd156], {%r232, %r231, %r230, %r229};
-$L__BB3_34:
+$L__BB6_34:
 	shl.b32 	%r187, %r71, 2;
 	mov.u32 	%r183, %nctaid.x;
 	mad.lo.s32 	%r216, %r187, %r183, %r216;
 	setp.lt.u32 	%p30, %r216, %r77;
-	@%p30 bra 	$L__BB3_2;
-$L__BB3_35:
+	@%p30 bra 	$L__BB6_2;
+$L__BB6_35:
 	ret;
 }
 .visible .entry copy_part_4(
@@ -788,7 +1307,7 @@ $L__BB3_35:
 	add.s64 	%rd1, %rd37, 44;
 	ld.param.u32 	%r4, [copy_part_4_param_0+44];
 	setp.ge.u32 	%p1, %r139, %r4;
-	@%p1 bra 	$L__BB4_35;
+	@%p1 bra 	$L__BB7_35;
 	ld.param.v2.u32 	{%r42, %r43}, [%rd1+-4];
 	ld.param.v2.u32 	{%r44, %r45}, [%rd1+4];
 	ld.param.u32 	%r10, [%rd1+16];
@@ -807,9 +1326,9 @@ $L__BB3_35:
 	ld.param.u64 	%rd8, [%rd1+-20];
 	mov.u32 	%r54, %nctaid.x;
 	mul.lo.s32 	%r21, %r2, %r54;
-$L__BB4_2:
+$L__BB7_2:
 	setp.ge.u32 	%p2, %r139, %r4;
-	@%p2 bra 	$L__BB4_6;
+	@%p2 bra 	$L__BB7_6;
 	setp.ne.s32 	%p3, %r18, 0;
 	setp.eq.s32 	%p4, %r44, 1;
 	add.s32 	%r55, %r42, %r139;
@@ -857,15 +1376,15 @@ $L__BB4_2:
 	ld.global.u64 	%rd65, [%rd51];
 	add.s64 	%rd161, %rd65, %rd64;
 	mov.u64 	%rd160, %rd161;
-	@%p3 bra 	$L__BB4_5;
+	@%p3 bra 	$L__BB7_5;
 	mul.wide.u32 	%rd66, %r139, 4;
 	add.s64 	%rd160, %rd8, %rd66;
-$L__BB4_5:
+$L__BB7_5:
 	ld.global.cs.u32 %r140, [%rd160];
-$L__BB4_6:
+$L__BB7_6:
 	add.s32 	%r29, %r1, %r139;
 	setp.ge.u32 	%p7, %r29, %r4;
-	@%p7 bra 	$L__BB4_10;
+	@%p7 bra 	$L__BB7_10;
 	setp.ne.s32 	%p8, %r18, 0;
 	setp.eq.s32 	%p9, %r44, 1;
 	add.s32 	%r72, %r42, %r29;
@@ -913,17 +1432,17 @@ $L__BB4_6:
 	ld.global.u64 	%rd93, [%rd79];
 	add.s64 	%rd163, %rd93, %rd92;
 	mov.u64 	%rd162, %rd163;
-	@%p8 bra 	$L__BB4_9;
+	@%p8 bra 	$L__BB7_9;
 	add.s32 	%r130, %r1, %r139;
 	mul.wide.u32 	%rd94, %r130, 4;
 	add.s64 	%rd162, %rd8, %rd94;
-$L__BB4_9:
+$L__BB7_9:
 	ld.global.cs.u32 %r141, [%rd162];
-$L__BB4_10:
+$L__BB7_10:
 	add.s32 	%r129, %r1, %r139;
 	add.s32 	%r32, %r129, %r1;
 	setp.ge.u32 	%p12, %r32, %r4;
-	@%p12 bra 	$L__BB4_14;
+	@%p12 bra 	$L__BB7_14;
 	setp.ne.s32 	%p13, %r18, 0;
 	setp.eq.s32 	%p14, %r44, 1;
 	add.s32 	%r89, %r42, %r32;
@@ -971,19 +1490,19 @@ $L__BB4_10:
 	ld.global.u64 	%rd121, [%rd107];
 	add.s64 	%rd165, %rd121, %rd120;
 	mov.u64 	%rd164, %rd165;
-	@%p13 bra 	$L__BB4_13;
+	@%p13 bra 	$L__BB7_13;
 	add.s32 	%r134, %r1, %r139;
 	add.s32 	%r133, %r134, %r1;
 	mul.wide.u32 	%rd122, %r133, 4;
 	add.s64 	%rd164, %rd8, %rd122;
-$L__BB4_13:
+$L__BB7_13:
 	ld.global.cs.u32 %r142, [%rd164];
-$L__BB4_14:
+$L__BB7_14:
 	add.s32 	%r132, %r1, %r139;
 	add.s32 	%r131, %r132, %r1;
 	add.s32 	%r35, %r131, %r1;
 	setp.ge.u32 	%p17, %r35, %r4;
-	@%p17 bra 	$L__BB4_18;
+	@%p17 bra 	$L__BB7_18;
 	setp.ne.s32 	%p18, %r18, 0;
 	setp.eq.s32 	%p19, %r44, 1;
 	add.s32 	%r106, %r42, %r35;
@@ -1031,62 +1550,62 @@ $L__BB4_14:
 	ld.global.u64 	%rd149, [%rd135];
 	add.s64 	%rd167, %rd149, %rd148;
 	mov.u64 	%rd166, %rd167;
-	@%p18 bra 	$L__BB4_17;
+	@%p18 bra 	$L__BB7_17;
 	mul.wide.u32 	%rd150, %r35, 4;
 	add.s64 	%rd166, %rd8, %rd150;
-$L__BB4_17:
+$L__BB7_17:
 	ld.global.cs.u32 %r143, [%rd166];
-$L__BB4_18:
+$L__BB7_18:
 	setp.ge.u32 	%p22, %r139, %r43;
-	@%p22 bra 	$L__BB4_22;
+	@%p22 bra 	$L__BB7_22;
 	setp.eq.s32 	%p23, %r53, 0;
 	mov.u64 	%rd168, %rd161;
-	@%p23 bra 	$L__BB4_21;
+	@%p23 bra 	$L__BB7_21;
 	mul.wide.u32 	%rd152, %r139, 4;
 	add.s64 	%rd168, %rd8, %rd152;
-$L__BB4_21:
+$L__BB7_21:
 	st.u32 	[%rd168], %r140;
-$L__BB4_22:
+$L__BB7_22:
 	add.s32 	%r123, %r1, %r139;
 	setp.ge.u32 	%p24, %r123, %r43;
-	@%p24 bra 	$L__BB4_26;
+	@%p24 bra 	$L__BB7_26;
 	setp.eq.s32 	%p25, %r53, 0;
 	mov.u64 	%rd169, %rd163;
-	@%p25 bra 	$L__BB4_25;
+	@%p25 bra 	$L__BB7_25;
 	add.s32 	%r128, %r1, %r139;
 	mul.wide.u32 	%rd153, %r128, 4;
 	add.s64 	%rd169, %rd8, %rd153;
-$L__BB4_25:
+$L__BB7_25:
 	st.u32 	[%rd169], %r141;
-$L__BB4_26:
+$L__BB7_26:
 	add.s32 	%r125, %r1, %r139;
 	add.s32 	%r124, %r125, %r1;
 	setp.ge.u32 	%p26, %r124, %r43;
-	@%p26 bra 	$L__BB4_30;
+	@%p26 bra 	$L__BB7_30;
 	setp.eq.s32 	%p27, %r53, 0;
 	mov.u64 	%rd170, %rd165;
-	@%p27 bra 	$L__BB4_29;
+	@%p27 bra 	$L__BB7_29;
 	add.s32 	%r127, %r1, %r139;
 	add.s32 	%r126, %r127, %r1;
 	mul.wide.u32 	%rd154, %r126, 4;
 	add.s64 	%rd170, %rd8, %rd154;
-$L__BB4_29:
+$L__BB7_29:
 	st.u32 	[%rd170], %r142;
-$L__BB4_30:
+$L__BB7_30:
 	setp.ge.u32 	%p28, %r35, %r43;
-	@%p28 bra 	$L__BB4_34;
+	@%p28 bra 	$L__BB7_34;
 	setp.eq.s32 	%p29, %r53, 0;
 	mov.u64 	%rd171, %rd167;
-	@%p29 bra 	$L__BB4_33;
+	@%p29 bra 	$L__BB7_33;
 	mul.wide.u32 	%rd155, %r35, 4;
 	add.s64 	%rd171, %rd8, %rd155;
-$L__BB4_33:
+$L__BB7_33:
 	st.u32 	[%rd171], %r143;
-$L__BB4_34:
+$L__BB7_34:
 	add.s32 	%r139, %r139, %r21;
 	setp.lt.u32 	%p30, %r139, %r43;
-	@%p30 bra 	$L__BB4_2;
-$L__BB4_35:
+	@%p30 bra 	$L__BB7_2;
+$L__BB7_35:
 	ret;
 }
 .visible .entry copy_part_1(
@@ -1107,7 +1626,7 @@ $L__BB4_35:
 	add.s64 	%rd1, %rd37, 44;
 	ld.param.u32 	%r4, [copy_part_1_param_0+44];
 	setp.ge.u32 	%p1, %r122, %r4;
-	@%p1 bra 	$L__BB5_35;
+	@%p1 bra 	$L__BB8_35;
 	ld.param.v2.u32 	{%r29, %r30}, [%rd1+-4];
 	ld.param.v2.u32 	{%r31, %r32}, [%rd1+4];
 	ld.param.u32 	%r10, [%rd1+16];
@@ -1126,9 +1645,9 @@ $L__BB4_35:
 	ld.param.u64 	%rd8, [%rd1+-20];
 	mov.u32 	%r41, %nctaid.x;
 	mul.lo.s32 	%r21, %r2, %r41;
-$L__BB5_2:
+$L__BB8_2:
 	setp.ge.u32 	%p2, %r122, %r4;
-	@%p2 bra 	$L__BB5_6;
+	@%p2 bra 	$L__BB8_6;
 	setp.ne.s32 	%p3, %r18, 0;
 	setp.eq.s32 	%p4, %r31, 1;
 	add.s32 	%r42, %r29, %r122;
@@ -1176,16 +1695,16 @@ $L__BB5_2:
 	ld.global.u64 	%rd65, [%rd51];
 	add.s64 	%rd161, %rd65, %rd64;
 	mov.u64 	%rd160, %rd161;
-	@%p3 bra 	$L__BB5_5;
+	@%p3 bra 	$L__BB8_5;
 	cvt.u64.u32 	%rd66, %r122;
 	add.s64 	%rd160, %rd8, %rd66;
-$L__BB5_5:
+$L__BB8_5:
 	ld.global.cs.u8 %r58, [%rd160];
 	cvt.u16.u32 	%rs18, %r58;
-$L__BB5_6:
+$L__BB8_6:
 	add.s32 	%r23, %r1, %r122;
 	setp.ge.u32 	%p7, %r23, %r4;
-	@%p7 bra 	$L__BB5_10;
+	@%p7 bra 	$L__BB8_10;
 	setp.ne.s32 	%p8, %r18, 0;
 	setp.eq.s32 	%p9, %r31, 1;
 	add.s32 	%r59, %r29, %r23;
@@ -1233,18 +1752,18 @@ $L__BB5_6:
 	ld.global.u64 	%rd93, [%rd79];
 	add.s64 	%rd163, %rd93, %rd92;
 	mov.u64 	%rd162, %rd163;
-	@%p8 bra 	$L__BB5_9;
+	@%p8 bra 	$L__BB8_9;
 	add.s32 	%r117, %r1, %r122;
 	cvt.u64.u32 	%rd94, %r117;
 	add.s64 	%rd162, %rd8, %rd94;
-$L__BB5_9:
+$L__BB8_9:
 	ld.global.cs.u8 %r75, [%rd162];
 	cvt.u16.u32 	%rs19, %r75;
-$L__BB5_10:
+$L__BB8_10:
 	add.s32 	%r116, %r1, %r122;
 	add.s32 	%r24, %r116, %r1;
 	setp.ge.u32 	%p12, %r24, %r4;
-	@%p12 bra 	$L__BB5_14;
+	@%p12 bra 	$L__BB8_14;
 	setp.ne.s32 	%p13, %r18, 0;
 	setp.eq.s32 	%p14, %r31, 1;
 	add.s32 	%r76, %r29, %r24;
@@ -1292,20 +1811,20 @@ $L__BB5_10:
 	ld.global.u64 	%rd121, [%rd107];
 	add.s64 	%rd165, %rd121, %rd120;
 	mov.u64 	%rd164, %rd165;
-	@%p13 bra 	$L__BB5_13;
+	@%p13 bra 	$L__BB8_13;
 	add.s32 	%r121, %r1, %r122;
 	add.s32 	%r120, %r121, %r1;
 	cvt.u64.u32 	%rd122, %r120;
 	add.s64 	%rd164, %rd8, %rd122;
-$L__BB5_13:
+$L__BB8_13:
 	ld.global.cs.u8 %r92, [%rd164];
 	cvt.u16.u32 	%rs20, %r92;
-$L__BB5_14:
+$L__BB8_14:
 	add.s32 	%r119, %r1, %r122;
 	add.s32 	%r118, %r119, %r1;
 	add.s32 	%r25, %r118, %r1;
 	setp.ge.u32 	%p17, %r25, %r4;
-	@%p17 bra 	$L__BB5_18;
+	@%p17 bra 	$L__BB8_18;
 	setp.ne.s32 	%p18, %r18, 0;
 	setp.eq.s32 	%p19, %r31, 1;
 	add.s32 	%r93, %r29, %r25;
@@ -1353,63 +1872,63 @@ $L__BB5_14:
 	ld.global.u64 	%rd149, [%rd135];
 	add.s64 	%rd167, %rd149, %rd148;
 	mov.u64 	%rd166, %rd167;
-	@%p18 bra 	$L__BB5_17;
+	@%p18 bra 	$L__BB8_17;
 	cvt.u64.u32 	%rd150, %r25;
 	add.s64 	%rd166, %rd8, %rd150;
-$L__BB5_17:
+$L__BB8_17:
 	ld.global.cs.u8 %r109, [%rd166];
 	cvt.u16.u32 	%rs21, %r109;
-$L__BB5_18:
+$L__BB8_18:
 	setp.ge.u32 	%p22, %r122, %r30;
-	@%p22 bra 	$L__BB5_22;
+	@%p22 bra 	$L__BB8_22;
 	setp.eq.s32 	%p23, %r40, 0;
 	mov.u64 	%rd168, %rd161;
-	@%p23 bra 	$L__BB5_21;
+	@%p23 bra 	$L__BB8_21;
 	cvt.u64.u32 	%rd152, %r122;
 	add.s64 	%rd168, %rd8, %rd152;
-$L__BB5_21:
+$L__BB8_21:
 	st.u8 	[%rd168], %rs18;
-$L__BB5_22:
+$L__BB8_22:
 	add.s32 	%r110, %r1, %r122;
 	setp.ge.u32 	%p24, %r110, %r30;
-	@%p24 bra 	$L__BB5_26;
+	@%p24 bra 	$L__BB8_26;
 	setp.eq.s32 	%p25, %r40, 0;
 	mov.u64 	%rd169, %rd163;
-	@%p25 bra 	$L__BB5_25;
+	@%p25 bra 	$L__BB8_25;
 	add.s32 	%r115, %r1, %r122;
 	cvt.u64.u32 	%rd153, %r115;
 	add.s64 	%rd169, %rd8, %rd153;
-$L__BB5_25:
+$L__BB8_25:
 	st.u8 	[%rd169], %rs19;
-$L__BB5_26:
+$L__BB8_26:
 	add.s32 	%r112, %r1, %r122;
 	add.s32 	%r111, %r112, %r1;
 	setp.ge.u32 	%p26, %r111, %r30;
-	@%p26 bra 	$L__BB5_30;
+	@%p26 bra 	$L__BB8_30;
 	setp.eq.s32 	%p27, %r40, 0;
 	mov.u64 	%rd170, %rd165;
-	@%p27 bra 	$L__BB5_29;
+	@%p27 bra 	$L__BB8_29;
 	add.s32 	%r114, %r1, %r122;
 	add.s32 	%r113, %r114, %r1;
 	cvt.u64.u32 	%rd154, %r113;
 	add.s64 	%rd170, %rd8, %rd154;
-$L__BB5_29:
+$L__BB8_29:
 	st.u8 	[%rd170], %rs20;
-$L__BB5_30:
+$L__BB8_30:
 	setp.ge.u32 	%p28, %r25, %r30;
-	@%p28 bra 	$L__BB5_34;
+	@%p28 bra 	$L__BB8_34;
 	setp.eq.s32 	%p29, %r40, 0;
 	mov.u64 	%rd171, %rd167;
-	@%p29 bra 	$L__BB5_33;
+	@%p29 bra 	$L__BB8_33;
 	cvt.u64.u32 	%rd155, %r25;
 	add.s64 	%rd171, %rd8, %rd155;
-$L__BB5_33:
+$L__BB8_33:
 	st.u8 	[%rd171], %rs21;
-$L__BB5_34:
+$L__BB8_34:
 	add.s32 	%r122, %r122, %r21;
 	setp.lt.u32 	%p30, %r122, %r30;
-	@%p30 bra 	$L__BB5_2;
-$L__BB5_35:
+	@%p30 bra 	$L__BB8_2;
+$L__BB8_35:
 	ret;
 }
 .visible .entry copy_part_summed_16(
@@ -1430,7 +1949,7 @@ $L__BB5_35:
 	ld.param.u32 	%r4, [copy_part_summed_16_param_0+44];
 	mov.u64 	%rd304, 0;
 	setp.ge.u32 	%p1, %r233, %r4;
-	@%p1 bra 	$L__BB6_39;
+	@%p1 bra 	$L__BB9_39;
 	ld.param.v2.u32 	{%r80, %r81}, [%rd1+-4];
 	mov.u64 	%rd304, 0;
 	ld.param.v2.u32 	{%r82, %r83}, [%rd1+4];
@@ -1451,9 +1970,9 @@ $L__BB5_35:
 	ld.param.u64 	%rd9, [%rd1+-12];
 	mov.u32 	%r92, %nctaid.x;
 	mul.lo.s32 	%r23, %r2, %r92;
-$L__BB6_2:
+$L__BB9_2:
 	setp.ge.u32 	%p2, %r233, %r4;
-	@%p2 bra 	$L__BB6_6;
+	@%p2 bra 	$L__BB9_6;
 	setp.ne.s32 	%p3, %r19, 0;
 	setp.eq.s32 	%p4, %r82, 1;
 	add.s32 	%r93, %r80, %r233;
@@ -1501,15 +2020,15 @@ $L__BB6_2:
 	ld.global.u64 	%rd79, [%rd65];
 	add.s64 	%rd296, %rd79, %rd78;
 	mov.u64 	%rd295, %rd296;
-	@%p3 bra 	$L__BB6_5;
+	@%p3 bra 	$L__BB9_5;
 	mul.wide.u32 	%rd80, %r233, 16;
 	add.s64 	%rd295, %rd8, %rd80;
-$L__BB6_5:
+$L__BB9_5:
 	ld.global.cs.v4.u32 {%r237,%r236,%r235,%r234}, [%rd295];
-$L__BB6_6:
+$L__BB9_6:
 	add.s32 	%r49, %r1, %r233;
 	setp.ge.u32 	%p7, %r49, %r4;
-	@%p7 bra 	$L__BB6_10;
+	@%p7 bra 	$L__BB9_10;
 	add.s32 	%r213, %r1, %r233;
 	setp.ne.s32 	%p8, %r19, 0;
 	setp.eq.s32 	%p9, %r82, 1;
@@ -1558,17 +2077,17 @@ $L__BB6_6:
 	ld.global.u64 	%rd107, [%rd93];
 	add.s64 	%rd298, %rd107, %rd106;
 	mov.u64 	%rd297, %rd298;
-	@%p8 bra 	$L__BB6_9;
+	@%p8 bra 	$L__BB9_9;
 	add.s32 	%r214, %r1, %r233;
 	mul.wide.u32 	%rd108, %r214, 16;
 	add.s64 	%rd297, %rd8, %rd108;
-$L__BB6_9:
+$L__BB9_9:
 	ld.global.cs.v4.u32 {%r241,%r240,%r239,%r238}, [%rd297];
-$L__BB6_10:
+$L__BB9_10:
 	add.s32 	%r212, %r1, %r233;
 	add.s32 	%r58, %r212, %r1;
 	setp.ge.u32 	%p12, %r58, %r4;
-	@%p12 bra 	$L__BB6_14;
+	@%p12 bra 	$L__BB9_14;
 	setp.ne.s32 	%p13, %r19, 0;
 	setp.eq.s32 	%p14, %r82, 1;
 	add.s32 	%r133, %r80, %r58;
@@ -1616,15 +2135,15 @@ $L__BB6_10:
 	ld.global.u64 	%rd135, [%rd121];
 	add.s64 	%rd300, %rd135, %rd134;
 	mov.u64 	%rd299, %rd300;
-	@%p13 bra 	$L__BB6_13;
+	@%p13 bra 	$L__BB9_13;
 	mul.wide.u32 	%rd136, %r58, 16;
 	add.s64 	%rd299, %rd8, %rd136;
-$L__BB6_13:
+$L__BB9_13:
 	ld.global.cs.v4.u32 {%r245,%r244,%r243,%r242}, [%rd299];
-$L__BB6_14:
+$L__BB9_14:
 	add.s32 	%r67, %r58, %r1;
 	setp.ge.u32 	%p17, %r67, %r4;
-	@%p17 bra 	$L__BB6_18;
+	@%p17 bra 	$L__BB9_18;
 	setp.ne.s32 	%p18, %r19, 0;
 	setp.eq.s32 	%p19, %r82, 1;
 	add.s32 	%r153, %r80, %r67;
@@ -1672,22 +2191,22 @@ $L__BB6_14:
 	ld.global.u64 	%rd163, [%rd149];
 	add.s64 	%rd302, %rd163, %rd162;
 	mov.u64 	%rd301, %rd302;
-	@%p18 bra 	$L__BB6_17;
+	@%p18 bra 	$L__BB9_17;
 	mul.wide.u32 	%rd164, %r67, 16;
 	add.s64 	%rd301, %rd8, %rd164;
-$L__BB6_17:
+$L__BB9_17:
 	ld.global.cs.v4.u32 {%r249,%r248,%r247,%r246}, [%rd301];
-$L__BB6_18:
+$L__BB9_18:
 	setp.ge.u32 	%p22, %r233, %r81;
-	@%p22 bra 	$L__BB6_23;
+	@%p22 bra 	$L__BB9_23;
 	setp.eq.s32 	%p23, %r91, 0;
-	@%p23 bra 	$L__BB6_21;
+	@%p23 bra 	$L__BB9_21;
 	mul.wide.u32 	%rd166, %r233, 16;
 	add.s64 	%rd303, %rd8, %rd166;
-	bra.uni 	$L__BB6_22;
-$L__BB6_21:
+	bra.uni 	$L__BB9_22;
+$L__BB9_21:
 	mov.u64 	%rd303, %rd296;
-$L__BB6_22:
+$L__BB9_22:
 	st.v4.u32 	[%rd303], {%r237, %r236, %r235, %r234};
 	mul.wide.u32 	%rd167, %r233, 2;
 	add.s64 	%rd168, %rd9, %rd167;
@@ -1726,19 +2245,19 @@ $L__BB6_22:
 	add.s64 	%rd189, %rd188, %rd177;
 	add.s64 	%rd190, %rd189, %rd187;
 	add.s64 	%rd304, %rd190, %rd186;
-$L__BB6_23:
+$L__BB9_23:
 	add.s32 	%r209, %r1, %r233;
 	setp.ge.u32 	%p24, %r209, %r81;
-	@%p24 bra 	$L__BB6_28;
+	@%p24 bra 	$L__BB9_28;
 	setp.eq.s32 	%p25, %r91, 0;
-	@%p25 bra 	$L__BB6_26;
+	@%p25 bra 	$L__BB9_26;
 	add.s32 	%r215, %r1, %r233;
 	mul.wide.u32 	%rd191, %r215, 16;
 	add.s64 	%rd305, %rd8, %rd191;
-	bra.uni 	$L__BB6_27;
-$L__BB6_26:
+	bra.uni 	$L__BB9_27;
+$L__BB9_26:
 	mov.u64 	%rd305, %rd298;
-$L__BB6_27:
+$L__BB9_27:
 	add.s32 	%r216, %r1, %r233;
 	st.v4.u32 	[%rd305], {%r241, %r240, %r239, %r238};
 	mul.wide.u32 	%rd192, %r216, 2;
@@ -1778,17 +2297,17 @@ $L__BB6_27:
 	add.s64 	%rd214, %rd213, %rd202;
 	add.s64 	%rd215, %rd214, %rd212;
 	add.s64 	%rd304, %rd215, %rd211;
-$L__BB6_28:
+$L__BB9_28:
 	setp.ge.u32 	%p26, %r58, %r81;
-	@%p26 bra 	$L__BB6_33;
+	@%p26 bra 	$L__BB9_33;
 	setp.eq.s32 	%p27, %r91, 0;
-	@%p27 bra 	$L__BB6_31;
+	@%p27 bra 	$L__BB9_31;
 	mul.wide.u32 	%rd216, %r58, 16;
 	add.s64 	%rd307, %rd8, %rd216;
-	bra.uni 	$L__BB6_32;
-$L__BB6_31:
+	bra.uni 	$L__BB9_32;
+$L__BB9_31:
 	mov.u64 	%rd307, %rd300;
-$L__BB6_32:
+$L__BB9_32:
 	st.v4.u32 	[%rd307], {%r245, %r244, %r243, %r242};
 	mul.wide.u32 	%rd217, %r58, 2;
 	add.s64 	%rd218, %rd9, %rd217;
@@ -1827,17 +2346,17 @@ $L__BB6_32:
 	add.s64 	%rd239, %rd238, %rd227;
 	add.s64 	%rd240, %rd239, %rd237;
 	add.s64 	%rd304, %rd240, %rd236;
-$L__BB6_33:
+$L__BB9_33:
 	setp.ge.u32 	%p28, %r67, %r81;
-	@%p28 bra 	$L__BB6_38;
+	@%p28 bra 	$L__BB9_38;
 	setp.eq.s32 	%p29, %r91, 0;
-	@%p29 bra 	$L__BB6_36;
+	@%p29 bra 	$L__BB9_36;
 	mul.wide.u32 	%rd241, %r67, 16;
 	add.s64 	%rd309, %rd8, %rd241;
-	bra.uni 	$L__BB6_37;
-$L__BB6_36:
+	bra.uni 	$L__BB9_37;
+$L__BB9_36:
 	mov.u64 	%rd309, %rd302;
-$L__BB6_37:
+$L__BB9_37:
 	st.v4.u32 	[%rd309], {%r249, %r248, %r247, %r246};
 	mul.wide.u32 	%rd242, %r67, 2;
 	add.s64 	%rd243, %rd9, %rd242;
@@ -1876,17 +2395,17 @@ $L__BB6_37:
 	add.s64 	%rd264, %rd263, %rd252;
 	add.s64 	%rd265, %rd264, %rd262;
 	add.s64 	%rd304, %rd265, %rd261;
-$L__BB6_38:
+$L__BB9_38:
 	add.s32 	%r233, %r233, %r23;
 	setp.lt.u32 	%p30, %r233, %r81;
-	@%p30 bra 	$L__BB6_2;
-$L__BB6_39:
+	@%p30 bra 	$L__BB9_2;
+$L__BB9_39:
 	mov.u32 	%r210, %tid.x;
 	setp.ne.s32 	%p31, %r210, 0;
-	@%p31 bra 	$L__BB6_41;
+	@%p31 bra 	$L__BB9_41;
 	mov.u64 	%rd266, 0;
 	st.shared.u64 	[_ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total], %rd266;
-$L__BB6_41:
+$L__BB9_41:
 	mov.u32 	%r211, %tid.x;
 	bar.sync 	0;
 	mov.b64 {%r174,%r175}, %rd304;
@@ -1923,12 +2442,12 @@ $L__BB6_41:
 	add.s64 	%rd48, %rd276, %rd275;
 	and.b32  	%r202, %r211, 31;
 	setp.ne.s32 	%p42, %r202, 0;
-	@%p42 bra 	$L__BB6_43;
+	@%p42 bra 	$L__BB9_43;
 	mov.u32 	%r203, _ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total;
 	atom.shared.add.u64 	%rd277, [%r203], %rd48;
-$L__BB6_43:
+$L__BB9_43:
 	bar.sync 	0;
-	@%p31 bra 	$L__BB6_46;
+	@%p31 bra 	$L__BB9_46;
 	ld.param.u64 	%rd279, [%rd49+88];
 	cvta.to.global.u64 	%rd280, %rd279;
 	ld.shared.u64 	%rd281, [_ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total];
@@ -1939,7 +2458,7 @@ $L__BB6_43:
 	add.s32 	%r206, %r205, 1;
 	ld.param.u32 	%r207, [%rd49+104];
 	setp.ne.s32 	%p44, %r206, %r207;
-	@%p44 bra 	$L__BB6_46;
+	@%p44 bra 	$L__BB9_46;
 	membar.gl;
 	ld.param.u64 	%rd285, [%rd49+88];
 	cvta.to.global.u64 	%rd286, %rd285;
@@ -1949,7 +2468,7 @@ $L__BB6_43:
 	st.global.u64 	[%rd289], %rd287;
 	mov.u32 	%r208, 0;
 	st.global.u32 	[%rd286+8], %r208;
-$L__BB6_46:
+$L__BB9_46:
 	ret;
 }
 .visible .entry sum_part(
@@ -1974,14 +2493,14 @@ $L__BB6_46:
 	cvt.u64.u32 	%rd32, %r14;
 	add.s64 	%rd4, %rd31, %rd32;
 	setp.ge.u64 	%p1, %rd4, %rd30;
-	@%p1 bra 	$L__BB7_13;
+	@%p1 bra 	$L__BB10_13;
 	ld.param.u64 	%rd5, [%rd1+-8];
 	mov.u64 	%rd113, 0;
 	and.b64  	%rd35, %rd5, 7;
 	mov.u32 	%r15, %nctaid.x;
 	mov.u64 	%rd114, %rd4;
 	mov.u64 	%rd120, %rd113;
-$L__BB7_2:
+$L__BB10_2:
 	setp.ne.s64 	%p2, %rd35, 0;
 	mul.wide.u32 	%rd36, %r15, %r12;
 	mul.lo.s64 	%rd37, %rd36, %rd113;
@@ -1998,12 +2517,12 @@ $L__BB7_2:
 	cvt.u32.u64 	%r2, %rd48;
 	setp.ne.s32 	%p3, %r2, 8;
 	or.pred  	%p4, %p3, %p2;
-	@%p4 bra 	$L__BB7_4;
-	bra.uni 	$L__BB7_3;
-$L__BB7_4:
+	@%p4 bra 	$L__BB10_4;
+	bra.uni 	$L__BB10_3;
+$L__BB10_4:
 	setp.eq.s32 	%p5, %r2, 0;
 	mov.u64 	%rd119, 0;
-	@%p5 bra 	$L__BB7_12;
+	@%p5 bra 	$L__BB10_12;
 	not.b32 	%r20, %r1;
 	and.b32  	%r3, %r20, 3;
 	mov.u32 	%r21, -2;
@@ -2011,7 +2530,7 @@ $L__BB7_4:
 	setp.lt.u32 	%p6, %r22, 3;
 	mov.u64 	%rd119, 0;
 	mov.u32 	%r76, 0;
-	@%p6 bra 	$L__BB7_8;
+	@%p6 bra 	$L__BB10_8;
 	add.s32 	%r26, %r3, %r1;
 	add.s32 	%r4, %r26, 1;
 	cvta.to.global.u64 	%rd11, %rd3;
@@ -2019,7 +2538,7 @@ $L__BB7_4:
 	mov.u32 	%r73, 0;
 	mov.u32 	%r74, 24;
 	mov.u32 	%r76, %r73;
-$L__BB7_7:
+$L__BB10_7:
 	cvt.u64.u32 	%rd55, %r76;
 	add.s64 	%rd56, %rd9, %rd55;
 	add.s64 	%rd57, %rd11, %rd56;
@@ -2042,10 +2561,10 @@ $L__BB7_7:
 	add.s32 	%r76, %r76, 4;
 	add.s32 	%r29, %r4, %r76;
 	setp.ne.s32 	%p7, %r29, 0;
-	@%p7 bra 	$L__BB7_7;
-$L__BB7_8:
+	@%p7 bra 	$L__BB10_7;
+$L__BB10_8:
 	setp.eq.s32 	%p8, %r3, 0;
-	@%p8 bra 	$L__BB7_12;
+	@%p8 bra 	$L__BB10_12;
 	cvt.u64.u32 	%rd69, %r76;
 	add.s64 	%rd70, %rd9, %rd69;
 	cvta.to.global.u64 	%rd71, %rd3;
@@ -2055,23 +2574,23 @@ $L__BB7_8:
 	shl.b64 	%rd73, %rd72, %r30;
 	or.b64  	%rd119, %rd73, %rd119;
 	setp.eq.s32 	%p9, %r3, 1;
-	@%p9 bra 	$L__BB7_12;
+	@%p9 bra 	$L__BB10_12;
 	ld.global.u8 	%rd74, [%rd16+1];
 	add.s32 	%r32, %r30, 8;
 	shl.b64 	%rd75, %rd74, %r32;
 	or.b64  	%rd119, %rd75, %rd119;
 	setp.eq.s32 	%p10, %r3, 2;
-	@%p10 bra 	$L__BB7_12;
+	@%p10 bra 	$L__BB10_12;
 	ld.global.u8 	%rd76, [%rd16+2];
 	add.s32 	%r34, %r30, 16;
 	shl.b64 	%rd77, %rd76, %r34;
 	or.b64  	%rd119, %rd77, %rd119;
-	bra.uni 	$L__BB7_12;
-$L__BB7_3:
+	bra.uni 	$L__BB10_12;
+$L__BB10_3:
 	cvta.to.global.u64 	%rd49, %rd3;
 	add.s64 	%rd50, %rd49, %rd9;
 	ld.global.u64 	%rd119, [%rd50];
-$L__BB7_12:
+$L__BB10_12:
 	mul.lo.s64 	%rd78, %rd114, -7046029254386353131;
 	add.s64 	%rd79, %rd78, -7046029254386353131;
 	xor.b64  	%rd80, %rd119, %rd79;
@@ -2090,13 +2609,13 @@ $L__BB7_12:
 	add.s64 	%rd114, %rd114, %rd36;
 	setp.lt.u64 	%p11, %rd114, %rd30;
 	add.s64 	%rd113, %rd113, 1;
-	@%p11 bra 	$L__BB7_2;
-$L__BB7_13:
+	@%p11 bra 	$L__BB10_2;
+$L__BB10_13:
 	setp.ne.s32 	%p12, %r14, 0;
-	@%p12 bra 	$L__BB7_15;
+	@%p12 bra 	$L__BB10_15;
 	mov.u64 	%rd89, 0;
 	st.shared.u64 	[_ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total], %rd89;
-$L__BB7_15:
+$L__BB10_15:
 	bar.sync 	0;
 	mov.b64 {%r38,%r39}, %rd120;
 	mov.u32 	%r58, 2;
@@ -2132,12 +2651,12 @@ $L__BB7_15:
 	add.s64 	%rd25, %rd99, %rd98;
 	and.b32  	%r66, %r14, 31;
 	setp.ne.s32 	%p23, %r66, 0;
-	@%p23 bra 	$L__BB7_17;
+	@%p23 bra 	$L__BB10_17;
 	mov.u32 	%r67, _ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total;
 	atom.shared.add.u64 	%rd100, [%r67], %rd25;
-$L__BB7_17:
+$L__BB10_17:
 	bar.sync 	0;
-	@%p12 bra 	$L__BB7_20;
+	@%p12 bra 	$L__BB10_20;
 	ld.param.u64 	%rd102, [%rd26+16];
 	cvta.to.global.u64 	%rd103, %rd102;
 	ld.shared.u64 	%rd104, [_ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total];
@@ -2148,7 +2667,7 @@ $L__BB7_17:
 	add.s32 	%r70, %r69, 1;
 	ld.param.u32 	%r71, [%rd26+32];
 	setp.ne.s32 	%p25, %r70, %r71;
-	@%p25 bra 	$L__BB7_20;
+	@%p25 bra 	$L__BB10_20;
 	membar.gl;
 	ld.param.u64 	%rd108, [%rd26+16];
 	cvta.to.global.u64 	%rd109, %rd108;
@@ -2158,7 +2677,7 @@ $L__BB7_17:
 	st.global.u64 	[%rd112], %rd110;
 	mov.u32 	%r72, 0;
 	st.global.u32 	[%rd109+8], %r72;
-$L__BB7_20:
+$L__BB10_20:
 	ret;
 }
 .visible .entry zero_pages_16(
@@ -2179,7 +2698,7 @@ $L__BB7_20:
 	add.s64 	%rd2, %rd15, 32;
 	ld.param.u32 	%r28, [zero_pages_16_param_0+32];
 	setp.ge.u32 	%p1, %r66, %r28;
-	@%p1 bra 	$L__BB8_7;
+	@%p1 bra 	$L__BB11_7;
 	ld.param.v2.u32 	{%r29, %r30}, [%rd2];
 	setp.eq.s32 	%p2, %r30, 1;
 	ld.param.v2.u32 	{%r31, %r32}, [%rd2+16];
@@ -2188,17 +2707,17 @@ $L__BB7_20:
 	cvta.to.global.u64 	%rd6, %rd5;
 	ld.param.v2.u32 	{%r33, %r34}, [%rd2+-8];
 	ld.param.u64 	%rd7, [%rd2+-16];
-	@%p2 bra 	$L__BB8_4;
-	bra.uni 	$L__BB8_2;
-$L__BB8_4:
+	@%p2 bra 	$L__BB11_4;
+	bra.uni 	$L__BB11_2;
+$L__BB11_4:
 	setp.eq.s32 	%p6, %r31, 1;
 	cvt.u64.u32 	%rd43, %r33;
 	mul.lo.s64 	%rd12, %rd7, %rd43;
 	mul.wide.u32 	%rd13, %r34, 16;
 	cvta.to.global.u64 	%rd14, %rd4;
-	@%p6 bra 	$L__BB8_6;
-	bra.uni 	$L__BB8_5;
-$L__BB8_6:
+	@%p6 bra 	$L__BB11_6;
+	bra.uni 	$L__BB11_5;
+$L__BB11_6:
 	ld.global.u64 	%rd54, [%rd14];
 	cvta.to.global.u64 	%rd55, %rd54;
 	mul.wide.u32 	%rd56, %r66, 4;
@@ -2213,9 +2732,9 @@ $L__BB8_6:
 	st.global.v4.u32 	[%rd63], {%r64, %r64, %r64, %r64};
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p8, %r66, %r29;
-	@%p8 bra 	$L__BB8_6;
-	bra.uni 	$L__BB8_7;
-$L__BB8_5:
+	@%p8 bra 	$L__BB11_6;
+	bra.uni 	$L__BB11_7;
+$L__BB11_5:
 	ld.global.u64 	%rd44, [%rd14];
 	cvta.to.global.u64 	%rd45, %rd44;
 	mul.wide.u32 	%rd46, %r66, 4;
@@ -2230,9 +2749,9 @@ $L__BB8_5:
 	st.global.v4.u32 	[%rd53], {%r63, %r63, %r63, %r63};
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p7, %r66, %r29;
-	@%p7 bra 	$L__BB8_5;
-	bra.uni 	$L__BB8_7;
-$L__BB8_2:
+	@%p7 bra 	$L__BB11_5;
+	bra.uni 	$L__BB11_7;
+$L__BB11_2:
 	ld.param.v2.u32 	{%r35, %r36}, [%rd2+8];
 	ld.param.u32 	%r9, [%rd2+16];
 	ld.param.u32 	%r10, [%rd2+28];
@@ -2243,7 +2762,7 @@ $L__BB8_2:
 	cvt.u64.u32 	%rd9, %r39;
 	cvt.u64.u32 	%rd10, %r32;
 	cvt.u64.u32 	%rd11, %r35;
-$L__BB8_3:
+$L__BB11_3:
 	setp.eq.s32 	%p3, %r31, 1;
 	cvt.u64.u32 	%rd16, %r65;
 	mul.lo.s64 	%rd17, %rd11, %rd16;
@@ -2291,8 +2810,8 @@ $L__BB8_3:
 	st.global.v4.u32 	[%rd42], {%r62, %r62, %r62, %r62};
 	add.s32 	%r65, %r65, %r1;
 	setp.lt.u32 	%p5, %r65, %r29;
-	@%p5 bra 	$L__BB8_3;
-$L__BB8_7:
+	@%p5 bra 	$L__BB11_3;
+$L__BB11_7:
 	ret;
 }
 .visible .entry zero_pages_4(
@@ -2313,7 +2832,7 @@ $L__BB8_7:
 	add.s64 	%rd2, %rd15, 32;
 	ld.param.u32 	%r28, [zero_pages_4_param_0+32];
 	setp.ge.u32 	%p1, %r66, %r28;
-	@%p1 bra 	$L__BB9_7;
+	@%p1 bra 	$L__BB12_7;
 	ld.param.v2.u32 	{%r29, %r30}, [%rd2];
 	setp.eq.s32 	%p2, %r30, 1;
 	ld.param.v2.u32 	{%r31, %r32}, [%rd2+16];
@@ -2322,17 +2841,17 @@ $L__BB8_7:
 	cvta.to.global.u64 	%rd6, %rd5;
 	ld.param.v2.u32 	{%r33, %r34}, [%rd2+-8];
 	ld.param.u64 	%rd7, [%rd2+-16];
-	@%p2 bra 	$L__BB9_4;
-	bra.uni 	$L__BB9_2;
-$L__BB9_4:
+	@%p2 bra 	$L__BB12_4;
+	bra.uni 	$L__BB12_2;
+$L__BB12_4:
 	setp.eq.s32 	%p6, %r31, 1;
 	cvt.u64.u32 	%rd43, %r33;
 	mul.lo.s64 	%rd12, %rd7, %rd43;
 	mul.wide.u32 	%rd13, %r34, 4;
 	cvta.to.global.u64 	%rd14, %rd4;
-	@%p6 bra 	$L__BB9_6;
-	bra.uni 	$L__BB9_5;
-$L__BB9_6:
+	@%p6 bra 	$L__BB12_6;
+	bra.uni 	$L__BB12_5;
+$L__BB12_6:
 	ld.global.u64 	%rd54, [%rd14];
 	cvta.to.global.u64 	%rd55, %rd54;
 	mul.wide.u32 	%rd56, %r66, 4;
@@ -2347,9 +2866,9 @@ $L__BB9_6:
 	st.global.u32 	[%rd63], %r64;
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p8, %r66, %r29;
-	@%p8 bra 	$L__BB9_6;
-	bra.uni 	$L__BB9_7;
-$L__BB9_5:
+	@%p8 bra 	$L__BB12_6;
+	bra.uni 	$L__BB12_7;
+$L__BB12_5:
 	ld.global.u64 	%rd44, [%rd14];
 	cvta.to.global.u64 	%rd45, %rd44;
 	mul.wide.u32 	%rd46, %r66, 4;
@@ -2364,9 +2883,9 @@ $L__BB9_5:
 	st.global.u32 	[%rd53], %r63;
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p7, %r66, %r29;
-	@%p7 bra 	$L__BB9_5;
-	bra.uni 	$L__BB9_7;
-$L__BB9_2:
+	@%p7 bra 	$L__BB12_5;
+	bra.uni 	$L__BB12_7;
+$L__BB12_2:
 	ld.param.v2.u32 	{%r35, %r36}, [%rd2+8];
 	ld.param.u32 	%r9, [%rd2+16];
 	ld.param.u32 	%r10, [%rd2+28];
@@ -2377,7 +2896,7 @@ $L__BB9_2:
 	cvt.u64.u32 	%rd9, %r39;
 	cvt.u64.u32 	%rd10, %r32;
 	cvt.u64.u32 	%rd11, %r35;
-$L__BB9_3:
+$L__BB12_3:
 	mov.u32 	%r46, 0;
 	setp.eq.s32 	%p3, %r31, 1;
 	cvt.u64.u32 	%rd16, %r65;
@@ -2425,8 +2944,8 @@ $L__BB9_3:
 	st.global.u32 	[%rd42], %r46;
 	add.s32 	%r65, %r65, %r1;
 	setp.lt.u32 	%p5, %r65, %r29;
-	@%p5 bra 	$L__BB9_3;
-$L__BB9_7:
+	@%p5 bra 	$L__BB12_3;
+$L__BB12_7:
 	ret;
 }
 .visible .entry zero_pages_1(
@@ -2448,7 +2967,7 @@ $L__BB9_7:
 	add.s64 	%rd2, %rd15, 32;
 	ld.param.u32 	%r28, [zero_pages_1_param_0+32];
 	setp.ge.u32 	%p1, %r63, %r28;
-	@%p1 bra 	$L__BB10_7;
+	@%p1 bra 	$L__BB13_7;
 	ld.param.v2.u32 	{%r29, %r30}, [%rd2];
 	setp.eq.s32 	%p2, %r30, 1;
 	ld.param.v2.u32 	{%r31, %r32}, [%rd2+16];
@@ -2457,17 +2976,17 @@ $L__BB9_7:
 	cvta.to.global.u64 	%rd6, %rd5;
 	ld.param.v2.u32 	{%r33, %r34}, [%rd2+-8];
 	ld.param.u64 	%rd7, [%rd2+-16];
-	@%p2 bra 	$L__BB10_4;
-	bra.uni 	$L__BB10_2;
-$L__BB10_4:
+	@%p2 bra 	$L__BB13_4;
+	bra.uni 	$L__BB13_2;
+$L__BB13_4:
 	setp.eq.s32 	%p6, %r31, 1;
 	cvt.u64.u32 	%rd43, %r33;
 	mul.lo.s64 	%rd12, %rd7, %rd43;
 	cvt.u64.u32 	%rd13, %r34;
 	cvta.to.global.u64 	%rd14, %rd4;
-	@%p6 bra 	$L__BB10_6;
-	bra.uni 	$L__BB10_5;
-$L__BB10_6:
+	@%p6 bra 	$L__BB13_6;
+	bra.uni 	$L__BB13_5;
+$L__BB13_6:
 	ld.global.u64 	%rd54, [%rd14];
 	cvta.to.global.u64 	%rd55, %rd54;
 	mul.wide.u32 	%rd56, %r63, 4;
@@ -2482,9 +3001,9 @@ $L__BB10_6:
 	st.global.u8 	[%rd63], %rs3;
 	add.s32 	%r63, %r63, %r1;
 	setp.lt.u32 	%p8, %r63, %r29;
-	@%p8 bra 	$L__BB10_6;
-	bra.uni 	$L__BB10_7;
-$L__BB10_5:
+	@%p8 bra 	$L__BB13_6;
+	bra.uni 	$L__BB13_7;
+$L__BB13_5:
 	ld.global.u64 	%rd44, [%rd14];
 	cvta.to.global.u64 	%rd45, %rd44;
 	mul.wide.u32 	%rd46, %r63, 4;
@@ -2499,9 +3018,9 @@ $L__BB10_5:
 	st.global.u8 	[%rd53], %rs2;
 	add.s32 	%r63, %r63, %r1;
 	setp.lt.u32 	%p7, %r63, %r29;
-	@%p7 bra 	$L__BB10_5;
-	bra.uni 	$L__BB10_7;
-$L__BB10_2:
+	@%p7 bra 	$L__BB13_5;
+	bra.uni 	$L__BB13_7;
+$L__BB13_2:
 	ld.param.v2.u32 	{%r35, %r36}, [%rd2+8];
 	ld.param.u32 	%r9, [%rd2+16];
 	ld.param.u32 	%r10, [%rd2+28];
@@ -2512,7 +3031,7 @@ $L__BB10_2:
 	cvt.u64.u32 	%rd9, %r39;
 	cvt.u64.u32 	%rd10, %r32;
 	cvt.u64.u32 	%rd11, %r35;
-$L__BB10_3:
+$L__BB13_3:
 	setp.eq.s32 	%p3, %r31, 1;
 	cvt.u64.u32 	%rd16, %r62;
 	mul.lo.s64 	%rd17, %rd11, %rd16;
@@ -2560,8 +3079,8 @@ $L__BB10_3:
 	st.global.u8 	[%rd42], %rs1;
 	add.s32 	%r62, %r62, %r1;
 	setp.lt.u32 	%p5, %r62, %r29;
-	@%p5 bra 	$L__BB10_3;
-$L__BB10_7:
+	@%p5 bra 	$L__BB13_3;
+$L__BB13_7:
 	ret;
 }
 )ptx";

@@ -36,6 +36,10 @@ void CopyDescriptors::add(uint64_t to, uint64_t from, size_t bytes) {
     sizes.back() += bytes;
     return;
   }
+  append(to, from, bytes);
+}
+
+void CopyDescriptors::append(uint64_t to, uint64_t from, size_t bytes) {
   dst.push_back(to);
   src.push_back(from);
   sizes.push_back(bytes);

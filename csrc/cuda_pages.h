@@ -26,12 +26,15 @@ struct PageRows {
   uint64_t of(int64_t row) const { return address + uint64_t(row * stride); }
 };
 
-// Copies of bytes, not yet issued. One that goes on where the last one ended, at both ends, becomes part of it.
+// Copies of bytes, not yet issued.
 struct CopyDescriptors {
   std::vector<uint64_t> dst, src;
   std::vector<size_t> sizes;
 
+  // One that goes on where the last one ended, at both ends, becomes part of it: for the fragments of a pool.
   void add(uint64_t to, uint64_t from, size_t bytes);
+  // Stays as it is: neighbours may lie in two allocations, over whose border no copy may go.
+  void append(uint64_t to, uint64_t from, size_t bytes);
   size_t size() const { return sizes.size(); }
   void clear();
   void reserve(size_t count);

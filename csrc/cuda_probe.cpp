@@ -44,7 +44,9 @@ void BusyProbe::launch(GpuFunction kernel) {
   nothing.pieces = nothing.fragment_bytes = 1;
   void* arguments[] = {&nothing};
   device_.check(driver_.event_record(begin_, stream_), "probe");
-  device_.check(driver_.launch(kernel, 1, 1, 1, kThreads, 1, 1, 0, stream_, arguments, nullptr), "probe");
+  const GpuStatus status = driver_.launch(kernel, 1, 1, 1, kThreads, 1, 1, 0, stream_, arguments, nullptr);
+  if (status == kGpuNotSupported || status == kGpuInvalidValue) return;  // as a copy's would be, which falls back
+  device_.check(status, "probe");
   device_.check(driver_.event_record(end_, stream_), "probe");
   launched_ = Clock::now();
   running_ = true;

@@ -19,7 +19,7 @@ class BusyProbe {
   // large kernel leaves multiprocessors free at its end, and copies that wait for that moment have their successors ask then.
   bool busy(GpuFunction kernel);
 
-  // For the next answers. To be called when a copy was issued.
+  // For the next answers. To be called when a copy was issued. A driver that refuses the kernel tells nothing.
   void launch(GpuFunction kernel);
 
   // A copy's kernel had to wait.

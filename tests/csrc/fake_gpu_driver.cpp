@@ -20,10 +20,30 @@ int contexts = 0;
 std::map<GpuAddress, size_t> allocations;  // of this "device", and those of another "process" that are mapped
 std::map<GpuAddress, size_t> foreign;      // of another "process"
 
+constexpr GpuStatus kInvalidHandle = 400;
+
 GpuStatus answer(const char* name) {
   ++calls[name];
   const auto found = answers.find(name);
   return found == answers.end() ? kGpuSuccess : GpuStatus(found->second);
+}
+
+// Host memory whose address is at or behind that in answers is not pinned, or lies elsewhere for the device.
+bool from(const char* name, uint64_t address) {
+  const auto found = answers.find(name);
+  return found != answers.end() && address >= uint64_t(found->second);
+}
+
+void copy_list(const ListCopy& copy, size_t width) {
+  uint32_t tiles = 0;
+  for (uint32_t i = 0; i < copy.fragments; ++i) {
+    if (copy.first_tiles[i] != tiles || copy.sizes[i] == 0 || copy.fragments > kFragmentsPerLaunch) abort();
+    tiles += (copy.sizes[i] - 1) / kTileBytes + 1;
+    if ((copy.targets[i] | copy.sources[i] | copy.sizes[i]) % width != 0) abort();
+    std::memcpy(reinterpret_cast<void*>(copy.targets[i]), reinterpret_cast<void*>(copy.sources[i]), copy.sizes[i]);
+  }
+  if (tiles != copy.tiles) abort();
+  ++calls["copy_list_" + std::to_string(width)];
 }
 
 void copy_word_by_word(const PageCopy& copy, size_t width) {
@@ -148,9 +168,16 @@ GpuStatus hipStreamCreateWithPriority(GpuStream* stream, unsigned, int) {
 }
 GpuStatus hipStreamDestroy(GpuStream stream) { return std::free(stream), answer("stream_destroy"); }
 GpuStatus hipStreamWaitEvent(GpuStream, GpuEvent, unsigned) { return answer("stream_wait"); }
+GpuStatus hipStreamSynchronize(GpuStream) { return answer("stream_synchronize"); }
 GpuStatus hipEventCreateWithFlags(GpuEvent* event, unsigned) { return *event = std::malloc(1), answer("event_create"); }
 GpuStatus hipEventDestroy(GpuEvent event) { return std::free(event), answer("event_destroy"); }
-GpuStatus hipEventRecord(GpuEvent, GpuStream) { return answer("event_record"); }
+GpuStatus hipEventRecord(GpuEvent, GpuStream stream) {
+  const auto other = answers.find("stream_of_another_device");
+  if (other != answers.end() && reinterpret_cast<long>(stream) == other->second) return kInvalidHandle;
+  const auto left = answers.find("event_records_left");
+  if (left != answers.end() && left->second-- <= 0) return kInvalidHandle;
+  return answer("event_record");
+}
 GpuStatus hipEventQuery(GpuEvent) { return answer("event_query"); }
 GpuStatus hipEventSynchronize(GpuEvent) { return answer("event_synchronize"); }
 GpuStatus hipEventElapsedTime(float* milliseconds, GpuEvent, GpuEvent) {
@@ -202,7 +229,10 @@ GpuStatus hipIpcOpenEventHandle(GpuEvent* event, GpuIpcHandle) { return *event =
 GpuStatus hipHostRegister(void*, size_t, unsigned) { return answer("host_register"); }
 GpuStatus hipHostUnregister(void*) { return answer("host_unregister"); }
 GpuStatus hipHostGetDevicePointer(GpuAddress* address, void* host, unsigned) {
-  return *address = reinterpret_cast<GpuAddress>(host), answer("host_device_address");
+  *address = reinterpret_cast<GpuAddress>(host);
+  if (from("not_pinned_from", *address)) return kGpuInvalidValue;
+  if (from("seen_elsewhere_from", *address)) *address += 4096;
+  return answer("host_device_address");
 }
 GpuStatus hipMemcpyDtoHAsync(void* dst, GpuAddress src, size_t bytes, GpuStream) {
   return std::memcpy(dst, reinterpret_cast<void*>(src), bytes), answer("copy_to_host");
@@ -270,11 +300,13 @@ GpuStatus hipModuleLaunchKernel(GpuFunction function, unsigned blocks, unsigned,
   if (status != kGpuSuccess) return status;
   const std::string name = static_cast<const char*>(function);
   const void* const of = parameters[0];
-  if (blocks == 0 || threads % 32 != 0 || threads > (begins(name, "copy_pages") ? kCopyThreads : kPartThreads)) {
+  if (blocks == 0 || threads % 32 != 0 || threads > (begins(name, "copy_pages") || begins(name, "copy_list") ? kCopyThreads : kPartThreads)) {
     return kGpuInvalidValue;
   }
   if (begins(name, "copy_pages")) {
     copy_word_by_word(*static_cast<const PageCopy*>(of), width_of(name));
+  } else if (begins(name, "copy_list")) {
+    copy_list(*static_cast<const ListCopy*>(of), width_of(name));
   } else if (begins(name, "copy_part")) {
     copy_part(*static_cast<const PartCopy*>(of), width_of(name), begins(name, "copy_part_summed"), blocks);
   } else if (name == "sum_part") {
@@ -311,6 +343,7 @@ GpuStatus cuGetProcAddress_v2(const char* symbol, void** address, int version, u
       {"cuStreamCreateWithPriority", (void*)hipStreamCreateWithPriority},
       {"cuStreamDestroy", (void*)hipStreamDestroy},
       {"cuStreamWaitEvent", (void*)hipStreamWaitEvent},
+      {"cuStreamSynchronize", (void*)hipStreamSynchronize},
       {"cuEventCreate", (void*)hipEventCreateWithFlags},
       {"cuEventDestroy", (void*)hipEventDestroy},
       {"cuEventRecord", (void*)hipEventRecord},
