@@ -11,6 +11,10 @@ constexpr uint64_t kWordBytes[] = {16, 4, 1};
 const char* const kCopyNames[] = {"copy_part_16", "copy_part_4", "copy_part_1"};
 const char* const kZeroNames[] = {"zero_pages_16", "zero_pages_4", "zero_pages_1"};
 
+struct LaunchRefused : GpuError {
+  using GpuError::GpuError;
+};
+
 size_t width_of(uint64_t alignment) {
   size_t width = 0;
   while (alignment % kWordBytes[width] != 0) ++width;
@@ -75,12 +79,19 @@ void GpuParts::copy(const GpuPages& pages, const int64_t* ids, const PartRange& 
   const GpuDevice::Use use(*device_);
   if (stream == nullptr) stream = lane.stream.get();
   try {
+    bool launched = false;
     if (has_kernels()) {
-      launch_copies(lane, pages, ids, part, slot, direction, stream, sum);
+      try {
+        launch_copies(lane, pages, ids, part, slot, direction, stream, sum);
+        launched = true;
+      } catch (const LaunchRefused&) {
+        ++lane.fallbacks["the driver refused a kernel"];
+        if (sum != nullptr) throw;
+      }
     } else {
       ++lane.fallbacks["the driver takes no kernels"];
-      copy_by_driver(pages, ids, part, slot, direction, stream);
     }
+    if (!launched) copy_by_driver(lane, pages, ids, part, slot, direction, stream);
   } catch (...) {
     drain_stream(*device_, stream);  // the caller learns of no copy: none may run on
     throw;
@@ -136,7 +147,7 @@ void GpuParts::launch_sum(GpuAddress address, uint64_t nbytes, GpuStream stream,
   launch(sum_, blocks, stream, &parameters);
 }
 
-void GpuParts::copy_by_driver(const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
+void GpuParts::copy_by_driver(Lane& lane, const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
                               PartDirection direction, GpuStream stream) {
   CopyDescriptors list;
   walk_part(pages.layout(), ids, part, 0, part.bytes, [&](uint64_t on_page, size_t bytes) {
@@ -145,13 +156,18 @@ void GpuParts::copy_by_driver(const GpuPages& pages, const int64_t* ids, const P
   });
   constexpr size_t kBatch = 4096;
   size_t done = 0;
-  while (driver_.copy_batch != nullptr && done < list.size()) {
+  if (driver_.copy_batch == nullptr || batch_refused_) ++lane.fallbacks["the driver has no batch"];
+  while (driver_.copy_batch != nullptr && !batch_refused_ && done < list.size()) {
     const BatchAttributes attributes{SourceOrder::kStream, {}, {}, 0};
     const size_t count = std::min(kBatch, list.size() - done), first = 0;
     size_t failed = 0;
     const GpuStatus status = driver_.copy_batch(list.dst.data() + done, list.src.data() + done, list.sizes.data() + done,
                                                 count, &attributes, &first, 1, &failed, stream);
-    if (status == kGpuNotSupported || status == kGpuInvalidValue) break;
+    if (status == kGpuNotSupported || status == kGpuInvalidValue) {
+      ++lane.fallbacks["the driver refused a batch"];
+      if (status == kGpuNotSupported) batch_refused_ = true;
+      break;
+    }
     device_->check(status, "batch of copies");
     done += count;
   }
@@ -169,22 +185,34 @@ void GpuParts::zero(const GpuPages& pages, const int64_t* ids, size_t count, uin
   if (stream == nullptr) stream = lane.stream.get();
   if (start == layout.fragment_bytes || first_piece == layout.pieces) return;
   try {
+    bool launched = false;
     if (has_kernels()) {
-      launch_zeros(pages, ids, count, first_piece, start, stream);
+      try {
+        launch_zeros(pages, ids, count, first_piece, start, stream);
+        launched = true;
+      } catch (const LaunchRefused&) {
+        ++lane.fallbacks["the driver refused a kernel"];
+      }
     } else {
       ++lane.fallbacks["the driver takes no kernels"];
-      for (size_t i = 0; i < count; ++i) {
-        for (uint32_t f = 0; f < layout.fragments(); ++f) {
-          if (f % layout.pieces < first_piece) continue;
-          device_->check(driver_.set_bytes(layout.address(ids[i], f) + start, 0, layout.fragment_bytes - start, stream), "zeros");
-        }
-      }
     }
+    if (!launched) zero_by_driver(pages, ids, count, first_piece, start, stream);
   } catch (...) {
     drain_stream(*device_, stream);
     throw;
   }
   lane.zeroed += count;
+}
+
+void GpuParts::zero_by_driver(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start,
+                              GpuStream stream) {
+  const PageLayout& layout = pages.layout();
+  for (size_t i = 0; i < count; ++i) {
+    for (uint32_t f = 0; f < layout.fragments(); ++f) {
+      if (f % layout.pieces < first_piece) continue;
+      device_->check(driver_.set_bytes(layout.address(ids[i], f) + start, 0, layout.fragment_bytes - start, stream), "zeros");
+    }
+  }
 }
 
 void GpuParts::launch_zeros(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start,
@@ -219,7 +247,12 @@ unsigned GpuParts::blocks_for(uint64_t words, unsigned words_a_thread) const {
 
 void GpuParts::launch(GpuFunction kernel, unsigned blocks, GpuStream stream, void* parameters) {
   void* arguments[] = {parameters};
-  device_->check(driver_.launch(kernel, blocks, 1, 1, tuning_.threads, 1, 1, 0, stream, arguments, nullptr), "kernel");
+  const GpuStatus status = driver_.launch(kernel, blocks, 1, 1, tuning_.threads, 1, 1, 0, stream, arguments, nullptr);
+  if (status == kGpuNotSupported) {
+    kernels_->refuse();
+    throw LaunchRefused("kernel: the driver does not support its launch");
+  }
+  device_->check(status, "kernel");
 }
 
 }  // namespace kvferry

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -35,7 +36,8 @@ class GpuParts {
   GpuParts(const GpuParts&) = delete;
   GpuParts& operator=(const GpuParts&) = delete;
 
-  // Ordered on `stream`, null: that of the direction. sum: adds up the part too, with kernels only.
+  // Ordered on `stream`, null: that of the direction. sum: adds up the part too, with kernels only. A driver that does not
+  // support a launch is asked for no other, and its own copies take over.
   void copy(const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot, PartDirection direction,
             GpuStream stream, SumCells::Held* sum);
 
@@ -67,7 +69,9 @@ class GpuParts {
   void launch_sum(GpuAddress address, uint64_t nbytes, GpuStream stream, SumCells::Held& sum);
   void launch_zeros(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start,
                     GpuStream stream);
-  void copy_by_driver(const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
+  void zero_by_driver(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start,
+                      GpuStream stream);
+  void copy_by_driver(Lane& lane, const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
                       PartDirection direction, GpuStream stream);
   unsigned blocks_for(uint64_t words, unsigned words_a_thread) const;
   void launch(GpuFunction kernel, unsigned blocks, GpuStream stream, void* parameters);
@@ -79,6 +83,7 @@ class GpuParts {
   std::array<GpuFunction, kWidths> copies_{}, zeros_{};
   GpuFunction summed_copy_ = nullptr, sum_ = nullptr;
   std::array<Lane, 2> lanes_;
+  std::atomic<bool> batch_refused_{false};  // for good
   std::mutex sums_mutex_;
   std::shared_ptr<SumCells> sums_;  // made when first used
 };

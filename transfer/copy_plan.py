@@ -8,6 +8,9 @@ each direction: more streams, or a batch of such copies in one call, do not hide
 kernel as well. Only fragments fill it: see apart_percent in csrc/cuda_engine.h.) Rows that are short themselves go by
 a kernel which reads or writes host memory (`kernel`). Long fragments go as they are (`batch`). What a driver cannot
 do, the engine does otherwise, and counts it.
+
+A list of fragments that lie anywhere, on the host as well, has no rows: a kernel moves many small ones (`kernel`), or
+the driver does (`batch`, `loop`).
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from typing_extensions import Buffer
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuPages
 
 Strategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
+ListStrategy = Literal["batch", "loop", "kernel"]
 STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged", "pitched")
 ENVIRONMENT = "KVFERRY_COPY"
 
 LONG_FRAGMENT = 512 << 10  # bytes: from here on a copy engine is as fast on fragments as on what was gathered
 SHORT_ROW = 64 << 10  # bytes: under this a copy engine is slow on rows as well
 FEW_COPIES = 2  # their calls take less time than a gather
+SHORT_ITEM = 256 << 10  # bytes, the mean of a list: under this a copy engine is slower on items than that kernel
 SHORT_RUN = 64 << 10  # bytes that `pitched` moves at a time: under this its own cost is more than a batch's
 
 
@@ -47,6 +52,26 @@ def choose(fragment_bytes: int, fragments: int, pages: int, runs: int = 0, busy:
     if row_bytes >= SHORT_ROW:
         return "staged"
     return "batch" if busy else "kernel"  # beside others that kernel would hold its multiprocessors, and them, for long
+
+
+def list_stays(nbytes: int, items: int) -> bool:
+    """Whether a list is best moved by `batch`."""
+    return items <= FEW_COPIES or nbytes >= items * SHORT_ITEM
+
+
+def choose_for_list(nbytes: int, items: int, busy: bool = False) -> ListStrategy:
+    """For `items` items of `nbytes` bytes in all."""
+    return "batch" if busy or list_stays(nbytes, items) else "kernel"
+
+
+# What a strategy of pages is for a list: it takes multiprocessors, or none.
+OF_LISTS: Mapping[Strategy, ListStrategy] = {
+    "batch": "batch",
+    "loop": "loop",
+    "kernel": "kernel",
+    "staged": "kernel",
+    "pitched": "batch",
+}
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Strategy | None:
@@ -109,6 +134,30 @@ class GpuCopies:
         strategy = self.plan(pages, len(ids))
         source = _from(rows, row_offset), row_stride or pages.row_bytes, _ids(row_ids)
         return self.engine.copy_pages_from_host(pages, ids, *source, stream, strategy)
+
+    def plan_list(self, nbytes: int, items: int) -> ListStrategy:
+        """For a list of `items` items of `nbytes` bytes in all."""
+        if self.forced is not None:
+            return OF_LISTS[self.forced]
+        return choose_for_list(nbytes, items, busy=not list_stays(nbytes, items) and self.engine.busy())
+
+    def list_to_host(
+        self, dst_addresses: ArrayLike, src_addresses: ArrayLike, sizes: ArrayLike, stream: int | None = None
+    ) -> GpuCopy:
+        """sizes[i] bytes of the device at src_addresses[i] to dst_addresses[i] of the host, all of them the caller's
+        word. Hold what they lie in, and the result, until it is done.
+        """
+        lengths = _ids(sizes)
+        strategy = self.plan_list(int(lengths.sum()), len(lengths))
+        return self.engine.copy_list_to_host(_ids(dst_addresses), _ids(src_addresses), lengths, stream, strategy)
+
+    def list_from_host(
+        self, dst_addresses: ArrayLike, src_addresses: ArrayLike, sizes: ArrayLike, stream: int | None = None
+    ) -> GpuCopy:
+        """The reverse of `list_to_host`. No copy may still be writing to the sources, on any stream."""
+        lengths = _ids(sizes)
+        strategy = self.plan_list(int(lengths.sum()), len(lengths))
+        return self.engine.copy_list_from_host(_ids(dst_addresses), _ids(src_addresses), lengths, stream, strategy)
 
     def statistics(self) -> dict[str, object]:
         """Copies, descriptors and bytes by strategy, fallbacks by reason, and what is forced."""

@@ -316,6 +316,8 @@ class GpuCopyEngine:
     A stream is a handle of the driver's; None: the engine's own; the default streams are refused. Each copy runs after
     what was issued to its stream before it. Copies issue in microseconds and never wait for the device, GIL released.
     A copy from the host may read its source before the stream gets there: nothing may be writing to it any more.
+    A stream of another device is a GpuError, pages of another device's engine are a ValueError; nothing has moved then.
+    What the driver does not support, or does not take, goes by other ways, and is counted: `statistics`.
     """
 
     def __init__(
@@ -478,16 +480,19 @@ class GpuCopyEngine:
         src_addresses: NDArray[np.int64],
         sizes: NDArray[np.int64],
         stream: int | None = None,
-        strategy: Literal["batch", "loop"] = "batch",
+        strategy: Literal["batch", "loop", "kernel"] = "batch",
     ) -> GpuCopy:
-        """sizes[i] bytes from src_addresses[i] to dst_addresses[i]. The addresses are the caller's word."""
+        """sizes[i] bytes from src_addresses[i] to dst_addresses[i]. The addresses are the caller's word, and so is that no
+        item overlaps another item's destination: nothing checks it. `kernel` reads or writes pinned host memory itself;
+        from the first item on that is not pinned, the rest goes by `batch`.
+        """
     def copy_list_from_host(
         self,
         dst_addresses: NDArray[np.int64],
         src_addresses: NDArray[np.int64],
         sizes: NDArray[np.int64],
         stream: int | None = None,
-        strategy: Literal["batch", "loop"] = "batch",
+        strategy: Literal["batch", "loop", "kernel"] = "batch",
     ) -> GpuCopy: ...
     def can(self, strategy: CopyStrategy) -> bool:
         """Whether the driver takes it."""

@@ -26,6 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 def fake(library: str) -> Iterator[ctypes.CDLL]:
     driver = ctypes.CDLL(library)
     driver.fake_reset()
+    driver.fake_answer.argtypes = [ctypes.c_char_p, ctypes.c_long]
     driver.fake_foreign.restype = ctypes.c_uint64
     driver.fake_foreign.argtypes = [ctypes.c_size_t]
     driver.fake_foreign_ends.argtypes = [ctypes.c_uint64]

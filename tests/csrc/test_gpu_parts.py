@@ -196,7 +196,9 @@ def test_without_kernels_the_driver_copies(fake: ctypes.CDLL, library: str, refu
     world = World(engine, case)
     world.check(summed=False)
     world.check_zeros(1, 10, 1)
-    assert engine.statistics()["fallbacks"] == {"the driver takes no kernels": 4}
+    of_batches = {"the driver refused a batch": 1, "the driver has no batch": 1} if refused else {}
+    assert engine.statistics()["fallbacks"] == {"the driver takes no kernels": 4, **of_batches}
+    assert calls(fake, "copy_batch") == (1 if refused else 2), "what is not supported is not asked for again"
     assert (calls(fake, "copy_on_device") > 0) == (refused is not None)
     with pytest.raises(GpuError, match="checksum: this driver takes no kernels"):
         engine.gather_part_summed(*world.arguments())
@@ -242,6 +244,55 @@ def test_a_failed_launch_leaves_no_copy_behind(fake: ctypes.CDLL, library: str) 
     assert calls(fake, "event_synchronize") >= waited + 2
     fake.fake_answer(b"launch", 0)
     world.check(summed=True)
+
+
+def test_a_launch_that_is_not_supported_goes_by_the_driver_for_good(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    world = World(engine, whole(2, 1, 16, 0, 4, (2, 1)))
+    fake.fake_answer(b"launch", 801)
+    world.check(summed=False)
+    world.check_zeros(1, 3, 0)
+    assert calls(fake, "launch") == 1
+    assert not engine.has_kernels
+    assert not engine.can("staged")
+    assert engine.gather_part(*world.arguments()).strategy == "batch"
+    counts = engine.statistics()["fallbacks"]
+    assert (counts["the driver refused a kernel"], counts["the driver takes no kernels"]) == (1, 4)
+    with pytest.raises(GpuError, match="checksum: this driver takes no kernels"):
+        engine.gather_part_summed(*world.arguments())
+
+
+@pytest.mark.parametrize("status", [1, 801])
+def test_a_refused_batch_of_a_part_is_counted(fake: ctypes.CDLL, library: str, status: int) -> None:
+    fake.fake_answer(b"module_load", 801)
+    fake.fake_answer(b"copy_batch", status)
+    world = World(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (2, 1)))
+    for _ in range(3):
+        world.engine.gather_part(*world.arguments())
+    asked = {1: 3, 801: 1}[status]
+    assert calls(fake, "copy_batch") == asked
+    fallbacks = {"the driver takes no kernels": 3, "the driver refused a batch": asked, "the driver has no batch": 3 - asked}
+    assert world.engine.statistics()["fallbacks"] == {reason: count for reason, count in fallbacks.items() if count}
+
+
+def test_pages_of_another_device_are_refused(fake: ctypes.CDLL, library: str) -> None:
+    world = World(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (2, 1)))
+    other, same = GpuCopyEngine(1, library), GpuCopyEngine(0, library)
+    rows = np.zeros(4096, np.uint8)
+    ids = np.array([0, 1])
+    calls_of: list[Callable[[GpuCopyEngine], object]] = [
+        lambda engine: engine.copy_pages_to_host(world.pages, ids, rows, 512, ids),
+        lambda engine: engine.copy_pages_from_host(world.pages, ids, rows, 512, ids),
+        lambda engine: engine.gather_part(*world.arguments()),
+        lambda engine: engine.scatter_part_summed(*world.arguments()),
+        lambda engine: engine.zero_pages(world.pages, ids),
+        lambda engine: engine.zero_page_from(world.pages, 0, 0),
+        lambda engine: engine.check_pages(world.pages),
+    ]
+    for call in calls_of:
+        with pytest.raises(ValueError, match="pages: of device 0, but this engine's is device 1"):
+            call(other)
+        call(same)
 
 
 def test_sums_are_bounded_and_come_back(fake: ctypes.CDLL, library: str) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from kvferry.transfer.copy_plan import ENVIRONMENT, STRATEGIES, GpuCopies, choose, from_environment
+from kvferry.transfer.copy_plan import ENVIRONMENT, STRATEGIES, GpuCopies, choose, choose_for_list, from_environment
 
 KIB = 1 << 10
 
@@ -42,6 +42,21 @@ def test_choice(fragment: int, fragments: int, pages: int, strategy: str) -> Non
 )
 def test_choice_beside_kernels_that_hold_the_gpu(fragment: int, fragments: int, runs: int, strategy: str) -> None:
     assert choose(fragment, fragments, 64, runs, busy=True) == strategy
+
+
+@pytest.mark.parametrize(
+    ("item", "items", "busy", "strategy"),
+    [
+        (24 * KIB, 4096, False, "kernel"),
+        (24 * KIB, 4096, True, "batch"),
+        (255 * KIB, 3, False, "kernel"),
+        (256 * KIB, 3, False, "batch"),
+        (4 * KIB, 2, False, "batch"),
+        (0, 0, False, "batch"),
+    ],
+)
+def test_choice_for_a_list(item: int, items: int, busy: bool, strategy: str) -> None:
+    assert choose_for_list(item * items, items, busy) == strategy
 
 
 class Idle:
