@@ -3,8 +3,9 @@
 Every row: all bytes of one copy of `blocks` pages of `tensors` fragments, from the call (page ids in; the choice of a
 strategy, arrays and launches included) to its end, medians. `peak`: one copy of 256 MiB between such memories in this
 run. `batch` and `loop`: one cuMemcpyBatchAsync, and a loop of cuMemcpyAsync, over the same fragments, by the same
-engine. limit: bytes / (0.945 x peak) + 60 us; ok: within it, and not slower than batch. Under load: 8192^3 bf16
-products on another stream, pairs with and without copies in turn, two copies in flight all the time.
+engine. `list`: the same fragments as a list of addresses and sizes, moved as is chosen for it. limit: bytes / (0.945 x
+peak) + 60 us; ok: within it, and not slower than batch. Under load: 8192^3 bf16 products on another stream, pairs with
+and without copies in turn, two copies in flight all the time.
 
     python bench/gpu/copies.py [--repeat 21] [--pairs 20] [--only verify,idle,load] [--beside chosen,staged]
         [--apart 0]
@@ -24,13 +25,14 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry._core import GpuCopy, GpuCopyEngine, PinnedBuffer
-from kvferry.transfer.copy_plan import STRATEGIES, GpuCopies, Strategy
+from kvferry.transfer.copy_plan import OF_LISTS, STRATEGIES, GpuCopies, Strategy
 
 KIB, MIB = 1 << 10, 1 << 20
 POISON = 0xA5
 SHARE, LATENCY = 0.945, 60e-6  # of the peak; seconds
 LOADED_SHARE, SLOWED = 0.78, 0.02
 PRODUCT = 8192
+LIST_STRATEGIES = tuple(name for name, as_list in OF_LISTS.items() if name == as_list)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Field:
         self.pinned = PinnedBuffer(engine, self.rows)
         self.stream = torch.cuda.Stream()
         self.copies: dict[Strategy | None, GpuCopies] = {name: GpuCopies(engine, name) for name in (None, *STRATEGIES)}
+        at = np.arange(shape.tensors) * shape.fragment
+        self.on_device = (bases[None, :] + self.page_ids[:, None] * shape.fragment).ravel()
+        self.on_host = (self.rows.ctypes.data + self.row_ids[:, None] * self.pages.row_bytes + at[None, :]).ravel()
+        self.sizes = np.full(len(self.on_host), shape.fragment, np.int64)
         torch.cuda.synchronize()
 
     def copy(self, to_host: bool, strategy: Strategy | None) -> GpuCopy:
@@ -84,22 +90,31 @@ class Field:
         move = copies.to_host if to_host else copies.from_host
         return move(self.pages, self.page_ids, self.rows, self.row_ids, self.stream.cuda_stream)
 
+    def copy_list(self, to_host: bool, strategy: Strategy | None) -> GpuCopy:
+        """The same bytes."""
+        copies, stream = self.copies[strategy], self.stream.cuda_stream
+        if to_host:
+            return copies.list_to_host(self.on_host, self.on_device, self.sizes, stream)
+        return copies.list_from_host(self.on_device, self.on_host, self.sizes, stream)
+
     def expected_rows(self) -> torch.Tensor:
         rows = torch.full(self.rows.shape, POISON, dtype=torch.uint8, device="cuda")
         ids = torch.from_numpy(self.page_ids).cuda()
         rows[torch.from_numpy(self.row_ids).cuda()] = torch.cat([tensor[ids] for tensor in self.tensors], 1)
         return rows
 
-    def check(self, strategy: Strategy, beside: Callable[[bool], object]) -> None:
-        """Every byte of rows and tensors after a spill and a restore, between poisoned neighbours. beside(to_host)
-        starts what runs beside each.
+    def check(
+        self, issue: Callable[[bool, Strategy | None], GpuCopy], strategy: Strategy, beside: Callable[[bool], object]
+    ) -> None:
+        """Every byte of rows and tensors after a spill and a restore by issue(to_host, strategy), between poisoned
+        neighbours. beside(to_host) starts what runs beside each.
         """
         expected = self.expected_rows()
         kept = [tensor.clone() for tensor in self.tensors]
         self.rows[:] = POISON
         torch.cuda.synchronize()
         held = [beside(True)]
-        copy = self.copy(True, strategy)
+        copy = issue(True, strategy)
         copy.wait()
         assert copy.strategy == strategy, f"{copy.strategy} in place of {strategy}: {self.engine.statistics()}"
         if not torch.equal(torch.from_numpy(self.rows).cuda(), expected):
@@ -108,7 +123,7 @@ class Field:
             tensor.fill_(POISON)
         torch.cuda.synchronize()
         held.append(beside(False))
-        self.copy(False, strategy).wait()
+        issue(False, strategy).wait()
         ids = torch.from_numpy(self.page_ids).cuda()
         for number, (tensor, before) in enumerate(zip(self.tensors, kept, strict=True)):
             wanted = torch.full_like(before, POISON)
@@ -158,7 +173,7 @@ def idle(engine: GpuCopyEngine, peak: Peak, repeat: int) -> None:
     print(f"\nidle GPU: peak {rates}, medians of {repeat}")
     print(
         f"{'shape':14} {'':9} {'MiB':>4} {'plan':>7} {'us':>6} {'limit':>6} {'':4} {'GB/s':>5} {'share':>6} "
-        f"{'batch us':>9} {'x':>5} {'loop us':>8} {'x':>5} {'kernel us':>9} {'pitched us':>10} "
+        f"{'batch us':>9} {'x':>5} {'loop us':>8} {'x':>5} {'kernel us':>9} {'pitched us':>10} {'list us':>8} "
         f"{'published':>9} {'x':>5}"
     )
     for shape in SHAPES:
@@ -166,13 +181,17 @@ def idle(engine: GpuCopyEngine, peak: Peak, repeat: int) -> None:
         for to_host in (True, False):
             ways: tuple[Strategy | None, ...] = (None, *STRATEGIES)
             times: dict[Strategy | None, list[float]] = {way: [] for way in ways}
+            of_list: list[float] = []
             plan = field.copy(to_host, None).strategy
             for way in ways:
                 for _ in range(3):
                     timed(partial(field.copy, to_host, way))
+            for _ in range(3):
+                timed(partial(field.copy_list, to_host, None))
             for _ in range(repeat):  # in turn: what drifts, drifts for all
                 for way in ways:
                     times[way].append(timed(partial(field.copy, to_host, way)))
+                of_list.append(timed(partial(field.copy_list, to_host, None)))
             median = {way: statistics.median(of) for way, of in times.items()}
             took, batch, loop = median[None], median["batch"], median["loop"]
             limit = shape.nbytes / (SHARE * peaks[to_host]) + LATENCY
@@ -183,6 +202,7 @@ def idle(engine: GpuCopyEngine, peak: Peak, repeat: int) -> None:
                 f"{rate / peaks[to_host]:6.1%} "
                 f"{batch * 1e6:9.0f} {batch / took:5.1f} {loop * 1e6:8.0f} {loop / took:5.1f} "
                 f"{median['kernel'] * 1e6:9.0f} {median['pitched'] * 1e6:10.0f} "
+                f"{statistics.median(of_list) * 1e6:8.0f} "
                 f"{shape.published_us:9.0f} {shape.published_us / took / 1e6:5.1f}",
                 flush=True,
             )
@@ -280,11 +300,15 @@ def verify(engine: GpuCopyEngine) -> None:
     for shape in SHAPES:
         field, other = Field(shape, engine), Field(shape, engine)
         for strategy in STRATEGIES:
-            field.check(strategy, lambda to_host: None)
-            field.check(strategy, lambda to_host: products.start(8))
-            field.check(strategy, partial(other.copy, strategy=strategy))
+            field.check(field.copy, strategy, lambda to_host: None)
+            field.check(field.copy, strategy, lambda to_host: products.start(8))
+            field.check(field.copy, strategy, partial(other.copy, strategy=strategy))
+        for strategy in LIST_STRATEGIES:
+            field.check(field.copy_list, strategy, lambda to_host: None)
+            field.check(field.copy_list, strategy, lambda to_host: products.start(8))
+            field.check(field.copy_list, strategy, partial(other.copy_list, strategy=strategy))
     done = f"{len(SHAPES)} shapes, both directions, idle, beside products and another copy"
-    print(f"every byte right: {done}, {', '.join(STRATEGIES)}")
+    print(f"every byte right: {done}, {', '.join(STRATEGIES)}; as lists {', '.join(LIST_STRATEGIES)}")
 
 
 def main() -> None:

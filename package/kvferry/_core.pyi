@@ -482,9 +482,9 @@ class GpuCopyEngine:
         stream: int | None = None,
         strategy: Literal["batch", "loop", "kernel"] = "batch",
     ) -> GpuCopy:
-        """sizes[i] bytes from src_addresses[i] to dst_addresses[i]. The addresses are the caller's word, and so is that no
-        item overlaps another item's destination: nothing checks it. `kernel` reads or writes pinned host memory itself;
-        from the first item on that is not pinned, the rest goes by `batch`.
+        """sizes[i] bytes from src_addresses[i] to dst_addresses[i]. The addresses are the caller's word. No item may
+        overlap another item's destination; nobody checks it. `kernel` reads or writes pinned host memory itself: from
+        an item on that is not pinned, what is left goes by `batch`.
         """
     def copy_list_from_host(
         self,

@@ -1,4 +1,4 @@
-"""Lists of fragments between a GPU and the host, and what a driver refuses, over the fake driver and over a real one."""
+"""Lists of fragments between a GPU and the host, and what a driver refuses: over the fake driver, and a real one."""
 
 from __future__ import annotations
 
@@ -304,9 +304,7 @@ def test_the_plan_of_a_list(fake: ctypes.CDLL, library: str, monkeypatch: pytest
 @pytest.mark.gpu
 @pytest.mark.parametrize(("unit", "longest"), [(16, 6000), (4, 5000), (1, 3000), (2048, 8192), (16, 1 << 17)])
 @pytest.mark.parametrize("strategy", ["batch", "loop", "kernel"])
-def test_lists_on_a_gpu(
-    gpu_engine: Callable[..., GpuCopyEngine], strategy: Strategy, unit: int, longest: int
-) -> None:
+def test_lists_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine], strategy: Strategy, unit: int, longest: int) -> None:
     engine = gpu_engine()
     Scattered(engine, 2 * PER_LAUNCH + 31, unit, longest - longest % unit).check(strategy)
     assert fallbacks(engine) == {}

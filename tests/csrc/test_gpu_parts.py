@@ -271,7 +271,11 @@ def test_a_refused_batch_of_a_part_is_counted(fake: ctypes.CDLL, library: str, s
         world.engine.gather_part(*world.arguments())
     asked = {1: 3, 801: 1}[status]
     assert calls(fake, "copy_batch") == asked
-    fallbacks = {"the driver takes no kernels": 3, "the driver refused a batch": asked, "the driver has no batch": 3 - asked}
+    fallbacks = {
+        "the driver takes no kernels": 3,
+        "the driver refused a batch": asked,
+        "the driver has no batch": 3 - asked,
+    }
     assert world.engine.statistics()["fallbacks"] == {reason: count for reason, count in fallbacks.items() if count}
 
 
