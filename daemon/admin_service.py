@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from kvferry.daemon.cache_service import NAMESPACE_BYTES
+from kvferry.daemon.cache_service import NAMESPACE_BYTES, most_digest_bytes
 from kvferry.daemon.errors import RequestError, invalid, not_found, precondition
 from kvferry.daemon.namespaces import Namespace
 from kvferry.daemon.pins import MAX_PIN_SECONDS
@@ -62,7 +62,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def _pin(self, request: admin.PinRequest) -> admin.PinReply:
         side = self._side(request.role)
-        most = side.config.max_tokens // side.config.page_size * DIGEST_BYTES
+        most = most_digest_bytes(side.config)
         if not 1 <= request.seconds <= MAX_PIN_SECONDS:
             raise invalid(f"seconds is {request.seconds}; it must be 1 to {MAX_PIN_SECONDS}")
         digests = len(request.digests)

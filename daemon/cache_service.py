@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.side import AnySide
 from kvferry.daemon.stats import Snapshots, load_of
 from kvferry.proto import cache_pb2 as cache
@@ -13,6 +14,12 @@ from kvferry.proto import cache_pb2_grpc
 from kvferry.radix.digests import DIGEST_BYTES
 
 NAMESPACE_BYTES = 32
+
+
+def most_digest_bytes(config: DaemonConfig) -> int:
+    """Those of the longest prompt."""
+    return config.max_tokens // config.page_size * DIGEST_BYTES
+
 
 if TYPE_CHECKING:
     from kvferry.daemon.worker_service import Context
@@ -33,12 +40,14 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"namespace_id has {bytes_} bytes; it must have {NAMESPACE_BYTES}"
             )
-        if len(request.digests) % DIGEST_BYTES:
+        side = self._sides.get("decode") or self._sides["prefill"]
+        most = most_digest_bytes(side.config)
+        if len(request.digests) % DIGEST_BYTES or len(request.digests) > most:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"digests has {len(request.digests)} bytes, not a multiple of {DIGEST_BYTES}",
+                f"digests has {len(request.digests)} bytes; it must have {DIGEST_BYTES} for every page, "
+                f"and at most {most}",
             )
-        side = self._sides.get("decode") or self._sides["prefill"]
         reply = cache.LookupReply()
         if not side.tiers.has_pool.is_set():
             return reply

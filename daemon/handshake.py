@@ -10,7 +10,13 @@ from kvferry.daemon.errors import precondition, unavailable
 from kvferry.daemon.values import is_name, parse_address
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
-from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS
+from kvferry.proto.limits import (
+    INCARNATION_BYTES,
+    MAX_CAPABILITIES,
+    MAX_CAPABILITY_CHARS,
+    MAX_MESSAGE_BYTES,
+    MAX_NAME_CHARS,
+)
 from kvferry.transfer.courier_link import CourierConfig
 from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.namespace import NamespaceFacts, differences
@@ -71,6 +77,7 @@ def check_hello(side: AnySide, hello: peer.PeerHello, where: str) -> None:
         raise precondition(
             f"daemon is {hello.daemon!r}; it must be letters, digits, '_', '.' or '-', the first a letter or digit"
         )
+    _check_lengths(hello)
     us, them = f"{side.role} daemon {side.config.name!r}", f"{hello.daemon!r} at {where}"
     if hello.protocol < PROTOCOL_MIN or hello.protocol_min > PROTOCOL:
         raise precondition(
@@ -98,6 +105,16 @@ def check_hello(side: AnySide, hello: peer.PeerHello, where: str) -> None:
             f"page_bytes: {us} has {page_bytes}, {them} {hello.page_bytes}; serve the same model on both"
         )
     _check_ranks(side, hello, us, them)
+
+
+def _check_lengths(hello: peer.PeerHello) -> None:
+    if len(hello.incarnation) != INCARNATION_BYTES:
+        raise precondition(f"incarnation has {len(hello.incarnation)} bytes; it must have {INCARNATION_BYTES}")
+    if len(hello.capabilities) > MAX_CAPABILITIES:
+        raise precondition(f"capabilities has {len(hello.capabilities)} entries; the bound is {MAX_CAPABILITIES}")
+    longest = max(map(len, hello.capabilities), default=0)
+    if longest > MAX_CAPABILITY_CHARS:
+        raise precondition(f"a capability has {longest} characters; the bound is {MAX_CAPABILITY_CHARS}")
 
 
 def ranks_of(hello: peer.PeerHello) -> int:

@@ -58,6 +58,8 @@ TICK_SECONDS = 0.05
 SPILL_SHARE = 0.2  # of the grace period, kept for saving the cache in the host tier's file
 DESCRIPTORS_PER_PEER = 16  # stream, socket pair, log and slots of the courier, and while one is being replaced
 DESCRIPTORS_PER_WORKER = 4
+CALLS_PER_CLIENT = 4  # of a peer or a worker: its session, the one before it that still ends, its health and statistics
+MORE_CALLS = 4096  # of anybody: look-ups, statistics, health and watches of it
 
 
 class Daemon:
@@ -113,7 +115,8 @@ class Daemon:
         timed = [self._snapshots.rpcs]
         gated = timed if self._tls is None else [*timed, PeerGate(config.name, config.tls_peers)]
         self._tcp, self._unix = (
-            grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS) for interceptors in (gated, timed)
+            grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS, maximum_concurrent_rpcs=most_calls(most))
+            for interceptors, most in ((gated, config.max_peers), (timed, config.max_workers))
         )
         host, port = parse_address(config.listen)
         _check_free(config.listen)
@@ -317,6 +320,11 @@ def _check_free(listen: str) -> None:
             probe.listen()
     except OSError as error:
         raise ConfigError(f"--listen {listen}: {error.strerror or error}") from error
+
+
+def most_calls(clients: int) -> int:
+    """Calls of a server at a time, sessions among them; gRPC refuses more with RESOURCE_EXHAUSTED."""
+    return CALLS_PER_CLIENT * clients + MORE_CALLS
 
 
 def _check_descriptors(config: DaemonConfig) -> None:

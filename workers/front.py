@@ -22,7 +22,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvferry import tracing
-from kvferry.workers.front_errors import ApiError, internal, invalid, model_not_found
+from kvferry.workers.front_bodies import Bodies, BodyRefused
+from kvferry.workers.front_errors import ApiError, internal, invalid, model_not_found, overloaded
 from kvferry.workers.front_formats import ChatFormat, CompletionFormat, Format
 from kvferry.workers.front_service import Finished, FrontService, Opened, Piece
 from kvferry.workers.front_stats import StatsReport
@@ -38,22 +39,23 @@ _log = logging.getLogger(__name__)
 def create_app(service: FrontService) -> FastAPI:
     app = FastAPI(title="kvferry front end", docs_url=None, redoc_url=None, openapi_url=None)
     created = int(time.time())
+    bodies = Bodies(MAX_BODY_BYTES, service.config.max_requests)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: HttpRequest) -> Response:
-        request = parse_request(ChatRequest, await _body(http))
+        request = parse_request(ChatRequest, await _body(http, bodies, service.stats.running))
         request_id = secrets.token_bytes(REQUEST_ID_BYTES)
-        bodies = ChatFormat(request, request_id, int(time.time()))
+        answers = ChatFormat(request, request_id, int(time.time()))
         pieces = service.run(request, request_id, http.headers.get(tracing.HEADER, ""))
-        return _generation(pieces, bodies, request_id, streamed=request.stream)
+        return _generation(pieces, answers, request_id, streamed=request.stream)
 
     @app.post("/v1/completions")
     async def completions(http: HttpRequest) -> Response:
-        request = parse_request(CompletionRequest, await _body(http))
+        request = parse_request(CompletionRequest, await _body(http, bodies, service.stats.running))
         request_id = secrets.token_bytes(REQUEST_ID_BYTES)
-        bodies = CompletionFormat(request, request_id, int(time.time()))
+        answers = CompletionFormat(request, request_id, int(time.time()))
         pieces = service.run(request, request_id, http.headers.get(tracing.HEADER, ""))
-        return _generation(pieces, bodies, request_id, streamed=request.stream)
+        return _generation(pieces, answers, request_id, streamed=request.stream)
 
     @app.get("/v1/models")
     async def models() -> ModelList:
@@ -97,19 +99,18 @@ def _model_card(service: FrontService, created: int) -> ModelCard:
     )
 
 
-async def _body(http: HttpRequest) -> bytes:
-    """Raises ApiError 413 for a body that is too long, as soon as it is."""
-    body = bytearray()
+async def _body(http: HttpRequest, bodies: Bodies, running: int) -> bytes:
+    """Raises ApiError 413 for a body that is too long, as soon as it is; 429 where it would be one too many."""
     try:
-        async for chunk in http.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                error = invalid(None, f"the body has more than {MAX_BODY_BYTES} bytes")
-                error.status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-                raise error
+        return await bodies.read(http, running)
+    except BodyRefused as refused:
+        if refused.status == HTTPStatus.TOO_MANY_REQUESTS:
+            raise overloaded(str(refused)) from None
+        error = invalid(None, str(refused))
+        error.status = refused.status
+        raise error from None
     except ClientDisconnect:
         raise invalid(None, "the client left before its request was complete") from None
-    return bytes(body)
 
 
 def _error_response(error: ApiError) -> Response:

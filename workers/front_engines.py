@@ -16,11 +16,14 @@ import grpc.aio
 
 from kvferry import tracing
 from kvferry.proto import common_pb2, engine_pb2
-from kvferry.transfer.namespace import NamespaceFacts, differences
+from kvferry.proto.limits import MAX_NAME_CHARS
+from kvferry.transfer.namespace import MAX_TEXT, NamespaceFacts, differences
 from kvferry.workers.chat import Tokenizer, load_tokenizer
 from kvferry.workers.front_errors import ApiError, from_grpc, unavailable
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_ADDRESS_CHARS = 300  # a name of DNS has 253, its port 5
+MAX_PATH_CHARS = 4096
 DESCRIBE_DEADLINE_S = 2.0
 ABORT_DEADLINE_S = 5.0
 RECHECK_S = 10.0  # a server that is up is described again this often
@@ -68,6 +71,20 @@ class EngineFacts:
         for field, value in (("namespace_id", reply.namespace_id), ("facts.root_digest", reply.facts.root_digest)):
             if len(value) != 32:
                 raise Mismatch(f"{field} has {len(value)} bytes; it must have 32")
+        for field, text, most in (
+            ("model", reply.model, MAX_TEXT),
+            ("facts.model", reply.facts.model, MAX_TEXT),
+            ("facts.revision", reply.facts.revision, MAX_TEXT),
+            ("facts.digest_algorithm", reply.facts.digest_algorithm, MAX_TEXT),
+            ("facts.engine_layout", reply.facts.engine_layout, MAX_TEXT),
+            ("facts.geometry.dtype", reply.facts.geometry.dtype, MAX_TEXT),
+            ("facts.tenant_salt_digest", reply.facts.tenant_salt_digest, 32),
+            ("daemon", reply.daemon, MAX_NAME_CHARS),
+            ("daemon_address", reply.daemon_address, MAX_ADDRESS_CHARS),
+            ("tokenizer", reply.tokenizer, MAX_PATH_CHARS),
+        ):
+            if len(text) > most:
+                raise Mismatch(f"{field} has {len(text)} {_unit(text)}; the bound is {most}")
         if reply.facts.geometry.page_size < 1:
             raise Mismatch(f"facts.geometry.page_size is {reply.facts.geometry.page_size}; it must be at least 1")
         if reply.max_tokens < 2:
@@ -94,6 +111,10 @@ class EngineFacts:
         if found:
             return "; ".join(map(str, found))
         return f"namespace_id is {self.namespace_id.hex()[:16]} here and {other.namespace_id.hex()[:16]} there"
+
+
+def _unit(text: str | bytes) -> str:
+    return "characters" if isinstance(text, str) else "bytes"
 
 
 def _role(role: common_pb2.Role) -> str:

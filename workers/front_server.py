@@ -14,6 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from kvferry.workers.front import create_app
+from kvferry.workers.front_bodies import most_connections
 from kvferry.workers.front_service import FrontService, ServiceConfig
 
 BACKLOG = 2048
@@ -51,7 +52,15 @@ async def serve(config: FrontConfig, *, stop: asyncio.Event, ready: Callable[[st
     async def tell() -> None:
         await _tell(service, config.wait_s, address_of(listener), ready)
 
-    await serve_app(create_app(service), listener, tell, service.close, stop=stop, grace_s=config.grace_s)
+    await serve_app(
+        create_app(service),
+        listener,
+        tell,
+        service.close,
+        stop=stop,
+        grace_s=config.grace_s,
+        max_connections=most_connections(config.service.max_requests),
+    )
 
 
 async def serve_app(
@@ -62,6 +71,7 @@ async def serve_app(
     *,
     stop: asyncio.Event,
     grace_s: float,
+    max_connections: int,
 ) -> None:
     """Serves until `stop` is set and running requests are over, or `grace_s` has passed, then closes the listener.
     `tell` runs beside it from the start on; `close` is called when no request runs any more."""
@@ -71,6 +81,7 @@ async def serve_app(
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=max(1, round(grace_s)),
+        limit_concurrency=max_connections + 1,  # uvicorn counts the one that has just come
     )
     server = QuietServer(settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import asdict
+from http import HTTPStatus
 
 import httpx
 from starlette.applications import Starlette
@@ -17,16 +18,22 @@ from starlette.routing import Route
 from starlette.types import Receive
 
 from kvferry import tracing
+from kvferry.workers.front_bodies import Bodies, BodyRefused
 from kvferry.workers.front_vllm import Caller, Server, StreamedReply, VllmFront
-from kvferry.workers.front_vllm_body import Refusal, read_body
+from kvferry.workers.front_vllm_body import MAX_BODY_BYTES, Refusal, parse_body
 
 HEALTH_SECONDS = 3.0
 
 
 def create_app(front: VllmFront) -> Starlette:
+    bodies = Bodies(MAX_BODY_BYTES, front.config.max_requests)
+
     async def completions(request: Request) -> Response:
         try:
-            body = await read_body(request)
+            body = parse_body(await bodies.read(request, front.running))
+        except BodyRefused as refused:
+            front.counts.refused += refused.status == HTTPStatus.TOO_MANY_REQUESTS
+            return _error(Refusal(refused.status, str(refused)))
         except Refusal as error:
             return _error(error)
         except ClientDisconnect:

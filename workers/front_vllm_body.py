@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 from typing import NamedTuple, NoReturn
 
-from starlette.requests import Request
-
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 100  # of lists and objects in each other
 HEAD_BYTES = 4096  # of a prompt, by which conversations keep to a decode server
@@ -63,16 +61,6 @@ class Body(NamedTuple):
 
     def alone(self) -> dict[str, object]:
         return {name: value for name, value in self.fields.items() if name != "kv_transfer_params"}
-
-
-async def read_body(request: Request) -> Body:
-    """Refusal 400 or 413 names what is wrong."""
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise Refusal(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-    return parse_body(bytes(data))
 
 
 def parse_body(data: bytes) -> Body:

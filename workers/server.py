@@ -28,6 +28,9 @@ from kvferry.workers.requests import DaemonEnded, DaemonGone, HandshakeFailed
 from kvferry.workers.step_batches import StepBatches
 from kvferry.workers.warm_up import warm_up
 
+CALLS_PER_REQUEST = 4  # its call, an abort, and the same again of one that is refused
+MORE_CALLS = 1024  # of anybody: descriptions, health and watches of it
+
 _log = logging.getLogger(__name__)
 
 
@@ -191,7 +194,8 @@ async def _listen(config: WorkerConfig, service: EngineService) -> _Serving:
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),  # two workers on one port is a mistake: the second must hear of it
-        )
+        ),
+        maximum_concurrent_rpcs=CALLS_PER_REQUEST * config.max_requests + MORE_CALLS,
     )
     engine_pb2_grpc.add_EngineServicer_to_server(service, server)
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs

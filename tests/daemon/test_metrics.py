@@ -250,3 +250,35 @@ def test_a_client_that_trickles_its_request_is_cut_off(monkeypatch: pytest.Monke
     monkeypatch.setattr(metrics_server, "REQUEST_SECONDS", 0.6)
     monkeypatch.setattr(metrics_server, "THREADS", 1)
     asyncio.run(trickled())
+
+
+@pytest.mark.parametrize(
+    ("within", "past", "status"),
+    [
+        (b"GET /%s HTTP/1.1\r\n\r\n" % (b"x" * 65_520), b"GET /%s HTTP/1.1\r\n\r\n" % (b"x" * 65_521), b"414"),
+        (
+            b"GET /other HTTP/1.1\r\n%s\r\n" % (b"a: b\r\n" * 99),
+            b"GET /other HTTP/1.1\r\n%s\r\n" % (b"a: b\r\n" * 100),
+            b"431",
+        ),
+    ],
+    ids=["line", "headers"],
+)
+def test_a_scrape_has_so_long_a_line_and_so_many_headers(within: bytes, past: bytes, status: bytes) -> None:
+    def ask(address: str, request: bytes) -> bytes:
+        with socket.create_connection(address.split(":"), timeout=10) as connection:
+            connection.sendall(request)
+            answer = b""
+            while b"\r\n" not in answer and (more := connection.recv(4096)):
+                answer += more
+            return answer.split(b" ")[1]
+
+    async def asked() -> None:
+        server = MetricsServer("127.0.0.1:0", snapshot, asyncio.get_running_loop())
+        try:
+            assert await asyncio.to_thread(ask, server.address, within) == b"404"
+            assert await asyncio.to_thread(ask, server.address, past) == status
+        finally:
+            await server.stop()
+
+    asyncio.run(asked())

@@ -151,12 +151,18 @@ def test_look_ups_are_bounded(replicas: tuple[Replica, Replica]) -> None:
         for request, part in (
             (cache_pb2.LookupRequest(namespace_id=b"x", digests=b""), "namespace_id has 1 bytes"),
             (cache_pb2.LookupRequest(namespace_id=bytes(32), digests=b"x"), "digests has 1 bytes"),
+            (
+                cache_pb2.LookupRequest(namespace_id=bytes(32), digests=bytes((2 << 20) + 32)),
+                "digests has 2097184 bytes; it must have 32 for every page, and at most 2097152",
+            ),
         ):
             with pytest.raises(grpc.RpcError) as refused:
                 cache.Lookup(request, timeout=5)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert part in refused.value.details()
-        assert cache.Lookup(cache_pb2.LookupRequest(namespace_id=bytes(32)), timeout=5).matched_tokens == 0
+        for digests in (b"", bytes(2 << 20)):
+            most = cache_pb2.LookupRequest(namespace_id=bytes(32), digests=digests)
+            assert cache.Lookup(most, timeout=5).matched_tokens == 0
 
 
 def test_health_and_file_modes(replicas: tuple[Replica, Replica]) -> None:

@@ -1,0 +1,180 @@
+"""Bounds of the front ends, over real HTTP: one body, all bodies that are read, how long, and connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+
+import httpx
+import pytest
+
+from kvferry.workers import front, front_bodies, front_vllm_body
+from kvferry.workers.front_server import address_of, listen, serve_app
+from kvferry.workers.front_service import FrontService, ServiceConfig
+from kvferry.workers.front_vllm import VllmConfig, VllmFront
+from kvferry.workers.front_vllm_app import create_app as create_vllm_app
+
+HOST = "Host: front\r\n"
+KINDS = ["kvferry", "vllm"]
+HEALTH = {"kvferry": "/kvferry/stats", "vllm": "/stats"}
+MOST = {"kvferry": front.MAX_BODY_BYTES, "vllm": front_vllm_body.MAX_BODY_BYTES}
+
+
+@contextlib.asynccontextmanager
+async def serving(kind: str, max_requests: int = 4, max_connections: int = 100) -> AsyncIterator[str]:
+    """HOST:PORT of a front end whose servers are not there: what is complete is refused with 503 or 400."""
+    listener = listen("127.0.0.1", 0)
+    if kind == "kvferry":
+        service = FrontService(
+            ServiceConfig(prefill=("127.0.0.1:9",), decode=("127.0.0.1:9",), max_requests=max_requests),
+            clock=time.monotonic,
+        )
+        app, close = front.create_app(service), service.close
+    else:
+        proxy = VllmFront(VllmConfig(prefill=(), decode=("http://127.0.0.1:9",), max_requests=max_requests))
+        app, close = create_vllm_app(proxy), proxy.close
+    stop = asyncio.Event()
+    address = address_of(listener)
+
+    async def tell() -> None: ...
+
+    running = asyncio.create_task(
+        serve_app(app, listener, tell, close, stop=stop, grace_s=1.0, max_connections=max_connections)
+    )
+    try:
+        await answered(address, kind)
+        yield address
+    finally:
+        stop.set()
+        await running
+
+
+async def answered(address: str, kind: str) -> int:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return (await client.get(f"http://{address}{HEALTH[kind]}", headers={"connection": "close"})).status_code
+
+
+async def post(address: str, body: bytes) -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        return await client.post(f"http://{address}/v1/completions", content=body)
+
+
+class Sending:
+    """A client that has sent the head of a request and some of its body."""
+
+    def __init__(self, address: str, length: int, part: bytes = b"{") -> None:
+        self._address, self._length, self._part = address, length, part
+
+    async def __aenter__(self) -> Sending:
+        host, port = self._address.split(":")
+        self.reader, self.writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/completions HTTP/1.1\r\n{HOST}Content-Length: {self._length}\r\n\r\n"
+        self.writer.write(head.encode() + self._part)
+        await self.writer.drain()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.writer.close()
+
+    async def status(self) -> int:
+        return int((await asyncio.wait_for(self.reader.readline(), 20)).split()[1])
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"it does not come: {what}")
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[front_bodies.Bodies]:
+    """Of front ends made in the test."""
+    made: list[front_bodies.Bodies] = []
+    make = front_bodies.Bodies.__init__
+
+    def noted(self: front_bodies.Bodies, max_bytes: int, max_requests: int) -> None:
+        make(self, max_bytes, max_requests)
+        made.append(self)
+
+    monkeypatch.setattr(front_bodies.Bodies, "__init__", noted)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_body_of_a_byte_too_many(kind: str) -> None:
+    async def story() -> None:
+        async with serving(kind) as address:
+            within = await post(address, b"x" * MOST[kind])
+            assert within.status_code == HTTPStatus.BAD_REQUEST and "is not JSON" in within.text
+            past = await post(address, b"x" * (MOST[kind] + 1))
+            assert past.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+            assert f"the body has more than {MOST[kind]} bytes" in past.json()["error"]["message"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_body_more_than_requests_may_run_is_not_read(kind: str, read: list[front_bodies.Bodies]) -> None:
+    async def story() -> None:
+        async with serving(kind, max_requests=2) as address, Sending(address, 2), Sending(address, 2):
+            await until(lambda: read[0].reading == 2, "two bodies are read")
+            async with Sending(address, 1 << 20) as third:
+                assert await third.status() == HTTPStatus.TOO_MANY_REQUESTS
+            refused = await post(address, b"{}")
+            assert "0 requests are running, the bound is 2; 2 are being read" in refused.json()["error"]["message"]
+        assert (read[0].reading, read[0].bytes) == (0, 0)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_bodies_together_have_a_bound(
+    kind: str, read: list[front_bodies.Bodies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_bodies, "MAX_BYTES_TOGETHER", 100)
+
+    async def story() -> None:
+        async with serving(kind) as address, Sending(address, 1000, b"x" * 60):
+            await until(lambda: read[0].bytes == 60, "the first part is read")
+            assert "is not JSON" in (await post(address, b"x" * 40)).text
+            past = await post(address, b"x" * 41)
+            assert past.status_code == HTTPStatus.TOO_MANY_REQUESTS
+            assert "the bodies of 2 requests have more than 100 bytes together" in past.json()["error"]["message"]
+            assert read[0].bytes == 60
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_body_that_does_not_come_gives_its_place_back(
+    kind: str, read: list[front_bodies.Bodies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_bodies, "BODY_SECONDS", 0.2)
+
+    async def story() -> None:
+        async with serving(kind, max_requests=1) as address, Sending(address, 2) as slow:
+            assert await slow.status() == HTTPStatus.REQUEST_TIMEOUT
+            assert read[0].reading == 0
+            assert (await post(address, b"{")).status_code == HTTPStatus.BAD_REQUEST
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_connection_too_many_is_told_so(kind: str) -> None:
+    async def story() -> None:
+        async with serving(kind, max_connections=2) as address, Sending(address, 2):
+            assert await answered(address, kind) == HTTPStatus.OK
+            async with Sending(address, 2):
+                assert await answered(address, kind) == HTTPStatus.SERVICE_UNAVAILABLE
+
+    asyncio.run(story())
+
+
+def test_connections_follow_the_requests() -> None:
+    assert front_bodies.most_connections(1024) == 4 * 1024 + 1024
