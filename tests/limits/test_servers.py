@@ -1,13 +1,11 @@
-"""Bounds of servers themselves, over real gRPC: messages, workers, peers, calls at a time, who does not read."""
+"""Bounds of servers themselves, over real gRPC: messages, workers, peers, calls at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from kvferry.transfer.geometry import KVGeometry
 from kvferry.workers.client import DaemonClient
 from kvferry.workers.requests import HandshakeFailed, RequestName
 from kvferry.workers.server import CALLS_PER_REQUEST, MORE_CALLS
+from kvferry.workers.stream import MAX_RECEIVED_MESSAGE_BYTES
 
 pytestmark = pytest.mark.timeout(120)
 PAGE = 16
@@ -238,33 +237,21 @@ def test_a_reason_is_cut_where_it_is_made(tmp_path: Path) -> None:
     asyncio.run(abort())
 
 
-def test_a_worker_that_does_not_read_loses_its_stream(pair: tuple[Replica, Replica]) -> None:
-    """Each message is answered; nobody takes the answers, until the daemon takes no more messages."""
-    facts = facts_of(pair[1])
-    facts.geometry.page_size = 0
-    locked, over = threading.Event(), threading.Event()
+def test_a_message_of_the_daemon_has_a_length_too(tmp_path: Path) -> None:
+    ready = wire.Ready(name=abort_of(1).abort.name)
+    ready.aux = bytes(MAX_RECEIVED_MESSAGE_BYTES - wire.WorkerEvent(ready=ready).ByteSize() - 8)  # tags and lengths
+    within = wire.WorkerEvent(ready=ready)
+    assert within.ByteSize() == MAX_RECEIVED_MESSAGE_BYTES
+    ready.aux += b"x"
 
-    def messages() -> Iterator[wire.WorkerMessage]:
-        hello = wire.WorkerHello(protocol=1, role=common_pb2.ROLE_DECODE, worker="raw", facts=facts)
-        refused = wire.Admit(tokens=1, tail_digest=bytes(32), prefill="x" * 128, max_new_tokens=1)
-        try:
-            yield wire.WorkerMessage(hello=hello)
-            locked.wait(20)
-            yield wire.WorkerMessage(attached=wire.Attached())
-            for number in range(1, 1_000_000):
-                refused.name.CopyFrom(abort_of(number).abort.name)
-                yield wire.WorkerMessage(admit=refused)
-        finally:
-            over.set()
+    async def hear() -> None:
+        facts = common_pb2.NamespaceFacts(model="synthetic", geometry=GEOMETRY.to_proto())
+        async with FakeDaemon(tmp_path, GEOMETRY) as daemon:
+            client = await DaemonClient.connect(daemon.socket, common_pb2.ROLE_DECODE, facts, "w")
+            daemon.events.put_nowait(within)  # of a request that is not open: passed over
+            daemon.events.put_nowait(wire.WorkerEvent(ready=ready))
+            gone = await asyncio.wait_for(asyncio.shield(client.gone), 20)
+            assert "RESOURCE_EXHAUSTED" in str(gone) and f"{MAX_RECEIVED_MESSAGE_BYTES + 1} vs." in str(gone)
+            await client.close()
 
-    with grpc.insecure_channel(f"unix:{pair[1].socket}", OPTIONS) as channel:
-        call = WorkerStub(channel).Session(messages(), timeout=90)
-        file = os.open(next(call).welcome.session_file, os.O_RDWR)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        locked.set()
-        assert over.wait(60)
-        with pytest.raises(grpc.RpcError) as ended:
-            deque(call, maxlen=0)
-        os.close(file)
-    assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert ended.value.details() == "the worker does not read its events"
+    asyncio.run(hear())
