@@ -8,10 +8,7 @@ import mmap
 import numpy as np
 import pytest
 
-from kvferry._core import GpuCopyEngine
-from kvferry.daemon import gpu_memory
 from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.transfer.copy_plan import GpuCopies
 from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.registration import (
     GpuAllocation,
@@ -36,15 +33,6 @@ def calls(fake: ctypes.CDLL, name: str) -> int:
 def handle_of(address: int) -> bytes:
     """As the fake makes them."""
     return address.to_bytes(8, "little") + bytes([0x5A] * 56)
-
-
-@pytest.fixture
-def on_the_fake(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
-        return GpuCopies(GpuCopyEngine(ordinal, library)), GpuCopies(GpuCopyEngine(ordinal, library))
-
-    monkeypatch.setattr(gpu_memory, "copiers", copiers)
-    monkeypatch.setattr(gpu_memory, "gpu_device_ordinal", lambda uuid: uuid[0])
 
 
 def registered(addresses: list[int], nbytes: int, uuid: bytes = bytes(16)) -> Registration:
