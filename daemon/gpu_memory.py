@@ -89,10 +89,16 @@ class GpuPartCopies:
         self._run_summed(lambda: engine.scatter_part_summed(rows, ids, offset, nbytes, payload), done)
 
     def write_header(self, send_slot: int, header: bytes) -> None:
-        self._link.write_header(send_slot, header)
+        try:
+            self._link.write_header(send_slot, header)
+        except GpuError as error:
+            raise OSError(f"the header of send slot {send_slot}: {error}") from error
 
     def read_header(self, receive_slot: int) -> bytes:
-        return self._link.read_header(receive_slot, HEADER_BYTES)
+        try:
+            return self._link.read_header(receive_slot, HEADER_BYTES)
+        except GpuError as error:
+            raise OSError(f"the header of receive slot {receive_slot}: {error}") from error
 
     def close(self) -> None:
         """The slots are the link's."""
@@ -105,7 +111,13 @@ class GpuPartCopies:
             return copies[0]
 
         def ended(problem: str) -> None:
-            done(problem, 0 if problem else copies[0].checksum())
+            payload_sum = 0
+            if not problem:
+                try:
+                    payload_sum = copies[0].checksum()
+                except (GpuError, ValueError) as error:
+                    problem = f"{type(error).__name__}: {error}"
+            done(problem, payload_sum)
 
         self._run(kept, ended)
 
@@ -193,7 +205,10 @@ class GpuPoolMemory:
 
     def zero_tail(self, page: int, tokens: int) -> None:
         for rank in self._ranks:
-            rank.zero_tail(page, tokens)
+            try:
+                rank.zero_tail(page, tokens)
+            except GpuError as error:
+                raise OSError(f"cuda:{rank.ordinal}: {error}") from error
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """A kernel on the device of each rank."""

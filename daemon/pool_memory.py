@@ -46,10 +46,11 @@ class PartCopies(Protocol):
         """The same, adding up what it copies."""
 
     def write_header(self, send_slot: int, header: bytes) -> None:
-        """To the start of a slot whose gather is done. It is there when this returns."""
+        """To the start of a slot whose gather is done. It is there when this returns. OSError: the device has failed,
+        and the session must end."""
 
     def read_header(self, receive_slot: int) -> Buffer:
-        """The first HEADER_BYTES of a slot that was written."""
+        """The first HEADER_BYTES of a slot that was written. OSError as above."""
 
     def close(self) -> None:
         """No copy runs; the courier and its slots go next."""
@@ -81,7 +82,7 @@ class PoolMemory(Protocol):
 
     def zero_tail(self, page: int, tokens: int) -> None:
         """Clears what lies behind the first `tokens` tokens of a page on every rank. It is done, or before any later
-        gather, when this returns."""
+        gather, when this returns. OSError: it is not."""
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """Clears whole pages on every rank."""
