@@ -26,6 +26,7 @@ from kvferry.daemon.copy_ends import CopyEnds
 from kvferry.daemon.gpu_ranks import MappedRank, OwnRank, RankMemory, run_all
 from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.copy_strategies import CopyStatistics
 from kvferry.transfer.courier_link import CourierLink, GpuSlot
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.transfer.lanes import Lane, rank_geometry
@@ -251,6 +252,10 @@ class GpuPoolMemory:
                 rank = self._ranks[each]
                 issues.append(partial(rank.restores.from_host, rank.restored, pages, self._host_rows, rows, **source))
         run_all(issues)
+
+    def copy_statistics(self) -> CopyStatistics:
+        copiers = [copies for rank in self._ranks for copies in (rank.spills, rank.restores)]
+        return sum((copies.statistics() for copies in copiers), CopyStatistics())
 
     def close(self) -> None:
         self._ends.close()

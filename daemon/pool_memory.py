@@ -11,6 +11,7 @@ from concurrent.futures import Executor
 from typing import Protocol, TypeAlias
 
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.copy_strategies import CopyStatistics
 from kvferry.transfer.courier_link import CourierLink
 from kvferry.transfer.lanes import Lane
 from kvferry.transfer.layouts import Int64s
@@ -98,6 +99,9 @@ class PoolMemory(Protocol):
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
         """Row rows[i] -> page pages[i], on all ranks; otherwise as `spill`, and beside one maybe."""
+
+    def copy_statistics(self) -> CopyStatistics:
+        """Of spills and restores, so far; with zeros for each strategy that there is. Before `close`."""
 
     def close(self) -> None:
         """Waits for the copies that run, whose number is bounded by the slots, and lets the memory go."""

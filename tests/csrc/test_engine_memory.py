@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.gpu_memory import GpuPoolMemory
+from kvferry.transfer.copy_strategies import STRATEGIES
 from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.registration import (
     GpuAllocation,
@@ -72,6 +73,10 @@ def test_pages_of_several_allocations_are_spilled_and_restored(fake: ctypes.CDLL
     memory.restore(np.array([5, 0]), np.array([3, 0]))
     assert (row(5), row(0)) == (kept[1], kept[4])
     assert [row(page) for page in (1, 2, 3, 4)] == [kept[page] for page in (1, 2, 3, 4)], "no neighbour has changed"
+    moved = memory.copy_statistics()
+    assert set(moved.strategies) == set(STRATEGIES)
+    assert sum(counts.copies for counts in moved.strategies.values()) == 2
+    assert sum(counts.bytes for counts in moved.strategies.values()) == 4 * size
     memory.zero_tail(2, 10)
     memory.close()
     assert calls(fake, "ipc_close") == opened + 2
