@@ -83,13 +83,26 @@ void GpuCopyEngine::learn_waits() {
 }
 
 std::array<StrategyCount, kStrategies> GpuCopyEngine::counts() const {
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> hold(counts_mutex_);
   return counts_;
 }
 
 std::map<std::string, uint64_t> GpuCopyEngine::fallbacks() const {
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> hold(counts_mutex_);
   return fallbacks_;
+}
+
+void GpuCopyEngine::fall_back(const char* reason) {
+  const std::lock_guard<std::mutex> hold(counts_mutex_);
+  ++fallbacks_[reason];
+}
+
+void GpuCopyEngine::count(CopyStrategy strategy, uint64_t descriptors, uint64_t bytes) {
+  const std::lock_guard<std::mutex> hold(counts_mutex_);
+  StrategyCount& counted = counts_[size_t(strategy)];
+  counted.copies += 1;
+  counted.descriptors += descriptors;
+  counted.bytes += bytes;
 }
 
 CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids, const PageRows& rows,
@@ -125,10 +138,7 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
     drain_stream(*device_, lane.apart);
     throw;
   }
-  StrategyCount& counted = counts_[size_t(strategy)];
-  counted.copies += 1;
-  counted.descriptors += descriptors;
-  counted.bytes += count * pages.layout().row_bytes();
+  this->count(strategy, descriptors, count * pages.layout().row_bytes());
   if (timed) {
     lane.timing = true;
     lane.timed = strategy;
@@ -152,10 +162,9 @@ CopyStrategy GpuCopyEngine::copy_list(const CopyDescriptors& list, CopyDirection
     drain_stream(*device_, stream);
     throw;
   }
-  StrategyCount& counted = counts_[size_t(strategy)];
-  counted.copies += 1;
-  counted.descriptors += list.size();
-  for (const size_t bytes : list.sizes) counted.bytes += bytes;
+  uint64_t bytes = 0;
+  for (const size_t size : list.sizes) bytes += size;
+  count(strategy, list.size(), bytes);
   return strategy;
 }
 

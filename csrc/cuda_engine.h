@@ -114,7 +114,8 @@ class GpuCopyEngine {
   bool prepare(Lane& lane);
   void learn_waits();
   CopyStrategy usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device);
-  void fall_back(const char* reason) { ++fallbacks_[reason]; }
+  void fall_back(const char* reason);
+  void count(CopyStrategy strategy, uint64_t descriptors, uint64_t bytes);
   bool run_staged(const Pages& copy, GpuStream stream);
   bool run_pitched(const Pages& copy, GpuStream stream, size_t* descriptors);
   bool issue_pitched(const Pages& copy, size_t apart, GpuStream stream, size_t* descriptors);
@@ -144,6 +145,7 @@ class GpuCopyEngine {
   bool batch_refused_ = false, pitched_batch_refused_ = false;  // for good
   CopyDescriptors scratch_;
   std::vector<PitchedOperation> runs_;
+  mutable std::mutex counts_mutex_;  // of the two below, so that who reads them waits for no device
   std::array<StrategyCount, kStrategies> counts_{};
   std::map<std::string, uint64_t> fallbacks_;
 };

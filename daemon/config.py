@@ -118,8 +118,8 @@ class DaemonConfig(BaseModel):
     shm_dir: Annotated[str, Field(description="where the pools' shared memory lies"), Flag("DIR")] = "/dev/shm"
     device: Annotated[
         Device,
-        Field(description="where the pool is: shared memory, or a GPU for each rank"),
-        Flag("cpu|cuda:I,..."),
+        Field(description="where the pool is: shared memory, or a GPU for each rank; cuda is cuda:0"),
+        Flag("cpu|cuda[:I],..."),
     ] = "cpu"
     ranks: Annotated[
         int,

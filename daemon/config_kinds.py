@@ -158,7 +158,7 @@ TlsPeers = Annotated[
     _schema(anyOf=[{"type": "array", "items": {"type": "string"}}, {"type": "string"}]),
 ]
 Device = Annotated[
-    str, AfterValidator(_device), _schema(type="string", pattern="^(cpu|cuda:[0-9]{1,2}(, *cuda:[0-9]{1,2})*)$")
+    str, AfterValidator(_device), _schema(type="string", pattern=r"^(cpu|cuda(:[0-9]{1,2})?(, *cuda(:[0-9]{1,2})?)*)$")
 ]
 Policy = Annotated[str, AfterValidator(_policy), _schema(type="string", enum=list(policy_names()))]
 Choice = Literal["on", "off"]

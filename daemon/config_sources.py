@@ -17,10 +17,11 @@ from pydantic_core import ErrorDetails
 from kvferry.daemon.config import DaemonConfig, Flag, flag_of
 from kvferry.daemon.nearest import nearest
 from kvferry.daemon.values import ConfigError
+from kvferry.transfer.copy_strategies import ENVIRONMENT, check_environment
 
 PREFIX = "KVFERRY_"
 FILE_VARIABLE = "KVFERRY_CONFIG"
-OTHER_VARIABLES = frozenset({FILE_VARIABLE, "KVFERRY_COPY"})  # read elsewhere; no settings
+OTHER_VARIABLES = frozenset({FILE_VARIABLE, ENVIRONMENT})  # no settings; the second is only checked here
 MAX_FILE_BYTES = 1 << 20
 
 Given = Mapping[str, object]  # by setting, as it was written
@@ -118,9 +119,14 @@ def load(
             if value != "":  # as if it were not given: an unset variable of a manifest, for instance
                 given[name], origins[name] = value, origin(name)
     try:
-        return Loaded(DaemonConfig.model_validate(given), origins)
+        config = DaemonConfig.model_validate(given)
     except ValidationError as error:
         raise ConfigError(_complaint(error, origins)) from error
+    try:
+        check_environment(environ, on_gpus=bool(config.devices))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Loaded(config, origins)
 
 
 def _from_environment(environ: Mapping[str, str]) -> Given:

@@ -102,7 +102,16 @@ class CopyEnds:
             except GpuError as error:
                 problem = f"GpuError: {error}"
             self._stay_awake()
-            found[1](problem)
+            try:
+                found[1](problem)
+            except Exception as error:  # those that ended with it, and all that come later, are told even so
+                self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """An invariant that it breaks ends the daemon."""
+        assert self._loop is not None
+        context = {"message": "the end of a copy could not be dealt with", "exception": error}
+        self._loop.call_exception_handler(context)
 
 
 def _has_ended(copy: GpuCopy) -> bool:

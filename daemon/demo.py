@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         default="cpu",
-        metavar="cpu|cuda:I[,cuda:J]",
+        metavar="cpu|cuda[:I][,cuda:J]",
         help="where pools are and models compute; two: prefill on the first, decode on the second (default: cpu)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and KV (default: float32, on GPUs bfloat16)")

@@ -18,144 +18,28 @@ import numpy as np
 
 from kvferry._core import (
     GpuCopy,
-    GpuCopyEngine,
     GpuError,
-    GpuMapping,
-    GpuPages,
     GpuUnavailable,
     PinnedBuffer,
-    gpu_device_ordinal,
 )
 from kvferry.daemon.copy_ends import CopyEnds
+from kvferry.daemon.gpu_ranks import MappedRank, OwnRank, RankMemory, run_all
 from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.copy_plan import GpuCopies
+from kvferry.transfer.copy_strategies import CopyStatistics
 from kvferry.transfer.courier_link import CourierLink, GpuSlot
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.transfer.lanes import Lane, rank_geometry
-from kvferry.transfer.layouts import Int64s, RankStorage, RowMap
+from kvferry.transfer.layouts import Int64s, RowMap
 from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Scatter
-from kvferry.transfer.registration import GpuAllocation, RegisteredRank, Registration
+from kvferry.transfer.registration import Registration
 from kvferry.transfer.sender import Gather
 from kvferry.transfer.slots import HEADER_BYTES
 
 GATHERS = 2  # on a device: one runs, one is behind it
-COPY_SECONDS = 60.0  # for a spill or a restore: a device that takes longer is lost
 
 log = logging.getLogger(__name__)
-
-
-def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
-    """Of spills and of restores: two, since an engine has one stream to the host, and a restore, which a request waits
-    for, is not to be behind spills. GpuUnavailable, GpuError."""
-    return GpuCopies(GpuCopyEngine(ordinal)), GpuCopies(GpuCopyEngine(ordinal))
-
-
-class RankMemory:
-    """One rank's memory, and the engines that copy there."""
-
-    def __init__(self, storage: RankStorage, ordinal: int, engines: tuple[GpuCopies, GpuCopies], base: int) -> None:
-        """`storage` begins at address `base`."""
-        self.ordinal = ordinal
-        self.spills, self.restores = engines
-        self._base = base
-        self._storage = storage
-        whole = storage.rows()
-        self.spilled = self.pages(self.spills.engine, whole)
-        self.restored = self.pages(self.restores.engine, whole)
-        self._planes = self.pages(self.parts, storage.planes())
-        self._zeroed: GpuCopy | None = None  # the last one
-
-    @property
-    def parts(self) -> GpuCopyEngine:
-        """That gathers, scatters and clears."""
-        return self.spills.engine
-
-    def pages(self, engine: GpuCopyEngine, rows: RowMap) -> GpuPages:
-        """These rows of the memory."""
-        bases = np.ascontiguousarray(rows.offsets + self._base)
-        strides = np.ascontiguousarray(rows.strides)
-        return engine.pages(bases, strides, rows.fragment_bytes, rows.pages, rows.pieces, rows.piece_stride)
-
-    def zero_tail(self, page: int, tokens: int) -> None:
-        """Before any gather that is issued later."""
-        start = tokens * self._storage.geometry.fragment_token_bytes
-        self._zeroed = self.parts.zero_page_from(self._planes, page, start, 0, self.parts.gather_stream)
-
-    def zero_pages(self, pages: Int64s) -> GpuCopy:
-        """Whole ones."""
-        return self.parts.zero_pages(self._planes, pages)
-
-    def rank_pools(self) -> list[wire.RankPool]:
-        """Where workers find it; none: they know."""
-        return []
-
-    def close(self) -> None:
-        """No part is copied and no page spilled or restored any more."""
-        if self._zeroed is not None:
-            _wait([self._zeroed])
-
-
-class OwnRank(RankMemory):
-    """An allocation of the daemon."""
-
-    def __init__(self, storage: RankStorage, ordinal: int) -> None:
-        """GpuUnavailable, GpuError."""
-        engines = copiers(ordinal)
-        self.memory = engines[0].engine.allocate(storage.nbytes)
-        engines[0].engine.check_range(self.memory.address, storage.nbytes)
-        super().__init__(storage, ordinal, engines, self.memory.address)
-
-    def rank_pools(self) -> list[wire.RankPool]:
-        nbytes = self._storage.nbytes
-        handle, offset = self.parts.export_memory(self.memory.address, nbytes)
-        uuid = self.parts.device_uuid()
-        return [wire.RankPool(ipc_handle=handle, device=self.ordinal, device_uuid=uuid, nbytes=nbytes, offset=offset)]
-
-
-class MappedRank(RankMemory):
-    """Allocations of an engine. They stay where they are until `close`, whatever becomes of the engine's process."""
-
-    def __init__(
-        self, field: str, rank: RegisteredRank, registration: Registration, own: KVGeometry, device: int
-    ) -> None:
-        """`own`: the rank's geometry. GpuUnavailable, GpuError; ValueError where the memory is not what was
-        registered."""
-        sources = [(memory.source, memory.nbytes) for memory in rank.memories]
-        self.mappings: list[GpuMapping] = []
-        engines = copiers(device)
-        try:
-            for i, (source, nbytes) in enumerate(sources):
-                assert isinstance(source, GpuAllocation), "a pool on GPUs is of allocations"
-                name = f"{field}.memories[{i}]"
-                there = gpu_device_ordinal(source.device_uuid)
-                if there != device:
-                    raise ValueError(f"{name}.gpu.device_uuid is cuda:{there}'s; this rank's is cuda:{device}")
-                try:
-                    self.mappings.append(engines[0].engine.open_ipc(source.ipc_handle, nbytes))
-                except GpuError as error:
-                    raise ValueError(f"{name}.gpu.ipc_handle: {error}") from error
-            addresses = [mapping.address for mapping in self.mappings]
-            for i, tensor in enumerate(rank.tensors):
-                try:  # that the driver, too, has it in one allocation
-                    start = addresses[tensor.memory] + tensor.offset
-                    engines[0].engine.check_range(start, tensor.extent(registration.pages))
-                except (GpuError, ValueError) as error:
-                    raise ValueError(f"{field}.tensors[{i}]: {error}") from error
-            self.storage = rank.storage(own, registration.order, registration.pages, addresses)
-            super().__init__(self.storage, device, engines, 0)
-        except BaseException:
-            self._unmap()
-            raise
-
-    def close(self) -> None:
-        super().close()
-        self._unmap()
-
-    def _unmap(self) -> None:
-        while self.mappings:
-            self.mappings.pop().close()
 
 
 class GpuPartCopies:
@@ -206,10 +90,16 @@ class GpuPartCopies:
         self._run_summed(lambda: engine.scatter_part_summed(rows, ids, offset, nbytes, payload), done)
 
     def write_header(self, send_slot: int, header: bytes) -> None:
-        self._link.write_header(send_slot, header)
+        try:
+            self._link.write_header(send_slot, header)
+        except GpuError as error:
+            raise OSError(f"the header of send slot {send_slot}: {error}") from error
 
     def read_header(self, receive_slot: int) -> bytes:
-        return self._link.read_header(receive_slot, HEADER_BYTES)
+        try:
+            return self._link.read_header(receive_slot, HEADER_BYTES)
+        except GpuError as error:
+            raise OSError(f"the header of receive slot {receive_slot}: {error}") from error
 
     def close(self) -> None:
         """The slots are the link's."""
@@ -222,7 +112,13 @@ class GpuPartCopies:
             return copies[0]
 
         def ended(problem: str) -> None:
-            done(problem, 0 if problem else copies[0].checksum())
+            payload_sum = 0
+            if not problem:
+                try:
+                    payload_sum = copies[0].checksum()
+                except (GpuError, ValueError) as error:
+                    problem = f"{type(error).__name__}: {error}"
+            done(problem, payload_sum)
 
         self._run(kept, ended)
 
@@ -310,7 +206,10 @@ class GpuPoolMemory:
 
     def zero_tail(self, page: int, tokens: int) -> None:
         for rank in self._ranks:
-            rank.zero_tail(page, tokens)
+            try:
+                rank.zero_tail(page, tokens)
+            except GpuError as error:
+                raise OSError(f"cuda:{rank.ordinal}: {error}") from error
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """A kernel on the device of each rank."""
@@ -338,21 +237,25 @@ class GpuPoolMemory:
         self._rows = None
 
     def spill(self, pages: Int64s, rows: Int64s) -> None:
-        copies: list[GpuCopy] = []
+        issues: list[Callable[[], GpuCopy]] = []
         for shard in self.shape.row_shards:
             rank = self._ranks[shard.ranks[0]]
             to = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
-            copies.append(rank.spills.to_host(rank.spilled, pages, self._host_rows, rows, **to))
-        _wait(copies)
+            issues.append(partial(rank.spills.to_host, rank.spilled, pages, self._host_rows, rows, **to))
+        run_all(issues)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
-        copies: list[GpuCopy] = []
+        issues: list[Callable[[], GpuCopy]] = []
         for shard in self.shape.row_shards:
             source = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
             for each in shard.ranks:
                 rank = self._ranks[each]
-                copies.append(rank.restores.from_host(rank.restored, pages, self._host_rows, rows, **source))
-        _wait(copies)
+                issues.append(partial(rank.restores.from_host, rank.restored, pages, self._host_rows, rows, **source))
+        run_all(issues)
+
+    def copy_statistics(self) -> CopyStatistics:
+        copiers = [copies for rank in self._ranks for copies in (rank.spills, rank.restores)]
+        return sum((copies.statistics() for copies in copiers), CopyStatistics())
 
     def close(self) -> None:
         self._ends.close()
@@ -368,17 +271,3 @@ class GpuPoolMemory:
     def _host_rows(self) -> memoryview:
         assert self._rows is not None, "there is no host tier"
         return self._rows
-
-
-def _wait(copies: list[GpuCopy]) -> None:
-    """For all of them, also when one failed: after that none touches its memory. OSError: one did."""
-    problem: GpuError | None = None
-    for copy in copies:
-        try:
-            if not copy.wait_for(COPY_SECONDS):
-                log.error("a copy between the tiers takes more than %g s; waiting on", COPY_SECONDS)
-                copy.wait()
-        except GpuError as error:
-            problem = error
-    if problem is not None:
-        raise OSError(str(problem)) from problem

@@ -4,6 +4,8 @@ once, large ones on the copy threads that it owns."""
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from kvferry import _core
 from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.copy_strategies import AUTO, ENVIRONMENT, MEMCPY, CopyStatistics, StrategyCounts
 from kvferry.transfer.courier_link import CourierLink
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.transfer.lanes import Lane, rank_geometry
@@ -122,6 +125,8 @@ class HostPoolMemory:
         ]
         self._host: NDArray[np.uint8] | None = None
         self._threads = threads
+        self._counts = StrategyCounts()
+        self._counting = threading.Lock()  # a spill and a restore may run at the same time
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvferry-copy")
 
     @staticmethod
@@ -214,12 +219,22 @@ class HostPoolMemory:
         for shard in self.shape.row_shards:
             host, sizes = self._host_runs(shard, shard.ranks[0], rows)
             _core.copy_list(host, self._pool_runs(shard.ranks[0], pages), sizes, self._threads)
+            self._count(sizes)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:
             for rank in shard.ranks:
                 host, sizes = self._host_runs(shard, rank, rows)
                 _core.copy_list(self._pool_runs(rank, pages), host, sizes, self._threads)
+                self._count(sizes)
+
+    def copy_statistics(self) -> CopyStatistics:
+        forced = MEMCPY if os.environ.get(ENVIRONMENT) == MEMCPY else AUTO
+        return CopyStatistics({MEMCPY: self._counts}, {}, forced)
+
+    def _count(self, sizes: Int64s) -> None:
+        with self._counting:
+            self._counts += StrategyCounts(1, len(sizes), int(sizes.sum()))
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)

@@ -172,7 +172,9 @@ class HostTier:
             else:
                 self._spilled(started, rows, outcome)
             return outcome
-        except (OSError, ValueError, MemoryError) as error:
+        except AssertionError:
+            raise  # a broken invariant, by which the daemon ends
+        except Exception as error:
             log.error("copy of %d pages between the tiers: %s: %s", len(rows), type(error).__name__, error)
             return _Outcome(list(started.copy.device), 0, 0.0)
 

@@ -45,6 +45,7 @@ def families(reply: cache.StatsReply) -> Iterator[Metric]:
     yield from _pools(sides)
     yield from _quarantine(sides)
     yield from _tiers(sides)
+    yield from _copies(sides)
     yield from _transfers(sides)
     yield from _latencies(sides)
     yield from _peers(sides)
@@ -187,6 +188,21 @@ def _tiers(sides: Sides) -> Iterator[Metric]:
     help_ = "entries of the file discarded at the start"
     yield _counter("discarded_entries", help_, role, one("discarded_entries"))
     yield _gauge("unverified_pages", "recovered pages not verified yet", role, one("unverified_pages"))
+
+
+def _copies(sides: Sides) -> Iterator[Metric]:
+    labels = ["role", "strategy"]
+    by = [(name, each) for name, side in sides for each in side.copies.strategies]
+    copies = [([name, each.strategy], float(each.copies)) for name, each in by]
+    yield _counter("copy_runs", "copies between the tiers, by what moved them", labels, copies)
+    descriptors = [([name, each.strategy], float(each.descriptors)) for name, each in by]
+    yield _counter("copy_descriptors", "runs of bytes of them", labels, descriptors)
+    yield _counter("copy_bytes", "bytes of them", labels, [([name, e.strategy], float(e.bytes)) for name, e in by])
+    reasons = [([name, r.reason], float(r.count)) for name, side in sides for r in side.copies.fallbacks]
+    help_ = "times that another strategy than the chosen one moved the bytes, by why"
+    yield _counter("copy_fallbacks", help_, ["role", "reason"], reasons)
+    forced = [([name, side.copies.forced], 1.0) for name, side in sides if side.copies.forced]
+    yield _gauge("copy_forced", "1, with the strategy that KVFERRY_COPY forces; auto: none", labels, forced)
 
 
 def _transfers(sides: Sides) -> Iterator[Metric]:

@@ -60,17 +60,20 @@ async def map_pool(config: DaemonConfig, geometry: KVGeometry, registration: Reg
 
 
 async def make_pool(config: DaemonConfig, geometry: KVGeometry, pages: int, name: str) -> PoolMemory:
-    """The daemon's own; `name`: of its shared memory. RESOURCE_EXHAUSTED: there is too little, or no such device."""
-    shape = PoolShape(geometry, config.ranks, STORAGES[config.storage], pages)
+    """The daemon's own; `name`: of its shared memory. RESOURCE_EXHAUSTED: there is too little, or no such device;
+    FAILED_PRECONDITION: this daemon cannot make such a pool."""
 
-    def work() -> PoolMemory:
+    def work(shape: PoolShape) -> PoolMemory:
         # The kernel clears the memory, which takes seconds for a large pool.
         if config.devices:
             return GpuPoolMemory.create(shape, config.devices)
         return HostPoolMemory.create(shape, config.shm_dir, name, config.copy_threads)
 
     try:
-        return await asyncio.to_thread(work)
+        shape = PoolShape(geometry, config.ranks, STORAGES[config.storage], pages)
+        return await asyncio.to_thread(work, shape)
+    except ValueError as error:
+        raise precondition(f"pool: this daemon cannot make it: {error}") from error
     except OSError as error:
         place, flag = (config.device, "--device") if config.devices else (config.shm_dir, "--shm-dir")
         message = f"pool of {pages * shape.page_bytes} bytes in {place}: {error}; change --pool-bytes or {flag}"

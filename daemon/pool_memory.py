@@ -11,6 +11,7 @@ from concurrent.futures import Executor
 from typing import Protocol, TypeAlias
 
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.copy_strategies import CopyStatistics
 from kvferry.transfer.courier_link import CourierLink
 from kvferry.transfer.lanes import Lane
 from kvferry.transfer.layouts import Int64s
@@ -46,10 +47,11 @@ class PartCopies(Protocol):
         """The same, adding up what it copies."""
 
     def write_header(self, send_slot: int, header: bytes) -> None:
-        """To the start of a slot whose gather is done. It is there when this returns."""
+        """To the start of a slot whose gather is done. It is there when this returns. OSError: the device has failed,
+        and the session must end."""
 
     def read_header(self, receive_slot: int) -> Buffer:
-        """The first HEADER_BYTES of a slot that was written."""
+        """The first HEADER_BYTES of a slot that was written. OSError as above."""
 
     def close(self) -> None:
         """No copy runs; the courier and its slots go next."""
@@ -81,7 +83,7 @@ class PoolMemory(Protocol):
 
     def zero_tail(self, page: int, tokens: int) -> None:
         """Clears what lies behind the first `tokens` tokens of a page on every rank. It is done, or before any later
-        gather, when this returns."""
+        gather, when this returns. OSError: it is not."""
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """Clears whole pages on every rank."""
@@ -97,6 +99,9 @@ class PoolMemory(Protocol):
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
         """Row rows[i] -> page pages[i], on all ranks; otherwise as `spill`, and beside one maybe."""
+
+    def copy_statistics(self) -> CopyStatistics:
+        """Of spills and restores, so far; with zeros for each strategy that there is. Before `close`."""
 
     def close(self) -> None:
         """Waits for the copies that run, whose number is bounded by the slots, and lets the memory go."""

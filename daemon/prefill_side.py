@@ -96,7 +96,11 @@ class PrefillSide(Side[PrefillCore]):
         if isinstance(effect, ZeroTail):
             # In an engine's own layout only the engine knows where a token's bytes lie.
             if self.tiers.memory.shape.geometry.layout is not Layout.ENGINE:
-                self.tiers.memory.zero_tail(effect.page, effect.tokens)
+                try:
+                    self.tiers.memory.zero_tail(effect.page, effect.tokens)
+                except OSError as error:  # it may hold another tenant's bytes: nothing that sends it may go on
+                    self._zeroing = True
+                    raise AssertionError(f"a page's tail could not be cleared: {error}") from error
             return
         assert isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | SendAux)
         session = self.sessions.get(effect.session)

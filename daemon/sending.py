@@ -195,7 +195,11 @@ class SendingSession(Session):
             else:
                 post = sender.gathered(slot, payload_sum)
                 if post is not None and not self.closed:
-                    self.parts.write_header(slot, post.header)
+                    try:
+                        self.parts.write_header(slot, post.header)
+                    except OSError as error:
+                        self.break_off(str(error))
+                        return
                     self._counters.parts += 1
                     self._counters.payload_bytes += post.nbytes - HEADER_BYTES
                     self._counters.wire_bytes += post.nbytes

@@ -326,7 +326,7 @@ class Session:
             return
         try:
             self._hear_courier(event)
-        except (SessionBroken, ValueError) as error:
+        except (SessionBroken, ValueError, OSError) as error:  # OSError: a header's
             self.break_off(str(error))
 
     def _hear_courier(self, event: CourierEvent) -> None:

@@ -211,7 +211,7 @@ class Side(Generic[CoreT]):
         if self._closed:
             return
         if problem:  # they may hold another tenant's bytes, and effects that name them wait: nothing can go on
-            report_invariant(RuntimeError(f"pages could not be cleared: {problem}"))
+            report_invariant(AssertionError(f"pages could not be cleared: {problem}"))
             return
         self._zeroing = False
         self.flush()

@@ -19,6 +19,7 @@ from kvferry.daemon.host_tier import HostTier, open_tier
 from kvferry.daemon.pool_making import make_pool, map_pool
 from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.store import Store
+from kvferry.transfer.copy_strategies import CopyStatistics
 from kvferry.transfer.geometry import Layout, StorageOrder
 from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
@@ -54,6 +55,7 @@ class SideTiers:
         self._memory: PoolMemory | None = None
         self._shape: PoolShape | None = None  # of the memory that is, or was last
         self._host: HostTier | None = None
+        self._copies_before = CopyStatistics()  # of memory that was let go
 
     # -- what they are -------------------------------------------------------------------------------------------
 
@@ -93,6 +95,12 @@ class SideTiers:
     def host_survives(self) -> bool:
         """There is a host tier, and the next daemon finds again what it holds."""
         return self._host is not None and self._host.survives
+
+    def copy_statistics(self) -> CopyStatistics:
+        """Of the copies between them."""
+        if self._memory is None:
+            return self._copies_before
+        return self._copies_before + self._memory.copy_statistics()
 
     def copy_workers(self) -> dict[str, Executor]:
         """By name; none before the pool is made."""
@@ -187,6 +195,7 @@ class SideTiers:
 
     async def forget_pool(self) -> None:
         """Nothing uses the memory: it is let go."""
+        self._copies_before = self.copy_statistics()
         memory, self._memory = self.memory, None
         forgotten = self.store.forget_device()
         self._side.flush()  # routers hear of it

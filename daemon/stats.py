@@ -22,6 +22,7 @@ from kvferry.daemon.tls import Identity, TlsWatch
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PagePool
+from kvferry.transfer.copy_strategies import CopyStatistics
 
 
 class Snapshots:
@@ -99,6 +100,7 @@ def side_stats(side: AnySide) -> cache.SideStats:
     _device(side.store, side.tiers.page_bytes, stats.pool)
     _host(side.store, side.tiers.row_bytes, stats.host)
     _tiers(side, stats.tiers)
+    _copies(side.tiers.copy_statistics(), stats.copies)
     _namespaces(side.store, stats)
     stats.policy = side.store.limits.policy
     _transfers(side, stats.transfers)
@@ -225,6 +227,16 @@ def _tiers(side: AnySide, stats: cache.TierStats) -> None:
     stats.recovered_pages, stats.discarded_entries = tiers.recovered, tiers.discarded_entries
     stats.orphan_pages = store.orphans
     stats.unverified_pages = side.tiers.unverified_pages
+
+
+def _copies(copies: CopyStatistics, stats: cache.CopyStats) -> None:
+    stats.forced = copies.forced
+    for strategy, counts in copies.strategies.items():
+        stats.strategies.add(
+            strategy=strategy, copies=counts.copies, descriptors=counts.descriptors, bytes=counts.bytes
+        )
+    for reason, count in sorted(copies.fallbacks.items()):
+        stats.fallbacks.add(reason=reason, count=count)
 
 
 def _namespaces(store: Store, stats: cache.SideStats) -> None:

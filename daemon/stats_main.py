@@ -176,6 +176,7 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
     if pool.zeroed:
         rows.append(("pages cleared before they were given", f"{pool.zeroed}"))
     rows += _host_rows(side.host, side.tiers)
+    rows += _copy_rows(side.copies)
     if role == "decode":
         latency = side.admit_to_ready
         rows.append(("admit to ready p50 / p99", f"{latency.p50_ms:.1f} / {latency.p99_ms:.1f} ms"))
@@ -215,6 +216,19 @@ def _host_rows(host: cache.PoolStats, tiers: cache.TierStats) -> list[tuple[str,
             ("  entries of the file discarded", f"{tiers.discarded_entries}"),
         ]
     return rows
+
+
+def _copy_rows(copies: cache.CopyStats) -> list[tuple[str, str]]:
+    """Nothing before the first worker."""
+    if not copies.strategies:
+        return []
+    chosen = "chosen for each" if copies.forced == "auto" else f"{copies.forced}, forced by KVFERRY_COPY"
+    rows = [("strategy of copies between the tiers", chosen)]
+    for each in copies.strategies:
+        if each.copies or len(copies.strategies) == 1:
+            moved = f"{each.copies} / {each.descriptors} / {size(each.bytes)}"
+            rows.append((f"  {each.strategy}: copies / descriptors / bytes", moved))
+    return rows + [(f"  fallback, {reason.reason}", f"{reason.count}") for reason in copies.fallbacks]
 
 
 def _speed(nbytes: int, seconds: float) -> str:

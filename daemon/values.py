@@ -9,6 +9,7 @@ import re
 import stat
 import tempfile
 
+from kvferry import flags
 from kvferry.proto.limits import MAX_NAME_CHARS
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
@@ -42,16 +43,11 @@ def size(nbytes: float) -> str:
 
 
 def parse_device(text: str) -> tuple[int, ...]:
-    """`cpu`: (); `cuda:0,cuda:1`: (0, 1). ConfigError."""
-    if text == "cpu":
-        return ()
-    found = [re.fullmatch(r"cuda:(\d{1,2})", part.strip()) for part in text.split(",")]
-    if not all(found):
-        raise ConfigError(f"device is {text[:64]!r}; it must be cpu, or cuda:I for each rank with commas between")
-    devices = tuple(int(match.group(1)) for match in found if match is not None)
-    if len(set(devices)) != len(devices):
-        raise ConfigError(f"device is {text[:64]!r}; it names a GPU twice")
-    return devices
+    """As `flags.devices`. ConfigError."""
+    try:
+        return flags.devices(text)
+    except ValueError as error:
+        raise ConfigError(f"device {error}") from error
 
 
 def parse_address(text: str) -> tuple[str, int]:

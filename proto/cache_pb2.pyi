@@ -82,7 +82,7 @@ class ReasonCount(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SideStats(_message.Message):
-    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers", "quarantine", "events", "digests")
+    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers", "quarantine", "events", "digests", "copies")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class SideStats(_message.Message):
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     role: _common_pb2.Role
     requests: RequestStats
     pool: PoolStats
@@ -111,7 +112,8 @@ class SideStats(_message.Message):
     quarantine: QuarantineStats
     events: KvEventStats
     digests: DigestFacts
-    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ..., events: _Optional[_Union[KvEventStats, _Mapping]] = ..., digests: _Optional[_Union[DigestFacts, _Mapping]] = ...) -> None: ...
+    copies: CopyStats
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ..., events: _Optional[_Union[KvEventStats, _Mapping]] = ..., digests: _Optional[_Union[DigestFacts, _Mapping]] = ..., copies: _Optional[_Union[CopyStats, _Mapping]] = ...) -> None: ...
 
 class DigestFacts(_message.Message):
     __slots__ = ("page_size", "algorithm", "root_digest", "digest_tokens")
@@ -240,6 +242,28 @@ class TierStats(_message.Message):
     discarded_entries: int
     unverified_pages: int
     def __init__(self, spilled_pages: _Optional[int] = ..., restored_pages: _Optional[int] = ..., backup_pages: _Optional[int] = ..., spill_failed_pages: _Optional[int] = ..., restore_failed_pages: _Optional[int] = ..., mismatched_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ..., host_evicted_pages: _Optional[int] = ..., spill_seconds: _Optional[float] = ..., restore_seconds: _Optional[float] = ..., copies: _Optional[int] = ..., recovered_pages: _Optional[int] = ..., orphan_pages: _Optional[int] = ..., discarded_entries: _Optional[int] = ..., unverified_pages: _Optional[int] = ...) -> None: ...
+
+class CopyStats(_message.Message):
+    __slots__ = ("strategies", "fallbacks", "forced")
+    STRATEGIES_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
+    strategies: _containers.RepeatedCompositeFieldContainer[StrategyStats]
+    fallbacks: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    forced: str
+    def __init__(self, strategies: _Optional[_Iterable[_Union[StrategyStats, _Mapping]]] = ..., fallbacks: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., forced: _Optional[str] = ...) -> None: ...
+
+class StrategyStats(_message.Message):
+    __slots__ = ("strategy", "copies", "descriptors", "bytes")
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    strategy: str
+    copies: int
+    descriptors: int
+    bytes: int
+    def __init__(self, strategy: _Optional[str] = ..., copies: _Optional[int] = ..., descriptors: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
     __slots__ = ("namespace_id", "device_pages", "host_pages", "evictable", "promised", "soft_quota", "hard_quota", "queried_tokens", "hit_tokens", "host_hit_tokens", "evicted", "pinned_pages")

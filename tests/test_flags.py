@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry import flags
+from kvferry.workers.engine_pools import parse_devices
 from kvferry.workers.main import add_arguments
 
 Parse = Callable[[str], object]
@@ -23,6 +24,12 @@ twice = flags.parsed(lambda text: 2 * int(text, 16))
         (flags.not_negative, "0", 0.0),
         (flags.positive, "1e-3", 0.001),
         (twice, "ff", 510),
+        (flags.devices, "cpu", ()),
+        (flags.devices, "cuda", (0,)),
+        (flags.devices, "cuda:3, cuda", (3, 0)),
+        (parse_devices, "cuda", (0,)),
+        (flags.device, "cuda", "cuda:0"),
+        (flags.device, "cuda:1", "cuda:1"),
     ],
 )
 def test_taken(parse: Parse, text: str, value: object) -> None:

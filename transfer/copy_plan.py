@@ -15,7 +15,6 @@ the driver does (`batch`, `loop`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Literal
 
@@ -24,11 +23,19 @@ from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Buffer
 
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuPages
+from kvferry.transfer.copy_strategies import (
+    AUTO,
+    ENVIRONMENT,
+    STRATEGIES,
+    CopyStatistics,
+    Strategy,
+    StrategyCounts,
+    from_environment,
+)
 
-Strategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
+__all__ = ["ENVIRONMENT", "STRATEGIES", "GpuCopies", "Strategy", "choose", "choose_for_list", "from_environment"]
+
 ListStrategy = Literal["batch", "loop", "kernel"]
-STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged", "pitched")
-ENVIRONMENT = "KVFERRY_COPY"
 
 LONG_FRAGMENT = 512 << 10  # bytes: from here on a copy engine is as fast on fragments as on what was gathered
 SHORT_ROW = 64 << 10  # bytes: under this a copy engine is slow on rows as well
@@ -72,16 +79,6 @@ OF_LISTS: Mapping[Strategy, ListStrategy] = {
     "staged": "kernel",
     "pitched": "batch",
 }
-
-
-def from_environment(environment: Mapping[str, str] = os.environ) -> Strategy | None:
-    """What `KVFERRY_COPY` wants for every copy; None if it is not set, or `auto`. ValueError: no such strategy."""
-    name = environment.get(ENVIRONMENT, "auto") or "auto"
-    if name == "auto":
-        return None
-    if name not in STRATEGIES:
-        raise ValueError(f"{ENVIRONMENT} is {name[:64]!r}; it must be auto, {', '.join(STRATEGIES)}")
-    return name
 
 
 class GpuCopies:
@@ -159,9 +156,11 @@ class GpuCopies:
         strategy = self.plan_list(int(lengths.sum()), len(lengths))
         return self.engine.copy_list_from_host(_ids(dst_addresses), _ids(src_addresses), lengths, stream, strategy)
 
-    def statistics(self) -> dict[str, object]:
-        """Copies, descriptors and bytes by strategy, fallbacks by reason, and what is forced."""
-        return {**self.engine.statistics(), "forced": self.forced or "auto"}
+    def statistics(self) -> CopyStatistics:
+        """Of all copies of pages by the engine; the fallbacks are also those of parts. Waits for no copy."""
+        told = self.engine.statistics()
+        strategies: dict[str, StrategyCounts] = {name: StrategyCounts(**told[name]) for name in STRATEGIES}
+        return CopyStatistics(strategies, told["fallbacks"], self.forced or AUTO)
 
 
 def _ids(ids: ArrayLike) -> NDArray[np.int64]:

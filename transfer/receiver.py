@@ -220,7 +220,8 @@ class Receiver:
     def notification(self, payload: bytes, read_header: Callable[[int], Buffer]) -> list[ReceiverAction]:
         """A notification of the courier: what to do, in order. read_header(slot) gives the slot's first HEADER_BYTES.
 
-        Nothing for one that repeats or is stale. Raises SlotError (end the session) as the module says.
+        Nothing for one that repeats or is stale. Raises SlotError (end the session) as the module says; an OSError of
+        `read_header` is passed on, and ends it as well.
         """
         notice = PartNotice.unpack(payload)
         slot = notice.slot
@@ -233,7 +234,7 @@ class Receiver:
         try:
             header = PartHeader.unpack(read_header(slot))
             self.check_binding(notice, header)
-        except SlotError:
+        except (SlotError, OSError):
             self._credits.withhold(slot)
             raise
         incoming = self._transfers.get(notice.transfer)

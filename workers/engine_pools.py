@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from kvferry import flags
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.lanes import check_ranks, rank_geometry
@@ -54,14 +54,11 @@ class PoolSpec(NamedTuple):
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """`cpu`: (); `cuda:0,cuda:1`: (0, 1). ValueError."""
-    if text == "cpu":
-        return ()
-    found = [re.fullmatch(r"cuda:(\d{1,2})", part.strip()) for part in text.split(",")]
-    devices = tuple(int(match.group(1)) for match in found if match is not None)
-    if len(set(devices)) != len(found):
-        raise ValueError(f"--pool-device is {text[:64]!r}; it must be cpu, or cuda:I for each rank, each once")
-    return devices
+    """As `flags.devices`. ValueError."""
+    try:
+        return flags.devices(text)
+    except ValueError as error:
+        raise ValueError(f"--pool-device {error}") from error
 
 
 class EnginePools:

@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pool.add_argument("--pool-pages", type=flags.whole, default=1024, metavar="N", help="in it")
     pool.add_argument("--page-size", type=flags.whole, default=64, metavar="TOKENS", help="the daemon's")
     pool.add_argument(
-        "--pool-device", default="cpu", metavar="cpu|cuda:I,...", help="shared memory, or a GPU for each rank"
+        "--pool-device", default="cpu", metavar="cpu|cuda[:I],...", help="shared memory, or a GPU for each rank"
     )
     pool.add_argument("--ranks", type=flags.whole, metavar="N", help="the daemon's (default: one a device)")
     pool.add_argument("--storage", choices=tuple(STORAGES), default="layer", help="of each rank's memory")
@@ -111,7 +111,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--engine", choices=("synthetic",), help="the same as --synthetic")
     model.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and KV")
     model.add_argument(
-        "--device", default="cpu", metavar="cpu|cuda:N", help="that computes; the daemon's pool is there too"
+        "--device",
+        type=flags.device,
+        default="cpu",
+        metavar="cpu|cuda[:N]",
+        help="that computes; the daemon's pool is there too",
     )
     model.add_argument("--revision", default="", help="of the weights, instead of a hash of their files")
     model.add_argument("--threads", type=flags.whole, default=1, metavar="N", help="that compute")

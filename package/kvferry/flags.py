@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -52,3 +53,23 @@ def parsed(parse: Callable[[str], _T]) -> Callable[[str], _T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return checked
+
+
+def devices(text: str) -> tuple[int, ...]:
+    """The GPU of each rank: `cpu`: (); `cuda`: (0,); `cuda:0,cuda:1`: (0, 1). ValueError."""
+    if text == "cpu":
+        return ()
+    found = [re.fullmatch(r"cuda(?::([0-9]{1,2}))?", part.strip()) for part in text.split(",")]
+    numbers = tuple(int(match.group(1) or 0) for match in found if match is not None)
+    if len(numbers) < len(found):
+        raise ValueError(
+            f"is {text[:64]!r}; it must be cpu, or cuda:I for each rank with commas between (cuda is cuda:0)"
+        )
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"is {text[:64]!r}; it names a GPU twice")
+    return numbers
+
+
+def device(text: str) -> str:
+    """As torch names one, which keeps `cuda` and `cuda:0` apart."""
+    return "cuda:0" if text == "cuda" else text

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
+from kvferry.daemon import gpu_ranks
+from kvferry.transfer.copy_plan import GpuCopies
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +35,17 @@ def fake(library: str) -> Iterator[ctypes.CDLL]:
     yield driver
     assert driver.fake_contexts() == 0, "a context was left current"
     driver.fake_reset()
+
+
+@pytest.fixture
+def on_the_fake(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon's pools are."""
+
+    def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
+        return GpuCopies(GpuCopyEngine(ordinal, library)), GpuCopies(GpuCopyEngine(ordinal, library))
+
+    monkeypatch.setattr(gpu_ranks, "copiers", copiers)
+    monkeypatch.setattr(gpu_ranks, "gpu_device_ordinal", lambda uuid: uuid[0])
 
 
 @pytest.fixture

@@ -8,10 +8,8 @@ import mmap
 import numpy as np
 import pytest
 
-from kvferry._core import GpuCopyEngine
-from kvferry.daemon import gpu_memory
 from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.transfer.copy_plan import GpuCopies
+from kvferry.transfer.copy_strategies import STRATEGIES
 from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.registration import (
     GpuAllocation,
@@ -36,15 +34,6 @@ def calls(fake: ctypes.CDLL, name: str) -> int:
 def handle_of(address: int) -> bytes:
     """As the fake makes them."""
     return address.to_bytes(8, "little") + bytes([0x5A] * 56)
-
-
-@pytest.fixture
-def on_the_fake(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
-        return GpuCopies(GpuCopyEngine(ordinal, library)), GpuCopies(GpuCopyEngine(ordinal, library))
-
-    monkeypatch.setattr(gpu_memory, "copiers", copiers)
-    monkeypatch.setattr(gpu_memory, "gpu_device_ordinal", lambda uuid: uuid[0])
 
 
 def registered(addresses: list[int], nbytes: int, uuid: bytes = bytes(16)) -> Registration:
@@ -84,6 +73,10 @@ def test_pages_of_several_allocations_are_spilled_and_restored(fake: ctypes.CDLL
     memory.restore(np.array([5, 0]), np.array([3, 0]))
     assert (row(5), row(0)) == (kept[1], kept[4])
     assert [row(page) for page in (1, 2, 3, 4)] == [kept[page] for page in (1, 2, 3, 4)], "no neighbour has changed"
+    moved = memory.copy_statistics()
+    assert set(moved.strategies) == set(STRATEGIES)
+    assert sum(counts.copies for counts in moved.strategies.values()) == 2
+    assert sum(counts.bytes for counts in moved.strategies.values()) == 4 * size
     memory.zero_tail(2, 10)
     memory.close()
     assert calls(fake, "ipc_close") == opened + 2

@@ -92,6 +92,9 @@ def test_defaults_follow_the_role() -> None:
         (["--device", "gpu"], "device is 'gpu'; it must be cpu, or cuda:I"),
         (["--device", "cuda:0,cuda:0"], "names a GPU twice"),
         (["--device", "cuda:0,cuda:1", "--ranks", "3"], "of 2 ranks; --ranks is 3"),
+        (["--device", "cuda,cuda:0"], "names a GPU twice"),
+        (["--device", "cuda:"], "device is 'cuda:'; it must be cpu, or cuda:I"),
+        (["--device", "cuda"], None),
         (["--slot-bytes", "100"], "--slot-bytes is 100; it must be 4KiB to 512MiB"),
         (["--pool-bytes", "0"], "--pool-bytes is 0; it must be 1 to 256TiB"),
         (["--transfer-seconds", "0"], "--transfer-seconds is 0; it must be 0.05 to 3600"),
@@ -226,6 +229,23 @@ def test_metrics_address_follows_role_and_listen() -> None:
     assert loaded("--role", "decode", "--metrics", "off").config.metrics == ""
 
 
+def test_devices_and_the_ranks_that_follow() -> None:
+    assert config_of("--role", "decode", "--device", "cuda").devices == (0,)
+    two = config_of("--role", "decode", "--device", "cuda, cuda:1")
+    assert (two.devices, two.ranks) == ((0, 1), 2)
+
+
+def test_the_copies_of_the_environment_are_judged_at_the_start() -> None:
+    for device in ("cpu", "cuda:0"):
+        for name in ("", "auto", "staged"):
+            loaded("--role", "decode", "--device", device, KVFERRY_COPY=name)
+        with pytest.raises(ConfigError, match=r"KVFERRY_COPY is 'dma'; it must be auto, batch, .*pitched, memcpy"):
+            loaded("--role", "decode", "--device", device, KVFERRY_COPY="dma")
+    loaded("--role", "decode", KVFERRY_COPY="memcpy")
+    with pytest.raises(ConfigError, match="KVFERRY_COPY is memcpy, the CPU's copies, but the pool is on GPUs"):
+        loaded("--role", "decode", "--device", "cuda", KVFERRY_COPY="memcpy")
+
+
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +290,8 @@ def test_the_schema_takes_a_good_file_and_no_bad_one(capsys: pytest.CaptureFixtu
     validator.check_schema(schema)
     good = "{role: decode, pool_bytes: 8GiB, slots: 4, peers: {p: 'h:1'}, quotas: {default: '1:2'}, policy: lru}"
     assert not list(validator.iter_errors(yaml.safe_load(good)))
+    for device, right in (("cuda", True), ("cuda:0, cuda:1", True), ("cpu", True), ("cuda:", False), ("gpu", False)):
+        assert validator.is_valid({"role": "decode", "device": device}) is right
     for bad in ("{pol_bytes: 1}", "{slots: 0}", "{pool_bytes: many}", "{policy: most}", "{role: x}"):
         assert list(validator.iter_errors(yaml.safe_load(bad))), bad
 

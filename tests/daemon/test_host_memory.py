@@ -161,6 +161,11 @@ def test_host_rows_and_tails(tmp_path: Path, name: str, ranks: int, order: Stora
     for each in mapped:
         each[:] = 0x55
     memory.restore(np.array([1, 4]), np.array([3, 0]))
+    moved = memory.copy_statistics()
+    of_ranks = memory.shape.rank_geometry.page_bytes * ranks
+    assert moved.strategies["memcpy"].bytes == 2 * geometry.page_bytes + 2 * of_ranks
+    assert moved.strategies["memcpy"].copies == len(memory.shape.row_shards) + ranks
+    assert (list(moved.strategies), moved.fallbacks, moved.forced) == (["memcpy"], {}, "auto")
     poison = np.full_like(pages, 0x55)
     poison[[1, 4]] = pages[[5, 2]]
     memory.zero_tail(4, 2)

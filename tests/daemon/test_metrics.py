@@ -53,6 +53,10 @@ def snapshot() -> cache.StatsReply:
         side.peers.add(name="p", state="up", slots=16, free_credits=10, busy_slots=2, withheld_slots=1)
         side.peers.add(name="p", state="connecting", slots=16, free_credits=3)
         side.namespaces.add(namespace_id=b"\xab" * 32, device_pages=7, hit_tokens=10)
+        side.copies.strategies.add(strategy="staged", copies=3, descriptors=12, bytes=4096)
+        side.copies.strategies.add(strategy="batch")
+        side.copies.fallbacks.add(reason="rows are not pinned", count=2)
+        side.copies.forced = "staged"
     return reply
 
 
@@ -64,6 +68,16 @@ def samples(reply: cache.StatsReply) -> dict[tuple[str, tuple[tuple[str, str], .
             assert key not in found, f"{key} comes twice"
             found[key] = sample.value
     return found
+
+
+def test_copies_by_strategy() -> None:
+    found = samples(snapshot())
+    for strategy, counts in (("staged", (3, 12, 4096)), ("batch", (0, 0, 0))):
+        labels = (("role", "decode"), ("strategy", strategy))
+        names = ("copy_runs", "copy_descriptors", "copy_bytes")
+        assert tuple(found[f"kvferry_{name}_total", labels] for name in names) == counts
+    assert found["kvferry_copy_fallbacks_total", (("reason", "rows are not pinned"), ("role", "decode"))] == 2
+    assert found["kvferry_copy_forced", (("role", "decode"), ("strategy", "staged"))] == 1
 
 
 def test_names_units_and_labels() -> None:

@@ -16,6 +16,7 @@ from kvferry.daemon.store import Started, Store
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
+from kvferry.transfer.copy_strategies import CopyStatistics, StrategyCounts
 from kvferry.transfer.courier_link import CourierLink
 from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.lanes import Lane
@@ -209,6 +210,9 @@ class SimPoolMemory:
             self._memory.write(page, bytes(PAGE_BYTES))
         self._clock.counts["pages cleared"] += len(pages)
         done("")
+
+    def copy_statistics(self) -> CopyStatistics:
+        return CopyStatistics({"memcpy": StrategyCounts()})
 
     def zero_tail(self, page: int, tokens: int) -> None:
         size, kept = GEOMETRY.fragment_bytes, tokens * GEOMETRY.fragment_token_bytes

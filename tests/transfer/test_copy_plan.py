@@ -1,6 +1,7 @@
 import pytest
 
 from kvferry.transfer.copy_plan import ENVIRONMENT, STRATEGIES, GpuCopies, choose, choose_for_list, from_environment
+from kvferry.transfer.copy_strategies import CopyStatistics, StrategyCounts, check_environment
 
 KIB = 1 << 10
 
@@ -92,5 +93,30 @@ def test_environment() -> None:
     assert from_environment({ENVIRONMENT: "auto"}) is None
     assert from_environment({ENVIRONMENT: ""}) is None
     assert [from_environment({ENVIRONMENT: name}) for name in STRATEGIES] == list(STRATEGIES)
-    with pytest.raises(ValueError, match="KVFERRY_COPY is 'dma'; it must be auto, batch, loop, kernel, "):
+    with pytest.raises(ValueError, match=r"KVFERRY_COPY is 'dma'; it must be auto, batch, loop, kernel, .*, memcpy"):
         from_environment({ENVIRONMENT: "dma"})
+
+
+def test_the_strategy_of_the_cpu_is_none_of_a_gpu() -> None:
+    for name in ("", "auto", "staged"):
+        for on_gpus in (False, True):
+            check_environment({ENVIRONMENT: name}, on_gpus=on_gpus)
+    check_environment({ENVIRONMENT: "memcpy"}, on_gpus=False)
+    with pytest.raises(ValueError, match="KVFERRY_COPY is memcpy, the CPU's copies, but the pool is on GPUs"):
+        check_environment({ENVIRONMENT: "memcpy"}, on_gpus=True)
+    with pytest.raises(ValueError, match="KVFERRY_COPY is memcpy"):
+        from_environment({ENVIRONMENT: "memcpy"})
+    with pytest.raises(ValueError, match="KVFERRY_COPY is 'x'"):
+        check_environment({ENVIRONMENT: "x"}, on_gpus=False)
+
+
+def test_statistics_add_up() -> None:
+    first = CopyStatistics({"batch": StrategyCounts(1, 2, 3), "loop": StrategyCounts()}, {"a": 1}, "batch")
+    second = CopyStatistics({"batch": StrategyCounts(10, 20, 30), "memcpy": StrategyCounts(4, 5, 6)}, {"a": 2, "b": 3})
+    together = first + second
+    assert together.strategies == {
+        "batch": StrategyCounts(11, 22, 33),
+        "loop": StrategyCounts(),
+        "memcpy": StrategyCounts(4, 5, 6),
+    }
+    assert (together.fallbacks, together.forced) == ({"a": 3, "b": 3}, "auto")

@@ -1,0 +1,167 @@
+"""What a pool on GPUs is made of: each rank's memory, and the engines that copy there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuMapping, GpuPages, gpu_device_ordinal
+from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.copy_plan import GpuCopies
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.layouts import Int64s, RankStorage, RowMap
+from kvferry.transfer.registration import GpuAllocation, RegisteredRank, Registration
+
+COPY_SECONDS = 60.0  # for a spill or a restore: a device that takes longer is lost
+
+log = logging.getLogger(__name__)
+
+
+def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
+    """Of spills and of restores: two, since an engine has one stream to the host, and a restore, which a request waits
+    for, is not to be behind spills. GpuUnavailable, GpuError."""
+    return GpuCopies(GpuCopyEngine(ordinal)), GpuCopies(GpuCopyEngine(ordinal))
+
+
+class RankMemory:
+    """One rank's memory, and the engines that copy there."""
+
+    def __init__(self, storage: RankStorage, ordinal: int, engines: tuple[GpuCopies, GpuCopies], base: int) -> None:
+        """`storage` begins at address `base`."""
+        self.ordinal = ordinal
+        self.spills, self.restores = engines
+        self._base = base
+        self._storage = storage
+        whole = storage.rows()
+        self.spilled = self.pages(self.spills.engine, whole)
+        self.restored = self.pages(self.restores.engine, whole)
+        self._planes = self.pages(self.parts, storage.planes())
+        self._zeroed: GpuCopy | None = None  # the last one
+
+    @property
+    def parts(self) -> GpuCopyEngine:
+        """That gathers, scatters and clears."""
+        return self.spills.engine
+
+    def pages(self, engine: GpuCopyEngine, rows: RowMap) -> GpuPages:
+        """These rows of the memory."""
+        bases = np.ascontiguousarray(rows.offsets + self._base)
+        strides = np.ascontiguousarray(rows.strides)
+        return engine.pages(bases, strides, rows.fragment_bytes, rows.pages, rows.pieces, rows.piece_stride)
+
+    def zero_tail(self, page: int, tokens: int) -> None:
+        """Before any gather that is issued later."""
+        start = tokens * self._storage.geometry.fragment_token_bytes
+        self._zeroed = self.parts.zero_page_from(self._planes, page, start, 0, self.parts.gather_stream)
+
+    def zero_pages(self, pages: Int64s) -> GpuCopy:
+        """Whole ones."""
+        return self.parts.zero_pages(self._planes, pages)
+
+    def rank_pools(self) -> list[wire.RankPool]:
+        """Where workers find it; none: they know."""
+        return []
+
+    def close(self) -> None:
+        """No part is copied and no page spilled or restored any more."""
+        if self._zeroed is not None:
+            wait_all([self._zeroed])
+
+
+class OwnRank(RankMemory):
+    """An allocation of the daemon."""
+
+    def __init__(self, storage: RankStorage, ordinal: int) -> None:
+        """GpuUnavailable, GpuError."""
+        engines = copiers(ordinal)
+        self.memory = engines[0].engine.allocate(storage.nbytes)
+        engines[0].engine.check_range(self.memory.address, storage.nbytes)
+        super().__init__(storage, ordinal, engines, self.memory.address)
+
+    def rank_pools(self) -> list[wire.RankPool]:
+        nbytes = self._storage.nbytes
+        handle, offset = self.parts.export_memory(self.memory.address, nbytes)
+        uuid = self.parts.device_uuid()
+        return [wire.RankPool(ipc_handle=handle, device=self.ordinal, device_uuid=uuid, nbytes=nbytes, offset=offset)]
+
+
+class MappedRank(RankMemory):
+    """Allocations of an engine. They stay where they are until `close`, whatever becomes of the engine's process."""
+
+    def __init__(
+        self, field: str, rank: RegisteredRank, registration: Registration, own: KVGeometry, device: int
+    ) -> None:
+        """`own`: the rank's geometry. GpuUnavailable, GpuError; ValueError where the memory is not what was
+        registered."""
+        sources = [(memory.source, memory.nbytes) for memory in rank.memories]
+        self.mappings: list[GpuMapping] = []
+        engines = copiers(device)
+        try:
+            for i, (source, nbytes) in enumerate(sources):
+                assert isinstance(source, GpuAllocation), "a pool on GPUs is of allocations"
+                name = f"{field}.memories[{i}]"
+                there = gpu_device_ordinal(source.device_uuid)
+                if there != device:
+                    raise ValueError(f"{name}.gpu.device_uuid is cuda:{there}'s; this rank's is cuda:{device}")
+                try:
+                    self.mappings.append(engines[0].engine.open_ipc(source.ipc_handle, nbytes))
+                except GpuError as error:
+                    raise ValueError(f"{name}.gpu.ipc_handle: {error}") from error
+            addresses = [mapping.address for mapping in self.mappings]
+            for i, tensor in enumerate(rank.tensors):
+                try:  # that the driver, too, has it in one allocation
+                    start = addresses[tensor.memory] + tensor.offset
+                    engines[0].engine.check_range(start, tensor.extent(registration.pages))
+                except (GpuError, ValueError) as error:
+                    raise ValueError(f"{field}.tensors[{i}]: {error}") from error
+            self.storage = rank.storage(own, registration.order, registration.pages, addresses)
+            super().__init__(self.storage, device, engines, 0)
+        except BaseException:
+            self._unmap()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._unmap()
+
+    def _unmap(self) -> None:
+        while self.mappings:
+            self.mappings.pop().close()
+
+
+def run_all(issues: list[Callable[[], GpuCopy]]) -> None:
+    """Each issues a copy. Whatever goes wrong: none runs any more, on no device, when this returns or raises. OSError:
+    one could not be issued, or failed."""
+    copies: list[GpuCopy] = []
+    try:
+        for begin in issues:
+            copies.append(begin())
+    except Exception as error:
+        _wait_whatever_comes(copies)
+        if isinstance(error, (GpuError, IndexError)):
+            raise OSError(f"a copy could not be issued: {error}") from error
+        raise
+    wait_all(copies)
+
+
+def _wait_whatever_comes(copies: list[GpuCopy]) -> None:
+    try:
+        wait_all(copies)
+    except OSError as error:
+        log.error("of the copies before the one that could not be issued: %s", error)
+
+
+def wait_all(copies: list[GpuCopy]) -> None:
+    """For all of them, also when one failed: after that none touches its memory. OSError: one did."""
+    problem: GpuError | None = None
+    for copy in copies:
+        try:
+            if not copy.wait_for(COPY_SECONDS):
+                log.error("a copy between the tiers takes more than %g s; waiting on", COPY_SECONDS)
+                copy.wait()
+        except GpuError as error:
+            problem = error
+    if problem is not None:
+        raise OSError(str(problem)) from problem

@@ -1,0 +1,69 @@
+"""The ends of GPU copies as the event loop hears them, over the fake driver."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry._core import GpuCopy, GpuCopyEngine
+from kvferry.daemon.copy_ends import CopyEnds
+
+NOT_READY = 600
+
+
+def copier(library: str) -> Callable[[], GpuCopy]:
+    engine = GpuCopyEngine(0, library)
+    memory, slot = engine.allocate(64), engine.allocate(64)
+    pages = engine.pages(np.array([memory.address]), np.array([16]), 16, 4)
+
+    def gather(held: object = memory) -> GpuCopy:
+        return engine.gather_part(pages, np.array([1]), 0, 16, slot.address)
+
+    return gather
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["seen by the loop", "waited for by the thread"])
+def test_an_end_that_cannot_be_dealt_with_keeps_no_other_one_back(fake: ctypes.CDLL, library: str, slow: bool) -> None:
+    copy = copier(library)
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        reported: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, context: reported.append(context))
+        ends = CopyEnds()
+        told: list[str] = []
+        all_told = asyncio.Event()
+
+        def broken(problem: str) -> None:
+            told.append("broken")
+            raise RuntimeError("injected")
+
+        def well(problem: str) -> None:
+            told.append("well" + problem)
+            all_told.set()
+
+        for _ in range(3):
+            all_told.clear()
+            told.clear()
+            if slow:
+                fake.fake_answer(b"event_query", NOT_READY)
+            for done in (broken, broken, well):
+                ends.add(copy(), done)
+            if slow:
+                while len(ends._given) < 3:
+                    await asyncio.sleep(0.001)
+                fake.fake_answer(b"event_query", 0)
+            await asyncio.wait_for(all_told.wait(), 20)
+            assert told == ["broken", "broken", "well"]
+            assert len(ends) == 0
+            while ends._turning:  # it falls asleep, and is woken by the next one
+                await asyncio.sleep(0.001)
+        assert [str(context["exception"]) for context in reported] == ["injected"] * 6
+        ends.close()
+
+    asyncio.run(story())

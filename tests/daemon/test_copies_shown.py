@@ -1,0 +1,94 @@
+"""How pages are moved between the tiers, as a daemon tells it; and a pool that cannot be made."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.errors import RequestError
+from kvferry.daemon.host_memory import HostPoolMemory
+from kvferry.daemon.pool_making import make_pool
+from kvferry.daemon.stats import side_stats
+from kvferry.daemon.stats_main import render
+from kvferry.proto import cache_pb2 as cache
+from kvferry.proto import common_pb2 as common
+from kvferry.transfer.copy_strategies import CopyStatistics, StrategyCounts
+from kvferry.transfer.geometry import KVGeometry
+from tests.simulation.clock import Clock
+from tests.simulation.daemons import Setting, SimSide
+from tests.simulation.faults import Faults
+
+GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=16)
+SETTING = Setting(
+    pages=8,
+    host_pages=0,
+    slots=2,
+    send_slots=2,
+    slot_bytes=4096,
+    policy="lru",
+    overcommit=1.0,
+    write_through=0,
+    quota=None,
+    checksums=False,
+    zero_freed=False,
+)
+
+
+class Side(SimSide, DecodeSide):
+    def __init__(self) -> None:
+        clock = Clock(1)
+        DecodeSide.__init__(self, DaemonConfig(role="decode"), bytes(16), lambda: clock.now)
+        self.furnish(clock, SETTING, Faults())
+
+
+def shown(stats: cache.SideStats) -> str:
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(render(cache.StatsReply(daemon="d", sides=[stats])))
+    return captured.get()
+
+
+def test_what_moved_pages_is_told_and_outlives_an_engines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        side = Side()
+        told = side_stats(side).copies
+        assert [(each.strategy, each.copies) for each in told.strategies] == [("memcpy", 0)]
+        assert "memcpy: copies / descriptors / bytes" in shown(side_stats(side))
+
+        memory: Any = side.tiers.memory
+        counts = {"staged": StrategyCounts(2, 30, 4096), "batch": StrategyCounts()}
+        of_a_gpu = CopyStatistics(counts, {"rows are not pinned": 3}, "kernel")
+        monkeypatch.setattr(memory, "copy_statistics", lambda: of_a_gpu)
+        monkeypatch.setattr(memory, "close", lambda: None, raising=False)
+        for _ in range(2):  # while it is there, and when it has gone
+            stats = side_stats(side)
+            (staged, batch), (fallback,) = stats.copies.strategies, stats.copies.fallbacks
+            assert (staged.strategy, staged.copies, staged.descriptors, staged.bytes) == ("staged", 2, 30, 4096)
+            assert (batch.strategy, batch.copies) == ("batch", 0)
+            assert (fallback.reason, fallback.count, stats.copies.forced) == ("rows are not pinned", 3, "kernel")
+            if side.tiers._memory is not None:
+                await side.tiers.forget_pool()
+        text = shown(stats)
+        for words in ("kernel, forced by KVFERRY_COPY", "2 / 30 / 4.0 KiB", "fallback, rows are not pinned"):
+            assert words in text
+        assert "batch: copies" not in text
+
+    asyncio.run(story())
+
+
+def test_a_pool_that_cannot_be_made_is_a_refusal_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(*words: object) -> HostPoolMemory:
+        raise ValueError("KVFERRY_COPY is 'dma'")
+
+    monkeypatch.setattr(HostPoolMemory, "create", create)
+    with pytest.raises(RequestError, match="pool: this daemon cannot make it: KVFERRY_COPY is 'dma'") as refused:
+        asyncio.run(make_pool(DaemonConfig(role="decode"), GEOMETRY, 4, "name"))
+    assert refused.value.code == common.ERROR_FAILED_PRECONDITION
+    with pytest.raises(RequestError, match="pool: this daemon cannot make it: ") as refused:
+        asyncio.run(make_pool(DaemonConfig(role="decode", ranks=3), GEOMETRY, 4, "name"))
+    assert refused.value.code == common.ERROR_FAILED_PRECONDITION

@@ -1,0 +1,71 @@
+"""Bytes of others that cannot be cleared go nowhere: the daemon ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.effects import Effect, SendProgress, ZeroTail
+from kvferry.daemon.prefill_side import PrefillSide
+from tests.simulation.clock import Clock
+from tests.simulation.daemons import Setting, SimSide
+from tests.simulation.faults import Faults
+
+SETTING = Setting(
+    pages=8,
+    host_pages=0,
+    slots=2,
+    send_slots=2,
+    slot_bytes=4096,
+    policy="lru",
+    overcommit=1.0,
+    write_through=0,
+    quota=None,
+    checksums=False,
+    zero_freed=True,
+)
+
+
+class Side(SimSide, PrefillSide):
+    def __init__(self) -> None:
+        clock = Clock(1)
+        PrefillSide.__init__(self, DaemonConfig(role="prefill"), bytes(16), lambda: clock.now)
+        self.furnish(clock, SETTING, Faults())
+        self.performed: list[Effect] = []
+
+    def perform(self, effect: Effect) -> None:
+        self.performed.append(effect)
+        super().perform(effect)
+
+
+def test_nothing_is_sent_behind_a_tail_that_was_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        side = Side()
+
+        def fail(page: int, tokens: int) -> None:
+            raise OSError("cuda:0: launch: OTHER")
+
+        monkeypatch.setattr(side.tiers.memory, "zero_tail", fail)
+        tail = ZeroTail(3, 2)
+        side._effects.extend([tail, SendProgress(1, 1, 4)])
+        with pytest.raises(AssertionError, match="a page's tail could not be cleared: cuda:0: launch: OTHER"):
+            side.flush()
+        side.flush()
+        assert side.performed == [tail]
+
+    asyncio.run(story())
+
+
+def test_pages_that_were_not_cleared_end_the_daemon() -> None:
+    async def story() -> None:
+        side, reported = Side(), list[Any]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+        side._zeroed("GpuError: launch: OTHER")
+        (error,) = reported
+        assert isinstance(error, AssertionError), "by which Daemon ends"
+        assert "pages could not be cleared: GpuError: launch: OTHER" in str(error)
+
+    asyncio.run(story())

@@ -1,0 +1,155 @@
+"""A GPU that fails while a part's header is read or written costs the session, which ends; nothing waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from kvferry._core import GpuError
+from kvferry.daemon import session as session_module
+from kvferry.daemon.counters import Latencies, TransferCounters
+from kvferry.daemon.effects import OpenSend
+from kvferry.daemon.gpu_memory import GpuPartCopies
+from kvferry.daemon.pool_memory import CopyEnd, PoolMemory
+from kvferry.daemon.receiving import ReceivingSession
+from kvferry.daemon.sending import SendingSession
+from kvferry.daemon.session import SessionBroken, SessionTimes
+from kvferry.proto import peer_pb2 as peer
+from kvferry.transfer.courier_config import CourierConfig
+from kvferry.transfer.courier_messages import Connected, Notification
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.lanes import lanes_of
+from kvferry.transfer.receiver import Receiver
+from kvferry.transfer.sender import Gather
+from kvferry.transfer.slots import PartNotice
+
+GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=1, dtype="float16", page_size=4)
+LANES = lanes_of(GEOMETRY, 1, 1)
+SLOT_BYTES, EPOCH = 4096, 7
+TIMES = SessionTimes(heartbeat=60.0, lost=60.0)
+
+
+class Link:
+    """Of a courier whose slots are on a GPU that answers no more."""
+
+    pid, metadata, receive_address = 1, b"metadata", 1 << 20
+    receive_ranks = ()
+    now: Link
+
+    def __init__(self, on_event: Any) -> None:
+        self.on_event, self.stopped = on_event, False
+        Link.now = self
+
+    @staticmethod
+    async def start(config: object, on_event: Any, seconds: float) -> Link:
+        return Link(on_event)
+
+    def connect(self, *words: object) -> None:
+        asyncio.get_running_loop().call_soon(self.on_event, Connected())
+
+    def read_header(self, slot: int, nbytes: int) -> bytes:
+        raise GpuError("read: not done in 10 s")
+
+    def write_header(self, slot: int, header: bytes) -> None:
+        raise GpuError("write: not done in 10 s")
+
+    def expect(self, active: int) -> None:
+        pass
+
+    def oldest_post_age(self, now: float) -> float:
+        return 0.0
+
+    async def stop(self, seconds: float) -> None:
+        self.stopped = True
+
+
+class Parts(GpuPartCopies):
+    """Whose gathers end well."""
+
+    gathers_at_once = 4  # type: ignore[assignment]
+
+    def gather(self, gather: Gather, done: CopyEnd) -> None:
+        asyncio.get_running_loop().call_soon(done, "")
+
+
+class Memory:
+    def parts(self, link: Any, lanes: object) -> Parts:
+        return Parts(link, cast(Any, None), [], [], cast(Any, None))
+
+    sending = receiving = parts
+
+
+class Stream:
+    def __init__(self, messages: list[peer.PeerMessage]) -> None:
+        self._messages = messages
+
+    async def read(self) -> object:
+        if not self._messages:
+            await asyncio.Event().wait()
+        return self._messages.pop(0)
+
+    async def write(self, message: peer.PeerMessage) -> None:
+        pass
+
+
+class Events:
+    """Of either direction: pages are sent as soon as they are asked for, and a part is announced at once."""
+
+    def on_ask(self, session: SendingSession, ask: peer.Ask) -> None:
+        session.open(OpenSend(session.number, ask.transfer, 0, (0,), 1))
+
+    def on_session_up(self) -> None:
+        notice = PartNotice(epoch=EPOCH, transfer=1, slot=0, generation=1)
+        asyncio.get_running_loop().call_soon(Link.now.on_event, Notification(notice.pack()))
+
+
+def met(receive_slots: int) -> list[peer.PeerMessage]:
+    up = peer.CourierUp(metadata=b"m", receive_address=1, receive_slots=receive_slots, slot_bytes=SLOT_BYTES)
+    return [peer.PeerMessage(courier_up=up), peer.PeerMessage(courier_connected=peer.CourierConnected())]
+
+
+def common(receive_slots: int, send_slots: int) -> dict[str, Any]:
+    courier = CourierConfig(slot_bytes=SLOT_BYTES, receive_slots=receive_slots, send_slots=send_slots)
+    return {
+        "remote": "other",
+        "courier": courier,
+        "memory": cast(PoolMemory, Memory()),
+        "lanes": LANES,
+        "remote_ranks": 1,
+        "checksums": False,
+        "times": TIMES,
+        "events": cast(Any, Events()),
+        "counters": TransferCounters(),
+        "latencies": Latencies(),
+    }
+
+
+def test_a_header_that_cannot_be_written_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "CourierLink", Link)
+
+    async def story() -> None:
+        session = SendingSession(number=1, send_slots=2, remote_epoch=EPOCH, **common(0, 2))
+        granted = peer.Credits(credits=[peer.Credit(slot=0, generation=1)])
+        words = [*met(2), peer.PeerMessage(credits=granted), peer.PeerMessage(ask=peer.Ask(transfer=1, pages=1))]
+        with pytest.raises(SessionBroken, match="the header of send slot 0: write: not done in 10 s"):
+            await asyncio.wait_for(session.run(Stream(words)), 20)
+        assert Link.now.stopped
+
+    asyncio.run(story())
+
+
+def test_a_header_that_cannot_be_read_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "CourierLink", Link)
+
+    async def story() -> None:
+        receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2)
+        session = ReceivingSession(receiver=receiver, **common(2, 0))
+        with pytest.raises(SessionBroken, match="the header of receive slot 0: read: not done in 10 s"):
+            await asyncio.wait_for(session.run(Stream(met(0))), 20)
+        assert Link.now.stopped
+        assert (receiver.busy_slots, receiver.withheld_slots) == (0, 1)
+        receiver.check()
+
+    asyncio.run(story())
