@@ -39,10 +39,18 @@ class Registering:
         self._workers = workers
         self._engine = engine
         self._tasks = tasks
+        self._coming = 0  # workers that were judged, and are not here yet
 
     async def register(self, hello: wire.WorkerHello) -> tuple[Worker, wire.Welcome]:
         """Takes a worker in, making the pool for the first one. RequestError where it does not fit."""
         self._check(hello)
+        self._coming += 1  # making a pool takes long, and others come meanwhile
+        try:
+            return await self._take_in(hello)
+        finally:
+            self._coming -= 1
+
+    async def _take_in(self, hello: wire.WorkerHello) -> tuple[Worker, wire.Welcome]:
         registration = registration_of(self._config, hello)
         hello.facts.geometry.page_size = self._config.page_size
         try:
@@ -76,10 +84,10 @@ class Registering:
         if len(hello.worker) > MAX_NAME_CHARS:
             raise invalid(f"worker has {len(hello.worker)} characters; the bound is {MAX_NAME_CHARS}")
         workers, most = self._workers, self._config.max_workers
-        if workers.may_write >= most:
+        if workers.may_write + self._coming >= most:
             raise exhausted(
-                f"{len(workers.here)} workers are here and {workers.lost} lost ones not proven gone; "
-                f"--max-workers is {most}"
+                f"{len(workers.here)} workers are here, {self._coming} are coming, and {workers.lost} lost ones are "
+                f"not proven gone; --max-workers is {most}"
             )
         page_size = hello.facts.geometry.page_size
         if page_size not in (0, self._config.page_size):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvferry.daemon import side_tiers
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.dialing import dial_plainly
@@ -73,5 +76,73 @@ def test_a_file_that_has_an_engines_name_meanwhile_is_left_alone(tmp_path: Path)
         await side.close()
         assert (tmp_path / name).exists()
         again.close()
+
+    asyncio.run(story())
+
+
+def plain_hello(name: str) -> worker_pb2.WorkerHello:
+    """Of a worker that takes the daemon's pool."""
+    geometry = common_pb2.Geometry(layers=2, kv_heads=4, head_dim=16, dtype="float32", tensors=2)
+    facts = common_pb2.NamespaceFacts(
+        model="synthetic", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=root_digest()
+    )
+    return worker_pb2.WorkerHello(protocol=1, role=common_pb2.ROLE_DECODE, worker=name, facts=facts)
+
+
+def held_up(making: Callable[..., Awaitable[Any]], gate: asyncio.Event) -> Callable[..., Awaitable[Any]]:
+    """`making` of a pool, which does not begin before the gate opens."""
+
+    async def made(*arguments: object) -> Any:
+        await gate.wait()
+        return await making(*arguments)
+
+    return made
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_max_workers_bounds_those_that_come_while_the_pool_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    config = DaemonConfig(
+        role="decode", shm_dir=str(tmp_path), page_size=PAGE, pool_bytes=1 << 20, ranks=ranks, max_workers=2
+    )
+
+    async def story() -> None:
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        gate = asyncio.Event()
+        monkeypatch.setattr(side_tiers, "make_pool", held_up(side_tiers.make_pool, gate))
+        # Two have a place; one of them gives up before the pool is there, and its place is another's.
+        first, second = (asyncio.create_task(side.register(plain_hello(f"worker {i}"))) for i in range(2))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            with pytest.raises(RequestError, match="0 workers are here, 2 are coming") as refused:
+                await side.register(plain_hello("one more"))
+            assert refused.value.code == common_pb2.ERROR_RESOURCE_EXHAUSTED
+        second.cancel()
+        await asyncio.wait([second])
+        third = asyncio.create_task(side.register(plain_hello("third")))
+        gate.set()
+        taken = [(await coming)[1] for coming in (first, third)]
+        assert side.workers.may_write == 2 and [len(welcome.rank_pools) for welcome in taken] == [ranks, ranks]
+        with pytest.raises(RequestError, match="2 workers are here, 0 are coming"):
+            await side.register(plain_hello("one more"))
+        await side.close()
+
+    asyncio.run(story())
+
+
+def test_workers_that_come_at_once_are_as_many_as_max_workers(tmp_path: Path) -> None:
+    config = DaemonConfig(
+        role="decode", shm_dir=str(tmp_path), page_size=PAGE, pool_bytes=1 << 20, ranks=2, max_workers=3
+    )
+
+    async def story() -> None:
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        coming = [side.register(plain_hello(f"worker {i}")) for i in range(8)]
+        answers = await asyncio.gather(*coming, return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, RequestError)]
+        assert [error.code for error in refused] == [common_pb2.ERROR_RESOURCE_EXHAUSTED] * 5
+        assert side.workers.may_write == 3
+        await side.close()
 
     asyncio.run(story())
