@@ -132,7 +132,8 @@ class DecodeCore(DecodeRequests):
             self._fail(lease, error)
         else:
             assert self.store.events is not None
-            self.store.events.announce(lease.digests, first_token // self.store.page_size, tokens)
+            first = first_token // self.store.page_size
+            self.store.events.announce(lease.hold.namespace.id, lease.digests, first, tokens)
         self._pump(now)
 
     def _wrong_page_tokens(self, lease: Lease, first: int, tokens: int, full: int) -> RequestError | None:
@@ -203,7 +204,9 @@ class DecodeCore(DecodeRequests):
                 self._keep(lease, full, OUTPUT, lease.digests + digests)
                 if page_tokens is not None and self.store.events is not None:
                     first = page_tokens.first_token // page_size
-                    self.store.events.announce(lease.digests + digests, first, page_tokens.tokens)
+                    self.store.events.announce(
+                        lease.hold.namespace.id, lease.digests + digests, first, page_tokens.tokens
+                    )
             lease.acknowledge = True
             self._end(lease)
         self._pump(now)

@@ -229,7 +229,9 @@ class DecodeRequests:
             elapsed_us=int(elapsed * 1e6),
         )
         if self.store.events is not None and lease.keep:
-            ready.page_tokens_from = self.store.events.wanted_from(lease.digests) * self.store.page_size
+            ready.page_tokens_from = (
+                self.store.events.wanted_from(lease.hold.namespace.id, lease.digests) * self.store.page_size
+            )
         self._tell(lease.worker, wire.WorkerEvent(ready=ready))
         self._asks.complete_empty(lease)
         if not lease.local:

@@ -207,7 +207,7 @@ class Holds:
         """
         tree = hold.namespace.tree
         assert hold.lock is not None
-        self._store.name(own, digests[start * DIGEST_BYTES :])
+        self._store.name(hold.namespace, own, digests[start * DIGEST_BYTES :])
         result = tree.insert(digests, own, start, kind, hold.priority)
         tree.relock(hold.lock, result.match)
         self._store.publish(hold.namespace, len(own) - len(result.duplicates))

@@ -7,6 +7,9 @@ digest: it is stored once, with the first page, and removed with the last one.
 A device page is announced with its tokens, which routers hash themselves. No token is kept here: once a request is
 ready its worker is told from where on tokens are wanted (`wanted_from`), and what it sends goes into the events.
 A device page whose tokens nobody sent is not announced. Host pages are announced by their digest alone.
+
+What a worker is told depends on its own namespace alone: tokens of a page that another one has sent are wanted again.
+Where the chain is known (`TokenChain`) tokens are announced only if the page's digest is theirs.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
-from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.digests import DIGEST_BYTES, chain_digests
 from kvferry.radix.pool import PagePool
+from kvferry.transfer.namespace import NamespaceFacts
 
 Medium: TypeAlias = Literal["GPU", "CPU"]
 MAX_PAGES = 4096  # of one event
+CHECKED_ALGORITHM = "sha256_cbor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +69,52 @@ class EventSink(Protocol):
     def publish(self, events: Sequence[KvEvent]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class TokenChain:
+    """How the digests of a daemon's pages come from tokens. Pages with keys beside them (LoRA, images) do not fit."""
+
+    root: bytes  # parent of first pages
+    page_size: int
+    digest_tokens: int  # of a digest; a page's is its last one's
+
+    @staticmethod
+    def of(facts: NamespaceFacts) -> TokenChain | None:
+        """None where the algorithm is not known here."""
+        if facts.digest_algorithm != CHECKED_ALGORITHM:
+            return None
+        page_size = facts.geometry.page_size
+        return TokenChain(facts.root_digest, page_size, facts.digest_tokens or page_size)
+
+    def fitting(self, path: Sequence[bytes], parent: bytes | None, tokens: Sequence[int]) -> int:
+        """How many pages of `path`, from its first on, have these tokens' digests."""
+        chained = chain_digests(tokens, page_size=self.digest_tokens, parent=parent or self.root)
+        each = self.page_size // self.digest_tokens
+        own = _split(chained[each - 1 :: each].tobytes())
+        return next((at for at, digest in enumerate(path) if own[at] != digest), len(path))
+
+
+@dataclass(slots=True)
+class _Space:
+    """One namespace's part of a tier."""
+
+    readable: Counter[bytes] = field(default_factory=Counter)  # pages by digest
+    told: set[bytes] = field(default_factory=set)  # digests whose tokens it has sent
+
+
 @dataclass(slots=True)
 class _Tier:
     pool: PagePool
-    digests: dict[int, bytes] = field(default_factory=dict)  # by page id, of pages in a tree
-    readable: dict[bytes, int] = field(default_factory=dict)  # pages by digest
+    names: dict[int, tuple[_Space, bytes]] = field(default_factory=dict)  # by page id, of pages in a tree
+    spaces: dict[bytes, _Space] = field(default_factory=dict)  # by namespace id
+    readable: dict[bytes, int] = field(default_factory=dict)  # pages by digest, of all namespaces
     announced: set[bytes] = field(default_factory=set)
+
+    def space(self, namespace: bytes) -> _Space:
+        return self.spaces.setdefault(namespace, _Space())
+
+    def name(self, namespace: bytes, pages: Iterable[int], digests: bytes) -> None:
+        space = self.space(namespace)
+        self.names.update((page, (space, digest)) for page, digest in zip(pages, _split(digests), strict=True))
 
     def is_fresh(self, digest: bytes) -> bool:
         return digest in self.readable and digest not in self.announced
@@ -80,11 +125,16 @@ class _Tier:
         gone: list[bytes] = []
         for change in self.pool.take_readable():
             if change >= 0:
-                digest = self.digests[change]
+                space, digest = self.names[change]
+                space.readable[digest] += 1
                 self.readable[digest] = self.readable.get(digest, 0) + 1
                 came.append(digest)
                 continue
-            digest = self.digests.pop(~change)
+            space, digest = self.names.pop(~change)
+            space.readable[digest] -= 1
+            if not space.readable[digest]:
+                del space.readable[digest]
+                space.told.discard(digest)
             left = self.readable[digest] - 1
             if left:
                 self.readable[digest] = left
@@ -97,10 +147,11 @@ class _Tier:
 
 
 class KvEventLog:
-    """Of one store; `take` gives the events since the last time."""
+    """Of one store; `take` gives the events since the last time. `chain` None: tokens are believed."""
 
-    def __init__(self, page_size: int, device: PagePool, host: PagePool | None) -> None:
+    def __init__(self, page_size: int, device: PagePool, host: PagePool | None, chain: TokenChain | None) -> None:
         self._page_size = page_size
+        self._chain = chain
         self._device = _Tier(device)
         self._host = _Tier(host) if host is not None else None
         for pool in (device, host):
@@ -108,46 +159,59 @@ class KvEventLog:
                 pool.log_readable = True
         self._events: list[KvEvent] = [Cleared()]
 
-    def name_device(self, pages: Iterable[int], digests: bytes) -> None:
+    def name_device(self, namespace: bytes, pages: Iterable[int], digests: bytes) -> None:
         """These pages come into a tree, and will be readable then or later."""
         self._sync()  # what is said of these ids by now was said of their former digests
-        self._device.digests.update(zip(pages, _split(digests), strict=True))
+        self._device.name(namespace, pages, digests)
 
-    def name_host(self, pages: Iterable[int], digests: bytes) -> None:
+    def name_host(self, namespace: bytes, pages: Iterable[int], digests: bytes) -> None:
         assert self._host is not None
         self._sync()
-        self._host.digests.update(zip(pages, _split(digests), strict=True))
+        self._host.name(namespace, pages, digests)
 
-    def wanted_from(self, digests: bytes) -> int:
-        """Index of the first page of this path that is not announced: from there on tokens are wanted."""
+    def wanted_from(self, namespace: bytes, digests: bytes) -> int:
+        """Index of the path's first page whose tokens the namespace has not sent: from there on they are wanted."""
         self._sync()
-        announced = self._device.announced
+        told = self._device.space(namespace).told
         path = _split(digests)
-        return next((index for index, digest in enumerate(path) if digest not in announced), len(path))
+        return next((index for index, digest in enumerate(path) if digest not in told), len(path))
 
-    def announce(self, digests: bytes, first: int, tokens: Sequence[int]) -> None:
-        """`tokens` are those of the path's pages from index `first` on, all of them. What is not readable, or comes
-        behind a page that is not announced, is passed over.
+    def announce(self, namespace: bytes, digests: bytes, first: int, tokens: Sequence[int]) -> None:
+        """`tokens` are those of the path's pages from index `first` on, all of them. What is not readable, is not of
+        these tokens, or comes behind a page whose tokens the namespace has not sent, is passed over.
         """
         path = _split(digests)
         assert len(tokens) == (len(path) - first) * self._page_size, "tokens of other pages"
         self._sync()
-        device = self._device
-        at = first
-        while at < len(path) and (at == 0 or path[at - 1] in device.announced):
-            begin = at
-            while at < len(path) and at - begin < MAX_PAGES and device.is_fresh(path[at]):
+        space = self._device.space(namespace)
+        if first and path[first - 1] not in space.told:
+            return
+        end = first
+        while end < len(path) and path[end] in space.readable:
+            end += 1
+        for begin in range(first, end, MAX_PAGES):
+            run = path[begin : min(begin + MAX_PAGES, end)]
+            of = tokens[(begin - first) * self._page_size :][: len(run) * self._page_size]
+            fit = len(run) if self._chain is None else self._chain.fitting(run, path[begin - 1] if begin else None, of)
+            self._store(space, path, begin, begin + fit, of)
+            if fit < len(run):
+                return
+
+    def _store(self, space: _Space, path: Sequence[bytes], begin: int, end: int, tokens: Sequence[int]) -> None:
+        """The namespace has sent the tokens of path[begin:end]: those not announced yet are."""
+        device, at = self._device, begin
+        space.told.update(path[begin:end])
+        while at < end:
+            start = at
+            while at < end and device.is_fresh(path[at]):
                 at += 1
-            if at == begin:
-                if path[at] not in device.announced:
-                    return
+            if at == start:
                 at += 1
                 continue
-            run = tuple(path[begin:at])
+            run = tuple(path[start:at])
             device.announced.update(run)
-            parent = path[begin - 1] if begin else None
-            of = tokens[(begin - first) * self._page_size : (at - first) * self._page_size]
-            self._events.append(Stored("GPU", run, parent, of))
+            of = tokens[(start - begin) * self._page_size : (at - begin) * self._page_size]
+            self._events.append(Stored("GPU", run, path[start - 1] if start else None, of))
 
     def take(self) -> list[KvEvent]:
         self._sync()

@@ -19,7 +19,7 @@ from kvferry.daemon.effects import Effect, ForgetRows, StartCopy, ToWorker, Zero
 from kvferry.daemon.engine_pool import EnginePool
 from kvferry.daemon.errors import RequestError, exhausted
 from kvferry.daemon.host_tier import store_limits
-from kvferry.daemon.kv_events import EventSink
+from kvferry.daemon.kv_events import EventSink, TokenChain
 from kvferry.daemon.limits import Name, name_of
 from kvferry.daemon.request_traces import RequestTraces
 from kvferry.daemon.session import SessionBroken, report_invariant
@@ -31,6 +31,7 @@ from kvferry.daemon.store import Started, Store
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import REQUEST_ID_BYTES
+from kvferry.transfer.namespace import NamespaceFacts
 
 log = logging.getLogger(__name__)
 
@@ -115,11 +116,11 @@ class Side(Generic[CoreT]):
 
     # -- its tiers (side_tiers.Using) ----------------------------------------------------------------------------
 
-    def new_store(self, pages: int, host_pages: int) -> Store:
+    def new_store(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Store:
         store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
         store.clock.now = self.now()
         if self.event_sink is not None:
-            store.log_events()
+            store.log_events(TokenChain.of(facts))
         return store
 
     def tiers_made(self, store: Store) -> None:

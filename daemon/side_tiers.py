@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 class Using(Protocol):
     """A side, as far as its tiers go."""
 
-    def new_store(self, pages: int, host_pages: int) -> Store:
-        """Of empty tiers. ValueError where they cannot be so."""
+    def new_store(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Store:
+        """Of empty tiers, for a model. ValueError where they cannot be so."""
 
     def tiers_made(self, store: Store) -> None:
         """For the first time."""
@@ -134,7 +134,7 @@ class SideTiers:
             memory = await make_pool(self._config, facts.geometry, pages, name)
         host: HostTier | None = None
         try:
-            store = self._side.new_store(pages, host_pages)
+            store = self._side.new_store(facts, pages, host_pages)
             if host_pages:
                 host = await asyncio.to_thread(
                     open_tier, self._config, self._role, self._incarnation, facts, memory, store

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.daemon.errors import exhausted
-from kvferry.daemon.kv_events import KvEventLog
+from kvferry.daemon.kv_events import KvEventLog, TokenChain
 from kvferry.daemon.namespaces import Namespace, Quota, own_share, slack
 from kvferry.radix.policy import Clock, Policy
 from kvferry.radix.pool import PagePool, PageState
@@ -105,9 +105,11 @@ class Store:
         self._copies: dict[int, tuple[Namespace, Copy]] = {}
         self._next_copy = 1
 
-    def log_events(self) -> None:
-        """From the start, before anything is held: `events` says what enters and leaves each tier."""
-        self.events = KvEventLog(self.page_size, self.pool, self.host)
+    def log_events(self, chain: TokenChain | None = None) -> None:
+        """From the start, before anything is held: `events` says what enters and leaves each tier. `chain`: of the
+        digests, where tokens are to be judged by them.
+        """
+        self.events = KvEventLog(self.page_size, self.pool, self.host, chain)
 
     # -- namespaces ----------------------------------------------------------------------------------------------
 
@@ -213,10 +215,10 @@ class Store:
             released, self._released = self._released, []
             self.pool.free_pages(released)
 
-    def name(self, pages: list[int], digests: bytes) -> None:
-        """These device pages are about to be inserted into a tree."""
+    def name(self, namespace: Namespace, pages: list[int], digests: bytes) -> None:
+        """These device pages are about to be inserted into its tree."""
         if self.events is not None:
-            self.events.name_device(pages, digests)
+            self.events.name_device(namespace.id, pages, digests)
 
     def publish(self, namespace: Namespace, inserted: int) -> None:
         """`inserted` of its own pages are the tree's now."""
@@ -295,7 +297,7 @@ class Store:
         assert self.host is not None
         self.host.claim(rows, PageState.LEASED)
         if self.events is not None:
-            self.events.name_host(rows, digests)
+            self.events.name_host(namespace.id, rows, digests)
         result = namespace.tree.recover(digests, parents, rows, outputs)
         self.tiers.recovered += result.attached + result.orphans
         over = namespace.tree.host_pages - namespace.quota.host_hard
@@ -357,9 +359,9 @@ class Store:
         self._copies[number] = (namespace, copy)
         if self.events is not None:
             if copy.kind == RESTORE:
-                self.events.name_device(copy.device, copy.digests)
+                self.events.name_device(namespace.id, copy.device, copy.digests)
             else:
-                self.events.name_host(copy.host, copy.digests)
+                self.events.name_host(namespace.id, copy.host, copy.digests)
         self._started.append(Started(number, namespace.id, copy))
 
     # -- eviction ------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_max_workers_bounds_those_that_come_while_the_pool_is_made(
         await asyncio.sleep(0)
         for _ in range(3):
             with pytest.raises(RequestError, match="0 workers are here, 2 are coming") as refused:
-                await side.register(plain_hello("one more"))
+                await asyncio.wait_for(side.register(plain_hello("one more")), 5)
             assert refused.value.code == common_pb2.ERROR_RESOURCE_EXHAUSTED
         second.cancel()
         await asyncio.wait([second])
