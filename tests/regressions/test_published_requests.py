@@ -209,3 +209,39 @@ def test_what_arrived_for_a_failed_attempt_is_not_asked_for_again() -> None:
     decode.admit(name(1, attempt=2), "x", 4, prefill="other")
     (started,) = decode.of(StartTransfer)
     assert (started.prefill, started.ask.first_page, started.ask.pages) == ("other", 2, 2)
+
+
+@pytest.mark.parametrize("prefills", ["ppp", "abc"])
+def test_each_follower_takes_over_when_the_one_before_it_fails(prefills: str) -> None:
+    """The leader brings the pages and fails; its heir asks and is told UNAVAILABLE; the next one asks at once, for what
+    is missing alone. Nobody waits for a deadline, and nobody asks while the one before it may still be written to.
+    """
+    decode = Decode(16)
+    open_asks: dict[Name, StartTransfer] = {}
+    for number, prefill in enumerate(prefills, 1):
+        decode.admit(name(number), "x", 4, prefill=prefill)
+        (open_asks[name(number)],) = decode.of(StartTransfer)
+    pages = list(decode.core.leases[name(1)].pages)
+    assert [open_asks[name(i)].ask.pages for i in (1, 2, 3)] == [4, 0, 0], "followers wait, and ask for the aux alone"
+    decode.core.pages_arrived(open_asks[name(1)].ask.transfer, [0], 0.0)
+    filling = open_asks[name(1)]
+    for failing, heir in ((name(1), name(2)), (name(2), name(3))):
+        assert decode.core.leases[heir].missing == set(pages[1:])
+        decode.core.transfer_failed(filling.ask.transfer, unavailable("the prefill worker is gone"), 0.0)
+        decode.take()
+        assert [told.failed.name for told in decode.told("failed")] == [failing.to_proto()]
+        assert not decode.of(StartTransfer), "the transfer that failed may still be written to its pages"
+        decode.core.transfer_drained(filling.ask.transfer, 0.0)
+        decode.take()
+        if failing == name(2):  # the one that it began with
+            decode.core.transfer_drained(open_asks[failing].ask.transfer, 0.0)
+            decode.seen += decode.core.take_effects()
+        (filling,) = decode.of(StartTransfer)
+        prefill = prefills[int.from_bytes(heir.request_id, "big") - 1]
+        assert (filling.ask.name, filling.prefill) == (heir.to_proto(), prefill)
+        assert (filling.ask.first_page, filling.page_ids) == (1, tuple(pages[1:]))
+    decode.core.pages_arrived(filling.ask.transfer, [1, 2, 3], 0.0)
+    decode.core.transfer_completed(filling.ask.transfer, 0.0)
+    decode.core.aux(prefills[2], name(3), b"first token", 0.0)
+    decode.take()
+    assert [ready.ready.name for ready in decode.told("ready")] == [name(3).to_proto()]
