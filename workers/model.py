@@ -24,7 +24,7 @@ from kvferry.workers.rank_pools import RankPools
 from kvferry.workers.sampling import Sampling, sample
 
 UNBOUNDED_TOKENS = 1 << 20  # where a model's configuration names no length
-WEIGHT_FILES = ("*.safetensors", "*.bin")
+WEIGHT_FILES = "*.safetensors"  # others may run code as they are loaded
 
 _HASH_CHUNK = 4 * 1024 * 1024
 
@@ -89,7 +89,9 @@ def load_model(folder: Path, *, dtype: str, threads: int, revision: str = "", de
     torch.set_num_threads(threads)
     if not sys.stderr.isatty():  # in a log file a bar is noise
         disable_progress_bar()  # type: ignore[no-untyped-call]
-    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+    network: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
+    )
     return loaded(network.to(device), folder_fingerprint(folder), revision or weights_revision(folder))
 
 
@@ -142,9 +144,9 @@ def folder_fingerprint(folder: Path) -> str:
 
 def weights_revision(folder: Path) -> str:
     """SHA-256 over the weight files' names and contents: two fine-tunings of a model have files of the same size."""
-    files = next((found for pattern in WEIGHT_FILES if (found := sorted(folder.glob(pattern)))), [])
+    files = sorted(folder.glob(WEIGHT_FILES))
     if not files:
-        raise ValueError(f"model: {folder} has no weight files ({', '.join(WEIGHT_FILES)})")
+        raise ValueError(f"model: {folder} has no weight files ({WEIGHT_FILES})")
     total = hashlib.sha256()
     for path in files:
         content = hashlib.sha256()

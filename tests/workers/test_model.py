@@ -66,6 +66,18 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
         weights_revision(tmp_path)
 
 
+def test_weights_that_are_a_pickle_are_not_loaded(tmp_path: Path) -> None:
+    model = random_model("qwen2")
+    model.save_pretrained(tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        load_model(tmp_path, dtype="float32", threads=1)
+    with pytest.raises(ValueError, match="has no weight files"):
+        weights_revision(tmp_path)
+
+
 def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cache_folder() == Path("/somewhere/kvferry")
