@@ -20,7 +20,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = Path(__file__).parent / "seeds"
-TARGETS = ("worker_stream", "peer_prefill", "peer_decode", "questions", "settings", "host_file", "courier_packets")
+TARGETS = (
+    "worker_stream",
+    "registrations",
+    "peer_prefill",
+    "peer_decode",
+    "questions",
+    "settings",
+    "host_file",
+    "courier_packets",
+    "orders",
+    "http_bodies",
+)
 MAX_BYTES = 8192  # of an input
 MAX_SECONDS = 10  # of an input
 MAX_MEMORY = 1024  # MiB
