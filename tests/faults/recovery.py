@@ -34,7 +34,7 @@ class Row:
     seen: float | None  # all that were to lose something had seen that
     released: float | None  # no daemon held anything any more for requests from before the fault, or for lost workers
     served: float | None  # all routes had answered again
-    rate_back: float | None  # from then on, turns were completed as before
+    rate_back: float | None  # from then on, turns were completed about as fast as before
     rate: float | None  # turns a second before the fault
 
     def __str__(self) -> str:
@@ -51,8 +51,8 @@ requests by outcome, from the fault until all routes served again. Seconds from 
 seen: the daemons that lost a worker or a peer by it showed that (looked at every {LOOK_S:g} s)
 released: no daemon held locks or pages for a request from before it, orphaned pages, or a lost worker without proof
 served: turns by way of each prefill replica, and of none, were answered again
-rate back: the first {WINDOW_S:g} s began in which at least {BACK_SHARE:.0%} as many turns a second were completed
-    as in the {BEFORE_S:g} s before it (turns/s)
+rate back: at least {BACK_SHARE:.0%} as many turns a second were completed as in the {BEFORE_S:g} s before it (turns/s),
+    in every {WINDOW_S:g} s that begin between then and the end of `served`
 -: there was nothing to see, or it was not taken
 """
 
@@ -157,14 +157,21 @@ class Watch:
         return [each for each in self._looks[name] if each.at < at][-1]
 
 
-def rate_back(ended: Sequence[float], at: float, now: float, rate: float) -> float | None:
-    """The beginning of the first window behind `at` with the share of this rate. `ended`: of turns, ascending."""
+def rate_back(ended: Sequence[float], at: float, served: float, now: float, rate: float) -> float | None:
+    """From when on turns were completed at the share of this rate, in every window that begins until all routes served
+    again; None: it cannot be told yet. `ended`: of turns, ascending.
+    """
     enough = BACK_SHARE * rate * WINDOW_S
+    back: float | None = None
     for begin in [at, *(each for each in ended if each > at)]:
         if begin + WINDOW_S > now:
             return None
-        if bisect_right(ended, begin + WINDOW_S) - bisect_left(ended, begin) >= enough:
-            return begin
+        if bisect_right(ended, begin + WINDOW_S) - bisect_left(ended, begin) < enough:
+            back = None
+        elif back is None:
+            back = begin
+        if back is not None and begin >= served:
+            return back
     return None
 
 

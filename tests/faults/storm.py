@@ -250,7 +250,7 @@ class Storm:
             lost,
             released,
             back - at,
-            self._wait_for_rate(at, rate) - at if rate is not None else None,
+            self._wait_for_rate(at, back, rate) - at if rate is not None else None,
             rate,
         )
         self.rows.append(row)
@@ -260,9 +260,9 @@ class Storm:
         with self._lock:
             return sorted(each.ended for each in self.seen if each.outcome == "ok")
 
-    def _wait_for_rate(self, at: float, rate: float) -> float:
+    def _wait_for_rate(self, at: float, served: float, rate: float) -> float:
         end = time.monotonic() + 120
-        while (back := rate_back(self._completed(), at, time.monotonic(), rate)) is None:
+        while (back := rate_back(self._completed(), at, served, time.monotonic(), rate)) is None:
             assert time.monotonic() < end, f"{rate:.1f} turns a second before the fault, and never again"
             time.sleep(0.2)
         return back
