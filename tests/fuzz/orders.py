@@ -47,8 +47,8 @@ def _ask(message: Any, prompts: PromptCache) -> None:
             name = RequestName.from_proto(message)
         except ValueError:
             return
-        if name.to_proto() != message:
-            raise Finding(f"{message} was taken, and is written as {name.to_proto()}")
+        if RequestName.from_proto(name.to_proto()) != name:
+            raise Finding(f"{name} is another one when it is read again")
         return
     try:
         order: PrefillOrder | DecodeOrder
