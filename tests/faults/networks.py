@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+
+def need(tool: str) -> None:
+    """Skips the test where it is not there."""
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not installed here")
 
 
 def run(*words: str) -> None:
@@ -27,6 +34,7 @@ class Networks:
         self._ends = {"prefill": f"kvp{os.getpid() % 100000}", "decode": f"kvd{os.getpid() % 100000}"}
 
     def __enter__(self) -> Networks:
+        need("ip")
         try:
             for role, name in self._names.items():
                 run("ip", "netns", "add", name)
@@ -65,7 +73,8 @@ class Networks:
         self._in("decode", "ip", "link", "set", self._ends["decode"], "up")
 
     def lose(self, share: float) -> None:
-        """So many of the packets that come to either side. OSError where iptables cannot."""
+        """So many of the packets that come to either side. Skips the test where there is no iptables."""
+        need("iptables")
         rule = ("INPUT", "-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP")
         for role in self._names:
             self._in(role, "iptables", "-A", *rule)
@@ -75,7 +84,8 @@ class Networks:
             self._in(role, "iptables", "-F", "INPUT")
 
     def slow_down(self, rate: str) -> None:
-        """To a rate like 1mbit, of what goes to the decode side. OSError where tc cannot."""
+        """To a rate like 1mbit, of what goes to the decode side. Skips the test where there is no tc."""
+        need("tc")
         limit = ("tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")
         self._in("prefill", "tc", "qdisc", "add", "dev", self._ends["prefill"], "root", *limit)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 from engines import Engines, Turn, courier_pids
+from recovery import BEFORE_S, HEAD, Row, Watch, rate_back
 from stacks import shm_dir_of
 
 from kvferry.daemon.stack import Process, Stack
@@ -57,27 +58,6 @@ class Seen:
     outcome: str  # "ok", "failed" or "wrong"
     why: str
     replica: str  # the prefill one; "": none
-
-
-@dataclass(frozen=True)
-class Row:
-    """How one fault was survived; seconds, None where it did not come."""
-
-    fault: str
-    ok: int
-    failed: int
-    wrong: int
-    detected: float | None  # the first request that was in flight failed
-    released: float | None  # the last of them had ended
-    recovered: float | None  # all replicas served again
-
-    def __str__(self) -> str:
-        times = (self.detected, self.released, self.recovered)
-        shown = "".join(f"{'-' if each is None else f'{each:.2f}':>11}" for each in times)
-        return f"{self.fault:<32}{self.ok:>6}{self.failed:>8}{self.wrong:>7}{shown}"
-
-
-HEAD = f"{'fault':<32}{'ok':>6}{'failed':>8}{'wrong':>7}{'detected s':>11}{'locks s':>11}{'served s':>11}"
 
 
 Place = Callable[[str], tuple[Sequence[str], str]]
@@ -228,36 +208,64 @@ class Storm:
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
-    def suffer(self, what: str, fault: Callable[[], Callable[[], None] | None], *, lasting: float = 0.0) -> Row:
-        """Injects the fault, lasts it, mends it by what it returned, and waits until every replica serves again."""
-        self.wait_for_service(time.monotonic(), 60)
-        with self._lock:
-            first = len(self.seen)
-        at = time.monotonic()
-        with self._lock:
-            in_flight = len(self._open)
-        mend = fault()
-        time.sleep(lasting)
-        if mend is not None:
-            mend()
-        mended = time.monotonic()
-        back = self.wait_for_service(mended, 60)
-        self._wait_for_those_before(at)
-        with self._lock:
-            seen = self.seen[first:]
-        caught = [each for each in seen if each.started < at <= each.ended]
-        failures = [each.ended - at for each in caught if each.outcome == "failed"]
+    def suffer(
+        self,
+        what: str,
+        fault: Callable[[], Callable[[], None] | None],
+        *,
+        lasting: float = 0.0,
+        loses: Sequence[str] = (),
+        rates: bool = False,
+    ) -> Row:
+        """Injects the fault, lasts it, mends it by what it returned, and waits until every replica serves again.
+
+        loses: the processes that others are to see as lost. rates: takes those before and behind it, which lasts.
+        """
+        daemons = {name: self.replica(name).daemon_address for name in self.parts if not name.endswith("-worker")}
+        with Watch(daemons) as watch:
+            before = time.monotonic()
+            self.wait_for_service(before, 60)
+            watch.wait_for_release(before, 60)  # what an earlier fault left is not this one's
+            if rates:
+                time.sleep(BEFORE_S)
+            with self._lock:
+                first = len(self.seen)
+            at = time.monotonic()
+            mend = fault()
+            time.sleep(lasting)
+            if mend is not None:
+                mend()
+            back = self.wait_for_service(time.monotonic(), 60)
+            self._wait_for_those_before(at)
+            with self._lock:
+                seen = self.seen[first:]
+            released = watch.wait_for_release(at, 60)
+            lost = watch.seen(loses, at)
+        rate = len([each for each in self._completed() if at - BEFORE_S <= each < at]) / BEFORE_S if rates else None
         row = Row(
             what,
             sum(each.outcome == "ok" for each in seen),
             sum(each.outcome == "failed" for each in seen),
             sum(each.outcome == "wrong" for each in seen),
-            min(failures, default=None),
-            max((each.ended - at for each in caught), default=None) if in_flight else None,
+            lost,
+            released,
             back - at,
+            self._wait_for_rate(at, back, rate) - at if rate is not None else None,
+            rate,
         )
         self.rows.append(row)
         return row
+
+    def _completed(self) -> list[float]:
+        with self._lock:
+            return sorted(each.ended for each in self.seen if each.outcome == "ok")
+
+    def _wait_for_rate(self, at: float, served: float, rate: float) -> float:
+        end = time.monotonic() + 120
+        while (back := rate_back(self._completed(), at, served, time.monotonic(), rate)) is None:
+            assert time.monotonic() < end, f"{rate:.1f} turns a second before the fault, and never again"
+            time.sleep(0.2)
+        return back
 
     def wait_for_service(self, since: float, seconds: float) -> float:
         """Until each kind of route has answered a turn that began later than `since`; when the last of them had."""
@@ -359,7 +367,11 @@ class Storm:
         return self._random.choice(kinds)
 
     def table(self) -> str:
-        return "\n".join([HEAD, *map(str, self.rows)])
+        return table_of(self.rows)
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    return "\n".join([HEAD, *map(str, rows)])
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -379,4 +391,4 @@ def judge(prompt: list[int], turn: Turn) -> tuple[str, str]:
     return "wrong", f"{turn.code}: {turn.details}"
 
 
-__all__ = ["HEAD", "PAGE", "Pace", "Row", "Storm", "among_flips", "judge"]
+__all__ = ["PAGE", "Pace", "Storm", "among_flips", "judge"]

@@ -98,7 +98,7 @@ def test_a_thousand_cycles_leave_no_growth() -> None:
             "kept: the decode daemon and its worker, which are never killed\n"
         )
         print(said)
-        write_table(storm, "faults-cycles.txt", "thousand_cycles", said)
+        write_table(storm.rows, "faults-cycles.txt", "thousand_cycles", said)
         check(samples)
         if count >= 1000:
             assert trends(samples)["kept_kib"].per_thousand <= KIB_PER_THOUSAND, said

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from engines import settled
+from recovery import COLUMNS, PEER_SEEN_S, WORKER_SEEN_S, Row, late
 from stacks import running_stack
-from storm import Storm
+from storm import Storm, table_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
-LOCKS_BACK_S = 10.0
 
 
 def finish(storm: Storm) -> None:
@@ -28,33 +29,68 @@ FAULTS = (
     ("SIGSTOP 1 s", "stop", 1.0),
     ("SIGSTOP 5 s", "stop", 5.0),
 )
+SHORT_DEADLINE_S = 3.0  # of a turn; for so long a prompt is kept that was computed for a decode daemon that is gone
+SHORT = (("SIGTERM decode-0", "terminate", 0.0, "decode-0"), ("SIGSTOP 1 s prefill-0", "stop", 1.0, "prefill-0"))
+
+
+def seen_within(what: str, part: str) -> float | None:
+    """Seconds in which the others are to see that it is lost; None: it is not, or tells them itself."""
+    if part.endswith("-worker"):
+        return WORKER_SEEN_S if what == "SIGKILL" else None
+    return PEER_SEEN_S if what in ("SIGKILL", "SIGSTOP 5 s") else None
+
+
+@pytest.mark.timeout(120)
+def test_a_daemon_that_is_ended_and_one_that_is_stopped() -> None:
+    with running_stack() as stack, Storm(stack, clients=2, seed=1, deadline_s=SHORT_DEADLINE_S) as storm:
+        for what, method, lasting, part in SHORT:
+            storm.suffer(what, lambda m=method, p=part: getattr(storm, m)(p), lasting=lasting)
+        finish(storm)
+    assert all(row.ok for row in storm.rows), "no turn was judged"
+    found = [said for row in storm.rows if (said := late(row, None))]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(3600)
 def test_every_process_and_every_fault() -> None:
+    found: list[str] = []
+
+    def judged(row: Row, within: float | None) -> None:
+        print(row, flush=True)
+        if said := late(row, within):
+            found.append(said)
+
     with running_stack() as stack, Storm(stack, clients=4, seed=1) as storm:
         for part in sorted(storm.parts):
             for what, method, lasting in FAULTS:
-                row = storm.suffer(f"{what} {part}", lambda m=method, p=part: getattr(storm, m)(p), lasting=lasting)
-                print(row, flush=True)
+                within = seen_within(what, part)
+                row = storm.suffer(
+                    f"{what} {part}",
+                    lambda m=method, p=part: getattr(storm, m)(p),
+                    lasting=lasting,
+                    loses=[part] if within else [],
+                    rates=True,
+                )
+                judged(row, within)
         for daemon in ("prefill-0", "decode-0"):
-            storm.suffer(f"SIGKILL a courier of {daemon}", lambda d=daemon: storm.kill_courier(d))
-            storm.suffer(f"SIGSTOP 5 s courier of {daemon}", lambda d=daemon: storm.stop_courier(d), lasting=5.0)
+            killed = storm.suffer(f"SIGKILL a courier of {daemon}", lambda d=daemon: storm.kill_courier(d), rates=True)
+            judged(killed, None)
+            stopped = storm.suffer(
+                f"SIGSTOP 5 s courier of {daemon}", lambda d=daemon: storm.stop_courier(d), lasting=5.0, rates=True
+            )
+            judged(stopped, None)
         finish(storm)
-        write_table(storm, "faults.txt", "every_process")
-    slow = [row for row in storm.rows if row.released is not None and row.released > LOCKS_BACK_S + 6]
-    assert not slow, "\n".join(map(str, slow))
+        write_table(storm.rows, "faults.txt", "every_process")
+    assert not found, "\n".join(found)
 
 
-def write_table(storm: Storm, name: str, test: str, below: str = "") -> None:
+def write_table(rows: Sequence[Row], name: str, test: str, below: str = "") -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
     (RESULTS / name).write_text(
         f"python -m pytest tests/faults -m nightly -k {test}\n"
         f"{model}, {os.cpu_count()} cores, Linux {os.uname().release}, load average {os.getloadavg()[0]:.1f}\n"
-        "requests by outcome, from the fault until all routes served again; seconds from the fault until\n"
-        "the first request in flight failed, until the last of those in flight had ended and its locks were back, and\n"
-        f"until turns by way of each prefill replica, and of none, were answered again\n\n{storm.table()}\n{below}"
+        f"{COLUMNS if rows else ''}\n{table_of(rows) if rows else ''}\n{below}"
     )

@@ -18,7 +18,7 @@ from kvferry.daemon.stack import Stack, StackError
 from kvferry.daemon.system import SystemSpec, start_replicas
 
 PAGE = 16
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -35,6 +35,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
+@pytest.mark.nightly
 def test_shared_memory_that_is_full(stack: Stack, small_disk: Path) -> None:
     socket = os.path.join(stack.folder, "d.sock")
     serve = ["serve", "--role", "decode", "--listen", "127.0.0.1:0", "--socket", socket, "--page-size", str(PAGE)]
@@ -48,12 +49,14 @@ def test_shared_memory_that_is_full(stack: Stack, small_disk: Path) -> None:
     assert not left, "half a pool is left"
 
 
+@pytest.mark.nightly
 def test_a_disk_that_is_full(stack: Stack, small_disk: Path) -> None:
     spec = SystemSpec(page_size=PAGE, decode_flags=["--host-bytes", "16MiB", "--host-dir", str(small_disk / "host")])
     with pytest.raises(StackError, match=r"needs \d+ bytes more; the disk has 2097152"):
         start_replicas(stack, spec)
 
 
+@pytest.mark.nightly
 def test_a_disk_that_fills_up_behind_the_host_tiers_back(stack: Stack, small_disk: Path) -> None:
     """Its file is allocated when it is made: what others fill later takes nothing from it."""
     flags = ["--host-bytes", "1MiB", "--host-dir", str(small_disk / "host"), "--pool-bytes", "512KiB"]
@@ -75,6 +78,7 @@ def test_too_few_descriptors(stack: Stack) -> None:
         stack.ready(daemon, 30)
 
 
+@pytest.mark.nightly
 def test_descriptors_that_run_out_under_load(stack: Stack) -> None:
     """No courier can be started then: what needs a session fails and says why, and it comes up once there is room."""
     prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))

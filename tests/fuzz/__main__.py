@@ -1,16 +1,20 @@
 """python -m tests.fuzz TARGET [--seconds N | --runs N] [--corpus DIR]   one target under atheris
 python -m tests.fuzz all --seconds N                                   each in a process of its own, and a table
+python -m tests.fuzz keep --seconds N                                  the same, and then tests/fuzz/seeds is made anew
 
-What is new and what is a finding stays in DIR (build/fuzz/TARGET); a finding's input belongs into tests/fuzz/seeds.
+What is new and what is a finding stays in DIR (build/fuzz/TARGET). What `keep` keeps of it is the smallest inputs of
+those that cover all of it. A finding's input belongs into the target's SEEDS.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,10 +24,22 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = Path(__file__).parent / "seeds"
-TARGETS = ("worker_stream", "peer_prefill", "peer_decode", "questions", "settings", "host_file", "courier_packets")
+TARGETS = (
+    "worker_stream",
+    "registrations",
+    "peer_prefill",
+    "peer_decode",
+    "questions",
+    "settings",
+    "host_file",
+    "courier_packets",
+    "orders",
+    "http_bodies",
+)
 MAX_BYTES = 8192  # of an input
 MAX_SECONDS = 10  # of an input
 MAX_MEMORY = 1024  # MiB
+KEPT, KEPT_BYTES = 50, 28 << 10  # inputs of a target in tests/fuzz/seeds
 
 
 def seeds_of(name: str) -> list[bytes]:
@@ -54,6 +70,13 @@ def fuzz(name: str, options: argparse.Namespace) -> None:
             instrument(module, atheris)
     corpus = Path(options.corpus or ROOT / "build" / "fuzz" / name)
     corpus.mkdir(parents=True, exist_ok=True)
+    if options.merge_into:
+        # libFuzzer starts itself anew, by a shell, and gives that the words that it needs.
+        again = f"{sys.executable} -m tests.fuzz {name} --merge-into {options.merge_into}"
+        words = options.libfuzzer or ["-merge=1", options.merge_into, str(corpus)]
+        atheris.Setup([again, *words], target.one_input)
+        atheris.Fuzz()
+        return
     for number, seed in enumerate(seeds_of(name)):
         (corpus / f"seed-{number}").write_bytes(seed)
     words = [
@@ -103,17 +126,43 @@ def every(options: argparse.Namespace) -> int:
     return int(bad > 0)
 
 
+def keep(options: argparse.Namespace) -> int:
+    """Makes the folder of kept inputs anew: what each target's corpus covers, in as few and small inputs as that takes,
+    and of those the smallest.
+    """
+    if every(options):
+        return 1
+    for name in TARGETS:
+        own = {bytes(seed) for seed in importlib.import_module(f"tests.fuzz.{name}").SEEDS}
+        with tempfile.TemporaryDirectory() as folder:
+            words = [sys.executable, "-m", "tests.fuzz", name, "--merge-into", folder]
+            subprocess.run(words, cwd=ROOT, capture_output=True, check=True)
+            merged = sorted((path.read_bytes() for path in Path(folder).iterdir()), key=lambda data: (len(data), data))
+        shutil.rmtree(SEEDS / name, ignore_errors=True)
+        (SEEDS / name).mkdir(parents=True)
+        left, count = KEPT_BYTES, 0
+        for data in merged:
+            if data not in own and count < KEPT and len(data) <= left:
+                (SEEDS / name / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
+                left, count = left - len(data), count + 1
+        print(f"{name:<18}{count:>4} of {len(merged)} kept, {KEPT_BYTES - left} bytes", flush=True)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("target", choices=("all", *TARGETS))
+    parser.add_argument("target", choices=("all", "keep", *TARGETS))
     parser.add_argument("--seconds", type=int, default=300, help="of a target (300)")
     parser.add_argument("--runs", type=int, default=0, help="instead: so many executions")
     parser.add_argument("--corpus", help="folder of inputs (build/fuzz/TARGET)")
-    options = parser.parse_args()
+    parser.add_argument("--merge-into", help=argparse.SUPPRESS)
+    options, options.libfuzzer = parser.parse_known_args()
+    if options.libfuzzer and not options.merge_into:
+        parser.error(f"unrecognized arguments: {' '.join(options.libfuzzer)}")
     for name in ("kvferry", "asyncio"):  # hostile input is warned of
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    if options.target == "all":
-        return every(options)
+    if options.target in ("all", "keep"):
+        return (every if options.target == "all" else keep)(options)
     fuzz(options.target, options)
     return 0
 

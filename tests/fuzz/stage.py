@@ -162,6 +162,9 @@ class Pools(SimPoolMemory):
         pass
 
 
+PEERS = {"p": "127.0.0.1:1"}
+
+
 class _Furnished(SimSide):
     def furnish(self, clock: Clock, setting: Setting, faults: Faults) -> None:
         super().furnish(clock, setting, faults)
@@ -173,14 +176,14 @@ class _Furnished(SimSide):
 
 
 class Decode(_Furnished, DecodeSide):
-    def __init__(self, clock: Clock) -> None:
-        DecodeSide.__init__(self, _config("decode", {"p": "127.0.0.1:1"}), bytes(16), lambda: clock.now)
+    def __init__(self, clock: Clock, config: DaemonConfig | None = None) -> None:
+        DecodeSide.__init__(self, config or _config("decode", PEERS), bytes(16), lambda: clock.now)
         self.furnish(clock, SETTING, Faults())
 
 
 class Prefill(_Furnished, PrefillSide):
-    def __init__(self, clock: Clock) -> None:
-        PrefillSide.__init__(self, _config("prefill", {}), bytes(16), lambda: clock.now)
+    def __init__(self, clock: Clock, config: DaemonConfig | None = None) -> None:
+        PrefillSide.__init__(self, config or _config("prefill", {}), bytes(16), lambda: clock.now)
         self.furnish(clock, SETTING, Faults())
 
 
@@ -190,7 +193,12 @@ FOLDER = tempfile.mkdtemp(
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
-def _config(role: str, peers: dict[str, str]) -> DaemonConfig:
+def engines_config(role: str, device: str = "cpu") -> DaemonConfig:
+    """Of a daemon whose pool is its engine's memory."""
+    return _config(role, PEERS if role == "decode" else {}, pool="engine", device=device)
+
+
+def _config(role: str, peers: dict[str, str], **more: str) -> DaemonConfig:
     return DaemonConfig.model_validate(
         {
             "role": role,
@@ -204,6 +212,7 @@ def _config(role: str, peers: dict[str, str]) -> DaemonConfig:
             "slots": SLOTS,
             "slot_bytes": SLOT_BYTES,
             "shm_dir": FOLDER,
+            **more,
         }
     )
 

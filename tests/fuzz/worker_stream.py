@@ -1,6 +1,7 @@
 """What a worker says on its stream, to either role: the whole service, from hello to the end of the stream.
 
-Frames: the first one's tag is the role; each is a WorkerMessage. In the end the worker is gone, and nothing is held.
+Frames: the first one's tag is the role, and whether the pool is to be the engine's memory, of which there is none to be
+mapped; each is a WorkerMessage. In the end the worker is gone, and nothing is held.
 """
 
 from __future__ import annotations
@@ -15,9 +16,24 @@ from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.segment import FileLock
 from tests.fuzz.frames import Frame, bytes_changed, change, join, message_changed, parsed, split
-from tests.fuzz.stage import FACTS, NAMES, OTHER_FACTS, PROMPTS, WORDS, Call, Decode, Honest, Prefill, Stage, run
+from tests.fuzz.registrations import hello_with_pool
+from tests.fuzz.stage import (
+    FACTS,
+    NAMES,
+    OTHER_FACTS,
+    PROMPTS,
+    WORDS,
+    Call,
+    Decode,
+    Honest,
+    Prefill,
+    Stage,
+    engines_config,
+    run,
+)
+from tests.simulation.memory import PAGE_BYTES
 
-DECODE, PREFILL = 0, 1
+DECODE, PREFILL, ENGINES = 0, 1, 2
 
 
 def one_input(data: bytes) -> None:
@@ -25,13 +41,14 @@ def one_input(data: bytes) -> None:
     messages = [parsed(wire.WorkerMessage, frame.body) for frame in frames]
     if None in messages:
         messages = messages[: messages.index(None)]
-    decodes = not frames or frames[0].tag % 2 == DECODE
     if messages:
-        run(lambda stage: _serve(stage, messages, decodes))
+        run(lambda stage: _serve(stage, messages, frames[0].tag))
 
 
-async def _serve(stage: Stage, messages: list[Any], decodes: bool) -> None:
-    side: Decode | Prefill = Decode(stage.clock) if decodes else Prefill(stage.clock)
+async def _serve(stage: Stage, messages: list[Any], tag: int) -> None:
+    role = ("decode", "prefill")[tag % 2]
+    config = engines_config(role) if tag & ENGINES else None
+    side: Decode | Prefill = (Prefill if tag % 2 else Decode)(stage.clock, config)
     stage.sides.append(side)
     honest = Honest(side)
     honest.cache(NAMES[5], PROMPTS[0])
@@ -71,6 +88,13 @@ def mutate(data: bytes, most: int, seed: int) -> bytes:
 
 def _talk(role: int, *messages: wire.WorkerMessage) -> bytes:
     return join([Frame(role, message.SerializeToString()) for message in messages])
+
+
+def _registering(role: int) -> list[wire.WorkerMessage]:
+    said = hello_with_pool(common.STORAGE_PAGE_MAJOR, 1, PAGE_BYTES, facts=FACTS)
+    said.role = common.Role.Name(role)
+    said.pool.ranks[0].memories[0].file.name = "not-there"
+    return [wire.WorkerMessage(hello=said), wire.WorkerMessage(attached=wire.Attached())]
 
 
 def _seeds() -> list[bytes]:
@@ -130,6 +154,8 @@ def _seeds() -> list[bytes]:
             say("abort", 1, reason="no more"),
             quiesced,
         ),
+        _talk(DECODE | ENGINES, *_registering(decode)),
+        _talk(PREFILL | ENGINES, *_registering(prefill)),
         _talk(PREFILL, *hello(prefill, 1), *(say("begin", number, **prompt(number % 4)) for number in range(6))),
     ]
 
