@@ -7,10 +7,10 @@ import time
 from typing import cast
 
 import pytest
-from request_cores import DEADLINE, NAMESPACE, PAGE, Prefill, digests, name
+from request_cores import DEADLINE, NAMESPACE, PAGE, Decode, Prefill, digests, name
 
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.effects import EndSend, FailAsk
+from kvferry.daemon.effects import EndSend, FailAsk, StartTransfer
 from kvferry.daemon.errors import RequestError
 from kvferry.daemon.prefill_requests import REST_SECONDS
 from kvferry.daemon.prefill_side import PrefillSide
@@ -187,3 +187,23 @@ def test_an_ask_past_its_own_prompt_fails_when_it_comes(entry: str) -> None:
     side.core.ask(1, name(1), ask, DEADLINE, 0.0)
     side.take()
     assert not side.of(FailAsk)
+
+
+def test_a_failure_of_the_prefill_side_is_marked_for_the_decode_worker() -> None:
+    """What an ask failed of, and a session that is refused; not what the decode daemon itself says."""
+    side = Decode(pages=8)
+    for number, prefill in ((1, "p"), (2, "q")):
+        side.admit(name(number), f"prompt {number}", 1, prefill=prefill)
+        transfer = side.of(StartTransfer)[0].ask.transfer
+        if prefill == "p":
+            side.core.transfer_failed(transfer, RequestError(common.ERROR_RESOURCE_EXHAUSTED, "full"), 0.0)
+        else:
+            side.core.prefill_down("q", RequestError(common.ERROR_FAILED_PRECONDITION, "refused"), 0.0)
+        side.take()
+        (failed,) = side.told("failed")
+        assert failed.failed.error.of_prefill
+    side.admit(name(3), "prompt 3", 1)
+    side.core.tick(DEADLINE)
+    side.take()
+    (failed,) = side.told("failed")
+    assert failed.failed.error.code == common.ERROR_DEADLINE_EXCEEDED and not failed.failed.error.of_prefill
