@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -104,7 +106,8 @@ def from_grpc(who: str, error: grpc.aio.AioRpcError) -> ApiError:
 
 
 def _of_prefill(error: grpc.aio.AioRpcError) -> bool:
-    for key, value in error.trailing_metadata() or ():
+    metadata = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())  # the stubs have one entry
+    for key, value in metadata:
         if key == ERROR_METADATA and isinstance(value, bytes):
             try:
                 return common_pb2.Error.FromString(value).of_prefill
