@@ -156,7 +156,7 @@ class DaemonConfig(BaseModel):
             ge=0,
             le=1,
             allow_inf_nan=False,
-            description="of a pool that may belong to lost workers before requests are refused",
+            description="of a pool: when so much belongs to lost workers, requests are refused",
         ),
         Flag("SHARE"),
     ] = 0.5

@@ -331,7 +331,7 @@ class DecodeCore(DecodeRequests):
         if moving is None or moving.draining:
             return
         if moving.lease.state is LeaseState.FILLING:
-            self._fail(moving.lease, error)
+            self._fail(moving.lease, error.marked_of_prefill())
         else:
             self._asks.stop(moving, error.message)
         self._pump(now)
@@ -360,7 +360,7 @@ class DecodeCore(DecodeRequests):
         """No session to that daemon: its requests fail, what arrived stays."""
         for lease in list(self.leases.values()):
             if lease.prefill == prefill and lease.state is LeaseState.FILLING:
-                self._fail(lease, error)
+                self._fail(lease, error.marked_of_prefill())
         self._pump(now)
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:

@@ -10,12 +10,13 @@ MAX_MESSAGE_CHARS = 1024
 
 
 class RequestError(Exception):
-    """Ends one request with `code` (kvferry.v1.ErrorCode) and a message for its worker."""
+    """Ends one request with `code` (kvferry.v1.ErrorCode) and a message for its worker. `of_prefill`: as Error's."""
 
-    def __init__(self, code: Code, message: str) -> None:
+    def __init__(self, code: Code, message: str, of_prefill: bool = False) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.of_prefill = of_prefill
 
     @staticmethod
     def from_proto(error: common.Error) -> RequestError:
@@ -24,7 +25,10 @@ class RequestError(Exception):
         return RequestError(error.code if known else common.ERROR_INTERNAL, error.message[:MAX_MESSAGE_CHARS])
 
     def to_proto(self) -> common.Error:
-        return common.Error(code=self.code, message=self.message)
+        return common.Error(code=self.code, message=self.message, of_prefill=self.of_prefill)
+
+    def marked_of_prefill(self) -> RequestError:
+        return RequestError(self.code, self.message, of_prefill=True)
 
 
 def invalid(message: str) -> RequestError:

@@ -154,7 +154,7 @@ def _quarantine(sides: Sides) -> Iterator[Metric]:
     role, one = ["role"], _one(sides, "quarantine")
     help_ = "pages of lost workers that are not proven gone, those that another's lock keeps in the tree too"
     yield _gauge("orphaned_pages", help_, role, one("orphaned_pages"))
-    yield _gauge("orphaned_pages_bound", "of them, behind which new work is refused", role, one("orphaned_bound"))
+    yield _gauge("orphaned_pages_bound", "of them, at which new work is refused", role, one("orphaned_bound"))
     help_ = "workers whose stream broke and whose end is not proven"
     yield _gauge("lost_workers", help_, role, one("lost_workers"))
     help_ = "transfers that ended while copies of them may run"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BACKOFF_SECONDS = (0.1, 5.0)
+BACKOFF_SECONDS = (0.1, 5.0)  # between tries: at least, even where an ask waits, and at most
 HELLO_SECONDS = 5.0
 WAITS = "waits for a worker"  # of this side, since a Hello names its model: nothing is dialled
 NOT_READY = re.compile(r"^daemon '[^']*' has no (prefill worker yet|pool: )")  # as handshake.hello_of says it
@@ -51,7 +51,7 @@ def _answers(failed: grpc.aio.AioRpcError) -> bool:
 
 
 class PeerLink:
-    """State WAITS, "connecting", "up" or "down"; while down, each new ask starts a try at once."""
+    """State WAITS, "connecting", "up" or "down"; while down, an ask starts a try as soon as BACKOFF_SECONDS allows."""
 
     expected = ""  # HOST:PORT whose name a certificate must have, where it is not the address's own
 
@@ -65,6 +65,7 @@ class PeerLink:
         self._side = side
         self._pending: dict[int, StartTransfer] = {}  # until the session is up
         self._wake = asyncio.Event()
+        self._up_at: float | None = None  # of the last try, when its session came up
         self._asked: dict[int, Name] = {}  # transfers of this session's living requests
         self._copying: dict[int, ReceivingSession] = {}  # transfers whose parts may be copied
 
@@ -102,11 +103,13 @@ class PeerLink:
     async def run(self) -> None:
         """Until cancelled: one session after the other."""
         backoff = BACKOFF_SECONDS[0]
+        time = asyncio.get_running_loop().time
         while True:
             if not self._side.tiers.has_pool.is_set():
                 self.state = WAITS
                 await self._side.tiers.has_pool.wait()
-            self.state, self._wake, level = "connecting", asyncio.Event(), logging.WARNING
+            self.state, level = "connecting", logging.WARNING
+            dialled, self._up_at = time(), None
             try:
                 await self._connect_and_serve()
                 error = unavailable(f"prefill daemon {self.name!r} at {self.address}: the session ended")
@@ -122,17 +125,27 @@ class PeerLink:
             except (asyncio.TimeoutError, OSError, ValueError, CourierError) as problem:
                 what = str(problem) or "no answer in time"
                 error = unavailable(f"prefill daemon {self.name!r} at {self.address} cannot be reached: {what}")
-            was_up, self.state = self.state == "up", "down"
+            self.state = "down"
             if self._said.due(str(error), self._side.now()):
                 log.log(level, "%s", error)
             self.error = str(error)
             self._pending.clear()
+            self._wake.clear()  # who asked so far is told
             self._side.on_link_down(self.name, error)
-            backoff = BACKOFF_SECONDS[0] if was_up else min(backoff * 2, BACKOFF_SECONDS[1])
-            try:
-                await asyncio.wait_for(self._wake.wait(), backoff)
-            except asyncio.TimeoutError:
-                continue
+            lasted = self._up_at is not None and time() - self._up_at > backoff
+            backoff = BACKOFF_SECONDS[0] if lasted else min(backoff * 2, BACKOFF_SECONDS[1])
+            await self._pause(dialled, backoff)
+
+    async def _pause(self, dialled: float, backoff: float) -> None:
+        # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the event.
+        asked = asyncio.create_task(self._wake.wait())
+        try:
+            await asyncio.wait({asked}, timeout=backoff)
+        finally:
+            asked.cancel()
+        floor = dialled + BACKOFF_SECONDS[0] - asyncio.get_running_loop().time()
+        if floor > 0:
+            await asyncio.sleep(floor)
 
     def _refusal(self, failed: grpc.aio.AioRpcError) -> RequestError:
         if failed.code() in REFUSED:
@@ -206,6 +219,7 @@ class PeerLink:
 
     def on_session_up(self) -> None:
         self.state, self.error = "up", ""
+        self._up_at = asyncio.get_running_loop().time()
         self._said.forget()
         pending, self._pending = self._pending, {}
         assert self.session is not None

@@ -56,6 +56,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             await session.run(context)
         except SessionBroken as broken:
             log.info("session with %s is over: %s", session.remote, broken)
+            if broken.code != common.ERROR_UNSPECIFIED:
+                await context.abort(status_of(RequestError(broken.code, str(broken))), str(broken))
         finally:
             side.session_over(session)
 

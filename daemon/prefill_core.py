@@ -16,6 +16,7 @@ from kvferry.daemon.effects import (
     ZeroTail,
 )
 from kvferry.daemon.errors import (
+    RequestError,
     aborted,
     deadline_exceeded,
     invalid,
@@ -49,9 +50,7 @@ class PrefillCore(PrefillRequests):
         error = self._refusal(entry, name, request.tokens, most)
         if error is not None:
             self.counters.refused += 1
-            if entry is not None:
-                self._fail_asks(entry, error)
-                self._drop(entry)
+            self.begin_refused(name, error)
             raise error
         if entry is None:
             entry = self._new_entry(name, deadline, now)
@@ -72,6 +71,13 @@ class PrefillCore(PrefillRequests):
         self._supply.add(entry)
         self._check_asks(entry)
         self._pump(now)
+
+    def begin_refused(self, name: Name, error: RequestError) -> None:
+        """Whoever asked for it is told at once: nothing else would end those asks before their deadline."""
+        entry = self.entries.get(name)
+        if entry is not None and entry.prompt is None and not entry.yielded:
+            self._fail_asks(entry, error)
+            self._drop(entry)
 
     def progress(self, worker: int, name: Name, tokens: int, now: float) -> None:
         entry, prompt = self._prompt_of(worker, name)
@@ -127,7 +133,7 @@ class PrefillCore(PrefillRequests):
             self._tell_ended(worker, name)
             return
         _, prompt = self._prompt_of(worker, name)
-        if not prompt.told_failed:
+        if not (prompt.told_failed or entry.acknowledge):  # acknowledge: it was aborted before, and a gather still runs
             self.counters.aborted += 1
         self._withdraw(entry, aborted("the prefill worker aborted the request"))
         entry.failed = entry.acknowledge = True
@@ -224,7 +230,7 @@ class PrefillCore(PrefillRequests):
         if entry.yielded:
             self._drop(entry)
         elif entry.prompt is None:
-            entry.done = True  # kept until its deadline, so that a worker that comes late is told
+            self._keep_name(entry)  # so that a worker that comes late is told
             self._effects += [EndSend(session, ask.transfer) for ask in entry.asks]
             entry.asks.clear()
         elif entry.prompt.aux is None and not entry.done:

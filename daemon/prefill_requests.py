@@ -55,6 +55,7 @@ class PrefillRequests:
         self.counters = RequestCounters()
         self.transfer_counters = TransferCounters()
         self.entries: dict[Name, Entry] = {}
+        self._over: dict[Name, None] = {}  # of them, those kept for who comes late; oldest first
         self._sends: dict[tuple[int, int], Entry] = {}  # (session, transfer)
         self._rested: dict[Entry, float] = {}  # all that rest, since when, and some that do no more
         self._newest: dict[int, int] = {}  # by session, the greatest transfer number that it has used
@@ -73,7 +74,7 @@ class PrefillRequests:
 
     @property
     def running(self) -> int:
-        return len(self.entries) - self.waiting_requests
+        return len(self.entries) - len(self._over) - self.waiting_requests
 
     @property
     def waiting_requests(self) -> int:
@@ -139,7 +140,8 @@ class PrefillRequests:
         self.counters.finished += 1
         self._tell_ended(prompt.worker, entry.name)
         entry.prompt = None
-        entry.done = entry.yielded = True
+        entry.yielded = True
+        self._keep_name(entry)
 
     def _on_begun(self, entry: Entry) -> None:
         prompt = entry.prompt
@@ -183,25 +185,26 @@ class PrefillRequests:
             length = len(getattr(ask, field_name))
             if length > DIGEST_BYTES:
                 return invalid(f"{field_name} has {length} bytes; the bound is {DIGEST_BYTES}")
-        if entry is None:
-            return self._table_full()
-        if entry.yielded:
-            return unavailable(f"the pages of name {name} were sent, and then given to others; try again")
-        if entry.done:
-            return aborted(f"name {name} has ended")
-        if entry.session not in (None, session):
-            return precondition(f"name {name} was asked for by another session")
-        open_asks = len(entry.asks) + len(entry.sends)
-        if open_asks >= MAX_ASKS_PER_REQUEST:
-            return exhausted(f"{open_asks} transfers of name {name} are open; the bound is {MAX_ASKS_PER_REQUEST}")
-        return None
+        if entry is not None:
+            if entry.yielded:
+                return unavailable(f"the pages of name {name} were sent, and then given to others; try again")
+            if entry.done:
+                return aborted(f"name {name} has ended")
+            if entry.session not in (None, session):
+                return precondition(f"name {name} was asked for by another session")
+            open_asks = len(entry.asks) + len(entry.sends)
+            if open_asks >= MAX_ASKS_PER_REQUEST:
+                return exhausted(f"{open_asks} transfers of name {name} are open; the bound is {MAX_ASKS_PER_REQUEST}")
+        total = pages_for(ask.tokens, self.store.page_size)
+        if ask.first_page + ask.pages > total:
+            return out_of_range(f"first_page {ask.first_page} + pages {ask.pages} is past the prompt's {total} pages")
+        return self._table_full() if entry is None else None
 
     def _check_asks(self, entry: Entry) -> None:
         """Both sides must speak of the same tokens, else nothing is sent."""
         prompt = entry.prompt
         if prompt is None:
             return
-        total = pages_for(prompt.tokens, self.store.page_size)
         for ask in list(entry.asks):
             for field_name, theirs, ours in (
                 ("namespace_id", ask.namespace_id, prompt.namespace_id),
@@ -217,11 +220,7 @@ class PrefillRequests:
                     )
                     break
             else:
-                if ask.first_page + ask.pages <= total:
-                    continue
-                error = out_of_range(
-                    f"first_page {ask.first_page} + pages {ask.pages} is past the prompt's {total} pages"
-                )
+                continue
             entry.asks.remove(ask)
             assert entry.session is not None
             self._effects.append(FailAsk(entry.session, ask.transfer, error))
@@ -319,7 +318,13 @@ class PrefillRequests:
 
     def _drop(self, entry: Entry) -> None:
         del self.entries[entry.name]
+        self._over.pop(entry.name, None)
         self._rested.pop(entry, None)
+
+    def _keep_name(self, entry: Entry) -> None:
+        """It is over and holds nothing; until its deadline, or until its place is needed, who comes late is told."""
+        entry.done = True
+        self._over[entry.name] = None
 
     def _new_entry(self, name: Name, deadline: float, now: float) -> Entry:
         entry = self.entries[name] = Entry(name, deadline, now, self._next_order)
@@ -335,6 +340,8 @@ class PrefillRequests:
         return aborted(f"name {name} was ended by the decode daemon") if entry.done else None
 
     def _table_full(self) -> RequestError | None:
+        if len(self.entries) >= self.limits.table and self._over:
+            self._drop(self.entries[next(iter(self._over))])
         if len(self.entries) < self.limits.table:
             return None
         return exhausted(f"{len(self.entries)} requests are in the rendezvous table; the bound is {self.limits.table}")

@@ -74,6 +74,17 @@ class PrefillSide(Side[PrefillCore]):
     def _begin(self, worker: Worker, name: Name, request: wire.Begin, now: float) -> None:
         if self.traces is not None:  # first: whatever is refused below is answered with Failed, which ends a span
             self.traces.opened(worker.number, name, request.traceparent, request.tokens)
+        try:
+            self._check_begin(request)
+            deadline = self.deadline_of(request.deadline_ms)
+            self.ready_core.begin(worker.number, worker.namespace_id, name, request, deadline, now)
+        except RequestError as error:
+            self.ready_core.begin_refused(name, error)
+            raise
+        if self.traces is not None:
+            self.traces.looked_up(worker.number, name, now)
+
+    def _check_begin(self, request: wire.Begin) -> None:
         if self.draining:
             raise unavailable("the daemon is shutting down; send the request to another one")
         self.check_quarantine()
@@ -85,10 +96,6 @@ class PrefillSide(Side[PrefillCore]):
             page_size=self.config.page_size,
             max_tokens=self.config.max_tokens,
         )
-        deadline = self.deadline_of(request.deadline_ms)
-        self.ready_core.begin(worker.number, worker.namespace_id, name, request, deadline, now)
-        if self.traces is not None:
-            self.traces.looked_up(worker.number, name, now)
 
     # -- effects -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvferry.daemon.pool_memory import PartCopies, PoolMemory
+from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_METADATA_BYTES
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink, RemoteRank
@@ -30,6 +31,7 @@ from kvferry.transfer.courier_messages import (
     PostFailed,
 )
 from kvferry.transfer.lanes import Lane
+from kvferry.transfer.slots import SlotError, StaleCredit
 from kvferry.waiting import complete
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,17 @@ STOP_SECONDS = 10.0  # for a killed courier to be reaped
 
 
 class SessionBroken(Exception):
-    """The session is over; why, for the log and for the requests that lose by it."""
+    """The session is over; why, for the log and for the requests that lose by it. `code`: what the peer broke."""
+
+    def __init__(self, message: str, code: common.ErrorCode = common.ERROR_UNSPECIFIED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def _code_of(error: ValueError) -> common.ErrorCode:
+    if isinstance(error, StaleCredit):
+        return common.ERROR_FAILED_PRECONDITION
+    return common.ERROR_OUT_OF_RANGE if isinstance(error, SlotError) else common.ERROR_UNSPECIFIED
 
 
 def report_invariant(error: BaseException) -> None:
@@ -184,7 +196,7 @@ class Session:
             raise SessionBroken(f"the courier did not start: {error}") from error
         finally:
             deadline.cancel()
-        raise SessionBroken(self._reason(tasks))
+        raise self._reason(tasks)
 
     async def _finish(self, teardown: asyncio.Task[None]) -> None:
         """Waits for the teardown, also where this very task is cancelled meanwhile."""
@@ -231,13 +243,13 @@ class Session:
     async def _first(self, *futures: asyncio.Future[Any]) -> None:
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
-    def _reason(self, tasks: list[asyncio.Task[None]]) -> str:
+    def _reason(self, tasks: list[asyncio.Task[None]]) -> SessionBroken:
         if self._broken.done():
-            return self._broken.result()
+            return SessionBroken(self._broken.result())
         for task in tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                return str(error)
-        return "the stream ended"
+                return error if isinstance(error, SessionBroken) else SessionBroken(str(error))
+        return SessionBroken("the stream ended")
 
     async def _write(self, stream: Duplex) -> None:
         while True:
@@ -283,7 +295,7 @@ class Session:
             try:
                 self.on_message(kind, message)
             except ValueError as error:
-                raise SessionBroken(f"{kind}: {error}") from error
+                raise SessionBroken(f"{kind}: {error}", _code_of(error)) from error
 
     # -- courier -------------------------------------------------------------------------------------------------
 

@@ -242,12 +242,17 @@ class Side(Generic[CoreT]):
 
     def check_quarantine(self) -> None:
         """RESOURCE_EXHAUSTED while too many pages wait for the proof that their worker writes no more."""
-        orphaned, bound = self.ready_core.orphaned_pages, self.config.orphaned_share * self.store.pool.pages
-        if orphaned > bound:
+        orphaned, bound = self.ready_core.orphaned_pages, self.orphaned_bound
+        if orphaned and orphaned >= bound:
             raise exhausted(
                 f"{orphaned} pages of {self.workers.lost} lost workers are orphaned until these are proven gone; "
-                f"new requests are taken up to {int(bound)} (orphaned_share {self.config.orphaned_share:g})"
+                f"the bound is {bound} (orphaned_share {self.config.orphaned_share:g})"
             )
+
+    @property
+    def orphaned_bound(self) -> int:
+        """Pages of lost workers at which no request is taken; 0: at the first one."""
+        return int(self.config.orphaned_share * self.store.pool.pages)
 
     def tell(self, number: int, event: wire.WorkerEvent) -> None:
         if self.traces is not None:

@@ -73,7 +73,8 @@ class EngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Where a request's failure ends it, "kvferry-error-bin" in the trailing metadata is an Error with `code` and `of_prefill`; its message is the status's.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -50,6 +50,10 @@ class SlotError(ValueError):
         self.field = field
 
 
+class StaleCredit(SlotError):
+    """Of a slot that there is, but at the wrong time."""
+
+
 def check_unsigned(field: str, value: int, bits: int) -> None:
     """Raises SlotError unless the value fits so many bits."""
     if not 0 <= value < 1 << bits:
@@ -277,10 +281,10 @@ class CreditPurse:
                 raise SlotError("credit.slot", credit.slot, f"in 0..{len(self._newest) - 1}")
             if credit.generation <= self._newest[credit.slot]:
                 bound = f"greater than {self._newest[credit.slot]} for slot {credit.slot}"
-                raise SlotError("credit.generation", credit.generation, bound)
+                raise StaleCredit("credit.generation", credit.generation, bound)
             check_unsigned("credit.generation", credit.generation, 64)
             if credit.slot in self._unspent:
-                raise SlotError("credit.slot", credit.slot, "a slot whose former credit was spent")
+                raise StaleCredit("credit.slot", credit.slot, "a slot whose former credit was spent")
             self._newest[credit.slot] = credit.generation
             self._unspent.add(credit.slot)
             self._credits[self._rank(credit)].append(credit)

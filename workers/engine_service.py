@@ -11,6 +11,7 @@ import grpc.aio
 
 from kvferry import tracing
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
+from kvferry.proto.limits import ERROR_METADATA
 from kvferry.radix.prompt_cache import PromptCache
 from kvferry.workers.decode import DecodeWorker, Ending, Paused, Reply, Started
 from kvferry.workers.jobs import Jobs
@@ -170,8 +171,10 @@ def _ending(reply: Ending) -> engine_pb2.Ending:
 
 async def _abort(context: grpc.aio.ServicerContext[_Request, _Reply], error: Exception) -> NoReturn:
     if isinstance(error, RequestFailed):
+        typed = common_pb2.Error(code=error.code, of_prefill=error.of_prefill)
         # never OK, whatever number the daemon sent
-        await context.abort(_STATUS.get(int(error.code), grpc.StatusCode.INTERNAL), _bounded(error.message))
+        status = _STATUS.get(int(error.code), grpc.StatusCode.INTERNAL)
+        await context.abort(status, _bounded(error.message), ((ERROR_METADATA, typed.SerializeToString()),))
     if isinstance(error, DaemonGone):
         await context.abort(grpc.StatusCode.UNAVAILABLE, _bounded(str(error)))
     if isinstance(error, grpc.aio.BaseError):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from kvferry.proto import common_pb2
+from kvferry.proto.limits import ERROR_METADATA
 
 _MAX_VALUE_CHARS = 80
 
@@ -47,7 +54,10 @@ _BY_STATUS = {
 
 
 class ApiError(Exception):
-    """A request's failure, as the client is told of it."""
+    """A request's failure, as the client is told of it. `of_prefill`: a decode server's that came from the prefill
+    side."""
+
+    of_prefill = False
 
     def __init__(self, status: int, message: str, *, type: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -90,7 +100,20 @@ def internal(message: str) -> ApiError:
 def from_grpc(who: str, error: grpc.aio.AioRpcError) -> ApiError:
     """What the client is told when the call of the server `who` ended with `error`."""
     details = error.details() or "no details"
-    return _error(_BY_STATUS.get(error.code(), _INTERNAL), f"{who}: {error.code().name}: {details}")
+    told = _error(_BY_STATUS.get(error.code(), _INTERNAL), f"{who}: {error.code().name}: {details}")
+    told.of_prefill = _of_prefill(error)
+    return told
+
+
+def _of_prefill(error: grpc.aio.AioRpcError) -> bool:
+    metadata = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())  # the stubs have one entry
+    for key, value in metadata:
+        if key == ERROR_METADATA and isinstance(value, bytes):
+            try:
+                return common_pb2.Error.FromString(value).of_prefill
+            except DecodeError:
+                return False
+    return False
 
 
 def from_validation(error: ValidationError) -> ApiError:

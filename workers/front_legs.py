@@ -18,7 +18,7 @@ from kvferry.workers.front_errors import ApiError, internal, timed_out
 
 ANSWER_SLACK_S = 2.0  # the servers keep the deadlines themselves; their word is awaited this much longer
 ATTEMPTS = 2
-_MAY_BE_OF_PREFILL = (503,)  # the decode daemon lost its session, or the prefill side ended the request
+_MAY_BE_OF_PREFILL = (503,)  # of a decode server that does not say whose failure it was
 _PREFILL_MAY_DIFFER = (429, 500, 503)  # another server may have room, or be well
 
 _log = logging.getLogger(__name__)
@@ -96,8 +96,8 @@ async def run_legs(
             return
         except (ApiError, PrefillFailed) as failure:
             error = failure.error if isinstance(failure, PrefillFailed) else failure
-            # Of the decode server's words only one says that it may be the prefill side's fault.
-            tell = _PREFILL_MAY_DIFFER if isinstance(failure, PrefillFailed) else _MAY_BE_OF_PREFILL
+            of_prefill = isinstance(failure, PrefillFailed) or error.of_prefill
+            tell = _PREFILL_MAY_DIFFER if of_prefill else _MAY_BE_OF_PREFILL
             may = attempt < ATTEMPTS and prefill is not None and not ready and error.status in tell
             other = elsewhere(prefill) if may and prefill is not None else None
             if other is None:
@@ -172,7 +172,7 @@ def _start_prefill(
     def ended(task: asyncio.Task[None]) -> None:
         link.outstanding -= 1
         if not task.cancelled():
-            task.exception()  # after the first token nobody asks for it
+            task.exception()  # once the prompt is ready nobody asks for it
 
     task = asyncio.create_task(_prefill(link, request, traceparent, deadline_s))
     task.add_done_callback(ended)
@@ -206,6 +206,7 @@ async def _events(
         reply = await _read(decode, call, prefilling, deadline, awaited)
         match reply.WhichOneof("kind"):
             case "started":
+                prefilling = None  # whatever becomes of it: nothing more is needed of it
                 started = reply.started
                 yield Started(
                     started.matched_tokens,
@@ -215,7 +216,6 @@ async def _events(
                     started.host_tokens,
                 )
             case "generated":
-                prefilling = None
                 deadline, awaited = loop.time() + request.next_token_s, "next token"
                 yield Generated(list(reply.generated.tokens))
             case "paused":
@@ -241,6 +241,8 @@ async def _read(
                 waits.add(prefilling)
             left = deadline - loop.time()
             done, _ = await asyncio.wait(waits, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+            if reading in done and reading.exception() is None:
+                return reading.result()
             if prefilling is not None and prefilling in done and isinstance(error := prefilling.exception(), ApiError):
                 raise PrefillFailed(error)
             if reading in done:

@@ -57,7 +57,7 @@ class OpenRequest:
             _resolve(self.ended, None)
         elif kind == "failed":
             error = event.failed.error
-            self.failure = RequestFailed(error.code, error.message)
+            self.failure = RequestFailed(error.code, error.message, error.of_prefill)
             self.fail(self.failure)
 
     def fail(self, error: Exception) -> None:

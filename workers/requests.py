@@ -32,12 +32,13 @@ class RequestName(NamedTuple):
 
 
 class RequestFailed(Exception):
-    """One request is over; `code` is kvferry.v1.ErrorCode (numbers as gRPC's status codes)."""
+    """One request is over; `code` is kvferry.v1.ErrorCode (numbers as gRPC's status codes), `of_prefill` as Error's."""
 
-    def __init__(self, code: common_pb2.ErrorCode, message: str) -> None:
+    def __init__(self, code: common_pb2.ErrorCode, message: str, of_prefill: bool = False) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.of_prefill = of_prefill
 
 
 class NotOpened(RequestFailed):

@@ -502,6 +502,8 @@ class PrefillMachine(RuleBasedStateMachine):
         assert unasked <= PAGES // 2, "what nobody asked for holds more than half of the pool"
         waiting = [entry for entry, prompt in prompts if prompt.hold.lock is None]
         assert len(waiting) == core.waiting_requests
+        over = [entry for entry in core.entries.values() if entry.done and entry.prompt is None]
+        assert core.running == len(core.entries) - len(over) - len(waiting)
         # Level-triggered: the first that was asked for waits for room only.
         asked = sorted((entry for entry in waiting if entry.asked), key=lambda entry: entry.order)
         if asked and asked[0].prompt is not None:

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc
+from kvferry.proto.limits import ERROR_METADATA
 from kvferry.radix.digests import chain_digests, root_digest
 from kvferry.workers.front_server import FrontConfig, serve
 from kvferry.workers.front_service import ServiceConfig
@@ -51,6 +52,12 @@ class Meeting:
 class Fault(Exception):
     code: grpc.StatusCode
     message: str
+    of_prefill: bool = False
+
+    @property
+    def metadata(self) -> tuple[tuple[str, bytes], ...]:
+        typed = common_pb2.Error(of_prefill=self.of_prefill)
+        return ((ERROR_METADATA, typed.SerializeToString()),) if self.of_prefill else ()
 
 
 class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
@@ -68,6 +75,8 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         self.local_prefill_max_tokens = 0
         self.reply: Callable[[Sequence[int]], list[int]] = echo_reply
         self.before: Callable[[], Awaitable[None]] | None = None  # runs before a request's work
+        self.at_handover: Callable[[], Awaitable[None]] | None = None  # of prefill: runs when decode goes on
+        self.at_start: Callable[[], Awaitable[None]] | None = None  # of decode: runs behind Started
         self.between: Callable[[], Awaitable[None]] | None = None  # runs after each output token
         self.paused_s = 0.0  # after the first output token, if not 0
         self.fault: Fault | None = None
@@ -126,6 +135,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         met = self.meeting.of(request.name.request_id)
         if not met.done():
             met.set_result(None)
+        await self._call(self.at_handover)
         return engine_pb2.PrefillReply(chunk_ends=[len(request.tokens)])
 
     async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> engine_pb2.AbortReply:
@@ -160,6 +170,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
             host_tokens=3,
         )
         await context.write(engine_pb2.DecodeReply(started=started))
+        await self._call(self.at_start)
         output: list[int] = []
         for token in self.reply(prompt)[: request.max_new_tokens]:
             output.append(token)
@@ -177,14 +188,17 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         await context.write(engine_pb2.DecodeReply(ending=ending))
 
     async def _work(self, context: Any) -> None:
+        await self._call(self.before)
+        if self.fault is not None:
+            await context.abort(self.fault.code, self.fault.message, self.fault.metadata)
+
+    async def _call(self, hook: Callable[[], Awaitable[None]] | None) -> None:
         try:
-            if self.before is not None:
-                await self.before()
+            if hook is not None:
+                await hook()
         except asyncio.CancelledError:
             self.cancelled += self.role == common_pb2.ROLE_PREFILL  # Decode counts its own
             raise
-        if self.fault is not None:
-            await context.abort(self.fault.code, self.fault.message)
 
     def matched_pages(self, digests: bytes) -> int:
         best = 0

@@ -118,3 +118,82 @@ def test_a_client_that_leaves_lets_go_what_was_handed_over() -> None:
             httpx.post(f"{stack.url}/v1/chat/completions", json=CHAT, timeout=0.5)
         until(lambda: decode.cancelled == 1, "the decode half is cancelled", 1.0)
         until(lambda: len(prefill.aborts) == 1, "the prefill server is told", 1.0)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.FAILED_PRECONDITION])
+def test_what_the_decode_server_says_of_its_prefill_daemon_is_tried_elsewhere(code: grpc.StatusCode) -> None:
+    """Its word comes first: the prefill server of the first try says nothing."""
+    with Stack(prefill=2) as stack:
+        decode = stack.decode[0]
+
+        async def first_fails() -> None:
+            first = decode.decodes[-1].name.attempt == 1
+            decode.fault = Fault(code, "of the prefill daemon", of_prefill=True) if first else None
+
+        async def hang_at_first() -> None:
+            if sum(len(server.prefills) for server in stack.prefill) == 1:
+                await asyncio.sleep(60)
+
+        decode.before = first_fails
+        for server in stack.prefill:
+            server.before = hang_at_first
+        assert post(stack).status_code == 200
+        assert [request.name.attempt for request in decode.decodes] == [1, 2]
+        assert decode.decodes[0].prefill != decode.decodes[1].prefill
+        until(lambda: sum(server.cancelled for server in stack.prefill) == 1, "the first prefill half is cancelled")
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        (Fault(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full"), 429),
+        (Fault(grpc.StatusCode.FAILED_PRECONDITION, "the name is in use"), 500),
+        (Fault(grpc.StatusCode.OUT_OF_RANGE, "past the prompt", of_prefill=True), 400),
+    ],
+)
+def test_what_another_prefill_daemon_would_not_change_is_not_tried_again(fault: Fault, status: int) -> None:
+    with Stack(prefill=2) as stack:
+        decode = stack.decode[0]
+        decode.fault = fault
+        assert post(stack).status_code == status
+        assert len(decode.decodes) == 1
+
+
+def test_a_prefill_that_fails_once_the_prompt_is_ready_fails_nothing() -> None:
+    """Between Started and the first token; there is no other server to turn to."""
+    with Stack() as stack:
+        expected = post(stack).json()["choices"]
+        prefill, decode = stack.prefill[0], stack.decode[0]
+        decode.decodes.clear()
+        started, failed = asyncio.Event(), asyncio.Event()
+
+        async def fails() -> None:
+            await started.wait()
+            await asyncio.sleep(0.2)  # the front end has read it
+            failed.set()
+            raise RuntimeError("it is gone")
+
+        async def goes_on() -> None:
+            started.set()
+            await failed.wait()
+            await asyncio.sleep(0.2)  # the front end has heard of it
+
+        prefill.at_handover, decode.at_start = fails, goes_on
+        response = post(stack)
+        assert response.status_code == 200
+        assert response.json()["choices"] == expected
+        assert len(decode.decodes) == 1
+
+
+def test_a_client_that_leaves_once_the_prompt_is_ready_ends_both_halves() -> None:
+    with Stack() as stack:
+        prefill, decode = stack.prefill[0], stack.decode[0]
+
+        async def hang() -> None:
+            await asyncio.sleep(60)
+
+        prefill.at_handover, decode.at_start = hang, hang
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{stack.url}/v1/chat/completions", json=CHAT, timeout=0.5)
+        until(lambda: decode.cancelled == 1, "the decode half is cancelled", 1.0)
+        until(lambda: prefill.cancelled == 1, "the prefill half is cancelled", 1.0)

@@ -107,7 +107,7 @@ def test_pages_that_the_end_of_a_restore_takes_out_of_the_tree_stay_orphans(
 
 
 def test_withheld_pages_count_as_orphaned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the bound allows, and one more; first another's lock keeps them in the tree."""
+    """Below the bound, at it and past it; first another's lock keeps them in the tree."""
     monkeypatch.setattr(SideTiers, "page_bytes", 64)
     monkeypatch.setattr(SideTiers, "row_bytes", 64)
     side = Decode(PAGES)
@@ -117,8 +117,8 @@ def test_withheld_pages_count_as_orphaned(monkeypatch: pytest.MonkeyPatch) -> No
     def counted() -> tuple[int, int]:
         return side_stats(shell).quarantine.orphaned_pages, side.store.pool.counts().orphaned
 
-    def check_refusal() -> None:
-        with pytest.raises(RequestError, match=r"^3 pages of .* are orphaned .* up to 2 ") as refused:
+    def check_refusal(pages: int) -> None:
+        with pytest.raises(RequestError, match=rf"^{pages} pages of .* are orphaned .* bound is 2 ") as refused:
             shell.check_quarantine()
         assert refused.value.code == common.ERROR_RESOURCE_EXHAUSTED
 
@@ -129,17 +129,35 @@ def test_withheld_pages_count_as_orphaned(monkeypatch: pytest.MonkeyPatch) -> No
     assert counted() == (0, 0)
     side.core.worker_lost(LOST, 1.0)
     assert counted() == (2, 0)
-    shell.check_quarantine()
+    check_refusal(2)
     side.core.worker_lost(LOST + OTHER, 1.0)
     assert counted() == (3, 0)
-    check_refusal()
+    check_refusal(3)
     side.take()
     drain(side)
     side.core.worker_gone(OTHER, 2.0)
     assert counted() == (3, 3), "the same pages, out of the tree"
-    check_refusal()
+    check_refusal(3)
     side.core.worker_gone(LOST, 3.0)
     assert counted() == (1, 1)
     shell.check_quarantine()
     side.core.worker_gone(LOST + OTHER, 3.0)
     assert counted() == (0, 0) and side.store.pool.free == PAGES
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_pool_of_one_page_is_usable_until_it_is_orphaned(share: float) -> None:
+    side = Decode(1)
+    shell = DecodeSide(DaemonConfig(role="decode", orphaned_share=share), bytes(16), time.monotonic)
+    shell.core = side.core
+    assert shell.orphaned_bound == 0
+    shell.check_quarantine()
+    side.admit(A, "x", 1, worker=LOST, held=1)
+    shell.check_quarantine()
+    side.core.worker_lost(LOST, 1.0)
+    with pytest.raises(RequestError, match=r"^1 pages of .* are orphaned .* bound is 0 "):
+        shell.check_quarantine()
+    side.take()
+    drain(side)
+    side.core.worker_gone(LOST, 2.0)
+    shell.check_quarantine()

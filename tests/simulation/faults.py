@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from tests.simulation.clock import Clock
 
+# Of decode and of prefill workers: every seed has one.
+_CRASHES = [(decode, prefill) for decode in range(4) for prefill in range(4) if decode or prefill]
+
 
 @dataclass(frozen=True, slots=True)
 class Faults:
@@ -35,12 +38,16 @@ class Faults:
 
 
 def draw_faults(clock: Clock) -> Faults:
-    """A seed's: some seeds have none but aborts, most have several kinds."""
+    """A seed's: some seeds have none but aborts and a worker's crash, most have several kinds."""
     chance, random = clock.chance, clock.random
     aborts = random.choice([0.05, 0.15, 0.3])
     repeats = random.choice([0.0, 0.05, 0.2])
     if chance(0.1):
-        return Faults(aborts=aborts, repeats=repeats)
+        decode_first = chance(0.5)
+        return Faults(
+            aborts=aborts, repeats=repeats, decode_crashes=int(decode_first), prefill_crashes=int(not decode_first)
+        )
+    decode_crashes, prefill_crashes = random.choice(_CRASHES)
     return Faults(
         aborts=aborts,
         repeats=repeats,
@@ -52,8 +59,8 @@ def draw_faults(clock: Clock) -> Faults:
         tier_fails=random.choice([0.05, 0.2]) if chance(0.5) else 0.0,
         partitions=random.randint(0, 2),
         broken_streams=random.randint(0, 2),
-        decode_crashes=random.randint(0, 3),
-        prefill_crashes=random.randint(0, 3),
+        decode_crashes=decode_crashes,
+        prefill_crashes=prefill_crashes,
         restarts=random.randint(0, 1),
         quiesces=random.randint(0, 1),
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 14 * PAGE
 ATTEMPTS = 2
+REQUESTS = 200  # of a seed, at least
 SHORT_DEADLINE_MS = 30
 _ALWAYS_WRONG = (
     common.ERROR_INVALID_ARGUMENT,
@@ -188,7 +189,9 @@ class Request:
         self._open = 0
 
     def begin(self) -> None:
-        if self.clock.chance(self.simulation.faults.aborts):
+        aborts = self.simulation.faults.aborts
+        late = self.simulation.requests_left < REQUESTS // 2 and not self.simulation.counts["aborts"]
+        if self.clock.chance(aborts) or (aborts and late):  # a seed with aborts meets one
             self.clock.after(self.clock.between(0.0, 0.15), self._abort)
         self._try()
 

@@ -21,14 +21,13 @@ from kvferry.proto import common_pb2 as common
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.daemons import Setting, SimDecode, SimPrefill
 from tests.simulation.faults import Faults, draw_faults
-from tests.simulation.front import _ALWAYS_WRONG, Attempt, Conversation, Request
+from tests.simulation.front import _ALWAYS_WRONG, REQUESTS, Attempt, Conversation, Request
 from tests.simulation.memory import PAGE_BYTES, Prompt
 from tests.simulation.network import Peering
 from tests.simulation.workers import Process
 
 T = TypeVar("T")
 
-REQUESTS = 200
 _BOUNDS = ("pages were asked for", "transfers of name", "lost workers are orphaned")  # that a seed may reach
 TICK = 0.05
 CHECK_EVERY = 64  # events
@@ -59,7 +58,8 @@ class Simulation:
         self.prefills = [self._prefill(f"p{i}") for i in range(prefills)]
         peers = {prefill.config.name: "127.0.0.1:1" for prefill in self.prefills}
         self.decodes = [
-            SimDecode(clock, _config(f"d{i}", "decode", peers), self._setting(), self.faults) for i in range(decodes)
+            SimDecode(clock, _config(f"d{i}", "decode", peers), self._setting(tiered=i == 0), self.faults)
+            for i in range(decodes)
         ]
         self.peerings = [Peering(clock, self.faults, d, p) for d in self.decodes for p in self.prefills]
         self.decode_workers = [Process(clock, d, tenant) for d in self.decodes for tenant in (0, 1)]
@@ -230,10 +230,11 @@ class Simulation:
     def _prefill(self, name: str) -> SimPrefill:
         return SimPrefill(self.clock, _config(name, "prefill", {}), self._setting(), self.faults)
 
-    def _setting(self) -> Setting:
+    def _setting(self, *, tiered: bool = False) -> Setting:
+        """`tiered`: surely with a host tier."""
         random = self.clock.random
         pages = random.choice([48, 64, 96])
-        host = random.choice([0, 24, 200])
+        host = random.choice([24, 200] if tiered else [0, 24, 200])
         quota = random.choice([None, None, Quota(8, 40), Quota(8, 40, 8, 32)])
         return Setting(
             pages=pages,

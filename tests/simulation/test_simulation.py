@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.__main__ import Outcome, outcome, show
+from tests.simulation.__main__ import LEAST, Outcome, outcome, show
 from tests.simulation.faults import Faults
-from tests.simulation.simulator import REQUESTS, simulate
+from tests.simulation.front import REQUESTS
+from tests.simulation.simulator import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a run of many seeds must have met: else the oracle has looked at nothing.
@@ -51,6 +52,8 @@ def judge(outcomes: list[Outcome]) -> None:
     for done in outcomes:
         total += done.counts
         assert done.counts["requests"] >= REQUESTS
+        for what, counters in LEAST.items():
+            assert any(done.counts[each] for each in counters), f"seed {done.seed} had no {what}"
     print(f"\n{len(outcomes)} seeds, {outcomes[0].seed} to {outcomes[-1].seed}:")
     show(total)
     missing = [what for what in MET if not total[what]]
@@ -94,10 +97,19 @@ def mostly_aborted(seed: int) -> Counter[str]:
     return simulate(seed, faults=faults).counts
 
 
-def test_without_faults_every_request_is_answered() -> None:
-    counts = simulate(1, faults=Faults()).counts
+@pytest.mark.parametrize("seed", [1, 2])
+def test_without_faults_every_request_is_answered(seed: int) -> None:
+    counts = simulate(seed, faults=Faults()).counts
     assert counts["answered"] == counts["requests"] >= REQUESTS
     assert counts["session ends"] == 0
+
+
+@pytest.mark.nightly
+def test_where_only_clients_abort_nobody_else_fails() -> None:
+    """The oracle then takes no error for an answer (Faults.none)."""
+    for seed in range(100):
+        counts = simulate(seed, faults=Faults(aborts=0.15, repeats=0.1)).counts
+        assert counts["failed"] == 0 and counts["answered"] + counts["aborted"] == counts["requests"] >= REQUESTS
 
 
 def test_a_seed_is_replayed_exactly() -> None:
