@@ -1,8 +1,8 @@
 """Health is progress: SERVING only while the event loop, every copy worker and every courier's poller move. Shell.
 
 Twice in `stalled_seconds`, and at least each second, every part is asked for a tick. A copy worker runs an empty job;
-a courier polls while it lives, a few hundred times a second when idle, and each poll ends in a wait that the kernel
-counts: a count that does not move is a courier that is stopped or stuck. An event loop that stands still cannot say
+a courier polls while it lives, and sleeps between polls, several times a second however busy it is; the kernel counts
+these waits, and a count that does not move is a courier that is stopped or stuck. An event loop that stands still cannot say
 so itself: its health checks are not answered, and a thread writes down where it stands.
 """
 
