@@ -30,12 +30,20 @@ class CopyEnds:
         self._awake_until = 0.0
         self._turning = False
         self._closing = False
+        self._oldest: tuple[GpuCopy | None, float] = (None, 0.0)  # at the last look, and since when it is
         self._thread = threading.Thread(target=self._run, name="kvferry-copy-ends", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
         """Copies that run."""
         return len(self._waiting)
+
+    def oldest(self, now: float) -> float:
+        """For how long the copy that was added first has been the first, as those who ask saw it; 0: none runs."""
+        first = next(iter(self._waiting.values()))[0] if self._waiting else None
+        if first is None or first is not self._oldest[0]:
+            self._oldest = (first, now)
+        return now - self._oldest[1]
 
     def add(self, copy: GpuCopy, done: CopyEnd) -> None:
         """ValueError where too many are waited for; then `done` is not called."""
@@ -56,6 +64,7 @@ class CopyEnds:
             except GpuError:
                 continue  # it has ended all the same
         self._waiting.clear()
+        self._oldest = (None, 0.0)
 
     def _stay_awake(self) -> None:
         assert self._loop is not None

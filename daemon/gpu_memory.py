@@ -191,6 +191,9 @@ class GpuPoolMemory:
     def workers(self) -> dict[str, Executor]:
         return {}  # its copies run on the devices
 
+    def late_copies(self, now: float) -> dict[str, float]:
+        return {"oldest copy on its GPUs": self._ends.oldest(now)}
+
     def rank_pools(self) -> list[wire.RankPool]:
         return [pool for rank in self._ranks for pool in rank.rank_pools()]
 

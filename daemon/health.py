@@ -1,9 +1,10 @@
 """Health is progress: SERVING only while the event loop, every copy worker and every courier's poller move. Shell.
 
-Twice in `stalled_seconds`, and at least each second, every part is asked for a tick. A copy worker runs an empty job;
-a courier polls while it lives, a few hundred times a second when idle, and each poll ends in a wait that the kernel
-counts: a count that does not move is a courier that is stopped or stuck. An event loop that stands still cannot say
-so itself: its health checks are not answered, and a thread writes down where it stands.
+Twice in `stalled_seconds`, and at least each second, every part is asked for a tick. A copy worker runs an empty job,
+and the oldest copy on its threads or on a GPU has not run for long: of several threads others would run the job;
+a courier polls while it lives, and sleeps between polls, several times a second however busy it is; the kernel counts
+these waits, and a count that does not move is a courier that is stopped or stuck. An event loop that stands still
+cannot say so itself: its health checks are not answered, and a thread writes down where it stands.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class HealthWatch:
             while True:
                 now = self._loop_ticked = time.monotonic()
                 self.progress.tick(EVENT_LOOP, now)
-                self.progress.keep({EVENT_LOOP} | self._ask_copy_workers(now) | self._look_at_couriers(now))
+                parts = self._ask_copy_workers(now) | self._look_at_copies(now) | self._look_at_couriers(now)
+                self.progress.keep({EVENT_LOOP} | parts)
                 stalled = self.stalled
                 self._replace_stalled_couriers(now)
                 if serving is not (not stalled):
@@ -96,6 +98,15 @@ class HealthWatch:
             self._asked.add(part)
         except RuntimeError:
             return  # it is being shut down
+
+    def _look_at_copies(self, now: float) -> set[str]:
+        parts = set()
+        for side in self._sides.values():
+            for name, age in side.tiers.late_copies(now).items():
+                part = f"{side.role} {name}"
+                parts.add(part)
+                self.progress.tick(part, now - age)
+        return parts
 
     def _look_at_couriers(self, now: float) -> set[str]:
         parts = set()

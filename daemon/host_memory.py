@@ -7,13 +7,14 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import _core
+from kvferry.daemon.copy_threads import CopyThreads, attempt
 from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.copy_strategies import AUTO, ENVIRONMENT, MEMCPY, CopyStatistics, StrategyCounts
@@ -40,17 +41,14 @@ def host_pages(pool: memoryview, rows: RowMap) -> _core.HostPages:
 class HostPartCopies:
     """Of one session."""
 
-    def __init__(
-        self, link: CourierLink, lanes: list[_core.HostPages], executor: ThreadPoolExecutor, threads: int
-    ) -> None:
+    def __init__(self, link: CourierLink, lanes: list[_core.HostPages], threads: CopyThreads) -> None:
         self._link = link
         self._lanes = lanes
-        self._executor = executor
         self._threads = threads
 
     @property
     def gathers_at_once(self) -> int:
-        return self._threads + 1
+        return self._threads.count + 1
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot, rows = self._link.send_slot(gather.send_slot), self._lanes[gather.lane]
@@ -103,13 +101,11 @@ class HostPartCopies:
         self._run(lambda: sums.append(copy()), nbytes, lambda problem: done(problem, sums[0] if sums else 0))
 
     def _run(self, copy: Callable[[], None], nbytes: int, done: CopyEnd) -> None:
-        loop = asyncio.get_running_loop()
         if nbytes <= INLINE_BYTES:
             # Its completion comes later all the same: callers may hold a state machine half-way.
-            loop.call_soon(done, _attempt(copy))
+            asyncio.get_running_loop().call_soon(done, attempt(copy))
         else:
-            future = loop.run_in_executor(self._executor, _attempt, copy)
-            future.add_done_callback(lambda finished: done(finished.result()))
+            self._threads.run(copy).add_done_callback(lambda finished: done(finished.result()))
 
 
 class HostPoolMemory:
@@ -124,10 +120,9 @@ class HostPoolMemory:
             host_pages(segment.buffer, shape.storage_of(rank).planes()) for rank, segment in enumerate(segments)
         ]
         self._host: NDArray[np.uint8] | None = None
-        self._threads = threads
+        self._threads = CopyThreads(threads)
         self._counts = StrategyCounts()
         self._counting = threading.Lock()  # a spill and a restore may run at the same time
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvferry-copy")
 
     @staticmethod
     def create(shape: PoolShape, directory: str, stem: str, threads: int) -> HostPoolMemory:
@@ -137,12 +132,12 @@ class HostPoolMemory:
             for rank in range(shape.ranks):
                 name = f"{stem}-{rank}" if shape.ranks > 1 else stem
                 segments.append(Segment.create(directory, name, shape.storage.nbytes))
+            return HostPoolMemory(shape, segments, threads)
         except BaseException:
             for segment in segments:
                 segment.unlink()
                 segment.close()
             raise
-        return HostPoolMemory(shape, segments, threads)
 
     @staticmethod
     def map(registration: Registration, geometry: KVGeometry, directory: str, threads: int) -> HostPoolMemory:
@@ -175,7 +170,10 @@ class HostPoolMemory:
 
     @property
     def workers(self) -> dict[str, Executor]:
-        return {"copy worker": self._executor}
+        return {"copy worker": self._threads.executor}
+
+    def late_copies(self, now: float) -> dict[str, float]:
+        return {"oldest copy on the copy threads": self._threads.oldest(now)}
 
     def rank_pools(self) -> list[wire.RankPool]:
         if self.shape.places:
@@ -185,12 +183,12 @@ class HostPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
         rows = zip(lanes, self.shape.sending_rows(lanes), strict=True)
         ranks = [host_pages(self._segments[lane.sender].buffer, each) for lane, each in rows]
-        return HostPartCopies(link, ranks, self._executor, self._threads)
+        return HostPartCopies(link, ranks, self._threads)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
         rows = zip(lanes, self.shape.receiving_rows(lanes), strict=True)
         ranks = [host_pages(self._segments[lane.receiver].buffer, each) for lane, each in rows]
-        return HostPartCopies(link, ranks, self._executor, self._threads)
+        return HostPartCopies(link, ranks, self._threads)
 
     def zero_tail(self, page: int, tokens: int) -> None:
         for planes in self._planes:
@@ -198,15 +196,15 @@ class HostPoolMemory:
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """On the copy threads, an equal share on each, behind what they do already."""
-        loop = asyncio.get_running_loop()
-        shares = [share for share in np.array_split(pages, self._threads) if len(share)]
-        copies = [loop.run_in_executor(self._executor, _attempt, partial(self._zero, share)) for share in shares]
+        shares = [share for share in np.array_split(pages, self._threads.count) if len(share)]
+        copies = [self._threads.run(partial(self._zero, share)) for share in shares]
         together = asyncio.gather(*copies)
         together.add_done_callback(lambda ended: done("; ".join(filter(None, ended.result()))))
 
     def _zero(self, pages: Int64s) -> None:
         for planes in self._planes:
             for page in pages.tolist():
+                self._threads.step()
                 planes.zero_page_from(page, 0)
 
     def attach_rows(self, rows: memoryview) -> None:
@@ -218,14 +216,14 @@ class HostPoolMemory:
     def spill(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:
             host, sizes = self._host_runs(shard, shard.ranks[0], rows)
-            _core.copy_list(host, self._pool_runs(shard.ranks[0], pages), sizes, self._threads)
+            _core.copy_list(host, self._pool_runs(shard.ranks[0], pages), sizes, self._threads.count)
             self._count(sizes)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:
             for rank in shard.ranks:
                 host, sizes = self._host_runs(shard, rank, rows)
-                _core.copy_list(self._pool_runs(rank, pages), host, sizes, self._threads)
+                _core.copy_list(self._pool_runs(rank, pages), host, sizes, self._threads.count)
                 self._count(sizes)
 
     def copy_statistics(self) -> CopyStatistics:
@@ -237,7 +235,7 @@ class HostPoolMemory:
             self._counts += StrategyCounts(1, len(sizes), int(sizes.sum()))
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True)
+        self._threads.close()
         self._memory.clear()
         for planes in self._planes:
             planes.close()
@@ -264,11 +262,3 @@ class HostPoolMemory:
     def _pool_runs(self, rank: int, pages: Int64s) -> Int64s:
         found: Int64s = (self._memory[rank].ctypes.data + self.shape.whole_rows[rank].fragments_of(pages)).ravel()
         return found
-
-
-def _attempt(copy: Callable[[], None]) -> str:
-    try:
-        copy()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

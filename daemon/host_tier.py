@@ -226,7 +226,11 @@ def open_tier(
         rows = FileRows.open(config.host_dir, pages=pages, page_bytes=page_bytes, layout=layout, role=role)
     else:
         rows = AnonymousRows(config.shm_dir, f"kvferry-{incarnation.hex()}-{role}-host", pages, page_bytes)
-    tier = HostTier(memory, rows, pages, checksums=config.checksums == "on")
+    try:
+        tier = HostTier(memory, rows, pages, checksums=config.checksums == "on")
+    except BaseException:
+        rows.close()
+        raise
     store.host.log_frees = True
     # One place is left for the worker's own namespace, should it not be among those of the file.
     try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from kvferry.daemon.config import STORAGES, DaemonConfig
 from kvferry.daemon.errors import exhausted, invalid, precondition
 from kvferry.daemon.gpu_memory import GpuPoolMemory
 from kvferry.daemon.host_memory import HostPoolMemory
+from kvferry.daemon.making import make_in_thread
 from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry import KVGeometry
@@ -52,7 +51,7 @@ async def map_pool(config: DaemonConfig, geometry: KVGeometry, registration: Reg
         return HostPoolMemory.map(registration, geometry, config.shm_dir, config.copy_threads)
 
     try:
-        return await asyncio.to_thread(work)
+        return await make_in_thread(work, lambda memory: memory.close())
     except ValueError as error:
         raise invalid(str(error)) from error
     except OSError as error:
@@ -71,7 +70,7 @@ async def make_pool(config: DaemonConfig, geometry: KVGeometry, pages: int, name
 
     try:
         shape = PoolShape(geometry, config.ranks, STORAGES[config.storage], pages)
-        return await asyncio.to_thread(work, shape)
+        return await make_in_thread(partial(work, shape), lambda memory: memory.close())
     except ValueError as error:
         raise precondition(f"pool: this daemon cannot make it: {error}") from error
     except OSError as error:

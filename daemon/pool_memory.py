@@ -72,6 +72,10 @@ class PoolMemory(Protocol):
     def workers(self) -> dict[str, Executor]:
         """Its copy threads by name, if it has any: whose progress may be watched."""
 
+    def late_copies(self, now: float) -> dict[str, float]:
+        """For how many seconds, until `now` of the monotonic clock, the oldest copy of each kind has not ended or come
+        further; 0: none runs."""
+
     def rank_pools(self) -> list[wire.RankPool]:
         """Where workers find it, rank by rank; none: it is the worker's own."""
 

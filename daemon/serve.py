@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 
 from kvferry import tracing
@@ -39,7 +40,7 @@ async def _serve(config: DaemonConfig) -> None:
     # gRPC's core and NIXL are imported only here, so that a wrong flag is answered at once.
     from kvferry.daemon.server import Daemon
 
-    daemon = Daemon(config)
+    daemon = Daemon(config, leave=os._exit)
     try:
         await daemon.start()
     except BaseException:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
+import faulthandler
 import logging
 import os
 import resource
 import signal
 import socket
-import stat
+import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc
@@ -32,9 +34,10 @@ from kvferry.daemon.peer_service import PeerService
 from kvferry.daemon.pool_room import lacks
 from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.side import AnySide
+from kvferry.daemon.socket_file import SocketFile, clear_socket
 from kvferry.daemon.stats import Snapshots
 from kvferry.daemon.tls import TlsWatch, files_of
-from kvferry.daemon.values import ConfigError, check_own_folder, parse_address
+from kvferry.daemon.values import ConfigError, parse_address
 from kvferry.daemon.worker_service import WorkerService
 from kvferry.proto import (
     admin_pb2,
@@ -47,7 +50,7 @@ from kvferry.proto import (
     worker_pb2_grpc,
 )
 from kvferry.transfer.courier_link import CourierError
-from kvferry.transfer.segment import FileLock, reclaim_stale
+from kvferry.transfer.segment import FileLock, owned_files, reclaim_stale
 
 if TYPE_CHECKING:
     from kvferry.daemon.event_publisher import EventPublisher
@@ -55,7 +58,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
-SPILL_SHARE = 0.2  # of the grace period, kept for saving the cache in the host tier's file
+SPILL_SHARE = 0.2  # of the grace period, kept for saving the cache in the host tier's file where there is one
+END_SECONDS = 20.0  # after the grace period, for all that is to end then
+POLL_SECONDS = 0.05  # between looks at what still runs
+TELLING_SECONDS = 1.0  # for those who watch the health to hear that it drains
 DESCRIPTORS_PER_PEER = 16  # stream, socket pair, log and slots of the courier, and while one is being replaced
 DESCRIPTORS_PER_WORKER = 4
 CALLS_PER_CLIENT = 4  # of a peer or a worker: its session, the one before it that still ends, its health and statistics
@@ -63,13 +69,16 @@ MORE_CALLS = 4096  # of anybody: look-ups, statistics, health and watches of it
 
 
 class Daemon:
-    """`await start()`, then `await run_until_stopped()`; or `stop()` from a signal."""
+    """`await start()`, then `await run_until_stopped()`; or `stop()` from a signal. `leave` ends the process at once,
+    where its orderly end takes longer than END_SECONDS."""
 
-    def __init__(self, config: DaemonConfig) -> None:
+    def __init__(self, config: DaemonConfig, leave: Callable[[int], None] | None = None) -> None:
         self.config = config
+        self._leave = leave
         self.incarnation = new_incarnation()
         self.address = ""  # HOST:PORT once it listens
         self._lock: FileLock | None = None
+        self._socket: SocketFile | None = None
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
         files = files_of(config)
@@ -109,7 +118,7 @@ class Daemon:
         self._lock = FileLock.create_held(os.path.join(config.shm_dir, f"kvferry-{self.incarnation.hex()}-lock"))
         for lack in await asyncio.to_thread(lacks, config):
             log.warning("the first worker will be refused: %s", lack)
-        _clear_socket(config.socket)
+        clear_socket(config.socket)
         self._health = HealthServicer()
         self._watch = self._snapshots.watch = HealthWatch(self.sides, config.stalled_seconds, self._announce)
         timed = [self._snapshots.rpcs]
@@ -156,6 +165,7 @@ class Daemon:
             self._unix.add_insecure_port(f"unix:{config.socket}")
         finally:
             os.umask(before)
+        self._socket = SocketFile(config.socket)
         if config.events:
             self._publish_events()
         if config.metrics:
@@ -216,16 +226,29 @@ class Daemon:
         with contextlib.ExitStack() as ends:  # each is reached, though another fails; the last first
             if self._lock is not None:
                 ends.callback(self._lock.close)
-                ends.callback(self._lock.unlink)
+                ends.callback(self._unlink_lock, self._lock)
+            if self._socket is not None:
+                ends.callback(self._socket.remove)
             if self._publisher is not None:
                 ends.callback(self._publisher.close)
             if self._metrics is not None:
                 ends.callback(self._metrics.close)
 
+    def _unlink_lock(self, lock: FileLock) -> None:
+        """Without it nobody would ever remove the files that are still there."""
+        if left := owned_files(self.config.shm_dir, self.incarnation):
+            log.error("%d files are left in %s; the next daemon there removes them", len(left), self.config.shm_dir)
+        else:
+            lock.unlink()
+
     async def run_until_stopped(self) -> None:
         """Until `stop()` or a broken invariant; drains, then ends everything it owns."""
         await self._stop.wait()
         await self._drain()
+        if self._leave is not None:
+            last = threading.Timer(END_SECONDS, self._break_off, [self._leave])
+            last.daemon = True
+            last.start()
         await self._end()
         if self._fatal is not None:
             raise self._fatal
@@ -233,28 +256,56 @@ class Daemon:
 
     async def _drain(self) -> None:
         """No new work; what was accepted may finish within the grace period."""
-        await self._health.enter_graceful_shutdown()
         for side in self.sides.values():
             side.draining = True
         end = time.monotonic() + self.config.grace_seconds
+        # It waits for locks that its watchers hold while they write: whoever reads too slowly does not keep the rest.
+        telling = asyncio.create_task(self._health.enter_graceful_shutdown())
+        self._tasks.append(telling)
+        await asyncio.wait([telling], timeout=TELLING_SECONDS)
         busy = sum(side.busy for side in self.sides.values())
         if busy and self._fatal is None:
-            log.info("%d requests have %.0f s at most", busy, self.config.grace_seconds)
-            deadline = end - self.config.grace_seconds * SPILL_SHARE
+            saves = any(side.saves for side in self.sides.values())
+            seconds = self.config.grace_seconds * (1 - SPILL_SHARE if saves else 1)
+            log.info("%d requests have %.0f s at most", busy, seconds)
+            deadline = end - self.config.grace_seconds + seconds
             while sum(side.busy for side in self.sides.values()) and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
+                if self._fatal is not None:
+                    return
+                await asyncio.sleep(POLL_SECONDS)
         if self._fatal is None:
             await asyncio.gather(*(side.spill_all(end) for side in self.sides.values()))
 
+    def _break_off(self, leave: Callable[[int], None]) -> None:
+        """In a thread: something does not end, as a copy that hangs, and nothing can end it but the process's end."""
+        try:
+            log.critical("the daemon has not ended within %g s; its process ends now, and stands here:", END_SECONDS)
+            for path in owned_files(self.config.shm_dir, self.incarnation):  # the lock stays: more may come meanwhile
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        finally:
+            leave(1)
+
     async def _end(self) -> None:
         try:
-            await self._end_all()
+            await self._end_services()
         finally:
-            with contextlib.suppress(OSError):
-                os.unlink(self.config.socket)
-            self.discard()
+            try:
+                await self._close_sides()
+            finally:
+                self.discard()
 
-    async def _end_all(self) -> None:
+    async def _close_sides(self) -> None:
+        """All of them, though one fails."""
+        ends = await asyncio.gather(*(side.close() for side in self.sides.values()), return_exceptions=True)
+        for side, error in zip(self.sides.values(), ends, strict=True):
+            if error is not None:
+                log.error("%s: its end failed: %s: %s", side.role, type(error).__name__, error)
+        for error in filter(None, ends):
+            raise error
+
+    async def _end_services(self) -> None:
         while running := [task for task in self._tasks if not task.done()]:
             # Again and again: before Python 3.12 wait_for can lose a cancellation that meets its result.
             for task in running:
@@ -272,8 +323,6 @@ class Daemon:
             deadline = time.monotonic() + 15.0
             while prefill.sessions and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
-        for side in self.sides.values():
-            await side.close()
 
     async def _announce(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
@@ -350,27 +399,3 @@ def _check_host_dir(config: DaemonConfig) -> None:
         raise ConfigError(f"--host-dir {config.host_dir!r}: {error.strerror}") from error
     if not os.access(config.host_dir, os.W_OK | os.X_OK):
         raise ConfigError(f"--host-dir {config.host_dir!r} cannot be written to")
-
-
-def _clear_socket(path: str) -> None:
-    """Makes the folder, removes what a dead daemon left; refuses one that answers, and anything that is no socket."""
-    if len(path.encode()) > 107:
-        raise ConfigError(f"--socket {path!r} has {len(path.encode())} bytes; Unix sockets take at most 107")
-    folder = os.path.dirname(path) or "."
-    check_own_folder(folder)
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        check_own_folder(folder)  # it may have been made by somebody else just now
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"--socket {path!r} exists and is not a socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        code = probe.connect_ex(path)
-    if code == 0:
-        raise ConfigError(f"--socket {path!r}: another daemon answers there")
-    if code not in (errno.ECONNREFUSED, errno.ENOENT):
-        raise ConfigError(f"--socket {path!r}: {os.strerror(code)}")
-    os.unlink(path)

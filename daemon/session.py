@@ -209,6 +209,7 @@ class Session:
         self.closed, self.up = True, False
         for task in tasks:
             task.cancel()
+        start.cancel()  # what it has started it ends and reaps
         await asyncio.gather(*tasks, return_exceptions=True)
         for task in tasks:
             if not task.cancelled() and isinstance(error := task.exception(), AssertionError):
@@ -219,8 +220,11 @@ class Session:
             await self._copies_done.wait()
         if self._parts is not None:
             self._parts.close()
+        await asyncio.wait([start])
+        if start.cancelled():
+            return
         try:
-            link = await start  # it has a deadline of its own, and what it started must be reaped
+            link = start.result()  # also where it came up in the very moment of its cancellation
         except (CourierError, OSError, ValueError):
             return
         try:

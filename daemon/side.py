@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections import deque
@@ -274,12 +275,17 @@ class Side(Generic[CoreT]):
         most = self.config.transfer_seconds
         return self.now() + (min(milliseconds / 1000, most) if milliseconds else most)
 
+    @property
+    def saves(self) -> bool:
+        """What is cached on the device can be copied to a host tier that the next daemon finds again."""
+        return self.core is not None and self.tiers.host_survives and self.tiers.has_pool.is_set()
+
     async def spill_all(self, deadline: float) -> None:
         """Copies what is cached on the device to the host tier's file, until `deadline`."""
-        if self.core is None or not self.tiers.host_survives or not self.tiers.has_pool.is_set():
+        if not self.saves:
             return
         store = self.store
-        self.core.pins.unpin(0)  # what an operator held is saved, too
+        self.ready_core.pins.unpin(0)  # what an operator held is saved, too
         while self.now() < deadline and (store.spill(SPILL_PAGES) or store.copies):
             self._effects.extend(tier_effects(store))
             self.flush()
@@ -289,9 +295,10 @@ class Side(Generic[CoreT]):
     async def close(self) -> None:
         """Ends what this side owns; the sessions must have ended before."""
         self._closed = True
-        await self.tasks.close()
-        self.workers.close()
-        await self.tiers.close()
+        async with contextlib.AsyncExitStack() as ends:  # each is reached, though another fails; the last first
+            ends.push_async_callback(self.tiers.close)
+            ends.callback(self.workers.close)
+            ends.push_async_callback(self.tasks.close)
 
 
 AnySide: TypeAlias = Side[Any]

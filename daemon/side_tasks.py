@@ -39,7 +39,7 @@ class SideTasks:
             log.error("%s: %s: %s", self._role, type(error).__name__, error)
 
     async def close(self) -> None:
-        """Cancels all of them, and waits for their ends."""
+        """Cancels all of them, and waits for their ends, also for that of a thread which one of them waits for."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

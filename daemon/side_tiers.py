@@ -11,11 +11,13 @@ import errno
 import logging
 import secrets
 from concurrent.futures import Executor
+from functools import partial
 from typing import Protocol
 
 from kvferry.daemon.config import STORAGES, DaemonConfig
 from kvferry.daemon.errors import exhausted, precondition
 from kvferry.daemon.host_tier import HostTier, open_tier
+from kvferry.daemon.making import make_in_thread
 from kvferry.daemon.pool_making import make_pool, map_pool
 from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.store import Store
@@ -24,6 +26,7 @@ from kvferry.transfer.geometry import Layout, StorageOrder
 from kvferry.transfer.namespace import NamespaceFacts, differences
 from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
 from kvferry.transfer.registration import Registration
+from kvferry.waiting import complete
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +110,10 @@ class SideTiers:
         workers = self._memory.workers if self._memory is not None else {}
         return workers | self._host.workers if self._host is not None else workers
 
+    def late_copies(self, now: float) -> dict[str, float]:
+        """By name: see `PoolMemory.late_copies`."""
+        return self._memory.late_copies(now) if self._memory is not None else {}
+
     # -- how they come to be -------------------------------------------------------------------------------------
 
     async def fit(self, facts: NamespaceFacts, registration: Registration | None = None) -> None:
@@ -136,11 +143,12 @@ class SideTiers:
         try:
             store = self._side.new_store(facts, pages, host_pages)
             if host_pages:
-                host = await asyncio.to_thread(
-                    open_tier, self._config, self._role, self._incarnation, facts, memory, store
-                )
-        except (OSError, ValueError) as error:
+                opening = partial(open_tier, self._config, self._role, self._incarnation, facts, memory, store)
+                host = await make_in_thread(opening, HostTier.discard)
+        except BaseException as error:
             memory.close()
+            if not isinstance(error, OSError | ValueError):
+                raise
             nbytes = host_pages * facts.geometry.page_bytes
             message = f"host tier of {nbytes} bytes (--host-dir {self._config.host_dir!r}): {error}"
             log.warning("%s", message)
@@ -200,7 +208,7 @@ class SideTiers:
         forgotten = self.store.forget_device()
         self._side.flush()  # routers hear of it
         if self._host is not None:
-            await asyncio.to_thread(self._host.detach)
+            await complete(asyncio.to_thread(self._host.detach))
         memory.close()
         log.info(
             "%s pool: the engine's memory is unmapped; %d pages are forgotten, %d are in the host tier",
@@ -212,8 +220,10 @@ class SideTiers:
         memory = await map_pool(self._config, facts.geometry, registration)
         try:
             if self._host is not None:
-                await asyncio.to_thread(self._host.attach, memory)
+                await complete(asyncio.to_thread(self._host.attach, memory))
         except BaseException:
+            if self._host is not None:
+                self._host.detach()
             memory.close()
             raise
         self.store.resize(registration.pages)
@@ -223,8 +233,10 @@ class SideTiers:
         log.info("%s pool: %d pages, registered again", self._role, registration.pages)
 
     async def close(self) -> None:
-        """Waits for copies between them."""
-        if self._host is not None:
-            await self._host.close()
-        if self._memory is not None:
-            self._memory.close()
+        """Waits for copies between them. One that cannot end well does not keep the other's memory."""
+        try:
+            if self._host is not None:
+                await self._host.close()
+        finally:
+            if self._memory is not None:
+                self._memory.close()

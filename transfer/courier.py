@@ -52,6 +52,7 @@ from kvferry.transfer.gpu_slots import OwnSlots
 BUSY_SECONDS = 0.0003  # between polls while posts are in flight or parts are expected
 IDLE_SECONDS = 0.005
 SPIN_SECONDS = 0.002  # without a wait after the last post or progress, with slots on GPUs
+REST_SECONDS = 0.2  # between sleeps, however much there is to do: the daemon sees by them that the loop moves
 ORDERS_PER_ROUND = 64
 MAX_UNSENT = 4096  # events that may wait for a daemon that does not read
 PR_SET_PDEATHSIG = 1
@@ -162,7 +163,11 @@ class Courier:
 
     def run(self) -> None:
         """Returns never: raises OrdersEnded when the daemon is gone, anything else when the courier cannot go on."""
+        rest_at = 0.0
         while True:
+            if (now := time.monotonic()) >= rest_at:
+                rest_at = now + REST_SECONDS
+                time.sleep(BUSY_SECONDS)  # a select() that finds something at once is no wait
             wait = self._wait_seconds()
             watched: list[socket.socket | int] = [self._orders]
             if 0 < wait < IDLE_SECONDS:

@@ -13,8 +13,13 @@ import mmap
 import os
 import re
 import stat
+import time
+
+UNFINISHED_SECONDS = 60.0  # a lock file that is being made has its lock long before
 
 _OURS = re.compile(r"^kvferry-([0-9a-f]{32})-[a-z0-9-]{1,64}$")
+_UNFINISHED = ".new"
+_OUR_UNFINISHED = re.compile(rf"^kvferry-[0-9a-f]{{32}}-lock{re.escape(_UNFINISHED)}$")
 
 
 class Segment:
@@ -106,7 +111,7 @@ class FileLock:
     @staticmethod
     def create_held(path: str) -> FileLock:
         """As `create`, but nobody ever sees the file without its lock held."""
-        lock = FileLock.create(f"{path}.new")  # a name that `reclaim_stale` does not look at
+        lock = FileLock.create(f"{path}{_UNFINISHED}")  # `reclaim_stale` leaves it alone while it is young
         acquired = lock.try_acquire()
         assert acquired, "a file that was just made is locked by another"
         os.rename(lock.path, path)
@@ -143,13 +148,16 @@ class FileLock:
 
 def reclaim_stale(directory: str) -> list[str]:
     """Removes the files of daemons that are dead; returns their paths. Files without a lock file are left to a later
-    call, since their daemon may be starting: the lock file is made first, and goes last."""
+    call, since their daemon may be starting: the lock file is made first, and goes last. Lock files that were never
+    finished go once they are old."""
+    removed: list[str] = []
     by_owner: dict[str, list[str]] = {}
     for name in os.listdir(directory):
         found = _OURS.match(name)
         if found is not None:
             by_owner.setdefault(found.group(1), []).append(os.path.join(directory, name))
-    removed: list[str] = []
+        elif _OUR_UNFINISHED.match(name) and _remove_unfinished(os.path.join(directory, name)):
+            removed.append(os.path.join(directory, name))
     for owner, paths in by_owner.items():
         lock_path = os.path.join(directory, f"kvferry-{owner}-lock")
         try:
@@ -165,3 +173,23 @@ def reclaim_stale(directory: str) -> list[str]:
         finally:
             lock.close()
     return removed
+
+
+def _remove_unfinished(path: str) -> bool:
+    """A lock file whose daemon died before it had its name."""
+    with contextlib.suppress(OSError):
+        lock = FileLock.open(path)
+        try:
+            if time.time() - os.lstat(path).st_mtime > UNFINISHED_SECONDS and lock.try_acquire():
+                os.unlink(path)
+                return True
+        finally:
+            lock.close()
+    return False
+
+
+def owned_files(directory: str, owner: bytes) -> list[str]:
+    """Of the daemon of that incarnation, but for its lock file."""
+    prefix = f"kvferry-{owner.hex()}-"
+    names = [name for name in os.listdir(directory) if name.startswith(prefix) and name != f"{prefix}lock"]
+    return [os.path.join(directory, name) for name in sorted(names)]

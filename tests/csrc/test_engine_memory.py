@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvferry.daemon.gpu_memory import GpuPoolMemory
+from kvferry.daemon.health import HealthWatch
 from kvferry.transfer.copy_strategies import STRATEGIES
 from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.registration import (
@@ -96,3 +102,47 @@ def test_a_range_outside_of_its_allocation_is_refused_and_all_is_closed(fake: ct
         GpuPoolMemory.map(registered(addresses, NBYTES), GEOMETRY, [0])
     with pytest.raises(ValueError, match=r"memories\[0\]\.gpu\.device_uuid is cuda:3's; this rank's is cuda:0"):
         GpuPoolMemory.map(registered(addresses, NBYTES, bytes([3]) + bytes(15)), GEOMETRY, [0])
+
+
+def test_a_copy_that_does_not_end_is_named(fake: ctypes.CDLL, on_the_fake: None) -> None:
+    """Copies that end before it do not count, and behind it none ends."""
+    addresses = [int(fake.fake_foreign(NBYTES + 100)) for _ in range(2)]
+    said: list[bool] = []
+
+    async def announce(serving: bool) -> None:
+        said.append(serving)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < end, "it did not come to pass"
+            await asyncio.sleep(0.01)
+
+    async def story() -> None:
+        memory = GpuPoolMemory.map(registered(addresses, NBYTES), GEOMETRY, [0])
+        tiers = SimpleNamespace(copy_workers=dict, late_copies=memory.late_copies)
+        side = SimpleNamespace(role="decode", tiers=tiers)
+        watch = HealthWatch({"decode": cast(Any, side)}, 0.3, announce)
+        task = asyncio.create_task(watch.run())
+        ended: list[str] = []
+        for count in range(1, 41):
+            memory.zero_pages(np.array([1]), ended.append)
+            await until(lambda: len(ended) == count)  # noqa: B023
+            await asyncio.sleep(0.02)
+        assert said == [True]
+        fake.fake_answer(b"event_query", 600)
+        memory.zero_pages(np.array([2]), ended.append)
+        memory.zero_pages(np.array([3]), ended.append)
+        await until(lambda: said == [True, False])
+        assert [part.partition(" for ")[0] for part in watch.stalled] == ["decode oldest copy on its GPUs"]
+        fake.fake_answer(b"event_query", 0)
+        await until(lambda: said == [True, False, True])
+        assert ended == [""] * 42
+        assert memory.late_copies(time.monotonic()) == {"oldest copy on its GPUs": 0.0}
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        memory.close()
+
+    asyncio.run(story())
+    for address in addresses:
+        fake.fake_foreign_ends(address)

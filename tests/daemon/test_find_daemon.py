@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon import doctor, server, values
+from kvferry.daemon import doctor, socket_file, values
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.find_daemon import DEFAULT_ADDRESS, NoDaemon, default_address, default_socket
 from kvferry.daemon.findings import BAD, OK
@@ -44,7 +44,7 @@ def test_without_a_runtime_folder_the_daemon_makes_one_for_its_user_alone(own: P
     assert default_address() == DEFAULT_ADDRESS
     before = os.umask(0)
     try:
-        server._clear_socket(config.socket)
+        socket_file.clear_socket(config.socket)
     finally:
         os.umask(before)
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
@@ -73,7 +73,7 @@ def test_a_folder_that_others_may_have_made_is_refused(own: Path, make: Callable
     config = DaemonConfig(role="decode")
     Path(config.socket).touch()
     with pytest.raises(ConfigError, match=f"^{own} {said}.*, or name another place with --socket or XDG_RUNTIME_DIR"):
-        server._clear_socket(config.socket)
+        socket_file.clear_socket(config.socket)
     with pytest.raises(NoDaemon, match=said):
         default_socket("decode")
     assert default_address() == DEFAULT_ADDRESS
@@ -86,11 +86,11 @@ def test_a_folder_of_another_user_is_refused(own: Path, monkeypatch: pytest.Monk
     stranger = os.stat_result([*own.stat()[:4], os.geteuid() + 1, *own.stat()[5:10]])
     monkeypatch.setattr(values.os, "lstat", lambda path: stranger)
     with pytest.raises(ConfigError, match=f"belongs to user {os.geteuid() + 1}; it must belong to {os.geteuid()}, who"):
-        server._clear_socket(DaemonConfig(role="decode").socket)
+        socket_file.clear_socket(DaemonConfig(role="decode").socket)
 
 
 def test_a_folder_that_somebody_named_is_taken_as_it_is(own: Path) -> None:
     other = own.parent / "named"
     other.mkdir(mode=0o755)
-    server._clear_socket(f"{other}/d.sock")
+    socket_file.clear_socket(f"{other}/d.sock")
     assert stat.S_IMODE(other.stat().st_mode) == 0o755

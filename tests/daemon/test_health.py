@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
 
+from kvferry.daemon.copy_threads import CopyThreads
 from kvferry.daemon.health import HealthWatch
 from kvferry.daemon.progress import Progress
 
@@ -28,20 +30,31 @@ def test_parts_are_stalled_when_they_do_not_tick() -> None:
 
 
 class OneWorker:
-    """A side whose tiers have one copy worker."""
+    """A side whose tiers have one copy worker, and copies on several threads."""
 
     role = "decode"
 
-    def __init__(self, executor: Executor) -> None:
-        self.tiers = Tiers(executor)
+    def __init__(self, executor: Executor, threads: CopyThreads | None = None) -> None:
+        self.tiers = Tiers(executor, threads)
 
 
 class Tiers:
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, threads: CopyThreads | None) -> None:
         self._executor = executor
+        self._threads = threads
 
     def copy_workers(self) -> dict[str, Executor]:
         return {"copy worker": self._executor}
+
+    def late_copies(self, now: float) -> dict[str, float]:
+        return {"oldest copy": self._threads.oldest(now)} if self._threads is not None else {}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
 
 
 def test_a_copy_worker_that_hangs_is_named_and_comes_back() -> None:
@@ -49,12 +62,6 @@ def test_a_copy_worker_that_hangs_is_named_and_comes_back() -> None:
 
     async def announce(serving: bool) -> None:
         said.append(serving)
-
-    async def until(condition: Any) -> None:
-        end = time.monotonic() + 5
-        while not condition():
-            assert time.monotonic() < end
-            await asyncio.sleep(0.01)
 
     async def scenario() -> None:
         with ThreadPoolExecutor(1) as executor:
@@ -70,6 +77,59 @@ def test_a_copy_worker_that_hangs_is_named_and_comes_back() -> None:
             assert watch.stalled == []
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_that_hangs_on_one_of_several_threads_is_named() -> None:
+    """The others go on; one copy that takes long, and says that it comes further, is not late."""
+    said: list[bool] = []
+
+    async def announce(serving: bool) -> None:
+        said.append(serving)
+
+    async def scenario() -> None:
+        threads = CopyThreads(3)
+        side = OneWorker(threads.executor, threads)
+        watch = HealthWatch({"decode": cast(Any, side)}, 0.3, announce)
+        task = asyncio.create_task(watch.run())
+        release = threading.Event()
+
+        def comes_further() -> None:
+            while not release.wait(0.01):
+                threads.step()
+
+        def hangs() -> None:
+            assert release.wait(10)
+
+        long = threads.run(comes_further)
+        for _ in range(50):
+            assert await threads.run(lambda: None) == ""
+            await asyncio.sleep(0.01)
+        assert said == [True]
+        hanging = threads.run(hangs)
+        await until(lambda: said == [True, False])
+        assert [stalled.partition(" for ")[0] for stalled in watch.stalled] == ["decode oldest copy"]
+        release.set()
+        assert await asyncio.gather(long, hanging) == ["", ""]
+        await until(lambda: said == [True, False, True])
+        assert threads.oldest(time.monotonic()) == 0.0
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        threads.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_that_fails_runs_no_more() -> None:
+    def fails() -> None:
+        raise ValueError("wrong page")
+
+    async def scenario() -> None:
+        threads = CopyThreads(1)
+        assert await threads.run(fails) == "ValueError: wrong page"
+        assert threads.oldest(time.monotonic()) == 0.0
+        threads.close()
 
     asyncio.run(scenario())
 

@@ -100,6 +100,36 @@ def children() -> set[int]:
     return found
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.3])
+def test_a_start_that_is_given_up_leaves_nothing(seconds: float) -> None:
+    async def test() -> None:
+        before, descriptors = children(), open_files()
+        starting = asyncio.create_task(End().start())
+        await asyncio.sleep(seconds)
+        starting.cancel()
+        await asyncio.wait([starting], timeout=SECONDS)
+        assert starting.cancelled()
+        assert children() == before
+        for _ in range(1000):  # slots that a thread still makes are closed when it has
+            if open_files() <= descriptors:
+                return
+            await asyncio.sleep(0.01)
+        assert open_files() <= descriptors
+
+    run(test())
+
+
+def open_files() -> set[str]:
+    """Slots and sockets; a link's file is its name."""
+    found: set[str] = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            name = os.readlink(path)
+            if name.startswith(("/memfd", "socket:")):
+                found.add(f"{path.name} {name}")
+    return found
+
+
 # -- what lands ----------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.transfer.segment import FileLock, Segment, reclaim_stale
+from kvferry.transfer.segment import FileLock, Segment, owned_files, reclaim_stale
 
 MINE, OTHERS = "0" * 32, "f" * 32
 
@@ -166,3 +166,23 @@ def test_a_segment_that_somebody_still_looks_at_can_be_closed(tmp_path: Path) ->
     view = np.frombuffer(segment.buffer, np.uint8)
     segment.close()
     assert view[0] == 0
+
+
+def test_a_lock_file_that_was_never_finished_is_reclaimed_once_it_is_old(tmp_path: Path) -> None:
+    old, young, held = (Path(named(tmp_path, owner * 32, "lock.new")) for owner in "abc")
+    for path in (old, young, held):
+        path.touch(0o600)
+    for path in (old, held):
+        os.utime(path, (1.0, 1.0))
+    lock = FileLock.open(str(held))
+    assert lock.try_acquire()
+    assert reclaim_stale(str(tmp_path)) == [str(old)]
+    assert sorted(tmp_path.iterdir()) == [young, held]
+    lock.close()
+
+
+def test_the_files_of_one_daemon(tmp_path: Path) -> None:
+    paths = [named(tmp_path, MINE, what) for what in ("decode-pool", "lock", "prefill-worker-1")]
+    for path in [*paths, named(tmp_path, OTHERS, "decode-pool")]:
+        Path(path).touch()
+    assert owned_files(str(tmp_path), bytes.fromhex(MINE)) == [paths[0], paths[2]]

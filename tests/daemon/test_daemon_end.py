@@ -1,0 +1,311 @@
+"""How a daemon ends: what is being made is let go, what is left is found again, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvferry.daemon import server as server_module
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.decode_side import DecodeSide
+from kvferry.daemon.dialing import dial_plainly
+from kvferry.daemon.server import Daemon
+from kvferry.daemon.side import AnySide
+from kvferry.daemon.socket_file import SocketFile
+from kvferry.proto import common_pb2, worker_pb2
+from kvferry.radix.digests import root_digest
+from kvferry.transfer.segment import reclaim_stale
+
+PAGE = 16
+
+
+def config_of(folder: Path, **fields: Any) -> DaemonConfig:
+    values = {"role": "decode", "shm_dir": str(folder), "page_size": PAGE, "pool_bytes": 1 << 20, "metrics": ""}
+    return DaemonConfig(**{**values, "listen": "127.0.0.1:0", "socket": str(folder / "d.sock"), **fields})
+
+
+def hello() -> worker_pb2.WorkerHello:
+    geometry = common_pb2.Geometry(layers=2, kv_heads=1, head_dim=16, dtype="float32", page_size=PAGE)
+    facts = common_pb2.NamespaceFacts(
+        model="synthetic", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=root_digest()
+    )
+    return worker_pb2.WorkerHello(protocol=1, role=common_pb2.ROLE_DECODE, worker="first", facts=facts)
+
+
+def shared_files(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.startswith("kvferry-"))
+
+
+async def until(condition: Any) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        await asyncio.sleep(0.01)
+
+
+# -- what is being made --------------------------------------------------------------------------------------------
+
+
+class Allocation:
+    """In place of `os.posix_fallocate`: the one of that number waits to be told to go on."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.allocate = os.posix_fallocate
+
+    def __call__(self, fd: int, offset: int, nbytes: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            self.reached.set()
+            assert self.go_on.wait(20)
+        self.allocate(fd, offset, nbytes)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["pool", "host tier"])
+def test_a_side_that_ends_while_its_tiers_are_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    allocation = Allocation(number)
+    monkeypatch.setattr(os, "posix_fallocate", allocation)
+
+    async def story() -> None:
+        side = DecodeSide(config_of(tmp_path, host_bytes=1 << 20), bytes(16), time.monotonic, dial_plainly)
+        registering = asyncio.create_task(side.register(hello()))
+        await until(allocation.reached.is_set)
+        registering.cancel()
+        closing = asyncio.create_task(side.close())
+        await asyncio.wait([registering])
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        assert not closing.done(), "a thread still makes memory"
+        allocation.go_on.set()
+        await asyncio.wait_for(closing, 20)
+        assert shared_files(tmp_path) == []
+
+    asyncio.run(story())
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+# -- what is left --------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def started(config: DaemonConfig) -> AsyncIterator[Daemon]:
+    """Ended by its user."""
+    daemon = Daemon(config)
+    try:
+        await daemon.start()
+        yield daemon
+    finally:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(None)
+
+
+def test_a_side_whose_end_fails_keeps_neither_the_other_nor_its_own_files_for_ever(tmp_path: Path) -> None:
+    class Failing:
+        role, busy, draining, saves = "prefill", 0, False, False
+
+        async def spill_all(self, deadline: float) -> None:
+            pass
+
+        async def close(self) -> None:
+            raise OSError("it does not end")
+
+    async def story() -> str:
+        async with started(config_of(tmp_path)) as daemon:
+            await daemon.sides["decode"].register(hello())
+            stem = f"kvferry-{daemon.incarnation.hex()}"
+            (tmp_path / f"{stem}-prefill-pool").touch()
+            daemon.sides = {"prefill": cast(AnySide, Failing()), **daemon.sides}
+            assert f"{stem}-decode-pool" in shared_files(tmp_path)
+            daemon.stop()
+            with pytest.raises(OSError, match="it does not end"):
+                await daemon.run_until_stopped()
+            return stem
+
+    stem = asyncio.run(story())
+    assert shared_files(tmp_path) == [f"{stem}-lock", f"{stem}-prefill-pool"]
+    assert len(reclaim_stale(str(tmp_path))) == 2
+    assert shared_files(tmp_path) == []
+
+
+# -- whose socket it is --------------------------------------------------------------------------------------------
+
+
+def test_a_successors_socket_stays(tmp_path: Path) -> None:
+    path = str(tmp_path / "d.sock")
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        first.bind(path)
+        file = SocketFile(path)
+        os.unlink(path)
+        second.bind(path)
+        file.remove()
+        assert os.path.exists(path)
+        own = SocketFile(path)
+        own.remove()
+        own.remove()
+        assert not os.path.exists(path)
+
+
+def is_there(path: str) -> bool:
+    return os.path.exists(path)
+
+
+def test_a_daemon_that_ends_leaves_the_socket_of_the_next(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with started(config_of(tmp_path)) as first:
+            ending = asyncio.Event()
+            close = first.sides["decode"].close
+
+            async def slow() -> None:
+                await ending.wait()
+                await close()
+
+            cast(Any, first.sides["decode"]).close = slow
+            first.stop()
+            end = asyncio.create_task(first.run_until_stopped())
+            await until(lambda: not is_there(first.config.socket))  # gRPC has let it go
+            async with started(config_of(tmp_path)) as second:
+                ending.set()
+                await asyncio.wait_for(end, 20)
+                assert is_there(second.config.socket)
+                second.stop()
+                await asyncio.wait_for(second.run_until_stopped(), 20)
+                assert not is_there(second.config.socket)
+
+    asyncio.run(story())
+
+
+# -- how long it waits ---------------------------------------------------------------------------------------------
+
+GRACE = 100.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Busy:
+    """A side whose requests never end; each look at them takes a second."""
+
+    role = "decode"
+
+    def __init__(self, clock: Clock, saves: bool) -> None:
+        self.clock, self.saves = clock, saves
+        self.draining = False
+        self.spilled_at: float | None = None
+
+    @property
+    def busy(self) -> int:
+        self.clock.now += 1.0
+        return 1
+
+    async def spill_all(self, deadline: float) -> None:
+        self.spilled_at = self.clock.now
+
+
+@asynccontextmanager
+async def draining(folder: Path, monkeypatch: pytest.MonkeyPatch, *, saves: bool) -> AsyncIterator[tuple[Daemon, Busy]]:
+    clock = Clock()
+    monkeypatch.setattr(server_module, "time", clock)
+    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(server_module, "TELLING_SECONDS", 0.05)
+    daemon, side = Daemon(config_of(folder, grace_seconds=GRACE)), Busy(clock, saves)
+    daemon.sides = {"decode": cast(AnySide, side)}
+    daemon._tasks = []
+    daemon._health = server_module.HealthServicer()
+    yield daemon, side
+    await asyncio.gather(*daemon._tasks)
+
+
+@pytest.mark.parametrize(("saves", "share"), [(False, 1.0), (True, 0.8)])
+def test_requests_have_the_grace_period_but_for_what_saving_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool, share: float
+) -> None:
+    async def story() -> None:
+        async with draining(tmp_path, monkeypatch, saves=saves) as (daemon, side):
+            await daemon._drain()
+            assert side.spilled_at is not None
+            assert share * GRACE <= side.spilled_at <= share * GRACE + 2
+
+    asyncio.run(story())
+
+
+def test_nothing_waits_once_an_invariant_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        async with draining(tmp_path, monkeypatch, saves=True) as (daemon, side):
+            asyncio.get_running_loop().call_later(0.06, daemon._die, AssertionError("broken"))
+            monkeypatch.setattr(side.clock, "monotonic", lambda: 0.0)  # the grace period never ends
+            await asyncio.wait_for(daemon._drain(), 20)
+            assert side.spilled_at is None
+
+    asyncio.run(story())
+
+
+def test_no_work_is_taken_while_a_watcher_of_the_health_reads_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        async with draining(tmp_path, monkeypatch, saves=False) as (daemon, side):
+            lock = daemon._health._server_watchers[""]
+            await lock.acquire()
+            drain = asyncio.create_task(daemon._drain())
+            await asyncio.sleep(0)
+            assert side.draining
+            await asyncio.wait_for(drain, 20)
+            lock.release()
+
+    asyncio.run(story())
+
+
+HANGING = """
+import asyncio, os, sys, threading
+from pathlib import Path
+from kvferry.daemon import server
+from kvferry.daemon.config import DaemonConfig
+
+async def main(folder):
+    server.END_SECONDS = 0.5
+    daemon = server.Daemon(
+        DaemonConfig(role="decode", shm_dir=folder, metrics="", listen="127.0.0.1:0", socket=folder + "/d.sock"),
+        leave=os._exit,
+    )
+    await daemon.start()
+    Path(folder, f"kvferry-{daemon.incarnation.hex()}-decode-pool").touch()
+
+    async def hang():
+        threading.Event().wait()
+
+    daemon.sides["decode"].close = hang
+    daemon.stop()
+    await daemon.run_until_stopped()
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_what_does_not_end_is_ended_with_the_process(tmp_path: Path) -> None:
+    """The next daemon finds the lock file, and what may have come behind it."""
+    words = [sys.executable, "-c", HANGING, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "has not ended within 0.5 s" in done.stderr
+    assert "in hang" in done.stderr
+    assert [name.rpartition("-")[2] for name in shared_files(tmp_path)] == ["lock"]
+    assert len(reclaim_stale(str(tmp_path))) == 1
