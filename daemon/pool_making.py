@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvferry.daemon.config import STORAGES, DaemonConfig
 from kvferry.daemon.errors import exhausted, invalid, precondition
 from kvferry.daemon.gpu_memory import GpuPoolMemory
