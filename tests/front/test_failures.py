@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import httpx
 import openai
 import pytest
-from front_stack import MODEL, Fault, Stack
+from front_stack import MODEL, Fault, Server, Stack
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 
@@ -40,6 +40,17 @@ async def hang() -> None:
     await asyncio.sleep(60)
 
 
+def behind(other: Server) -> Callable[[], Awaitable[None]]:
+    """What a server waits for: that the other half has come to `other` as well, where it can be seen to be cancelled."""
+    calls = len(other.prefills) + len(other.decodes)
+
+    async def wait() -> None:
+        while len(other.prefills) + len(other.decodes) == calls:
+            await asyncio.sleep(0.001)
+
+    return wait
+
+
 CODES = [
     (grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     (grpc.StatusCode.OUT_OF_RANGE, 400, "invalid_request_error"),
@@ -58,7 +69,7 @@ def test_errors_of_servers_before_the_first_token() -> None:
             for side, other in ((stack.prefill[0], stack.decode[0]), (stack.decode[0], stack.prefill[0])):
                 side.fault, other.before = Fault(code, "pool of 8 pages"), hang
                 for stream in (False, True):
-                    cancelled = other.cancelled
+                    cancelled, side.before = other.cancelled, behind(other)
                     response = post(stack, stream=stream)
                     error = response.json()["error"]
                     assert response.status_code == status
@@ -66,7 +77,7 @@ def test_errors_of_servers_before_the_first_token() -> None:
                     assert "pool of 8 pages" in error["message"]
                     assert side.address in error["message"]
                     until(lambda: other.cancelled > cancelled, "the other half is cancelled")  # noqa: B023
-                side.fault, other.before = None, None
+                side.fault, side.before, other.before = None, None, None
                 until(lambda: post(stack).status_code == 200, "the server is used again")
         until(lambda: idle(stack), "nothing is left running")
 
