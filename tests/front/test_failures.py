@@ -41,7 +41,7 @@ async def hang() -> None:
 
 
 def behind(other: Server) -> Callable[[], Awaitable[None]]:
-    """What a server waits for: that the other half has come to `other` as well, where it can be seen to be cancelled."""
+    """What a server waits for: that the other half has come to `other`, where it can be seen to be cancelled."""
     calls = len(other.prefills) + len(other.decodes)
 
     async def wait() -> None:
