@@ -187,10 +187,20 @@ class Prefill(_Furnished, PrefillSide):
         self.furnish(clock, SETTING, Faults())
 
 
-FOLDER = tempfile.mkdtemp(
-    prefix="kvferry-fuzz-", dir=os.environ.get("FUZZ_FOLDER") or ("/dev/shm" if os.path.isdir("/dev/shm") else None)
-)
-atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
+def _folder() -> str:
+    """This process' own. Not every end of a process runs its exit handlers (libFuzzer's, a test worker's): what such
+    ones left is removed by the next."""
+    place = os.environ.get("FUZZ_FOLDER") or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
+    for left in os.listdir(place):
+        pid = left.removeprefix("kvferry-fuzz-").partition("-")[0]
+        if left.startswith("kvferry-fuzz-") and pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(os.path.join(place, left), ignore_errors=True)
+    made = tempfile.mkdtemp(prefix=f"kvferry-fuzz-{os.getpid()}-", dir=place)
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+FOLDER = _folder()
 
 
 def engines_config(role: str, device: str = "cpu") -> DaemonConfig:
