@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from starlette.requests import Request
 
 BODY_SECONDS = 60.0  # for a client to send its body
 MAX_BYTES_TOGETHER = 1 << 30  # of all bodies that are read at a time
-CONNECTIONS_PER_REQUEST = 4  # idle ones that clients keep among them
-MORE_CONNECTIONS = 1024  # of anybody: health, statistics, models
+SMALLEST_SHARE = 1 << 20  # of it, for each
 
 
 class BodyRefused(Exception):
@@ -19,14 +19,29 @@ class BodyRefused(Exception):
         self.status = status
 
 
+@dataclass(slots=True, eq=False)
+class _Body:
+    came: bytearray = field(default_factory=bytearray)
+    reading: asyncio.Task[None] | None = None
+    refused: BodyRefused | None = None
+
+
 class Bodies:
-    """Belongs to one event loop. Those that are read count as requests: no more are begun than may run."""
+    """Belongs to one event loop. Those that are read count as requests: no more are begun than may run.
+
+    Where they have too many bytes together the longest is refused, which has more than its share: many clients that
+    send slowly, or stop, take nothing from those that come later.
+    """
 
     def __init__(self, max_bytes: int, max_requests: int) -> None:
         self._max_bytes = max_bytes  # of one
         self._max_requests = max_requests
-        self.reading = 0
+        self._bodies: set[_Body] = set()
         self.bytes = 0  # read so far of those that are not complete
+
+    @property
+    def reading(self) -> int:
+        return len(self._bodies)
 
     async def read(self, request: Request, running: int) -> bytes:
         """BodyRefused 408, 413, 429 or, from who left, ClientDisconnect; `running` requests have their body."""
@@ -35,32 +50,42 @@ class Bodies:
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"{running} requests are running, the bound is {self._max_requests}; {self.reading} are being read",
             )
-        self.reading += 1
-        body = bytearray()
+        body = _Body()
+        self._bodies.add(body)
+        body.reading = asyncio.create_task(self._read(request, body))
         try:
-            await asyncio.wait_for(self._read(request, body), BODY_SECONDS)
-        except asyncio.TimeoutError:
-            raise BodyRefused(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_SECONDS:g} s") from None
+            await asyncio.wait({body.reading}, timeout=BODY_SECONDS)
+            if body.refused is not None:
+                raise body.refused
+            if not body.reading.done():
+                raise BodyRefused(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_SECONDS:g} s")
+            body.reading.result()
+            return bytes(body.came)
         finally:
-            self.reading -= 1
-            self.bytes -= len(body)
-        return bytes(body)
+            body.reading.cancel()
+            self._bodies.remove(body)
+            self.bytes -= len(body.came)
 
-    async def _read(self, request: Request, body: bytearray) -> None:
+    async def _read(self, request: Request, body: _Body) -> None:
         async for chunk in request.stream():
-            body += chunk
+            body.came += chunk
             self.bytes += len(chunk)
-            if len(body) > self._max_bytes:
+            if len(body.came) > self._max_bytes:
                 raise BodyRefused(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {self._max_bytes} bytes"
                 )
-            if self.bytes > MAX_BYTES_TOGETHER:
-                raise BodyRefused(
-                    HTTPStatus.TOO_MANY_REQUESTS,
-                    f"the bodies of {self.reading} requests have more than {MAX_BYTES_TOGETHER} bytes together",
-                )
+            self._keep_bound()
+            if body.refused is not None:
+                return
 
-
-def most_connections(max_requests: int) -> int:
-    """Of a front end at a time; more are answered with 503."""
-    return CONNECTIONS_PER_REQUEST * max_requests + MORE_CONNECTIONS
+    def _keep_bound(self) -> None:
+        while self.bytes > (most := max(MAX_BYTES_TOGETHER, self.reading * SMALLEST_SHARE)):
+            longest = max(self._bodies, key=lambda body: len(body.came))
+            longest.refused = BodyRefused(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"the bodies of {self.reading} requests have more than {most} bytes together, this one most of them",
+            )
+            self.bytes -= len(longest.came)
+            longest.came.clear()
+            if longest.reading is not None and longest.reading is not asyncio.current_task():
+                longest.reading.cancel()

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from kvferry.workers.front import create_app
-from kvferry.workers.front_bodies import most_connections
+from kvferry.workers.front_connections import BoundedProtocol, most_connections
 from kvferry.workers.front_service import FrontService, ServiceConfig
 
 BACKLOG = 2048
@@ -81,7 +81,9 @@ async def serve_app(
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=max(1, round(grace_s)),
-        limit_concurrency=max_connections + 1,  # uvicorn counts the one that has just come
+        http=BoundedProtocol,  # whatever else of uvicorn's is installed
+        ws="none",
+        limit_concurrency=max_connections,
     )
     server = QuietServer(settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

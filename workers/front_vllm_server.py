@@ -9,7 +9,7 @@ import time
 
 import httpx
 
-from kvferry.workers.front_bodies import most_connections
+from kvferry.workers.front_connections import most_connections
 from kvferry.workers.front_server import address_of, listen, serve_app
 from kvferry.workers.front_vllm import VllmConfig, VllmFront
 from kvferry.workers.front_vllm_app import create_app

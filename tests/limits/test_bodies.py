@@ -7,11 +7,12 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
+from typing import TypeVar
 
 import httpx
 import pytest
 
-from kvferry.workers import front, front_bodies, front_vllm_body
+from kvferry.workers import front, front_bodies, front_connections, front_vllm_body
 from kvferry.workers.front_server import address_of, listen, serve_app
 from kvferry.workers.front_service import FrontService, ServiceConfig
 from kvferry.workers.front_vllm import VllmConfig, VllmFront
@@ -20,6 +21,7 @@ from kvferry.workers.front_vllm_app import create_app as create_vllm_app
 HOST = "Host: front\r\n"
 KINDS = ["kvferry", "vllm"]
 HEALTH = {"kvferry": "/kvferry/stats", "vllm": "/stats"}
+Self = TypeVar("Self", bound="Connected")
 MOST = {"kvferry": front.MAX_BODY_BYTES, "vllm": front_vllm_body.MAX_BODY_BYTES}
 
 
@@ -62,22 +64,33 @@ async def post(address: str, body: bytes) -> httpx.Response:
         return await client.post(f"http://{address}/v1/completions", content=body)
 
 
-class Sending:
-    """A client that has sent the head of a request and some of its body."""
+class Connected:
+    """A client that has sent these bytes."""
 
-    def __init__(self, address: str, length: int, part: bytes = b"{") -> None:
-        self._address, self._length, self._part = address, length, part
+    def __init__(self, address: str, sent: bytes = b"") -> None:
+        self._address, self._sent = address, sent
 
-    async def __aenter__(self) -> Sending:
+    async def __aenter__(self: Self) -> Self:
         host, port = self._address.split(":")
         self.reader, self.writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/completions HTTP/1.1\r\n{HOST}Content-Length: {self._length}\r\n\r\n"
-        self.writer.write(head.encode() + self._part)
+        self.writer.write(self._sent)
         await self.writer.drain()
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self.writer.close()
+
+    async def end(self) -> bytes:
+        """All until the front end closes the connection."""
+        return await asyncio.wait_for(self.reader.read(), 4)
+
+
+class Sending(Connected):
+    """A client that has sent the head of a request and some of its body."""
+
+    def __init__(self, address: str, length: int, part: bytes = b"{") -> None:
+        head = f"POST /v1/completions HTTP/1.1\r\n{HOST}Content-Length: {length}\r\n\r\n"
+        super().__init__(address, head.encode() + part)
 
     async def status(self) -> int:
         return int((await asyncio.wait_for(self.reader.readline(), 20)).split()[1])
@@ -137,15 +150,54 @@ def test_all_bodies_together_have_a_bound(
     kind: str, read: list[front_bodies.Bodies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(front_bodies, "MAX_BYTES_TOGETHER", 100)
+    monkeypatch.setattr(front_bodies, "SMALLEST_SHARE", 10)
 
     async def story() -> None:
-        async with serving(kind) as address, Sending(address, 1000, b"x" * 60):
-            await until(lambda: read[0].bytes == 60, "the first part is read")
-            assert "is not JSON" in (await post(address, b"x" * 40)).text
-            past = await post(address, b"x" * 41)
+        async with serving(kind) as address, Sending(address, 1000, b"x" * 40):
+            await until(lambda: read[0].bytes == 40, "the first part is read")
+            assert "is not JSON" in (await post(address, b"x" * 60)).text
+            past = await post(address, b"x" * 61)
             assert past.status_code == HTTPStatus.TOO_MANY_REQUESTS
             assert "the bodies of 2 requests have more than 100 bytes together" in past.json()["error"]["message"]
-            assert read[0].bytes == 60
+            assert (read[0].reading, read[0].bytes) == (1, 40)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_holds_most_of_the_bytes_is_refused_and_not_who_sends_next(
+    kind: str, read: list[front_bodies.Bodies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_bodies, "MAX_BYTES_TOGETHER", 100)
+    monkeypatch.setattr(front_bodies, "SMALLEST_SHARE", 10)
+
+    async def story() -> None:
+        async with (
+            serving(kind) as address,
+            Sending(address, 1000, b"x" * 45),
+            Sending(address, 1000, b"x" * 55) as most,
+        ):
+            await until(lambda: read[0].bytes == 100, "what two clients hold is all there may be")
+            assert "is not JSON" in (await post(address, b"x")).text
+            assert await most.status() == HTTPStatus.TOO_MANY_REQUESTS
+            await until(lambda: read[0].reading == 1, "the longest gives its place back")
+            assert read[0].bytes == 45
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_body_within_the_smallest_share_is_read_whatever_others_hold(
+    kind: str, read: list[front_bodies.Bodies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_bodies, "MAX_BYTES_TOGETHER", 100)
+    monkeypatch.setattr(front_bodies, "SMALLEST_SHARE", 100)
+
+    async def story() -> None:
+        async with serving(kind) as address, Sending(address, 1000, b"x" * 100), Sending(address, 1000, b"x" * 100):
+            await until(lambda: read[0].bytes == 200, "both have their share")
+            assert "is not JSON" in (await post(address, b"x" * 100)).text
+            assert (read[0].reading, read[0].bytes) == (2, 200)
 
     asyncio.run(story())
 
@@ -166,15 +218,54 @@ def test_a_body_that_does_not_come_gives_its_place_back(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_connection_too_many_is_told_so(kind: str) -> None:
+def test_one_connection_too_many_is_closed_and_those_before_are_served(kind: str) -> None:
     async def story() -> None:
-        async with serving(kind, max_connections=2) as address, Sending(address, 2):
+        async with serving(kind, max_connections=2) as address, Sending(address, 2) as first:
             assert await answered(address, kind) == HTTPStatus.OK
-            async with Sending(address, 2):
-                assert await answered(address, kind) == HTTPStatus.SERVICE_UNAVAILABLE
+            async with Connected(address):
+                with pytest.raises(httpx.TransportError):
+                    await answered(address, kind)
+                first.writer.write(b"x")
+                assert await first.status() == HTTPStatus.BAD_REQUEST
+            for _ in range(100):  # the server hears of the end of the second connection
+                with contextlib.suppress(httpx.TransportError):
+                    assert await answered(address, kind) == HTTPStatus.OK
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError("a connection that has ended still counts")
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\nHost:"])
+def test_a_connection_without_a_request_is_closed(kind: str, head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_connections, "HEAD_SECONDS", 0.3)
+
+    async def story() -> None:
+        async with serving(kind, max_connections=2) as address, Sending(address, 2) as older:
+            async with Connected(address, head) as silent:
+                assert await silent.end() == b""
+            assert await answered(address, kind) == HTTPStatus.OK
+            older.writer.write(b"x")
+            assert await older.status() == HTTPStatus.BAD_REQUEST, "whose request was there has all its time"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_connection_that_stops_in_its_second_head_is_closed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_connections, "HEAD_SECONDS", 0.3)
+
+    async def story() -> None:
+        whole = f"GET {HEALTH[kind]} HTTP/1.1\r\n{HOST}\r\n".encode()
+        async with serving(kind) as address, Connected(address, whole) as client:
+            assert b" 200 " in await client.reader.readline()
+            client.writer.write(b"G")  # ends what uvicorn allows an idle connection
+            assert (await client.end()).endswith(b"}"), "behind its first reply"
 
     asyncio.run(story())
 
 
 def test_connections_follow_the_requests() -> None:
-    assert front_bodies.most_connections(1024) == 4 * 1024 + 1024
+    assert front_connections.most_connections(1024) == 4 * 1024 + 1024
