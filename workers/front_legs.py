@@ -204,9 +204,11 @@ async def _events(
     awaited = "first token"
     while True:
         reply = await _read(decode, call, prefilling, deadline, awaited)
-        match reply.WhichOneof("kind"):
+        kind = reply.WhichOneof("kind")
+        if kind in ("started", "generated"):
+            prefilling = None  # whatever becomes of it: nothing more is needed of it
+        match kind:
             case "started":
-                prefilling = None  # whatever becomes of it: nothing more is needed of it
                 started = reply.started
                 yield Started(
                     started.matched_tokens,

@@ -78,6 +78,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         self.at_handover: Callable[[], Awaitable[None]] | None = None  # of prefill: runs when decode goes on
         self.at_start: Callable[[], Awaitable[None]] | None = None  # of decode: runs behind Started
         self.between: Callable[[], Awaitable[None]] | None = None  # runs after each output token
+        self.says_started = True
         self.paused_s = 0.0  # after the first output token, if not 0
         self.fault: Fault | None = None
         self.lookup_fault: Fault | None = None
@@ -169,7 +170,8 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
             admit_to_ready_us=7,
             host_tokens=3,
         )
-        await context.write(engine_pb2.DecodeReply(started=started))
+        if self.says_started:
+            await context.write(engine_pb2.DecodeReply(started=started))
         await self._call(self.at_start)
         output: list[int] = []
         for token in self.reply(prompt)[: request.max_new_tokens]:

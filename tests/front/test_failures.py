@@ -106,9 +106,11 @@ def test_an_error_behind_the_first_token_is_an_event_of_the_stream() -> None:
         assert httpx.post(f"{stack.url}/v1/completions", json={"prompt": "x"}).status_code == 500
 
 
-def test_a_prefill_error_behind_the_first_token_changes_nothing() -> None:
+@pytest.mark.parametrize("says_started", [True, False])
+def test_a_prefill_error_behind_the_first_token_changes_nothing(says_started: bool) -> None:
     with Stack() as stack:
         prefill, decode = stack.prefill[0], stack.decode[0]
+        decode.says_started = says_started
 
         async def slow() -> None:
             await asyncio.sleep(0.1)
