@@ -29,12 +29,15 @@ RDMA_TRANSPORTS = ("all", "dc", "ib", "rc", "srd", "ud")  # each with or without
 # What a courier has of its daemon's environment: what UCX, NIXL, drivers of GPUs and RDMA, Python, the loader and
 # sanitizers read. Not the rest, which may name keys or hold what a collector takes as a password.
 PASSED_NAMES = frozenset({"GLIBC_TUNABLES", "HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LD_PRELOAD"})
-PASSED_NAMES |= {"OMP_NUM_THREADS", "PATH", "TEMP", "TMP", "TMPDIR", "TZ", "VIRTUAL_ENV"}
+PASSED_NAMES |= {"PATH", "TEMP", "TMP", "TMPDIR", "TZ", "VIRTUAL_ENV"}
 PASSED_NAMES |= {"ASAN_OPTIONS", "LSAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS"}
 PASSED_PREFIXES = (
     *("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_"),
     *("IBV_", "MLX5_", "RDMAV_", "LC_", "MALLOC_", "PYTHON"),
+    *("OPENBLAS_", "GOTO_", "OMP_", "MKL_"),
 )
+# Any of them says how many threads numpy's linear algebra has, which NIXL imports and no courier uses.
+BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 ANY_ADDRESS = ("", "*", "0.0.0.0", "::")
 
 
@@ -139,6 +142,8 @@ def courier_environment(config: CourierConfig, bind: Address | None, base: Mappi
         environment["UCX_NET_DEVICES"] = ",".join([interface_of(bind), *devices])
         environment["UCX_TCP_AF_PRIO"] = "inet,inet6" if bind.version == 4 else "inet6,inet"
     environment.setdefault("NIXL_LOG_LEVEL", "WARN")
+    if not any(name in environment for name in BLAS_THREADS):
+        environment["OPENBLAS_NUM_THREADS"] = "1"  # else one for each core
     home = environment.get("HOME", "")
     if not home or not os.access(home, os.R_OK | os.X_OK):
         environment["HOME"] = "/"  # NIXL dies where it cannot look for $HOME/.nixl.cfg; "/" is root's alone to write

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from kvferry.transfer import courier_config
-from kvferry.transfer.courier_config import courier_environment, make_slot_memory, nvidia_gpus
+from kvferry.transfer.courier_config import BLAS_THREADS, courier_environment, make_slot_memory, nvidia_gpus
 from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
 from kvferry.transfer.courier_messages import (
     Connected,
@@ -282,9 +282,19 @@ def test_a_process_has_nothing_else_of_its_daemons_environment(monkeypatch: pyte
         finally:
             await link.stop(SECONDS)
 
+    for threads in BLAS_THREADS:
+        monkeypatch.delenv(threads, raising=False)
     found = asyncio.run(test())
     assert not SECRETS.keys() & found.keys()
     assert PASSED.items() <= found.items()
+    assert found["OPENBLAS_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("threads", BLAS_THREADS)
+def test_an_operators_number_of_threads_is_the_couriers(threads: str) -> None:
+    base = {threads: "3"}
+    environment = courier_environment(CONFIG, None, base)
+    assert {name: environment[name] for name in BLAS_THREADS if name in environment} == base
 
 
 @pytest.mark.parametrize(
