@@ -190,9 +190,12 @@ class KvEventLog:
         while end < len(path) and path[end] in space.readable:
             end += 1
         for begin in range(first, end, MAX_PAGES):
-            run = path[begin : min(begin + MAX_PAGES, end)]
-            of = tokens[(begin - first) * self._page_size :][: len(run) * self._page_size]
-            fit = len(run) if self._chain is None else self._chain.fitting(run, path[begin - 1] if begin else None, of)
+            run, parent = path[begin : min(begin + MAX_PAGES, end)], path[begin - 1] if begin else None
+            at, size = (begin - first) * self._page_size, self._page_size
+            if self._chain is not None and not self._chain.fitting(run[:1], parent, tokens[at : at + size]):
+                return  # as at every turn of a prompt with keys: the rest is neither copied nor hashed
+            of = tokens[at : at + len(run) * size]
+            fit = len(run) if self._chain is None else self._chain.fitting(run, parent, of)
             self._store(space, path, begin, begin + fit, of)
             if fit < len(run):
                 return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, name
 
+from kvferry.daemon import kv_events
 from kvferry.daemon.kv_events import KvEvent, Removed, Stored, TokenChain
 from kvferry.daemon.limits import Name
 from kvferry.proto import worker_pb2 as wire
@@ -133,6 +135,34 @@ def test_tokens_that_are_not_the_pages_are_not_announced() -> None:
     (rest,) = decode.events()
     assert isinstance(rest, Stored)
     assert (rest.digests, rest.parent, list(rest.tokens)) == (hashes(path)[2:], hashes(path)[1], TOKENS[2 * PAGE :])
+
+
+def test_tokens_of_more_pages_than_an_event_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MAX_PAGES", 2)
+    tokens = list(range(5 * PAGE))
+    decode, path = Events(TokenChain.of(FACTS)), path_of(tokens)
+    decode.ready(name(1), NAMESPACE, path)
+    decode.send(name(1), NAMESPACE, tokens)
+    stored = [event for event in decode.events() if isinstance(event, Stored)]
+    assert [len(event.digests) for event in stored] == [2, 2, 1]
+    assert [token for event in stored for token in event.tokens] == tokens
+    assert [event.parent for event in stored] == [None, hashes(path)[1], hashes(path)[3]]
+
+
+def test_where_the_first_page_does_not_fit_no_other_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def noted(tokens: Sequence[int], *, page_size: int, parent: bytes) -> object:
+        hashed.append(len(tokens))
+        return chain_digests(tokens, page_size=page_size, parent=parent)
+
+    monkeypatch.setattr(kv_events, "chain_digests", noted)
+    decode = Events(TokenChain.of(FACTS))
+    keyed = chain_digests(TOKENS, page_size=PAGE, parent=FACTS.root_digest, extra=["adapter"]).tobytes()
+    decode.ready(name(1), NAMESPACE, keyed)
+    decode.send(name(1), NAMESPACE, TOKENS)
+    assert not decode.events()
+    assert hashed == [PAGE]
 
 
 @pytest.mark.parametrize("digest_tokens", [1, 2, PAGE])
