@@ -55,7 +55,9 @@ class PrefillRequests:
         self.counters = RequestCounters()
         self.transfer_counters = TransferCounters()
         self.entries: dict[Name, Entry] = {}
-        self._over: dict[Name, None] = {}  # of them, those kept for who comes late; oldest first
+        # Of them, those kept for who comes late, oldest first: ended by Done, and yielded.
+        self._over: dict[Name, None] = {}
+        self._yielded: dict[Name, None] = {}
         self._sends: dict[tuple[int, int], Entry] = {}  # (session, transfer)
         self._rested: dict[Entry, float] = {}  # all that rest, since when, and some that do no more
         self._newest: dict[int, int] = {}  # by session, the greatest transfer number that it has used
@@ -74,7 +76,7 @@ class PrefillRequests:
 
     @property
     def running(self) -> int:
-        return len(self.entries) - len(self._over) - self.waiting_requests
+        return len(self.entries) - len(self._over) - len(self._yielded) - self.waiting_requests
 
     @property
     def waiting_requests(self) -> int:
@@ -319,12 +321,13 @@ class PrefillRequests:
     def _drop(self, entry: Entry) -> None:
         del self.entries[entry.name]
         self._over.pop(entry.name, None)
+        self._yielded.pop(entry.name, None)
         self._rested.pop(entry, None)
 
     def _keep_name(self, entry: Entry) -> None:
         """It is over and holds nothing; until its deadline, or until its place is needed, who comes late is told."""
         entry.done = True
-        self._over[entry.name] = None
+        (self._yielded if entry.yielded else self._over)[entry.name] = None
 
     def _new_entry(self, name: Name, deadline: float, now: float) -> Entry:
         entry = self.entries[name] = Entry(name, deadline, now, self._next_order)
@@ -340,8 +343,9 @@ class PrefillRequests:
         return aborted(f"name {name} was ended by the decode daemon") if entry.done else None
 
     def _table_full(self) -> RequestError | None:
-        if len(self.entries) >= self.limits.table and self._over:
-            self._drop(self.entries[next(iter(self._over))])
+        kept = self._over or self._yielded  # who asks again for what was yielded waits, and is to hear of it at once
+        if len(self.entries) >= self.limits.table and kept:
+            self._drop(self.entries[next(iter(kept))])
         if len(self.entries) < self.limits.table:
             return None
         return exhausted(f"{len(self.entries)} requests are in the rendezvous table; the bound is {self.limits.table}")

@@ -81,6 +81,37 @@ def test_names_that_are_over_make_room_the_oldest_first() -> None:
         side.begin(name(3), "x", 1)
 
 
+def test_a_yielded_name_makes_room_only_behind_those_that_were_done() -> None:
+    """Who asks for it again is to be told at once, and waits for nothing."""
+    side = Prefill(pages=2)
+    side.ask(name(21), 1, "x", 2)
+    side.begin(name(21), "x", 2)
+    side.compute(name(21), 2)
+    side.core.send_completed(1, 1, 0.0)
+    side.begin(name(22), "y", 2)
+    side.ask(name(22), 2, "y", 2)
+    side.core.tick(REST_SECONDS)
+    assert side.core.entries[name(21)].yielded
+    for number in range(3, TABLE + 1):
+        side.ask(name(number), number, "z", 1)
+        side.core.done(1, name(number), 0.0)
+    assert len(side.core.entries) == TABLE
+    side.ask(name(30), TABLE + 1, "z", 1)
+    assert name(3) not in side.core.entries
+    side.ask(name(21), TABLE + 2, "x", 2)
+    (failed,) = side.of(FailAsk)
+    assert (failed.transfer, failed.error.code) == (TABLE + 2, common.ERROR_UNAVAILABLE)
+    for number in range(31, 31 + TABLE - 3):  # beside names 21, 22 and 30: every one of those that were done
+        side.ask(name(number), number, "z", 1)
+        assert name(21) in side.core.entries
+    side.ask(name(50), 50, "z", 1)
+    assert not side.of(FailAsk)
+    assert name(21) not in side.core.entries and len(side.core.entries) == TABLE
+    running = side.core.running
+    side.ask(name(51), 51, "z", 1)
+    assert len(side.of(FailAsk)) == 1 and side.core.running == running == TABLE
+
+
 def test_only_names_that_are_over_make_room() -> None:
     side = Prefill()
     ended_early(side, 1)
