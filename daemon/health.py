@@ -30,7 +30,8 @@ EVENT_LOOP = "event loop"
 
 
 class HealthWatch:
-    """`announce` is told whether the daemon serves, whenever that changes, and at first."""
+    """`announce` is told whether the daemon serves, whenever that changes, and at first; once it has taken the word
+    before. It may wait for whoever reads that word slowly: the watch goes on meanwhile."""
 
     def __init__(
         self, sides: Mapping[str, AnySide], stalled_seconds: float, announce: Callable[[bool], Awaitable[None]]
@@ -38,6 +39,8 @@ class HealthWatch:
         self.progress = Progress(stalled_seconds)
         self._sides = sides
         self._announce = announce
+        self._announced: bool | None = None
+        self._announcing: asyncio.Task[None] | None = None  # at most one
         self._asked: set[str] = set()  # copy workers whose empty job has not run yet
         self._waits: dict[str, tuple[int, int]] = {}  # by courier: pid, waits counted
         self._loop_ticked = time.monotonic()
@@ -64,11 +67,25 @@ class HealthWatch:
                 if serving is not (not stalled):
                     serving = not stalled
                     log.log(*((logging.INFO, "serving") if serving else (logging.ERROR, f"stalled: {stalled}")))
-                    await self._announce(serving)
+                self._tell(not stalled)
                 await asyncio.sleep(min(1.0, self.progress.stalled_seconds / 2))
         finally:
             self._ended.set()
-            await asyncio.to_thread(self._thread.join)
+            try:
+                if self._announcing is not None:
+                    self._announcing.cancel()
+                    await asyncio.gather(self._announcing, return_exceptions=True)
+            finally:
+                await asyncio.to_thread(self._thread.join)
+
+    def _tell(self, serving: bool) -> None:
+        if self._announcing is not None:
+            if not self._announcing.done():
+                return
+            self._announcing.result()
+        if serving is not self._announced:
+            self._announced = serving
+            self._announcing = asyncio.ensure_future(self._announce(serving))
 
     def _ask_copy_workers(self, now: float) -> set[str]:
         parts = set()

@@ -10,6 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
+from grpc_health.v1._async import HealthServicer
 
 from kvferry.daemon.copy_threads import CopyThreads
 from kvferry.daemon.health import HealthWatch
@@ -77,6 +78,70 @@ def test_a_copy_worker_that_hangs_is_named_and_comes_back() -> None:
             assert watch.stalled == []
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_word_that_is_not_taken_keeps_neither_the_watch_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that watches the health and does not read: the servicer's `set` waits for it."""
+    asked: list[int] = []
+    ended: list[bool] = []
+    servicer = HealthServicer()
+
+    async def never(service: str, status: int) -> None:
+        asked.append(status)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(servicer, "set", never)
+
+    async def announce(serving: bool) -> None:
+        await servicer.set("", int(serving))
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            watch = HealthWatch({"decode": cast(Any, OneWorker(executor))}, 0.3, announce)
+            task = asyncio.create_task(watch.run())
+            await until(lambda: asked == [1])
+            release = threading.Event()
+            executor.submit(release.wait, 10)
+            await until(lambda: bool(watch.stalled))
+            release.set()
+            await until(lambda: not watch.stalled)  # only where the watch goes on
+            assert asked == [1] and not ended
+            task.cancel()
+            await asyncio.wait([task])
+            assert ended == [True]
+            assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+def test_the_last_word_is_told_once_the_one_before_is_taken() -> None:
+    said: list[bool] = []
+
+    async def scenario() -> None:
+        taken = asyncio.Event()
+
+        async def announce(serving: bool) -> None:
+            said.append(serving)
+            await taken.wait()
+
+        with ThreadPoolExecutor(1) as executor:
+            watch = HealthWatch({"decode": cast(Any, OneWorker(executor))}, 0.3, announce)
+            task = asyncio.create_task(watch.run())
+            release = threading.Event()
+            executor.submit(release.wait, 10)
+            await until(lambda: bool(watch.stalled))
+            assert said == [True]
+            taken.set()
+            await until(lambda: said == [True, False])
+            release.set()
+            await until(lambda: said == [True, False, True])
+            task.cancel()
+            await asyncio.wait([task])
 
     asyncio.run(scenario())
 
