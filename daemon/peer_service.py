@@ -51,15 +51,18 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             await context.abort(status_of(error), error.message)
         session = side.new_session(own, message.hello)
         log.info("decode daemon %s opens a session", message.hello.daemon)
+        end: RequestError | None = None
         try:
             await context.write(peer.PeerMessage(hello=own))
             await session.run(context)
         except SessionBroken as broken:
             log.info("session with %s is over: %s", session.remote, broken)
             if broken.code != common.ERROR_UNSPECIFIED:
-                await context.abort(status_of(RequestError(broken.code, str(broken))), str(broken))
+                end = RequestError(broken.code, str(broken))
         finally:
-            side.session_over(session)
+            side.session_over(session)  # before the abort, which a peer that does not read may keep waiting
+        if end is not None:
+            await context.abort(status_of(end), end.message)
 
     def _warn(self, daemon: str, error: RequestError) -> None:
         """But not of what passes: no worker yet, an end that has begun."""

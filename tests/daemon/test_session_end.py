@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+import grpc
 import pytest
 
+from kvferry.daemon import peer_service
 from kvferry.daemon import session as session_module
+from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.peer_service import PeerService
 from kvferry.daemon.session import Session, SessionBroken, SessionTimes
+from kvferry.proto import common_pb2 as common
+from kvferry.proto import peer_pb2 as peer
 
 
 class Closed:
@@ -19,6 +25,50 @@ class Closed:
 
     async def write(self, message: object) -> None:
         pass
+
+
+class Unread:
+    """A decode daemon's call: it says hello, and never takes the end."""
+
+    def __init__(self) -> None:
+        self.aborting = asyncio.Event()
+
+    async def read(self) -> peer.PeerMessage:
+        return peer.PeerMessage(hello=peer.PeerHello(daemon="d0"))
+
+    async def write(self, message: object) -> None:
+        pass
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:40001"
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        assert (code, details) == (grpc.StatusCode.OUT_OF_RANGE, "slot 99")
+        self.aborting.set()
+        await asyncio.Event().wait()
+
+
+class Serving:
+    """A prefill side whose session is broken by what its peer says."""
+
+    draining, remote = False, "d0"
+
+    def __init__(self) -> None:
+        self.config = DaemonConfig(role="prefill")
+        self.sessions: list[Serving] = []
+        self.opened = self.ended = 0
+
+    def new_session(self, own: peer.PeerHello, hello: peer.PeerHello) -> Serving:
+        self.sessions.append(self)
+        self.opened += 1
+        return self
+
+    async def run(self, context: object) -> None:
+        raise SessionBroken("slot 99", common.ERROR_OUT_OF_RANGE)
+
+    def session_over(self, session: Serving) -> None:
+        self.sessions.remove(session)
+        self.ended += 1
 
 
 class Link:
@@ -73,3 +123,22 @@ def test_a_courier_that_came_up_all_the_same_is_ended(monkeypatch: pytest.Monkey
     link = Link()
     asyncio.run(end_of_a_session(monkeypatch, Starting(link)))
     assert link.stops == 1
+
+
+def test_a_session_is_over_though_its_abort_waits_for_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that does not read keeps the call, and neither the session's place nor its requests."""
+    side = Serving()
+    monkeypatch.setattr(peer_service, "hello_of", lambda side: peer.PeerHello())
+    monkeypatch.setattr(peer_service, "check_hello", lambda side, hello, address: None)
+
+    async def story() -> None:
+        call = Unread()
+        serving = asyncio.create_task(PeerService(cast(Any, side)).Session(None, cast(Any, call)))
+        await asyncio.wait_for(call.aborting.wait(), 20)
+        assert not side.sessions
+        serving.cancel()
+        await asyncio.wait([serving])
+        assert serving.cancelled()
+
+    asyncio.run(story())
+    assert side.opened == side.ended == 1
