@@ -57,6 +57,7 @@ class HostTier:
         self._restores = ThreadPoolExecutor(1, thread_name_prefix="kvferry-restore")
         self._running: set[asyncio.Future[_Outcome]] = set()
         self._closing = False
+        self._halted = False
 
     @property
     def workers(self) -> dict[str, Executor]:
@@ -115,7 +116,7 @@ class HostTier:
         if not restore:
             self.forget(copy.host)  # before a byte of them changes
         known = self._verify[host].copy() if restore else None
-        if self._closing:
+        if self._closing or self._halted:
             return
         executor = self._restores if restore else self._spills
         future = asyncio.get_running_loop().run_in_executor(executor, self._copy, device, host, known)
@@ -124,6 +125,9 @@ class HostTier:
         def finished(result: asyncio.Future[_Outcome]) -> None:
             self._running.discard(result)
             if result.cancelled():
+                return
+            if self._halted:
+                result.exception()  # marked as seen
                 return
             outcome = self._outcome(started, host, result)
             if not self._closing:
@@ -142,6 +146,10 @@ class HostTier:
         if self._memory is not None:
             self._memory.detach_rows()
             self._memory = None
+
+    def halt(self) -> None:
+        """An invariant is broken: no copy starts, and no index entry is written of one that runs."""
+        self._halted = True
 
     async def close(self) -> None:
         """Starts no copy more, waits for those that run so that what they wrote is found again, and lets the memory

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import os
 import resource
 import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -20,6 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
+from kvferry.daemon import backstop
 from kvferry.daemon.admin_service import AdminService
 from kvferry.daemon.cache_service import CacheService
 from kvferry.daemon.config import DaemonConfig, flag_of, new_incarnation
@@ -246,9 +244,7 @@ class Daemon:
         await self._stop.wait()
         await self._drain()
         if self._leave is not None:
-            last = threading.Timer(END_SECONDS, self._break_off, [self._leave])
-            last.daemon = True
-            last.start()
+            backstop.arm(END_SECONDS, self._leave, self.config.shm_dir, self.incarnation)
         await self._end()
         if self._fatal is not None:
             raise self._fatal
@@ -274,18 +270,10 @@ class Daemon:
                     return
                 await asyncio.sleep(POLL_SECONDS)
         if self._fatal is None:
-            await asyncio.gather(*(side.spill_all(end) for side in self.sides.values()))
-
-    def _break_off(self, leave: Callable[[int], None]) -> None:
-        """In a thread: something does not end, as a copy that hangs, and nothing can end it but the process's end."""
-        try:
-            log.critical("the daemon has not ended within %g s; its process ends now, and stands here:", END_SECONDS)
-            for path in owned_files(self.config.shm_dir, self.incarnation):  # the lock stays: more may come meanwhile
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-            faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        finally:
-            leave(1)
+            saving = [asyncio.create_task(side.spill_all(end)) for side in self.sides.values()]
+            for task in saving:
+                self._watch_task(task)
+            await asyncio.wait(saving)
 
     async def _end(self) -> None:
         try:
@@ -355,6 +343,8 @@ class Daemon:
     def _die(self, error: BaseException) -> None:
         log.critical("an invariant is broken; the daemon ends", exc_info=error)
         self._fatal = self._fatal or error
+        for side in self.sides.values():
+            side.halt()
         self._stop.set()
 
 

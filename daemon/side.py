@@ -64,6 +64,7 @@ class Side(Generic[CoreT]):
         self._flushing = False
         self._zeroing = False  # pages are being cleared: effects wait
         self._closed = False
+        self._halted = False
 
     # -- what the roles differ in --------------------------------------------------------------------------------
 
@@ -286,11 +287,16 @@ class Side(Generic[CoreT]):
             return
         store = self.store
         self.ready_core.pins.unpin(0)  # what an operator held is saved, too
-        while self.now() < deadline and (store.spill(SPILL_PAGES) or store.copies):
+        while not self._halted and self.now() < deadline and (store.spill(SPILL_PAGES) or store.copies):
             self._effects.extend(tier_effects(store))
             self.flush()
             await asyncio.sleep(0.002)
         log.info("%s: %d pages are in the host tier's file", self.role, store.host_pages)
+
+    def halt(self) -> None:
+        """An invariant is broken: nothing more is saved, since the next daemon would hand it out."""
+        self._halted = True
+        self.tiers.halt()
 
     async def close(self) -> None:
         """Ends what this side owns; the sessions must have ended before."""

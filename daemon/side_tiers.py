@@ -207,9 +207,11 @@ class SideTiers:
         memory, self._memory = self.memory, None
         forgotten = self.store.forget_device()
         self._side.flush()  # routers hear of it
-        if self._host is not None:
-            await complete(asyncio.to_thread(self._host.detach))
-        memory.close()
+        try:
+            if self._host is not None:
+                await complete(asyncio.to_thread(self._host.detach))
+        finally:
+            memory.close()
         log.info(
             "%s pool: the engine's memory is unmapped; %d pages are forgotten, %d are in the host tier",
             *(self._role, forgotten, self.store.host_pages),
@@ -231,6 +233,11 @@ class SideTiers:
         self._take_memory(memory)
         self.has_pool.set()
         log.info("%s pool: %d pages, registered again", self._role, registration.pages)
+
+    def halt(self) -> None:
+        """See `HostTier.halt`."""
+        if self._host is not None:
+            self._host.halt()
 
     async def close(self) -> None:
         """Waits for copies between them. One that cannot end well does not keep the other's memory."""

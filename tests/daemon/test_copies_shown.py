@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -77,6 +78,34 @@ def test_what_moved_pages_is_told_and_outlives_an_engines_memory(monkeypatch: py
         for words in ("kernel, forced by KVFERRY_COPY", "2 / 30 / 4.0 KiB", "fallback, rows are not pinned"):
             assert words in text
         assert "batch: copies" not in text
+
+    asyncio.run(story())
+
+
+def test_an_engines_memory_is_closed_though_its_end_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Host:
+        def __init__(self) -> None:
+            self.reached, self.go_on = threading.Event(), threading.Event()
+
+        def detach(self) -> None:
+            self.reached.set()
+            assert self.go_on.wait(20)
+
+    async def story() -> None:
+        side, host = Side(), Host()
+        closed: list[bool] = []
+        memory: Any = side.tiers.memory
+        monkeypatch.setattr(memory, "close", lambda: closed.append(host.go_on.is_set()), raising=False)
+        monkeypatch.setattr(side.tiers, "_host", host)
+        forgetting = asyncio.create_task(side.tiers.forget_pool())
+        assert await asyncio.to_thread(host.reached.wait, 20)
+        forgetting.cancel()
+        await asyncio.sleep(0)
+        assert not closed, "the rows are still attached"
+        host.go_on.set()
+        await asyncio.wait([forgetting])
+        assert forgetting.cancelled()
+        assert closed == [True]
 
     asyncio.run(story())
 

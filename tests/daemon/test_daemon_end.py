@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from kvferry.daemon import server as server_module
+from kvferry.daemon import side as side_module
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.dialing import dial_plainly
@@ -120,6 +119,9 @@ def test_a_side_whose_end_fails_keeps_neither_the_other_nor_its_own_files_for_ev
         async def spill_all(self, deadline: float) -> None:
             pass
 
+        def halt(self) -> None:
+            pass
+
         async def close(self) -> None:
             raise OSError("it does not end")
 
@@ -219,6 +221,9 @@ class Busy:
     async def spill_all(self, deadline: float) -> None:
         self.spilled_at = self.clock.now
 
+    def halt(self) -> None:
+        pass
+
 
 @asynccontextmanager
 async def draining(folder: Path, monkeypatch: pytest.MonkeyPatch, *, saves: bool) -> AsyncIterator[tuple[Daemon, Busy]]:
@@ -258,6 +263,83 @@ def test_nothing_waits_once_an_invariant_is_broken(tmp_path: Path, monkeypatch: 
     asyncio.run(story())
 
 
+def cache_pages(side: AnySide, pages: int) -> None:
+    """Each of a prompt of its own."""
+    assert side.tiers.facts is not None
+    namespace = side.store.namespace(side.tiers.facts.id)
+    for number in range(pages):
+        taken = side.store.take(namespace, 1)
+        assert taken is not None
+        namespace.tree.insert(number.to_bytes(32, "big"), taken)
+        side.store.publish(namespace, 1)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_nothing_more_is_saved_once_an_invariant_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    """Of two copies that run together both are found by the next daemon, or the one that was before the error."""
+    monkeypatch.setattr(side_module, "SPILL_PAGES", 4)
+    written: list[int] = []
+    copies: list[object] = []
+    both_run = threading.Event()
+
+    async def story() -> None:
+        config = config_of(tmp_path, host_dir=str(tmp_path / "host"), host_bytes=1 << 20)
+        async with started(config) as daemon:
+            side = daemon.sides["decode"]
+            await side.register(hello())
+            cache_pages(side, 8)
+            memory, tier, file = side.tiers.memory, side.tiers.host, cast(Any, side.tiers.host._rows)
+            spill, start, write = memory.spill, tier.start, file.write
+
+            def starts(*words: Any) -> None:
+                copies.append(words)
+                if len(copies) == 2:
+                    both_run.set()
+                start(*words)
+
+            def spills(*words: Any) -> None:
+                assert both_run.wait(20)
+                spill(*words)
+
+            def writes(rows: Any, *words: Any) -> None:
+                written.append(len(rows))
+                write(rows, *words)
+                if breaks:
+                    daemon._die(AssertionError("broken"))
+
+            monkeypatch.setattr(tier, "start", starts)
+            monkeypatch.setattr(memory, "spill", spills)
+            monkeypatch.setattr(file, "write", writes)
+            daemon.stop()
+            end = asyncio.create_task(daemon.run_until_stopped())
+            await asyncio.wait([end], timeout=20)
+            assert end.done()
+            assert str(end.exception()) == ("broken" if breaks else "None")
+
+    asyncio.run(story())
+    assert len(copies) == 2
+    assert written == ([4] if breaks else [4, 4])
+
+
+def test_an_error_of_the_saving_ends_the_daemon_in_its_order(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with started(config_of(tmp_path)) as daemon:
+            side = daemon.sides["decode"]
+
+            async def fails(deadline: float) -> None:
+                raise AssertionError("broken")
+
+            cast(Any, side).spill_all = fails
+            daemon.stop()
+            with pytest.raises(AssertionError, match="broken"):
+                await daemon.run_until_stopped()
+            assert not is_there(daemon.config.socket) and shared_files(tmp_path) == []
+
+    asyncio.run(story())
+
+
 def test_no_work_is_taken_while_a_watcher_of_the_health_reads_slowly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,40 +354,3 @@ def test_no_work_is_taken_while_a_watcher_of_the_health_reads_slowly(
             lock.release()
 
     asyncio.run(story())
-
-
-HANGING = """
-import asyncio, os, sys, threading
-from pathlib import Path
-from kvferry.daemon import server
-from kvferry.daemon.config import DaemonConfig
-
-async def main(folder):
-    server.END_SECONDS = 0.5
-    daemon = server.Daemon(
-        DaemonConfig(role="decode", shm_dir=folder, metrics="", listen="127.0.0.1:0", socket=folder + "/d.sock"),
-        leave=os._exit,
-    )
-    await daemon.start()
-    Path(folder, f"kvferry-{daemon.incarnation.hex()}-decode-pool").touch()
-
-    async def hang():
-        threading.Event().wait()
-
-    daemon.sides["decode"].close = hang
-    daemon.stop()
-    await daemon.run_until_stopped()
-
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-def test_what_does_not_end_is_ended_with_the_process(tmp_path: Path) -> None:
-    """The next daemon finds the lock file, and what may have come behind it."""
-    words = [sys.executable, "-c", HANGING, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "has not ended within 0.5 s" in done.stderr
-    assert "in hang" in done.stderr
-    assert [name.rpartition("-")[2] for name in shared_files(tmp_path)] == ["lock"]
-    assert len(reclaim_stale(str(tmp_path))) == 1

@@ -19,8 +19,10 @@ import yaml
 
 from kvferry import listening
 from kvferry.daemon import cli, config_sources, serve
+from kvferry.daemon.backstop import LATER_SECONDS
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.handshake import courier_config
+from kvferry.daemon.server import END_SECONDS
 from kvferry.daemon.values import parse_address, parse_size
 from kvferry.transfer.courier_config import courier_environment
 from kvferry.workers import main as workers_main
@@ -303,7 +305,8 @@ def test_daemons_take_their_settings_and_have_the_memory(overlays: dict[str, lis
         assert str(Path(config.socket).parent) in folders
         assert "/tmp" in folders
         assert template["spec"]["enableServiceLinks"] is False
-        assert template["spec"]["terminationGracePeriodSeconds"] > config.grace_seconds + engine_grace(template)
+        own_end = config.grace_seconds + END_SECONDS + LATER_SECONDS
+        assert template["spec"]["terminationGracePeriodSeconds"] > own_end + engine_grace(template)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
