@@ -138,7 +138,7 @@ def test_one_peer_more_than_allowed_is_refused(pair: tuple[Replica, Replica]) ->
     assert refused.value.details() == "1 peers are connected; --max-peers is 1"
 
 
-@pytest.mark.parametrize("of", ["tcp", "unix", "worker"])
+@pytest.mark.parametrize("of", ["tcp", pytest.param("unix", marks=pytest.mark.nightly), "worker"])
 def test_so_many_calls_at_a_time(pair: tuple[Replica, Replica], of: str) -> None:
     """Watches of health beside what is there: one too many is refused, and what was there goes on."""
     prefill, decode = pair
