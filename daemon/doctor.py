@@ -201,7 +201,11 @@ def gpus(config: DaemonConfig) -> Iterator[Finding]:
     try:
         driver = Driver()
     except DriverError as error:
-        yield Finding(OK, "GPU", f"none ({error}): pools lie in host memory")
+        if config.devices:
+            remedy = "a machine or a container with NVIDIA's driver, or --device cpu"
+            yield Finding(BAD, "GPU", f"none ({error}), and --device is {config.device}", remedy)
+        else:
+            yield Finding(OK, "GPU", f"none ({error}): pools lie in host memory")
         return
     try:
         yield from _devices(driver)

@@ -70,6 +70,16 @@ def test_a_driver_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["GPU"].level == BAD and "999" in found["GPU"].found
 
 
+@pytest.mark.parametrize(("device", "level"), [("cpu", OK), ("cuda", BAD)])
+def test_no_driver_is_bad_where_a_gpu_is_wanted(monkeypatch: pytest.MonkeyPatch, device: str, level: str) -> None:
+    def none() -> Driver:
+        raise DriverError("no CUDA driver")
+
+    monkeypatch.setattr(doctor, "Driver", none)
+    (found,) = doctor.gpus(DaemonConfig(role="decode", device=device))
+    assert found.level == level and "no CUDA driver" in found.found
+
+
 def test_folders_that_cannot_be(tmp_path: Path) -> None:
     config = DaemonConfig(role="decode", shm_dir=str(tmp_path / "none"))
     (finding,) = doctor.memory(config)
