@@ -54,18 +54,21 @@ def prompt_of(number: int) -> PromptDigests:
 
 async def admit(client: DaemonClient, number: int) -> RequestName:
     name = RequestName(os.urandom(16), 1)
-    prompt = prompt_of(number)
+    await ask(client, name, prompt_of(number), prefill="")
+    await client.ready(name)
+    return name
+
+
+async def ask(client: DaemonClient, name: RequestName, prompt: PromptDigests, prefill: str) -> None:
     await client.admit(
         name,
         digests=prompt.digests,
         tokens=PROMPT_TOKENS,
         tail_digest=prompt.tail,
-        prefill="",
+        prefill=prefill,
         max_new_tokens=64,
         deadline_s=30,
     )
-    await client.ready(name)
-    return name
 
 
 async def measure(socket: str, requests: int, load: int) -> tuple[list[float], list[float]]:
@@ -98,15 +101,7 @@ class Moving:
         await prefill.begin(name, digests=prompt.digests, tokens=PROMPT_TOKENS, tail_digest=prompt.tail, deadline_s=30)
         prefill.progress(name, PROMPT_TOKENS)
         prefill.aux(name, b"first token")
-        await self.decode.admit(
-            name,
-            digests=prompt.digests,
-            tokens=PROMPT_TOKENS,
-            tail_digest=prompt.tail,
-            prefill="prefill",
-            max_new_tokens=64,
-            deadline_s=30,
-        )
+        await ask(self.decode, name, prompt, prefill="prefill")
         return name
 
     async def abort(self, name: RequestName) -> float:

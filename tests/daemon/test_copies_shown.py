@@ -21,30 +21,17 @@ from kvferry.proto import common_pb2 as common
 from kvferry.transfer.copy_strategies import CopyStatistics, StrategyCounts
 from kvferry.transfer.geometry import KVGeometry
 from tests.simulation.clock import Clock
-from tests.simulation.daemons import Setting, SimSide
+from tests.simulation.daemons import PLAIN, SimSide
 from tests.simulation.faults import Faults
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=16)
-SETTING = Setting(
-    pages=8,
-    host_pages=0,
-    slots=2,
-    send_slots=2,
-    slot_bytes=4096,
-    policy="lru",
-    overcommit=1.0,
-    write_through=0,
-    quota=None,
-    checksums=False,
-    zero_freed=False,
-)
 
 
 class Side(SimSide, DecodeSide):
     def __init__(self) -> None:
         clock = Clock(1)
         DecodeSide.__init__(self, DaemonConfig(role="decode"), bytes(16), lambda: clock.now)
-        self.furnish(clock, SETTING, Faults())
+        self.furnish(clock, PLAIN, Faults())
 
 
 def shown(stats: cache.SideStats) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,22 +12,10 @@ from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.effects import Effect, SendProgress, ZeroTail
 from kvferry.daemon.prefill_side import PrefillSide
 from tests.simulation.clock import Clock
-from tests.simulation.daemons import Setting, SimSide
+from tests.simulation.daemons import PLAIN, SimSide
 from tests.simulation.faults import Faults
 
-SETTING = Setting(
-    pages=8,
-    host_pages=0,
-    slots=2,
-    send_slots=2,
-    slot_bytes=4096,
-    policy="lru",
-    overcommit=1.0,
-    write_through=0,
-    quota=None,
-    checksums=False,
-    zero_freed=True,
-)
+SETTING = replace(PLAIN, zero_freed=True)
 
 
 class Side(SimSide, PrefillSide):

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -41,7 +42,7 @@ from kvferry.transfer.courier_messages import (
     encode_order,
 )
 from tests.simulation.clock import Clock
-from tests.simulation.daemons import TENANTS, Setting, SimSide
+from tests.simulation.daemons import PLAIN, TENANTS, Setting, SimSide
 from tests.simulation.faults import Faults
 from tests.simulation.memory import PAGE_BYTES, Prompt, SimPoolMemory
 
@@ -53,16 +54,13 @@ PROMPTS = tuple(
     Prompt(tokens, ROOT) for tokens in (range(8), range(12), [*range(8), 99, 98, 97, 96, 95], range(50, 71))
 )
 NAMES = tuple(Name(bytes([number]) * 16, 1) for number in range(1, 7))
-SETTING = Setting(
+SETTING = replace(
+    PLAIN,
     pages=24,
     host_pages=8,
     slots=SLOTS,
     send_slots=SLOTS,
     slot_bytes=SLOT_BYTES,
-    policy="lru",
-    overcommit=1.0,
-    write_through=0,
-    quota=None,
     checksums=True,
     zero_freed=True,
 )

@@ -51,6 +51,22 @@ class Setting:
     zero_freed: bool
 
 
+# Of a side that stands alone in a test, which replaces what it is about.
+PLAIN = Setting(
+    pages=8,
+    host_pages=0,
+    slots=2,
+    send_slots=2,
+    slot_bytes=4096,
+    policy="lru",
+    overcommit=1.0,
+    write_through=0,
+    quota=None,
+    checksums=False,
+    zero_freed=False,
+)
+
+
 class SimSide:
     """Common to both roles."""
 
