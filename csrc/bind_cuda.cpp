@@ -49,11 +49,15 @@ std::unique_ptr<Copying> copy_pages(Engine& engine, const GpuPages& pages, const
   check_ids("page_ids", ids, pages.layout().pages);
   check_ids("row_ids", row_ids, size < row_bytes ? 0 : std::min((size - row_bytes) / row_stride + 1, kMaxPages - 1));
   check_distinct(to_host ? "row_ids" : "page_ids", to_host ? row_ids : ids);
-  const GpuStream on = stream ? stream_at(stream) : engine.get().stream();
-  return engine.issue(on, nb::make_tuple(rows, nb::find(pages)), [&](SumCells::Held*) {
+  const GpuStream given = stream ? stream_at(stream) : nullptr, on = given != nullptr ? given : engine.get().stream();
+  auto copying = engine.issue(on, nb::make_tuple(rows, nb::find(pages)), [&](SumCells::Held*) {
     const PageRows to{reinterpret_cast<uint64_t>(memory.data()), row_stride};
-    return name_of(engine.get().copy_pages(pages, ids.data(), to, row_ids.data(), ids.size(), direction, on, wanted));
+    const Issued issued =
+        engine.get().copy_pages(pages, ids.data(), to, row_ids.data(), ids.size(), direction, given, wanted);
+    return Engine::Run(name_of(issued.strategy), issued.end);
   });
+  engine.get().backlog(direction).add(copying->end, ids.size() * size_t(row_bytes));
+  return copying;
 }
 
 std::unique_ptr<Copying> copy_list(Engine& engine, const Integers& dst, const Integers& src, const Integers& sizes,
@@ -202,14 +206,16 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](Engine* self, int64_t device, const std::string& library, const std::string& api, int64_t buffer_bytes,
-             int64_t buffers, int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
+             int64_t buffers, int64_t deep_buffer_bytes, int64_t deep_buffers, int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
              int64_t batch_descriptors, int64_t batch_flags, int64_t apart_percent, int64_t pitched_bytes,
              int64_t part_blocks, int64_t part_threads) {
             check_range("buffer_bytes", buffer_bytes, 1, kMaxRowBytes);
             check_range("buffers", buffers, 2, 64);
+            check_range("deep_buffer_bytes", deep_buffer_bytes, buffer_bytes, kMaxRowBytes);
+            check_range("deep_buffers", deep_buffers, 2, 64);
             check_range("small_bytes", small_bytes, 1, kMaxRowBytes);
             check_range("growth", growth, 1, 64);
-            check_range("staging_blocks", staging_blocks, 1, 1024);
+            check_range("staging_blocks", staging_blocks, 1, 1 << 16);
             check_range("bus_blocks", bus_blocks, 1, 1024);
             check_range("batch_descriptors", batch_descriptors, 1, 1 << 20);
             check_range("batch_flags", batch_flags, 0, 1);
@@ -220,6 +226,8 @@ void bind_cuda(nb::module_& m) {
             tuning.pitched_bytes = size_t(pitched_bytes);
             tuning.buffer_bytes = size_t(buffer_bytes);
             tuning.buffers = unsigned(buffers);
+            tuning.deep_buffer_bytes = size_t(deep_buffer_bytes);
+            tuning.deep_buffers = unsigned(deep_buffers);
             tuning.small_bytes = size_t(small_bytes);
             tuning.growth = unsigned(growth);
             tuning.staging_blocks = unsigned(staging_blocks);
@@ -233,6 +241,7 @@ void bind_cuda(nb::module_& m) {
           },
           "device"_a = 0, "library"_a = "libcuda.so.1", "api"_a = "cuda", nb::kw_only(),
           "buffer_bytes"_a = CopyTuning().buffer_bytes, "buffers"_a = CopyTuning().buffers,
+          "deep_buffer_bytes"_a = CopyTuning().deep_buffer_bytes, "deep_buffers"_a = CopyTuning().deep_buffers,
           "small_bytes"_a = CopyTuning().small_bytes, "growth"_a = CopyTuning().growth,
           "staging_blocks"_a = CopyTuning().staging_blocks, "bus_blocks"_a = CopyTuning().bus_blocks,
           "batch_descriptors"_a = CopyTuning().batch_descriptors, "batch_flags"_a = CopyTuning().batch_flags,
@@ -271,6 +280,8 @@ void bind_cuda(nb::module_& m) {
       .def("can", [](Engine& self, const std::string& strategy) { return self.get().can(strategy_named(strategy)); },
            "strategy"_a)
       .def("busy", [](Engine& self) { return self.get().busy(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("under_way_to_host", [](Engine& self) { return self.get().backlog(CopyDirection::kToHost).bytes(); })
+      .def_prop_ro("under_way_from_host", [](Engine& self) { return self.get().backlog(CopyDirection::kToDevice).bytes(); })
       .def_prop_ro("stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.get().stream()); })
       .def("statistics", &statistics);
   bind_gpu_memory(m, engine);

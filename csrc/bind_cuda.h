@@ -56,7 +56,14 @@ class Engine {
   SmallAccess& small();  // made when first used: not every driver lets memory be pinned
   const std::shared_ptr<GpuDevice>& device() const { return engine_->device(); }
 
-  // Issues by run() what ends on `stream`, without the GIL. run returns the strategy's name.
+  // What run() has issued, and where it ends; null: on the stream that issue() was given.
+  struct Run {
+    Run(const char* name, GpuStream on = nullptr) : strategy(name), end(on) {}
+    const char* strategy;
+    GpuStream end;
+  };
+
+  // Issues by run() what is ordered on `stream`, without the GIL.
   template <class Issue>
   std::unique_ptr<Copying> issue(GpuStream stream, nanobind::object uses, const Issue& run,
                                  std::unique_ptr<SumCells::Held> sum = nullptr) {
@@ -65,11 +72,13 @@ class Engine {
     nanobind::gil_scoped_release release;
     copying->end->record(stream);  // refuses another device's stream, which a copy alone would run on
     if (copying->sum != nullptr) copying->sum->spoil_until_issued();
-    copying->strategy = run(copying->sum.get());
+    const Run issued = run(copying->sum.get());
+    copying->strategy = issued.strategy;
+    const GpuStream end = issued.end != nullptr ? issued.end : stream;
     try {
-      copying->end->record(stream);
+      copying->end->record(end);
     } catch (...) {
-      drain_stream(*device(), stream);  // the caller learns of no copy: none may run on
+      drain_stream(*device(), end);  // the caller learns of no copy: none may run on
       throw;
     }
     if (copying->sum != nullptr) copying->sum->used_until(copying->end);

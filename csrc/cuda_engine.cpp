@@ -40,11 +40,13 @@ GpuCopyEngine::~GpuCopyEngine() {
   for (Lane& lane : lanes_) {
     drain_stream(*device_, lane.stream);
     drain_stream(*device_, lane.apart);
-    for (Buffer& buffer : lane.buffers) {
-      driver_.event_synchronize(buffer.emptied);  // a copy on a caller's stream may still read it
-      driver_.event_destroy(buffer.filled);
-      driver_.event_destroy(buffer.emptied);
-      driver_.mem_free(buffer.address);
+    for (const Ring* ring : {&lane.ring, &lane.deep}) {
+      for (const Buffer& buffer : ring->buffers) {
+        driver_.event_synchronize(buffer.emptied);  // a copy on a caller's stream may still read it
+        driver_.event_destroy(buffer.filled);
+        driver_.event_destroy(buffer.emptied);
+        driver_.mem_free(buffer.address);
+      }
     }
     for (const GpuEvent event : {lane.begun, lane.ended, lane.from, lane.to}) driver_.event_destroy(event);
     for (const GpuStream own : {lane.stream, lane.apart}) driver_.stream_destroy(own);
@@ -105,14 +107,13 @@ void GpuCopyEngine::count(CopyStrategy strategy, uint64_t descriptors, uint64_t 
   counted.bytes += bytes;
 }
 
-CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids, const PageRows& rows,
-                                       const int64_t* row_ids, size_t count, CopyDirection direction, GpuStream stream,
-                                       CopyStrategy strategy) {
+Issued GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids, const PageRows& rows, const int64_t* row_ids,
+                                 size_t count, CopyDirection direction, GpuStream stream, CopyStrategy strategy) {
   const std::lock_guard<std::mutex> hold(mutex_);
   const GpuDevice::Use use(*device_);
+  const Pages copy{pages, ids, rows, row_ids, count, direction, stream == nullptr};
   if (stream == nullptr) stream = stream_;
-  const Pages copy{pages, ids, rows, row_ids, count, direction};
-  if (count == 0) return strategy;
+  if (count == 0) return {strategy, stream};
   GpuAddress rows_on_device = 0;
   strategy = usable(strategy, copy, &rows_on_device);
   size_t descriptors = count * pages.layout().fragments();
@@ -123,7 +124,7 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
   try {
     if (timed) device_->check(driver_.event_record(lane.from, stream), "event");
     bool issued = false;  // otherwise the driver refused it, and fragments move what may have moved in part
-    if (strategy == CopyStrategy::kStaged) issued = run_staged(copy, stream);
+    if (strategy == CopyStrategy::kStaged) issued = run_staged(copy, &stream);
     if (strategy == CopyStrategy::kKernel) issued = run_kernel(copy, rows_on_device, stream);
     if (strategy == CopyStrategy::kPitched) issued = run_pitched(copy, stream, &descriptors);
     if (!issued) {
@@ -144,7 +145,7 @@ CopyStrategy GpuCopyEngine::copy_pages(const GpuPages& pages, const int64_t* ids
     lane.timed = strategy;
     lane.timed_bytes = double(count * pages.layout().row_bytes());
   }
-  return strategy;
+  return {strategy, stream};
 }
 
 CopyStrategy GpuCopyEngine::copy_list(const CopyDescriptors& list, CopyDirection direction, GpuStream stream,
@@ -189,7 +190,7 @@ CopyStrategy GpuCopyEngine::usable(CopyStrategy strategy, const Pages& copy, Gpu
       fall_back("a fragment is larger than a staging buffer");
       return CopyStrategy::kBatch;
     }
-    if (!prepare(lanes_[size_t(copy.direction)])) {
+    if (!prepare(lanes_[size_t(copy.direction)].ring, tuning_.buffer_bytes, tuning_.buffers)) {
       fall_back("no memory for staging");
       return CopyStrategy::kBatch;
     }
@@ -206,32 +207,41 @@ bool GpuCopyEngine::find_rows(const Pages& copy, GpuAddress* rows_on_device) con
   return seen != 0;
 }
 
-bool GpuCopyEngine::prepare(Lane& lane) {
-  while (lane.buffers.size() < tuning_.buffers) {
+// False: there is no memory for two buffers.
+bool GpuCopyEngine::prepare(Ring& ring, size_t bytes, unsigned count) {
+  while (ring.buffers.size() < count) {
     Buffer buffer;
-    if (driver_.mem_alloc(&buffer.address, tuning_.buffer_bytes) != kGpuSuccess) return lane.buffers.size() >= 2;
+    ring.refused = driver_.mem_alloc(&buffer.address, bytes) != kGpuSuccess;
+    if (ring.refused) return ring.buffers.size() >= 2;
     device_->check(driver_.event_create(&buffer.filled, kGpuEventDisableTiming), "event");
     device_->check(driver_.event_create(&buffer.emptied, kGpuEventDisableTiming), "event");
-    lane.buffers.push_back(buffer);
+    ring.buffers.push_back(buffer);
   }
   return true;
 }
 
 // Buffers go round: while one is on the bus the next is gathered, or the one before scattered. A buffer's event that was
-// never recorded holds nobody up. False: the driver refused a kernel; what went before it is ordered on `stream`.
-bool GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
+// never recorded holds nobody up. False: the driver refused a kernel; what went before it is ordered on `stream`, which
+// becomes the one that the copy ends on: a copy in no order with others holds up none behind it until it is scattered, and
+// is gathered while those before it are on the bus. So kernels that wait for room make a few copies late, and no more.
+bool GpuCopyEngine::run_staged(const Pages& copy, GpuStream* on) {
+  const GpuStream stream = *on;
   const bool to_host = copy.direction == CopyDirection::kToHost;
   const PageLayout& layout = copy.pages.layout();
   Lane& lane = lanes_[size_t(copy.direction)];
-  if (to_host) {
+  if (to_host && !copy.alone) {
     device_->check(driver_.event_record(lane.begun, stream), "event");
     device_->check(driver_.stream_wait(lane.stream, lane.begun, 0), "wait");
   }
   Buffer* last = nullptr;
   bool launched = true;
-  for (const PageChunk& chunk : staged_chunks(layout, copy.count, tuning_.buffer_bytes, tuning_.small_bytes,
-                                              tuning_.growth, to_host)) {
-    Buffer& buffer = *(last = &lane.buffers[lane.next++ % lane.buffers.size()]);
+  // Behind others: no small parts, which are for a bus that has nothing else to do.
+  const bool deep = copy.alone && lane.backlog.bytes() > 0 && !lane.deep.refused &&
+                    prepare(lane.deep, tuning_.deep_buffer_bytes, tuning_.deep_buffers);
+  Ring& ring = deep ? lane.deep : lane.ring;
+  const size_t most = deep ? tuning_.deep_buffer_bytes : tuning_.buffer_bytes, small = deep ? most : tuning_.small_bytes;
+  for (const PageChunk& chunk : staged_chunks(layout, copy.count, most, small, tuning_.growth, to_host)) {
+    Buffer& buffer = *(last = &ring.buffers[ring.next++ % ring.buffers.size()]);
     const size_t inside = size_t(chunk.first) * layout.fragment_bytes;
     const size_t bytes = size_t(chunk.count) * layout.fragment_bytes;
     // Row i of the chunk is row i of the buffer; a chunk of one page begins at its first fragment.
@@ -259,7 +269,8 @@ bool GpuCopyEngine::run_staged(const Pages& copy, GpuStream stream) {
     device_->check(driver_.event_record(buffer.emptied, second), "event");
     if (!launched) break;
   }
-  if (!to_host) device_->check(driver_.stream_wait(stream, last->emptied, 0), "wait");
+  if (!to_host && copy.alone && launched) *on = lane.stream;
+  else if (!to_host) device_->check(driver_.stream_wait(stream, last->emptied, 0), "wait");
   return launched;
 }
 

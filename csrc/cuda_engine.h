@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda_apart.h"
+#include "cuda_backlog.h"
 #include "cuda_device.h"
 #include "cuda_kernels.h"
 #include "cuda_pages.h"
@@ -32,9 +33,15 @@ enum class CopyDirection { kToHost, kToDevice };
 struct CopyTuning {
   size_t buffer_bytes = size_t(16) << 20;  // of staging, allocated when first used
   unsigned buffers = 4;                    // a direction
-  size_t small_bytes = size_t(2) << 20;    // of the first part that is gathered, the last that is scattered
-  unsigned growth = 4;                     // of the parts between
-  unsigned staging_blocks = 528;           // of gathers and scatters within the GPU, a warp each: room is found for them
+  // For copies behind others. Beside large kernels few launches find room at the end of each, so these are long, and all
+  // that the bus moves until the next end has to lie in buffers.
+  size_t deep_buffer_bytes = size_t(48) << 20;
+  unsigned deep_buffers = 4;
+  size_t small_bytes = size_t(2) << 20;  // of the first part that is gathered, the last that is scattered
+  unsigned growth = 4;                   // of the parts between
+  // Of gathers and scatters within the GPU, a warp each: room is found for them. Half as many as fit beside a product slow it
+  // by 5 %, since those that run in its midst run for long; this many by 1 to 2 % (bench/results/gpu_copies.txt).
+  unsigned staging_blocks = 4096;
   unsigned bus_blocks = 4;                 // of the kernel strategy, which keeps its multiprocessors for as long as it runs
   size_t batch_descriptors = 4096;         // in one call of the driver
   unsigned batch_flags = 0;
@@ -50,6 +57,12 @@ struct CopyTuning {
 // Which of the kernels moves what is aligned like this: the widest that can.
 size_t kernel_width(uint64_t alignment);
 
+// What moves the bytes, and the stream on which that ends.
+struct Issued {
+  CopyStrategy strategy;
+  GpuStream end;
+};
+
 struct StrategyCount {
   uint64_t copies = 0, descriptors = 0, bytes = 0;
 };
@@ -62,12 +75,15 @@ class GpuCopyEngine {
   GpuCopyEngine(const GpuCopyEngine&) = delete;
   GpuCopyEngine& operator=(const GpuCopyEngine&) = delete;
 
-  // Page ids[i] <-> row row_ids[i], ordered on `stream` (null: the engine's own), never waiting for the GPU. To the device:
-  // rows must be written already and no copy may be writing to them, since they may be read before the stream gets there.
-  // Returns what moves the bytes, which is not `strategy` where that cannot be.
-  CopyStrategy copy_pages(const GpuPages& pages, const int64_t* ids, const PageRows& rows,
-                          const int64_t* row_ids, size_t count, CopyDirection direction, GpuStream stream,
-                          CopyStrategy strategy);
+  // Page ids[i] <-> row row_ids[i], ordered on `stream`, never waiting for the GPU; null: in no order with what is not done
+  // yet, so that copies which follow each other overlap. To the device: rows must be written already and no copy may be
+  // writing to them, since they may be read before the stream gets there. The strategy is not the one asked for where that
+  // cannot be.
+  Issued copy_pages(const GpuPages& pages, const int64_t* ids, const PageRows& rows, const int64_t* row_ids, size_t count,
+                    CopyDirection direction, GpuStream stream, CopyStrategy strategy);
+
+  // Of copies of pages in one direction.
+  Backlog& backlog(CopyDirection direction) { return lanes_[size_t(direction)].backlog; }
 
   // The general form: batch, loop or kernel. No destination overlaps another item.
   CopyStrategy copy_list(const CopyDescriptors& list, CopyDirection direction, GpuStream stream, CopyStrategy strategy);
@@ -86,6 +102,11 @@ class GpuCopyEngine {
     GpuAddress address = 0;
     GpuEvent filled = nullptr, emptied = nullptr;
   };
+  struct Ring {
+    std::vector<Buffer> buffers;
+    size_t next = 0;
+    bool refused = false;  // more memory, lately
+  };
   // What one direction stages in: a spill and a restore never wait for each other.
   struct Lane {
     GpuStream stream = nullptr;  // of its kernels; before others when multiprocessors become free
@@ -94,8 +115,8 @@ class GpuCopyEngine {
     GpuEvent ended = nullptr;   // of the last pitched copy
     bool pitched = false;       // there is one
     ApartShare share;
-    std::vector<Buffer> buffers;
-    size_t next = 0;
+    Backlog backlog;
+    Ring ring, deep;
     // Around a copy, on its stream: its time. Of another copy only when this one's is known.
     GpuEvent from = nullptr, to = nullptr;
     bool timing = false;
@@ -109,14 +130,15 @@ class GpuCopyEngine {
     const int64_t* row_ids;
     size_t count;
     CopyDirection direction;
+    bool alone;  // in no order with others
   };
 
-  bool prepare(Lane& lane);
+  bool prepare(Ring& ring, size_t bytes, unsigned count);
   void learn_waits();
   CopyStrategy usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device);
   void fall_back(const char* reason);
   void count(CopyStrategy strategy, uint64_t descriptors, uint64_t bytes);
-  bool run_staged(const Pages& copy, GpuStream stream);
+  bool run_staged(const Pages& copy, GpuStream* stream);
   bool run_pitched(const Pages& copy, GpuStream stream, size_t* descriptors);
   bool issue_pitched(const Pages& copy, size_t apart, GpuStream stream, size_t* descriptors);
   void add_runs(const Pages& copy, size_t page);

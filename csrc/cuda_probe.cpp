@@ -1,12 +1,14 @@
 #include "cuda_probe.h"
 
+#include <algorithm>
+
 #include "cuda_kernels.h"
 
 namespace kvferry {
 namespace {
 
 constexpr std::chrono::microseconds kWait(50);  // on an idle GPU a kernel takes 5 to 10
-constexpr std::chrono::milliseconds kGoodFor(5), kRemember(1000);  // that nobody had to wait; that somebody had
+constexpr std::chrono::milliseconds kGoodFor(5), kMoment(5), kRemember(1000);  // that nobody had to wait; that somebody had
 constexpr unsigned kThreads = 32;
 
 }  // namespace
@@ -27,7 +29,7 @@ BusyProbe::~BusyProbe() {
 }
 
 bool BusyProbe::busy(GpuFunction kernel) {
-  const auto lately = [this] { return Clock::now() - slow_ < kRemember; };
+  const auto lately = [this] { return Clock::now() < busy_until_; };
   if ((running_ && !ended() && Clock::now() - launched_ > kWait) || lately()) return true;
   if (!running_ && Clock::now() - launched_ > kGoodFor) launch(kernel);
   while (running_ && !ended()) {
@@ -36,6 +38,13 @@ bool BusyProbe::busy(GpuFunction kernel) {
     return true;
   }
   return lately();
+}
+
+void BusyProbe::note_busy() {
+  const Clock::time_point now = Clock::now();
+  const bool again = now - slow_ < kRemember / 4 && now - slow_ > kWait;  // of one wait the probe and a copy both tell
+  busy_until_ = std::max(busy_until_, now + (again ? kRemember : kMoment));
+  slow_ = now;
 }
 
 void BusyProbe::launch(GpuFunction kernel) {

@@ -15,15 +15,16 @@ class BusyProbe {
   BusyProbe(const BusyProbe&) = delete;
   BusyProbe& operator=(const BusyProbe&) = delete;
 
-  // Waits kWait at most, and only if nothing was launched lately. A GPU that was found busy counts as busy for kRemember: a
-  // large kernel leaves multiprocessors free at its end, and copies that wait for that moment have their successors ask then.
+  // Waits kWait at most, and only if nothing was launched lately. A GPU that was found busy twice counts as busy for kRemember:
+  // a large kernel leaves multiprocessors free at its end, and copies that wait for that moment have their successors ask
+  // then. Once may have been chance, and counts for a moment.
   bool busy(GpuFunction kernel);
 
   // For the next answers. To be called when a copy was issued. A driver that refuses the kernel tells nothing.
   void launch(GpuFunction kernel);
 
   // A copy's kernel had to wait.
-  void note_busy() { slow_ = Clock::now(); }
+  void note_busy();
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -35,7 +36,7 @@ class BusyProbe {
   GpuStream stream_ = nullptr;
   GpuEvent begin_ = nullptr, end_ = nullptr;
   bool running_ = false;  // as far as is known
-  Clock::time_point launched_{}, slow_{};  // the last, and when the last slow one was seen; at first long ago
+  Clock::time_point launched_{}, slow_{}, busy_until_{};  // the last, and when the last slow one was seen; at first long ago
 };
 
 }  // namespace kvferry

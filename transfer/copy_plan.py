@@ -5,9 +5,10 @@ are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`
 multiprocessor, as matrix products do, that kernel waits for the end of one; then a copy engine walks over the fragments
 itself (`pitched`), which costs it some 2.5 us a page, and nobody else anything. (That time is the engine's, one for
 each direction: more streams, or a batch of such copies in one call, do not hide it, and a copy within the GPU is a
-kernel as well. Only fragments fill it: see apart_percent in csrc/cuda_engine.h.) Rows that are short themselves go by
-a kernel which reads or writes host memory (`kernel`). Long fragments go as they are (`batch`). What a driver cannot
-do, the engine does otherwise, and counts it.
+kernel as well. Only fragments fill it: see apart_percent in csrc/cuda_engine.h.) It walks slowly over fragments as
+small as a few KiB: where many copies are under way, those are staged all the same, since the bus has others to do while
+their kernels wait. Rows that are short themselves go by a kernel which reads or writes host memory (`kernel`). Long
+fragments go as they are (`batch`). What a driver cannot do, the engine does otherwise, and counts it.
 
 A list of fragments that lie anywhere, on the host as well, has no rows: a kernel moves many small ones (`kernel`), or
 the driver does (`batch`, `loop`).
@@ -15,7 +16,7 @@ the driver does (`batch`, `loop`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -42,6 +43,10 @@ SHORT_ROW = 64 << 10  # bytes: under this a copy engine is slow on rows as well
 FEW_COPIES = 2  # their calls take less time than a gather
 SHORT_ITEM = 256 << 10  # bytes, the mean of a list: under this a copy engine is slower on items than that kernel
 SHORT_RUN = 64 << 10  # bytes that `pitched` moves at a time: under this its own cost is more than a batch's
+SHORT_FRAGMENT = 16 << 10  # bytes: under this `pitched` is slower than the bus
+# Bytes of a direction, of a copy and those before it: what the bus moves in 1.2 ms, which is as long as a kernel waits
+# for the end of a product of matrices of 8192 x 8192.
+DEEP = 64 << 20
 
 
 def stays(fragment_bytes: int, fragments: int, pages: int) -> bool:
@@ -49,12 +54,16 @@ def stays(fragment_bytes: int, fragments: int, pages: int) -> bool:
     return fragments == 1 or fragment_bytes >= LONG_FRAGMENT or fragments * pages <= FEW_COPIES
 
 
-def choose(fragment_bytes: int, fragments: int, pages: int, runs: int = 0, busy: bool = False) -> Strategy:
-    """For `pages` pages of `fragments` fragments in `runs` evenly spaced runs (0: none); busy: a kernel would wait."""
+def choose(
+    fragment_bytes: int, fragments: int, pages: int, runs: int = 0, busy: bool = False, under_way: int = 0
+) -> Strategy:
+    """For `pages` pages of `fragments` fragments in `runs` evenly spaced runs (0: none); busy: a kernel would wait;
+    under_way: bytes of copies in the same direction that have not ended."""
     if stays(fragment_bytes, fragments, pages):
         return "batch"
     row_bytes = fragment_bytes * fragments
-    if busy and runs > 0 and row_bytes >= runs * SHORT_RUN:
+    deep = fragment_bytes < SHORT_FRAGMENT and under_way + pages * row_bytes >= DEEP
+    if busy and runs > 0 and row_bytes >= runs * SHORT_RUN and not deep:
         return "pitched"
     if row_bytes >= SHORT_ROW:
         return "staged"
@@ -89,12 +98,14 @@ class GpuCopies:
         self.engine = engine
         self.forced = strategy or from_environment()
 
-    def plan(self, pages: GpuPages, count: int) -> Strategy:
-        """For a copy of `count` of these pages."""
+    def plan(self, pages: GpuPages, count: int, under_way: Callable[[], int]) -> Strategy:
+        """For a copy of `count` of these pages; under_way: see `choose`."""
         if self.forced is not None:
             return self.forced
         shape = (pages.fragment_bytes, pages.fragments, count)
-        return choose(*shape, pages.runs, busy=not stays(*shape) and self.engine.busy())
+        if stays(*shape) or not self.engine.busy():
+            return choose(*shape, pages.runs)
+        return choose(*shape, pages.runs, busy=True, under_way=under_way())
 
     def to_host(
         self,
@@ -108,10 +119,11 @@ class GpuCopies:
         row_offset: int = 0,
     ) -> GpuCopy:
         """Page page_ids[i] to the pages.row_bytes at row_offset + row_ids[i] * row_stride, which is pages.row_bytes if
-        None: a rank has its slice of wider rows. Hold the result until it is done.
+        None: a rank has its slice of wider rows. Ordered on `stream`; None: in no order with what is not done yet. Hold
+        the result until it is done.
         """
         ids = _ids(page_ids)
-        strategy = self.plan(pages, len(ids))
+        strategy = self.plan(pages, len(ids), lambda: self.engine.under_way_to_host)
         to = _from(rows, row_offset), row_stride or pages.row_bytes, _ids(row_ids)
         return self.engine.copy_pages_to_host(pages, ids, *to, stream, strategy)
 
@@ -128,7 +140,7 @@ class GpuCopies:
     ) -> GpuCopy:
         """The reverse of `to_host`. No copy may still be writing these rows, on any stream."""
         ids = _ids(page_ids)
-        strategy = self.plan(pages, len(ids))
+        strategy = self.plan(pages, len(ids), lambda: self.engine.under_way_from_host)
         source = _from(rows, row_offset), row_stride or pages.row_bytes, _ids(row_ids)
         return self.engine.copy_pages_from_host(pages, ids, *source, stream, strategy)
 

@@ -5,10 +5,10 @@ strategy, arrays and launches included) to its end, medians. `peak`: one copy of
 run. `batch` and `loop`: one cuMemcpyBatchAsync, and a loop of cuMemcpyAsync, over the same fragments, by the same
 engine. `list`: the same fragments as a list of addresses and sizes, moved as is chosen for it. limit: bytes / (0.945 x
 peak) + 60 us; ok: within it, and not slower than batch. Under load: 8192^3 bf16 products on another stream, pairs with
-and without copies in turn, two copies in flight all the time.
+and without copies in turn, two or more copies in flight all the time, in no order with each other.
 
     python bench/gpu/copies.py [--repeat 21] [--pairs 20] [--only verify,idle,load] [--beside chosen,staged]
-        [--apart 0]
+        [--in-flight 2,4] [--apart 0]
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ POISON = 0xA5
 SHARE, LATENCY = 0.945, 60e-6  # of the peak; seconds
 LOADED_SHARE, SLOWED = 0.78, 0.02
 PRODUCT = 8192
+PIECES = 6
 LIST_STRATEGIES = tuple(name for name, as_list in OF_LISTS.items() if name == as_list)
 
 
@@ -57,6 +58,19 @@ SHAPES = (
     Shape("Qwen2.5-3B", 72, 64, 8 * KIB, 2935),
     Shape("Phi-3-mini", 64, 64, 24 * KIB, 3888),
 )
+
+
+@dataclass(frozen=True)
+class Pieces:
+    copies: list[GpuCopy]
+
+    @property
+    def strategy(self) -> str:
+        return " ".join(sorted({copy.strategy for copy in self.copies}))
+
+    def wait(self) -> None:
+        for copy in self.copies:
+            copy.wait()
 
 
 class Field:
@@ -90,6 +104,19 @@ class Field:
         move = copies.to_host if to_host else copies.from_host
         return move(self.pages, self.page_ids, self.rows, self.row_ids, self.stream.cuda_stream)
 
+    def copy_beside(self, to_host: bool, strategy: Strategy | None) -> GpuCopy:
+        """In no order with others, as a daemon copies."""
+        copies = self.copies[strategy]
+        move = copies.to_host if to_host else copies.from_host
+        return move(self.pages, self.page_ids, self.rows, self.row_ids)
+
+    def copy_pieces(self, to_host: bool, strategy: Strategy | None) -> Pieces:
+        """The same bytes by several copies, in no order with each other."""
+        copies = self.copies[strategy]
+        move = copies.to_host if to_host else copies.from_host
+        parts = zip(np.array_split(self.page_ids, PIECES), np.array_split(self.row_ids, PIECES), strict=True)
+        return Pieces([move(self.pages, page_ids, self.rows, row_ids) for page_ids, row_ids in parts])
+
     def copy_list(self, to_host: bool, strategy: Strategy | None) -> GpuCopy:
         """The same bytes."""
         copies, stream = self.copies[strategy], self.stream.cuda_stream
@@ -104,7 +131,10 @@ class Field:
         return rows
 
     def check(
-        self, issue: Callable[[bool, Strategy | None], GpuCopy], strategy: Strategy, beside: Callable[[bool], object]
+        self,
+        issue: Callable[[bool, Strategy | None], GpuCopy | Pieces],
+        strategy: Strategy,
+        beside: Callable[[bool], object],
     ) -> None:
         """Every byte of rows and tensors after a spill and a restore by issue(to_host, strategy), between poisoned
         neighbours. beside(to_host) starts what runs beside each.
@@ -235,8 +265,10 @@ class Loaded:
     rate: float  # bytes a second
 
 
-def under_products(issue: Callable[[], GpuCopy], nbytes: int, products: Products, count: int, pairs: int) -> Loaded:
-    """Two copies are in flight as long as the products run; those that ended before them count."""
+def under_products(
+    issue: Callable[[], GpuCopy], nbytes: int, products: Products, count: int, pairs: int, in_flight: int
+) -> Loaded:
+    """So many copies are in flight as long as the products run; those that ended before them count."""
     slowed, rates = [], []
 
     def alone() -> float:
@@ -247,14 +279,14 @@ def under_products(issue: Callable[[], GpuCopy], nbytes: int, products: Products
         products.start(count)
         time.sleep(0.002)  # they run now
         begin = last = 0.0
-        done = -2  # that find out how it is now
-        queue = [issue(), issue()]
+        done = -in_flight  # that find out how it is now
+        queue = [issue() for _ in range(in_flight)]
         while not products.end.query():
             if queue[0].done():
                 last = time.perf_counter()
                 done += 1
                 begin = begin if done > 0 else last
-                queue = [queue[1], issue()]
+                queue = [*queue[1:], issue()]
         for copy in queue:
             copy.wait()
         rates.append(done * nbytes / (last - begin) if done > 0 else 0.0)
@@ -267,22 +299,26 @@ def under_products(issue: Callable[[], GpuCopy], nbytes: int, products: Products
     return Loaded(statistics.median(slowed), statistics.median(rates))
 
 
-def load(engine: GpuCopyEngine, peak: Peak, pairs: int, ways: tuple[Strategy | None, ...]) -> None:
+def load(engine: GpuCopyEngine, peak: Peak, pairs: int, ways: tuple[Strategy | None, ...], in_flight: int) -> None:
     peaks = {to_host: peak.measure(to_host) for to_host in (True, False)}
     products = Products()
     for _ in range(3):
         products.start(20)
     alone = products.seconds() / 20
     flops = 2 * PRODUCT**3 / alone / 1e12
-    print(f"\nbeside {PRODUCT}^3 bf16 products ({alone * 1e6:.0f} us, {flops:.0f} TFLOP/s alone), medians of {pairs}")
+    print(
+        f"\n{in_flight} copies in flight beside {PRODUCT}^3 bf16 products ({alone * 1e6:.0f} us, {flops:.0f} TFLOP/s "
+        f"alone), medians of {pairs}"
+    )
     print(f"{'shape':14} {'':9} {'by':>7} {'us':>6} {'GB/s':>5} {'share':>6} {'product slowed':>14}      copies")
     for shape in SHAPES:
         field = Field(shape, engine)
-        count = 8 + int(12 * shape.nbytes / 40e9 / alone)
+        count = 40 + int((10 + in_flight) * shape.nbytes / 40e9 / alone)
         for to_host in (True, False):
             for way in ways:
                 before = {name: engine.statistics()[name]["copies"] for name in STRATEGIES}
-                found = under_products(partial(field.copy, to_host, way), shape.nbytes, products, count, pairs)
+                issue = partial(field.copy_beside, to_host, way)
+                found = under_products(issue, shape.nbytes, products, count, pairs, in_flight)
                 after = {name: engine.statistics()[name]["copies"] - before[name] for name in STRATEGIES}
                 share = found.rate / peaks[to_host]
                 holds = share >= LOADED_SHARE and found.slowed <= SLOWED
@@ -303,6 +339,7 @@ def verify(engine: GpuCopyEngine) -> None:
             field.check(field.copy, strategy, lambda to_host: None)
             field.check(field.copy, strategy, lambda to_host: products.start(8))
             field.check(field.copy, strategy, partial(other.copy, strategy=strategy))
+            field.check(field.copy_pieces, strategy, lambda to_host: products.start(8))
         for strategy in LIST_STRATEGIES:
             field.check(field.copy_list, strategy, lambda to_host: None)
             field.check(field.copy_list, strategy, lambda to_host: products.start(8))
@@ -317,6 +354,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--only", default="verify,idle,load")
     parser.add_argument("--beside", default="chosen", help="strategies measured under load")
+    parser.add_argument("--in-flight", default="2,4", help="copies under load")
     parser.add_argument("--apart", type=int, help="apart_percent of the engine (default: its own)")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
@@ -332,7 +370,9 @@ def main() -> None:
         idle(engine, peak, arguments.repeat)
     if "load" in parts:
         ways: dict[str, Strategy | None] = {"chosen": None, **{name: name for name in STRATEGIES}}
-        load(engine, peak, arguments.pairs, tuple(ways[name] for name in arguments.beside.split(",")))
+        beside = tuple(ways[name] for name in arguments.beside.split(","))
+        for in_flight in map(int, arguments.in_flight.split(",")):
+            load(engine, peak, arguments.pairs, beside, in_flight)
     print(f"\ncounters: {engine.statistics()}")
 
 

@@ -496,6 +496,12 @@ class GpuCopyEngine:
     ) -> GpuCopy: ...
     def can(self, strategy: CopyStrategy) -> bool:
         """Whether the driver takes it."""
+    @property
+    def under_way_to_host(self) -> int:
+        """Bytes of copies of pages that were issued and have not ended."""
+
+    @property
+    def under_way_from_host(self) -> int: ...
     def busy(self) -> bool:
         """Whether a kernel would have to wait now for others to end. Takes some microseconds, at most about 30."""
     @property

@@ -417,7 +417,15 @@ def test_busy(fake: ctypes.CDLL, library: str) -> None:
     answer(fake, "event_query", 0)
     answer(fake, "elapsed_us", 10)
     assert engine.busy()  # as it was just now
-    time.sleep(1.05)
+    time.sleep(0.01)
+    assert not engine.busy()  # once may have been chance
+    answer(fake, "event_query", 600)
+    time.sleep(0.01)
+    assert engine.busy()
+    answer(fake, "event_query", 0)
+    time.sleep(0.1)
+    assert engine.busy()  # twice was not
+    time.sleep(1)
     assert not engine.busy()
     answer(fake, "elapsed_us", 300)
     engine.copy_pages_to_host(*world.arguments(), strategy="pitched")

@@ -97,7 +97,7 @@ def test_a_probe_that_fails_is_a_copy_that_fails(
     """The strategy is chosen before a copy is issued, and asks the device."""
     memory.attach_rows(memoryview(mmap.mmap(-1, ROWS * memory.shape.row_bytes)))
 
-    def fail(pages: object, count: int) -> str:
+    def fail(*_: object) -> str:
         raise GpuError("launch: OTHER")
 
     monkeypatch.setattr(copies_of(memory, direction, 1), "plan", fail)

@@ -46,6 +46,22 @@ def test_choice_beside_kernels_that_hold_the_gpu(fragment: int, fragments: int, 
 
 
 @pytest.mark.parametrize(
+    ("fragment", "pages", "under_way", "strategy"),
+    [
+        (4 * KIB, 128, 0, "pitched"),
+        (4 * KIB, 128, (64 << 20) - 128 * 48 * 4 * KIB - 1, "pitched"),
+        (4 * KIB, 128, (64 << 20) - 128 * 48 * 4 * KIB, "staged"),
+        (4 * KIB, 342, 0, "staged"),  # by itself
+        (16 * KIB, 128, 1 << 30, "pitched"),  # long enough for a copy engine
+    ],
+)
+def test_choice_beside_such_kernels_where_many_copies_are_under_way(
+    fragment: int, pages: int, under_way: int, strategy: str
+) -> None:
+    assert choose(fragment, 48, pages, 1, busy=True, under_way=under_way) == strategy
+
+
+@pytest.mark.parametrize(
     ("item", "items", "busy", "strategy"),
     [
         (24 * KIB, 4096, False, "kernel"),
@@ -58,6 +74,10 @@ def test_choice_beside_kernels_that_hold_the_gpu(fragment: int, fragments: int, 
 )
 def test_choice_for_a_list(item: int, items: int, busy: bool, strategy: str) -> None:
     assert choose_for_list(item * items, items, busy) == strategy
+
+
+def nothing() -> int:
+    return 0
 
 
 class Idle:
@@ -79,12 +99,12 @@ def test_the_gpu_is_asked_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     engine, pages = Idle(), Pages()
     copies = GpuCopies(engine)  # type: ignore[arg-type]
-    assert [copies.plan(pages, 10) for _ in range(2)] == ["staged", "pitched"]  # type: ignore[arg-type]
+    assert [copies.plan(pages, 10, nothing) for _ in range(2)] == ["staged", "pitched"]  # type: ignore[arg-type]
     pages.fragment_bytes = 512 * KIB
-    assert copies.plan(pages, 10) == "batch"  # type: ignore[arg-type]
+    assert copies.plan(pages, 10, nothing) == "batch"  # type: ignore[arg-type]
     monkeypatch.setenv(ENVIRONMENT, "loop")
-    assert GpuCopies(engine).plan(pages, 10) == "loop"  # type: ignore[arg-type]
-    assert GpuCopies(engine, "kernel").plan(pages, 10) == "kernel"  # type: ignore[arg-type]
+    assert GpuCopies(engine).plan(pages, 10, nothing) == "loop"  # type: ignore[arg-type]
+    assert GpuCopies(engine, "kernel").plan(pages, 10, nothing) == "kernel"  # type: ignore[arg-type]
     assert engine.asked == 2
 
 

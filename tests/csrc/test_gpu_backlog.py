@@ -1,0 +1,168 @@
+"""Copies in no order with each other: every byte of each, how many bytes are under way, what they are staged in."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvferry import _core
+from kvferry._core import GpuCopy, GpuCopyEngine
+
+Strategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
+STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged", "pitched")
+NOT_READY, NO_MEMORY = 600, 2
+POISON = 0xA5
+
+
+class Pool:
+    """Scattered pages on a device and rows on the host, moved in pieces that are all under way at a time."""
+
+    def __init__(
+        self, engine: GpuCopyEngine, *, pages: int = 60, pieces: int = 5, tensors: int = 3, fragment: int = 4096
+    ) -> None:
+        rng = np.random.default_rng(pages)
+        self.engine = engine
+        self.shape = (tensors, pages, fragment)
+        self.memory = engine.allocate(tensors * pages * fragment)
+        bases = self.memory.address + np.arange(tensors) * pages * fragment
+        self.pages = engine.pages(bases, np.full(tensors, fragment), fragment, pages)
+        self.rows: NDArray[np.uint8] = np.full((pages, self.pages.row_bytes), POISON, np.uint8)
+        self.pinned = _core.PinnedBuffer(engine, self.rows)
+        self.page_ids, self.row_ids = (
+            rng.permutation(pages)[: pages - 7] for _ in range(2)
+        )  # neighbours stay as they are
+        self.pieces = list(
+            zip(np.array_split(self.page_ids, pieces), np.array_split(self.row_ids, pieces), strict=True)
+        )
+
+    def bytes_of(self, piece: int) -> int:
+        return len(self.pieces[piece][0]) * self.pages.row_bytes
+
+    def spill(self, piece: int, strategy: Strategy) -> GpuCopy:
+        page_ids, row_ids = self.pieces[piece]
+        return self.engine.copy_pages_to_host(
+            self.pages, page_ids, self.rows, self.pages.row_bytes, row_ids, strategy=strategy
+        )
+
+    def restore(self, piece: int, strategy: Strategy) -> GpuCopy:
+        page_ids, row_ids = self.pieces[piece]
+        return self.engine.copy_pages_from_host(
+            self.pages, page_ids, self.rows, self.pages.row_bytes, row_ids, strategy=strategy
+        )
+
+    def transfer(self, host: NDArray[np.uint8], move: Callable[..., GpuCopy], *, to_host: bool) -> None:
+        on_host, on_device = np.array([host.ctypes.data]), np.array([self.memory.address])
+        ends = (on_host, on_device) if to_host else (on_device, on_host)
+        move(*ends, np.array([host.nbytes]), strategy="loop").wait()
+
+    def check(self, strategies: list[Strategy]) -> None:
+        """strategies: of the pieces in turn."""
+        tensors: NDArray[np.uint8] = np.random.default_rng(2).integers(0, 256, self.shape, np.uint8)
+        self.transfer(tensors, self.engine.copy_list_from_host, to_host=False)
+        self.rows[:] = POISON
+        ways = [strategies[piece % len(strategies)] for piece in range(len(self.pieces))]
+        running = [self.spill(piece, way) for piece, way in enumerate(ways)]
+        for copy, way in zip(running, ways, strict=True):
+            copy.wait()
+            assert copy.strategy == way
+        expected = np.full_like(self.rows, POISON)
+        expected[self.row_ids] = tensors[:, self.page_ids].transpose(1, 0, 2).reshape(len(self.page_ids), -1)
+        assert (self.rows == expected).all()
+
+        poisoned = np.full_like(tensors, POISON)
+        self.transfer(poisoned, self.engine.copy_list_from_host, to_host=False)
+        for copy in [self.restore(piece, way) for piece, way in enumerate(ways)]:
+            copy.wait()
+        found = np.zeros_like(tensors)
+        self.transfer(found, self.engine.copy_list_to_host, to_host=True)
+        poisoned[:, self.page_ids] = tensors[:, self.page_ids]
+        assert (found == poisoned).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes(fake: ctypes.CDLL, library: str, strategy: Strategy) -> None:
+    Pool(GpuCopyEngine(0, library)).check([strategy])
+
+
+def test_bytes_of_copies_behind_others(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(
+        0, library, buffer_bytes=8192, small_bytes=4096, buffers=2, deep_buffer_bytes=40960, deep_buffers=2
+    )
+    pool = Pool(engine)
+    fake.fake_answer(b"event_query", NOT_READY)
+    pool.check(["staged", "staged", "pitched"])
+
+
+def test_what_is_under_way_is_counted_for_each_direction(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    pool = Pool(engine)
+    assert (engine.under_way_to_host, engine.under_way_from_host) == (0, 0)
+    fake.fake_answer(b"event_query", NOT_READY)
+    held = [pool.spill(0, "staged"), pool.spill(1, "batch"), pool.restore(2, "pitched")]
+    assert engine.under_way_to_host == pool.bytes_of(0) + pool.bytes_of(1)
+    assert engine.under_way_from_host == pool.bytes_of(2)
+    fake.fake_answer(b"event_query", 0)
+    assert (engine.under_way_to_host, engine.under_way_from_host) == (0, 0)
+    del held
+
+
+def test_many_under_way_are_not_all_remembered(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    pool = Pool(engine)
+    fake.fake_answer(b"event_query", NOT_READY)
+    held = [pool.spill(0, "loop") for _ in range(300)]
+    assert engine.under_way_to_host == 256 * pool.bytes_of(0)
+    fake.fake_answer(b"event_query", 700)  # whatever became of them, they have ended
+    assert engine.under_way_to_host == 0
+    fake.fake_answer(b"event_query", 0)
+    del held
+
+
+def test_copies_behind_others_are_staged_in_few_long_parts(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(
+        0, library, buffer_bytes=8192, small_bytes=4096, buffers=3, deep_buffer_bytes=1 << 20, deep_buffers=4
+    )
+    pool = Pool(engine)
+    fake.fake_reset()
+
+    def launches() -> int:
+        return int(fake.fake_calls(b"launch"))
+
+    pool.spill(0, "staged").wait()
+    alone = launches()
+    assert fake.fake_calls(b"mem_alloc") == 3
+    fake.fake_answer(b"event_query", NOT_READY)
+    pool.spill(1, "staged"), pool.spill(2, "staged")
+    before = launches()
+    pool.spill(3, "staged")
+    assert launches() - before < alone / 3
+    assert fake.fake_calls(b"mem_alloc") == 3 + 4
+
+
+def test_without_memory_for_long_parts_short_ones_do(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library, buffer_bytes=8192, small_bytes=4096, buffers=2)
+    pool = Pool(engine)
+    pool.check(["staged"])
+    fake.fake_answer(b"event_query", NOT_READY)
+    fake.fake_answer(b"mem_alloc", NO_MEMORY)
+    asked = fake.fake_calls(b"mem_alloc")
+    pool.check(["staged"])
+    assert fake.fake_calls(b"mem_alloc") == asked + 2, "once for each direction"
+    assert engine.statistics()["fallbacks"] == {}
+
+
+@pytest.mark.gpu
+def test_bytes_of_small_copies_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine]) -> None:
+    Pool(gpu_engine()).check(list(STRATEGIES))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine], strategy: Strategy) -> None:
+    pool = Pool(gpu_engine(), pages=800, pieces=12, tensors=48)
+    for _ in range(3):
+        pool.check([strategy])
+    pool.check([strategy, "staged"])
