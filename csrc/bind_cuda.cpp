@@ -206,13 +206,14 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](Engine* self, int64_t device, const std::string& library, const std::string& api, int64_t buffer_bytes,
-             int64_t buffers, int64_t deep_buffer_bytes, int64_t deep_buffers, int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
+             int64_t buffers, int64_t deep_buffer_bytes, int64_t deep_buffers, int64_t deep_piece_bytes, int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
              int64_t batch_descriptors, int64_t batch_flags, int64_t apart_percent, int64_t pitched_bytes,
              int64_t part_blocks, int64_t part_threads) {
             check_range("buffer_bytes", buffer_bytes, 1, kMaxRowBytes);
             check_range("buffers", buffers, 2, 64);
             check_range("deep_buffer_bytes", deep_buffer_bytes, buffer_bytes, kMaxRowBytes);
             check_range("deep_buffers", deep_buffers, 2, 64);
+            check_range("deep_piece_bytes", deep_piece_bytes, 1 << 10, kMaxRowBytes);
             check_range("small_bytes", small_bytes, 1, kMaxRowBytes);
             check_range("growth", growth, 1, 64);
             check_range("staging_blocks", staging_blocks, 1, 1 << 16);
@@ -228,6 +229,7 @@ void bind_cuda(nb::module_& m) {
             tuning.buffers = unsigned(buffers);
             tuning.deep_buffer_bytes = size_t(deep_buffer_bytes);
             tuning.deep_buffers = unsigned(deep_buffers);
+            tuning.deep_piece_bytes = size_t(deep_piece_bytes);
             tuning.small_bytes = size_t(small_bytes);
             tuning.growth = unsigned(growth);
             tuning.staging_blocks = unsigned(staging_blocks);
@@ -242,6 +244,7 @@ void bind_cuda(nb::module_& m) {
           "device"_a = 0, "library"_a = "libcuda.so.1", "api"_a = "cuda", nb::kw_only(),
           "buffer_bytes"_a = CopyTuning().buffer_bytes, "buffers"_a = CopyTuning().buffers,
           "deep_buffer_bytes"_a = CopyTuning().deep_buffer_bytes, "deep_buffers"_a = CopyTuning().deep_buffers,
+          "deep_piece_bytes"_a = CopyTuning().deep_piece_bytes,
           "small_bytes"_a = CopyTuning().small_bytes, "growth"_a = CopyTuning().growth,
           "staging_blocks"_a = CopyTuning().staging_blocks, "bus_blocks"_a = CopyTuning().bus_blocks,
           "batch_descriptors"_a = CopyTuning().batch_descriptors, "batch_flags"_a = CopyTuning().batch_flags,

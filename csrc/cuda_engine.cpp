@@ -240,6 +240,7 @@ bool GpuCopyEngine::run_staged(const Pages& copy, GpuStream* on) {
                     prepare(lane.deep, tuning_.deep_buffer_bytes, tuning_.deep_buffers);
   Ring& ring = deep ? lane.deep : lane.ring;
   const size_t most = deep ? tuning_.deep_buffer_bytes : tuning_.buffer_bytes, small = deep ? most : tuning_.small_bytes;
+  const size_t piece = deep && probe_->lately() ? tuning_.deep_piece_bytes : most;
   for (const PageChunk& chunk : staged_chunks(layout, copy.count, most, small, tuning_.growth, to_host)) {
     Buffer& buffer = *(last = &ring.buffers[ring.next++ % ring.buffers.size()]);
     const size_t inside = size_t(chunk.first) * layout.fragment_bytes;
@@ -250,7 +251,14 @@ bool GpuCopyEngine::run_staged(const Pages& copy, GpuStream* on) {
     for (size_t i = chunk.begin; i < chunk.end; ++i) {
       const uint64_t on_host = copy.rows.of(copy.row_ids[i]) + inside;
       const uint64_t on_device = staged + (i - chunk.begin) * bytes;
-      to_host ? scratch_.add(on_host, on_device, bytes) : scratch_.add(on_device, on_host, bytes);
+      if (piece == most) {  // neighbours go as one
+        to_host ? scratch_.add(on_host, on_device, bytes) : scratch_.add(on_device, on_host, bytes);
+        continue;
+      }
+      for (size_t at = 0; at < bytes; at += piece) {
+        const size_t some = std::min(piece, bytes - at);
+        to_host ? scratch_.append(on_host + at, on_device + at, some) : scratch_.append(on_device + at, on_host + at, some);
+      }
     }
     const GpuStream first = to_host ? lane.stream : stream, second = to_host ? stream : lane.stream;
     device_->check(driver_.stream_wait(first, buffer.emptied, 0), "wait");

@@ -29,7 +29,6 @@ BusyProbe::~BusyProbe() {
 }
 
 bool BusyProbe::busy(GpuFunction kernel) {
-  const auto lately = [this] { return Clock::now() < busy_until_; };
   if ((running_ && !ended() && Clock::now() - launched_ > kWait) || lately()) return true;
   if (!running_ && Clock::now() - launched_ > kGoodFor) launch(kernel);
   while (running_ && !ended()) {

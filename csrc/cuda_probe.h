@@ -23,6 +23,9 @@ class BusyProbe {
   // For the next answers. To be called when a copy was issued. A driver that refuses the kernel tells nothing.
   void launch(GpuFunction kernel);
 
+  // By what is known, without asking.
+  bool lately() const { return Clock::now() < busy_until_; }
+
   // A copy's kernel had to wait.
   void note_busy();
 

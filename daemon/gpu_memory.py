@@ -38,6 +38,7 @@ from kvferry.transfer.sender import Gather
 from kvferry.transfer.slots import HEADER_BYTES
 
 GATHERS = 2  # on a device: one runs, one is behind it
+TIER_COPIES = 4  # in each direction: the bus has the next ones to do while one's kernel waits for room
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +191,10 @@ class GpuPoolMemory:
     @property
     def workers(self) -> dict[str, Executor]:
         return {}  # its copies run on the devices
+
+    @property
+    def tier_copies(self) -> int:
+        return TIER_COPIES
 
     def late_copies(self, now: float) -> dict[str, float]:
         return {"oldest copy on its GPUs": self._ends.oldest(now)}

@@ -172,6 +172,10 @@ class HostPoolMemory:
     def workers(self) -> dict[str, Executor]:
         return {"copy worker": self._threads.executor}
 
+    @property
+    def tier_copies(self) -> int:
+        return 1  # each is by `threads` threads
+
     def late_copies(self, now: float) -> dict[str, float]:
         return {"oldest copy on the copy threads": self._threads.oldest(now)}
 

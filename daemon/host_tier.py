@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -52,9 +53,10 @@ class HostTier:
         self._sums = np.zeros(pages, np.uint64)
         self._verify = np.zeros(pages, np.bool_)  # rows whose checksum is known and is to be verified
         self._unverified: set[int] = set()  # found in the file, never restored yet
-        # One thread each: a restore, which a request waits for, is not behind the spills.
-        self._spills = ThreadPoolExecutor(1, thread_name_prefix="kvferry-spill")
-        self._restores = ThreadPoolExecutor(1, thread_name_prefix="kvferry-restore")
+        # Threads of their own: a restore, which a request waits for, is not behind the spills.
+        self._spills = ThreadPoolExecutor(memory.tier_copies, thread_name_prefix="kvferry-spill")
+        self._restores = ThreadPoolExecutor(memory.tier_copies, thread_name_prefix="kvferry-restore")
+        self._since: dict[int, float] = {}  # by thread that copies
         self._running: set[asyncio.Future[_Outcome]] = set()
         self._closing = False
         self._halted = False
@@ -63,6 +65,10 @@ class HostTier:
     def workers(self) -> dict[str, Executor]:
         """Whose progress is watched."""
         return {"spill worker": self._spills, "restore worker": self._restores}
+
+    def oldest(self, now: float) -> float:
+        """For how long the oldest copy has run; 0: none does."""
+        return max(0.0, now - min(self._since.copy().values(), default=now))
 
     @property
     def survives(self) -> bool:
@@ -119,7 +125,7 @@ class HostTier:
         if self._closing or self._halted:
             return
         executor = self._restores if restore else self._spills
-        future = asyncio.get_running_loop().run_in_executor(executor, self._copy, device, host, known)
+        future = asyncio.get_running_loop().run_in_executor(executor, self._timed, device, host, known)
         self._running.add(future)
 
         def finished(result: asyncio.Future[_Outcome]) -> None:
@@ -186,8 +192,16 @@ class HostTier:
             log.error("copy of %d pages between the tiers: %s: %s", len(rows), type(error).__name__, error)
             return _Outcome(list(started.copy.device), 0, 0.0)
 
+    def _timed(self, device: NDArray[np.int64], host: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
+        thread = threading.get_ident()
+        self._since[thread] = time.monotonic()
+        try:
+            return self._copy(device, host, known)
+        finally:
+            del self._since[thread]
+
     def _copy(self, device: NDArray[np.int64], host: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
-        """On the copy thread. `known`: a restore, and which of its rows have a checksum."""
+        """On a copy thread. `known`: a restore, and which of its rows have a checksum."""
         began = time.perf_counter()
         memory = self._memory
         assert memory is not None, "a copy without a device pool"

@@ -72,6 +72,10 @@ class PoolMemory(Protocol):
     def workers(self) -> dict[str, Executor]:
         """Its copy threads by name, if it has any: whose progress may be watched."""
 
+    @property
+    def tier_copies(self) -> int:
+        """So many spills, and so many restores, are best under way at a time."""
+
     def late_copies(self, now: float) -> dict[str, float]:
         """For how many seconds, until `now` of the monotonic clock, the oldest copy of each kind has not ended or come
         further; 0: none runs."""

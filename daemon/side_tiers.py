@@ -112,7 +112,8 @@ class SideTiers:
 
     def late_copies(self, now: float) -> dict[str, float]:
         """By name: see `PoolMemory.late_copies`."""
-        return self._memory.late_copies(now) if self._memory is not None else {}
+        late = self._memory.late_copies(now) if self._memory is not None else {}
+        return late | {"oldest copy between the tiers": self._host.oldest(now)} if self._host is not None else late
 
     # -- how they come to be -------------------------------------------------------------------------------------
 

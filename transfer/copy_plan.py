@@ -44,9 +44,9 @@ FEW_COPIES = 2  # their calls take less time than a gather
 SHORT_ITEM = 256 << 10  # bytes, the mean of a list: under this a copy engine is slower on items than that kernel
 SHORT_RUN = 64 << 10  # bytes that `pitched` moves at a time: under this its own cost is more than a batch's
 SHORT_FRAGMENT = 16 << 10  # bytes: under this `pitched` is slower than the bus
-# Bytes of a direction, of a copy and those before it: what the bus moves in 1.2 ms, which is as long as a kernel waits
+# Bytes of copies before one, in the same direction: the bus moves them in 0.8 ms, and a kernel waits that long, on average,
 # for the end of a product of matrices of 8192 x 8192.
-DEEP = 64 << 20
+DEEP = 44 << 20
 
 
 def stays(fragment_bytes: int, fragments: int, pages: int) -> bool:
@@ -62,7 +62,7 @@ def choose(
     if stays(fragment_bytes, fragments, pages):
         return "batch"
     row_bytes = fragment_bytes * fragments
-    deep = fragment_bytes < SHORT_FRAGMENT and under_way + pages * row_bytes >= DEEP
+    deep = fragment_bytes < SHORT_FRAGMENT and under_way >= DEEP
     if busy and runs > 0 and row_bytes >= runs * SHORT_RUN and not deep:
         return "pitched"
     if row_bytes >= SHORT_ROW:

@@ -314,7 +314,8 @@ class GpuCopyEngine:
     """Copies between one device and host memory that is pinned (other memory works, slowly and not asynchronously).
 
     A stream is a handle of the driver's; None: the engine's own; the default streams are refused. Each copy runs after
-    what was issued to its stream before it. Copies issue in microseconds and never wait for the device, GIL released.
+    what was issued to its stream before it, but copies of pages without one run in no order with each other.
+    Copies issue in microseconds and never wait for the device, GIL released.
     A copy from the host may read its source before the stream gets there: nothing may be writing to it any more.
     A stream of another device is a GpuError, pages of another device's engine are a ValueError; nothing has moved then.
     What the driver does not support, or does not take, goes by other ways, and is counted: `statistics`.
@@ -328,6 +329,9 @@ class GpuCopyEngine:
         *,
         buffer_bytes: int = ...,
         buffers: int = ...,
+        deep_buffer_bytes: int = ...,
+        deep_buffers: int = ...,
+        deep_piece_bytes: int = ...,
         small_bytes: int = ...,
         growth: int = ...,
         staging_blocks: int = ...,
@@ -460,8 +464,9 @@ class GpuCopyEngine:
         stream: int | None = None,
         strategy: CopyStrategy = "staged",
     ) -> GpuCopy:
-        """Page page_ids[i] to the row that begins at row_ids[i] * row_stride. IndexError: an id out of bounds;
-        ValueError: any other bound, or a row named twice; nothing has moved then.
+        """Page page_ids[i] to the row that begins at row_ids[i] * row_stride. stream None: in no order with what is not
+        done yet, so that it overlaps copies before it. IndexError: an id out of bounds; ValueError: any other bound, or
+        a row named twice; nothing has moved then.
         """
     def copy_pages_from_host(
         self,

@@ -1,0 +1,86 @@
+"""How many copies between the tiers run at a time, and for how long the oldest has."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvferry.daemon.host_memory import HostPoolMemory
+from kvferry.daemon.host_tier import HostTier
+from kvferry.daemon.store import Started
+from kvferry.radix.tree import RESTORE, SPILL
+from kvferry.transfer.host_rows import AnonymousRows
+
+ROWS, ROW_BYTES = 8, 4096
+
+
+class SlowMemory:
+    """Each copy lasts until it is let go."""
+
+    def __init__(self, at_once: int) -> None:
+        self.tier_copies = at_once
+        self.shape = SimpleNamespace(row_bytes=ROW_BYTES)
+        self.running: list[int] = []
+        self.gates = {page: threading.Event() for page in range(ROWS)}
+
+    def attach_rows(self, rows: memoryview) -> None: ...
+
+    def detach_rows(self) -> None: ...
+
+    def spill(self, pages: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        page = int(pages[0])
+        self.running.append(page)
+        try:
+            assert self.gates[page].wait(20)
+        finally:
+            self.running.remove(page)
+
+    restore = spill
+
+
+async def until(true: Any) -> None:
+    for _ in range(2000):
+        if true():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("not in 10 s")
+
+
+@pytest.mark.parametrize("kind", [SPILL, RESTORE])
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_so_many_run_at_a_time_and_end_in_any_order(tmp_path: Path, at_once: int, kind: Any) -> None:
+    memory = SlowMemory(at_once)
+    anything: Any = memory
+
+    async def story() -> None:
+        tier = HostTier(anything, AnonymousRows(str(tmp_path), "rows", ROWS, ROW_BYTES), ROWS, checksums=False)
+        assert tier.oldest(time.monotonic()) == 0
+        ended: list[int] = []
+        for page in range(5):
+            copy: Any = SimpleNamespace(
+                kind=kind, device=[page], host=[page], digests=bytes(32), parents=bytes(32), outputs=b"\0"
+            )
+            tier.start(Started(page, bytes(32), copy), lambda number, *_: ended.append(number))
+        await until(lambda: len(memory.running) == at_once)
+        await asyncio.sleep(0.1)
+        assert sorted(memory.running) == list(range(at_once))
+        assert 0.1 <= tier.oldest(time.monotonic()) < 10
+        for page in (at_once - 1, *range(5)):  # the last of those that run is the first to end
+            memory.gates[page].set()
+            await until(lambda page=page: page in ended)
+        assert sorted(ended) == list(range(5)) and ended[0] == at_once - 1
+        assert tier.oldest(time.monotonic()) == 0
+        await tier.close()
+
+    asyncio.run(story())
+
+
+def test_copies_in_host_memory_run_one_at_a_time() -> None:
+    property_: Any = HostPoolMemory.tier_copies
+    assert property_.fget(None) == 1
