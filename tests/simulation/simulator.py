@@ -31,6 +31,7 @@ T = TypeVar("T")
 _BOUNDS = ("pages were asked for", "transfers of name", "lost workers are orphaned")  # that a seed may reach
 TICK = 0.05
 CHECK_EVERY = 64  # events
+MORE_REQUESTS = 400  # than were drawn, at most, where there was no restore yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Simulation:
         self.faults = draw_faults(clock) if faults is None else faults
         self.counts = clock.counts
         self.requests_left = REQUESTS + random.randint(0, 20)
+        self._more = 0 if faults is not None else MORE_REQUESTS
         self.open: set[Request] = set()
         self._due: list[tuple[int, Callable[[], None]]] = []  # faults, by how many requests are still to come then
         self.prompts: tuple[list[Prompt], list[Prompt]] = ([], [])
@@ -172,6 +174,9 @@ class Simulation:
     def request_made(self) -> None:
         """Faults come with requests: so each meets some."""
         self.requests_left -= 1
+        if self.requests_left == 0 and self._more > 0 and not self.counts["restores"]:  # a seed meets one
+            self.requests_left = min(self._more, 20)
+            self._more -= self.requests_left
         while self._due and self._due[-1][0] >= self.requests_left:
             _, fault = self._due.pop()
             self.clock.after(self.clock.between(0.0, 0.02), fault)
