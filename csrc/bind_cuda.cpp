@@ -37,9 +37,11 @@ std::unique_ptr<GpuPages> pages_of(Engine& engine, const Integers& bases, const 
 
 std::unique_ptr<Copying> copy_pages(Engine& engine, const GpuPages& pages, const Integers& ids, nb::handle rows,
                                     int64_t row_stride, const Integers& row_ids, CopyDirection direction,
-                                    std::optional<int64_t> stream, const std::string& strategy) {
+                                    std::optional<int64_t> stream, const std::string& strategy, const std::string& order) {
   check_device(engine, pages);
   const CopyStrategy wanted = strategy_named(strategy);
+  if (order != "stream" && order != "none") refuse("order: '" + order.substr(0, 64) + "', must be stream or none");
+  if (order == "none" && stream) refuse("order: 'none', but a stream is given");
   const bool to_host = direction == CopyDirection::kToHost;
   const Buffer memory(rows, "rows", to_host ? Buffer::Access::kWrite : Buffer::Access::kRead);
   const int64_t row_bytes = int64_t(pages.layout().row_bytes());
@@ -49,11 +51,12 @@ std::unique_ptr<Copying> copy_pages(Engine& engine, const GpuPages& pages, const
   check_ids("page_ids", ids, pages.layout().pages);
   check_ids("row_ids", row_ids, size < row_bytes ? 0 : std::min((size - row_bytes) / row_stride + 1, kMaxPages - 1));
   check_distinct(to_host ? "row_ids" : "page_ids", to_host ? row_ids : ids);
-  const GpuStream given = stream ? stream_at(stream) : nullptr, on = given != nullptr ? given : engine.get().stream();
+  const GpuStream on = stream ? stream_at(stream) : engine.get().stream();
   auto copying = engine.issue(on, nb::make_tuple(rows, nb::find(pages)), [&](SumCells::Held*) {
     const PageRows to{reinterpret_cast<uint64_t>(memory.data()), row_stride};
     const Issued issued =
-        engine.get().copy_pages(pages, ids.data(), to, row_ids.data(), ids.size(), direction, given, wanted);
+        engine.get().copy_pages(pages, ids.data(), to, row_ids.data(), ids.size(), direction,
+                                order == "none" ? nullptr : on, wanted);
     return Engine::Run(name_of(issued.strategy), issued.end);
   });
   engine.get().backlog(direction).add(copying->end, ids.size() * size_t(row_bytes));
@@ -206,12 +209,13 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](Engine* self, int64_t device, const std::string& library, const std::string& api, int64_t buffer_bytes,
-             int64_t buffers, int64_t deep_buffer_bytes, int64_t deep_buffers, int64_t deep_piece_bytes, int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
+             int64_t buffers, int64_t deep_buffer_bytes, int64_t deep_buffers, int64_t deep_piece_bytes,
+             int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
              int64_t batch_descriptors, int64_t batch_flags, int64_t apart_percent, int64_t pitched_bytes,
              int64_t part_blocks, int64_t part_threads) {
             check_range("buffer_bytes", buffer_bytes, 1, kMaxRowBytes);
             check_range("buffers", buffers, 2, 64);
-            check_range("deep_buffer_bytes", deep_buffer_bytes, buffer_bytes, kMaxRowBytes);
+            check_range("deep_buffer_bytes", deep_buffer_bytes, 1, kMaxRowBytes);
             check_range("deep_buffers", deep_buffers, 2, 64);
             check_range("deep_piece_bytes", deep_piece_bytes, 1 << 10, kMaxRowBytes);
             check_range("small_bytes", small_bytes, 1, kMaxRowBytes);
@@ -227,7 +231,7 @@ void bind_cuda(nb::module_& m) {
             tuning.pitched_bytes = size_t(pitched_bytes);
             tuning.buffer_bytes = size_t(buffer_bytes);
             tuning.buffers = unsigned(buffers);
-            tuning.deep_buffer_bytes = size_t(deep_buffer_bytes);
+            tuning.deep_buffer_bytes = size_t(std::max(deep_buffer_bytes, buffer_bytes));
             tuning.deep_buffers = unsigned(deep_buffers);
             tuning.deep_piece_bytes = size_t(deep_piece_bytes);
             tuning.small_bytes = size_t(small_bytes);
@@ -254,18 +258,20 @@ void bind_cuda(nb::module_& m) {
            "piece_stride"_a = 0)
       .def("copy_pages_to_host",
            [](Engine& self, const GpuPages& pages, const Integers& page_ids, nb::handle rows, int64_t row_stride,
-              const Integers& row_ids, std::optional<int64_t> stream, const std::string& strategy) {
-             return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToHost, stream, strategy);
+              const Integers& row_ids, std::optional<int64_t> stream, const std::string& strategy,
+              const std::string& order) {
+             return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToHost, stream, strategy, order);
            },
            "pages"_a, "page_ids"_a, "rows"_a, "row_stride"_a, "row_ids"_a, "stream"_a = nb::none(), "strategy"_a = "staged",
-           nb::keep_alive<0, 1>())
+           "order"_a = "stream", nb::keep_alive<0, 1>())
       .def("copy_pages_from_host",
            [](Engine& self, const GpuPages& pages, const Integers& page_ids, nb::handle rows, int64_t row_stride,
-              const Integers& row_ids, std::optional<int64_t> stream, const std::string& strategy) {
-             return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToDevice, stream, strategy);
+              const Integers& row_ids, std::optional<int64_t> stream, const std::string& strategy,
+              const std::string& order) {
+             return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToDevice, stream, strategy, order);
            },
            "pages"_a, "page_ids"_a, "rows"_a, "row_stride"_a, "row_ids"_a, "stream"_a = nb::none(), "strategy"_a = "staged",
-           nb::keep_alive<0, 1>())
+           "order"_a = "stream", nb::keep_alive<0, 1>())
       .def("copy_list_to_host",
            [](Engine& self, const Integers& dst, const Integers& src, const Integers& sizes, std::optional<int64_t> stream,
               const std::string& strategy) {

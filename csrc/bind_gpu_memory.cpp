@@ -91,7 +91,7 @@ void write(Engine& engine, int64_t address, nb::handle object) {
 
 void hold_for(Engine& engine, const GpuIpcEvent& event, std::optional<int64_t> stream) {
   if (stream) return event.hold(any_stream_at(*stream));
-  event.hold(engine.get().stream());
+  for (const GpuStream own : engine.get().streams()) event.hold(own);
   event.hold(engine.parts().stream(PartDirection::kGather));
   event.hold(engine.parts().stream(PartDirection::kScatter));
 }

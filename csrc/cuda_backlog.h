@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <utility>
 
 #include "cuda_device.h"
@@ -13,11 +14,14 @@ namespace kvferry {
 
 class Backlog {
  public:
-  // A copy was issued. Of more than kMost at a time only so many count.
-  void add(std::shared_ptr<const GpuCopy> copy, size_t bytes) {
+  // A copy was issued. Of more than kMost at a time only so many count, and only what there is memory for: it runs anyway.
+  void add(std::shared_ptr<const GpuCopy> copy, size_t bytes) noexcept {
     const std::lock_guard<std::mutex> hold(mutex_);
     drop_ended();
-    if (copies_.size() < kMost) copies_.emplace_back(std::move(copy), bytes);
+    try {
+      if (copies_.size() < kMost) copies_.emplace_back(std::move(copy), bytes);
+    } catch (const std::bad_alloc&) {
+    }
   }
 
   size_t bytes() {

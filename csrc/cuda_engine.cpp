@@ -40,14 +40,7 @@ GpuCopyEngine::~GpuCopyEngine() {
   for (Lane& lane : lanes_) {
     drain_stream(*device_, lane.stream);
     drain_stream(*device_, lane.apart);
-    for (const Ring* ring : {&lane.ring, &lane.deep}) {
-      for (const Buffer& buffer : ring->buffers) {
-        driver_.event_synchronize(buffer.emptied);  // a copy on a caller's stream may still read it
-        driver_.event_destroy(buffer.filled);
-        driver_.event_destroy(buffer.emptied);
-        driver_.mem_free(buffer.address);
-      }
-    }
+    for (Ring* ring : {&lane.ring, &lane.deep}) release(*ring);
     for (const GpuEvent event : {lane.begun, lane.ended, lane.from, lane.to}) driver_.event_destroy(event);
     for (const GpuStream own : {lane.stream, lane.apart}) driver_.stream_destroy(own);
   }
@@ -207,12 +200,30 @@ bool GpuCopyEngine::find_rows(const Pages& copy, GpuAddress* rows_on_device) con
   return seen != 0;
 }
 
+void GpuCopyEngine::release(Ring& ring) const {
+  for (const Buffer& buffer : ring.buffers) {
+    driver_.event_synchronize(buffer.emptied);  // a copy on a caller's stream may still read it
+    driver_.event_destroy(buffer.filled);
+    driver_.event_destroy(buffer.emptied);
+    driver_.mem_free(buffer.address);
+  }
+  ring.buffers.clear();
+}
+
+// Long buffers, as many as there is memory for; with less than two none is kept.
+bool GpuCopyEngine::prepare_deep(Lane& lane) {
+  if (lane.deep.buffers.size() >= 2) return true;
+  if (lane.deep.refused) return false;
+  lane.deep.refused = !prepare(lane.deep, tuning_.deep_buffer_bytes, tuning_.deep_buffers);
+  if (lane.deep.refused) release(lane.deep);
+  return !lane.deep.refused;
+}
+
 // False: there is no memory for two buffers.
 bool GpuCopyEngine::prepare(Ring& ring, size_t bytes, unsigned count) {
   while (ring.buffers.size() < count) {
     Buffer buffer;
-    ring.refused = driver_.mem_alloc(&buffer.address, bytes) != kGpuSuccess;
-    if (ring.refused) return ring.buffers.size() >= 2;
+    if (driver_.mem_alloc(&buffer.address, bytes) != kGpuSuccess) return ring.buffers.size() >= 2;
     device_->check(driver_.event_create(&buffer.filled, kGpuEventDisableTiming), "event");
     device_->check(driver_.event_create(&buffer.emptied, kGpuEventDisableTiming), "event");
     ring.buffers.push_back(buffer);
@@ -236,8 +247,7 @@ bool GpuCopyEngine::run_staged(const Pages& copy, GpuStream* on) {
   Buffer* last = nullptr;
   bool launched = true;
   // Behind others: no small parts, which are for a bus that has nothing else to do.
-  const bool deep = copy.alone && lane.backlog.bytes() > 0 && !lane.deep.refused &&
-                    prepare(lane.deep, tuning_.deep_buffer_bytes, tuning_.deep_buffers);
+  const bool deep = copy.alone && lane.backlog.bytes() > tuning_.buffer_bytes && prepare_deep(lane);
   Ring& ring = deep ? lane.deep : lane.ring;
   const size_t most = deep ? tuning_.deep_buffer_bytes : tuning_.buffer_bytes, small = deep ? most : tuning_.small_bytes;
   const size_t piece = deep && probe_->lately() ? tuning_.deep_piece_bytes : most;

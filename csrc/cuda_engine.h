@@ -33,7 +33,7 @@ enum class CopyDirection { kToHost, kToDevice };
 struct CopyTuning {
   size_t buffer_bytes = size_t(16) << 20;  // of staging, allocated when first used
   unsigned buffers = 4;                    // a direction
-  // For copies behind others. Beside large kernels few launches find room at the end of each, so these are long, and all
+  // For copies behind others of more than buffer_bytes, and kept from then on. Beside large kernels few launches find room at the end of each, so these are long, and all
   // that the bus moves until the next end has to lie in buffers.
   size_t deep_buffer_bytes = size_t(48) << 20;
   unsigned deep_buffers = 4;
@@ -42,8 +42,8 @@ struct CopyTuning {
   size_t deep_piece_bytes = size_t(192) << 10;
   size_t small_bytes = size_t(2) << 20;  // of the first part that is gathered, the last that is scattered
   unsigned growth = 4;                   // of the parts between
-  // Of gathers and scatters within the GPU, a warp each: room is found for them. Half as many as fit beside a product slow it
-  // by 5 %, since those that run in its midst run for long; this many by 1 to 2 % (bench/results/gpu_copies.txt).
+  // Of gathers and scatters within the GPU, a warp each: room is found for them. As many as fit beside a product slow it by up
+  // to 5 %, since those that run in its midst run for long; this many by 1.4 % at most (bench/results/gpu_copies.txt).
   unsigned staging_blocks = 4096;
   unsigned bus_blocks = 4;                 // of the kernel strategy, which keeps its multiprocessors for as long as it runs
   size_t batch_descriptors = 4096;         // in one call of the driver
@@ -79,7 +79,7 @@ class GpuCopyEngine {
   GpuCopyEngine& operator=(const GpuCopyEngine&) = delete;
 
   // Page ids[i] <-> row row_ids[i], ordered on `stream`, never waiting for the GPU; null: in no order with what is not done
-  // yet, so that copies which follow each other overlap. To the device: rows must be written already and no copy may be
+  // yet, on whatever stream, so that copies which follow each other overlap. To the device: rows must be written already and no copy may be
   // writing to them, since they may be read before the stream gets there. The strategy is not the one asked for where that
   // cannot be.
   Issued copy_pages(const GpuPages& pages, const int64_t* ids, const PageRows& rows, const int64_t* row_ids, size_t count,
@@ -96,6 +96,8 @@ class GpuCopyEngine {
   // Whether a kernel would wait now, since others hold every multiprocessor: so would a staged copy.
   bool busy();
   GpuStream stream() const { return stream_; }
+  // That copies begin on; `stream` is the first.
+  std::array<GpuStream, 3> streams() const { return {stream_, lanes_[0].stream, lanes_[1].stream}; }
   const std::shared_ptr<GpuDevice>& device() const { return device_; }
   std::array<StrategyCount, kStrategies> counts() const;
   std::map<std::string, uint64_t> fallbacks() const;
@@ -108,7 +110,7 @@ class GpuCopyEngine {
   struct Ring {
     std::vector<Buffer> buffers;
     size_t next = 0;
-    bool refused = false;  // more memory, lately
+    bool refused = false;  // memory for two: not asked for again
   };
   // What one direction stages in: a spill and a restore never wait for each other.
   struct Lane {
@@ -137,6 +139,8 @@ class GpuCopyEngine {
   };
 
   bool prepare(Ring& ring, size_t bytes, unsigned count);
+  bool prepare_deep(Lane& lane);
+  void release(Ring& ring) const;
   void learn_waits();
   CopyStrategy usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device);
   void fall_back(const char* reason);

@@ -6,7 +6,8 @@
 namespace kvferry {
 namespace {
 
-constexpr size_t kLongRun = 1 << 20, kShortFragment = 8 << 10;  // bytes: a gap after it is short; under this fragments are as slow
+constexpr size_t kLongRun = 1 << 20;         // bytes: a gap after it is short
+constexpr size_t kSlowFragment = 8 << 10;  // bytes: under this fragments are as slow as what they would fill gaps of
 constexpr size_t kApart = 16;  // pages between two calls
 
 PitchedSide side(const PitchedOperand& operand) {
@@ -27,7 +28,7 @@ size_t GpuCopyEngine::pages_apart(const Pages& copy, const Lane& lane) const {
   const PageLayout& layout = copy.pages.layout();
   if (!can(CopyStrategy::kBatch) || layout.row_bytes() >= copy.pages.runs().size() * kLongRun) return 0;
   if (!lane.pitched || driver_.event_query(lane.ended) != kGpuNotReady) return 0;
-  if (layout.fragment_bytes < kShortFragment) return 0;
+  if (layout.fragment_bytes < kSlowFragment) return 0;
   const size_t most = copy.count * tuning_.apart_percent / 100;
   return lane.share.pages(copy.count, layout.fragments(), copy.count * layout.row_bytes(), most);
 }

@@ -1,6 +1,7 @@
 #include "cuda_probe.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "cuda_kernels.h"
 
@@ -33,7 +34,7 @@ bool BusyProbe::busy(GpuFunction kernel) {
   if (!running_ && Clock::now() - launched_ > kGoodFor) launch(kernel);
   while (running_ && !ended()) {
     if (Clock::now() - launched_ <= kWait) continue;
-    note_busy();
+    if (!std::exchange(told_, true)) note_busy();
     return true;
   }
   return lately();
@@ -41,7 +42,7 @@ bool BusyProbe::busy(GpuFunction kernel) {
 
 void BusyProbe::note_busy() {
   const Clock::time_point now = Clock::now();
-  const bool again = now - slow_ < kRemember / 4 && now - slow_ > kWait;  // of one wait the probe and a copy both tell
+  const bool again = now - slow_ < kRemember / 4 && now - slow_ > kMoment;  // of one wait the probe and a copy may both tell
   busy_until_ = std::max(busy_until_, now + (again ? kRemember : kMoment));
   slow_ = now;
 }
@@ -58,6 +59,7 @@ void BusyProbe::launch(GpuFunction kernel) {
   device_.check(driver_.event_record(end_, stream_), "probe");
   launched_ = Clock::now();
   running_ = true;
+  told_ = false;
 }
 
 bool BusyProbe::ended() {
@@ -66,7 +68,7 @@ bool BusyProbe::ended() {
   device_.check(status, "probe");
   float milliseconds = 0;
   device_.check(driver_.event_elapsed(&milliseconds, begin_, end_), "probe");
-  if (std::chrono::duration<float, std::milli>(milliseconds) > kWait) note_busy();
+  if (std::chrono::duration<float, std::milli>(milliseconds) > kWait && !told_) note_busy();
   running_ = false;
   return true;
 }

@@ -39,6 +39,7 @@ class BusyProbe {
   GpuStream stream_ = nullptr;
   GpuEvent begin_ = nullptr, end_ = nullptr;
   bool running_ = false;  // as far as is known
+  bool told_ = false;     // that it is slow
   Clock::time_point launched_{}, slow_{}, busy_until_{};  // the last, and when the last slow one was seen; at first long ago
 };
 

@@ -1,10 +1,10 @@
 """Health is progress: SERVING only while the event loop, every copy worker and every courier's poller move. Shell.
 
 Twice in `stalled_seconds`, and at least each second, every part is asked for a tick. A copy worker runs an empty job,
-and the oldest copy on its threads or on a GPU has not run for long: of several threads others would run the job;
-a courier polls while it lives, and sleeps between polls, several times a second however busy it is; the kernel counts
-these waits, and a count that does not move is a courier that is stopped or stuck. An event loop that stands still
-cannot say so itself: its health checks are not answered, and a thread writes down where it stands.
+and the oldest copy on its threads, on a GPU or between tiers has not run for long: of several threads others would run
+the job; a courier polls while it lives, and sleeps between polls, several times a second however busy it is; the kernel
+counts these waits, and a count that does not move is a courier that is stopped or stuck. An event loop that stands
+still cannot say so itself: its health checks are not answered, and a thread writes down where it stands.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class PoolMemory(Protocol):
 
     @property
     def tier_copies(self) -> int:
-        """So many spills, and so many restores, are best under way at a time."""
+        """At most so many spills, and so many restores, run at a time, each on a thread of its own."""
 
     def late_copies(self, now: float) -> dict[str, float]:
         """For how many seconds, until `now` of the monotonic clock, the oldest copy of each kind has not ended or come
@@ -103,10 +103,11 @@ class PoolMemory(Protocol):
         """Forgets it: nothing of it is held any more, and no copy runs. Idempotent."""
 
     def spill(self, pages: Int64s, rows: Int64s) -> None:
-        """Page pages[i] -> row rows[i]; blocks until it is done, on a copy thread. OSError or ValueError: failed."""
+        """Page pages[i] -> row rows[i]; blocks until it is done, on a copy thread, beside other spills and restores of
+        other pages and rows. OSError or ValueError: failed."""
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
-        """Row rows[i] -> page pages[i], on all ranks; otherwise as `spill`, and beside one maybe."""
+        """Row rows[i] -> page pages[i], on all ranks; otherwise as `spill`."""
 
     def copy_statistics(self) -> CopyStatistics:
         """Of spills and restores, so far; with zeros for each strategy that there is. Before `close`."""

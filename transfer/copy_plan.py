@@ -44,7 +44,7 @@ FEW_COPIES = 2  # their calls take less time than a gather
 SHORT_ITEM = 256 << 10  # bytes, the mean of a list: under this a copy engine is slower on items than that kernel
 SHORT_RUN = 64 << 10  # bytes that `pitched` moves at a time: under this its own cost is more than a batch's
 SHORT_FRAGMENT = 16 << 10  # bytes: under this `pitched` is slower than the bus
-# Bytes of copies before one, in the same direction: the bus moves them in 0.8 ms, and a kernel waits that long, on average,
+# Bytes of copies before one, in the same direction: the bus moves them in 0.8 ms, and on average a kernel waits as long
 # for the end of a product of matrices of 8192 x 8192.
 DEEP = 44 << 20
 
@@ -125,7 +125,7 @@ class GpuCopies:
         ids = _ids(page_ids)
         strategy = self.plan(pages, len(ids), lambda: self.engine.under_way_to_host)
         to = _from(rows, row_offset), row_stride or pages.row_bytes, _ids(row_ids)
-        return self.engine.copy_pages_to_host(pages, ids, *to, stream, strategy)
+        return self.engine.copy_pages_to_host(pages, ids, *to, stream, strategy, _order(stream))
 
     def from_host(
         self,
@@ -142,7 +142,7 @@ class GpuCopies:
         ids = _ids(page_ids)
         strategy = self.plan(pages, len(ids), lambda: self.engine.under_way_from_host)
         source = _from(rows, row_offset), row_stride or pages.row_bytes, _ids(row_ids)
-        return self.engine.copy_pages_from_host(pages, ids, *source, stream, strategy)
+        return self.engine.copy_pages_from_host(pages, ids, *source, stream, strategy, _order(stream))
 
     def plan_list(self, nbytes: int, items: int) -> ListStrategy:
         """For a list of `items` items of `nbytes` bytes in all."""
@@ -173,6 +173,10 @@ class GpuCopies:
         told = self.engine.statistics()
         strategies: dict[str, StrategyCounts] = {name: StrategyCounts(**told[name]) for name in STRATEGIES}
         return CopyStatistics(strategies, told["fallbacks"], self.forced or AUTO)
+
+
+def _order(stream: int | None) -> Literal["stream", "none"]:
+    return "none" if stream is None else "stream"
 
 
 def _ids(ids: ArrayLike) -> NDArray[np.int64]:

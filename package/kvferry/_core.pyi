@@ -314,7 +314,8 @@ class GpuCopyEngine:
     """Copies between one device and host memory that is pinned (other memory works, slowly and not asynchronously).
 
     A stream is a handle of the driver's; None: the engine's own; the default streams are refused. Each copy runs after
-    what was issued to its stream before it, but copies of pages without one run in no order with each other.
+    what was issued to its stream before it, but for copies of pages of order `none`: only who waits for one, or `hold`s
+    a stream until its end, knows that it is done.
     Copies issue in microseconds and never wait for the device, GIL released.
     A copy from the host may read its source before the stream gets there: nothing may be writing to it any more.
     A stream of another device is a GpuError, pages of another device's engine are a ValueError; nothing has moved then.
@@ -463,10 +464,11 @@ class GpuCopyEngine:
         row_ids: NDArray[np.int64],
         stream: int | None = None,
         strategy: CopyStrategy = "staged",
+        order: Literal["stream", "none"] = "stream",
     ) -> GpuCopy:
-        """Page page_ids[i] to the row that begins at row_ids[i] * row_stride. stream None: in no order with what is not
-        done yet, so that it overlaps copies before it. IndexError: an id out of bounds; ValueError: any other bound, or
-        a row named twice; nothing has moved then.
+        """Page page_ids[i] to the row that begins at row_ids[i] * row_stride. order `none`, of a copy without a stream:
+        in no order with what is not done yet, so that it overlaps copies before it. IndexError: an id out of bounds;
+        ValueError: any other bound, or a row named twice; nothing has moved then.
         """
     def copy_pages_from_host(
         self,
@@ -477,6 +479,7 @@ class GpuCopyEngine:
         row_ids: NDArray[np.int64],
         stream: int | None = None,
         strategy: CopyStrategy = "staged",
+        order: Literal["stream", "none"] = "stream",
     ) -> GpuCopy:
         """The reverse; a page named twice is a ValueError."""
     def copy_list_to_host(
@@ -503,7 +506,7 @@ class GpuCopyEngine:
         """Whether the driver takes it."""
     @property
     def under_way_to_host(self) -> int:
-        """Bytes of copies of pages that were issued and have not ended."""
+        """Bytes of copies of pages that were issued and have not ended; of 256 at most."""
 
     @property
     def under_way_from_host(self) -> int: ...

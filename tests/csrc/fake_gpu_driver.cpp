@@ -1,7 +1,9 @@
 // A driver whose device is this process: everything is done when a call returns. It has CUDA's names and HIP's.
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <string>
 
 #include "../../csrc/cuda_driver.h"
@@ -12,17 +14,20 @@ using namespace kvferry;
 
 namespace {
 
+std::recursive_mutex mutex;  // of what follows: engines are called from several threads
+using Hold = std::lock_guard<std::recursive_mutex>;
 std::map<std::string, long> calls;
 std::map<std::string, long> answers;  // of functions that shall not succeed
 size_t largest_batch = 0;
 int last_source_order = 0;
-int contexts = 0;
+std::atomic<int> contexts{0};
 std::map<GpuAddress, size_t> allocations;  // of this "device", and those of another "process" that are mapped
 std::map<GpuAddress, size_t> foreign;      // of another "process"
 
 constexpr GpuStatus kInvalidHandle = 400;
 
 GpuStatus answer(const char* name) {
+  const Hold hold(mutex);
   ++calls[name];
   const auto found = answers.find(name);
   return found == answers.end() ? kGpuSuccess : GpuStatus(found->second);
@@ -30,6 +35,7 @@ GpuStatus answer(const char* name) {
 
 // Host memory whose address is at or behind that in answers is not pinned, or lies elsewhere for the device.
 bool from(const char* name, uint64_t address) {
+  const Hold hold(mutex);
   const auto found = answers.find(name);
   return found != answers.end() && address >= uint64_t(found->second);
 }
@@ -43,6 +49,7 @@ void copy_list(const ListCopy& copy, size_t width) {
     std::memcpy(reinterpret_cast<void*>(copy.targets[i]), reinterpret_cast<void*>(copy.sources[i]), copy.sizes[i]);
   }
   if (tiles != copy.tiles) abort();
+  const Hold hold(mutex);
   ++calls["copy_list_" + std::to_string(width)];
 }
 
@@ -134,9 +141,16 @@ GpuAddress fake_foreign(size_t bytes) {
 }
 void fake_foreign_ends(GpuAddress address) { foreign.erase(address); }
 
-long fake_calls(const char* name) { return calls[name]; }
-void fake_answer(const char* name, long status) { answers[name] = status; }
+long fake_calls(const char* name) {
+  const Hold hold(mutex);
+  return calls[name];
+}
+void fake_answer(const char* name, long status) {
+  const Hold hold(mutex);
+  answers[name] = status;
+}
 void fake_reset() {
+  const Hold hold(mutex);
   calls.clear();
   answers.clear();
   largest_batch = 0;
@@ -172,6 +186,7 @@ GpuStatus hipStreamSynchronize(GpuStream) { return answer("stream_synchronize");
 GpuStatus hipEventCreateWithFlags(GpuEvent* event, unsigned) { return *event = std::malloc(1), answer("event_create"); }
 GpuStatus hipEventDestroy(GpuEvent event) { return std::free(event), answer("event_destroy"); }
 GpuStatus hipEventRecord(GpuEvent, GpuStream stream) {
+  const Hold hold(mutex);
   const auto other = answers.find("stream_of_another_device");
   if (other != answers.end() && reinterpret_cast<long>(stream) == other->second) return kInvalidHandle;
   const auto left = answers.find("event_records_left");
@@ -181,10 +196,14 @@ GpuStatus hipEventRecord(GpuEvent, GpuStream stream) {
 GpuStatus hipEventQuery(GpuEvent) { return answer("event_query"); }
 GpuStatus hipEventSynchronize(GpuEvent) { return answer("event_synchronize"); }
 GpuStatus hipEventElapsedTime(float* milliseconds, GpuEvent, GpuEvent) {
+  const Hold hold(mutex);
   return *milliseconds = float(answers["elapsed_us"]) / 1000, answer("event_elapsed");
 }
 GpuStatus hipMalloc(GpuAddress* address, size_t bytes) {
+  const Hold hold(mutex);
+  const auto left = answers.find("mem_allocs_left");
   const GpuStatus status = answer("mem_alloc");
+  if (left != answers.end() && left->second-- <= 0) return 2;  // no memory
   if (status != kGpuSuccess) return status;
   *address = reinterpret_cast<GpuAddress>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
   allocations[*address] = bytes;
@@ -249,6 +268,7 @@ GpuStatus hipMemcpyBatchAsync(const GpuAddress* dst, const GpuAddress* src, cons
   const GpuStatus status = answer("copy_batch");
   if (status != kGpuSuccess) return status;
   if (stream == nullptr || count == 0 || number != 1 || first[0] != 0) return kGpuInvalidValue;
+  const Hold hold(mutex);
   if (count > largest_batch) largest_batch = count;
   last_source_order = int(attributes->source_order);
   for (size_t i = 0; i < count; ++i) {

@@ -139,6 +139,7 @@ def test_a_copy_that_does_not_end_is_named(fake: ctypes.CDLL, on_the_fake: None)
         await until(lambda: said == [True, False, True])
         assert ended == [""] * 42
         assert memory.late_copies(time.monotonic()) == {"oldest copy on its GPUs": 0.0}
+        assert memory.tier_copies == 4
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         memory.close()

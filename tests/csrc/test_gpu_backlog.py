@@ -1,7 +1,9 @@
 """Copies in no order with each other: every byte of each, how many bytes are under way, what they are staged in."""
 
 import ctypes
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
@@ -43,15 +45,13 @@ class Pool:
 
     def spill(self, piece: int, strategy: Strategy) -> GpuCopy:
         page_ids, row_ids = self.pieces[piece]
-        return self.engine.copy_pages_to_host(
-            self.pages, page_ids, self.rows, self.pages.row_bytes, row_ids, strategy=strategy
-        )
+        to = self.rows, self.pages.row_bytes, row_ids
+        return self.engine.copy_pages_to_host(self.pages, page_ids, *to, strategy=strategy, order="none")
 
     def restore(self, piece: int, strategy: Strategy) -> GpuCopy:
         page_ids, row_ids = self.pieces[piece]
-        return self.engine.copy_pages_from_host(
-            self.pages, page_ids, self.rows, self.pages.row_bytes, row_ids, strategy=strategy
-        )
+        source = self.rows, self.pages.row_bytes, row_ids
+        return self.engine.copy_pages_from_host(self.pages, page_ids, *source, strategy=strategy, order="none")
 
     def transfer(self, host: NDArray[np.uint8], move: Callable[..., GpuCopy], *, to_host: bool) -> None:
         on_host, on_device = np.array([host.ctypes.data]), np.array([self.memory.address])
@@ -94,6 +94,52 @@ def test_bytes_of_copies_behind_others(fake: ctypes.CDLL, library: str) -> None:
     pool = Pool(engine)
     fake.fake_answer(b"event_query", NOT_READY)
     pool.check(["staged", "staged", "pitched"])
+    assert fake.fake_calls(b"mem_alloc") == 1 + 1 + 2 * (2 + 2), "pool, its table, and two rings for each direction"
+
+
+@pytest.mark.parametrize("piece_bytes", [1024, 5000])
+def test_bytes_beside_kernels_that_hold_the_gpu_go_in_pieces(fake: ctypes.CDLL, library: str, piece_bytes: int) -> None:
+    engine = GpuCopyEngine(0, library, buffer_bytes=8192, deep_buffer_bytes=40960, deep_piece_bytes=piece_bytes)
+    pool = Pool(engine)
+    fake.fake_answer(b"event_query", NOT_READY)
+    pool.check(["staged"])
+    whole = fake.fake_largest_batch()
+    for _ in range(2):
+        assert engine.busy()
+        time.sleep(0.01)
+        fake.fake_answer(b"event_query", 0)
+        fake.fake_answer(b"elapsed_us", 300)
+        engine.busy()  # the probe has ended
+        fake.fake_answer(b"event_query", NOT_READY)
+        time.sleep(0.01)
+    pool.check(["staged"])
+    assert fake.fake_largest_batch() > 2 * whole
+
+
+def test_copies_by_several_threads(fake: ctypes.CDLL, library: str) -> None:
+    in_threads(Pool(GpuCopyEngine(0, library, buffer_bytes=8192, small_bytes=4096, deep_buffer_bytes=40960)))
+
+
+def in_threads(pool: Pool) -> None:
+    """As a daemon's tiers: each copies its own pages to the host and back, time and again."""
+    tensors: NDArray[np.uint8] = np.random.default_rng(3).integers(0, 256, pool.shape, np.uint8)
+    pool.transfer(tensors, pool.engine.copy_list_from_host, to_host=False)
+
+    def work(piece: int) -> None:
+        for strategy in STRATEGIES * 4:
+            for copy in (pool.spill, pool.restore):
+                running = copy(piece, strategy)
+                assert running.wait_for(20)
+
+    with ThreadPoolExecutor(len(pool.pieces)) as threads:
+        for done in [threads.submit(work, piece) for piece in range(len(pool.pieces))]:
+            done.result(60)
+    found = np.zeros_like(tensors)
+    pool.transfer(found, pool.engine.copy_list_to_host, to_host=True)
+    assert (found == tensors).all()
+    expected = tensors[:, pool.page_ids].transpose(1, 0, 2).reshape(len(pool.page_ids), -1)
+    assert (pool.rows[pool.row_ids] == expected).all()
+    assert pool.engine.under_way_to_host == pool.engine.under_way_from_host == 0
 
 
 def test_what_is_under_way_is_counted_for_each_direction(fake: ctypes.CDLL, library: str) -> None:
@@ -152,6 +198,26 @@ def test_without_memory_for_long_parts_short_ones_do(fake: ctypes.CDLL, library:
     pool.check(["staged"])
     assert fake.fake_calls(b"mem_alloc") == asked + 2, "once for each direction"
     assert engine.statistics()["fallbacks"] == {}
+
+
+def test_a_single_long_buffer_is_given_back(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library, buffer_bytes=8192, small_bytes=4096, buffers=2)
+    pool = Pool(engine)
+    pool.check(["staged"])
+    fake.fake_answer(b"event_query", NOT_READY)
+    fake.fake_answer(b"mem_allocs_left", 1)
+    freed, asked = fake.fake_calls(b"mem_free"), fake.fake_calls(b"mem_alloc")
+    held = [pool.spill(piece, "staged") for piece in range(4)]
+    assert (fake.fake_calls(b"mem_alloc"), fake.fake_calls(b"mem_free")) == (asked + 2, freed + 1)
+    fake.fake_answer(b"mem_allocs_left", 2)
+    held += [pool.restore(piece, "staged") for piece in range(4)]
+    assert (fake.fake_calls(b"mem_alloc"), fake.fake_calls(b"mem_free")) == (asked + 2 + 3, freed + 1), "two will do"
+    fake.fake_answer(b"event_query", 0)
+
+
+@pytest.mark.gpu
+def test_copies_by_several_threads_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine]) -> None:
+    in_threads(Pool(gpu_engine(), pages=400, pieces=4, tensors=48))
 
 
 @pytest.mark.gpu

@@ -152,9 +152,9 @@ def test_events(fake: ctypes.CDLL, library: str) -> None:
     assert other.handle == event.handle
     waits = calls(fake, "stream_wait")
     engine.hold(other)
-    assert calls(fake, "stream_wait") == waits + 3  # of spills and restores, gathers, scatters
+    assert calls(fake, "stream_wait") == waits + 5  # of spills and restores, and of their kernels; gathers, scatters
     engine.hold(other, engine.gather_stream)
-    assert calls(fake, "stream_wait") == waits + 4
+    assert calls(fake, "stream_wait") == waits + 6
     fake.fake_answer(b"event_query", 600)
     assert not other.done()
     fake.fake_answer(b"event_query", 0)

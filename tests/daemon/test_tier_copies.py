@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvferry.daemon.host_memory import HostPoolMemory
 from kvferry.daemon.host_tier import HostTier
+from kvferry.daemon.side_tiers import SideTiers
 from kvferry.daemon.store import Started
 from kvferry.radix.tree import RESTORE, SPILL
 from kvferry.transfer.host_rows import AnonymousRows
@@ -81,6 +81,27 @@ def test_so_many_run_at_a_time_and_end_in_any_order(tmp_path: Path, at_once: int
     asyncio.run(story())
 
 
-def test_copies_in_host_memory_run_one_at_a_time() -> None:
-    property_: Any = HostPoolMemory.tier_copies
-    assert property_.fget(None) == 1
+def test_health_sees_them(tmp_path: Path) -> None:
+    memory: Any = SlowMemory(4)
+    memory.late_copies = lambda now: {"others": 0.0}
+    memory.workers = {}
+
+    async def story() -> None:
+        tier = HostTier(memory, AnonymousRows(str(tmp_path), "rows", ROWS, ROW_BYTES), ROWS, checksums=False)
+        copy: Any = SimpleNamespace(
+            kind=SPILL, device=[2], host=[1], digests=bytes(32), parents=bytes(32), outputs=b"\0"
+        )
+        ended = asyncio.Event()
+        tier.start(Started(0, bytes(32), copy), lambda *_: ended.set())
+        await until(lambda: memory.running)
+        tiers: Any = SimpleNamespace(_memory=memory, _host=tier)
+        late = SideTiers.late_copies(tiers, time.monotonic() + 30)
+        assert late.keys() == {"others", "oldest copy between the tiers"}
+        assert 30 <= late["oldest copy between the tiers"] < 60
+        tiers._host = None
+        assert SideTiers.late_copies(tiers, 0.0) == {"others": 0.0}
+        memory.gates[2].set()
+        await asyncio.wait_for(ended.wait(), 20)
+        await tier.close()
+
+    asyncio.run(story())
