@@ -200,12 +200,16 @@ def _pace_of(model: EngineModel, clock: float) -> Callable[[DaemonClient], Pace]
 
 def _prepare_model(args: argparse.Namespace) -> Prepared:
     # torch takes seconds to import: not for --help, not for --synthetic
+    import torch
+
     from kvferry.workers.model import load_model
     from kvferry.workers.page_sums import FileRecord
     from kvferry.workers.random_weights import parse_shape, random_model
 
     if args.engine_model is not None:
         raise ValueError("--engine-model is for --engine synthetic: a model takes its own time")
+    if args.device != "cpu" and not torch.cuda.is_available():  # a build without CUDA would end in a traceback
+        raise ValueError(f"--device is {args.device}, but torch {torch.__version__} finds no CUDA device here")
     if args.random_weights:
         shape = parse_shape(args.random_weights)
         model = random_model(shape, dtype=args.dtype, threads=args.threads, device=args.device)

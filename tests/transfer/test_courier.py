@@ -339,7 +339,10 @@ def test_cycles_leak_nothing() -> None:
 
 def listening(pid: int) -> set[tuple[str, int]]:
     """(address in hex, port) of every TCP socket of the process that listens."""
-    inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(os.readlink(fd))
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 import grpc.aio
 import numpy as np
 import pytest
+import torch
 from fake_daemon import Event, FakeDaemon, Message
 
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc, worker_pb2
@@ -212,3 +214,13 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         assert f"{tmp_path} has no config.json".encode() in errors
 
     asyncio.run(scenario())
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    flags = ("--random-weights", "tiny", "--device", "cuda:0", "--socket", str(tmp_path / "none"))
+    command = (sys.executable, "-m", "kvferry", "worker", "decode", "--listen", "127.0.0.1:0", *flags)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "--device is cuda:0, but torch" in ended.stderr and "Traceback" not in ended.stderr
