@@ -54,9 +54,8 @@ std::unique_ptr<Copying> copy_pages(Engine& engine, const GpuPages& pages, const
   const GpuStream on = stream ? stream_at(stream) : engine.get().stream();
   auto copying = engine.issue(on, nb::make_tuple(rows, nb::find(pages)), [&](SumCells::Held*) {
     const PageRows to{reinterpret_cast<uint64_t>(memory.data()), row_stride};
-    const Issued issued =
-        engine.get().copy_pages(pages, ids.data(), to, row_ids.data(), ids.size(), direction,
-                                order == "none" ? nullptr : on, wanted);
+    const Issued issued = engine.get().copy_pages(pages, ids.data(), to, row_ids.data(), ids.size(), direction,
+                                                  order == "none" ? nullptr : on, wanted);
     return Engine::Run(name_of(issued.strategy), issued.end);
   });
   engine.get().backlog(direction).add(copying->end, ids.size() * size_t(row_bytes));

@@ -33,8 +33,8 @@ enum class CopyDirection { kToHost, kToDevice };
 struct CopyTuning {
   size_t buffer_bytes = size_t(16) << 20;  // of staging, allocated when first used
   unsigned buffers = 4;                    // a direction
-  // For copies behind others of more than buffer_bytes, and kept from then on. Beside large kernels few launches find room at the end of each, so these are long, and all
-  // that the bus moves until the next end has to lie in buffers.
+  // For copies behind others of more than buffer_bytes, and kept from then on. Beside large kernels few launches find room at
+  // the end of each, so these are long, and all that the bus moves until the next end has to lie in buffers.
   size_t deep_buffer_bytes = size_t(48) << 20;
   unsigned deep_buffers = 4;
   // Of what goes over the bus at a time from and to these, while others hold every multiprocessor: at 0.97 of the bus in such
@@ -79,9 +79,9 @@ class GpuCopyEngine {
   GpuCopyEngine& operator=(const GpuCopyEngine&) = delete;
 
   // Page ids[i] <-> row row_ids[i], ordered on `stream`, never waiting for the GPU; null: in no order with what is not done
-  // yet, on whatever stream, so that copies which follow each other overlap. To the device: rows must be written already and no copy may be
-  // writing to them, since they may be read before the stream gets there. The strategy is not the one asked for where that
-  // cannot be.
+  // yet, on whatever stream, so that copies which follow each other overlap. To the device: rows must be written already and
+  // no copy may be writing to them, since they may be read before the stream gets there. The strategy is not the one asked
+  // for where that cannot be.
   Issued copy_pages(const GpuPages& pages, const int64_t* ids, const PageRows& rows, const int64_t* row_ids, size_t count,
                     CopyDirection direction, GpuStream stream, CopyStrategy strategy);
 

@@ -1,4 +1,4 @@
-"""The threads that copy in host memory, and since when each is at what it does."""
+"""Threads that copy, in host memory or between tiers, and since when each is at what it does."""
 
 from __future__ import annotations
 
@@ -7,24 +7,32 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class CopyThreads:
-    """`run`, `oldest` and `close` are for the event loop's thread."""
+    """`run`, `submit`, `oldest` and `close` are for the event loop's thread."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, name: str = "kvferry-copy") -> None:
         self.count = count
-        self.executor = ThreadPoolExecutor(count, thread_name_prefix="kvferry-copy")
+        self.executor = ThreadPoolExecutor(count, thread_name_prefix=name)
         self._since: dict[int, float] = {}  # by thread that copies
 
     def run(self, copy: Callable[[], None]) -> asyncio.Future[str]:
         """Its end: "" or what went wrong."""
-        return asyncio.get_running_loop().run_in_executor(self.executor, self._run, copy)
+        return self.submit(partial(attempt, copy))
 
-    def _run(self, copy: Callable[[], None]) -> str:
+    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Its result."""
+        return asyncio.get_running_loop().run_in_executor(self.executor, self._timed, work)
+
+    def _timed(self, work: Callable[[], T]) -> T:
         self.step()
         try:
-            return attempt(copy)
+            return work()
         finally:
             del self._since[threading.get_ident()]
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.copy_threads import CopyThreads
 from kvferry.daemon.namespaces import Quota
 from kvferry.daemon.pool_memory import PoolMemory
 from kvferry.daemon.store import MAX_NAMESPACES, Started, Store, StoreLimits
@@ -54,9 +55,8 @@ class HostTier:
         self._verify = np.zeros(pages, np.bool_)  # rows whose checksum is known and is to be verified
         self._unverified: set[int] = set()  # found in the file, never restored yet
         # Threads of their own: a restore, which a request waits for, is not behind the spills.
-        self._spills = ThreadPoolExecutor(memory.tier_copies, thread_name_prefix="kvferry-spill")
-        self._restores = ThreadPoolExecutor(memory.tier_copies, thread_name_prefix="kvferry-restore")
-        self._since: dict[int, float] = {}  # by thread that copies
+        self._spills = CopyThreads(memory.tier_copies, "kvferry-spill")
+        self._restores = CopyThreads(memory.tier_copies, "kvferry-restore")
         self._running: set[asyncio.Future[_Outcome]] = set()
         self._closing = False
         self._halted = False
@@ -64,11 +64,11 @@ class HostTier:
     @property
     def workers(self) -> dict[str, Executor]:
         """Whose progress is watched."""
-        return {"spill worker": self._spills, "restore worker": self._restores}
+        return {"spill worker": self._spills.executor, "restore worker": self._restores.executor}
 
     def oldest(self, now: float) -> float:
         """For how long the oldest copy has run; 0: none does."""
-        return max(0.0, now - min(self._since.copy().values(), default=now))
+        return max(self._spills.oldest(now), self._restores.oldest(now))
 
     @property
     def survives(self) -> bool:
@@ -124,8 +124,8 @@ class HostTier:
         known = self._verify[host].copy() if restore else None
         if self._closing or self._halted:
             return
-        executor = self._restores if restore else self._spills
-        future = asyncio.get_running_loop().run_in_executor(executor, self._timed, device, host, known)
+        threads = self._restores if restore else self._spills
+        future = threads.submit(partial(self._copy, device, host, known))
         self._running.add(future)
 
         def finished(result: asyncio.Future[_Outcome]) -> None:
@@ -162,12 +162,12 @@ class HostTier:
         go.
         """
         self._closing = True
-        for executor in (self._spills, self._restores):
-            executor.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._spills, self._restores):
+            threads.executor.shutdown(wait=False, cancel_futures=True)
         while self._running:
             await asyncio.wait(self._running)
-        for executor in (self._spills, self._restores):
-            executor.shutdown(wait=True)
+        for threads in (self._spills, self._restores):
+            threads.close()
         self.discard()
 
     def discard(self) -> None:
@@ -191,14 +191,6 @@ class HostTier:
         except Exception as error:
             log.error("copy of %d pages between the tiers: %s: %s", len(rows), type(error).__name__, error)
             return _Outcome(list(started.copy.device), 0, 0.0)
-
-    def _timed(self, device: NDArray[np.int64], host: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
-        thread = threading.get_ident()
-        self._since[thread] = time.monotonic()
-        try:
-            return self._copy(device, host, known)
-        finally:
-            del self._since[thread]
 
     def _copy(self, device: NDArray[np.int64], host: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
         """On a copy thread. `known`: a restore, and which of its rows have a checksum."""

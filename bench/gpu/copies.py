@@ -98,22 +98,23 @@ class Field:
         self.sizes = np.full(len(self.on_host), shape.fragment, np.int64)
         torch.cuda.synchronize()
 
+    def mover(self, to_host: bool, strategy: Strategy | None) -> Callable[..., GpuCopy]:
+        copies = self.copies[strategy]
+        return copies.to_host if to_host else copies.from_host
+
     def copy(self, to_host: bool, strategy: Strategy | None) -> GpuCopy:
         """strategy None: the one that is chosen."""
-        copies = self.copies[strategy]
-        move = copies.to_host if to_host else copies.from_host
-        return move(self.pages, self.page_ids, self.rows, self.row_ids, self.stream.cuda_stream)
+        return self.mover(to_host, strategy)(
+            self.pages, self.page_ids, self.rows, self.row_ids, self.stream.cuda_stream
+        )
 
     def copy_beside(self, to_host: bool, strategy: Strategy | None) -> GpuCopy:
         """In no order with others, as a daemon copies."""
-        copies = self.copies[strategy]
-        move = copies.to_host if to_host else copies.from_host
-        return move(self.pages, self.page_ids, self.rows, self.row_ids)
+        return self.mover(to_host, strategy)(self.pages, self.page_ids, self.rows, self.row_ids)
 
     def copy_pieces(self, to_host: bool, strategy: Strategy | None) -> Pieces:
         """The same bytes by several copies, in no order with each other."""
-        copies = self.copies[strategy]
-        move = copies.to_host if to_host else copies.from_host
+        move = self.mover(to_host, strategy)
         parts = zip(np.array_split(self.page_ids, PIECES), np.array_split(self.row_ids, PIECES), strict=True)
         return Pieces([move(self.pages, page_ids, self.rows, row_ids) for page_ids, row_ids in parts])
 

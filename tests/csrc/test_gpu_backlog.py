@@ -4,7 +4,6 @@ import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,9 +11,8 @@ from numpy.typing import NDArray
 
 from kvferry import _core
 from kvferry._core import GpuCopy, GpuCopyEngine
+from kvferry.transfer.copy_plan import STRATEGIES, Strategy
 
-Strategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
-STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged", "pitched")
 NOT_READY, NO_MEMORY = 600, 2
 POISON = 0xA5
 
