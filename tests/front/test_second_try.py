@@ -38,6 +38,12 @@ def test_a_prefill_that_fails_is_tried_once_elsewhere(code: grpc.StatusCode) -> 
             server.decodes.clear()
         failing, other = stack.prefill[1], stack.prefill[0]  # the one that was given fewer
         failing.fault = Fault(code, "no more")
+
+        async def decode_is_there() -> None:  # a refusal that comes sooner cancels a call before it is made
+            while not any(server.decodes for server in stack.decode):
+                await asyncio.sleep(0.01)
+
+        failing.before = decode_is_there
         response = post(stack)
         assert response.status_code == 200
         assert response.json()["choices"] == expected
