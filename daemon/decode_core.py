@@ -303,7 +303,7 @@ class DecodeCore(DecodeRequests):
         if moving is None:
             return
         lease = moving.lease
-        pages = self._arrivals.of(moving.page_ids[index - moving.first_page] for index in prompt_pages)
+        pages = self._arrivals.of(moving.pool_pages(prompt_pages))
         lease.delta_pages += len(pages)
         self._readable(lease, pages, now)
         self._pump(now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.daemon.holds import Hold
@@ -125,3 +126,10 @@ class Transfer:
     draining: bool = False
     retry: bool = False  # ask again for what is missing once it has drained
     problem: str = ""  # why
+
+    def pool_pages(self, prompt_pages: Sequence[int]) -> Sequence[int]:
+        """Where these prompt pages, ascending, are to lie."""
+        first = self.first_page
+        if prompt_pages and prompt_pages[-1] - prompt_pages[0] + 1 == len(prompt_pages):  # no gap, as almost always
+            return self.page_ids[prompt_pages[0] - first : prompt_pages[-1] - first + 1]
+        return [self.page_ids[page - first] for page in prompt_pages]

@@ -19,6 +19,7 @@ from kvferry.daemon.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier_link import CourierConfig
 from kvferry.transfer.courier_messages import Notification, PostDone
+from kvferry.transfer.credit_groups import CreditGroups
 from kvferry.transfer.lanes import Lane
 from kvferry.transfer.receiver import Receiver, Regrant, Scatter, ScatterResult, TransferBroken
 from kvferry.transfer.slots import HEADER_BYTES, Credit
@@ -74,6 +75,7 @@ class ReceivingSession(Session):
         self._latencies = latencies
         self._traces = traces
         self._asked: dict[int, float] = {}  # transfers without a part yet
+        self._credits = CreditGroups(receiver.slots, receiver.ranks)
 
     # -- the owner's words ---------------------------------------------------------------------------------------
 
@@ -90,6 +92,7 @@ class ReceivingSession(Session):
         self.send(peer.PeerMessage(ask_end=peer.AskEnd(transfer=transfer, reason=reason)))
         self._asked.pop(transfer, None)
         drained = self.receiver.end(transfer)
+        self._rest()
         self._expect()
         return drained
 
@@ -131,7 +134,7 @@ class ReceivingSession(Session):
             if isinstance(action, Scatter):
                 self._scatter(action)
             elif isinstance(action, Regrant):
-                self._send_credits([action.credit])
+                self._give_back(action.credit)
             elif isinstance(action, TransferBroken):
                 self._events.on_broken(action.transfer, action.message)
 
@@ -168,7 +171,7 @@ class ReceivingSession(Session):
 
     def _scattered(self, result: ScatterResult) -> None:
         # The credit goes first: the sender can refill the slot while the pages are published.
-        self._send_credits([result.credit])
+        self._give_back(result.credit)
         self._counters.pages += len(result.arrived)
         if result.arrived:
             self._events.on_pages(result.transfer, result.arrived)
@@ -179,6 +182,15 @@ class ReceivingSession(Session):
             self._expect()
         if result.drained:
             self._events.on_drained(result.transfer)
+
+    def _give_back(self, credit: Credit) -> None:
+        if group := self._credits.add(credit):
+            self._send_credits(group)
+        self._rest()
+
+    def _rest(self) -> None:
+        if len(self._credits) and not self.receiver.transfers():
+            self._send_credits(self._credits.rest())
 
     def _send_credits(self, credits: Sequence[Credit]) -> None:
         message = peer.Credits(credits=[peer.Credit(slot=c.slot, generation=c.generation) for c in credits])

@@ -109,6 +109,7 @@ class Session:
         self._peer_connected = False
         self.remote_slots = 0  # over all ranks
         self.remote_slot_bytes = 0
+        self._heard = 0.0  # when the peer's last message came
         self._copies = 0
         self._copies_done = asyncio.Event()
 
@@ -171,9 +172,11 @@ class Session:
     async def run(self, stream: Duplex) -> None:
         """Lives until the session breaks; ends by SessionBroken, or by cancellation. Whichever it is: no copy runs and
         the courier is reaped before it returns."""
+        self._heard = asyncio.get_running_loop().time()
         tasks = [
             asyncio.create_task(self._write(stream)),
             asyncio.create_task(self._read(stream)),
+            asyncio.create_task(self._watch()),
             asyncio.create_task(self._beat()),
         ]
         start = asyncio.create_task(CourierLink.start(self._courier_config, self._on_courier, START_SECONDS))
@@ -272,16 +275,24 @@ class Session:
             if age > POST_SECONDS:
                 raise SessionBroken(f"a write to {self.remote} has not ended for {age:.1f} s")
 
+    async def _watch(self) -> None:
+        """Ends the session when the peer says nothing for too long; a deadline for each read would cost every message
+        a task and a timer."""
+        clock = asyncio.get_running_loop().time
+        while (left := self._heard + self._times.lost - clock()) > 0:
+            await asyncio.sleep(left)
+        raise SessionBroken(f"nothing was heard from {self.remote} for {self._times.lost} s")
+
     async def _read(self, stream: Duplex) -> None:
+        clock = asyncio.get_running_loop().time
         while not self.closed:
             try:
-                message = await asyncio.wait_for(stream.read(), self._times.lost)
-            except asyncio.TimeoutError:
-                raise SessionBroken(f"nothing was heard from {self.remote} for {self._times.lost} s") from None
+                message = await stream.read()
             except grpc.aio.AioRpcError as error:
                 raise SessionBroken(f"{error.code().name}: {error.details()}") from error
             if not isinstance(message, peer.PeerMessage):
                 raise SessionBroken(f"{self.remote} closed the stream")
+            self._heard = clock()
             self._dispatch(message)
 
     def _dispatch(self, message: peer.PeerMessage) -> None:

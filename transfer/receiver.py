@@ -169,6 +169,16 @@ class Receiver:
         self.counts = ReceiverCounts()
 
     @property
+    def slots(self) -> int:
+        """Of each rank."""
+        return self._slots
+
+    @property
+    def ranks(self) -> int:
+        """That have slots."""
+        return self._credits.slots // self._slots
+
+    @property
     def free_credits(self) -> int:
         """Slots granted and not known to be written."""
         return self._credits.granted

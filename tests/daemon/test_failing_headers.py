@@ -88,6 +88,7 @@ class Stream:
     async def read(self) -> object:
         if not self._messages:
             await asyncio.Event().wait()
+        await asyncio.sleep(0.001)  # as from a network: what happens here at once is before it
         return self._messages.pop(0)
 
     async def write(self, message: peer.PeerMessage) -> None:

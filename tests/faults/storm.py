@@ -20,7 +20,7 @@ import grpc
 import numpy as np
 from engines import Engines, Turn, courier_pids
 from recovery import BEFORE_S, HEAD, Row, Watch, rate_back
-from stacks import shm_dir_of
+from stacks import lasting_port, shm_dir_of
 
 from kvferry.daemon.stack import Process, Stack
 from kvferry.daemon.system import Replica
@@ -161,9 +161,10 @@ class Storm:
         return os.path.join(self.stack.folder, f"{name}.sock")
 
     def _start(self, name: str, words: list[str]) -> None:
+        port = lasting_port(self._place(name)[1])
+        words = [f"{word[:-1]}{port}" if word.endswith(":0") else word for word in words]
         part = self.parts[name] = Part(name, words, self.stack.start(name, words, prefix=self._place(name)[0]))
         part.address = self.stack.ready(part.process)
-        part.words = [part.address if word.endswith(":0") else word for word in words]
 
     def replica(self, name: str) -> Replica:
         daemon, worker = self.parts[name], self.parts[f"{name}-worker"]

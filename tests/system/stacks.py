@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +18,21 @@ from kvferry.daemon.stack import Stack
 def shm_dir_of(stack: Stack) -> str:
     """A name for a folder of shared memory of this stack's own; whoever uses it makes it."""
     return os.path.join("/dev/shm", os.path.basename(stack.folder))
+
+
+def lasting_port(host: str = "127.0.0.1") -> int:
+    """A free port that no outgoing connection is given meanwhile: a process that ended finds it free again."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as range_:
+        outgoing = int(range_.read().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(outgoing, 10_100))
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:  # the host is another network's
+                    continue
+        return port
 
 
 @contextmanager

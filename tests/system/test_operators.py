@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 from engines import Engines, settled, stats
+from stacks import lasting_port
 
 from kvferry.daemon import cli, find_daemon
 from kvferry.daemon.stack import Process, Stack
@@ -129,9 +129,7 @@ def test_nobody_and_wrong_flags(kvferry: Command, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.nightly
 def test_prefill_daemons_are_found_by_dns_and_found_again_under_another_name() -> None:
     """`localhost` stands for a headless service: its address has first one prefill daemon, then another."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = lasting_port()
     with Stack() as stack:
 
         def serve(role: str, name: str, *flags: str) -> Process:

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from engines import Engines, settled
 from prometheus_client.parser import text_string_to_metric_families
+from stacks import lasting_port
 
 from kvferry.daemon.metrics import families
 from kvferry.daemon.stack import Stack
@@ -114,9 +115,7 @@ def test_the_default_metrics_port_may_be_anothers() -> None:
         with contextlib.suppress(OSError):  # somebody else has it: as good
             taken.bind(("127.0.0.1", 9470))
             taken.listen()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            listen = f"127.0.0.1:{probe.getsockname()[1]}"
+        listen = f"127.0.0.1:{lasting_port()}"
         path = os.path.join(stack.folder, "d.sock")
         process = stack.start("d", ["serve", "--role", "decode", "--listen", listen, "--socket", path])
         with grpc.insecure_channel(stack.ready(process), [("grpc.enable_http_proxy", 0)]) as channel:

@@ -1,0 +1,32 @@
+"""Credits go back in groups, and none is kept once nothing would complete its group."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.transfer.credit_groups import GROUPS, CreditGroups
+from kvferry.transfer.slots import Credit
+
+
+@pytest.mark.parametrize("slots", [1, 3, 4, 7, 8, 16, 1024])
+def test_a_ranks_slots_go_back_in_a_few_messages(slots: int) -> None:
+    groups = CreditGroups(slots, 1)
+    credits = [Credit(slot, 1) for slot in range(slots)]
+    messages = [group for credit in credits if (group := groups.add(credit))]
+    assert len(messages) == (slots if slots < GROUPS else slots // (slots // GROUPS))
+    assert len(groups) == slots - sum(map(len, messages)) < max(1, slots / GROUPS)
+    assert [credit for group in messages for credit in group] + groups.rest() == credits
+    assert (len(groups), groups.rest()) == (0, [])
+
+
+def test_a_rank_waits_for_no_other() -> None:
+    groups = CreditGroups(8, 2)
+    assert [groups.add(Credit(slot, 5)) for slot in (0, 8)] == [[], []]
+    assert groups.add(Credit(9, 5)) == [Credit(8, 5), Credit(9, 5)]
+    assert groups.rest() == [Credit(0, 5)]
+
+
+@pytest.mark.parametrize(("slots", "ranks"), [(0, 1), (1, 0)])
+def test_what_cannot_be(slots: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"slots is {slots} and ranks {ranks}, must be at least 1"):
+        CreditGroups(slots, ranks)

@@ -1,0 +1,43 @@
+"""Which credits go back to the sender now: several in a message, since a message costs both daemons more than it says.
+
+The sender is never left waiting for what is kept here. Of each rank fewer than a quarter of its slots' credits are
+kept; the others are with the sender or in parts, each of which gives one back, and so brings the group to its size.
+"""
+
+from __future__ import annotations
+
+from kvferry.transfer.slots import Credit
+
+GROUPS = 4  # a rank's slots are given back in as many messages
+
+
+class CreditGroups:
+    """One per receiver. slots: of each rank."""
+
+    def __init__(self, slots: int, ranks: int) -> None:
+        if slots < 1 or ranks < 1:
+            raise ValueError(f"slots is {slots} and ranks {ranks}, must be at least 1")
+        self._slots = slots
+        self._size = max(1, slots // GROUPS)
+        self._waiting: list[list[Credit]] = [[] for _ in range(ranks)]
+
+    def __len__(self) -> int:
+        """Those that are kept."""
+        return sum(map(len, self._waiting))
+
+    def add(self, credit: Credit) -> list[Credit]:
+        """The group that it completes, to be sent now; else nothing."""
+        waiting = self._waiting[credit.slot // self._slots]
+        waiting.append(credit)
+        if len(waiting) < self._size:
+            return []
+        group = waiting.copy()
+        waiting.clear()
+        return group
+
+    def rest(self) -> list[Credit]:
+        """All that are kept, to be sent now: no transfer is open, and nobody would add to them."""
+        kept = [credit for waiting in self._waiting for credit in waiting]
+        for waiting in self._waiting:
+            waiting.clear()
+        return kept
