@@ -13,6 +13,7 @@ from kvferry.daemon import config_sources
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.values import ConfigError
 from kvferry.logs import LOG_FORMAT
+from kvferry.pauses import short_collections
 
 add_arguments = config_sources.add_arguments
 
@@ -47,4 +48,5 @@ async def _serve(config: DaemonConfig) -> None:
         daemon.discard()
         raise
     print(f"ready: daemon {daemon.address}", flush=True)
-    await daemon.run_until_stopped()
+    with short_collections():
+        await daemon.run_until_stopped()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import signal
 import sys
 import threading
@@ -40,6 +39,7 @@ from kvferry.loadgen.runner import Closed, Conversation, Open, RunRecord
 from kvferry.loadgen.runner import run as run_conversations
 from kvferry.loadgen.scripts import Workload, WorkloadError
 from kvferry.loadgen.tables import console, print_comparison, print_tables
+from kvferry.pauses import short_collections
 
 __all__ = ["add_arguments", "run"]
 
@@ -94,7 +94,7 @@ async def _run(args: argparse.Namespace) -> Measured:
             turns -= sum(map(workload.turns, range(args.warm_up)))
         before = await read_daemons(args.stats, tls)
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        with Live(Console(stderr=True), turns) as live, _stopped_by_signals() as stop, _short_collections():
+        with Live(Console(stderr=True), turns) as live, _stopped_by_signals() as stop, short_collections():
             record = await run_conversations(
                 client, conversations, loop, on_turn=live.on_turn, seconds=args.seconds, stop=stop
             )
@@ -140,17 +140,6 @@ def _stopped_by_signals() -> Iterator[asyncio.Event]:
         yield stop
     finally:
         restore()
-
-
-@contextlib.contextmanager
-def _short_collections() -> Iterator[None]:
-    """A full one looks at all that was imported and made before: tens of milliseconds in which nothing is sent."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 async def _warm_up(client: Client, conversations: list[Conversation], loop: Closed | Open) -> int:

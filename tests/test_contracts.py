@@ -99,6 +99,7 @@ CLIENT = (
     "kvferry.flags",
     "kvferry.listening",
     "kvferry.logs",
+    "kvferry.pauses",
     "kvferry.tracing",
     "kvferry.transfer",
     "kvferry.transfer.geometry",

@@ -11,6 +11,7 @@ import sys
 from kvferry import flags, listening, tracing
 from kvferry.channels import ChannelError, add_tls_arguments, tls_of
 from kvferry.logs import LOG_FORMAT
+from kvferry.pauses import short_collections
 from kvferry.workers import front_vllm_server
 from kvferry.workers.front_server import FrontConfig, serve
 from kvferry.workers.front_service import ServiceConfig
@@ -179,7 +180,8 @@ async def _serve(config: FrontConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(config, stop=stop, ready=lambda address: print(f"ready: front {address}", flush=True))
+    with short_collections():
+        await serve(config, stop=stop, ready=lambda address: print(f"ready: front {address}", flush=True))
 
 
 def _at_least_one(text: str) -> float:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from kvferry.pauses import short_collections
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
 from kvferry.workers.client import DaemonClient
 from kvferry.workers.compute import BatchCompute, Compute
@@ -92,7 +93,8 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
         if not any(end.done() for end in ends):
             serving = await _listen(config, service)
             print(f"ready: {_what(config.role)} worker {config.listen.rpartition(':')[0]}:{serving.port}", flush=True)
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            with short_collections():
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await serving.enter_graceful_shutdown()
             await jobs.drain(config.grace_s if not client.gone.done() else 0)
             await worker.close()
