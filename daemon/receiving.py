@@ -170,7 +170,7 @@ class ReceivingSession(Session):
             self.parts.scatter(scatter, done)
 
     def _scattered(self, result: ScatterResult) -> None:
-        # The credit goes first: the sender can refill the slot while the pages are published.
+        # Credits go first: the sender can refill the slots while the pages are published.
         self._give_back(result.credit)
         self._counters.pages += len(result.arrived)
         if result.arrived:

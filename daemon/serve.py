@@ -47,6 +47,6 @@ async def _serve(config: DaemonConfig) -> None:
     except BaseException:
         daemon.discard()
         raise
-    print(f"ready: daemon {daemon.address}", flush=True)
     with short_collections():
+        print(f"ready: daemon {daemon.address}", flush=True)
         await daemon.run_until_stopped()

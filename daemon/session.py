@@ -40,6 +40,7 @@ OUTGOING = 8192  # messages that may wait for the stream
 OUTGOING_BYTES = 32 << 20  # likewise
 START_SECONDS = 20.0  # for both couriers to start and to connect
 POST_SECONDS = 15.0  # for one write of a slot; UCX's own timeout is 3 s
+LAST_LOOK_SECONDS = 0.05  # before a peer counts as lost: what it said while this process stood still is read first
 STOP_SECONDS = 10.0  # for a killed courier to be reaped
 
 
@@ -279,13 +280,17 @@ class Session:
         """Ends the session when the peer says nothing for too long; a deadline for each read would cost every message
         a task and a timer."""
         clock = asyncio.get_running_loop().time
-        while (left := self._heard + self._times.lost - clock()) > 0:
-            await asyncio.sleep(left)
+        heard = -1.0
+        while heard != self._heard:
+            while (left := self._heard + self._times.lost - clock()) > 0:
+                await asyncio.sleep(left)
+            heard = self._heard
+            await asyncio.sleep(LAST_LOOK_SECONDS)
         raise SessionBroken(f"nothing was heard from {self.remote} for {self._times.lost} s")
 
     async def _read(self, stream: Duplex) -> None:
         clock = asyncio.get_running_loop().time
-        while not self.closed:
+        while True:
             try:
                 message = await stream.read()
             except grpc.aio.AioRpcError as error:

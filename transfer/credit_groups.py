@@ -1,14 +1,15 @@
-"""Which credits go back to the sender now: several in a message, since a message costs both daemons more than it says.
+"""Which credits go back to the sender now: several in a message, since to send and read one costs both daemons far
+more time than its few bytes.
 
-The sender is never left waiting for what is kept here. Of each rank fewer than a quarter of its slots' credits are
-kept; the others are with the sender or in parts, each of which gives one back, and so brings the group to its size.
+The sender is never left waiting for what is kept here, which is fewer than a quarter of a rank's credits: the others
+are in parts on their way, or with the sender, which can then go on.
 """
 
 from __future__ import annotations
 
 from kvferry.transfer.slots import Credit
 
-GROUPS = 4  # a rank's slots are given back in as many messages
+GROUPS = 4  # of a rank's slots; with fewer than twice as many slots each goes back by itself
 
 
 class CreditGroups:
@@ -36,7 +37,7 @@ class CreditGroups:
         return group
 
     def rest(self) -> list[Credit]:
-        """All that are kept, to be sent now: no transfer is open, and nobody would add to them."""
+        """All that are kept, to be sent now. For when no transfer is open: the next begins with every slot."""
         kept = [credit for waiting in self._waiting for credit in waiting]
         for waiting in self._waiting:
             waiting.clear()

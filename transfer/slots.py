@@ -189,7 +189,7 @@ class CreditTable:
 
     @property
     def granted(self) -> int:
-        """Slots whose credit is out and unspent, as far as the receiver knows."""
+        """Slots whose credit is out, or waits for its group, and is unspent as far as the receiver knows."""
         return self._granted
 
     @property

@@ -21,17 +21,20 @@ def shm_dir_of(stack: Stack) -> str:
 
 
 def lasting_port(host: str = "127.0.0.1") -> int:
-    """A free port that no outgoing connection is given meanwhile: a process that ended finds it free again."""
+    """A free port that nobody is given by chance: a process that ended finds it free again. Above those of couriers,
+    below those of outgoing connections."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as range_:
         outgoing = int(range_.read().split()[0])
     while True:
-        port = random.SystemRandom().randrange(10_000, max(outgoing, 10_100))
+        port = random.SystemRandom().randrange(26_000, max(outgoing, 27_000))
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))
             except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:  # the host is another network's
+                if error.errno == errno.EADDRINUSE:
                     continue
+                if error.errno != errno.EADDRNOTAVAIL:  # the host is another network's
+                    raise
         return port
 
 

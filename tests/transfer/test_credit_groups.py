@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.transfer.credit_groups import GROUPS, CreditGroups
+from kvferry.transfer.credit_groups import CreditGroups
 from kvferry.transfer.slots import Credit
 
 
-@pytest.mark.parametrize("slots", [1, 3, 4, 7, 8, 16, 1024])
-def test_a_ranks_slots_go_back_in_a_few_messages(slots: int) -> None:
+@pytest.mark.parametrize(
+    ("slots", "expected"), [(1, 1), (3, 3), (4, 4), (7, 7), (8, 4), (11, 5), (13, 4), (16, 4), (1024, 4)]
+)
+def test_many_slots_go_back_in_a_few_messages(slots: int, expected: int) -> None:
     groups = CreditGroups(slots, 1)
     credits = [Credit(slot, 1) for slot in range(slots)]
     messages = [group for credit in credits if (group := groups.add(credit))]
-    assert len(messages) == (slots if slots < GROUPS else slots // (slots // GROUPS))
-    assert len(groups) == slots - sum(map(len, messages)) < max(1, slots / GROUPS)
+    assert len(messages) == expected
+    assert len(groups) < max(1, slots / 4), "fewer than a quarter are kept"
     assert [credit for group in messages for credit in group] + groups.rest() == credits
     assert (len(groups), groups.rest()) == (0, [])
 

@@ -162,6 +162,7 @@ class Loop:
         self.wire_bytes = 0
         self.session_over = False
         self.ended_while_copying = 0
+        self.kept_credits = 0  # times that some were
 
     # what pages hold
 
@@ -319,6 +320,7 @@ class Loop:
         if group := self.groups.add(credit):
             self.control.append(group)
         self.give_back_the_rest()
+        self.kept_credits += len(self.groups) > 0
 
     def give_back_the_rest(self) -> None:
         if not self.receiver.transfers() and (rest := self.groups.rest()):
@@ -598,6 +600,7 @@ def test_seeds_do_what_they_are_for() -> None:
     assert sum(loop.receiver.counts.stale_notifications for loop in loops) > 200
     assert sum(m.ended for loop in loops for m in loop.moving.values()) > 100
     assert sum(loop.ended_while_copying for loop in loops) > 20
+    assert sum(loop.kept_credits for loop in loops) > 20
     early = [play_seed(seed, notice_may_overtake=True) for seed in range(40)]
     assert sum(loop.session_over for loop in early) > 5
 
