@@ -93,7 +93,8 @@ async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Com
         if not any(end.done() for end in ends):
             serving = await _listen(config, service)
             with short_collections():
-                print(f"ready: {_what(config.role)} worker {config.listen.rpartition(':')[0]}:{serving.port}", flush=True)
+                host = config.listen.rpartition(":")[0]
+                print(f"ready: {_what(config.role)} worker {host}:{serving.port}", flush=True)
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await serving.enter_graceful_shutdown()
             await jobs.drain(config.grace_s if not client.gone.done() else 0)
