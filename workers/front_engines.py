@@ -211,6 +211,16 @@ class EngineLink:
         await self._channel.close(None)
 
 
+async def _described(link: EngineLink) -> EngineFacts:
+    """One that is up may be late once, for instance while it compiles kernels. Raises as `EngineLink.describe`."""
+    try:
+        return await link.describe()
+    except grpc.aio.AioRpcError as error:
+        if not link.up or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+    return await link.describe()
+
+
 class Engines:
     """All servers. They are found, and found again, in the background.
 
@@ -279,7 +289,7 @@ class Engines:
             link.recheck.clear()
             was_up = link.up
             try:
-                link.facts = await link.describe()
+                link.facts = await _described(link)
                 link.answers = True
                 await self._settle()
             except grpc.aio.AioRpcError as error:

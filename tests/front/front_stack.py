@@ -75,6 +75,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         self.local_prefill_max_tokens = 0
         self.reply: Callable[[Sequence[int]], list[int]] = echo_reply
         self.before: Callable[[], Awaitable[None]] | None = None  # runs before a request's work
+        self.at_describe: Callable[[], Awaitable[None]] | None = None
         self.at_handover: Callable[[], Awaitable[None]] | None = None  # of prefill: runs when decode goes on
         self.at_start: Callable[[], Awaitable[None]] | None = None  # of decode: runs behind Started
         self.between: Callable[[], Awaitable[None]] | None = None  # runs after each output token
@@ -115,6 +116,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
             self.server = None
 
     async def Describe(self, request: Any, context: Any) -> engine_pb2.DescribeReply:
+        await self._call(self.at_describe)
         geometry = common_pb2.Geometry(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_size=self.page_size)
         return engine_pb2.DescribeReply(
             role=self.role,

@@ -14,6 +14,8 @@ import openai
 import pytest
 from front_stack import MODEL, Fault, Server, Stack
 
+from kvferry.workers import front_engines
+
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 
 
@@ -284,3 +286,28 @@ def test_servers_of_which_no_two_fit_are_named_with_what_differs() -> None:
 def stack_error(stack: Stack) -> str:
     error: str = httpx.get(f"{stack.url}/kvferry/stats").json()["decode"][1]["error"]
     return error
+
+
+def test_a_server_may_be_late_once_to_say_that_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_engines, "DESCRIBE_DEADLINE_S", 0.5)
+    monkeypatch.setattr(front_engines, "RECHECK_S", 0.05)
+    with Stack() as stack:
+        prefill, calls, late = stack.prefill[0], 0, 1
+
+        async def late_then_not() -> None:
+            nonlocal calls
+            calls += 1
+            if calls % (late + 1) != 0:
+                await asyncio.sleep(5)
+
+        def down() -> bool:
+            return httpx.get(f"{stack.url}/health").status_code == 503
+
+        prefill.at_describe = late_then_not
+        until(lambda: down() or calls >= 4, "it was late twice, and not in between")
+        assert not down()
+        late = 2
+        until(down, "late twice on end, it is down")
+        prefill.at_describe = None
+        until(lambda: not down(), "it is up again")
+        assert post(stack).status_code == 200
