@@ -172,8 +172,11 @@ class PrefillRequests:
         fresh = prompt.pages[prompt.tree_pages : full]
         duplicates = self._supply.holds.extend(prompt.hold, digests, fresh, prompt.tree_pages, PROMPT)
         prompt.tree_pages = full
-        given = set(fresh) - set(duplicates)
-        prompt.private = [page for page in prompt.private if page not in given]
+        if not duplicates and prompt.private[: len(fresh)] == fresh:  # almost always: the send waits for no loop
+            prompt.private = prompt.private[len(fresh) :]
+        else:
+            given = set(fresh) - set(duplicates)
+            prompt.private = [page for page in prompt.private if page not in given]
 
     # -- asks ----------------------------------------------------------------------------------------------------
 
