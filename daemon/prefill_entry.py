@@ -23,7 +23,8 @@ class Prompt:
     keep: bool  # its pages enter the tree
     queued: bool = False  # waits for pages
     begun: bool = False  # the worker knows its pages
-    private: list[int] = field(default_factory=list)  # of its pages, those that are not the tree's
+    # Of its pages, those that are not the tree's: where another was first, then all behind `tree_pages`.
+    private: list[int] = field(default_factory=list)
     tree_pages: int = 0  # leading digests that are in the tree and under the lock
     computed: int = 0  # tokens
     pages_ready: int = 0

@@ -171,12 +171,12 @@ class PrefillRequests:
             return
         fresh = prompt.pages[prompt.tree_pages : full]
         duplicates = self._supply.holds.extend(prompt.hold, digests, fresh, prompt.tree_pages, PROMPT)
+        # No loop over pages: the send waits for this.
+        others_first = len(prompt.private) - (len(prompt.pages) - prompt.tree_pages)
+        published = slice(others_first, others_first + len(fresh))
+        assert prompt.private[published] == fresh, "private pages are not in the prompt's order"
+        prompt.private[published] = duplicates
         prompt.tree_pages = full
-        if not duplicates and prompt.private[: len(fresh)] == fresh:  # almost always: the send waits for no loop
-            prompt.private = prompt.private[len(fresh) :]
-        else:
-            given = set(fresh) - set(duplicates)
-            prompt.private = [page for page in prompt.private if page not in given]
 
     # -- asks ----------------------------------------------------------------------------------------------------
 

@@ -105,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         tracing.configure("kvferry-front", args.otel)
-        return _run(args, host, port)
+        with short_collections():
+            return _run(args, host, port)
     except tracing.TracingError as error:
         print(f"kvferry front: {error}", file=sys.stderr)
         return 2
@@ -180,8 +181,7 @@ async def _serve(config: FrontConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    with short_collections():
-        await serve(config, stop=stop, ready=lambda address: print(f"ready: front {address}", flush=True))
+    await serve(config, stop=stop, ready=lambda address: print(f"ready: front {address}", flush=True))
 
 
 def _at_least_one(text: str) -> float:

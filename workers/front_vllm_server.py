@@ -9,7 +9,6 @@ import time
 
 import httpx
 
-from kvferry.pauses import short_collections
 from kvferry.workers.front_connections import most_connections
 from kvferry.workers.front_server import address_of, listen, serve_app
 from kvferry.workers.front_vllm import VllmConfig, VllmFront
@@ -38,16 +37,15 @@ async def _serve(config: VllmConfig, host: str, port: int, wait_s: float, grace_
     async def tell() -> None:
         await _tell(front, wait_s, address_of(listener))
 
-    with short_collections():
-        await serve_app(
-            create_app(front),
-            listener,
-            tell,
-            front.close,
-            stop=stop,
-            grace_s=grace_s,
-            max_connections=most_connections(config.max_requests),
-        )
+    await serve_app(
+        create_app(front),
+        listener,
+        tell,
+        front.close,
+        stop=stop,
+        grace_s=grace_s,
+        max_connections=most_connections(config.max_requests),
+    )
 
 
 async def _tell(front: VllmFront, wait_s: float, address: str) -> None:
