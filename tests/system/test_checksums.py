@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class FlippingStack(Stack):
-    """Its decode daemon meets a flipped bit in each so many-th part that it receives."""
+    """Its decode daemon meets a flipped bit in one of so many of the parts that it receives."""
 
     def __init__(self, every: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def turns_with_flips(spec: SystemSpec, every: int) -> None:
 def test_flipped_bits_are_asked_for_again_and_no_wrong_byte_is_read() -> None:
     small = ["--slot-bytes", "6000"]
     spec = SystemSpec(page_size=PAGE, decode_flags=["--checksums", "on", *small], prefill_flags=small)
-    turns_with_flips(spec, every=5)
+    turns_with_flips(spec, every=8)
 
 
 def test_a_path_that_flips_every_part_ends_in_a_clear_failure() -> None:
@@ -118,4 +118,4 @@ def test_flipped_bits_on_a_gpu() -> None:
         decode_pool_bytes=32 << 20,
         prefill_pool_bytes=32 << 20,
     )
-    turns_with_flips(spec, every=int(os.environ.get("FLIP_EVERY", "5")))
+    turns_with_flips(spec, every=int(os.environ.get("FLIP_EVERY", "8")))

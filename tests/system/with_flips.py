@@ -1,12 +1,13 @@
 """`python with_flips.py COMMAND ...`: kvferry's command line in this process, in which a bit of some received parts
-flips in the slot, after NIXL has written it and before it is copied out. The environment's FLIP_EVERY says which: each
-so many-th part, all with 1. A command is `PYTHON -m kvferry WORDS`, as `Stack.start` puts it behind a prefix.
+flips in the slot, after NIXL has written it and before it is copied out. The environment's FLIP_EVERY says which: one
+of so many, by chance, all with 1. Not by count: transfers with that many parts left would lose the same one each time.
+A command is `PYTHON -m kvferry WORDS`, as `Stack.start` puts it behind a prefix.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
+import random
 import sys
 
 from kvferry.daemon.gpu_memory import GpuPartCopies
@@ -16,7 +17,7 @@ from kvferry.transfer.receiver import Scatter
 from kvferry.transfer.slots import HEADER_BYTES
 
 EVERY = int(os.environ.get("FLIP_EVERY", "3"))
-numbers = itertools.count(1)
+chance = random.Random(EVERY)
 
 
 def flip_on_host(copies: HostPartCopies, scatter: Scatter) -> None:
@@ -33,13 +34,13 @@ host_scatter, gpu_scatter = HostPartCopies.scatter_summed, GpuPartCopies.scatter
 
 
 def on_host(copies: HostPartCopies, scatter: Scatter, done: SummedEnd) -> None:
-    if next(numbers) % EVERY == 0:
+    if chance.randrange(EVERY) == 0:
         flip_on_host(copies, scatter)
     host_scatter(copies, scatter, done)
 
 
 def on_gpu(copies: GpuPartCopies, scatter: Scatter, done: SummedEnd) -> None:
-    if next(numbers) % EVERY == 0:
+    if chance.randrange(EVERY) == 0:
         flip_on_gpu(copies, scatter)
     gpu_scatter(copies, scatter, done)
 
