@@ -105,7 +105,7 @@ types: venv
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvferry
 	@ln -s $(addprefix $(CURDIR)/,$(PACKAGES) $(wildcard package/kvferry/*.py package/kvferry/*.pyi package/kvferry/py.typed)) $(TYPED)/kvferry/
 	cd $(TYPED) && MYPYPATH=. $(abspath $(BIN))/python -m mypy --strict --cache-dir=$(CURDIR)/.mypy_cache --follow-imports=silent --config-file $(CURDIR)/pyproject.toml \
-	  -m kvferry -m kvferry.__main__ -m kvferry._core $(addprefix -m kvferry.,channels flags listening logs pauses tracing waiting) $(addprefix -p kvferry.,$(filter-out proto,$(PACKAGES)))
+	  -m kvferry -m kvferry._core $(patsubst package/kvferry/%.py,-m kvferry.%,$(filter-out %/__init__.py,$(wildcard package/kvferry/*.py))) $(addprefix -p kvferry.,$(filter-out proto,$(PACKAGES)))
 
 proto: venv
 	PYTHON=$(BIN)/python proto/generate.sh

@@ -9,7 +9,7 @@ import re
 import stat
 import tempfile
 
-from kvferry import flags
+from kvferry import addresses, flags
 from kvferry.proto.limits import MAX_NAME_CHARS
 
 _SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
@@ -52,10 +52,10 @@ def parse_device(text: str) -> tuple[int, ...]:
 
 def parse_address(text: str) -> tuple[str, int]:
     """(host, port) of "host:port" or "[v6]:port". Raises ConfigError."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ConfigError(f"address {text!r} is not HOST:PORT with a port of 0 to 65535")
-    return host.strip("[]"), int(port)
+    try:
+        return addresses.split(text)
+    except ValueError as error:
+        raise ConfigError(f"address {text!r} is not {error}") from error
 
 
 def is_name(text: str) -> bool:

@@ -6,6 +6,8 @@ import argparse
 import ipaddress
 from typing import NamedTuple
 
+from kvferry import addresses
+
 
 class Listen(NamedTuple):
     """As text HOST:PORT again, [V6]:PORT of an address of IPv6."""
@@ -19,10 +21,10 @@ class Listen(NamedTuple):
 
 def listen(text: str) -> Listen:
     """A type of flags, for argparse."""
-    host, _, port = text.rpartition(":")
-    if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT with a port of 0 to 65535, got {text!r}")
-    return Listen(host.strip("[]"), int(port))
+    try:
+        return Listen(*addresses.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be {error}, got {text!r}") from error
 
 
 def is_loopback(host: str) -> bool:

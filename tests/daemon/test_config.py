@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -51,9 +52,28 @@ def test_sizes_without_their_byte_are_guessed_at(text: str, meant: str) -> None:
 def test_addresses() -> None:
     assert parse_address("127.0.0.1:7070") == ("127.0.0.1", 7070)
     assert parse_address("[::1]:7070") == ("::1", 7070)
-    for text in ("7070", "host", "host:", ":7070", "host:70700", "host:x"):
-        with pytest.raises(ConfigError, match="HOST:PORT"):
+    assert parse_address("[fe80::1%eth0]:7070") == ("fe80::1%eth0", 7070)
+    assert parse_address("*:7070") == ("*", 7070)  # as ZeroMQ has it
+    none = [
+        "7070",
+        "host",
+        "host:",
+        ":7070",
+        "host:70700",
+        "host:x",
+        "host:²",
+        "host:٣",
+        "host:-1",
+        "host:" + 9999 * "0",
+    ]
+    none += ["a:1,b=c:2", "a,b:1", "a b:1", "a\0b:1", "a/b:1", "user@host:1", "[host]:1", "[]:1", "[::1:1", "::1]:1"]
+    none += ["[::1]:1,q=h:2", "::1:7070", "[127.0.0.1]:1"]
+    for text in none:
+        with pytest.raises(ConfigError, match=r"is not HOST:PORT with a port of 0 to 65535") as refused:
             parse_address(text)
+        assert len(str(refused.value)) < len(text) + 200
+    with pytest.raises(ConfigError, match=re.escape("of 0 to 65535 (of IPv6: [HOST]:PORT)")):
+        parse_address("::1:7070")
 
 
 def test_defaults_follow_the_role() -> None:
