@@ -16,6 +16,7 @@ import grpc
 from kvferry.daemon.admin_service import DUMP_NODES, MAX_DUMP_NODES
 from kvferry.daemon.find_daemon import NoDaemon, default_socket
 from kvferry.daemon.pins import MAX_PIN_SECONDS
+from kvferry.flags import is_whole
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
@@ -190,7 +191,7 @@ def _unpin_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _unpin(args: argparse.Namespace, channel: grpc.Channel) -> None:
-    if args.pin != "all" and not (args.pin.isascii() and args.pin.isdigit() and 1 <= int(args.pin) < 1 << 64):
+    if args.pin != "all" and not (is_whole(args.pin, 20) and 1 <= int(args.pin) < 1 << 64):
         raise UsageError(f"PIN is {args.pin!r}; it must be a pin's number or `all`")
     number = 0 if args.pin == "all" else int(args.pin)
     request = admin.UnpinRequest(role=_role(args), pin=number)

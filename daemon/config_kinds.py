@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from kvferry.daemon.namespaces import Quota
 from kvferry.daemon.tls_names import parse_tls_peers
 from kvferry.daemon.values import ConfigError, is_name, parse_address, parse_device, parse_size
+from kvferry.flags import is_whole
 from kvferry.proto.limits import MAX_NAME_CHARS
 from kvferry.radix.policy import policy_names
 
@@ -22,7 +23,7 @@ def parse_quota(text: str) -> tuple[str, Quota]:
     """
     namespace, _, numbers = text.partition("=")
     parts = numbers.split(":")
-    if len(parts) not in (2, 4) or not all(part.isdigit() and len(part) <= 12 for part in parts):
+    if len(parts) not in (2, 4) or not all(is_whole(part, 12) for part in parts):
         raise ConfigError(f"quota {text!r} is not NAMESPACE=SOFT:HARD[:HOST_SOFT:HOST_HARD] with numbers of pages")
     try:
         return namespace.lower(), Quota(*map(int, parts))
@@ -99,7 +100,7 @@ def _ports(value: object) -> object:
     if not isinstance(value, str):
         return value
     first, _, last = value.partition("-")
-    if not (first.isdigit() and last.isdigit() and 1024 <= int(first) <= int(last) <= 65535):
+    if not (is_whole(first, 5) and is_whole(last, 5) and 1024 <= int(first) <= int(last) <= 65535):
         raise ConfigError(f"ports {value!r} are not FIRST-LAST within 1024-65535")
     return int(first), int(last)
 

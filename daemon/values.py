@@ -12,8 +12,8 @@ import tempfile
 from kvferry import addresses, flags
 from kvferry.proto.limits import MAX_NAME_CHARS
 
-_SIZE = re.compile(r"^\s*(\d+)\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
-_HALF_SIZE = re.compile(r"^\s*(\d+)\s*([KMGT])i?\s*$", re.IGNORECASE)  # as other programs take them
+_SIZE = re.compile(r"^\s*([0-9]{1,20})\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
+_HALF_SIZE = re.compile(r"^\s*([0-9]{1,20})\s*([KMGT])i?\s*$", re.IGNORECASE)  # as other programs take them
 _DAEMONS_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}

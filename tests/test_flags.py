@@ -39,7 +39,10 @@ def test_taken(parse: Parse, text: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("parse", "text", "message"),
     [
-        *((flags.whole, text, "must be a whole number >= 1, got") for text in ("0", "-1", "1.5", "", " 1", "1_0", "²")),
+        *(
+            (flags.whole, text, "must be a whole number >= 1, got")
+            for text in ("0", "-1", "1.5", "", " 1", "1_0", "²", "٣", 5000 * "1")
+        ),
         (flags.whole_or_0, "-1", "must be a whole number >= 0, got '-1'"),
         (flags.at_least(7), "6", "must be a whole number >= 7, got '6'"),
         *((flags.not_negative, text, "must be a number >= 0, got") for text in ("-1", "nan", "inf", "x", "")),

@@ -11,11 +11,16 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
+def is_whole(text: str, digits: int) -> bool:
+    """Whether it is a number of so many digits at most: of ASCII, and never more than `int` takes."""
+    return re.fullmatch(f"[0-9]{{1,{digits}}}", text) is not None
+
+
 def at_least(bound: int) -> Callable[[str], int]:
     """A whole number."""
 
     def parse(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or int(text) < bound:
+        if not is_whole(text, 20) or int(text) < bound:
             raise argparse.ArgumentTypeError(f"must be a whole number >= {bound}, got {text!r}")
         return int(text)
 

@@ -36,7 +36,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5GiB", "GiB", "8 parsecs"])
+@pytest.mark.parametrize("text", ["", "-1", "1.5GiB", "GiB", "8 parsecs", "²", "٣MiB", 5000 * "9"])
 def test_sizes_that_cannot_be(text: str) -> None:
     with pytest.raises(ConfigError, match="size"):
         parse_size(text)
@@ -119,6 +119,7 @@ def test_defaults_follow_the_role() -> None:
         (["--pool-bytes", "0"], "--pool-bytes is 0; it must be 1 to 256TiB"),
         (["--transfer-seconds", "0"], "--transfer-seconds is 0; it must be 0.05 to 3600"),
         (["--ucx-ports", "80-90"], "--ucx-ports: ports '80-90' are not FIRST-LAST"),
+        (["--ucx-ports", "٢٠٠٠-3000"], "--ucx-ports: ports '٢٠٠٠-3000' are not FIRST-LAST"),
         (
             ["--peer-lost-seconds", "0.9"],
             "--peer-lost-seconds is 0.9; it must be at least twice --heartbeat-seconds, 0.5",

@@ -238,6 +238,7 @@ def test_pages_of_the_host_tier(module_target: Target, tokens_file: str) -> None
         (["dump", "--limit", "10001"], 2, "--limit is 10001; it must be 1 to 10000"),
         (["unpin", "first"], 2, "PIN is 'first'"),
         (["unpin", "0"], 2, "PIN is '0'"),
+        (["unpin", 5000 * "1"], 2, "PIN is '1111"),
         (["unpin"], 2, "PIN"),
         (["pin", "--seconds", "9"], 2, "--digests"),
         (["pin", "--digests", "00" * 32], 2, "--seconds"),
