@@ -16,7 +16,12 @@ from kvferry.daemon.system import Replica
 from kvferry.proto import cache_pb2, common_pb2, engine_pb2
 from kvferry.proto.engine_pb2_grpc import EngineStub
 
-OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20)]
+OPTIONS = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    # Ports come again: nobody inherits the back-off of a channel to a process of another test.
+    ("grpc.use_local_subchannel_pool", 1),
+]
 
 
 @dataclass
