@@ -67,7 +67,7 @@ class Stack:
     ) -> Process:
         """`kvferry WORDS` in a process of its own; `prefix` is a command that runs another one, like `nice`."""
         log_path = os.path.join(self.folder, f"{name}-{len(self.processes)}.log")
-        with open(log_path, "w") as log:
+        with open(log_path, "a") as log:  # what `_read` adds is not written over
             popen = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "kvferry", *words],
                 stdout=subprocess.PIPE,
@@ -134,7 +134,7 @@ def _read(process: Process) -> None:
     assert process.popen.stdout is not None
     with open(process.log_path, "a") as log:
         for line in process.popen.stdout:
-            if line.startswith("ready: "):
-                process.addresses.put(line.split()[-1])
             log.write(line)
             log.flush()
+            if line.startswith("ready: "):
+                process.addresses.put(line.split()[-1])

@@ -7,7 +7,7 @@ import re
 
 FORM = "HOST:PORT with a port of 0 to 65535"
 # A host is a name, an address of IPv4, or one of IPv6 in brackets. What separates addresses in lists is in none.
-_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^\s:,;=/@\[\]]+)):(?P<port>[0-9]{1,5})")
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\s,;=/@\[\]]+)\]|(?P<host>[^\s:,;=/@\[\]]+)):(?P<port>[0-9]{1,5})")
 
 
 def split(text: str) -> tuple[str, int]:

@@ -67,7 +67,7 @@ def test_addresses() -> None:
         "host:" + 9999 * "0",
     ]
     none += ["a:1,b=c:2", "a,b:1", "a b:1", "a\0b:1", "a/b:1", "user@host:1", "[host]:1", "[]:1", "[::1:1", "::1]:1"]
-    none += ["[::1]:1,q=h:2", "::1:7070", "[127.0.0.1]:1"]
+    none += ["[::1]:1,q=h:2", "[::1%a,b]:1", "[::1%a=b]:1", "::1:7070", "[127.0.0.1]:1"]
     for text in none:
         with pytest.raises(ConfigError, match=r"is not HOST:PORT with a port of 0 to 65535") as refused:
             parse_address(text)
