@@ -51,7 +51,8 @@ class PartCopies(Protocol):
         and the session must end."""
 
     def read_header(self, receive_slot: int) -> Buffer:
-        """The first HEADER_BYTES of a slot that was written. OSError as above."""
+        """The first HEADER_BYTES of a slot in host memory that was written; the courier tells those of slots on GPUs,
+        and OSError says that it did not."""
 
     def close(self) -> None:
         """No copy runs; the courier and its slots go next."""

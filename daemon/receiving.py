@@ -127,7 +127,7 @@ class ReceivingSession(Session):
         assert isinstance(event, Notification), "a receiving session posts nothing"
         counts = self.receiver.counts
         dropped, stale = counts.dropped_parts, counts.stale_notifications
-        actions = self.receiver.notification(event.payload, self.parts.read_header)
+        actions = self.receiver.notification(event.payload, lambda slot: event.header or self.parts.read_header(slot))
         self._counters.dropped_parts += counts.dropped_parts - dropped
         self._counters.stale_notifications += counts.stale_notifications - stale
         for action in actions:

@@ -269,7 +269,8 @@ class Courier:
             self._progress()
             for payload in payloads:
                 check_range("the peer's notification's length", len(payload), 1, MAX_NOTIFICATION_BYTES)
-                self._send(Notification(payload))
+                header = self._memory.header_named_by(payload) if isinstance(self._memory, OwnSlots) else b""
+                self._send(Notification(payload, header))
 
     def _send(self, event: Started | CourierEvent) -> None:
         if len(self._unsent) >= MAX_UNSENT:

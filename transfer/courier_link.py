@@ -193,8 +193,8 @@ class CourierLink:
         return self._gpu_slots().send_slot(slot)
 
     def read_header(self, receive_slot: int, nbytes: int) -> bytes:
-        """The first bytes of a receive slot, of either kind."""
-        return self._any_slots().read_header(receive_slot, nbytes)
+        """The first bytes of a receive slot in host memory; those on GPUs come with the notification."""
+        return self._host_slots().read_header(receive_slot, nbytes)
 
     def write_header(self, send_slot: int, header: bytes) -> None:
         """To the start of a send slot, of either kind. It is there when this returns."""
@@ -341,6 +341,8 @@ class CourierLink:
             self._connected = True
         elif not self._connected:
             raise MessageError("event", "Notification", "none before Connected")
+        elif event.header and not self._config.devices:
+            raise MessageError("header's length", len(event.header), "0 for slots in host memory")
         self._deliver(event)
 
     def _deliver(self, event: CourierEvent) -> None:

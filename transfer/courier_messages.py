@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 MAX_METADATA_BYTES = 64 * 1024
 MAX_NOTIFICATION_BYTES = 256
+MAX_HEADER_BYTES = 64
 MAX_MESSAGE_BYTES = 4096  # of an error's text, UTF-8
 MAX_RANKS = 64
 IPC_HANDLE_BYTES = 64
@@ -138,9 +139,11 @@ class PostFailed:
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """The peer's: every byte of the write that it came with is in the receive slot."""
+    """The peer's: every byte of the write that it came with is in the receive slot. header: the first bytes of the slot
+    on a GPU that a part's notification names, read after it had come; empty for host memory, which the daemon reads."""
 
     payload: bytes
+    header: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,7 @@ _RANK_SLOTS = struct.Struct(f"<Q{IPC_HANDLE_BYTES}sQ{IPC_HANDLE_BYTES}s")
 _CONNECTED = struct.Struct("<B")
 _POST_DONE = struct.Struct("<BQ")
 _POST_FAILED = struct.Struct("<BQ")  # then the text
-_NOTIFICATION = struct.Struct("<B")  # then the payload
+_NOTIFICATION = struct.Struct("<BB")  # then the header, as long as the last field says, and the payload
 _DIED = struct.Struct("<B")  # then the text
 
 _KIND_SETUP, _KIND_CONNECT, _KIND_POST, _KIND_EXPECT = 1, 2, 3, 4
@@ -265,7 +268,8 @@ def encode_event(event: Started | CourierEvent) -> bytes:
         return _POST_DONE.pack(_KIND_POST_DONE, event.post_id)
     if isinstance(event, Notification):
         check_range("notification's length", len(event.payload), 1, MAX_NOTIFICATION_BYTES)
-        return _NOTIFICATION.pack(_KIND_NOTIFICATION) + event.payload
+        check_range("header's length", len(event.header), 0, MAX_HEADER_BYTES)
+        return _NOTIFICATION.pack(_KIND_NOTIFICATION, len(event.header)) + event.header + event.payload
     if isinstance(event, PostFailed):
         return _POST_FAILED.pack(_KIND_POST_FAILED, event.post_id) + _text(event.message)
     if isinstance(event, Started):
@@ -288,9 +292,10 @@ def decode_event(packet: bytes) -> Started | CourierEvent:
     if kind == _KIND_POST_DONE:
         return PostDone(_whole(_POST_DONE, packet)[1])
     if kind == _KIND_NOTIFICATION:
-        _, rest = _split(_NOTIFICATION, packet)
-        check_range("notification's length", len(rest), 1, MAX_NOTIFICATION_BYTES)
-        return Notification(rest)
+        (_, length), rest = _split(_NOTIFICATION, packet)
+        check_range("header's length", length, 0, MAX_HEADER_BYTES)
+        check_range("notification's length", len(rest) - length, 1, MAX_NOTIFICATION_BYTES)
+        return Notification(rest[length:], rest[:length])
     if kind == _KIND_POST_FAILED:
         (_, post_id), rest = _split(_POST_FAILED, packet)
         return PostFailed(post_id, _read_text(rest))

@@ -74,7 +74,24 @@ class OwnSlots:
     def __init__(self, setup: Setup, gpu_of: GpuOf = gpu) -> None:
         """Raises RuntimeError where a device is not there or has too little memory."""
         self._memory: list[GpuMemory] = []  # held
-        self.ranks = tuple(self._allocate(setup, gpu_of(device)) for device in setup.devices)
+        self._gpus = [gpu_of(device) for device in setup.devices]
+        self._slot_bytes = setup.slot_bytes
+        self._receive_slots = setup.receive_slots // len(setup.devices)  # a rank
+        self.ranks = tuple(self._allocate(setup, of) for of in self._gpus)
+
+    def header_named_by(self, notification: bytes) -> bytes:
+        """The header in the receive slot that a part's notification names; empty for another notification, or a slot
+        that is not there. Waits for the device, microseconds: here, where the daemon's event loop does not."""
+        from kvferry.transfer.slots import HEADER_BYTES, PartNotice, SlotError  # with kvferry._core, as `gpu`
+
+        try:
+            slot = PartNotice.unpack(notification).slot
+        except SlotError:
+            return b""
+        if not slot < self._receive_slots * len(self.ranks):
+            return b""
+        rank, index = divmod(slot, self._receive_slots)
+        return self._gpus[rank].read(self.ranks[rank].receive_address + index * self._slot_bytes, HEADER_BYTES)
 
     def _allocate(self, setup: Setup, of: SlotGpu) -> RankSlots:
         addresses, handles = [], []
@@ -130,12 +147,6 @@ class MappedSlots:
         rank, index = divmod(slot, self._counts[kind])
         address = self._mappings[kind][rank].address + index * self._slot_bytes
         return GpuSlot(rank, self._devices[rank], address, self._slot_bytes)
-
-    def read_header(self, receive_slot: int, nbytes: int) -> bytes:
-        """The slot's first bytes. Waits for the device, microseconds."""
-        slot = self.receive_slot(receive_slot)
-        check_range("nbytes", nbytes, 1, slot.nbytes)
-        return self._gpus[slot.rank].read(slot.address, nbytes)
 
     def write_header(self, send_slot: int, header: bytes) -> None:
         """To the slot's start. It is there when this returns."""

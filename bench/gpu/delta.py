@@ -13,7 +13,9 @@ bytes from GPU to GPU, measured in the same run. `NIXL` is what one NIXL WRITE o
 without kvferry, from its post to DONE, as it comes and with NIXL_UCX_SGL_ENABLE=1 (`lists`). Both GPUs compute until
 the report, as in a system at work: idle ones have slow clocks. --awake keeps the processors of a virtual machine from
 being halted, as idle=poll does on a host: a halted one takes 0.1 to 0.3 ms to wake, which is paid some ten times a
-request.
+request. It takes half of the processors for all processes, and spins on these when nobody else wants them: with all of
+them busy Linux looks for no better one when a process wakes, and the group scheduler of sessions (autogroup, which is
+off meanwhile) would give the spinning ones shares; either costs a woken process up to a timer tick, 4 ms.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import grpc.aio
 import torch
@@ -52,6 +56,7 @@ WARM_UPS = 2
 ROUNDS = 7
 BATCH = 128  # small prompts at a time
 POISON = 0x5A5A5A5A5A5A5A5A
+AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,16 +267,46 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--fragments", default=",".join(map(str, FRAGMENTS_KIB)), metavar="KIB,...")
     parser.add_argument("--awake", action="store_true", help="keep the processors from being halted")
+    parser.add_argument("--direct", choices=("on", "off"), default="on", help="also NIXL alone")
     args = parser.parse_args()
     with contextlib.ExitStack() as ended:
+        processors = f"{os.cpu_count()} processors, as they are"
         if args.awake:
-            ended.callback(halt, [spinner() for _ in range(os.cpu_count() or 1)])
-        return measure_all(args)
+            processors = ended.enter_context(awake())
+        return measure_all(args, processors)
 
 
-def spinner() -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def awake() -> Iterator[str]:
+    """Half of the processors for this process and those that it starts, kept from being halted; says so."""
+    before = os.sched_getaffinity(0)
+    taken = set(sorted(before)[: max(1, len(before) // 2)])
+    with contextlib.ExitStack() as ended:
+        groups = ended.enter_context(without_autogroup())
+        os.sched_setaffinity(0, taken)
+        ended.callback(os.sched_setaffinity, 0, before)
+        ended.callback(halt, [spinner(processor) for processor in taken])
+        yield f"{len(taken)} of {len(before)} processors, kept from being halted{groups}"
+
+
+@contextlib.contextmanager
+def without_autogroup() -> Iterator[str]:
+    try:
+        before = AUTOGROUP.read_text()
+        AUTOGROUP.write_text("0")
+    except OSError as error:
+        yield f" (autogroup is as it was: {error.strerror})"
+        return
+    try:
+        yield ""
+    finally:
+        AUTOGROUP.write_text(before)
+
+
+def spinner(processor: int) -> subprocess.Popen[bytes]:
     """A process that takes what nobody else wants of a processor."""
-    code = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+    idle = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
+    code = f"import os\n{idle}\nos.sched_setaffinity(0, {{{processor}}})\nwhile True: pass"
     return subprocess.Popen([sys.executable, "-c", code])
 
 
@@ -294,17 +329,17 @@ def quiet() -> contextlib.redirect_stdout[io.StringIO]:
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def measure_all(args: argparse.Namespace) -> int:
+def measure_all(args: argparse.Namespace, processors: str) -> int:
     """The table; 1 where a row misses what is wanted."""
     nbytes = int(args.gib * (1 << 30))
     limit = peer_copy(args.devices, nbytes)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
     print(f"{gpu}, torch {torch.__version__}, {args.slots} slots of {args.slot_bytes}")
     print(f"plain peer copy of {args.gib:g} GiB: {limit * 1e3:.2f} ms, {nbytes / limit / 1e9:.0f} GB/s")
-    awake = "kept from being halted" if args.awake else "as they are"
-    print(f"{os.cpu_count()} processors, {awake}")
+    print(processors)
     sizes = [int(kib) for kib in args.fragments.split(",")]
-    writes = direct_writes(sizes, nbytes) if "cpu" not in args.devices else {}
+    direct = args.direct == "on" and "cpu" not in args.devices
+    writes = direct_writes(sizes, nbytes) if direct else {}
     print(
         "fragment   pages  ready ms  GB/s  messages  moved  GB/s  of peer copy     wanted  NIXL  lists  "
         "stages of a part, mean us"
@@ -316,12 +351,12 @@ def measure_all(args: argparse.Namespace) -> int:
         moved_s = row.ready_s - row.messages_s
         rate, wanted = payload / moved_s / 1e9, 250 if kib >= 64 else 227
         missed += rate < wanted
-        direct = " ".join(f"{each / 1e9:5.0f}" for each in writes.get(kib, ()))
+        alone = " ".join(f"{each / 1e9:5.0f}" for each in writes.get(kib, ()))
         shown = ", ".join(f"{name} {row.stages[name] * 1e6:.0f}" for name in ("gather", "write", "scatter", "publish"))
         print(
             f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {payload / row.ready_s / 1e9:5.0f} "
             f"{row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} {rate:5.0f} {rate * limit / payload * 1e9:13.0%}   "
-            f"{wanted} {'ok' if rate >= wanted else 'MISS':4} {direct:11}  {shown}",
+            f"{wanted} {'ok' if rate >= wanted else 'MISS':4} {alone:11}  {shown}",
             flush=True,
         )
     print("every byte of the first and the last round compared, and of pages that no round named")

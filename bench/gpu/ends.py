@@ -222,11 +222,12 @@ class Receiver(Daemon):
         if not work.fragment:
             self.credit(slot)
             return
+        where = self.link.receive_gpu_slot(slot)
         if work.headers:
             begun = now()
-            self.wrong += struct.unpack_from("<Q", self.link.read_header(slot, HEADER))[0] != part
+            self.wrong += struct.unpack_from("<Q", self.engine.read(where.address, HEADER))[0] != part
             self.stages.add("read header", begun)
-        address = self.link.receive_gpu_slot(slot).address + HEADER
+        address = where.address + HEADER
         scatter = self.engine.scatter_part_summed if work.summed else self.engine.scatter_part
         begun = now()
         copy = scatter(self.layout(work.fragment), self.ids_of(part), 0, work.part, address)

@@ -26,8 +26,8 @@ for step in $STEPS; do
   case $step in
     tests) timeout 300 $PYTHON -m pytest -q -p no:cacheprovider -m gpu --continue-on-collection-errors --timeout=90 $NO_GPU_TESTS tests/system tests/transfer tests/csrc tests/connectors 2>&1 | tail -60 ;;
     delta)
-      timeout 200 $PYTHON bench/gpu/delta.py --awake 2>&1 | tee "$OUT_DIR/gpu_delta.txt"
-      timeout 200 $PYTHON bench/gpu/delta.py --fragments 8,64,2048 2>&1 | tee -a "$OUT_DIR/gpu_delta.txt"
+      timeout 200 $PYTHON bench/gpu/delta.py 2>&1 | tee "$OUT_DIR/gpu_delta.txt"
+      timeout 200 $PYTHON bench/gpu/delta.py --awake --direct off 2>&1 | tee -a "$OUT_DIR/gpu_delta.txt"
       ;;
     slots) # of the daemons: fewer and smaller ones
       for slots in "16 64MiB" "8 32MiB"; do

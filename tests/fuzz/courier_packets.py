@@ -79,6 +79,7 @@ def _seeds() -> list[bytes]:
         PostDone(1),
         PostFailed(1, "why"),
         Notification(b"notice"),
+        Notification(b"notice", bytes(HEADER_BYTES)),
         CourierDied("why"),
     )
     notice = PartNotice(7, 1, 0, 1)

@@ -21,6 +21,7 @@ from kvferry.transfer.courier_messages import (
     Notification,
     PostDone,
 )
+from kvferry.transfer.slots import HEADER_BYTES, PartNotice
 
 SLOT = 1 << 16
 PORTS = (21600, 21663)
@@ -124,14 +125,15 @@ async def check_writes(receiver: End, sender: End) -> None:
             sender.write(slot, data[slot])
             sender.link.write_header(slot, data[slot][:64])
         for slot in range(0, slots, 2):
-            sender.link.post(round_ * slots + slot, slot, slots - 1 - slot, nbytes, b"%d" % slot)
+            notice = PartNotice(epoch=1, transfer=slot, slot=slots - 1 - slot, generation=1)
+            sender.link.post(round_ * slots + slot, slot, slots - 1 - slot, nbytes, notice.pack())
         for _ in range(0, slots, 2):
             event = await receiver.next()
             assert isinstance(event, Notification)
-            slot = int(event.payload)
+            slot = PartNotice.unpack(event.payload).transfer
+            assert event.header == (data[slot][:HEADER_BYTES] if receiver.config.devices else b"")
             landed = receiver.read(slots - 1 - slot)
             assert landed == data[slot] + (POISON * (SLOT // 4096))[nbytes:]
-            assert receiver.link.read_header(slots - 1 - slot, 64) == data[slot][:64]
         done = {await sender.next() for _ in range(0, slots, 2)}
         assert done == {PostDone(round_ * slots + slot) for slot in range(0, slots, 2)}
         for slot in range(1, slots, 2):

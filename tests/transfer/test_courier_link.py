@@ -91,8 +91,9 @@ def test_one_that_says_nothing_is_ended_at_the_deadline(actor: Actor) -> None:
         ("struct.pack('<B', 18)", "event is Connected"),
         ("struct.pack('<BQ', 19, 7)", "post_id is 7"),
         ("struct.pack('<BQ', 20, 7) + b'text'", "post_id is 7"),
-        ("struct.pack('<B', 21) + b'payload'", "event is Notification"),
-        ("struct.pack('<B', 21) + b'x' * 257", "notification's length is 257"),
+        ("struct.pack('<BB', 21, 0) + b'payload'", "event is Notification"),
+        ("struct.pack('<BB', 21, 0) + b'x' * 257", "notification's length is 257"),
+        ("struct.pack('<BB', 21, 65) + b'x' * 100", "header's length is 65"),
         ("struct.pack('<B', 99)", "event's kind is 99"),
         ("b'x' * 90000", "packet's length is"),
         ("struct.pack('<B', 22) + b'I am done'", "I am done"),
@@ -113,6 +114,29 @@ def test_one_that_says_what_cannot_be_is_ended(actor: Actor, packet: str, said: 
             os.kill(link.pid, 0)
         await link.stop(SECONDS)
         assert events == [died]
+
+    asyncio.run(test())
+
+
+def test_one_of_host_slots_tells_no_headers(actor: Actor) -> None:
+    actor("""
+        s.send(started)
+        setup, connect = s.recv(4096), s.recv(4096)
+        s.send(struct.pack('<B', 18))
+        s.send(struct.pack('<BB', 21, 64) + bytes(64) + b'notice')
+        time.sleep(600)
+    """)
+
+    async def test() -> None:
+        events: list[CourierEvent] = []
+        link = await start(events)
+        link.connect(b"metadata", 4096, 1, 4096)
+        assert await until_event(events) == Connected()
+        del events[0]
+        died = await until_event(events)
+        assert isinstance(died, CourierDied)
+        assert "header's length is 64, must be 0 for slots in host memory" in died.message
+        await link.stop(SECONDS)
 
     asyncio.run(test())
 

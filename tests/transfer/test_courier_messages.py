@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.transfer.courier_messages import (
+    MAX_HEADER_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_METADATA_BYTES,
     MAX_NOTIFICATION_BYTES,
@@ -53,6 +54,7 @@ EVENTS: list[Started | CourierEvent] = [
     PostFailed((1 << 64) - 1, "ü: gone"),
     PostFailed(1, ""),
     Notification(b"\0"),
+    Notification(b"n" * MAX_NOTIFICATION_BYTES, b"h" * MAX_HEADER_BYTES),
     CourierDied("x" * MAX_MESSAGE_BYTES),
 ]
 
@@ -97,6 +99,31 @@ def test_orders_out_of_bounds(order: Order, field: str) -> None:
     with pytest.raises(MessageError) as raised:
         encode_order(order)
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("event", "field"),
+    [
+        (Notification(b""), "notification's length"),
+        (Notification(b"", b"h"), "notification's length"),
+        (Notification(b"n" * (MAX_NOTIFICATION_BYTES + 1)), "notification's length"),
+        (Notification(b"n", b"h" * (MAX_HEADER_BYTES + 1)), "header's length"),
+    ],
+)
+def test_notifications_out_of_bounds(event: Notification, field: str) -> None:
+    with pytest.raises(MessageError) as raised:
+        encode_event(event)
+    assert raised.value.field == field
+
+
+def test_a_header_longer_than_its_packet_is_refused() -> None:
+    packet = encode_event(Notification(b"notice", b"h" * 10))
+    for end in range(2, 13):
+        with pytest.raises(MessageError, match="notification's length is"):
+            decode_event(packet[:end])
+    assert decode_event(packet[:13]) == Notification(b"n", b"h" * 10)
+    with pytest.raises(MessageError, match="header's length is 65"):
+        decode_event(packet[:1] + bytes([MAX_HEADER_BYTES + 1]) + bytes(100))
 
 
 def test_texts_are_cut() -> None:

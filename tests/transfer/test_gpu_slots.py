@@ -7,6 +7,7 @@ import pytest
 
 from kvferry.transfer.courier_messages import MessageError, RankSlots, Setup
 from kvferry.transfer.gpu_slots import GpuSlot, MappedSlots, OwnSlots
+from kvferry.transfer.slots import HEADER_BYTES, PartNotice
 
 SLOT = 1 << 16
 
@@ -73,8 +74,6 @@ def test_slots_are_rank_major_each_kind_in_an_allocation_of_its_own() -> None:
     assert mapped.send_slot(1) == GpuSlot(1, 2, base + own.ranks[1].send_address, SLOT)
     mapped.write_header(1, b"header")
     assert gpus[2].bytes == {mapped.send_slot(1).address: b"header"}
-    gpus[5].bytes[mapped.receive_slot(1).address] = b"of slot 1"
-    assert mapped.read_header(1, 2) == b"of"
     for slot in (-1, 4):
         with pytest.raises(MessageError, match="receive slot is"):
             mapped.receive_slot(slot)
@@ -83,6 +82,23 @@ def test_slots_are_rank_major_each_kind_in_an_allocation_of_its_own() -> None:
     mapped.close()
     mapped.close()
     assert gpus[2].mapped == gpus[5].mapped == []
+
+
+def test_a_header_is_of_the_slot_that_the_notification_names() -> None:
+    gpus = {device: Gpu(device) for device in (2, 5)}
+    own = OwnSlots(Setup(SLOT, 4, 2, 1, (5, 2)), gpus.__getitem__)
+    for slot, (gpu, address) in enumerate(
+        (gpus[device], own.ranks[rank].receive_address + index * SLOT)
+        for rank, device in ((0, 5), (1, 2))
+        for index in (0, 1)
+    ):
+        gpu.bytes[address] = b"%d" % slot * SLOT
+        notice = PartNotice(epoch=1, transfer=2, slot=slot, generation=3).pack()
+        assert own.header_named_by(notice) == b"%d" % slot * HEADER_BYTES
+        assert own.header_named_by(notice[:-1]) == own.header_named_by(notice + b"x") == b""
+    assert own.header_named_by(PartNotice(epoch=1, transfer=2, slot=4, generation=3).pack()) == b""
+    only_sends = OwnSlots(Setup(SLOT, 0, 2, 1, (5, 2)), gpus.__getitem__)
+    assert only_sends.header_named_by(PartNotice(epoch=1, transfer=2, slot=0, generation=3).pack()) == b""
 
 
 def test_one_kind_only() -> None:
