@@ -4,10 +4,11 @@ Started by `courier_link` as `python -m kvferry.transfer.courier SOCKET_FD [MEMO
 file, or on GPUs, where it allocates them. NIXL has no abort, and whoever reaches its UCX port can write all that its
 process maps; so it lives here, where ending the process ends its writes and costs a session only.
 
-One thread and one loop: it waits for orders or bytes for a moment, then polls. NIXL's own progress thread would spin
-on a core; without it data arrive only while this loop polls. Between GPUs a write takes less than a wait: there the
-loop spins as long as writes end or arrive. A post's handle is polled until it is done or has failed, and released
-then, once: only the poll sends the notification, and a handle released earlier writes on.
+One thread and one loop: it waits for orders or bytes for a moment, then polls, and on GPUs reads the headers of parts
+that came. NIXL's own progress thread would spin on a core; without it data arrive only while this loop polls. Between
+GPUs a write takes less than a wait: there the loop spins as long as writes end or arrive. A post's handle is polled
+until it is done or has failed, and released then, once: only the poll sends the notification, and a handle released
+earlier writes on.
 
 It imports little, since each session waits for its start.
 """
@@ -25,7 +26,7 @@ import socket
 import sys
 import time
 from collections import deque
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from kvferry.transfer.courier_messages import (
     MAX_NOTIFICATION_BYTES,
@@ -54,7 +55,9 @@ IDLE_SECONDS = 0.005
 SPIN_SECONDS = 0.002  # without a wait after the last post or progress, with slots on GPUs
 REST_SECONDS = 0.2  # between sleeps, however much there is to do: the daemon sees by them that the loop moves
 ORDERS_PER_ROUND = 64
+NOTIFICATIONS_PER_ROUND = 64  # a header is read for each of those on GPUs
 MAX_UNSENT = 4096  # events that may wait for a daemon that does not read
+MAX_UNHEARD = 4096  # notifications that came at a time; a peer has one a slot under way
 PR_SET_PDEATHSIG = 1
 SELECT_LIMIT = 1024  # descriptors from here on cannot be given to select()
 
@@ -124,6 +127,7 @@ class Courier:
         self._writes: Posts | None = None
         self._posts: dict[int, object] = {}  # post id -> handle, not yet done
         self._expected = 0
+        self._unheard: deque[bytes] = deque()  # the peer's notifications that the daemon was not told
         self._unsent: deque[bytes] = deque()
         self._event_sets: list[int] = []
         self._spin_until = 0.0
@@ -161,7 +165,7 @@ class Courier:
         self._sources = SlotPlaces.on_gpus(sending, setup.send_slots, setup.slot_bytes)
         return Started(0, metadata, ranks)
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """Returns never: raises OrdersEnded when the daemon is gone, anything else when the courier cannot go on."""
         rest_at = 0.0
         while True:
@@ -180,6 +184,8 @@ class Courier:
             self._flush()
 
     def _wait_seconds(self) -> float:
+        if self._unheard:
+            return 0.0
         if not self._posts and not self._expected:
             return IDLE_SECONDS
         return 0.0 if self._spin_until > time.monotonic() else BUSY_SECONDS
@@ -269,8 +275,12 @@ class Courier:
             self._progress()
             for payload in payloads:
                 check_range("the peer's notification's length", len(payload), 1, MAX_NOTIFICATION_BYTES)
-                header = self._memory.header_named_by(payload) if isinstance(self._memory, OwnSlots) else b""
-                self._send(Notification(payload, header))
+            self._unheard += payloads
+            check_range("the peer's notifications at a time", len(self._unheard), 0, MAX_UNHEARD)
+        for _ in range(min(len(self._unheard), NOTIFICATIONS_PER_ROUND)):
+            payload = self._unheard.popleft()
+            header = self._memory.header_named_by(payload) if isinstance(self._memory, OwnSlots) else b""
+            self._send(Notification(payload, header))
 
     def _send(self, event: Started | CourierEvent) -> None:
         if len(self._unsent) >= MAX_UNSENT:
@@ -326,7 +336,7 @@ def die_with_parent(parent: int) -> None:
         raise OrdersEnded
 
 
-def serve(orders: socket.socket, memory_fd: int | None) -> None:
+def serve(orders: socket.socket, memory_fd: int | None) -> NoReturn:
     """Never returns but by an exception, as `Courier.run`."""
     packet = orders.recv(MAX_PACKET_BYTES + 1)
     if not packet:
@@ -349,8 +359,9 @@ def serve(orders: socket.socket, memory_fd: int | None) -> None:
     courier.run()
 
 
-def main(arguments: list[str]) -> int:
-    """The process. Ends by _exit: NIXL's destructors would wait for peers, and the process's end is the fence."""
+def main(arguments: list[str]) -> NoReturn:
+    """The process. Ends by _exit, while what failed still holds the agent and the slots: NIXL's destructors would wait
+    for peers, slots on GPUs must not be freed while others map them, and the process's end is the fence."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole group; the daemon drains first and ends us then
     socket_fd, *rest = (int(text) for text in arguments)
@@ -358,20 +369,19 @@ def main(arguments: list[str]) -> int:
     # A daemon has many descriptors, and select() takes only low ones: the copy gets the lowest that is free.
     orders = socket.socket(fileno=os.dup(socket_fd))
     os.close(socket_fd)
-    status = 1
     try:
         serve(orders, memory_fd)
     except OrdersEnded:
-        status = 0
+        os._exit(0)
     except BaseException as error:
-        message = describe(error)
-        print(f"courier: {message}", file=sys.stderr, flush=True)
-        orders.setblocking(False)
-        with contextlib.suppress(OSError):  # the daemon has the line above, or is gone
-            orders.send(encode_event(CourierDied(message)))
-    finally:
-        os._exit(status)
+        try:
+            message = describe(error)
+            print(f"courier: {message}", file=sys.stderr, flush=True)
+            orders.setblocking(False)
+            orders.send(encode_event(CourierDied(message)))  # where it fails the daemon has the line above, or is gone
+        finally:
+            os._exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 MAX_METADATA_BYTES = 64 * 1024
 MAX_NOTIFICATION_BYTES = 256
-MAX_HEADER_BYTES = 64
+HEADER_BYTES = 64  # as in slots.py, which couriers of host slots do not import
 MAX_MESSAGE_BYTES = 4096  # of an error's text, UTF-8
 MAX_RANKS = 64
 IPC_HANDLE_BYTES = 64
@@ -140,7 +140,8 @@ class PostFailed:
 @dataclass(frozen=True, slots=True)
 class Notification:
     """The peer's: every byte of the write that it came with is in the receive slot. header: the first bytes of the slot
-    on a GPU that a part's notification names, read after it had come; empty for host memory, which the daemon reads."""
+    on a GPU that a part's notification names, read after it had come; empty for other notifications, and for slots in
+    host memory, which the daemon reads."""
 
     payload: bytes
     header: bytes = b""
@@ -268,7 +269,7 @@ def encode_event(event: Started | CourierEvent) -> bytes:
         return _POST_DONE.pack(_KIND_POST_DONE, event.post_id)
     if isinstance(event, Notification):
         check_range("notification's length", len(event.payload), 1, MAX_NOTIFICATION_BYTES)
-        check_range("header's length", len(event.header), 0, MAX_HEADER_BYTES)
+        _check_header(len(event.header))
         return _NOTIFICATION.pack(_KIND_NOTIFICATION, len(event.header)) + event.header + event.payload
     if isinstance(event, PostFailed):
         return _POST_FAILED.pack(_KIND_POST_FAILED, event.post_id) + _text(event.message)
@@ -293,7 +294,7 @@ def decode_event(packet: bytes) -> Started | CourierEvent:
         return PostDone(_whole(_POST_DONE, packet)[1])
     if kind == _KIND_NOTIFICATION:
         (_, length), rest = _split(_NOTIFICATION, packet)
-        check_range("header's length", length, 0, MAX_HEADER_BYTES)
+        _check_header(length)
         check_range("notification's length", len(rest) - length, 1, MAX_NOTIFICATION_BYTES)
         return Notification(rest[length:], rest[:length])
     if kind == _KIND_POST_FAILED:
@@ -310,6 +311,11 @@ def decode_event(packet: bytes) -> Started | CourierEvent:
         _whole(_CONNECTED, packet)
         return Connected()
     raise MessageError("event's kind", kind, f"in {_KIND_STARTED}..{_KIND_DIED}")
+
+
+def _check_header(length: int) -> None:
+    if length not in (0, HEADER_BYTES):
+        raise MessageError("header's length", length, f"0 or {HEADER_BYTES}")
 
 
 def _kind(packet: bytes) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from kvferry.transfer.courier_messages import IPC_HANDLE_BYTES, RankSlots, Setup, check_range
+from kvferry.transfer.courier_messages import HEADER_BYTES, IPC_HANDLE_BYTES, RankSlots, Setup, check_range
 
 
 class GpuMemory(Protocol):
@@ -78,18 +78,27 @@ class OwnSlots:
         self._slot_bytes = setup.slot_bytes
         self._receive_slots = setup.receive_slots // len(setup.devices)  # a rank
         self.ranks = tuple(self._allocate(setup, of) for of in self._gpus)
+        self._read_each_once()
+
+    def _read_each_once(self) -> None:
+        """A device's first read takes milliseconds, and shows whether it can be read: not at a session's first part."""
+        if self._receive_slots:
+            for slot in range(0, self._receive_slots * len(self.ranks), self._receive_slots):
+                self._read_header(slot)
 
     def header_named_by(self, notification: bytes) -> bytes:
         """The header in the receive slot that a part's notification names; empty for another notification, or a slot
-        that is not there. Waits for the device, microseconds: here, where the daemon's event loop does not."""
-        from kvferry.transfer.slots import HEADER_BYTES, PartNotice, SlotError  # with kvferry._core, as `gpu`
+        that is not there. Waits for the device, microseconds, so that the daemon's event loop does not. Raises
+        RuntimeError where it fails, or takes 10 s."""
+        from kvferry.transfer.slots import PartNotice, SlotError  # with kvferry._core, as `gpu`
 
         try:
             slot = PartNotice.unpack(notification).slot
         except SlotError:
             return b""
-        if not slot < self._receive_slots * len(self.ranks):
-            return b""
+        return self._read_header(slot) if slot < self._receive_slots * len(self.ranks) else b""
+
+    def _read_header(self, slot: int) -> bytes:
         rank, index = divmod(slot, self._receive_slots)
         return self._gpus[rank].read(self.ranks[rank].receive_address + index * self._slot_bytes, HEADER_BYTES)
 

@@ -26,6 +26,7 @@ import contextlib
 import io
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -269,6 +270,7 @@ def main() -> int:
     parser.add_argument("--awake", action="store_true", help="keep the processors from being halted")
     parser.add_argument("--direct", choices=("on", "off"), default="on", help="also NIXL alone")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what follows is undone
     with contextlib.ExitStack() as ended:
         processors = f"{os.cpu_count()} processors, as they are"
         if args.awake:
@@ -278,14 +280,15 @@ def main() -> int:
 
 @contextlib.contextmanager
 def awake() -> Iterator[str]:
-    """Half of the processors for this process and those that it starts, kept from being halted; says so."""
+    """Half of the processors for this thread and the processes that it starts, kept from being halted; says so."""
     before = os.sched_getaffinity(0)
     taken = set(sorted(before)[: max(1, len(before) // 2)])
     with contextlib.ExitStack() as ended:
         groups = ended.enter_context(without_autogroup())
         os.sched_setaffinity(0, taken)
         ended.callback(os.sched_setaffinity, 0, before)
-        ended.callback(halt, [spinner(processor) for processor in taken])
+        for processor in taken:
+            ended.callback(halt, spinner(processor))
         yield f"{len(taken)} of {len(before)} processors, kept from being halted{groups}"
 
 
@@ -304,16 +307,18 @@ def without_autogroup() -> Iterator[str]:
 
 
 def spinner(processor: int) -> subprocess.Popen[bytes]:
-    """A process that takes what nobody else wants of a processor."""
+    """A process that takes what nobody else wants of a processor, until this one ends."""
     idle = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
-    code = f"import os\n{idle}\nos.sched_setaffinity(0, {{{processor}}})\nwhile True: pass"
+    spin = f"while os.getppid() == {os.getpid()}:\n    for _ in range(10**6): pass"
+    code = f"import os\n{idle}\nos.sched_setaffinity(0, {{{processor}}})\n{spin}"
     return subprocess.Popen([sys.executable, "-c", code])
 
 
-def halt(spinners: list[subprocess.Popen[bytes]]) -> None:
-    for each in spinners:
-        each.kill()
-        each.wait()
+def halt(spinner: subprocess.Popen[bytes]) -> None:
+    if spinner.poll() is not None:
+        print(f"a process that was to spin has ended with status {spinner.returncode}", file=sys.stderr)
+    spinner.kill()
+    spinner.wait()
 
 
 def direct_writes(sizes_kib: list[int], nbytes: int) -> dict[int, tuple[float, float]]:

@@ -31,7 +31,7 @@ for step in $STEPS; do
       ;;
     slots) # of the daemons: fewer and smaller ones
       for slots in "16 64MiB" "8 32MiB"; do
-        timeout 100 $PYTHON bench/gpu/delta.py --awake --fragments "${FRAGMENTS:-8,64,2048}" --slots ${slots% *} --slot-bytes ${slots#* } 2>&1 | tee -a "$OUT_DIR/gpu_daemon_slots.txt"
+        timeout 100 $PYTHON bench/gpu/delta.py --awake --direct off --fragments "${FRAGMENTS:-8,64,2048}" --slots ${slots% *} --slot-bytes ${slots#* } 2>&1 | tee -a "$OUT_DIR/gpu_daemon_slots.txt"
       done
       ;;
     demo) timeout 200 $PYTHON -m kvferry demo --random-weights llama-1b --device "$DEVICES" --page-size 64 --pool-bytes 4GiB 2>&1 | tee "$OUT_DIR/gpu_demo.txt" ;;

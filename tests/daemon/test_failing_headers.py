@@ -22,9 +22,9 @@ from kvferry.transfer.courier_config import CourierConfig
 from kvferry.transfer.courier_messages import Connected, Notification
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.receiver import Receiver
+from kvferry.transfer.receiver import Receiver, Scatter
 from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import PartNotice
+from kvferry.transfer.slots import PartHeader, PartNotice
 
 GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=1, dtype="float16", page_size=4)
 LANES = lanes_of(GEOMETRY, 1, 1)
@@ -96,12 +96,15 @@ class Stream:
 class Events:
     """Of either direction: pages are sent as soon as they are asked for, and a part is announced at once."""
 
+    def __init__(self, header: bytes = b"") -> None:
+        self._header = header
+
     def on_ask(self, session: SendingSession, ask: peer.Ask) -> None:
         session.open(OpenSend(session.number, ask.transfer, 0, (0,), 1))
 
     def on_session_up(self) -> None:
         notice = PartNotice(epoch=EPOCH, transfer=1, slot=0, generation=1)
-        asyncio.get_running_loop().call_soon(Link.now.on_event, Notification(notice.pack()))
+        asyncio.get_running_loop().call_soon(Link.now.on_event, Notification(notice.pack(), self._header))
 
 
 def met(receive_slots: int) -> list[peer.PeerMessage]:
@@ -109,7 +112,14 @@ def met(receive_slots: int) -> list[peer.PeerMessage]:
     return [peer.PeerMessage(courier_up=up), peer.PeerMessage(courier_connected=peer.CourierConnected())]
 
 
-def common(receive_slots: int, send_slots: int) -> dict[str, Any]:
+def header(generation: int) -> bytes:
+    told = PartHeader(
+        epoch=EPOCH, transfer=1, slot=0, generation=generation, lane=0, first_page=0, byte_offset=0, nbytes=16
+    )
+    return told.pack()
+
+
+def common(receive_slots: int, send_slots: int, events: Events) -> dict[str, Any]:
     courier = CourierConfig(slot_bytes=SLOT_BYTES, receive_slots=receive_slots, send_slots=send_slots)
     return {
         "remote": "other",
@@ -119,7 +129,7 @@ def common(receive_slots: int, send_slots: int) -> dict[str, Any]:
         "remote_ranks": 1,
         "checksums": False,
         "times": TIMES,
-        "events": cast(Any, Events()),
+        "events": cast(Any, events),
         "counters": TransferCounters(),
         "latencies": Latencies(),
     }
@@ -129,7 +139,7 @@ def test_a_header_that_cannot_be_written_ends_the_session(monkeypatch: pytest.Mo
     monkeypatch.setattr(session_module, "CourierLink", Link)
 
     async def story() -> None:
-        session = SendingSession(number=1, send_slots=2, remote_epoch=EPOCH, **common(0, 2))
+        session = SendingSession(number=1, send_slots=2, remote_epoch=EPOCH, **common(0, 2, Events()))
         granted = peer.Credits(credits=[peer.Credit(slot=0, generation=1)])
         words = [*met(2), peer.PeerMessage(credits=granted), peer.PeerMessage(ask=peer.Ask(transfer=1, pages=1))]
         with pytest.raises(SessionBroken, match="the header of send slot 0: write: not done in 10 s"):
@@ -139,16 +149,45 @@ def test_a_header_that_cannot_be_written_ends_the_session(monkeypatch: pytest.Mo
     asyncio.run(story())
 
 
-def test_a_header_that_did_not_come_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (b"", "the header of receive slot 0: it did not come with the notification"),
+        (header(2), "part.generation is 2, must be 1 as in the notification of slot 0"),
+        (header(1)[:-1], "part.length is 63 bytes, must be at least 64"),
+        (bytes(64), "part.magic is 0x00000000"),
+    ],
+)
+def test_a_header_that_did_not_come_or_is_another_ends_the_session(
+    monkeypatch: pytest.MonkeyPatch, told: bytes, said: str
+) -> None:
     monkeypatch.setattr(session_module, "CourierLink", Link)
 
     async def story() -> None:
         receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2)
-        session = ReceivingSession(receiver=receiver, **common(2, 0))
-        with pytest.raises(SessionBroken, match="the header of receive slot 0: it did not come with the notification"):
+        session = ReceivingSession(receiver=receiver, **common(2, 0, Events(told)))
+        with pytest.raises(SessionBroken, match=said):
             await asyncio.wait_for(session.run(Stream(met(0))), 20)
         assert Link.now.stopped
         assert (receiver.busy_slots, receiver.withheld_slots) == (0, 1)
         receiver.check()
+
+    asyncio.run(story())
+
+
+def test_a_part_whose_header_came_with_its_notification_is_copied_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "CourierLink", Link)
+
+    async def story() -> None:
+        receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2)
+        receiver.open(1, first_page=0, pages=1, page_ids=[0])
+        session = ReceivingSession(receiver=receiver, **common(2, 0, Events(header(1))))
+        copied: asyncio.Future[Scatter] = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(Parts, "scatter", lambda self, scatter, done: copied.set_result(scatter))
+        running = asyncio.create_task(session.run(Stream(met(0))))
+        scatter = await asyncio.wait_for(copied, 20)
+        assert (scatter.slot, scatter.transfer, scatter.nbytes) == (0, 1, 16)
+        assert (receiver.busy_slots, receiver.scatters_running) == (1, 1)
+        running.cancel()
 
     asyncio.run(story())

@@ -20,6 +20,7 @@ def expect(holds: object, message: str) -> None:
 class Clock:
     def __init__(self, seed: int) -> None:
         self.now = 1.0
+        self.seed = seed
         self.random = Random(seed)
         self.events = 0
         self.under_way = 0  # events to come that are not background

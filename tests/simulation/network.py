@@ -20,7 +20,7 @@ from kvferry.transfer.courier_link import CourierConfig, CourierLink
 from kvferry.transfer.courier_messages import Connected, Notification, PostDone, PostFailed
 from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.receiver import Receiver
-from kvferry.transfer.slots import HEADER_BYTES
+from kvferry.transfer.slots import HEADER_BYTES, PartNotice
 from tests.simulation.clock import Clock, Pipe, Violation, expect
 from tests.simulation.memory import GEOMETRY
 
@@ -109,7 +109,14 @@ class SimCourier:
     def _notify(self, payload: bytes) -> None:
         assert self.remote is not None
         if not self.remote.reaped:
-            self.remote._hear(Notification(payload))
+            self.remote._hear(Notification(payload, self.remote._header_named_by(payload)))
+
+    def _header_named_by(self, payload: bytes) -> bytes:
+        """In every other seed the courier tells it, as those on GPUs do; in the others the session reads it."""
+        if self._clock.seed % 2:
+            return b""
+        self._clock.counts["headers told by couriers"] += 1
+        return bytes(self._receive[PartNotice.unpack(payload).slot][:HEADER_BYTES])
 
     def _hear(self, event: Connected | PostDone | PostFailed | Notification) -> None:
         if not self.reaped:

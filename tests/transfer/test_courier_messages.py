@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.transfer import slots
 from kvferry.transfer.courier_messages import (
-    MAX_HEADER_BYTES,
+    HEADER_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_METADATA_BYTES,
     MAX_NOTIFICATION_BYTES,
@@ -54,7 +55,7 @@ EVENTS: list[Started | CourierEvent] = [
     PostFailed((1 << 64) - 1, "ü: gone"),
     PostFailed(1, ""),
     Notification(b"\0"),
-    Notification(b"n" * MAX_NOTIFICATION_BYTES, b"h" * MAX_HEADER_BYTES),
+    Notification(b"n" * MAX_NOTIFICATION_BYTES, b"h" * HEADER_BYTES),
     CourierDied("x" * MAX_MESSAGE_BYTES),
 ]
 
@@ -105,9 +106,10 @@ def test_orders_out_of_bounds(order: Order, field: str) -> None:
     ("event", "field"),
     [
         (Notification(b""), "notification's length"),
-        (Notification(b"", b"h"), "notification's length"),
+        (Notification(b"", b"h" * HEADER_BYTES), "notification's length"),
+        (Notification(b"n", b"h"), "header's length"),
         (Notification(b"n" * (MAX_NOTIFICATION_BYTES + 1)), "notification's length"),
-        (Notification(b"n", b"h" * (MAX_HEADER_BYTES + 1)), "header's length"),
+        (Notification(b"n", b"h" * (HEADER_BYTES + 1)), "header's length"),
     ],
 )
 def test_notifications_out_of_bounds(event: Notification, field: str) -> None:
@@ -117,13 +119,18 @@ def test_notifications_out_of_bounds(event: Notification, field: str) -> None:
 
 
 def test_a_header_longer_than_its_packet_is_refused() -> None:
-    packet = encode_event(Notification(b"notice", b"h" * 10))
-    for end in range(2, 13):
+    packet = encode_event(Notification(b"notice", b"h" * HEADER_BYTES))
+    for end in range(2, HEADER_BYTES + 3):
         with pytest.raises(MessageError, match="notification's length is"):
             decode_event(packet[:end])
-    assert decode_event(packet[:13]) == Notification(b"n", b"h" * 10)
-    with pytest.raises(MessageError, match="header's length is 65"):
-        decode_event(packet[:1] + bytes([MAX_HEADER_BYTES + 1]) + bytes(100))
+    assert decode_event(packet[: HEADER_BYTES + 3]) == Notification(b"n", b"h" * HEADER_BYTES)
+    for length in (1, HEADER_BYTES - 1, HEADER_BYTES + 1, 255):
+        with pytest.raises(MessageError, match=f"header's length is {length}, must be 0 or 64"):
+            decode_event(packet[:1] + bytes([length]) + bytes(300))
+
+
+def test_a_header_is_as_long_as_in_the_slot_protocol() -> None:
+    assert HEADER_BYTES == slots.HEADER_BYTES
 
 
 def test_texts_are_cut() -> None:

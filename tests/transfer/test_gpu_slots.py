@@ -8,59 +8,16 @@ import pytest
 from kvferry.transfer.courier_messages import MessageError, RankSlots, Setup
 from kvferry.transfer.gpu_slots import GpuSlot, MappedSlots, OwnSlots
 from kvferry.transfer.slots import HEADER_BYTES, PartNotice
+from tests.transfer.fake_gpus import Gpu
 
 SLOT = 1 << 16
-
-
-class Memory:
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def ipc_handle(self) -> bytes:
-        return b"%064d" % self.address
-
-
-class Mapping:
-    def __init__(self, gpu: Gpu, address: int) -> None:
-        self._gpu = gpu
-        self.address = address
-
-    def close(self) -> None:
-        self._gpu.mapped.remove(self.address)
-
-
-class Gpu:
-    """Maps a handle at the number it holds plus 7 << 40."""
-
-    def __init__(self, device: int, mappings: int = 100) -> None:
-        self.next = (device + 1) << 32
-        self.allocated: list[int] = []
-        self.mapped: list[int] = []
-        self.mappings = mappings
-        self.bytes: dict[int, bytes] = {}
-
-    def allocate(self, nbytes: int) -> Memory:
-        self.allocated.append(nbytes)
-        self.next += 1 << 24
-        return Memory(self.next)
-
-    def open_ipc(self, handle: bytes, nbytes: int) -> Mapping:
-        if len(self.mapped) == self.mappings:
-            raise RuntimeError("no more")
-        self.mapped.append(int(handle) + (7 << 40))
-        return Mapping(self, self.mapped[-1])
-
-    def read(self, address: int, nbytes: int) -> bytes:
-        return self.bytes[address][:nbytes]
-
-    def write(self, address: int, data: bytes) -> None:
-        self.bytes[address] = data
 
 
 def test_slots_are_rank_major_each_kind_in_an_allocation_of_its_own() -> None:
     gpus = {device: Gpu(device) for device in (2, 5)}
     own = OwnSlots(Setup(SLOT, 4, 2, 1, (5, 2)), gpus.__getitem__)
     assert gpus[2].allocated == gpus[5].allocated == [2 * SLOT, SLOT]
+    assert gpus[2].reads == gpus[5].reads == 1, "a device's first read is slow, and comes before the first part"
     assert own.ranks[0].receive_address >> 32 == 6
     assert own.ranks[1].send_address >> 32 == 3
 
@@ -97,8 +54,10 @@ def test_a_header_is_of_the_slot_that_the_notification_names() -> None:
         assert own.header_named_by(notice) == b"%d" % slot * HEADER_BYTES
         assert own.header_named_by(notice[:-1]) == own.header_named_by(notice + b"x") == b""
     assert own.header_named_by(PartNotice(epoch=1, transfer=2, slot=4, generation=3).pack()) == b""
+    reads = gpus[2].reads + gpus[5].reads
     only_sends = OwnSlots(Setup(SLOT, 0, 2, 1, (5, 2)), gpus.__getitem__)
     assert only_sends.header_named_by(PartNotice(epoch=1, transfer=2, slot=0, generation=3).pack()) == b""
+    assert reads == gpus[2].reads + gpus[5].reads
 
 
 def test_one_kind_only() -> None:
