@@ -73,6 +73,9 @@ class OwnSlots:
 
     def __init__(self, setup: Setup, gpu_of: GpuOf = gpu) -> None:
         """Raises RuntimeError where a device is not there or has too little memory."""
+        from kvferry.transfer.slots import PartNotice  # with kvferry._core, as `gpu`
+
+        self._notice = PartNotice.unpack
         self._memory: list[GpuMemory] = []  # held
         self._gpus = [gpu_of(device) for device in setup.devices]
         self._slot_bytes = setup.slot_bytes
@@ -90,11 +93,9 @@ class OwnSlots:
         """The header in the receive slot that a part's notification names; empty for another notification, or a slot
         that is not there. Waits for the device, microseconds, so that the daemon's event loop does not. Raises
         RuntimeError where it fails, or takes 10 s."""
-        from kvferry.transfer.slots import PartNotice, SlotError  # with kvferry._core, as `gpu`
-
         try:
-            slot = PartNotice.unpack(notification).slot
-        except SlotError:
+            slot = self._notice(notification).slot
+        except ValueError:
             return b""
         return self._read_header(slot) if slot < self._receive_slots * len(self.ranks) else b""
 
