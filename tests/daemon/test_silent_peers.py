@@ -60,7 +60,7 @@ def receiving() -> Session:
 
 def words(receive_slots: int, send_slots: int) -> dict[str, Any]:
     times = SessionTimes(heartbeat=60.0, lost=LOST_SECONDS)
-    return common(receive_slots, send_slots) | {"times": times, "events": cast(Any, Quiet())}
+    return common(receive_slots, send_slots, cast(Any, Quiet())) | {"times": times}
 
 
 @pytest.mark.parametrize(("make", "slots"), [(sending, 2), (receiving, 0)])
