@@ -9,7 +9,8 @@ both sides, and the pools are layer-major: a page is 64 fragments.
 `ready` is the time from the report that all pages are computed to the Ready that the decode worker gets. Of it,
 `messages` is what the same takes for a prompt of which no page is missing: gRPC from worker to daemon, daemon to
 daemon and daemon to worker. `moved` is the rest, and GB/s is payload over it. The limit is one plain copy of as many
-bytes from GPU to GPU, measured in the same run. `NIXL` is what one NIXL WRITE of as many scattered fragments does
+bytes from GPU to GPU, measured in the same run: right behind another one, and after products as here, when the link has
+rested and takes some 0.27 ms to begin. `NIXL` is what one NIXL WRITE of as many scattered fragments does
 without kvferry, from its post to DONE, as it comes and with NIXL_UCX_SGL_ENABLE=1 (`lists`). Both GPUs compute until
 the report, as in a system at work: idle ones have slow clocks. --awake keeps the processors of a virtual machine from
 being halted, as idle=poll does on a host: a halted one takes 0.1 to 0.3 ms to wake, which is paid some ten times a
@@ -84,10 +85,8 @@ class Side:
         self.pages = client.welcome.pages
         memory = torch.as_tensor(client.pools.memories[0])
         self.tensor = memory.view(torch.int64).view(TENSORS, self.pages, -1)  # layer-major
-        self.factors = [torch.ones(4096, 4096, dtype=torch.bfloat16, device=memory.device) for _ in range(2)]
-
-    def product(self) -> None:
-        torch.mm(*self.factors)
+        self.device = memory.device
+        self.factors = factors_on(memory.device)
 
 
 async def scatter(prefill: Side, decode: Side, pages: int) -> None:
@@ -172,7 +171,7 @@ async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     prefill.tensor[:, source] += torch.arange(TENSORS, device=source.device)[:, None, None] << 32
     if check:
         decode.tensor.fill_(POISON)
-    synchronize(prefill, decode)
+    synchronize(prefill.device, decode.device)
     admitted = await decode.client.admit(
         name, digests=digests, tokens=tokens, tail_digest=b"", prefill="prefill", max_new_tokens=1, deadline_s=60.0
     )
@@ -211,19 +210,29 @@ async def nothing_missing(prefill: Side, decode: Side) -> float:
 
 async def compute(*sides: Side) -> None:
     """Some 50 ms of matrix products on each GPU."""
-    end = time.perf_counter() + 0.05
-    while time.perf_counter() < end:
-        for side in sides:
-            if side.tensor.is_cuda:
-                side.product()
-        synchronize(*sides)
+    for _ in rounds_of_products(*(side.factors for side in sides)):
         await asyncio.sleep(0)
 
 
-def synchronize(*sides: Side) -> None:
-    for side in sides:
-        if side.tensor.is_cuda:
-            torch.cuda.synchronize(side.tensor.device)
+def factors_on(device: torch.device) -> list[torch.Tensor]:
+    return [torch.ones(4096, 4096, dtype=torch.bfloat16, device=device) for _ in range(2)]
+
+
+def rounds_of_products(*factors: list[torch.Tensor]) -> Iterator[None]:
+    """A product on each GPU a round, for 50 ms; none on a CPU."""
+    end = time.perf_counter() + 0.05
+    while time.perf_counter() < end:
+        for pair in factors:
+            if pair[0].is_cuda:
+                torch.mm(*pair)
+        synchronize(*(pair[0].device for pair in factors))
+        yield
+
+
+def synchronize(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def compare(prefill: Side, decode: Side, source: torch.Tensor, pages: tuple[int, ...]) -> None:
@@ -241,23 +250,27 @@ def compare(prefill: Side, decode: Side, source: torch.Tensor, pages: tuple[int,
         raise AssertionError(f"{others} words of pages that nobody named have changed")
 
 
-def peer_copy(devices: str, nbytes: int) -> float:
-    """Seconds of a plain copy of so many bytes, the median of 10."""
+def peer_copies(devices: str, nbytes: int) -> tuple[float, float]:
+    """Seconds of a plain copy of so many bytes, medians of 10: one right behind the other, and each after products."""
     sending, receiving = (torch.device(text) for text in devices.split(","))
     source = torch.empty(nbytes, dtype=torch.uint8, device=sending)
     target = torch.empty(nbytes, dtype=torch.uint8, device=receiving)
-    times = []
-    for _ in range(12):
-        for device in (sending, receiving):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+    factors = [factors_on(device) for device in (sending, receiving)]
+
+    def copy() -> float:
+        synchronize(sending, receiving)
         began = time.perf_counter()
         target.copy_(source)
-        for device in (sending, receiving):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
+        synchronize(sending, receiving)
+        return time.perf_counter() - began
+
+    def copy_after_products() -> float:
+        for _ in rounds_of_products(*factors):
+            pass
+        return copy()
+
+    at_once, after = (statistics.median([one() for _ in range(12)][2:]) for one in (copy, copy_after_products))
+    return at_once, after
 
 
 def main() -> int:
@@ -337,17 +350,20 @@ def quiet() -> contextlib.redirect_stdout[io.StringIO]:
 def measure_all(args: argparse.Namespace, processors: str) -> int:
     """The table; 1 where a row misses what is wanted."""
     nbytes = int(args.gib * (1 << 30))
-    limit = peer_copy(args.devices, nbytes)
+    limit, rested = peer_copies(args.devices, nbytes)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
     print(f"{gpu}, torch {torch.__version__}, {args.slots} slots of {args.slot_bytes}")
-    print(f"plain peer copy of {args.gib:g} GiB: {limit * 1e3:.2f} ms, {nbytes / limit / 1e9:.0f} GB/s")
+    print(
+        f"plain peer copy of {args.gib:g} GiB: {limit * 1e3:.2f} ms, {nbytes / limit / 1e9:.0f} GB/s; after 50 ms of "
+        f"products: {rested * 1e3:.2f} ms, {nbytes / rested / 1e9:.0f} GB/s"
+    )
     print(processors)
     sizes = [int(kib) for kib in args.fragments.split(",")]
     direct = args.direct == "on" and "cpu" not in args.devices
     writes = direct_writes(sizes, nbytes) if direct else {}
     print(
-        "fragment   pages  ready ms  GB/s  messages  moved  GB/s  of peer copy     wanted  NIXL  lists  "
-        "stages of a part, mean us"
+        "fragment   pages  ready ms  GB/s  messages  moved  GB/s  of peer copy, after products     wanted  NIXL  "
+        "lists  stages of a part, mean us"
     )
     missed = 0
     for kib in sizes:
@@ -357,10 +373,11 @@ def measure_all(args: argparse.Namespace, processors: str) -> int:
         rate, wanted = payload / moved_s / 1e9, 250 if kib >= 64 else 227
         missed += rate < wanted
         alone = " ".join(f"{each / 1e9:5.0f}" for each in writes.get(kib, ()))
+        shares = f"{rate * limit / payload * 1e9:13.0%} {rate * rested / payload * 1e9:15.0%}"
         shown = ", ".join(f"{name} {row.stages[name] * 1e6:.0f}" for name in ("gather", "write", "scatter", "publish"))
         print(
             f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {payload / row.ready_s / 1e9:5.0f} "
-            f"{row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} {rate:5.0f} {rate * limit / payload * 1e9:13.0%}   "
+            f"{row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} {rate:5.0f} {shares}   "
             f"{wanted} {'ok' if rate >= wanted else 'MISS':4} {alone:11}  {shown}",
             flush=True,
         )
