@@ -4,8 +4,8 @@ Twice in `stalled_seconds`, and at least each second, every part is asked for a 
 and the oldest copy on its threads, on a GPU or between tiers has not run for long: of several threads others would run
 the job; a courier polls while it lives, and sleeps between polls, several times a second however busy it is; the kernel
 counts these waits, and a count that does not move is a courier that is stopped or stuck. (One that waits for its GPU
-moves, and ends itself after 10 s of that.) An event loop that stands still cannot say so itself: its health checks are
-not answered, and a thread writes down where it stands.
+moves, and ends itself where one header takes 10 s to read.) An event loop that stands still cannot say so itself: its
+health checks are not answered, and a thread writes down where it stands.
 """
 
 from __future__ import annotations

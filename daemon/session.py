@@ -331,17 +331,13 @@ class Session:
                 raise SessionBroken(f"courier_up: {field} is {value}; it must be {low} to {high}")
         if len(up.ranks) not in (0, self._remote_ranks):
             raise SessionBroken(
-                f"courier_up: ranks has {len(up.ranks)} entries; it must have {self._remote_ranks} or none"
+                f"courier_up: ranks has {len(up.ranks)} entries; it must have {self._remote_ranks}, "
+                "or none for slots in host memory"
             )
         if up.receive_slots % self._remote_ranks:
             raise SessionBroken(
                 f"courier_up: receive_slots is {up.receive_slots}; "
                 f"it must be a multiple of its {self._remote_ranks} ranks"
-            )
-        if up.receive_slots and len(up.ranks) not in (0, self._remote_ranks):
-            raise SessionBroken(
-                f"courier_up: ranks has {len(up.ranks)} entries; it must have {self._remote_ranks}, "
-                "or none for slots in host memory"
             )
         self.remote_slots, self.remote_slot_bytes = up.receive_slots, up.slot_bytes
         self._remote_up = up

@@ -72,7 +72,7 @@ class OwnSlots:
     """A courier's own slots, for as long as this lives."""
 
     def __init__(self, setup: Setup, gpu_of: GpuOf = gpu) -> None:
-        """Raises RuntimeError where a device is not there or has too little memory."""
+        """Raises RuntimeError where a device is not there, has too little memory or cannot be read within 10 s."""
         from kvferry.transfer.slots import PartNotice  # with kvferry._core, as `gpu`
 
         self._notice = PartNotice.unpack

@@ -10,13 +10,14 @@ both sides, and the pools are layer-major: a page is 64 fragments.
 `messages` is what the same takes for a prompt of which no page is missing: gRPC from worker to daemon, daemon to
 daemon and daemon to worker. `moved` is the rest, and GB/s is payload over it. The limit is one plain copy of as many
 bytes from GPU to GPU, measured in the same run: right behind another one, and after products as here, when the link has
-rested and takes some 0.27 ms to begin. `NIXL` is what one NIXL WRITE of as many scattered fragments does
-without kvferry, from its post to DONE, as it comes and with NIXL_UCX_SGL_ENABLE=1 (`lists`). Both GPUs compute until
-the report, as in a system at work: idle ones have slow clocks. --awake keeps the processors of a virtual machine from
-being halted, as idle=poll does on a host: a halted one takes 0.1 to 0.3 ms to wake, which is paid some ten times a
-request. It takes half of the processors for all processes, and spins on these when nobody else wants them: with all of
-them busy Linux looks for no better one when a process wakes, and the group scheduler of sessions (autogroup, which is
-off meanwhile) would give the spinning ones shares; either costs a woken process up to a timer tick, 4 ms.
+rested and takes some 0.2 ms to begin. `NIXL` is what one NIXL WRITE of as many scattered fragments does without
+kvferry, from its post to DONE, as it comes and with NIXL_UCX_SGL_ENABLE=1 (`lists`). Both GPUs compute until the
+report, as in a system at work: idle ones have slow clocks. --awake keeps the processors of a virtual machine from being
+halted, as idle=poll does on a host: a halted one takes 0.1 to 0.3 ms to wake, which is paid some ten times a request.
+It takes half of the processors for itself and the processes that it starts, and spins on these when nobody else wants
+them: with all of them busy Linux looks for no better one when a process wakes, and the group scheduler of sessions
+(autogroup, which is off meanwhile) would give the spinning ones shares; either costs a woken process up to a timer
+tick, 4 ms.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ def peer_copies(devices: str, nbytes: int) -> tuple[float, float]:
             pass
         return copy()
 
-    at_once, after = (statistics.median([one() for _ in range(12)][2:]) for one in (copy, copy_after_products))
+    at_once, after = (statistics.median([way() for _ in range(12)][2:]) for way in (copy, copy_after_products))
     return at_once, after
 
 
@@ -309,11 +310,12 @@ def awake() -> Iterator[str]:
 def without_autogroup() -> Iterator[str]:
     try:
         before = AUTOGROUP.read_text()
-        AUTOGROUP.write_text("0")
+        AUTOGROUP.write_text(before)  # whether it can be
     except OSError as error:
         yield f" (autogroup is as it was: {error.strerror})"
         return
     try:
+        AUTOGROUP.write_text("0")
         yield ""
     finally:
         AUTOGROUP.write_text(before)
@@ -327,11 +329,11 @@ def spinner(processor: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code])
 
 
-def halt(spinner: subprocess.Popen[bytes]) -> None:
-    if spinner.poll() is not None:
-        print(f"a process that was to spin has ended with status {spinner.returncode}", file=sys.stderr)
-    spinner.kill()
-    spinner.wait()
+def halt(spinning: subprocess.Popen[bytes]) -> None:
+    if spinning.poll() is not None:
+        print(f"a process that was to spin has ended with status {spinning.returncode}", file=sys.stderr)
+    spinning.kill()
+    spinning.wait()
 
 
 def direct_writes(sizes_kib: list[int], nbytes: int) -> dict[int, tuple[float, float]]:

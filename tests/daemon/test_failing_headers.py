@@ -98,6 +98,8 @@ class Events:
 
     def __init__(self, header: bytes = b"") -> None:
         self._header = header
+        self.arrived: list[tuple[int, list[int]]] = []
+        self.complete: list[int] = []
 
     def on_ask(self, session: SendingSession, ask: peer.Ask) -> None:
         session.open(OpenSend(session.number, ask.transfer, 0, (0,), 1))
@@ -105,6 +107,12 @@ class Events:
     def on_session_up(self) -> None:
         notice = PartNotice(epoch=EPOCH, transfer=1, slot=0, generation=1)
         asyncio.get_running_loop().call_soon(Link.now.on_event, Notification(notice.pack(), self._header))
+
+    def on_pages(self, transfer: int, pages: list[int]) -> None:
+        self.arrived.append((transfer, pages))
+
+    def on_complete(self, transfer: int) -> None:
+        self.complete.append(transfer)
 
 
 def met(receive_slots: int) -> list[peer.PeerMessage]:
@@ -181,13 +189,22 @@ def test_a_part_whose_header_came_with_its_notification_is_copied_out(monkeypatc
     async def story() -> None:
         receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2)
         receiver.open(1, first_page=0, pages=1, page_ids=[0])
-        session = ReceivingSession(receiver=receiver, **common(2, 0, Events(header(1))))
-        copied: asyncio.Future[Scatter] = asyncio.get_running_loop().create_future()
-        monkeypatch.setattr(Parts, "scatter", lambda self, scatter, done: copied.set_result(scatter))
+        events = Events(header(1))
+        session = ReceivingSession(receiver=receiver, **common(2, 0, events))
+        copied: asyncio.Future[tuple[Scatter, CopyEnd]] = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(Parts, "scatter", lambda self, scatter, done: copied.set_result((scatter, done)))
         running = asyncio.create_task(session.run(Stream(met(0))))
-        scatter = await asyncio.wait_for(copied, 20)
+        await asyncio.wait({copied, running}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        assert copied.done(), running
+        scatter, done = copied.result()
         assert (scatter.slot, scatter.transfer, scatter.nbytes) == (0, 1, 16)
         assert (receiver.busy_slots, receiver.scatters_running) == (1, 1)
+        done("")
+        assert (receiver.busy_slots, receiver.scatters_running) == (0, 0)
+        assert (events.arrived, events.complete) == ([(1, [0])], [1])
         running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(running, 20)
+        assert Link.now.stopped
 
     asyncio.run(story())

@@ -107,16 +107,18 @@ class SimCourier:
         self._clock.counts["parts with a flipped bit"] += 1
 
     def _notify(self, payload: bytes) -> None:
+        """In every other seed the courier tells the header, as those on GPUs do: what it was when it read it, a while
+        before its daemon hears of it. In the others the session reads it."""
+        clock = self._clock
         assert self.remote is not None
-        if not self.remote.reaped:
-            self.remote._hear(Notification(payload, self.remote._header_named_by(payload)))
-
-    def _header_named_by(self, payload: bytes) -> bytes:
-        """In every other seed the courier tells it, as those on GPUs do; in the others the session reads it."""
-        if self._clock.seed % 2:
-            return b""
-        self._clock.counts["headers told by couriers"] += 1
-        return bytes(self._receive[PartNotice.unpack(payload).slot][:HEADER_BYTES])
+        if self.remote.reaped:
+            return
+        if clock.seed % 2:
+            self.remote._hear(Notification(payload, b""))
+            return
+        clock.counts["headers told by couriers"] += 1
+        header = bytes(self.remote._receive[PartNotice.unpack(payload).slot][:HEADER_BYTES])
+        clock.after(clock.between(0.0, 0.002), self.remote._hear, Notification(payload, header))
 
     def _hear(self, event: Connected | PostDone | PostFailed | Notification) -> None:
         if not self.reaped:

@@ -26,6 +26,7 @@ MET = (
     "decode worker crashes",
     "dropped parts",
     "evicted pages",
+    "headers told by couriers",
     "host pages evicted",
     "pages cleared",
     "pages that travelled",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.transfer.courier import MAX_UNHEARD, NOTIFICATIONS_PER_ROUND, Courier
+from kvferry.transfer.courier import IDLE_SECONDS, MAX_UNHEARD, NOTIFICATIONS_PER_ROUND, Courier, OrdersEnded
 from kvferry.transfer.courier_messages import (
     MAX_PACKET_BYTES,
     Connect,
@@ -124,6 +124,23 @@ def test_of_many_notifications_a_round_takes_some(on: On) -> None:
     on.round()
     assert [on.event() for _ in range(5)] == [Notification(each) for each in many[-5:]]
     assert on.courier._wait_seconds() > 0
+
+
+def test_the_loop_takes_all_of_them_without_a_wait(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def select(watched: object, writing: object, failing: object, wait: float) -> tuple[list[object], ...]:
+        waits.append(wait)
+        return ([on.courier._orders] if len(waits) == 5 else [], [], [])
+
+    monkeypatch.setattr("kvferry.transfer.courier.select.select", select)
+    on.agent.heard = [b"%d" % number for number in range(2 * NOTIFICATIONS_PER_ROUND + 5)]
+    many = list(on.agent.heard)
+    on.daemon.shutdown(socket.SHUT_WR)  # orders end, in the fifth round
+    with pytest.raises(OrdersEnded):
+        on.courier.run()
+    assert waits == [IDLE_SECONDS, 0.0, 0.0, IDLE_SECONDS, IDLE_SECONDS]
+    assert [on.event() for _ in many] == [Notification(each) for each in many]
 
 
 def test_too_many_notifications_end_the_courier(on: On) -> None:
