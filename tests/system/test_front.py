@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -18,8 +21,9 @@ import pytest
 from engines import settled, stats
 from stacks import running_stack
 
-from kvferry.daemon.stack import Stack
+from kvferry.daemon.stack import Process, Stack
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.proto import cache_pb2
 from kvferry.radix.digests import prompt_digests
 from kvferry.workers.chat import ByteTokenizer, ChatMessage
 from kvferry.workers.compute import Prompt
@@ -30,6 +34,23 @@ LOCAL_PREFILL = 32
 PREFILL_US, DECODE_US = 500, 2000
 MODEL = "synthetic"
 TOKENIZER = ByteTokenizer()
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Of requests, summed over the prefill daemon and those of the three decode servers."""
+
+    admitted: int
+    finished: int
+    aborted: int
+    failed_as_aborted: int
+
+    @property
+    def over(self) -> int:
+        return self.finished + self.aborted + self.failed_as_aborted
+
+    def __sub__(self, before: Ends) -> Ends:
+        return Ends(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -59,8 +80,20 @@ class Served:
 
     def running(self) -> int:
         """Requests that any daemon knows."""
-        sides = [stats(replica) for replica in (self.prefill, *self.decodes)]
-        return sum(side.requests.running + side.requests.waiting for side in sides)
+        return sum(side.running + side.waiting for side in self._sides())
+
+    def ends(self) -> Ends:
+        sides = self._sides()
+        as_aborted = sum(reason.count for side in sides for reason in side.failures if reason.reason == "aborted")
+        return Ends(
+            sum(side.admitted for side in sides),
+            sum(side.finished for side in sides),
+            sum(side.aborted for side in sides),
+            as_aborted,
+        )
+
+    def _sides(self) -> list[cache_pb2.RequestStats]:
+        return [stats(replica).requests for replica in (self.prefill, *self.decodes)]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +135,17 @@ def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"after {seconds} s not: {what}"
         time.sleep(0.02)
+
+
+@contextmanager
+def standing_still(processes: Sequence[Process]) -> Iterator[None]:
+    for process in processes:
+        process.popen.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.popen.send_signal(signal.SIGCONT)
 
 
 def aligned(tokens: int) -> int:
@@ -239,21 +283,35 @@ def test_a_client_that_leaves_in_the_middle_of_a_reply(served: Served) -> None:
     assert cached_tokens(reply) >= aligned(len(prompt) + len(read) - 1)
 
 
+FIRST = ("either", "prefill", "decode")
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_while_the_prompt_is_computed(served: Served, stream: bool) -> None:
-    """Both halves end within a second; nothing of the request is left."""
-    seconds = 5
-    prompt = [2000 + stream + i % 1000 for i in range(seconds * 1_000_000 // PREFILL_US)]
-    finished, aborted, before = served.finished(), served.aborted(), stats(served.prefill).requests
-    with httpx.Client() as client:
-        body = {"prompt": prompt, "max_tokens": 5, "stream": stream}
-        with pytest.raises(httpx.ReadTimeout):
-            client.post(f"{served.url}/v1/completions", json=body, timeout=httpx.Timeout(30, read=0.5))
-        until(lambda: served.running() == 0, "both halves have ended", 1.0)
-    assert (served.finished(), served.aborted()) == (finished, aborted + 1)
-    after = stats(served.prefill).requests  # failed where the decode daemon's word comes before the worker's
-    assert (after.admitted, after.finished) == (before.admitted + 1, before.finished)
-    assert after.aborted + after.failed == before.aborted + before.failed + 1
+@pytest.mark.parametrize("first", FIRST)
+def test_a_client_that_leaves_while_the_prompt_is_computed(served: Served, first: str, stream: bool) -> None:
+    """Both halves end long before it would be computed; nothing of the request is left. A daemon counts it as failed,
+    for the reason "aborted", where it hears of it from the other daemon before its own worker: `first` is the side
+    whose worker is heard, as the other side's stand still meanwhile.
+    """
+    seconds = 10
+    salt = 2 * FIRST.index(first) + stream
+    prompt = [2000 + salt + i % 1000 for i in range(seconds * 1_000_000 // PREFILL_US)]
+    decodes = [decode.worker for decode in served.decodes]
+    late = {"either": [], "prefill": decodes, "decode": [served.prefill.worker]}[first]
+    before = served.ends()
+    address = httpx.URL(served.url)
+    client = http.client.HTTPConnection(address.host, address.port, timeout=30)
+    client.request("POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 5, "stream": stream}))
+    until(lambda: (served.ends() - before).admitted == 2, "both daemons have admitted it", 5.0)
+    with standing_still(late):
+        client.close()
+        if late:
+            until(lambda: (served.ends() - before).over == 2, "both daemons have ended it", 3.0)
+    until(lambda: served.running() == 0, "both halves have ended", 3.0)
+    ends = served.ends() - before
+    assert (ends.admitted, ends.finished, ends.over) == (2, 0, 2)
+    if late:
+        assert (ends.aborted, ends.failed_as_aborted) == (1, 1)
 
 
 def test_a_stop_string_keeps_the_reply_for_the_next_turn(served: Served) -> None:
