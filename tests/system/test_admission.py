@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 import pytest
 from engines import Engines, settled, stats
 from stacks import running_stack
+from test_failures import client_with_pages
 
 from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.system import Replica, SystemSpec, start_replicas
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
@@ -21,6 +25,34 @@ PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
 
 def ids(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(32_000) for _ in range(n)]
+
+
+@contextmanager
+def seven_pages_held(replica: Replica) -> Iterator[None]:
+    """By a request of another worker, for as long as the context is open."""
+    held, release = threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        client = await client_with_pages(replica)
+        held.set()
+        await asyncio.to_thread(release.wait, 60)
+        await client.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(asyncio.run, hold())
+        try:
+            assert held.wait(20), holding
+            yield
+        finally:
+            release.set()
+            holding.result(20)
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
 
 
 REQUESTS, NEW_TOKENS = 16, 100  # of each a sixth of the pool
@@ -76,17 +108,14 @@ def test_small_requests_pass_a_large_one_but_it_gets_its_turn(stack: Stack) -> N
             assert turn.error is None, turn.details
             ended.append(kind)
 
-        holders = [pool.submit(run, "holder", 10 * PAGE, 60) for _ in range(2)]
-        while stats(decodes[0]).requests.running < 2:
-            time.sleep(0.01)
-        large = pool.submit(run, "large", 36 * PAGE, 2)
-        while stats(decodes[0]).requests.waiting < 1:
-            time.sleep(0.01)
-        small = [pool.submit(run, "small", 2 * PAGE, 40) for _ in range(12)]
-        for future in (*holders, large, *small):
+        with seven_pages_held(decodes[0]):
+            large = pool.submit(run, "large", 36 * PAGE, 2)
+            until(lambda: stats(decodes[0]).requests.waiting == 1)
+            small = [pool.submit(run, "small", 2 * PAGE, 40) for _ in range(12)]
+            until(lambda: stats(decodes[0]).requests.waiting == 1 + 12 - 3)
+        for future in (large, *small):
             future.result(60)
-    side = settled(decodes[0])
-    assert 1 <= side.requests.overtaken <= 3
+    assert settled(decodes[0]).requests.overtaken == 3
     assert ended.index("large") < len(ended) - 8, "the large one came before most of the later small ones"
 
 
@@ -139,10 +168,9 @@ def test_smaller_priorities_go_first(stack: Stack) -> None:
             assert turn.error is None, turn.details
             ended.append(priority)
 
-        first = pool.submit(run, 0)
-        while stats(decodes[0]).requests.running < 1:
-            threading.Event().wait(0.01)
-        waiting = [pool.submit(run, priority) for priority in (5, 5, 5, -5, -5, -5)]
-        for future in (first, *waiting):
+        with seven_pages_held(decodes[0]):
+            waiting = [pool.submit(run, priority) for priority in (5, 5, 5, -5, -5, -5)]
+            until(lambda: stats(decodes[0]).requests.waiting == 6)
+        for future in waiting:
             future.result(60)
-    assert ended == [0, -5, -5, -5, 5, 5, 5]
+    assert ended == [-5, -5, -5, 5, 5, 5]

@@ -21,10 +21,10 @@ PAGE = 16
 pytestmark = pytest.mark.timeout(90)
 
 
-def health(replica: Replica) -> str:
+def health(replica: Replica, timeout: float = 5.0) -> str:
     with grpc.insecure_channel(replica.daemon_address, OPTIONS) as channel:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=0.5)
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
             return str(error.code().name)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
@@ -45,8 +45,13 @@ def test_a_stopped_courier_is_replaced_and_a_stopped_daemon_is_not_healthy(stack
         assert engines.turn(list(range(100)), 4).error is None
         assert health(decodes[0]) == "SERVING"
         (courier,) = courier_pids(decodes[0].daemon.popen.pid)
-        os.kill(courier, signal.SIGSTOP)
-        until(lambda: health(decodes[0]) == "NOT_SERVING")
+        with grpc.insecure_channel(decodes[0].daemon_address, OPTIONS) as channel:
+            said = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+            assert next(said).status == health_pb2.HealthCheckResponse.SERVING
+            os.kill(courier, signal.SIGSTOP)
+            assert next(said).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert next(said).status == health_pb2.HealthCheckResponse.SERVING
+            said.cancel()
         until(lambda: courier_pids(decodes[0].daemon.popen.pid) not in ([], [courier]))
         until(lambda: health(decodes[0]) == "SERVING" and stats(decodes[0]).peers[0].state == "up")
         turn = engines.turn(list(range(100)), 4)
@@ -54,7 +59,7 @@ def test_a_stopped_courier_is_replaced_and_a_stopped_daemon_is_not_healthy(stack
     pid = decodes[0].daemon.popen.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert health(decodes[0]) == "DEADLINE_EXCEEDED"
+        assert health(decodes[0], 0.5) == "DEADLINE_EXCEEDED"
     finally:
         os.kill(pid, signal.SIGCONT)
     until(lambda: health(decodes[0]) == "SERVING")

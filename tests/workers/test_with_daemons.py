@@ -73,7 +73,7 @@ def addresses() -> Iterator[Addresses]:
                 ["worker", role, "--synthetic", "--socket", sockets[role], "--listen", "127.0.0.1:0", *flags],
             )
             for role, flags in (
-                ("prefill", ["--warmup", "2", "--chunk-tokens", "100", "--synthetic-prefill-us", "20"]),
+                ("prefill", ["--warmup", "2", "--chunk-tokens", "100", "--synthetic-prefill-us", "100"]),
                 ("decode", ["--warmup", "2", "--synthetic-decode-us", "200"]),
             )
         }
