@@ -10,8 +10,8 @@ import sys
 import time
 
 import pytest
-from engines import settled, stats
-from test_failures import describe, wait_until
+from engines import settled, stats, wait_until
+from test_failures import describe
 
 from kvferry.daemon.stack import Stack
 from kvferry.daemon.system import SystemSpec, start_replicas

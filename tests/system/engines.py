@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -166,6 +169,26 @@ def settled(replica: Replica, seconds: float = 10.0) -> cache_pb2.SideStats:
         if time.monotonic() > deadline:
             raise AssertionError(f"still held after {seconds} s:\n{side}")
         threading.Event().wait(0.05)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: str = "what is waited for") -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"after {seconds} s not: {what}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def standing_still(pids: Iterable[int]) -> Iterator[None]:
+    """They are stopped, and go on at the end."""
+    stopped = list(pids)
+    try:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
 
 
 def courier_pids(daemon: int) -> list[int]:

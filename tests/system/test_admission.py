@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import grpc
 import pytest
-from engines import Engines, settled, stats
+from engines import Engines, settled, stats, wait_until
 from stacks import running_stack
 from test_failures import client_with_pages
 
@@ -46,13 +45,6 @@ def seven_pages_held(replica: Replica) -> Iterator[None]:
         finally:
             release.set()
             holding.result(20)
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
 
 
 REQUESTS, NEW_TOKENS = 16, 100  # of each a sixth of the pool
@@ -110,9 +102,9 @@ def test_small_requests_pass_a_large_one_but_it_gets_its_turn(stack: Stack) -> N
 
         with seven_pages_held(decodes[0]):
             large = pool.submit(run, "large", 36 * PAGE, 2)
-            until(lambda: stats(decodes[0]).requests.waiting == 1)
+            wait_until(lambda: stats(decodes[0]).requests.waiting == 1, 30)
             small = [pool.submit(run, "small", 2 * PAGE, 40) for _ in range(12)]
-            until(lambda: stats(decodes[0]).requests.waiting == 1 + 12 - 3)
+            wait_until(lambda: stats(decodes[0]).requests.waiting == 1 + 12 - 3, 30)
         for future in (large, *small):
             future.result(60)
     assert settled(decodes[0]).requests.overtaken == 3
@@ -170,7 +162,7 @@ def test_smaller_priorities_go_first(stack: Stack) -> None:
 
         with seven_pages_held(decodes[0]):
             waiting = [pool.submit(run, priority) for priority in (5, 5, 5, -5, -5, -5)]
-            until(lambda: stats(decodes[0]).requests.waiting == 6)
+            wait_until(lambda: stats(decodes[0]).requests.waiting == 6, 30)
         for future in waiting:
             future.result(60)
     assert ended == [-5, -5, -5, 5, 5, 5]

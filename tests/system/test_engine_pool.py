@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from engines import Engines, Turn, settled, stats
+from engines import Engines, Turn, settled, stats, wait_until
 from test_ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
 
 from kvferry.daemon.stack import Process, Stack, StackError
@@ -160,12 +160,12 @@ def test_requests_of_an_engine_that_is_killed_fail_and_may_be_tried_again(stack:
         prompts = [ids(rng, 400) for _ in range(3)]
         thread = threading.Thread(target=lambda: results.extend(engines.turns(prompts, 4, deadline_s=20)))
         thread.start()
-        until(lambda: stats(decodes[0]).requests.running > 0)
+        wait_until(lambda: stats(decodes[0]).requests.running > 0, 15)
         stack.kill(prefills[0].worker)
         thread.join(30)
         assert not thread.is_alive()
     assert [turn.code for turn in results] == [grpc.StatusCode.UNAVAILABLE] * 3, [turn.details for turn in results]
-    until(lambda: "unmapped" in prefills[0].daemon.tail(1000))
+    wait_until(lambda: "unmapped" in prefills[0].daemon.tail(1000), 15)
     prefill = again(stack, prefills[0], "prefill", system, [])
     with Engines(prefill, decodes[0]) as engines:
         assert met_again(engines, prompts[0], 4).error is None
@@ -190,14 +190,6 @@ def test_an_engine_that_stops_leaves_when_its_memory_is_unmapped(stack: Stack) -
         turn = met_again(engines, prompt, 4)
     assert turn.error is None, turn.details
     assert turn.matched == 0, "nothing was spilled, and the memory is gone"
-
-
-def until(condition: object, seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    assert callable(condition)
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to pass"
-        threading.Event().wait(0.02)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import time
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, Turn, courier_pids, settled, stats
+from engines import OPTIONS, Engines, Turn, courier_pids, settled, standing_still, stats, wait_until
 
 from kvferry.daemon.stack import Stack, StackError
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas
@@ -28,13 +28,6 @@ def in_background(engines: Engines, tokens: list[int], max_new: int, into: list[
     thread = threading.Thread(target=lambda: into.append(engines.turn(tokens, max_new)))
     thread.start()
     return thread
-
-
-def wait_until(condition: object, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.02)
 
 
 def test_prefill_daemon_down_fails_its_requests_and_it_is_met_again(stack: Stack) -> None:
@@ -169,9 +162,7 @@ def test_a_silent_prefill_daemon_costs_its_requests_only(stack: Stack) -> None:
     prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
     with Engines(prefills[0], decodes[0]) as engines, Engines(None, decodes[0]) as alone:
         assert engines.turn(list(range(100)), 4).error is None
-        pid = prefills[0].daemon.popen.pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with standing_still([prefills[0].daemon.popen.pid]):
             turns: list[Turn] = []
             thread = in_background(engines, list(range(1000, 1100)), 4, turns)
             wait_until(lambda: stats(decodes[0]).peers[0].state != "up", 10)
@@ -181,8 +172,6 @@ def test_a_silent_prefill_daemon_costs_its_requests_only(stack: Stack) -> None:
             time.sleep(6)
             assert decodes[0].daemon.popen.poll() is None
             assert alone.turn(list(range(100)), 4).matched == 96
-        finally:
-            os.kill(pid, signal.SIGCONT)
         wait_until(lambda: stats(decodes[0]).peers[0].state == "up", 20)
         again = engines.turn(list(range(1000, 1100)), 4)
         assert again.error is None, again.details

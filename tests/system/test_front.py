@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import astuple, dataclass
 from itertools import takewhile
 from typing import Any
@@ -18,10 +16,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from engines import settled, stats
+from engines import settled, standing_still, stats, wait_until
 from stacks import running_stack
 
-from kvferry.daemon.stack import Process, Stack
+from kvferry.daemon.stack import Stack
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import cache_pb2
 from kvferry.radix.digests import prompt_digests
@@ -128,24 +126,6 @@ def nothing_is_held(served: Served) -> Iterator[None]:
     yield
     for replica in (served.prefill, *served.decodes, served.alone):
         settled(replica)
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"after {seconds} s not: {what}"
-        time.sleep(0.02)
-
-
-@contextmanager
-def standing_still(processes: Sequence[Process]) -> Iterator[None]:
-    try:
-        for process in processes:
-            process.popen.send_signal(signal.SIGSTOP)
-        yield
-    finally:
-        for process in processes:
-            process.popen.send_signal(signal.SIGCONT)
 
 
 def aligned(tokens: int) -> int:
@@ -275,7 +255,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_reply(served: Served) -> None:
             if len(read) >= 3 * PAGE:
                 assert served.running() >= 1
                 break
-    until(lambda: served.running() == 0, "both halves have ended", 8.0)
+    wait_until(lambda: served.running() == 0, 8.0, "both halves have ended")
     assert (served.finished(), served.aborted()) == (finished + 1, aborted)
     assert read == reply_tokens(prompt, len(read))
     again = [*prompt, *read, 5, 6, 7]
@@ -296,20 +276,20 @@ def test_a_client_that_leaves_while_the_prompt_is_computed(served: Served, first
     seconds = 20
     salt = 2 * FIRST.index(first) + stream
     prompt = [2000 + salt + i % 1000 for i in range(seconds * 1_000_000 // PREFILL_US)]
-    decodes = [decode.worker for decode in served.decodes]
-    late = {"either": [], "prefill": decodes, "decode": [served.prefill.worker]}[first]
+    decodes = [decode.worker.popen.pid for decode in served.decodes]
+    late = {"either": [], "prefill": decodes, "decode": [served.prefill.worker.popen.pid]}[first]
     before = served.ends()
     address = httpx.URL(served.url)
     body = json.dumps({"prompt": prompt, "max_tokens": 5, "stream": stream})
     with closing(http.client.HTTPConnection(address.host, address.port, timeout=30)) as client:
         client.request("POST", "/v1/completions", body)
-        until(lambda: (served.ends() - before).admitted == 2, "both daemons have admitted it", 8.0)
-        until(lambda: stats(served.prefill).transfers.active == 1, "its pages are asked for", 8.0)
+        wait_until(lambda: (served.ends() - before).admitted == 2, 8.0, "both daemons have admitted it")
+        wait_until(lambda: stats(served.prefill).transfers.active == 1, 8.0, "its pages are asked for")
         with standing_still(late):
             client.close()
             if late:
-                until(lambda: (served.ends() - before).over == 2, "both daemons have ended it", 8.0)
-    until(lambda: served.running() == 0, "both halves have ended", 8.0)
+                wait_until(lambda: (served.ends() - before).over == 2, 8.0, "both daemons have ended it")
+    wait_until(lambda: served.running() == 0, 8.0, "both halves have ended")
     ends = served.ends() - before
     assert (ends.admitted, ends.finished, ends.over) == (2, 0, 2)
     if late:
@@ -328,7 +308,7 @@ def test_a_stop_string_keeps_the_reply_for_the_next_turn(served: Served) -> None
     answer = reply.choices[0].message.content or ""
     assert answer == TOKENIZER.decode(expected[:-1])
     assert reply.choices[0].finish_reason == "stop"
-    until(lambda: served.running() == 0, "both halves have ended", 8.0)
+    wait_until(lambda: served.running() == 0, 8.0, "both halves have ended")
     assert (served.finished(), served.aborted()) == (finished + 1, aborted)
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "How many were they?"}]
     again = served.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)

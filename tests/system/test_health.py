@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, courier_pids, settled, stats
+from engines import OPTIONS, Engines, courier_pids, settled, standing_still, stats, wait_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from test_failures import client_with_pages
 
@@ -30,14 +28,6 @@ def health(replica: Replica, timeout: float = 5.0) -> str:
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
-def until(condition: Callable[[], bool], seconds: float = 15.0) -> float:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, "it did not come to pass"
-        time.sleep(0.02)
-    return time.monotonic() - start
-
-
 def test_a_stopped_courier_is_replaced_and_a_stopped_daemon_is_not_healthy(stack: Stack) -> None:
     """Although nothing is under way that could fail."""
     prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_flags=["--stalled-seconds", "1"]))
@@ -52,17 +42,13 @@ def test_a_stopped_courier_is_replaced_and_a_stopped_daemon_is_not_healthy(stack
             assert next(said).status == health_pb2.HealthCheckResponse.NOT_SERVING
             assert next(said).status == health_pb2.HealthCheckResponse.SERVING
             said.cancel()
-        until(lambda: courier_pids(decodes[0].daemon.popen.pid) not in ([], [courier]))
-        until(lambda: health(decodes[0]) == "SERVING" and stats(decodes[0]).peers[0].state == "up")
+        wait_until(lambda: courier_pids(decodes[0].daemon.popen.pid) not in ([], [courier]), 15)
+        wait_until(lambda: health(decodes[0]) == "SERVING" and stats(decodes[0]).peers[0].state == "up", 15)
         turn = engines.turn(list(range(100)), 4)
         assert turn.error is None and turn.matched == 96
-    pid = decodes[0].daemon.popen.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with standing_still([decodes[0].daemon.popen.pid]):
         assert health(decodes[0], 0.5) == "DEADLINE_EXCEEDED"
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    until(lambda: health(decodes[0]) == "SERVING")
+    wait_until(lambda: health(decodes[0]) == "SERVING", 15)
     settled(decodes[0])
     settled(prefills[0])
 
@@ -76,7 +62,7 @@ def test_pages_of_lost_workers_are_bounded(stack: Stack) -> None:
     async def break_the_stream() -> None:
         client = await client_with_pages(decode)
         client._call.cancel()
-        await asyncio.to_thread(until, lambda: stats(decode).pool.orphaned > 0)
+        await asyncio.to_thread(wait_until, lambda: stats(decode).pool.orphaned > 0, 15)
         waiting = stats(decode).quarantine
         assert (waiting.orphaned_pages, waiting.lost_workers) == (7, 1)
         with Engines(None, decode) as engines:
@@ -84,7 +70,7 @@ def test_pages_of_lost_workers_are_bounded(stack: Stack) -> None:
             assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "7 pages of 1 lost workers are orphaned" in refused.details
             await client.close()  # lets the file lock go
-            await asyncio.to_thread(until, lambda: stats(decode).pool.orphaned == 0)
+            await asyncio.to_thread(wait_until, lambda: stats(decode).pool.orphaned == 0, 15)
             served = await asyncio.to_thread(engines.turn, list(range(100)), 2)
             assert served.error is None, served.details
 

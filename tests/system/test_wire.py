@@ -7,13 +7,12 @@ import os
 import signal
 import stat
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, Turn, settled, stats
+from engines import OPTIONS, Engines, Turn, settled, stats, wait_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.daemon.stack import Stack, StackError
@@ -188,14 +187,9 @@ def test_sigterm_lets_what_was_accepted_finish(stack: Stack) -> None:
     with Engines(prefills[0], decodes[0]) as engines:
         thread = threading.Thread(target=lambda: turns.append(engines.turn(list(range(100)), 60)))
         thread.start()
-        deadline = time.monotonic() + 10
-        while stats(decodes[0]).transfers.completed < 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: stats(decodes[0]).transfers.completed >= 1)
         decodes[0].daemon.popen.send_signal(signal.SIGTERM)
-        while "draining" not in decodes[0].daemon.tail(100):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: "draining" in decodes[0].daemon.tail(100))
         late = engines.turn(list(range(50)), 4, deadline_s=5)
         assert late.code is grpc.StatusCode.UNAVAILABLE
         thread.join(30)
