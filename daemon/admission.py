@@ -2,25 +2,30 @@
 
 Smaller priorities go first; within one, who came first. One that does not fit may be overtaken by later ones that do,
 but by at most `overtakes` of them: then nobody passes it, and what others give back is its own. One that only its
-namespace's own hard quota keeps out waits for its namespace alone: others pass it uncounted.
+namespace's own hard quota keeps out waits for its namespace alone: others pass it uncounted. So does everybody pass one
+that could not fit if all others were idle: what the other namespaces' soft quotas protect is not its to wait for.
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedKeyList
 
 OVERTAKES = 8
-LOOK_AHEAD = 32  # requests that are looked past in one step
+LOOK_AHEAD = 32  # requests without room that are looked past in one step
+OWN_LOOK_AHEAD = 8  # of each namespace, those looked past in one step that wait for no room of others
 
 
 class Admission(enum.Enum):
     TAKEN = "taken"
     NO_ROOM = "no room"
     OVER_QUOTA = "over quota"  # its namespace's own hard quota is in the way
+    PROTECTED = "protected"  # what other namespaces' soft quotas protect is in the way
 
 
 class Waiting(Protocol):
@@ -39,55 +44,88 @@ class Waiting(Protocol):
 
 
 WaitingT = TypeVar("WaitingT", bound=Waiting)
+_Rank = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Look(Generic[WaitingT]):
+    """How far one namespace's requests were looked at in this step."""
+
+    queue: SortedKeyList[WaitingT, _Rank]
+    at: int = 0  # the next one
+    own: list[WaitingT] = field(default_factory=list)  # over their namespace's quota
+    protected: int = 0  # kept out by what others' soft quotas protect
+
+    @property
+    def rank(self) -> _Rank:
+        return _rank(self.queue[self.at])
+
+    @property
+    def is_over(self) -> bool:
+        return self.at == len(self.queue) or len(self.own) + self.protected >= OWN_LOOK_AHEAD
 
 
 class AdmissionQueue(Generic[WaitingT]):
     def __init__(self, overtakes: int = OVERTAKES) -> None:
         self.overtakes = overtakes
         self.overtaken = 0  # ever
-        self._waiting: SortedKeyList[WaitingT, tuple[int, int]] = SortedKeyList(key=_rank)
+        self._waiting: dict[object, SortedKeyList[WaitingT, _Rank]] = {}  # by namespace; none is empty
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     def __iter__(self) -> Iterator[WaitingT]:
-        return iter(self._waiting)
+        return heapq.merge(*self._waiting.values(), key=_rank)
 
     def push(self, request: WaitingT) -> None:
-        self._waiting.add(request)
+        queue = self._waiting.get(request.scope)
+        if queue is None:
+            queue = self._waiting[request.scope] = SortedKeyList(key=_rank)
+        queue.add(request)
 
     def remove(self, request: WaitingT) -> None:
         """ValueError if it does not wait."""
-        self._waiting.remove(request)
+        queue = self._waiting.get(request.scope)
+        if queue is None:
+            raise ValueError(f"{request!r} does not wait")
+        queue.remove(request)
+        if not queue:
+            del self._waiting[request.scope]
 
     def admit(self, try_admit: Callable[[WaitingT], Admission]) -> None:
         """Offers the waiting to `try_admit`, in order. One that is taken leaves the queue."""
-        passed: list[WaitingT] = []  # over which only so many go
-        quota_passed: dict[object, list[WaitingT]] = {}  # the same for those of one namespace
-        at = 0
-        while at < min(len(self._waiting), LOOK_AHEAD) and not self._is_due(passed):
-            request = self._waiting[at]
-            mine = quota_passed.get(request.scope, [])
-            if self._is_due(mine):
-                at += 1
-                continue
+        passed: list[WaitingT] = []  # without room: over these only so many go, of whatever namespace
+        looks: list[_Look[WaitingT]] = [_Look(queue) for queue in self._waiting.values()]
+        turns = [(look.rank, number) for number, look in enumerate(looks)]
+        heapq.heapify(turns)
+        while turns and len(passed) < LOOK_AHEAD and not self._is_due(passed):
+            _, number = heapq.heappop(turns)
+            look = looks[number]
+            request = look.queue[look.at]
             admission = try_admit(request)
             if admission is Admission.TAKEN:
-                self._waiting.remove(request)
-                for other in (*passed, *mine):
-                    other.overtaken += 1
-                self.overtaken += len(passed) + len(mine)
-                continue
-            if admission is Admission.NO_ROOM:
-                passed.append(request)
+                self._take(request, [*passed, *look.own])
             else:
-                quota_passed.setdefault(request.scope, []).append(request)
-            at += 1
+                look.at += 1
+                if admission is Admission.NO_ROOM:
+                    passed.append(request)
+                elif admission is Admission.OVER_QUOTA:
+                    look.own.append(request)
+                else:
+                    look.protected += 1
+            if not look.is_over and not self._is_due(look.own):
+                heapq.heappush(turns, (look.rank, number))
+
+    def _take(self, request: WaitingT, passed: list[WaitingT]) -> None:
+        self.remove(request)
+        for other in passed:
+            other.overtaken += 1
+        self.overtaken += len(passed)
 
     def _is_due(self, passed: list[WaitingT]) -> bool:
         """One of them may not be overtaken any more."""
         return any(other.overtaken >= self.overtakes for other in passed)
 
 
-def _rank(request: Waiting) -> tuple[int, int]:
+def _rank(request: Waiting) -> _Rank:
     return request.priority, request.order

@@ -7,7 +7,7 @@ with none the page has no filler until a new admission matches it or its path is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Final, Generic, Protocol, TypeVar, cast
 
 
@@ -99,28 +99,31 @@ class Arrivals(Generic[WaiterT]):
                 del self._followers[page]
         waiter.missing.clear()
 
-    def hand_over(self, waiter: WaiterT, kept: Collection[int] = ()) -> dict[WaiterT, list[int]]:
-        """No copy of its transfers runs any more: others take over what it was to bring, all but the pages `kept`, into
-        which something else of its may still write. Returns new filler -> pages to ask for.
+    def hand_over(self, waiter: WaiterT) -> dict[WaiterT, list[int]]:
+        """No copy of its transfers runs any more: others take over what it was to bring. Returns new filler -> pages to
+        ask for.
         """
-        pages = sorted(waiter.filling.difference(kept))
-        waiter.filling.difference_update(pages)
+        pages = sorted(waiter.filling)
+        waiter.filling.clear()
         for page in pages:
             assert self._filler[page] is waiter
         return self._pass_on(pages, waiter)
 
-    def abandon(self, pages: Iterable[int]) -> list[WaiterT]:
-        """Nobody will bring these pages of a filler that has left. Returns those who wait for them, in order."""
-        waiters: dict[WaiterT, None] = {}
+    def take_over(self, pages: Iterable[int], old: WaiterT, new: WaiterT) -> None:
+        """`new`, which waits for these pages, brings them in place of `old`, no copy of which runs into them any more
+        and which goes on waiting for them.
+        """
         for page in pages:
-            filler = self._filler[page]
-            assert filler is not None and filler is not RESTORE, f"page {page} is not brought by a request"
-            left = cast(WaiterT, filler)
-            assert page not in left.missing, f"page {page} is waited for by its filler"
-            left.filling.discard(page)
-            self._filler[page] = None
-            waiters.update(self._followers.get(page, {}))
-        return list(waiters)
+            assert self._filler[page] is old and page in new.missing, f"page {page} cannot be taken over"
+            self._filler[page] = new
+            old.filling.discard(page)
+            new.filling.add(page)
+            self._followers[page][old] = None
+
+    def filler_of(self, page: int) -> WaiterT | None:
+        """The request that brings this arriving page; None: a restore, or nobody."""
+        filler = self._filler[page]
+        return None if filler is RESTORE else cast("WaiterT | None", filler)
 
     def lost(self, pages: Iterable[int]) -> tuple[dict[WaiterT, list[int]], list[WaiterT]]:
         """Their restore failed. Returns new filler -> pages to ask for, and the waiters that cannot ask, which wait no

@@ -63,6 +63,10 @@ class Asks:
     def ask_again(self, lease: Lease, pages: list[int]) -> None:
         """Asks for pages of the lease's prompt (pool ids), one transfer a run of neighbours, so many at a time."""
         lease.asks += 1
+        self.ask_on(lease, pages)
+
+    def ask_on(self, lease: Lease, pages: list[int]) -> None:
+        """As `ask_again`, for the rest of what it was asking for: no round of its own."""
         wanted = set(pages)
         indexes = [i for i, page in enumerate(lease.pages) if page in wanted]
         assert len(indexes) == len(wanted), "asked again for a page that is not of this prompt"
@@ -83,6 +87,18 @@ class Asks:
         if not transfer.draining:
             transfer.draining = True
             self._emit(StopTransfer(transfer.lease.prefill, transfer.number, reason))
+
+    def await_aux(self, lease: Lease) -> None:
+        """Keeps a transfer open, of no pages: by it the prefill daemon says that the aux blob will not come."""
+        self._ask(lease, lease.promised, 0)
+
+    def hand_to(self, heir: Lease, lease: Lease, pages: set[int]) -> None:
+        """What the lease's transfers bring of these pages (pool ids) `heir` is to ask for once they have drained."""
+        for number in sorted(lease.transfers):
+            transfer = self._transfers[number]
+            if not transfer.draining and not pages.isdisjoint(transfer.page_ids):
+                transfer.heir = heir
+                self.stop(transfer, "another prefill daemon has computed it")
 
     def stop_all(self, lease: Lease, reason: str) -> None:
         lease.runs.clear()

@@ -28,6 +28,10 @@ class Core(Protocol):
     def running(self) -> int: ...
 
     @property
+    def failed_requests(self) -> int:
+        """Of the running ones, those that have failed: they wait for their worker's last word or its proven end."""
+
+    @property
     def waiting_requests(self) -> int: ...
 
     @property
@@ -35,9 +39,6 @@ class Core(Protocol):
 
     @property
     def draining_transfers(self) -> int: ...
-
-    @property
-    def orphaned_pages(self) -> int: ...
 
     def take_effects(self) -> list[Effect]: ...
 

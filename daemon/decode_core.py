@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.daemon.decode_requests import DecodeLimits, DecodeRequests
-from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition, unavailable
+from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
 from kvferry.daemon.holds import Hold
-from kvferry.daemon.lease import Lease, LeaseState
+from kvferry.daemon.lease import Lease, LeaseState, Transfer
 from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
 from kvferry.daemon.supply import Growth
 from kvferry.proto import worker_pb2 as wire
@@ -28,6 +28,9 @@ from kvferry.radix.tree import OUTPUT, PROMPT
 __all__ = ["DecodeCore", "DecodeLimits"]
 
 MAX_GROWTHS = 4  # of one request, waiting for pages
+# That what others bring may stand still while a request's own prefill daemon has it: far below any deadline, and below
+# the time for which a prefill daemon surely keeps what it has sent (REST_SECONDS).
+PATIENCE_SECONDS = 0.25
 MAX_RETRACTED = 4096  # retracted requests that keep their place in the queue until they come back
 
 
@@ -211,14 +214,6 @@ class DecodeCore(DecodeRequests):
             self._end(lease)
         self._pump(now)
 
-    def _keep(self, lease: Lease, full: int, kind: int, digests: bytes) -> None:
-        """Its first `full` pages enter the tree, as far as they are not there."""
-        fresh = lease.pages[lease.tree_pages : full]
-        if fresh:
-            duplicates = self._holds.extend(lease.hold, digests, fresh, lease.tree_pages, kind)
-            self.store.release(lease.hold.namespace, duplicates)
-            lease.tree_pages = full
-
     def _remember_retracted(self, lease: Lease) -> None:
         self.counters.retracted += 1
         self._retracted[lease.name] = (lease.worker, lease.order)
@@ -240,11 +235,8 @@ class DecodeCore(DecodeRequests):
         self._pump(now)
 
     def worker_lost(self, worker: int, now: float) -> None:
-        """Its stream broke: it may still write. Its pages are orphaned until `worker_gone`; those that it was to fill
-        leave the tree, and who waits for them fails: they come no more.
-        """
+        """Its stream broke: it may still write. Its pages are orphaned until `worker_gone`."""
         lost = [lease for lease in self.leases.values() if lease.worker == worker]
-        waiters: dict[Lease, None] = {}
         for lease in lost:
             if lease.queued:
                 self._end(lease)
@@ -257,16 +249,7 @@ class DecodeCore(DecodeRequests):
                 lease.state = LeaseState.FAILED
             own = self.store.pool.those(lease.own, PageState.LEASED)
             self.store.pool.move(own, PageState.LEASED, PageState.ORPHANED)
-            if lease.state is LeaseState.FAILED:
-                lease.lost = True
-                end = min(lease.held_pages, lease.tree_pages)
-                unfilled = [page for page in lease.pages[lease.matched : end] if page in lease.filling]
-                waiters.update(dict.fromkeys(self._arrivals.abandon(unfilled)))
-                self._holds.withhold(lease.hold, unfilled)
-        for waiter in waiters:
-            if waiter.state is LeaseState.FILLING:
-                self._fail(waiter, unavailable("the worker that was to fill pages of this prefix is lost; try again"))
-        for lease in [lease for lease in self.leases.values() if lease.lost or lease in lost]:
+        for lease in lost:
             self._settle(lease)
         self._pump(now)
 
@@ -294,6 +277,7 @@ class DecodeCore(DecodeRequests):
         else:
             lease.aux = blob
             lease.aux_at = now
+            lease.served_at = lease.served_at or now
             self._check_ready(lease, now)
         self._pump(now)
 
@@ -305,6 +289,9 @@ class DecodeCore(DecodeRequests):
         lease = moving.lease
         pages = self._arrivals.of(moving.pool_pages(prompt_pages))
         lease.delta_pages += len(pages)
+        lease.progress_at = now
+        if prompt_pages and prompt_pages[-1] >= lease.matched:  # prompts are computed from their beginning on
+            lease.served_at = lease.served_at or now
         self._readable(lease, pages, now)
         self._pump(now)
 
@@ -328,9 +315,11 @@ class DecodeCore(DecodeRequests):
     def transfer_failed(self, transfer: int, error: RequestError, now: float) -> None:
         """The prefill daemon will send no more of it."""
         moving = self._asks.get(transfer)
-        if moving is None or moving.draining:
+        if moving is None:
             return
-        if moving.lease.state is LeaseState.FILLING:
+        if moving.draining:
+            moving.refusal = error
+        elif moving.lease.state is LeaseState.FILLING:
             self._fail(moving.lease, error.marked_of_prefill())
         else:
             self._asks.stop(moving, error.message)
@@ -343,7 +332,10 @@ class DecodeCore(DecodeRequests):
             return
         assert moving.draining, f"transfer {transfer} drained before it was stopped"
         lease = moving.lease
-        if moving.retry and lease.state is LeaseState.FILLING:
+        if moving.heir is not None and lease.state is LeaseState.FILLING:
+            self.transfer_counters.abort("taken_over")
+            self._pass_on(moving, moving.heir, now)
+        elif moving.retry and lease.state is LeaseState.FILLING:
             self.transfer_counters.fail("wrong_parts")
             still = [page for page in moving.page_ids if page in lease.filling]
             if lease.asks >= MAX_ASKS_PER_REQUEST:
@@ -355,6 +347,38 @@ class DecodeCore(DecodeRequests):
             self.transfer_counters.abort(lease.failure or "request_ended")
         self._settle(lease)
         self._pump(now)
+
+    def _pass_on(self, moving: Transfer, heir: Lease, now: float) -> None:
+        """What `heir` waits for of a transfer that has drained it asks for itself; the rest is asked for again."""
+        lease = moving.lease
+        if moving.refusal is not None:
+            self._fail(lease, moving.refusal.marked_of_prefill())
+            return
+        still = [page for page in moving.page_ids if page in lease.filling]
+        passed = [page for page in still if heir.state is LeaseState.FILLING and page in heir.missing]
+        if passed:
+            self._arrivals.take_over(passed, lease, heir)
+            heir.progress_at = now
+            self._asks.ask_again(heir, passed)
+        if rest := [page for page in still if page in lease.filling]:
+            self._asks.ask_on(lease, rest)
+        elif lease.aux is None and not lease.transfers:
+            self._asks.await_aux(lease)
+
+    def _look_for_sooner(self, lease: Lease, now: float) -> None:
+        """Pages that others were to bring, and of which nothing has come for PATIENCE_SECONDS, though the lease's own
+        prefill daemon has computed them since, it will ask for itself. Single flight must not tie a request to another
+        one's prefill daemon, which may never answer.
+        """
+        if lease.served_at is None or lease.asks >= MAX_ASKS_PER_REQUEST // 2:
+            return
+        waits_for: dict[Lease, set[int]] = {}
+        for page in lease.missing - lease.filling:
+            filler = self._arrivals.filler_of(page)
+            if filler is not None and now - max(filler.progress_at, lease.served_at) >= PATIENCE_SECONDS:
+                waits_for.setdefault(filler, set()).add(page)
+        for filler, pages in waits_for.items():
+            self._asks.hand_to(lease, filler, pages)
 
     def prefill_down(self, prefill: str, error: RequestError, now: float) -> None:
         """No session to that daemon: its requests fail, what arrived stays."""
@@ -389,6 +413,8 @@ class DecodeCore(DecodeRequests):
 
     def tick(self, now: float) -> None:
         self.pins.expire(now)
+        for lease in [lease for lease in self.leases.values() if lease.state is LeaseState.FILLING]:
+            self._look_for_sooner(lease, now)
         for lease in list(self.leases.values()):
             deadline = lease.deadline
             if lease.queued and not lease.resumed:

@@ -74,6 +74,11 @@ class DecodeRequests:
         return len(self.leases) - self.waiting_requests
 
     @property
+    def failed_requests(self) -> int:
+        """Of the running ones, those that have failed: they wait for their worker's last word or its proven end."""
+        return sum(lease.state is LeaseState.FAILED for lease in self.leases.values())
+
+    @property
     def waiting_requests(self) -> int:
         return len(self._supply.queue)
 
@@ -90,10 +95,6 @@ class DecodeRequests:
     def draining_transfers(self) -> int:
         """Of the active ones, those that were ended while copies into their pages may run."""
         return self._asks.draining
-
-    @property
-    def orphaned_pages(self) -> int:
-        return self._holds.orphaned_pages
 
     @property
     def transfer_counters(self) -> TransferCounters:
@@ -178,11 +179,9 @@ class DecodeRequests:
         """
         for page in fresh:
             self._arrivals.expect(page, lease)
+        lease.progress_at = lease.admitted_at
         full = len(lease.digests) // DIGEST_BYTES
-        if lease.keep and self._holds.blocked(lease.hold, lease.digests):
-            # It is brought for this request alone, to its end, though those may leave the tree before.
-            lease.keep = False
-        if lease.keep and full > lease.matched:
+        if self.shares_while_filling(lease) and full > lease.matched:
             coming = lease.pages[lease.matched : full]
             self.store.pool.move(coming, PageState.LEASED, PageState.ARRIVING)
             duplicates = self._holds.extend(lease.hold, lease.digests, coming, lease.matched, PROMPT)
@@ -191,6 +190,12 @@ class DecodeRequests:
         self._asks.first(lease, lease.promised, len(lease.pages) - lease.promised)
         if adopted:
             self._asks.ask_again(lease, adopted)
+
+    def shares_while_filling(self, lease: Lease) -> bool:
+        """Guard: while its worker itself is to fill some of its pages nobody else is given these, nor what is behind
+        them: a worker that hangs, or is lost, may write them at any time.
+        """
+        return lease.keep and not lease.to_fill
 
     # -- ready, failed, ended ------------------------------------------------------------------------------------
 
@@ -210,6 +215,7 @@ class DecodeRequests:
         elif lease.aux is None:
             return
         lease.state = LeaseState.READY
+        self._share(lease)
         elapsed = now - lease.arrived_at
         aux_wait = max(0.0, now - lease.filled_at)
         self.latencies.add(
@@ -237,6 +243,23 @@ class DecodeRequests:
         if not lease.local:
             self._effects.append(SendDone(lease.prefill, lease.name))
 
+    def _share(self, lease: Lease) -> None:
+        """What its worker has filled itself enters the tree once all of the prompt is there, if nothing of it has come
+        there meanwhile: then its own pages stay its own to its end.
+        """
+        if lease.local or not lease.keep or not lease.to_fill:
+            return
+        if lease.hold.namespace.tree.match(lease.digests).device_pages == lease.tree_pages:
+            self._keep(lease, len(lease.digests) // DIGEST_BYTES, PROMPT, lease.digests)
+
+    def _keep(self, lease: Lease, full: int, kind: int, digests: bytes) -> None:
+        """Its first `full` pages enter the tree, as far as they are not there."""
+        fresh = lease.pages[lease.tree_pages : full]
+        if fresh:
+            duplicates = self._holds.extend(lease.hold, digests, fresh, lease.tree_pages, kind)
+            self.store.release(lease.hold.namespace, duplicates)
+            lease.tree_pages = full
+
     def _fail(self, lease: Lease, error: RequestError) -> None:
         """Tells the worker; what it may still touch is kept until it answers with Abort (or is gone)."""
         self.counters.fail(error.code)
@@ -248,8 +271,10 @@ class DecodeRequests:
             self._leave_queue(lease)
             del self.leases[lease.name]
             return
+        unfilled = [page for page in lease.to_fill if page in lease.filling]
         self._withdraw(lease)
         lease.state = LeaseState.FAILED
+        self.store.pool.move(unfilled, PageState.LEASED, PageState.ORPHANED)  # its worker may write them yet
         self._settle(lease)
 
     def _leave_queue(self, lease: Lease) -> None:
@@ -279,19 +304,15 @@ class DecodeRequests:
 
     def _settle(self, lease: Lease) -> None:
         """Once no copy of its transfers runs: others take over what it was to bring, and if its worker is done its
-        pages go. What the worker was to fill itself it may still write to, and nobody else may, until it is done.
+        pages go.
         """
         if lease.live or lease.transfers:
             return
-        ending = lease.state is LeaseState.ENDING
-        for heir, pages in self._arrivals.hand_over(lease, () if ending else lease.to_fill).items():
+        for heir, pages in self._arrivals.hand_over(lease).items():
             self._asks.ask_again(heir, pages)
-        if not ending:
-            if lease.lost:
-                self._holds.take_out(lease.hold)
-            return
-        self._holds.drop(lease.hold, lease.own)
-        self._forget(lease)
+        if lease.state is LeaseState.ENDING:
+            self._holds.drop(lease.hold, lease.own)
+            self._forget(lease)
 
     def _forget(self, lease: Lease) -> None:
         del self.leases[lease.name]

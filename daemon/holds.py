@@ -2,9 +2,6 @@
 
 A reservation is made only if the promise can be kept; the pages may come later, when evicted ones have been spilled.
 What of the locked path is only on the host is restored into pages of the same promise.
-
-Pages in the tree that a lost worker may still write are withheld: nobody matches them any more, and as soon as no other
-lock is over them they leave the tree and are the lost request's own again, ORPHANED, until its end.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ class Hold:
     host_matched: int = 0  # of them, those that were only on the host
     pages: list[int] = field(default_factory=list)  # device ids, once claimed
     counted: int = 0  # its part of the namespace's promised pages
-    orphans: list[int] = field(default_factory=list)  # withheld pages of it that have left the tree
 
     @property
     def claimed(self) -> bool:
@@ -65,12 +61,6 @@ class Holds:
     def __init__(self, store: Store, arriving: Abandoned) -> None:
         self._store = store
         self._arriving = arriving
-        self._withheld: dict[int, Hold] = {}  # in the tree, by page: whose worker may still write it
-
-    @property
-    def orphaned_pages(self) -> int:
-        """That lost workers may still write: their own, and withheld ones that another's lock keeps in the tree."""
-        return self._store.pool.counts().orphaned + len(self._withheld)
 
     def reserve(self, hold: Hold) -> Admission:
         """Locks the longest match and promises the rest, if that can be kept; else nothing has changed."""
@@ -89,14 +79,11 @@ class Holds:
         return Admission.TAKEN
 
     def is_good(self, hold: Hold) -> bool:
-        """What it reserved can still be read by it: no restore of it has failed meanwhile, and nothing is withheld."""
+        """What it reserved can still be read by it: no restore of it has failed meanwhile."""
         assert hold.lock is not None
-        if not hold.readable_only and not self._withheld:
+        if not hold.readable_only:
             return True
-        pages = hold.namespace.tree.path_pages(hold.lock)
-        if self._first_withheld(pages) is not None:
-            return False
-        return not hold.readable_only or PageState.ARRIVING not in self._store.pool.states(pages)
+        return PageState.ARRIVING not in self._store.pool.states(hold.namespace.tree.path_pages(hold.lock))
 
     def claim(self, hold: Hold) -> list[int] | None:
         """The pages behind the matched ones, and a restore of the matched ones that are on the host. None: not yet."""
@@ -108,7 +95,7 @@ class Holds:
             hold.lock = longer
         lock = hold.lock
         hold.promise(hold.wanted - lock.device_pages, hold.growth)
-        taken = self._take(namespace, hold.wanted - lock.device_pages)
+        taken = self._store.take(namespace, hold.wanted - lock.device_pages)
         if taken is None:
             return None
         hold.host_matched = lock.pages - lock.device_pages
@@ -123,7 +110,7 @@ class Holds:
     def grow(self, hold: Hold, extra: int) -> bool:
         """`extra` pages of the promised growth. False: not yet."""
         hold.promise(extra, hold.growth - extra)
-        taken = self._take(hold.namespace, extra)
+        taken = self._store.take(hold.namespace, extra)
         if taken is None:
             return False
         hold.growth -= extra
@@ -132,18 +119,13 @@ class Holds:
         return True
 
     def drop(self, hold: Hold, own: Sequence[int]) -> None:
-        """The end of it: `own` of its pages are freed, the path is unlocked, what nobody brings is taken out.
-
-        Nothing is withheld for it any more.
-        """
+        """The end of it: `own` of its pages are freed, the path is unlocked, what nobody brings is taken out."""
         hold.promise(0, 0)
-        if self._withheld:
-            self._withheld = {page: of for page, of in self._withheld.items() if of is not hold}
         self._arriving.forget(own)
         self._store.release(hold.namespace, own)
         if hold.lock is not None:
             self.unlock(hold.namespace, hold.lock)
-        hold.lock, hold.pages, hold.matched, hold.host_matched, hold.orphans = None, [], 0, 0, []
+        hold.lock, hold.pages, hold.matched, hold.host_matched = None, [], 0, 0
 
     def abandoned(self, namespace: Namespace, lock: Lock) -> int | None:
         """Index of the first page of the locked path that is on its way and brought by nobody."""
@@ -157,48 +139,9 @@ class Holds:
             return
         self.removed(namespace, namespace.tree.prune(lock, abandoned))
 
-    def withhold(self, hold: Hold, pages: Sequence[int]) -> None:
-        """These pages of the hold, in the tree and brought by nobody, are not to be used before its end."""
-        for page in pages:
-            self._withheld[page] = hold
-
-    def take_out(self, hold: Hold) -> None:
-        """Its lock is drawn back from what is withheld, which leaves the tree where no other lock is over it. No copy
-        into its pages may run."""
-        tree = hold.namespace.tree
-        assert hold.lock is not None
-        start = self._first_withheld(tree.path_pages(hold.lock))
-        if start is None:
-            return
-        lock, hold.lock = hold.lock, tree.lock(tree.match(hold.digests[: start * DIGEST_BYTES]), hold.priority)
-        self.removed(hold.namespace, tree.prune(lock, start))
-
-    def blocked(self, hold: Hold, digests: bytes) -> bool:
-        """Withheld pages still stand in the tree where the hold's own pages would go."""
-        return bool(self._withheld) and hold.namespace.tree.match(digests).pages > hold.matched
-
-    def _take(self, namespace: Namespace, pages: int) -> list[int] | None:
-        taken = self._store.take(namespace, pages)
-        assert taken is None or self._withheld.keys().isdisjoint(taken), (
-            "a page was given out that a lost worker may still write"
-        )
-        return taken
-
-    def _first_withheld(self, path: Sequence[int]) -> int | None:
-        if not self._withheld:
-            return None
-        return next((i for i, page in enumerate(path) if page in self._withheld), None)
-
     def removed(self, namespace: Namespace, removed: list[int]) -> None:
-        """Pages that are out of the tree now, by whatever step: freed, but for what is withheld."""
+        """Pages that are out of the tree now, by whatever step: freed."""
         self._arriving.forget(removed)
-        kept = [page for page in removed if page in self._withheld]
-        if kept:
-            self._store.pool.move(kept, PageState.ARRIVING, PageState.ORPHANED)
-            self._store.unpublish(namespace, len(kept))
-            for page in kept:
-                self._withheld.pop(page).orphans.append(page)
-            removed = [page for page in removed if self._store.pool.state(page) is not PageState.ORPHANED]
         self._store.pruned(namespace, removed)
 
     def extend(self, hold: Hold, digests: bytes, own: list[int], start: int, kind: int) -> list[int]:
@@ -218,20 +161,21 @@ class Holds:
         return self._refusal(hold, hold.wanted - lock.device_pages)
 
     def _refusal(self, hold: Hold, now: int) -> Admission | None:
-        pages = max(0, now) + math.ceil(hold.growth / hold.overcommit)
+        later = math.ceil(hold.growth / hold.overcommit)
+        pages = max(0, now) + later
         if self._store.fits(hold.namespace, pages):
             return None
-        return Admission.NO_ROOM if hold.namespace.within_hard(pages) else Admission.OVER_QUOTA
+        if not hold.namespace.within_hard(pages):
+            return Admission.OVER_QUOTA
+        reachable = self._store.reachable(hold.namespace)
+        return Admission.NO_ROOM if hold.wanted + later <= reachable else Admission.PROTECTED
 
     def _lock(self, hold: Hold) -> Lock:
         tree = hold.namespace.tree
         lock = tree.lock(tree.match(hold.digests), hold.priority)
-        if not hold.readable_only and not self._withheld:
+        if not hold.readable_only:
             return lock
-        pages = tree.path_pages(lock)
-        end = self._store.pool.states(pages).find(PageState.ARRIVING) if hold.readable_only else -1
-        if end < 0 and (withheld := self._first_withheld(pages)) is not None:
-            end = withheld
+        end = self._store.pool.states(tree.path_pages(lock)).find(PageState.ARRIVING)
         if end < 0:
             return lock
         shorter = tree.lock(tree.match(hold.digests[: end * DIGEST_BYTES]), hold.priority)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvferry.daemon.errors import RequestError
 from kvferry.daemon.holds import Hold
 from kvferry.daemon.limits import Name
 
@@ -36,7 +37,6 @@ class Lease:
     order: int  # of admission requests: the oldest follower takes over, the youngest is retracted
     keep: bool  # its pages enter the tree
     held_pages: int = 0  # of the prompt, that the worker has in memory of its own
-    lost: bool = False  # its worker's stream broke; it may still write
     resumed: bool = False  # it was retracted before
     looked_up: bool = False  # it is in the hit rate
     overtaken: int = 0
@@ -47,6 +47,8 @@ class Lease:
     transfers: set[int] = field(default_factory=set)  # open or draining
     runs: deque[tuple[int, int]] = field(default_factory=deque)  # (first page, pages) still to be asked for again
     asks: int = 0  # rounds of asking
+    progress_at: float = 0.0  # when its transfers last brought a page, or were opened
+    served_at: float | None = None  # since when its prefill daemon is known to have computed what others bring
     waiting_since: float = 0.0
     aux: bytes | None = None
     aux_at: float = 0.0
@@ -112,7 +114,7 @@ class Lease:
     @property
     def own(self) -> list[int]:
         """Pages that are not the tree's."""
-        return self.hold.pages[self.tree_pages :] + self.hold.orphans
+        return self.hold.pages[self.tree_pages :]
 
 
 @dataclass(slots=True)
@@ -125,7 +127,9 @@ class Transfer:
     page_ids: tuple[int, ...]
     draining: bool = False
     retry: bool = False  # ask again for what is missing once it has drained
-    problem: str = ""  # why
+    problem: str = ""  # why, where parts of it were wrong
+    heir: Lease | None = None  # who then asks for what it waits for of these pages, in place of the lease
+    refusal: RequestError | None = None  # the prefill daemon's, while it drains for its heir
 
     def pool_pages(self, prompt_pages: Sequence[int]) -> Sequence[int]:
         """Where these prompt pages, ascending, are to lie."""

@@ -79,6 +79,11 @@ class PrefillRequests:
         return len(self.entries) - len(self._over) - len(self._yielded) - self.waiting_requests
 
     @property
+    def failed_requests(self) -> int:
+        """Of the running ones, those that have failed: they wait for their worker's last word or its proven end."""
+        return sum(entry.failed for entry in self.entries.values())
+
+    @property
     def waiting_requests(self) -> int:
         return self._supply.waiting
 
@@ -96,16 +101,12 @@ class PrefillRequests:
         """Of the active ones, those of requests that have ended: gathers from their pages may run."""
         return sum(entry.done for entry in self._sends.values())
 
-    @property
-    def orphaned_pages(self) -> int:
-        return self._supply.holds.orphaned_pages
-
     # -- pages ---------------------------------------------------------------------------------------------------
 
     def _pump(self, now: float) -> None:
         self.store.clock.now = now
         self._supply.pump()
-        while (waiter := self._supply.first_asked()) is not None and (entry := self._resting(waiter, now)) is not None:
+        while (entry := self._resting(now)) is not None:
             self._yield_pages(entry)
             self._supply.pump()
         self.store.settle()
@@ -113,9 +114,10 @@ class PrefillRequests:
         self.counters.overtaken = self._supply.queue.overtaken
         self._effects += tier_effects(self.store)
 
-    def _resting(self, waiter: Entry, now: float) -> Entry | None:
-        """Of those that have rested for REST_SECONDS the youngest whose pages `waiter` may have, where nothing moves
-        that would give pages back. Where pages are to be asked for again the decode daemon turns to the oldest first.
+    def _resting(self, now: float) -> Entry | None:
+        """Of those that have rested for REST_SECONDS the youngest whose pages one that was asked for waits for and may
+        have, where nothing moves that would give pages back. Where pages are to be asked for again the decode daemon
+        turns to the oldest first.
 
         At the decode daemon it may wait for a page that another brings, and that one's prompt wait here for its pages:
         without this both would stay until their deadline.
@@ -123,15 +125,17 @@ class PrefillRequests:
         if not self._rested or self._supply.reserved or any(entry.moves for entry in self.entries.values()):
             return None
         self._rested = {entry: since for entry, since in self._rested.items() if entry.rests}
-        assert waiter.prompt is not None
-        wants = waiter.prompt.hold
-        any_tenant = wants.namespace.within_hard(wants.wanted)  # else its own hard quota is what is in the way
-        found = [
-            entry
-            for entry, since in self._rested.items()
-            if since + REST_SECONDS <= now and (any_tenant or entry.scope is wants.namespace)
-        ]
-        return max(found, key=lambda entry: entry.order, default=None)
+        rested = [entry for entry, since in self._rested.items() if since + REST_SECONDS <= now]
+        for waiter in self._supply.first_asked() if rested else ():
+            assert waiter.prompt is not None
+            wants = waiter.prompt.hold
+            if wants.wanted > self.store.reachable(wants.namespace):
+                continue  # nobody's pages would do
+            any_tenant = wants.namespace.within_hard(wants.wanted)  # else its own hard quota is what is in the way
+            found = [entry for entry in rested if any_tenant or entry.scope is wants.namespace]
+            if found:
+                return max(found, key=lambda entry: entry.order)
+        return None
 
     def _yield_pages(self, entry: Entry) -> None:
         """Whoever asks for some of it again is told to try anew. The name stays until Done or its deadline."""

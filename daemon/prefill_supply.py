@@ -1,9 +1,10 @@
 """Which of the begun prompts gets its pages next. Core: no I/O.
 
 Requests that no decode daemon has asked for hold at most half of what the namespaces' soft quotas leave of the pool
-and of their namespace's hard quota, and get no pages while one that was asked for waits for room. So one that needs no
-more than that half waits only for what others have asked for; a larger one may wait also for those that nobody asks
-for, until their deadline.
+and of their namespace's hard quota, and get no pages while one that was asked for waits for room: for that of all, or,
+where only its namespace's hard quota is in its way, for that of its namespace. So one that needs no more than that half
+waits only for what others have asked for; a larger one may wait also for those that nobody asks for, until their
+deadline.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.daemon.admission import Admission, AdmissionQueue
 from kvferry.daemon.arrivals import Arrivals
-from kvferry.daemon.holds import Holds
+from kvferry.daemon.holds import Hold, Holds
 from kvferry.daemon.namespaces import Namespace
 from kvferry.daemon.prefill_entry import Entry, Prompt
 from kvferry.daemon.store import Ended, Store
@@ -33,6 +34,10 @@ class PrefillSupply:
         self._reserved: deque[Entry] = deque()
         self._returned: list[Entry] = []
         self._asked_waiting = 0
+        # Of this step, who keeps others without pages: namespaces of which one that was asked for is over their quota,
+        # and whether one has no room.
+        self._asked_over: set[Namespace] = set()
+        self._asked_short = False
         self._unasked: Counter[bytes] = Counter()  # pages by namespace, reserved for or held by prompts not asked for
 
     @property
@@ -43,9 +48,15 @@ class PrefillSupply:
     def reserved(self) -> int:
         return len(self._reserved)
 
-    def first_asked(self) -> Entry | None:
-        """Of those that wait for pages, the first that a decode daemon asked for."""
-        return next(filter(lambda entry: entry.asked, self.queue), None) if self._asked_waiting else None
+    def first_asked(self) -> list[Entry]:
+        """Of each namespace, the first of those that a decode daemon asked for and that wait for pages, in order."""
+        if not self._asked_waiting:
+            return []
+        first: dict[object, Entry] = {}
+        for entry in self.queue:
+            if entry.asked:
+                first.setdefault(entry.scope, entry)
+        return list(first.values())
 
     @property
     def unasked_pages(self) -> int:
@@ -86,6 +97,8 @@ class PrefillSupply:
 
     def pump(self) -> None:
         self._claim()
+        self._asked_over.clear()
+        self._asked_short = False
         self.queue.admit(self._reserve)
         for entry in self._returned:
             self.add(entry)
@@ -117,29 +130,37 @@ class PrefillSupply:
         self._asked_waiting -= entry.asked
         return True
 
-    def _must_wait(self, entry: Entry, prompt: Prompt) -> bool:
-        if entry.asked:
-            return False
-        if self._asked_waiting > 0:
-            return True
-        namespace, wanted = prompt.hold.namespace, prompt.hold.wanted
-        return self.unasked_pages + wanted > self.most_unasked() or self._unasked[
-            namespace.id
-        ] + wanted > self.most_unasked(namespace)
-
     def _reserve(self, entry: Entry) -> Admission:
         prompt = entry.prompt
         assert prompt is not None
-        admission = Admission.NO_ROOM if self._must_wait(entry, prompt) else self.holds.reserve(prompt.hold)
+        admission = self._reserve_asked(prompt.hold) if entry.asked else self._reserve_unasked(prompt)
         if admission is not Admission.TAKEN:
             return admission
         prompt.queued = False
         self._asked_waiting -= entry.asked
-        if not entry.asked:
-            prompt.unasked = prompt.hold.wanted
-            self._unasked[prompt.namespace_id] += prompt.unasked
         self._reserved.append(entry)
         self._claim()
+        return admission
+
+    def _reserve_asked(self, hold: Hold) -> Admission:
+        admission = self.holds.reserve(hold)
+        if admission is Admission.NO_ROOM:
+            self._asked_short = True
+        elif admission is Admission.OVER_QUOTA:
+            self._asked_over.add(hold.namespace)
+        return admission
+
+    def _reserve_unasked(self, prompt: Prompt) -> Admission:
+        """Whatever was asked for was looked at before it in this step: it goes first."""
+        namespace, wanted = prompt.hold.namespace, prompt.hold.wanted
+        if self._asked_short or self.unasked_pages + wanted > self.most_unasked():
+            return Admission.NO_ROOM
+        if namespace in self._asked_over or self._unasked[namespace.id] + wanted > self.most_unasked(namespace):
+            return Admission.OVER_QUOTA
+        admission = self.holds.reserve(prompt.hold)
+        if admission is Admission.TAKEN:
+            prompt.unasked = wanted
+            self._unasked[namespace.id] += wanted
         return admission
 
     def _claim(self) -> None:

@@ -103,8 +103,9 @@ class Side(Generic[CoreT]):
 
     @property
     def busy(self) -> int:
-        """Requests that are not over."""
-        return self.core.running + self.core.waiting_requests if self.core is not None else 0
+        """Requests that are neither over nor failed: somebody may still be answered."""
+        core = self.core
+        return 0 if core is None else core.running + core.waiting_requests - core.failed_requests
 
     @property
     def store(self) -> Store:
@@ -243,13 +244,19 @@ class Side(Generic[CoreT]):
             return None
 
     def check_quarantine(self) -> None:
-        """RESOURCE_EXHAUSTED while too many pages wait for the proof that their worker writes no more."""
-        orphaned, bound = self.ready_core.orphaned_pages, self.orphaned_bound
+        """RESOURCE_EXHAUSTED while too many pages wait for the word or the proof that their worker writes no more."""
+        orphaned, bound = self.orphaned_pages, self.orphaned_bound
         if orphaned and orphaned >= bound:
             raise exhausted(
-                f"{orphaned} pages of {self.workers.lost} lost workers are orphaned until these are proven gone; "
-                f"the bound is {bound} (orphaned_share {self.config.orphaned_share:g})"
+                f"{orphaned} pages of workers that are lost ({self.workers.lost}) or do not answer are orphaned until "
+                f"these let go or are proven gone; the bound is {bound} (orphaned_share "
+                f"{self.config.orphaned_share:g})"
             )
+
+    @property
+    def orphaned_pages(self) -> int:
+        """That workers may still write whose requests have ended without their word."""
+        return self.store.pool.counts().orphaned
 
     @property
     def orphaned_bound(self) -> int:

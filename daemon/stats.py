@@ -105,7 +105,7 @@ def side_stats(side: AnySide) -> cache.SideStats:
     stats.policy = side.store.limits.policy
     _transfers(side, stats.transfers)
     _events(side, stats.events)
-    stats.quarantine.orphaned_pages = side.ready_core.orphaned_pages
+    stats.quarantine.orphaned_pages = side.orphaned_pages
     stats.quarantine.orphaned_bound = side.orphaned_bound
     stats.quarantine.lost_workers, stats.quarantine.workers_bound = side.workers.lost, side.config.max_workers
     stats.quarantine.draining_transfers = side.ready_core.draining_transfers

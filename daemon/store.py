@@ -179,6 +179,13 @@ class Store:
         """Pages that a request of this namespace could ever have."""
         return min(self.pool.pages, namespace.quota.hard or self.pool.pages)
 
+    def reachable(self, namespace: Namespace) -> int:
+        """Pages that a request of this namespace could have now if nothing else ran: all but what the soft quotas of
+        the others protect.
+        """
+        others = (other for other in self.namespaces.values() if other is not namespace)
+        return self.pool.pages - sum(min(other.quota.soft, other.used) for other in others)
+
     # -- pages of requests ---------------------------------------------------------------------------------------
 
     def take(self, namespace: Namespace, pages: int) -> list[int] | None:

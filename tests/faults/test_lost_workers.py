@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 from engines import settled, stats, wait_until
 from test_failures import describe
 
 from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.system import Replica, SystemSpec, start_replicas
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(90)
@@ -43,16 +45,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    [
-        pytest.param((), id="here", marks=pytest.mark.nightly),
-        pytest.param(("unshare", "--pid", "--fork", "--kill-child"), id="namespace"),
-    ],
-)
-def test_a_lost_worker_that_is_stopped_keeps_its_pages(stack: Stack, prefix: tuple[str, ...]) -> None:
-    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
-    decode = decodes[0]
+@contextmanager
+def lost_worker(decode: Replica, prefix: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """One whose stream has broken, and which lives: its 7 pages are orphaned."""
     facts = describe(decode).facts.SerializeToString().hex()
     command = [*prefix, sys.executable, "-c", LOST, decode.socket, facts]
     lost = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -64,13 +59,37 @@ def test_a_lost_worker_that_is_stopped_keeps_its_pages(stack: Stack, prefix: tup
         assert told, lost.stderr.read()
         assert not prefix or int(told) < 10, "it does not live in a namespace of its own"
         wait_until(lambda: stats(decode).pool.orphaned == 7)
+        yield lost
+    finally:
+        os.killpg(lost.pid, signal.SIGKILL)
+        lost.wait(10)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        pytest.param((), id="here", marks=pytest.mark.nightly),
+        pytest.param(("unshare", "--pid", "--fork", "--kill-child"), id="namespace"),
+    ],
+)
+def test_a_lost_worker_that_is_stopped_keeps_its_pages(stack: Stack, prefix: tuple[str, ...]) -> None:
+    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    decode = decodes[0]
+    with lost_worker(decode, prefix) as lost:
         os.killpg(lost.pid, signal.SIGSTOP)
         time.sleep(1.0)
         assert (stats(decode).pool.orphaned, stats(decode).quarantine.lost_workers) == (7, 1)
         os.killpg(lost.pid, signal.SIGCONT)
         time.sleep(0.5)
         assert stats(decode).pool.orphaned == 7, "it lives, and may write"
-    finally:
-        os.killpg(lost.pid, signal.SIGKILL)
-        lost.wait(10)
     assert settled(decode, 5.0).quarantine.lost_workers == 0
+
+
+def test_a_daemon_that_ends_waits_for_no_lost_worker(stack: Stack) -> None:
+    """Nothing runs: its grace period, longer than this test may take, is for requests that somebody waits for."""
+    spec = SystemSpec(page_size=PAGE, prefills=0, decode_flags=("--grace-seconds", "600"))
+    _, decodes = start_replicas(stack, spec)
+    with lost_worker(decodes[0]):
+        assert stack.stop(decodes[0].daemon, seconds=30.0) == 0, decodes[0].daemon.tail()
+    with open(decodes[0].daemon.log_path) as log:
+        assert "SIGTERM: draining, 0 requests run" in log.read()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
 from kvferry.daemon.effects import Effect, ToWorker
 from kvferry.daemon.limits import Name
+from kvferry.daemon.namespaces import Quota
 from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
-from kvferry.daemon.store import Store
+from kvferry.daemon.store import Store, StoreLimits
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
@@ -41,10 +43,12 @@ class Effects:
 
 
 class Decode(Effects):
-    def __init__(self, pages: int, host_pages: int = 0) -> None:
+    def __init__(
+        self, pages: int, host_pages: int = 0, *, queue: int = 8, quotas: Mapping[bytes, Quota] | None = None
+    ) -> None:
         super().__init__()
-        self.store = Store(pages, PAGE, host_pages=host_pages)
-        limits = DecodeLimits(max_tokens=400, page_bytes=64, admission_seconds=30.0, queue=8)
+        self.store = Store(pages, PAGE, host_pages=host_pages, limits=StoreLimits(quotas=quotas))
+        limits = DecodeLimits(max_tokens=400, page_bytes=64, admission_seconds=30.0, queue=queue)
         self.core = DecodeCore(self.store, limits)
 
     def admit(
@@ -58,6 +62,8 @@ class Decode(Effects):
         namespace: bytes = NAMESPACE,
         worker: int = 1,
         held: int = 0,
+        deadline: float = DEADLINE,
+        now: float = 0.0,
     ) -> None:
         """`held`: pages that the worker has in memory of its own."""
         request = wire.Admit(
@@ -68,7 +74,16 @@ class Decode(Effects):
             max_new_tokens=new,
             held_tokens=held * PAGE,
         )
-        self.core.admit(worker, namespace, number, request, DEADLINE, 0.0)
+        self.core.admit(worker, namespace, number, request, deadline, now)
+        self.take()
+
+    def arrive(self, transfer: int, pages: Iterable[int], now: float = 0.0) -> None:
+        """These prompt pages of a transfer."""
+        self.core.pages_arrived(transfer, list(pages), now)
+        self.take()
+
+    def tick(self, now: float) -> None:
+        self.core.tick(now)
         self.take()
 
     def take(self) -> None:
@@ -76,14 +91,14 @@ class Decode(Effects):
 
 
 class Prefill(Effects):
-    def __init__(self, pages: int = 16) -> None:
+    def __init__(self, pages: int = 16, *, table: int = 8, quotas: Mapping[bytes, Quota] | None = None) -> None:
         super().__init__()
-        self.store = Store(pages, PAGE)
-        self.core = PrefillCore(self.store, PrefillLimits(table=8))
+        self.store = Store(pages, PAGE, limits=StoreLimits(quotas=quotas))
+        self.core = PrefillCore(self.store, PrefillLimits(table=table))
 
-    def begin(self, number: Name, prompt: str, pages: int) -> None:
+    def begin(self, number: Name, prompt: str, pages: int, *, namespace: bytes = NAMESPACE) -> None:
         begin = wire.Begin(name=number.to_proto(), digests=digests(prompt, pages), tokens=pages * PAGE)
-        self.core.begin(1, NAMESPACE, number, begin, DEADLINE, 0.0)
+        self.core.begin(1, namespace, number, begin, DEADLINE, 0.0)
         self.take()
 
     def ask(

@@ -18,7 +18,6 @@ from kvferry.daemon.errors import unavailable
 from kvferry.daemon.host_tier import store_limits
 from kvferry.daemon.namespaces import Namespace
 from kvferry.daemon.store import Store, StoreLimits
-from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PageState
 
 OWNER, FOLLOWER = 1, 2  # workers
@@ -48,79 +47,45 @@ def worker_is_proven_gone(side: Decode) -> None:
     ("fails", "lets_go"),
     [
         (deadline_passes, worker_answers),
+        (deadline_passes, worker_is_proven_gone),
         (request_fails, worker_answers),
         (request_fails, worker_is_proven_gone),
+        (stream_breaks, worker_is_proven_gone),
     ],
 )
-def test_pages_that_a_worker_fills_go_to_no_other_filler_before_it_lets_go(
+def test_pages_that_a_worker_fills_go_to_nobody_before_it_lets_go(
     fails: Callable[[Decode], None], lets_go: Callable[[Decode], None]
 ) -> None:
-    """Pages 0 to 3 are the worker's to fill, 4 and 5 come from the prefill daemon; another request waits for all."""
-    side = Decode(16)
-    side.admit(name(1), "x", 6, worker=OWNER, held=4)
-    (own,) = side.of(StartTransfer)
-    pages = side.core.leases[name(1)].pages
-    assert own.page_ids == tuple(pages[4:6])
-    side.core.leases[name(1)].deadline = DEADLINE - 1.0
-    side.admit(name(2), "x", 7, worker=FOLLOWER)
-    fails(side)
-    side.take()
-    assert not [start for start in side.of(StartTransfer) if set(start.page_ids) & set(pages)]
-    side.core.transfer_drained(1, 1.5)
-    side.take()
-    assert [start.page_ids for start in side.of(StartTransfer)] == [tuple(pages[4:6])], "what no worker writes"
-    side.admit(name(3), "x", 6, worker=FOLLOWER)  # one that comes now waits, too
-    assert not [start for start in side.of(StartTransfer) if start.page_ids]
-    assert set(side.store.pool.states(pages[:4])) == {int(PageState.ARRIVING)}
-    lets_go(side)
-    side.take()
-    assert [start.page_ids for start in side.of(StartTransfer)] == [tuple(pages[:4])]
-    assert name(1) not in side.core.leases
-    side.store.pool.check()
-
-
-@pytest.mark.parametrize("same_worker", [False, True])
-def test_pages_that_a_lost_worker_was_to_fill_hold_up_nobody(same_worker: bool) -> None:
-    """Pages 0 to 3 are the lost worker's to fill, and it may still write them. Who waits for them fails; who comes
-    later gets pages of its own, first for itself alone, then, when the old ones have left the tree, for others too.
+    """Pages 0 to 3 are the worker's to fill, 4 and 5 come from the prefill daemon. Who wants the same ones, before it
+    fails or after, brings them himself.
     """
     side = Decode(40)
     side.admit(name(1), "x", 6, worker=OWNER, held=4)
+    (own,) = side.of(StartTransfer)
     pages = side.core.leases[name(1)].pages[:]
-    side.admit(name(2), "x", 7, worker=OWNER if same_worker else FOLLOWER)
-    follower = side.core.leases[name(2)]
-    stream_breaks(side)
-    side.take()
-    failed = [event.failed for event in side.told("failed")]
-    if not same_worker:
-        assert [(told.name, told.error.code) for told in failed] == [(name(2).to_proto(), common.ERROR_UNAVAILABLE)]
-        assert "is lost; try again" in failed[0].error.message
-
-    side.admit(name(3), "x", 7, worker=FOLLOWER)
+    assert own.page_ids == tuple(pages[4:6])
+    side.core.leases[name(1)].deadline = DEADLINE - 1.0
+    side.admit(name(2), "x", 7, worker=FOLLOWER)
     (start,) = side.of(StartTransfer)
-    assert len(start.page_ids) == 7 and not {*start.page_ids} & {*pages, *follower.pages}
-    side.core.pages_arrived(start.ask.transfer, range(7), 1.0)
-    side.core.aux("p", name(3), b"first token", 1.0)
-    side.core.finish(FOLLOWER, name(3), 7 * PAGE, b"", 1.0)
-    side.core.transfer_completed(start.ask.transfer, 1.0)
-    for transfer in (1, 2):
-        side.core.transfer_drained(transfer, 1.5)
-    if not same_worker:
-        side.core.abort(FOLLOWER, name(2), 1.5)
+    assert len(start.page_ids) == 7 and not {*start.page_ids} & {*pages}
+    fails(side)
+    side.core.transfer_drained(1, 1.5)
     side.take()
-    orphaned = side.store.pool.counts().orphaned
+    assert not side.of(StartTransfer)
     assert set(side.store.pool.states(pages[:4])) == {int(PageState.ORPHANED)}
-    assert orphaned == side.store.pool.pages - side.store.pool.free == 4, "what no worker writes is free"
-
-    side.admit(name(4), "x", 6, worker=FOLLOWER)
-    (start,) = side.of(StartTransfer)
-    assert len(start.page_ids) == 6 and not {*start.page_ids} & {*pages[:4]}
-    side.admit(name(5), "x", 6, worker=FOLLOWER)
+    side.admit(name(3), "x", 7, worker=FOLLOWER)
     assert [start.page_ids for start in side.of(StartTransfer)] == [()], "one brings them for both"
-    worker_is_proven_gone(side)
-    assert side.store.pool.counts().orphaned == 0
-    assert set(side.core.leases) == {name(4), name(5)}
+    side.core.pages_arrived(start.ask.transfer, range(7), 1.5)
+    for number in (2, 3):
+        side.core.aux("p", name(number), b"first token", 1.5)
+    side.take()
+    assert len(side.told("ready")) == 2
+    lets_go(side)
+    side.store.settle()
+    assert set(side.store.pool.states(pages)) == {int(PageState.FREE)}
+    assert set(side.core.leases) == {name(2), name(3)}
     side.store.pool.check()
+    side.store.namespace(NAMESPACE).tree.check()
 
 
 def taken(store: Store, pages: int) -> tuple[int, ...]:

@@ -1,20 +1,20 @@
-"""Pages that a decode worker itself is to fill are withheld when it is lost, and freed only on proof: random histories,
-and that they find harm when any one guard is taken away. LOST_FILLERS_SEED=N begins with another seed.
+"""Pages that a decode worker itself is to fill are nobody else's before they are filled, and those of one that is lost
+are freed only on proof; who takes over what another was to bring does so once that one's transfer has drained: random
+histories, and that they find harm when any one guard is taken away. LOST_FILLERS_SEED=N begins with another seed.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 
 import pytest
 from filling_workers import Harm, run
 
-from kvferry.daemon.arrivals import Arrivals, WaiterT
+from kvferry.daemon.asks import Asks
 from kvferry.daemon.decode_core import DecodeCore
-from kvferry.daemon.holds import Hold, Holds
-from kvferry.daemon.namespaces import Namespace
+from kvferry.daemon.lease import Lease
 
 FIRST = int(os.environ.get("LOST_FILLERS_SEED", "0"))
 SEEDS = 100
@@ -24,12 +24,11 @@ MET = (
     "copies between the tiers",
     "losses of a worker with pages to fill",
     "orphans freed on proof",
-    "requests failed that waited for a lost worker",
+    "requests failed before their worker had filled pages",
     "requests refused by a full queue",
     "requests that were ready",
     "requests whose worker filled pages",
-    "restores that ended below a withheld page",
-    "withheld pages kept in the tree by another's lock",
+    "transfers taken over",
 )
 
 
@@ -55,69 +54,24 @@ def test_lost_fillers_harm_nobody_in_many_seeds(capsys: pytest.CaptureFixture[st
         run_all(10_000)
 
 
-def withhold_nothing(holds: Holds, hold: Hold, pages: Sequence[int]) -> None:
-    return None
-
-
-def leave_in_the_tree(holds: Holds, hold: Hold) -> None:
-    return None
-
-
-def never_blocked(holds: Holds, hold: Hold, digests: bytes) -> bool:
-    return False
+def share_at_once(core: DecodeCore, lease: Lease) -> bool:
+    return lease.keep
 
 
 def free_at_once(core: DecodeCore, worker: int, now: float) -> None:
     core.worker_gone(worker, now)
 
 
-def free_all(holds: Holds, namespace: Namespace, removed: list[int]) -> None:
-    holds._arriving.forget(removed)
-    holds._store.pruned(namespace, removed)
-
-
-_is_good, _copy_ended = Holds.is_good, DecodeCore.copy_ended
-_abandon, _hand_over = Arrivals.abandon, Arrivals.hand_over
-
-
-def free_what_a_copy_held(
-    core: DecodeCore, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float
-) -> None:
-    """All that the end of the copy itself takes out of the tree, and nothing else."""
-
-    def removed(namespace: Namespace, pages: list[int]) -> None:
-        del core._holds.removed
-        free_all(core._holds, namespace, pages)
-
-    core._holds.removed = removed  # type: ignore[method-assign]
-    _copy_ended(core, number, failed, mismatched, seconds, now)
-
-
-def good_with_what_is_withheld(holds: Holds, hold: Hold) -> bool:
-    return not hold.readable_only or _is_good(holds, hold)
-
-
-def fail_no_waiter(arrivals: Arrivals[WaiterT], pages: Iterable[int]) -> list[WaiterT]:
-    _abandon(arrivals, pages)
-    return []
-
-
-def keep_no_page(arrivals: Arrivals[WaiterT], waiter: WaiterT, kept: Collection[int] = ()) -> dict[WaiterT, list[int]]:
-    return _hand_over(arrivals, waiter)
+def ask_before_it_has_drained(asks: Asks, heir: Lease, lease: Lease, pages: set[int]) -> None:
+    asks.ask_again(heir, sorted(pages))
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "mutant"),
     [
-        (Holds, "withhold", withhold_nothing),
-        (Holds, "take_out", leave_in_the_tree),
-        (Holds, "blocked", never_blocked),
-        (Holds, "removed", free_all),
-        (DecodeCore, "copy_ended", free_what_a_copy_held),
+        (DecodeCore, "shares_while_filling", share_at_once),
         (DecodeCore, "worker_lost", free_at_once),
-        (Arrivals, "abandon", fail_no_waiter),
-        (Arrivals, "hand_over", keep_no_page),
-        pytest.param(Holds, "is_good", good_with_what_is_withheld, marks=pytest.mark.nightly),  # few seeds find it
+        (Asks, "hand_to", ask_before_it_has_drained),
     ],
 )
 def test_without_a_guard_harm_is_found(

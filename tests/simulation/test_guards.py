@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -47,9 +47,7 @@ def promise_the_locked(holds: Holds, hold: Hold, lock: Lock) -> Admission | None
     return None
 
 
-def nobody_takes_over(
-    arrivals: Arrivals[WaiterT], waiter: WaiterT, kept: Collection[int] = ()
-) -> dict[WaiterT, list[int]]:
+def nobody_takes_over(arrivals: Arrivals[WaiterT], waiter: WaiterT) -> dict[WaiterT, list[int]]:
     waiter.filling.clear()
     return {}
 

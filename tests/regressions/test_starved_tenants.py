@@ -1,0 +1,124 @@
+"""What one tenant waits for, by its own quota or by others' quotas, holds up no other tenant."""
+
+from __future__ import annotations
+
+import pytest
+from request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, Prefill, digests, name
+
+from kvferry.daemon.admission import OVERTAKES
+from kvferry.daemon.lease import LeaseState
+from kvferry.daemon.namespaces import Quota
+from kvferry.daemon.prefill_requests import REST_SECONDS
+from kvferry.proto import common_pb2 as common
+from kvferry.proto import peer_pb2 as peer
+
+PAGES = 64
+LATE = name(1000)
+HARD = {NAMESPACE: Quota(hard=4)}
+
+
+@pytest.mark.parametrize("waiting", [31, 32, 33, 200])
+def test_decode_requests_over_their_tenants_quota_hold_up_no_other_tenant(waiting: int) -> None:
+    side = Decode(PAGES, queue=1000, quotas=HARD)
+    for number in range(waiting + 1):
+        side.admit(name(number), f"{number}", 4)
+    assert side.core.waiting_requests == waiting
+    side.admit(LATE, "z", 4, namespace=OTHER_TENANT)
+    assert side.core.leases[LATE].state is LeaseState.FILLING
+    assert side.core.waiting_requests == waiting, "and none of the tenant's own was let in"
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "unasked"])
+@pytest.mark.parametrize("waiting", [31, 32, 33, 200])
+def test_prompts_over_their_tenants_quota_hold_up_no_other_tenant(waiting: int, asked: bool) -> None:
+    side = Prefill(PAGES, table=1000, quotas=HARD)
+    pages = 4 if asked else 2  # those that nobody asks for have half of the quota
+    for number in range(waiting + 1):
+        if asked:
+            side.ask(name(number), number, f"{number}", pages)
+        side.begin(name(number), f"{number}", pages)
+    assert side.core.waiting_requests == waiting
+    side.begin(LATE, "z", 4, namespace=OTHER_TENANT)
+    assert side.told("begun")
+
+
+def test_prompts_that_rest_yield_to_the_tenant_behind_one_over_its_quota() -> None:
+    """Of the tenant that came first nothing rests, and another's pages are of no use to it."""
+    side = Prefill(16, quotas={NAMESPACE: Quota(hard=4)})
+    side.ask(name(1), 1, "a", 4)
+    side.begin(name(1), "a", 4)
+    side.core.progress(1, name(1), 4 * PAGE, 0.0)  # it stands still: its first token does not come
+    side.ask(name(2), 2, "b", 10, namespace=OTHER_TENANT)
+    side.begin(name(2), "b", 10, namespace=OTHER_TENANT)
+    side.compute(name(2), 10)
+    side.core.send_completed(1, 1, 0.0)
+    side.core.send_completed(1, 2, 0.0)
+    side.core.tick(REST_SECONDS)
+    side.core.aux(1, name(1), b"first token", REST_SECONDS)
+    side.ask(name(3), 3, "c", 4)
+    side.begin(name(3), "c", 4)
+    side.ask(name(4), 4, "d", 8, namespace=OTHER_TENANT)
+    side.begin(name(4), "d", 8, namespace=OTHER_TENANT)
+    assert side.core.waiting_requests == 2
+    side.core.tick(1.5 * REST_SECONDS)
+    side.take()
+    assert side.core.entries[name(2)].yielded
+    assert [event.begun.name.request_id for event in side.told("begun")] == [name(4).request_id]
+
+
+def ready_and_finished(side: Decode, number: int, prompt: str, pages: int) -> bool:
+    """A request of the other tenant, to its end; False: it waits."""
+    side.admit(name(number), prompt, pages, namespace=OTHER_TENANT)
+    lease = side.core.leases[name(number)]
+    if lease.queued:
+        return False
+    (transfer,) = lease.transfers
+    side.arrive(transfer, range(pages))
+    side.core.transfer_completed(transfer, 0.0)
+    side.core.aux("p", name(number), b"first token", 0.0)
+    side.core.finish(1, name(number), pages * PAGE, b"", 0.0)
+    side.take()
+    return True
+
+
+def test_who_cannot_fit_beside_soft_quotas_is_passed_uncounted_by_who_needs_only_its_own_pages() -> None:
+    side = Decode(16, queue=1000, quotas={OTHER_TENANT: Quota(soft=8)})
+    assert ready_and_finished(side, 1, "cached", 8)
+    side.admit(LATE, "large", 12)
+    for number in range(2, 2 + 3 * OVERTAKES):
+        assert ready_and_finished(side, number, f"turn {number}", 8), f"request {number} waits"
+    large = side.core.leases[LATE]
+    assert large.queued and large.overtaken == 0
+    side.tick(29.9)
+    assert large.queued, "it is not refused before its time"
+    side.store.flush([side.store.namespace(OTHER_TENANT)])
+    side.tick(29.95)
+    assert large.state is LeaseState.FILLING, "it is let in when nothing is protected any more"
+
+
+def test_who_could_fit_once_others_are_idle_is_passed_only_so_often() -> None:
+    """The quota protects what lies in the cache, and no more than that."""
+    side = Decode(16, queue=1000, quotas={OTHER_TENANT: Quota(soft=4)})
+    side.admit(name(1), "running", 6, namespace=OTHER_TENANT)
+    side.admit(LATE, "large", 12)
+    passed = 0
+    while passed < 100 and ready_and_finished(side, 2 + passed, f"turn {passed}", 2):
+        passed += 1
+    assert passed == OVERTAKES
+    side.core.abort(1, name(1), 1.0)
+    for stop in list(side.core.leases[name(1)].transfers):
+        side.core.transfer_drained(stop, 1.0)
+    assert side.core.leases[LATE].state is LeaseState.FILLING
+
+
+def test_who_is_above_its_own_hard_quota_is_refused_at_once() -> None:
+    side = Prefill(16, quotas=HARD)
+    with pytest.raises(Exception, match="needs 5 pages; its namespace may have 4"):
+        side.begin(name(1), "a", 5)
+    ask = peer.Ask(transfer=1, name=name(2).to_proto(), namespace_id=NAMESPACE, pages=5, tokens=5 * PAGE)
+    ask.last_full_digest = digests("a", 5)[-32:]
+    side.ask_as(ask, name(2))
+    with pytest.raises(Exception, match="its namespace may have 4"):
+        side.begin(name(2), "a", 5)
+    (failed,) = [effect for effect in side.core.take_effects() if hasattr(effect, "error")]
+    assert failed.error.code == common.ERROR_INVALID_ARGUMENT
