@@ -78,10 +78,12 @@ class GpuMover:
     def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
         assert isinstance(pool.memory, torch.Tensor)
         row = pool.memory[pool.span(page)]
-        with torch.cuda.stream(self._stream):
-            self._kept.copy_(torch.from_numpy(kept))
-            row &= self._kept
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                self._kept.copy_(torch.from_numpy(kept))
+                row &= self._kept
+        finally:
+            self._stream.synchronize()
 
     def _hops(self, pool: PoolPages, places: Places) -> Iterator[tuple[GpuPages, Ids, Ids]]:
         """(where blocks lie in the pool, block ids, page ids), each no more than the buffer holds."""

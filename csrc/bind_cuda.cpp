@@ -172,9 +172,9 @@ Engine::~Engine() {
   small_.reset();
 }
 
-SmallAccess& Engine::small() {
+SmallReads& Engine::small() {
   const std::lock_guard<std::mutex> hold(small_mutex_);
-  if (small_ == nullptr) small_ = std::make_unique<SmallAccess>(device());
+  if (small_ == nullptr) small_ = std::make_unique<SmallReads>(device());
   return *small_;
 }
 

@@ -53,7 +53,7 @@ class Engine {
 
   GpuCopyEngine& get() { return *engine_; }
   GpuParts& parts() { return *parts_; }
-  SmallAccess& small();  // made when first used: not every driver lets memory be pinned
+  SmallReads& small();  // made when first used: not every driver lets memory be pinned
   const std::shared_ptr<GpuDevice>& device() const { return engine_->device(); }
 
   // What run() has issued, and where it ends; null: on the stream that issue() was given.
@@ -89,7 +89,7 @@ class Engine {
   std::unique_ptr<GpuCopyEngine> engine_;
   std::unique_ptr<GpuParts> parts_;
   std::mutex small_mutex_;
-  std::unique_ptr<SmallAccess> small_;
+  std::unique_ptr<SmallReads> small_;
 };
 
 // Each adds its methods to the engine's class.

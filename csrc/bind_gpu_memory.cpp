@@ -71,7 +71,7 @@ void check_pages(Engine& engine, const GpuPages& pages) {
 }
 
 nb::bytes read(Engine& engine, int64_t address, int64_t nbytes) {
-  check_range("nbytes", nbytes, 1, int64_t(SmallAccess::kMaxBytes));
+  check_range("nbytes", nbytes, 1, int64_t(SmallReads::kMaxBytes));
   check_memory(address, nbytes);
   nb::bytes data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(nbytes)));
   if (!data.is_valid()) throw nb::python_error();
@@ -79,14 +79,6 @@ nb::bytes read(Engine& engine, int64_t address, int64_t nbytes) {
   nb::gil_scoped_release release;
   engine.small().read(to, GpuAddress(address), size_t(nbytes));
   return data;
-}
-
-void write(Engine& engine, int64_t address, nb::handle object) {
-  const Buffer data(object, "data", Buffer::Access::kRead);
-  check_range("data length", int64_t(data.size()), 1, int64_t(SmallAccess::kMaxBytes));
-  check_memory(address, int64_t(data.size()));
-  nb::gil_scoped_release release;
-  engine.small().write(GpuAddress(address), data.data(), data.size());
 }
 
 void hold_for(Engine& engine, const GpuIpcEvent& event, std::optional<int64_t> stream) {
@@ -174,7 +166,6 @@ void bind_engine(nb::class_<Engine>& engine) {
       .def("device_uuid", [](Engine& self) { return bytes_of(self.device()->uuid()); })
       .def("device_memory_info", [](Engine& self) { return self.device()->memory_info(); })
       .def("read", &read, "address"_a, "nbytes"_a)
-      .def("write", &write, "address"_a, "data"_a)
       .def("make_ipc_event", [](Engine& self) { return std::make_unique<GpuIpcEvent>(self.device()); })
       .def("open_ipc_event",
            [](Engine& self, const nb::bytes& handle) {

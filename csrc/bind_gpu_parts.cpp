@@ -22,20 +22,51 @@ void check_slot(const char* field, int64_t address, uint64_t nbytes) {
   check_range(field, address, 1, kMaxInt64 - int64_t(nbytes));
 }
 
-template <PartDirection kDirection, bool kSummed>
-std::unique_ptr<Copying> copy_part(Engine& engine, const GpuPages& pages, const Integers& ids, int64_t byte_offset,
-                                   int64_t nbytes, int64_t slot, std::optional<int64_t> stream) {
-  check_device(engine, pages);
-  const PartRange part = checked_part(pages.layout(), ids, byte_offset, nbytes);
-  if (kDirection == PartDirection::kScatter) check_distinct("page_ids", ids);
+std::unique_ptr<Copying> copy_part(Engine& engine, const GpuPages& pages, const Integers& ids, const PartRange& part,
+                                   int64_t slot, PartDirection direction, std::optional<int64_t> stream, Held sum,
+                                   const PartLabel& label) {
   check_slot("slot_address", slot, part.bytes);
-  const GpuStream on = stream ? stream_at(stream) : engine.parts().stream(kDirection);
-  Held sum = kSummed ? std::make_unique<SumCells::Held>(engine.parts().sums(), part.bytes) : nullptr;
+  const GpuStream on = stream ? stream_at(stream) : engine.parts().stream(direction);
   const auto run = [&](SumCells::Held* into) {
-    engine.parts().copy(pages, ids.data(), part, GpuAddress(slot), kDirection, on, into);
+    engine.parts().copy(pages, ids.data(), part, GpuAddress(slot), direction, on, into, label);
     return way(engine);
   };
   return engine.issue(on, nb::find(pages), run, std::move(sum));
+}
+
+template <bool kSummed>
+Held sum_of(Engine& engine, const PartRange& part) {
+  return kSummed ? std::make_unique<SumCells::Held>(engine.parts().sums(), part.bytes) : nullptr;
+}
+
+// What stands before the slot's payload: none, or enough for the sum that is added to its end.
+PartLabel checked_label(nb::handle object, int64_t slot, int64_t least) {
+  const Buffer header(object, "header", Buffer::Access::kRead);
+  PartLabel label;
+  if (header.size() == 0) return label;
+  check_range("header length", int64_t(header.size()), least, kMaxHeaderBytes);
+  check_range("slot_address", slot, int64_t(header.size()) + 1, kMaxInt64);
+  label.size = uint32_t(header.size());
+  std::copy_n(header.data(), label.size, label.bytes.begin());
+  return label;
+}
+
+template <bool kSummed>
+std::unique_ptr<Copying> gather_part(Engine& engine, const GpuPages& pages, const Integers& ids, int64_t byte_offset,
+                                     int64_t nbytes, int64_t slot, std::optional<int64_t> stream, nb::handle header) {
+  check_device(engine, pages);
+  const PartRange part = checked_part(pages.layout(), ids, byte_offset, nbytes);
+  const PartLabel label = checked_label(header, slot, kSummed ? sizeof(uint64_t) : 1);
+  return copy_part(engine, pages, ids, part, slot, PartDirection::kGather, stream, sum_of<kSummed>(engine, part), label);
+}
+
+template <bool kSummed>
+std::unique_ptr<Copying> scatter_part(Engine& engine, const GpuPages& pages, const Integers& ids, int64_t byte_offset,
+                                      int64_t nbytes, int64_t slot, std::optional<int64_t> stream) {
+  check_device(engine, pages);
+  const PartRange part = checked_part(pages.layout(), ids, byte_offset, nbytes);
+  check_distinct("page_ids", ids);
+  return copy_part(engine, pages, ids, part, slot, PartDirection::kScatter, stream, sum_of<kSummed>(engine, part), {});
 }
 
 std::unique_ptr<Copying> add_up(Engine& engine, int64_t address, int64_t nbytes, std::optional<int64_t> stream) {
@@ -80,14 +111,18 @@ std::unique_ptr<Copying> zero_page_from(Engine& engine, const GpuPages& pages, i
 void bind_gpu_parts(nb::module_&, nb::class_<Engine>& engine) {
   using namespace nb::literals;
   constexpr auto kGather = PartDirection::kGather, kScatter = PartDirection::kScatter;
-  const auto part = [&](const char* name, auto function) {
+  const auto gather = [&](const char* name, auto function) {
+    engine.def(name, function, "pages"_a, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot_address"_a,
+               "stream"_a = nb::none(), "header"_a = nb::bytes("", 0), nb::keep_alive<0, 1>());
+  };
+  const auto scatter = [&](const char* name, auto function) {
     engine.def(name, function, "pages"_a, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot_address"_a,
                "stream"_a = nb::none(), nb::keep_alive<0, 1>());
   };
-  part("gather_part", &copy_part<kGather, false>);
-  part("gather_part_summed", &copy_part<kGather, true>);
-  part("scatter_part", &copy_part<kScatter, false>);
-  part("scatter_part_summed", &copy_part<kScatter, true>);
+  gather("gather_part", &gather_part<false>);
+  gather("gather_part_summed", &gather_part<true>);
+  scatter("scatter_part", &scatter_part<false>);
+  scatter("scatter_part_summed", &scatter_part<true>);
   engine
       .def("add_up", &add_up, "address"_a, "nbytes"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>())
       .def("zero_pages", &zero_pages, "pages"_a, "page_ids"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>())

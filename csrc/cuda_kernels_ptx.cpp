@@ -2680,6 +2680,92 @@ $L__BB10_17:
 $L__BB10_20:
 	ret;
 }
+.visible .entry put_header(
+	.param .align 8 .b8 put_header_param_0[88]
+)
+.maxntid 64, 1, 1
+{
+	.reg .pred 	%p<4>;
+	.reg .b16 	%rs<5>;
+	.reg .b32 	%r<17>;
+	.reg .b64 	%rd<50>;
+	mov.b64 	%rd5, put_header_param_0;
+	add.s64 	%rd2, %rd5, 16;
+	ld.param.u32 	%r1, [put_header_param_0+16];
+	mov.u32 	%r2, %tid.x;
+	setp.ge.u32 	%p1, %r2, %r1;
+	@%p1 bra 	$L__BB11_5;
+	cvt.u64.u32 	%rd3, %r2;
+	add.s64 	%rd6, %rd5, %rd3;
+	ld.param.u8 	%rs4, [%rd6+20];
+	ld.param.u64 	%rd4, [%rd2+-8];
+	setp.eq.s64 	%p2, %rd4, 0;
+	@%p2 bra 	$L__BB11_4;
+	add.s32 	%r3, %r2, 8;
+	setp.lt.u32 	%p3, %r3, %r1;
+	@%p3 bra 	$L__BB11_4;
+	add.s32 	%r4, %r1, -8;
+	cvt.u64.u32 	%rd7, %r4;
+	add.s64 	%rd8, %rd5, 20;
+	add.s64 	%rd9, %rd8, %rd7;
+	ld.param.u8 	%rd10, [%rd9];
+	add.s32 	%r5, %r1, -7;
+	cvt.u64.u32 	%rd11, %r5;
+	add.s64 	%rd12, %rd8, %rd11;
+	ld.param.u8 	%rd13, [%rd12];
+	bfi.b64 	%rd14, %rd13, %rd10, 8, 8;
+	add.s32 	%r6, %r1, -6;
+	cvt.u64.u32 	%rd15, %r6;
+	add.s64 	%rd16, %rd8, %rd15;
+	ld.param.u8 	%r7, [%rd16];
+	mul.wide.u32 	%rd17, %r7, 65536;
+	or.b64  	%rd18, %rd17, %rd14;
+	add.s32 	%r8, %r1, -5;
+	cvt.u64.u32 	%rd19, %r8;
+	add.s64 	%rd20, %rd8, %rd19;
+	ld.param.u8 	%r9, [%rd20];
+	mul.wide.u32 	%rd21, %r9, 16777216;
+	or.b64  	%rd22, %rd21, %rd18;
+	add.s32 	%r10, %r1, -4;
+	cvt.u64.u32 	%rd23, %r10;
+	add.s64 	%rd24, %rd8, %rd23;
+	ld.param.u8 	%rd25, [%rd24];
+	shl.b64 	%rd26, %rd25, 32;
+	or.b64  	%rd27, %rd26, %rd22;
+	add.s32 	%r11, %r1, -3;
+	cvt.u64.u32 	%rd28, %r11;
+	add.s64 	%rd29, %rd8, %rd28;
+	ld.param.u8 	%rd30, [%rd29];
+	shl.b64 	%rd31, %rd30, 40;
+	or.b64  	%rd32, %rd31, %rd27;
+	add.s32 	%r12, %r1, -2;
+	cvt.u64.u32 	%rd33, %r12;
+	add.s64 	%rd34, %rd8, %rd33;
+	ld.param.u8 	%rd35, [%rd34];
+	shl.b64 	%rd36, %rd35, 48;
+	or.b64  	%rd37, %rd36, %rd32;
+	add.s32 	%r13, %r1, -1;
+	cvt.u64.u32 	%rd38, %r13;
+	add.s64 	%rd39, %rd8, %rd38;
+	ld.param.u8 	%rd40, [%rd39];
+	shl.b64 	%rd41, %rd40, 56;
+	or.b64  	%rd42, %rd41, %rd37;
+	cvta.to.global.u64 	%rd43, %rd4;
+	ld.volatile.global.u64 	%rd44, [%rd43];
+	add.s64 	%rd45, %rd44, %rd42;
+	ld.param.u32 	%r14, [%rd2];
+	sub.s32 	%r15, %r3, %r14;
+	shl.b32 	%r16, %r15, 3;
+	shr.u64 	%rd46, %rd45, %r16;
+	cvt.u16.u64 	%rs4, %rd46;
+$L__BB11_4:
+	ld.param.u64 	%rd47, [%rd2+-16];
+	cvta.to.global.u64 	%rd48, %rd47;
+	add.s64 	%rd49, %rd48, %rd3;
+	st.global.u8 	[%rd49], %rs4;
+$L__BB11_5:
+	ret;
+}
 .visible .entry zero_pages_16(
 	.param .align 8 .b8 zero_pages_16_param_0[3672]
 )
@@ -2698,7 +2784,7 @@ $L__BB10_20:
 	add.s64 	%rd2, %rd15, 32;
 	ld.param.u32 	%r28, [zero_pages_16_param_0+32];
 	setp.ge.u32 	%p1, %r66, %r28;
-	@%p1 bra 	$L__BB11_7;
+	@%p1 bra 	$L__BB12_7;
 	ld.param.v2.u32 	{%r29, %r30}, [%rd2];
 	setp.eq.s32 	%p2, %r30, 1;
 	ld.param.v2.u32 	{%r31, %r32}, [%rd2+16];
@@ -2707,17 +2793,17 @@ $L__BB10_20:
 	cvta.to.global.u64 	%rd6, %rd5;
 	ld.param.v2.u32 	{%r33, %r34}, [%rd2+-8];
 	ld.param.u64 	%rd7, [%rd2+-16];
-	@%p2 bra 	$L__BB11_4;
-	bra.uni 	$L__BB11_2;
-$L__BB11_4:
+	@%p2 bra 	$L__BB12_4;
+	bra.uni 	$L__BB12_2;
+$L__BB12_4:
 	setp.eq.s32 	%p6, %r31, 1;
 	cvt.u64.u32 	%rd43, %r33;
 	mul.lo.s64 	%rd12, %rd7, %rd43;
 	mul.wide.u32 	%rd13, %r34, 16;
 	cvta.to.global.u64 	%rd14, %rd4;
-	@%p6 bra 	$L__BB11_6;
-	bra.uni 	$L__BB11_5;
-$L__BB11_6:
+	@%p6 bra 	$L__BB12_6;
+	bra.uni 	$L__BB12_5;
+$L__BB12_6:
 	ld.global.u64 	%rd54, [%rd14];
 	cvta.to.global.u64 	%rd55, %rd54;
 	mul.wide.u32 	%rd56, %r66, 4;
@@ -2732,9 +2818,9 @@ $L__BB11_6:
 	st.global.v4.u32 	[%rd63], {%r64, %r64, %r64, %r64};
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p8, %r66, %r29;
-	@%p8 bra 	$L__BB11_6;
-	bra.uni 	$L__BB11_7;
-$L__BB11_5:
+	@%p8 bra 	$L__BB12_6;
+	bra.uni 	$L__BB12_7;
+$L__BB12_5:
 	ld.global.u64 	%rd44, [%rd14];
 	cvta.to.global.u64 	%rd45, %rd44;
 	mul.wide.u32 	%rd46, %r66, 4;
@@ -2749,9 +2835,9 @@ $L__BB11_5:
 	st.global.v4.u32 	[%rd53], {%r63, %r63, %r63, %r63};
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p7, %r66, %r29;
-	@%p7 bra 	$L__BB11_5;
-	bra.uni 	$L__BB11_7;
-$L__BB11_2:
+	@%p7 bra 	$L__BB12_5;
+	bra.uni 	$L__BB12_7;
+$L__BB12_2:
 	ld.param.v2.u32 	{%r35, %r36}, [%rd2+8];
 	ld.param.u32 	%r9, [%rd2+16];
 	ld.param.u32 	%r10, [%rd2+28];
@@ -2762,7 +2848,7 @@ $L__BB11_2:
 	cvt.u64.u32 	%rd9, %r39;
 	cvt.u64.u32 	%rd10, %r32;
 	cvt.u64.u32 	%rd11, %r35;
-$L__BB11_3:
+$L__BB12_3:
 	setp.eq.s32 	%p3, %r31, 1;
 	cvt.u64.u32 	%rd16, %r65;
 	mul.lo.s64 	%rd17, %rd11, %rd16;
@@ -2810,8 +2896,8 @@ $L__BB11_3:
 	st.global.v4.u32 	[%rd42], {%r62, %r62, %r62, %r62};
 	add.s32 	%r65, %r65, %r1;
 	setp.lt.u32 	%p5, %r65, %r29;
-	@%p5 bra 	$L__BB11_3;
-$L__BB11_7:
+	@%p5 bra 	$L__BB12_3;
+$L__BB12_7:
 	ret;
 }
 .visible .entry zero_pages_4(
@@ -2832,7 +2918,7 @@ $L__BB11_7:
 	add.s64 	%rd2, %rd15, 32;
 	ld.param.u32 	%r28, [zero_pages_4_param_0+32];
 	setp.ge.u32 	%p1, %r66, %r28;
-	@%p1 bra 	$L__BB12_7;
+	@%p1 bra 	$L__BB13_7;
 	ld.param.v2.u32 	{%r29, %r30}, [%rd2];
 	setp.eq.s32 	%p2, %r30, 1;
 	ld.param.v2.u32 	{%r31, %r32}, [%rd2+16];
@@ -2841,17 +2927,17 @@ $L__BB11_7:
 	cvta.to.global.u64 	%rd6, %rd5;
 	ld.param.v2.u32 	{%r33, %r34}, [%rd2+-8];
 	ld.param.u64 	%rd7, [%rd2+-16];
-	@%p2 bra 	$L__BB12_4;
-	bra.uni 	$L__BB12_2;
-$L__BB12_4:
+	@%p2 bra 	$L__BB13_4;
+	bra.uni 	$L__BB13_2;
+$L__BB13_4:
 	setp.eq.s32 	%p6, %r31, 1;
 	cvt.u64.u32 	%rd43, %r33;
 	mul.lo.s64 	%rd12, %rd7, %rd43;
 	mul.wide.u32 	%rd13, %r34, 4;
 	cvta.to.global.u64 	%rd14, %rd4;
-	@%p6 bra 	$L__BB12_6;
-	bra.uni 	$L__BB12_5;
-$L__BB12_6:
+	@%p6 bra 	$L__BB13_6;
+	bra.uni 	$L__BB13_5;
+$L__BB13_6:
 	ld.global.u64 	%rd54, [%rd14];
 	cvta.to.global.u64 	%rd55, %rd54;
 	mul.wide.u32 	%rd56, %r66, 4;
@@ -2866,9 +2952,9 @@ $L__BB12_6:
 	st.global.u32 	[%rd63], %r64;
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p8, %r66, %r29;
-	@%p8 bra 	$L__BB12_6;
-	bra.uni 	$L__BB12_7;
-$L__BB12_5:
+	@%p8 bra 	$L__BB13_6;
+	bra.uni 	$L__BB13_7;
+$L__BB13_5:
 	ld.global.u64 	%rd44, [%rd14];
 	cvta.to.global.u64 	%rd45, %rd44;
 	mul.wide.u32 	%rd46, %r66, 4;
@@ -2883,9 +2969,9 @@ $L__BB12_5:
 	st.global.u32 	[%rd53], %r63;
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p7, %r66, %r29;
-	@%p7 bra 	$L__BB12_5;
-	bra.uni 	$L__BB12_7;
-$L__BB12_2:
+	@%p7 bra 	$L__BB13_5;
+	bra.uni 	$L__BB13_7;
+$L__BB13_2:
 	ld.param.v2.u32 	{%r35, %r36}, [%rd2+8];
 	ld.param.u32 	%r9, [%rd2+16];
 	ld.param.u32 	%r10, [%rd2+28];
@@ -2896,7 +2982,7 @@ $L__BB12_2:
 	cvt.u64.u32 	%rd9, %r39;
 	cvt.u64.u32 	%rd10, %r32;
 	cvt.u64.u32 	%rd11, %r35;
-$L__BB12_3:
+$L__BB13_3:
 	mov.u32 	%r46, 0;
 	setp.eq.s32 	%p3, %r31, 1;
 	cvt.u64.u32 	%rd16, %r65;
@@ -2944,8 +3030,8 @@ $L__BB12_3:
 	st.global.u32 	[%rd42], %r46;
 	add.s32 	%r65, %r65, %r1;
 	setp.lt.u32 	%p5, %r65, %r29;
-	@%p5 bra 	$L__BB12_3;
-$L__BB12_7:
+	@%p5 bra 	$L__BB13_3;
+$L__BB13_7:
 	ret;
 }
 .visible .entry zero_pages_1(
@@ -2967,7 +3053,7 @@ $L__BB12_7:
 	add.s64 	%rd2, %rd15, 32;
 	ld.param.u32 	%r28, [zero_pages_1_param_0+32];
 	setp.ge.u32 	%p1, %r63, %r28;
-	@%p1 bra 	$L__BB13_7;
+	@%p1 bra 	$L__BB14_7;
 	ld.param.v2.u32 	{%r29, %r30}, [%rd2];
 	setp.eq.s32 	%p2, %r30, 1;
 	ld.param.v2.u32 	{%r31, %r32}, [%rd2+16];
@@ -2976,17 +3062,17 @@ $L__BB12_7:
 	cvta.to.global.u64 	%rd6, %rd5;
 	ld.param.v2.u32 	{%r33, %r34}, [%rd2+-8];
 	ld.param.u64 	%rd7, [%rd2+-16];
-	@%p2 bra 	$L__BB13_4;
-	bra.uni 	$L__BB13_2;
-$L__BB13_4:
+	@%p2 bra 	$L__BB14_4;
+	bra.uni 	$L__BB14_2;
+$L__BB14_4:
 	setp.eq.s32 	%p6, %r31, 1;
 	cvt.u64.u32 	%rd43, %r33;
 	mul.lo.s64 	%rd12, %rd7, %rd43;
 	cvt.u64.u32 	%rd13, %r34;
 	cvta.to.global.u64 	%rd14, %rd4;
-	@%p6 bra 	$L__BB13_6;
-	bra.uni 	$L__BB13_5;
-$L__BB13_6:
+	@%p6 bra 	$L__BB14_6;
+	bra.uni 	$L__BB14_5;
+$L__BB14_6:
 	ld.global.u64 	%rd54, [%rd14];
 	cvta.to.global.u64 	%rd55, %rd54;
 	mul.wide.u32 	%rd56, %r63, 4;
@@ -3001,9 +3087,9 @@ $L__BB13_6:
 	st.global.u8 	[%rd63], %rs3;
 	add.s32 	%r63, %r63, %r1;
 	setp.lt.u32 	%p8, %r63, %r29;
-	@%p8 bra 	$L__BB13_6;
-	bra.uni 	$L__BB13_7;
-$L__BB13_5:
+	@%p8 bra 	$L__BB14_6;
+	bra.uni 	$L__BB14_7;
+$L__BB14_5:
 	ld.global.u64 	%rd44, [%rd14];
 	cvta.to.global.u64 	%rd45, %rd44;
 	mul.wide.u32 	%rd46, %r63, 4;
@@ -3018,9 +3104,9 @@ $L__BB13_5:
 	st.global.u8 	[%rd53], %rs2;
 	add.s32 	%r63, %r63, %r1;
 	setp.lt.u32 	%p7, %r63, %r29;
-	@%p7 bra 	$L__BB13_5;
-	bra.uni 	$L__BB13_7;
-$L__BB13_2:
+	@%p7 bra 	$L__BB14_5;
+	bra.uni 	$L__BB14_7;
+$L__BB14_2:
 	ld.param.v2.u32 	{%r35, %r36}, [%rd2+8];
 	ld.param.u32 	%r9, [%rd2+16];
 	ld.param.u32 	%r10, [%rd2+28];
@@ -3031,7 +3117,7 @@ $L__BB13_2:
 	cvt.u64.u32 	%rd9, %r39;
 	cvt.u64.u32 	%rd10, %r32;
 	cvt.u64.u32 	%rd11, %r35;
-$L__BB13_3:
+$L__BB14_3:
 	setp.eq.s32 	%p3, %r31, 1;
 	cvt.u64.u32 	%rd16, %r62;
 	mul.lo.s64 	%rd17, %rd11, %rd16;
@@ -3079,8 +3165,8 @@ $L__BB13_3:
 	st.global.u8 	[%rd42], %rs1;
 	add.s32 	%r62, %r62, %r1;
 	setp.lt.u32 	%p5, %r62, %r29;
-	@%p5 bra 	$L__BB13_3;
-$L__BB13_7:
+	@%p5 bra 	$L__BB14_3;
+$L__BB14_7:
 	ret;
 }
 )ptx";

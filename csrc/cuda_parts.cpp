@@ -1,6 +1,7 @@
 #include "cuda_parts.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "page_layout.h"
 
@@ -38,6 +39,7 @@ GpuParts::GpuParts(std::shared_ptr<GpuDevice> device, std::shared_ptr<const GpuK
   }
   summed_copy_ = kernels_->get("copy_part_summed_16");
   sum_ = kernels_->get("sum_part");
+  put_header_ = kernels_->get("put_header");
 }
 
 GpuParts::~GpuParts() {
@@ -73,7 +75,7 @@ std::map<std::string, uint64_t> GpuParts::fallbacks() const {
 }
 
 void GpuParts::copy(const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
-                    PartDirection direction, GpuStream stream, SumCells::Held* sum) {
+                    PartDirection direction, GpuStream stream, SumCells::Held* sum, const PartLabel& label) {
   Lane& lane = lanes_[size_t(direction)];
   const std::lock_guard<std::mutex> hold(lane.mutex);
   const GpuDevice::Use use(*device_);
@@ -92,6 +94,7 @@ void GpuParts::copy(const GpuPages& pages, const int64_t* ids, const PartRange& 
       ++lane.fallbacks["the driver takes no kernels"];
     }
     if (!launched) copy_by_driver(lane, pages, ids, part, slot, direction, stream);
+    if (label.size > 0) put(label, slot, stream, sum);
   } catch (...) {
     drain_stream(*device_, stream);  // the caller learns of no copy: none may run on
     throw;
@@ -128,10 +131,33 @@ void GpuParts::launch_copies(Lane& lane, const GpuPages& pages, const int64_t* i
     done += copy.words;
     all_blocks += blocks;
     if (summed) copy.sum = sum->into(done == words ? all_blocks : 0);
-    launch(summed ? summed_copy_ : copies_[width], blocks, stream, &copy);
+    launch(summed ? summed_copy_ : copies_[width], blocks, tuning_.threads, stream, &copy);
     ++lane.count.launches;
   }
   if (sum != nullptr && !summed && direction == PartDirection::kGather) launch_sum(slot, part.bytes, stream, *sum);
+}
+
+// Behind the part on its stream; nobody waits here. Without kernels byte by byte, which no sum is added to.
+void GpuParts::put(const PartLabel& label, GpuAddress slot, GpuStream stream, const SumCells::Held* sum) {
+  PutHeader header{slot - label.size, sum != nullptr ? sum->result() : nullptr, label.size, {}};
+  std::copy_n(label.bytes.begin(), label.size, header.bytes);
+  if (sum != nullptr) {
+    uint64_t last;
+    uint8_t* const end = header.bytes + label.size - sizeof last;
+    std::memcpy(&last, end, sizeof last);
+    last = part_sum(last, sum->nbytes());
+    std::memcpy(end, &last, sizeof last);
+  }
+  if (has_kernels()) {
+    try {
+      return launch(put_header_, 1, kMaxHeaderBytes, stream, &header);
+    } catch (const LaunchRefused&) {
+      if (sum != nullptr) throw;
+    }
+  }
+  for (uint32_t i = 0; i < label.size; ++i) {
+    device_->check(driver_.set_bytes(header.address + i, header.bytes[i], 1, stream), "header");
+  }
 }
 
 void GpuParts::add_up(GpuAddress address, uint64_t nbytes, PartDirection direction, GpuStream stream, SumCells::Held& sum) {
@@ -144,7 +170,7 @@ void GpuParts::add_up(GpuAddress address, uint64_t nbytes, PartDirection directi
 void GpuParts::launch_sum(GpuAddress address, uint64_t nbytes, GpuStream stream, SumCells::Held& sum) {
   const unsigned blocks = blocks_for((nbytes + sizeof(uint64_t) - 1) / sizeof(uint64_t), kPartLoads);
   PartSum parameters{address, nbytes, sum.into(blocks)};
-  launch(sum_, blocks, stream, &parameters);
+  launch(sum_, blocks, tuning_.threads, stream, &parameters);
 }
 
 void GpuParts::copy_by_driver(Lane& lane, const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
@@ -235,7 +261,7 @@ void GpuParts::launch_zeros(const GpuPages& pages, const int64_t* ids, size_t co
     const size_t pages_now = std::min(most, count - done);
     zero.total = uint32_t(pages_now * page_words);
     for (size_t i = 0; i < pages_now; ++i) zero.page_ids[i] = uint32_t(ids[done + i]);
-    launch(zeros_[width], blocks_for(zero.total, 1), stream, &zero);
+    launch(zeros_[width], blocks_for(zero.total, 1), tuning_.threads, stream, &zero);
     done += pages_now;
   }
 }
@@ -245,9 +271,9 @@ unsigned GpuParts::blocks_for(uint64_t words, unsigned words_a_thread) const {
   return unsigned(std::clamp<uint64_t>((words + a_block - 1) / a_block, 1, tuning_.blocks));
 }
 
-void GpuParts::launch(GpuFunction kernel, unsigned blocks, GpuStream stream, void* parameters) {
+void GpuParts::launch(GpuFunction kernel, unsigned blocks, unsigned threads, GpuStream stream, void* parameters) {
   void* arguments[] = {parameters};
-  const GpuStatus status = driver_.launch(kernel, blocks, 1, 1, tuning_.threads, 1, 1, 0, stream, arguments, nullptr);
+  const GpuStatus status = driver_.launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr);
   if (status == kGpuNotSupported) {
     kernels_->refuse();
     throw LaunchRefused("kernel: the driver does not support its launch");

@@ -28,6 +28,12 @@ struct PartCount {
   uint64_t parts = 0, launches = 0, bytes = 0;
 };
 
+// What is written in front of a part, right before its slot's payload; nothing: size 0.
+struct PartLabel {
+  std::array<uint8_t, kMaxHeaderBytes> bytes{};
+  uint32_t size = 0;
+};
+
 // All bounds were checked by the caller; slot and pages do not overlap.
 class GpuParts {
  public:
@@ -36,10 +42,10 @@ class GpuParts {
   GpuParts(const GpuParts&) = delete;
   GpuParts& operator=(const GpuParts&) = delete;
 
-  // Ordered on `stream`, null: that of the direction. sum: adds up the part too, with kernels only. A driver that does not
-  // support a launch is asked for no other, and its own copies take over.
+  // Ordered on `stream`, null: that of the direction. sum: adds up the part too, with kernels only, and adds its sum to the
+  // last 8 bytes of the label. A driver that does not support a launch is asked for no other, and its own copies take over.
   void copy(const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot, PartDirection direction,
-            GpuStream stream, SumCells::Held* sum);
+            GpuStream stream, SumCells::Held* sum, const PartLabel& label);
 
   // Adds up bytes of the device that lie one behind the other.
   void add_up(GpuAddress address, uint64_t nbytes, PartDirection direction, GpuStream stream, SumCells::Held& sum);
@@ -66,6 +72,7 @@ class GpuParts {
 
   void launch_copies(Lane& lane, const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
                      PartDirection direction, GpuStream stream, SumCells::Held* sum);
+  void put(const PartLabel& label, GpuAddress slot, GpuStream stream, const SumCells::Held* sum);
   void launch_sum(GpuAddress address, uint64_t nbytes, GpuStream stream, SumCells::Held& sum);
   void launch_zeros(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start,
                     GpuStream stream);
@@ -74,14 +81,14 @@ class GpuParts {
   void copy_by_driver(Lane& lane, const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
                       PartDirection direction, GpuStream stream);
   unsigned blocks_for(uint64_t words, unsigned words_a_thread) const;
-  void launch(GpuFunction kernel, unsigned blocks, GpuStream stream, void* parameters);
+  void launch(GpuFunction kernel, unsigned blocks, unsigned threads, GpuStream stream, void* parameters);
 
   const std::shared_ptr<GpuDevice> device_;
   const GpuDriver& driver_;
   const std::shared_ptr<const GpuKernels> kernels_;
   const PartTuning tuning_;
   std::array<GpuFunction, kWidths> copies_{}, zeros_{};
-  GpuFunction summed_copy_ = nullptr, sum_ = nullptr;
+  GpuFunction summed_copy_ = nullptr, sum_ = nullptr, put_header_ = nullptr;
   std::array<Lane, 2> lanes_;
   std::atomic<bool> batch_refused_{false};  // for good
   std::mutex sums_mutex_;

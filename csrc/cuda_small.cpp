@@ -10,47 +10,38 @@ namespace {
 constexpr std::chrono::seconds kDeadline(10);
 
 char* page_of_memory() {
-  void* memory = std::aligned_alloc(4096, SmallAccess::kMaxBytes);
+  void* memory = std::aligned_alloc(4096, SmallReads::kMaxBytes);
   if (memory == nullptr) throw std::bad_alloc();
   return static_cast<char*>(memory);
 }
 
 }  // namespace
 
-SmallAccess::SmallAccess(std::shared_ptr<GpuDevice> device)
+SmallReads::SmallReads(std::shared_ptr<GpuDevice> device)
     : device_(std::move(device)),
       buffer_(page_of_memory(), std::free),
       pinned_(device_, buffer_.get(), kMaxBytes),
       stream_(device_, OwnStream::Priority::kGreatest),
       end_(device_) {}
 
-SmallAccess::~SmallAccess() { stream_.drain(); }
+SmallReads::~SmallReads() { stream_.drain(); }
 
-void SmallAccess::read(void* dst, GpuAddress src, size_t bytes) {
+void SmallReads::read(void* dst, GpuAddress src, size_t bytes) {
   const std::lock_guard<std::mutex> hold(mutex_);
-  if (stuck_) finish("read");
+  if (stuck_) finish();
   {
     const GpuDevice::Use use(*device_);
     device_->check(device_->driver().copy_to_host(buffer_.get(), src, bytes, stream_.get()), "read");
-    finish("read");
+    finish();
   }
   std::memcpy(dst, buffer_.get(), bytes);
 }
 
-void SmallAccess::write(GpuAddress dst, const void* src, size_t bytes) {
-  const std::lock_guard<std::mutex> hold(mutex_);
-  if (stuck_) finish("write");
-  std::memcpy(buffer_.get(), src, bytes);
-  const GpuDevice::Use use(*device_);
-  device_->check(device_->driver().copy_to_device(dst, buffer_.get(), bytes, stream_.get()), "write");
-  finish("write");
-}
-
-void SmallAccess::finish(const char* what) {
+void SmallReads::finish() {
   if (!stuck_) end_.record(stream_.get());
   stuck_ = true;
   if (!end_.wait_for(kDeadline)) {
-    throw GpuError(std::string(what) + ": not done in " + std::to_string(kDeadline.count()) + " s");
+    throw GpuError("read: not done in " + std::to_string(kDeadline.count()) + " s");
   }
   stuck_ = false;
 }

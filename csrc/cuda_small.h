@@ -1,4 +1,4 @@
-// Reads and writes a few bytes of the device, and waits for them: the headers of slots.
+// Reads a few bytes of the device, and waits for them: the headers of slots.
 #pragma once
 
 #include <cstddef>
@@ -10,21 +10,20 @@
 
 namespace kvferry {
 
-class SmallAccess {
+class SmallReads {
  public:
   static constexpr size_t kMaxBytes = 4096;
 
-  explicit SmallAccess(std::shared_ptr<GpuDevice> device);
-  ~SmallAccess();
-  SmallAccess(const SmallAccess&) = delete;
-  SmallAccess& operator=(const SmallAccess&) = delete;
+  explicit SmallReads(std::shared_ptr<GpuDevice> device);
+  ~SmallReads();
+  SmallReads(const SmallReads&) = delete;
+  SmallReads& operator=(const SmallReads&) = delete;
 
-  // Both run beside everything else on the device: what must come before them has ended. GpuError: not done in kDeadline.
+  // Runs beside everything else on the device: what must come before it has ended. GpuError: not done in kDeadline.
   void read(void* dst, GpuAddress src, size_t bytes);
-  void write(GpuAddress dst, const void* src, size_t bytes);
 
  private:
-  void finish(const char* what);
+  void finish();
 
   const std::shared_ptr<GpuDevice> device_;
   const std::unique_ptr<char, void (*)(void*)> buffer_;
@@ -32,7 +31,7 @@ class SmallAccess {
   const OwnStream stream_;
   GpuCopy end_;
   std::mutex mutex_;
-  bool stuck_ = false;  // an access was given up: the buffer is the device's until it ends
+  bool stuck_ = false;  // a read was given up: the buffer is the device's until it ends
 };
 
 }  // namespace kvferry

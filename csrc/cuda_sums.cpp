@@ -78,8 +78,13 @@ SumCells::Held::~Held() {
 }
 
 SumInto SumCells::Held::into(uint32_t blocks) const {
-  return {reinterpret_cast<SumCell*>(cells_->cells_.address()) + index_,
-          reinterpret_cast<unsigned long long*>(cells_->results_on_device_) + index_, blocks};
+  return {reinterpret_cast<SumCell*>(cells_->cells_.address()) + index_, result_on_device(), blocks};
+}
+
+const unsigned long long* SumCells::Held::result() const { return result_on_device(); }
+
+unsigned long long* SumCells::Held::result_on_device() const {
+  return reinterpret_cast<unsigned long long*>(cells_->results_on_device_) + index_;
 }
 
 uint64_t SumCells::Held::sum() const {

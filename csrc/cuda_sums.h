@@ -31,6 +31,9 @@ class SumCells {
     Held& operator=(const Held&) = delete;
 
     SumInto into(uint32_t blocks) const;
+    // Where the launches leave the sum of the part's words, as the device sees it.
+    const unsigned long long* result() const;
+    uint64_t nbytes() const { return nbytes_; }
     // When the copy is done.
     uint64_t sum() const;
     // From here to used_until: if not all of its launches are issued, the cell is not used again.
@@ -42,6 +45,8 @@ class SumCells {
     }
 
    private:
+    unsigned long long* result_on_device() const;
+
     const std::shared_ptr<SumCells> cells_;
     const uint64_t nbytes_;
     std::shared_ptr<const GpuCopy> end_;

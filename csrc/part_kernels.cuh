@@ -85,6 +85,20 @@ __device__ void sum_part_words(const PartSum& part) {
   add_to_cell(part.sum, sum);
 }
 
+__device__ void put_header_bytes(const PutHeader& header) {
+  constexpr uint32_t kLast = sizeof(uint64_t);
+  const uint32_t i = threadIdx.x;
+  if (i >= header.size) return;
+  uint8_t byte = header.bytes[i];
+  if (header.sum != nullptr && i + kLast >= header.size) {
+    uint64_t last = 0;
+    for (uint32_t b = 0; b < kLast; ++b) last |= uint64_t(header.bytes[header.size - kLast + b]) << (8 * b);
+    last += *static_cast<const volatile unsigned long long*>(header.sum);
+    byte = uint8_t(last >> (8 * (i + kLast - header.size)));
+  }
+  reinterpret_cast<uint8_t*>(header.address)[i] = byte;
+}
+
 template <class Word>
 __device__ void zero_words(const ZeroPages& zero) {
   const uint32_t step = gridDim.x * blockDim.x;
@@ -123,6 +137,11 @@ extern "C" __global__ void __launch_bounds__(kvferry::kPartThreads)
 extern "C" __global__ void __launch_bounds__(kvferry::kPartThreads)
     sum_part(const __grid_constant__ kvferry::PartSum part) {
   sum_part_words(part);
+}
+
+extern "C" __global__ void __launch_bounds__(kvferry::kMaxHeaderBytes)
+    put_header(const __grid_constant__ kvferry::PutHeader header) {
+  put_header_bytes(header);
 }
 
 extern "C" __global__ void __launch_bounds__(kvferry::kPartThreads)

@@ -55,6 +55,16 @@ struct PartCopy {
   uint32_t page_ids[kPagesPerPart];
 };
 
+constexpr uint32_t kMaxHeaderBytes = 64;
+
+// What stands before a part in its slot. To its last 8 bytes, little endian, the sum is added where there is one.
+struct PutHeader {
+  uint64_t address;
+  const unsigned long long* sum;  // host memory, written by launches before this one; null: none
+  uint32_t size;
+  uint8_t bytes[kMaxHeaderBytes];
+};
+
 // Sums up bytes that lie one behind the other, and are the whole part.
 struct PartSum {
   uint64_t address;

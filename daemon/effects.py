@@ -92,8 +92,11 @@ class SendAux:
 
 @dataclass(frozen=True, slots=True)
 class ZeroTail:
-    """Prefill: zero the bytes of `page` behind its first `tokens` tokens, before anything of it is sent."""
+    """Prefill: zero the bytes of `page` behind its first `tokens` tokens, before anything of it is sent. `tail_zeroed`
+    must follow.
+    """
 
+    name: Name
     page: int
     tokens: int
 

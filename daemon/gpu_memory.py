@@ -48,14 +48,12 @@ class GpuPartCopies:
 
     def __init__(
         self,
-        link: CourierLink,
         slot_of: Callable[[int], GpuSlot],
         ranks: list[RankMemory],
         lanes: list[tuple[int, RowMap]],
         ends: CopyEnds,
     ) -> None:
         """slot_of: of the session's direction. lanes: own rank and rows of each."""
-        self._link = link
         self._slot_of = slot_of
         self._ranks = ranks
         self._lanes = [(ranks[rank].parts, ranks[rank].pages(ranks[rank].parts, rows)) for rank, rows in lanes]
@@ -69,44 +67,33 @@ class GpuPartCopies:
         slot = self._slot_of(gather.send_slot)
         engine, rows = self._lanes[gather.lane]
         payload, ids = _payload(slot, gather.nbytes), np.asarray(gather.page_ids, np.int64)
-        self._run(lambda: engine.gather_part(rows, ids, gather.byte_offset, gather.nbytes, payload), done)
+        part, header = (gather.byte_offset, gather.nbytes, payload), gather.header.pack()
+        issue(self._ends, lambda: engine.gather_part(rows, ids, *part, header=header), done)
 
-    def gather_summed(self, gather: Gather, done: SummedEnd) -> None:
+    def gather_summed(self, gather: Gather, done: CopyEnd) -> None:
+        """The GPU adds the sum to the header: nobody here has to wait for it first."""
         slot = self._slot_of(gather.send_slot)
         engine, rows = self._lanes[gather.lane]
         payload, ids = _payload(slot, gather.nbytes), np.asarray(gather.page_ids, np.int64)
-        self._run_summed(lambda: engine.gather_part_summed(rows, ids, gather.byte_offset, gather.nbytes, payload), done)
+        part, header = (gather.byte_offset, gather.nbytes, payload), gather.header.with_sum(0).pack()
+        issue(self._ends, lambda: engine.gather_part_summed(rows, ids, *part, header=header), done)
 
     def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
         slot = self._slot_of(scatter.slot)
         engine, rows = self._lanes[scatter.lane]
         payload, ids = _payload(slot, scatter.nbytes), np.asarray(scatter.page_ids, np.int64)
-        self._run(lambda: engine.scatter_part(rows, ids, scatter.byte_offset, scatter.nbytes, payload), done)
+        part = scatter.byte_offset, scatter.nbytes, payload
+        issue(self._ends, lambda: engine.scatter_part(rows, ids, *part), done)
 
     def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
         slot = self._slot_of(scatter.slot)
         engine, rows = self._lanes[scatter.lane]
         payload, ids = _payload(slot, scatter.nbytes), np.asarray(scatter.page_ids, np.int64)
-        offset, nbytes = scatter.byte_offset, scatter.nbytes
-        self._run_summed(lambda: engine.scatter_part_summed(rows, ids, offset, nbytes, payload), done)
-
-    def write_header(self, send_slot: int, header: bytes) -> None:
-        try:
-            self._link.write_header(send_slot, header)
-        except GpuError as error:
-            raise OSError(f"the header of send slot {send_slot}: {error}") from error
-
-    def read_header(self, receive_slot: int) -> bytes:
-        raise OSError(f"the header of receive slot {receive_slot}: it did not come with the notification")
-
-    def close(self) -> None:
-        """The slots are the link's."""
-
-    def _run_summed(self, copy: Callable[[], GpuCopy], done: SummedEnd) -> None:
+        part = scatter.byte_offset, scatter.nbytes, payload
         copies: list[GpuCopy] = []
 
-        def kept() -> GpuCopy:
-            copies.append(copy())
+        def copy() -> GpuCopy:
+            copies.append(engine.scatter_part_summed(rows, ids, *part))
             return copies[0]
 
         def ended(problem: str) -> None:
@@ -118,18 +105,33 @@ class GpuPartCopies:
                     problem = f"{type(error).__name__}: {error}"
             done(problem, payload_sum)
 
-        self._run(kept, ended)
+        issue(self._ends, copy, ended)
 
-    def _run(self, copy: Callable[[], GpuCopy], done: CopyEnd) -> None:
-        issue(self._ends, copy, done)
+    def read_header(self, receive_slot: int) -> bytes:
+        raise OSError(f"the header of receive slot {receive_slot}: it did not come with the notification")
+
+    def close(self) -> None:
+        """The slots are the link's."""
 
 
 def issue(ends: CopyEnds, copy: Callable[[], GpuCopy], done: CopyEnd) -> None:
     """`copy` begins one; its end, or that it could not begin, is told to `done`."""
     try:
-        ends.add(copy(), done)
+        ends.issue(copy, done)
     except (GpuError, ValueError, IndexError) as error:
         asyncio.get_running_loop().call_soon(done, f"{type(error).__name__}: {error}")
+
+
+def _when_all(count: int, done: CopyEnd) -> CopyEnd:
+    """To be told of so many ends; `done` is told of the last, with all that went wrong."""
+    problems: list[str] = []
+
+    def ended(problem: str) -> None:
+        problems.append(problem)
+        if len(problems) == count:
+            done("; ".join(filter(None, problems)))
+
+    return ended
 
 
 def _payload(slot: GpuSlot, nbytes: int) -> int:
@@ -202,31 +204,24 @@ class GpuPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.sending_rows(lanes)
         own = [(lane.sender, each) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link, link.send_gpu_slot, self._ranks, own, self._ends)
+        return GpuPartCopies(link.send_gpu_slot, self._ranks, own, self._ends)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.receiving_rows(lanes)
         own = [(lane.receiver, each) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link, link.receive_gpu_slot, self._ranks, own, self._ends)
+        return GpuPartCopies(link.receive_gpu_slot, self._ranks, own, self._ends)
 
-    def zero_tail(self, page: int, tokens: int) -> None:
+    def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
+        ended = _when_all(len(self._ranks), done)
         for rank in self._ranks:
             try:
-                rank.zero_tail(page, tokens)
-            except GpuError as error:
+                self._ends.issue(partial(rank.zero_tail, page, tokens), ended)
+            except (GpuError, ValueError) as error:
                 raise OSError(f"cuda:{rank.ordinal}: {error}") from error
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """A kernel on the device of each rank."""
-        left, problems = len(self._ranks), list[str]()
-
-        def ended(problem: str) -> None:
-            nonlocal left
-            left -= 1
-            problems.extend(filter(None, [problem]))
-            if left == 0:
-                done("; ".join(problems))
-
+        ended = _when_all(len(self._ranks), done)
         for rank in self._ranks:
             issue(self._ends, partial(rank.zero_pages, pages), ended)
 

@@ -38,7 +38,6 @@ class RankMemory:
         self.spilled = self.pages(self.spills.engine, whole)
         self.restored = self.pages(self.restores.engine, whole)
         self._planes = self.pages(self.parts, storage.planes())
-        self._zeroed: GpuCopy | None = None  # the last one
 
     @property
     def parts(self) -> GpuCopyEngine:
@@ -51,10 +50,10 @@ class RankMemory:
         strides = np.ascontiguousarray(rows.strides)
         return engine.pages(bases, strides, rows.fragment_bytes, rows.pages, rows.pieces, rows.piece_stride)
 
-    def zero_tail(self, page: int, tokens: int) -> None:
+    def zero_tail(self, page: int, tokens: int) -> GpuCopy:
         """Before any gather that is issued later."""
         start = tokens * self._storage.geometry.fragment_token_bytes
-        self._zeroed = self.parts.zero_page_from(self._planes, page, start, 0, self.parts.gather_stream)
+        return self.parts.zero_page_from(self._planes, page, start, 0, self.parts.gather_stream)
 
     def zero_pages(self, pages: Int64s) -> GpuCopy:
         """Whole ones."""
@@ -65,9 +64,7 @@ class RankMemory:
         return []
 
     def close(self) -> None:
-        """No part is copied and no page spilled or restored any more."""
-        if self._zeroed is not None:
-            wait_all([self._zeroed])
+        """No copy of it runs, and none begins any more."""
 
 
 class OwnRank(RankMemory):
@@ -123,7 +120,6 @@ class MappedRank(RankMemory):
             raise
 
     def close(self) -> None:
-        super().close()
         self._unmap()
 
     def _unmap(self) -> None:

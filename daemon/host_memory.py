@@ -56,17 +56,19 @@ class HostPartCopies:
         def copy() -> None:
             ids = np.asarray(gather.page_ids, np.int64)
             rows.gather_part(ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES)
+            slot[:HEADER_BYTES] = gather.header.pack()
 
         self._run(copy, gather.nbytes, done)
 
-    def gather_summed(self, gather: Gather, done: SummedEnd) -> None:
+    def gather_summed(self, gather: Gather, done: CopyEnd) -> None:
         slot, rows = self._link.send_slot(gather.send_slot), self._lanes[gather.lane]
 
-        def copy() -> int:
+        def copy() -> None:
             ids = np.asarray(gather.page_ids, np.int64)
-            return rows.gather_part_summed(ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES)
+            payload_sum = rows.gather_part_summed(ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES)
+            slot[:HEADER_BYTES] = gather.header.with_sum(payload_sum).pack()
 
-        self._run_summed(copy, gather.nbytes, done)
+        self._run(copy, gather.nbytes, done)
 
     def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
         slot, rows = self._link.receive_slot(scatter.slot), self._lanes[scatter.lane]
@@ -80,14 +82,13 @@ class HostPartCopies:
     def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
         slot, rows = self._link.receive_slot(scatter.slot), self._lanes[scatter.lane]
 
-        def copy() -> int:
+        sums: list[int] = []
+
+        def copy() -> None:
             ids = np.asarray(scatter.page_ids, np.int64)
-            return rows.scatter_part_summed(ids, scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES)
+            sums.append(rows.scatter_part_summed(ids, scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES))
 
-        self._run_summed(copy, scatter.nbytes, done)
-
-    def write_header(self, send_slot: int, header: bytes) -> None:
-        self._link.write_header(send_slot, header)
+        self._run(copy, scatter.nbytes, lambda problem: done(problem, sums[0] if sums else 0))
 
     def read_header(self, receive_slot: int) -> bytes:
         return self._link.read_header(receive_slot, HEADER_BYTES)
@@ -95,10 +96,6 @@ class HostPartCopies:
     def close(self) -> None:
         for rows in self._lanes:
             rows.close()
-
-    def _run_summed(self, copy: Callable[[], int], nbytes: int, done: SummedEnd) -> None:
-        sums: list[int] = []
-        self._run(lambda: sums.append(copy()), nbytes, lambda problem: done(problem, sums[0] if sums else 0))
 
     def _run(self, copy: Callable[[], None], nbytes: int, done: CopyEnd) -> None:
         if nbytes <= INLINE_BYTES:
@@ -194,9 +191,10 @@ class HostPoolMemory:
         ranks = [host_pages(self._segments[lane.receiver].buffer, each) for lane, each in rows]
         return HostPartCopies(link, ranks, self._threads)
 
-    def zero_tail(self, page: int, tokens: int) -> None:
+    def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
         for planes in self._planes:
             planes.zero_page_from(page, tokens * self.shape.rank_geometry.fragment_token_bytes)
+        asyncio.get_running_loop().call_soon(done, "")
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """On the copy threads, an equal share on each, behind what they do already."""

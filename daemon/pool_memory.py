@@ -35,20 +35,16 @@ class PartCopies(Protocol):
         """More of them would wait for each other."""
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
-        """Pages -> behind the header of the sending slot."""
+        """The gather's header, and pages behind it -> sending slot."""
 
-    def gather_summed(self, gather: Gather, done: SummedEnd) -> None:
-        """The same, adding up what it copies."""
+    def gather_summed(self, gather: Gather, done: CopyEnd) -> None:
+        """The same, with the sum of what it copies in the header."""
 
     def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
         """From behind the receiving slot's header -> pages."""
 
     def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
         """The same, adding up what it copies."""
-
-    def write_header(self, send_slot: int, header: bytes) -> None:
-        """To the start of a slot whose gather is done. It is there when this returns. OSError: the device has failed,
-        and the session must end."""
 
     def read_header(self, receive_slot: int) -> Buffer:
         """The first HEADER_BYTES of a slot in host memory that was written; the courier tells those of slots on GPUs,
@@ -90,9 +86,9 @@ class PoolMemory(Protocol):
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> PartCopies:
         """Likewise with receiving slots."""
 
-    def zero_tail(self, page: int, tokens: int) -> None:
-        """Clears what lies behind the first `tokens` tokens of a page on every rank. It is done, or before any later
-        gather, when this returns. OSError: it is not."""
+    def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
+        """Clears what lies behind the first `tokens` tokens of a page on every rank, before any gather that is issued
+        later; until `done` the page is nobody else's. OSError: it could not be issued, and `done` may not come."""
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """Clears whole pages on every rank."""

@@ -98,7 +98,8 @@ class PrefillCore(PrefillRequests):
         if tokens == prompt.tokens and partial:
             ready += 1
             if ready > prompt.pages_ready:
-                self._effects.append(ZeroTail(prompt.pages[full], partial))
+                entry.zeroing = True
+                self._effects.append(ZeroTail(name, prompt.pages[full], partial))
         if prompt.keep:
             self._publish(prompt, full)
         if ready > prompt.pages_ready:
@@ -251,6 +252,15 @@ class PrefillCore(PrefillRequests):
             if not entry.done:
                 self._fail(entry, unavailable("the session to the decode daemon broke"))
             self._end_sends(entry)
+        self._pump(now)
+
+    def tail_zeroed(self, name: Name, now: float) -> None:
+        """After ZeroTail: it runs no more. Until then the page is not given to anybody else."""
+        entry = self.entries[name]
+        entry.zeroing = False
+        if entry.rests:
+            self._rested[entry] = now
+        self._settle(entry)
         self._pump(now)
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:

@@ -59,6 +59,7 @@ class Entry:
     failed: bool = False
     failure: str = ""  # why its worker was told Failed, as a counter's key
     aux_sent: bool = False
+    zeroing: bool = False  # the last page's tail
     acknowledge: bool = False  # a failed one's worker waits for Ended
     overtaken: int = 0
     missing: set[int] = field(default_factory=set)  # page ids that are being restored
@@ -72,7 +73,7 @@ class Entry:
     def rests(self) -> bool:
         """All that was asked for is sent: it keeps its pages only in case some of it is asked for again."""
         prompt = self.prompt
-        return prompt is not None and self.aux_sent and not (self.done or self.asks or self.sends)
+        return prompt is not None and self.aux_sent and not (self.done or self.asks or self.sends or self.zeroing)
 
     @property
     def moves(self) -> bool:

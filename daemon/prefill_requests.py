@@ -311,10 +311,14 @@ class PrefillRequests:
             self._effects.append(FailAsk(entry.session, ask.transfer, error))
         entry.asks.clear()
 
+    def copies_run(self, entry: Entry) -> bool:
+        """Guard: pages that are gathered from, or whose tail is being cleared, are nobody else's."""
+        return bool(entry.sends) or entry.zeroing
+
     def _settle(self, entry: Entry) -> None:
-        """Gives the pages back once nothing is wanted, no gather runs and the worker is done."""
+        """Gives the pages back once nothing is wanted, no copy of it runs and the worker is done."""
         prompt = entry.prompt
-        if not entry.done or entry.sends or prompt is None or entry.name not in self.entries:
+        if not entry.done or self.copies_run(entry) or prompt is None or entry.name not in self.entries:
             return
         if prompt.begun and not prompt.worker_done:
             return

@@ -101,13 +101,7 @@ class PrefillSide(Side[PrefillCore]):
 
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, ZeroTail):
-            # In an engine's own layout only the engine knows where a token's bytes lie.
-            if self.tiers.memory.shape.geometry.layout is not Layout.ENGINE:
-                try:
-                    self.tiers.memory.zero_tail(effect.page, effect.tokens)
-                except OSError as error:  # it may hold another tenant's bytes: nothing that sends it may go on
-                    self._zeroing = True
-                    raise AssertionError(f"a page's tail could not be cleared: {error}") from error
+            self._zero_tail(effect)
             return
         assert isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | SendAux)
         session = self.sessions.get(effect.session)
@@ -126,6 +120,27 @@ class PrefillSide(Side[PrefillCore]):
             session.fail(effect.transfer, effect.error)
         else:
             session.aux(effect.name, effect.blob)
+
+    def _zero_tail(self, effect: ZeroTail) -> None:
+        """What gathers the page later is behind it, and need not wait for its end."""
+        if self.tiers.memory.shape.geometry.layout is Layout.ENGINE:
+            self.ready_core.tail_zeroed(effect.name, self.now())  # only the engine knows where a token's bytes lie
+            return
+
+        def done(problem: str) -> None:
+            if self._closed:
+                return
+            if problem:
+                self._cannot_go_on(f"a page's tail could not be cleared: {problem}")
+                return
+            self.ready_core.tail_zeroed(effect.name, self.now())
+            self.flush()
+
+        try:
+            self.tiers.memory.zero_tail(effect.page, effect.tokens, done)
+        except OSError as error:  # it may hold another tenant's bytes: nothing that sends it may go on
+            self._zeroing = True
+            raise AssertionError(f"a page's tail could not be cleared: {error}") from error
 
     def effect_failed(self, effect: Effect, message: str) -> None:
         assert isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | SendAux)

@@ -182,7 +182,7 @@ class SendingSession(Session):
         if (asked := self._asked.pop(gather.transfer, None)) is not None:
             self._latencies.add_stage("rendezvous", begin - asked)
 
-        def done(problem: str, payload_sum: int | None = None) -> None:
+        def done(problem: str) -> None:
             self.copy_ends()
             self._gathering -= 1
             gathered = time.monotonic()
@@ -193,13 +193,8 @@ class SendingSession(Session):
             if problem:
                 sender.gather_failed(slot, problem)
             else:
-                post = sender.gathered(slot, payload_sum)
+                post = sender.gathered(slot)
                 if post is not None and not self.closed:
-                    try:
-                        self.parts.write_header(slot, post.header)
-                    except OSError as error:
-                        self.break_off(str(error))
-                        return
                     self._counters.parts += 1
                     self._counters.payload_bytes += post.nbytes - HEADER_BYTES
                     self._counters.wire_bytes += post.nbytes

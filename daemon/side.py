@@ -214,11 +214,16 @@ class Side(Generic[CoreT]):
     def _zeroed(self, problem: str) -> None:
         if self._closed:
             return
-        if problem:  # they may hold another tenant's bytes, and effects that name them wait: nothing can go on
-            report_invariant(AssertionError(f"pages could not be cleared: {problem}"))
+        if problem:
+            self._cannot_go_on(f"pages could not be cleared: {problem}")
             return
         self._zeroing = False
         self.flush()
+
+    def _cannot_go_on(self, message: str) -> None:
+        """Pages may hold another tenant's bytes: effects wait for ever, and the daemon ends."""
+        self._zeroing = True
+        report_invariant(AssertionError(message))
 
     def _take_effects(self) -> None:
         if self.core is not None:

@@ -196,10 +196,6 @@ class CourierLink:
         """The first bytes of a receive slot in host memory; those on GPUs come with the notification."""
         return self._host_slots().read_header(receive_slot, nbytes)
 
-    def write_header(self, send_slot: int, header: bytes) -> None:
-        """To the start of a send slot, of either kind. It is there when this returns."""
-        self._any_slots().write_header(send_slot, header)
-
     def _any_slots(self) -> HostSlots | MappedSlots:
         if self._slots is None:
             raise CourierError("the courier was stopped, and its slots with it")

@@ -43,8 +43,6 @@ class SlotGpu(Protocol):
 
     def read(self, address: int, nbytes: int) -> bytes: ...
 
-    def write(self, address: int, data: bytes) -> None: ...
-
 
 GpuOf = Callable[[int], SlotGpu]
 """The GPU of that number in this process."""
@@ -157,12 +155,6 @@ class MappedSlots:
         rank, index = divmod(slot, self._counts[kind])
         address = self._mappings[kind][rank].address + index * self._slot_bytes
         return GpuSlot(rank, self._devices[rank], address, self._slot_bytes)
-
-    def write_header(self, send_slot: int, header: bytes) -> None:
-        """To the slot's start. It is there when this returns."""
-        slot = self.send_slot(send_slot)
-        check_range("header's length", len(header), 1, slot.nbytes)
-        self._gpus[slot.rank].write(slot.address, header)
 
     def close(self) -> None:
         """Unmaps them; nothing of this process may use them any more. Idempotent."""

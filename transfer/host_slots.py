@@ -33,9 +33,6 @@ class HostSlots:
     def read_header(self, receive_slot: int, nbytes: int) -> bytes:
         return bytes(self.receive_slot(receive_slot)[:nbytes])
 
-    def write_header(self, send_slot: int, header: bytes) -> None:
-        self.send_slot(send_slot)[: len(header)] = header
-
     def close(self) -> None:
         self._view.release()
         try:

@@ -1,9 +1,10 @@
 """The sending half of a session: which bytes of which transfer go into which slot next.
 
-A state machine without I/O. For each free sending slot and credit, `next_actions` names a byte range to gather;
-`gathered` says what to write where; `posted_done` frees the sending slot. A transfer has a cursor on every lane, which
-only moves forward, so no byte is sent twice and none before its page is ready. A part takes a sending slot of its
-lane's sending rank and a credit of its receiving rank. Lanes take turns, and on each the transfers do, a part each.
+A state machine without I/O. For each free sending slot and credit, `next_actions` names a byte range to gather, with
+its header; `gathered` says what to write where; `posted_done` frees the sending slot. A transfer has a cursor on every
+lane, which only moves forward, so no byte is sent twice and none before its page is ready. A part takes a sending slot
+of its lane's sending rank and a credit of its receiving rank. Lanes take turns, and on each the transfers do, a part
+each.
 
     transfer:       open -> (parts) -> Completed          every byte posted and every post done
                       \\-> end() -> Ended                  no gather of it runs and nothing more is posted
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvferry.transfer.lanes import Lane
 from kvferry.transfer.outgoing import Outgoing
@@ -28,7 +29,7 @@ PART_ALIGNMENT = 16  # bytes: rows that do not fit in a slot are cut at multiple
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Copy bytes [byte_offset, byte_offset + nbytes) of the lane's rows of the pages `page_ids`, laid end to end,
-    behind a header.
+    behind `header`, to which the payload's sum is added in a session with checksums.
 
     The slot is the own sending slot `send_slot`. page_ids[i] holds prompt page first_page + i; every page named is
     touched; byte_offset < row_bytes.
@@ -41,12 +42,13 @@ class Gather:
     first_page: int
     byte_offset: int
     nbytes: int
+    header: PartHeader
     lane: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Put `header` at the start of the sending slot and write its first `nbytes` into the peer's slot `remote_slot`."""
+    """Write the first `nbytes` of the sending slot into the peer's slot `remote_slot`."""
 
     post_id: int
     transfer: int
@@ -54,7 +56,6 @@ class Post:
     remote_slot: int
     nbytes: int  # header and payload
     notification: bytes
-    header: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +224,8 @@ class Sender:
                 gathers.append(gather)
         return gathers
 
-    def gathered(self, send_slot: int, payload_sum: int | None = None) -> Post | None:
-        """The payload is in the sending slot: the write to post, or None if the transfer ended meanwhile.
-
-        payload_sum: the payload's `part_checksum`; None in a session without checksums.
-        """
-        if payload_sum is not None:
-            check_unsigned("payload_sum", payload_sum, 64)
+    def gathered(self, send_slot: int) -> Post | None:
+        """Header and payload are in the sending slot: the write to post, or None if the transfer ended meanwhile."""
         gather, outgoing = self._gather_done(send_slot)
         if outgoing.closed:
             self._undo(gather)
@@ -237,18 +233,6 @@ class Sender:
             return None
         credit = gather.credit
         self._purse.spend(credit)
-        header = PartHeader(
-            epoch=self._epoch,
-            transfer=gather.transfer,
-            slot=credit.slot,
-            generation=credit.generation,
-            lane=gather.lane,
-            first_page=gather.first_page,
-            byte_offset=gather.byte_offset,
-            nbytes=gather.nbytes,
-        )
-        if payload_sum is not None:
-            header = replace(header, checksum=header.checksum_of(payload_sum))
         notice = PartNotice(epoch=self._epoch, transfer=gather.transfer, slot=credit.slot, generation=credit.generation)
         post_id = self._next_post
         self._next_post += 1
@@ -265,7 +249,6 @@ class Sender:
             remote_slot=credit.slot,
             nbytes=gather.nbytes + HEADER_BYTES,
             notification=notice.pack(),
-            header=header.pack(),
         )
 
     def gather_failed(self, send_slot: int, message: str) -> None:
@@ -347,14 +330,26 @@ class Sender:
         assert nbytes > 0
         page, byte_offset = divmod(start, lane.row_bytes)
         last_page = (start + nbytes - 1) // lane.row_bytes
-        gather = Gather(
+        credit = self._purse.take(lane.receiver)
+        header = PartHeader(
+            epoch=self._epoch,
             transfer=transfer,
-            send_slot=self._free_slots[lane.sender].popleft(),
-            credit=self._purse.take(lane.receiver),
-            page_ids=outgoing.page_ids[page : last_page + 1],
+            slot=credit.slot,
+            generation=credit.generation,
+            lane=number,
             first_page=outgoing.first_page + page,
             byte_offset=byte_offset,
             nbytes=nbytes,
+        )
+        gather = Gather(
+            transfer=transfer,
+            send_slot=self._free_slots[lane.sender].popleft(),
+            credit=credit,
+            page_ids=outgoing.page_ids[page : last_page + 1],
+            first_page=header.first_page,
+            byte_offset=byte_offset,
+            nbytes=nbytes,
+            header=header,
             lane=number,
         )
         outgoing.sent[number] += nbytes

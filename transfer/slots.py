@@ -21,7 +21,7 @@ import enum
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvferry._core import part_checksum
@@ -82,6 +82,10 @@ class PartHeader:
     def checksum_of(self, payload_sum: int) -> int:
         """What `checksum` is to be where the payload's `part_checksum` is this. Raises SlotError as `pack` does."""
         return (payload_sum + part_checksum(self.pack()[:-_CHECKSUM_BYTES])) % (1 << 64)
+
+    def with_sum(self, payload_sum: int) -> PartHeader:
+        """With the checksum of a payload whose `part_checksum` is this. Raises as `checksum_of`."""
+        return replace(self, checksum=self.checksum_of(payload_sum))
 
     def pack(self) -> bytes:
         """The HEADER_BYTES bytes. Raises SlotError for a field that does not fit its bits."""

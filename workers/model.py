@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,8 +189,9 @@ class ModelCompute:
         sequences = [step.sequence for step in steps]
         mine = [sequence for sequence in sequences if isinstance(sequence, ModelSequence)]
         assert len(mine) == len(sequences), "a step of another model's sequence"
-        step_together(self._model.network, self._ranks, mine, steps)
-        return [sequence.first_token() for sequence in mine]
+        with settled_on_error(self._ranks):
+            step_together(self._model.network, self._ranks, mine, steps)
+            return [sequence.first_token() for sequence in mine]
 
 
 class ModelSequence:
@@ -213,8 +215,8 @@ class ModelSequence:
         self._cache = PagedCache(self._ranks, self._table, tokens=tokens)
 
     def prompt(self, start: int, end: int) -> None:
-        self._forward(self._tokens[:, start:end], start)
-        settle(self._ranks)
+        with settled(self._ranks):
+            self._forward(self._tokens[:, start:end], start)
 
     def first_token(self) -> int:
         return self._next()
@@ -223,10 +225,11 @@ class ModelSequence:
         """Only the prefill worker has the logits."""
 
     def step(self, token: int, position: int) -> int:
-        self._forward(torch.tensor([[token]], device=self._tokens.device), position)
-        if len(self._ranks) > 1:
-            settle(self._ranks)  # not every rank is read for the token
-        return self._next()
+        with settled_on_error(self._ranks):
+            self._forward(torch.tensor([[token]], device=self._tokens.device), position)
+            if len(self._ranks) > 1:
+                settle(self._ranks)  # not every rank is read for the token
+            return self._next()
 
     @property
     def cache(self) -> PagedCache:
@@ -257,6 +260,26 @@ def settle(ranks: Sequence[RankView]) -> None:
     and for all before it, where the pages are on one device."""
     for device in {rank.device for rank in ranks if rank.device.type == "cuda"}:
         torch.cuda.current_stream(device).record_event().synchronize()
+
+
+@contextmanager
+def settled(ranks: Sequence[RankView]) -> Iterator[None]:
+    """However the block ends, what it has begun to compute writes the pages no more when it is left: a request that
+    fails is given up at the daemon next, which gives its pages to others."""
+    try:
+        yield
+    finally:
+        settle(ranks)
+
+
+@contextmanager
+def settled_on_error(ranks: Sequence[RankView]) -> Iterator[None]:
+    """As `settled`, for a block that waits for all that it computes where it ends well."""
+    try:
+        yield
+    except BaseException:
+        settle(ranks)
+        raise
 
 
 @torch.inference_mode()

@@ -34,8 +34,8 @@ now = time.monotonic_ns
 
 @dataclass(frozen=True)
 class Round:
-    """What both daemons do next. fragment 0: the wire alone; window: parts under way at most; headers: written to each
-    slot and read back, in the daemon here; the courier reads those of kvferry's own parts."""
+    """What both daemons do next. fragment 0: the wire alone; window: parts under way at most; headers: written with each
+    part, and read back in the daemon here; the courier reads those of kvferry's own parts."""
 
     parts: int
     part: int  # bytes
@@ -162,7 +162,7 @@ class Sender(Daemon):
         self.finished.clear()
         self.remote, self.free = (list(range(min(self.slots, work.window))) for _ in range(2))
         self.sent, self.done, self.began = 0, 0, now()
-        self.stages = Stages("gather", "write header")
+        self.stages = Stages("gather")
         self.pump()
 
     def pump(self) -> None:
@@ -175,17 +175,14 @@ class Sender(Daemon):
                 continue
             address = self.link.send_gpu_slot(slot).address + HEADER
             gather = self.engine.gather_part_summed if work.summed else self.engine.gather_part
+            header = struct.pack("<Q", part).ljust(HEADER, b"\0") if work.headers else b""
             begun = now()
-            copy = gather(self.layout(work.fragment), self.ids_of(part), 0, work.part, address)
+            copy = gather(self.layout(work.fragment), self.ids_of(part), 0, work.part, address, header=header)
             self.copies.when_done(copy, partial(self.gathered, slot, remote, part, begun, copy))
 
     def gathered(self, slot: int, remote: int, part: int, begun: int, copy: GpuCopy) -> None:
         self.stages.add("gather", begun)
         checksum = copy.checksum() if self.round.summed else 0
-        if self.round.headers:
-            begun = now()
-            self.link.write_header(slot, struct.pack("<Q", part).ljust(HEADER, b"\0"))
-            self.stages.add("write header", begun)
         self.post(slot, remote, part, checksum)
 
     def post(self, slot: int, remote: int, part: int, checksum: int) -> None:

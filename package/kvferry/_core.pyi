@@ -383,10 +383,8 @@ class GpuCopyEngine:
         """Bytes free on the device, and all it has."""
     def read(self, address: int, nbytes: int) -> bytes:
         """At most 4096 bytes of the device, at once: it waits for nothing that was issued before. GpuError: not done in
-        10 s. GIL released. The address is the caller's word, here and in `write`.
+        10 s. GIL released. The address is the caller's word.
         """
-    def write(self, address: int, data: Buffer) -> None:
-        """At most 4096 bytes; they are there when it returns."""
     def make_ipc_event(self) -> GpuIpcEvent: ...
     def open_ipc_event(self, handle: bytes) -> GpuIpcEvent:
         """Another process's. GpuError: this process's own. That of a process which has ended may open, as done."""
@@ -402,10 +400,12 @@ class GpuCopyEngine:
         nbytes: int,
         slot_address: int,
         stream: int | None = None,
+        header: Buffer = b"",
     ) -> GpuCopy:
         """Pool to slot on one device, or devices that reach each other: the rows of page_ids laid end to end; their
         [byte_offset, byte_offset + nbytes), which touches every page named (so byte_offset < row_bytes), goes to
-        slot_address. stream None: `gather_stream`. Fast where all addresses and sizes are multiples of 16.
+        slot_address, and the header, at most 64 bytes, right before it. stream None: `gather_stream`. Fast where all
+        addresses and sizes are multiples of 16.
 
         IndexError (page id) or ValueError (any other bound) before a byte has moved.
         """
@@ -417,8 +417,11 @@ class GpuCopyEngine:
         nbytes: int,
         slot_address: int,
         stream: int | None = None,
+        header: Buffer = b"",
     ) -> GpuCopy:
-        """And adds up: `GpuCopy.checksum`. GpuError: the driver takes no kernels, or 1024 sums are held."""
+        """And adds up: `GpuCopy.checksum`, which is also added to the last 8 bytes of a header, a little-endian number.
+        GpuError: the driver takes no kernels, or 1024 sums are held.
+        """
     def scatter_part(
         self,
         pages: GpuPages,

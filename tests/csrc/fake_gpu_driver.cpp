@@ -112,6 +112,15 @@ void sum_part(const PartSum& part, unsigned blocks) {
   add_up(part.sum, blocks, sum);
 }
 
+void put_header(const PutHeader& header) {
+  uint8_t* const slot = reinterpret_cast<uint8_t*>(header.address);
+  std::memcpy(slot, header.bytes, header.size);
+  if (header.sum == nullptr) return;
+  uint8_t* const end = slot + header.size - sizeof(uint64_t);
+  const uint64_t last = load(reinterpret_cast<char*>(end), sizeof(uint64_t)) + *header.sum;
+  std::memcpy(end, &last, sizeof last);
+}
+
 void zero_pages(const ZeroPages& zero, size_t width) {
   for (uint32_t i = 0; i < zero.total; ++i) {
     const uint32_t page = i / zero.page_words.divisor, in_page = i % zero.page_words.divisor;
@@ -331,6 +340,8 @@ GpuStatus hipModuleLaunchKernel(GpuFunction function, unsigned blocks, unsigned,
     copy_part(*static_cast<const PartCopy*>(of), width_of(name), begins(name, "copy_part_summed"), blocks);
   } else if (name == "sum_part") {
     sum_part(*static_cast<const PartSum*>(of), blocks);
+  } else if (name == "put_header") {
+    put_header(*static_cast<const PutHeader*>(of));
   } else if (begins(name, "zero_pages")) {
     zero_pages(*static_cast<const ZeroPages*>(of), width_of(name));
   } else {

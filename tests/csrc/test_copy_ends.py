@@ -57,7 +57,7 @@ def test_an_end_that_cannot_be_dealt_with_keeps_no_other_one_back(fake: ctypes.C
             if slow:
                 fake.fake_answer(b"event_query", NOT_READY)
             for done in (broken, broken, well):
-                ends.add(copy(), done)
+                ends.issue(copy, done)
             if slow:
                 while len(ends._given) < 3:
                     await asyncio.sleep(0.001)

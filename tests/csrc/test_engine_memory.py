@@ -83,8 +83,15 @@ def test_pages_of_several_allocations_are_spilled_and_restored(fake: ctypes.CDLL
     assert set(moved.strategies) == set(STRATEGIES)
     assert sum(counts.copies for counts in moved.strategies.values()) == 2
     assert sum(counts.bytes for counts in moved.strategies.values()) == 4 * size
-    memory.zero_tail(2, 10)
-    memory.close()
+
+    async def let_go_while_a_tail_is_cleared() -> None:
+        told: list[str] = []
+        memory.zero_tail(2, 10, told.append)
+        memory.close()
+        await asyncio.sleep(0.01)
+        assert told == []
+
+    asyncio.run(let_go_while_a_tail_is_cleared())
     assert calls(fake, "ipc_close") == opened + 2
     assert row(2) != kept[2], "the tail was cleared before the memory was let go"
 

@@ -136,5 +136,11 @@ def test_the_host_tier_ends_the_copy(
 
 def test_a_tail_that_cannot_be_cleared_is_said(fake: ctypes.CDLL, memory: GpuPoolMemory) -> None:
     fake.fake_answer(b"launch", LAUNCH_FAILED)
-    with pytest.raises(OSError, match="cuda:0: "):
-        memory.zero_tail(2, 10)
+    told: list[str] = []
+
+    async def story() -> None:
+        with pytest.raises(OSError, match="cuda:0: "):
+            memory.zero_tail(2, 10, told.append)
+
+    asyncio.run(story())
+    assert not told

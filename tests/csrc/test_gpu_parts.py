@@ -117,6 +117,17 @@ class World:
         case = self.case
         return self.pages, self.ids, case.byte_offset, case.nbytes, self.slot.address + case.slot_offset
 
+    def header(self, payload_sum: int | None) -> tuple[bytes, bytes]:
+        """As large as there is room for before the part: as it is given, and as it must be found."""
+        size = min(self.case.slot_offset, 64)
+        if payload_sum is None:
+            return 2 * (np.random.default_rng(3).bytes(size),)
+        if size < 8:
+            return b"", b""
+        front = np.random.default_rng(3).bytes(size - 8)
+        added = (payload_sum + (1 << 64) - 3) % (1 << 64)
+        return front + ((1 << 64) - 3).to_bytes(8, "little"), front + added.to_bytes(8, "little")
+
     def check(self, summed: bool) -> None:
         case, engine = self.case, self.engine
         part = case.part()
@@ -125,7 +136,9 @@ class World:
         expected = np.full(len(self.slot), POISON, np.uint8)
         self.put(self.slot, expected)
         expected[self.inside] = pool[part]
-        copy = (engine.gather_part_summed if summed else engine.gather_part)(*self.arguments())
+        header, written = self.header(_core.part_checksum(pool[part]) if summed else None)
+        expected[case.slot_offset - len(written) : case.slot_offset] = np.frombuffer(written, np.uint8)
+        copy = (engine.gather_part_summed if summed else engine.gather_part)(*self.arguments(), header=header)
         assert copy.wait_for(20) and copy.done()
         assert (self.get(self.slot) == expected).all()
         assert (self.get(self.pool) == pool).all()
@@ -232,6 +245,30 @@ def test_bad_parts_move_nothing(
     for bad, text in (((4, 0), "page_id: 4"), ((0, 17), "start: 17"), ((0, 0, 2), "first_piece: 2")):
         with pytest.raises(ValueError, match=text):
             world.engine.zero_page_from(world.pages, *bad)
+
+
+@pytest.mark.parametrize(
+    ("size", "slot", "summed", "message"),
+    [
+        (65, 1 << 20, False, r"header length: 65, must be in \[1, 64\]"),
+        (7, 1 << 20, True, r"header length: 7, must be in \[8, 64\]"),
+        (64, 64, False, "slot_address: 64, must be in"),
+    ],
+)
+def test_bad_headers_move_nothing(
+    fake: ctypes.CDLL, library: str, size: int, slot: int, summed: bool, message: str
+) -> None:
+    world = World(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (0,)))
+    gather = world.engine.gather_part_summed if summed else world.engine.gather_part
+    with pytest.raises(ValueError, match=message):
+        gather(world.pages, world.ids, 0, 32, slot, header=bytes(size))
+    assert calls(fake, "launch") == 0
+
+
+def test_a_header_goes_by_the_driver_where_it_takes_no_kernels(fake: ctypes.CDLL, library: str) -> None:
+    fake.fake_answer(b"module_load", 801)
+    World(GpuCopyEngine(0, library), Case(2, 1, 16, 0, 4, (0, 2), 0, 64, 64)).check(summed=False)
+    assert calls(fake, "set_bytes") == 64
 
 
 def test_a_failed_launch_leaves_no_copy_behind(fake: ctypes.CDLL, library: str) -> None:

@@ -1,5 +1,5 @@
-"""A GPU that fails while a part's header is written, or a courier that does not say what it read, costs the session,
-which ends; nothing waits for it."""
+"""A courier that does not say which header it read on a GPU costs the session, which ends; a GPU that fails while a
+part and its header are gathered costs the transfer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry._core import GpuError
 from kvferry.daemon import session as session_module
 from kvferry.daemon.counters import Latencies, TransferCounters
 from kvferry.daemon.effects import OpenSend
@@ -50,9 +49,6 @@ class Link:
     def connect(self, *words: object) -> None:
         asyncio.get_running_loop().call_soon(self.on_event, Connected())
 
-    def write_header(self, slot: int, header: bytes) -> None:
-        raise GpuError("write: not done in 10 s")
-
     def expect(self, active: int) -> None:
         pass
 
@@ -64,17 +60,17 @@ class Link:
 
 
 class Parts(GpuPartCopies):
-    """Whose gathers end well."""
+    """Whose gathers fail."""
 
     gathers_at_once = 4  # type: ignore[assignment]
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
-        asyncio.get_running_loop().call_soon(done, "")
+        asyncio.get_running_loop().call_soon(done, "GpuError: copy: LAUNCH_FAILED")
 
 
 class Memory:
     def parts(self, link: Any, lanes: object) -> Parts:
-        return Parts(link, cast(Any, None), [], [], cast(Any, None))
+        return Parts(cast(Any, None), [], [], cast(Any, None))
 
     sending = receiving = parts
 
@@ -100,6 +96,10 @@ class Events:
         self._header = header
         self.arrived: list[tuple[int, list[int]]] = []
         self.complete: list[int] = []
+        self.failing: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+
+    def on_send_failed(self, session: SendingSession, transfer: int, message: str) -> None:
+        self.failing.set_result((transfer, message))
 
     def on_ask(self, session: SendingSession, ask: peer.Ask) -> None:
         session.open(OpenSend(session.number, ask.transfer, 0, (0,), 1))
@@ -143,15 +143,20 @@ def common(receive_slots: int, send_slots: int, events: Events) -> dict[str, Any
     }
 
 
-def test_a_header_that_cannot_be_written_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_cannot_be_gathered_fails_its_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "CourierLink", Link)
 
     async def story() -> None:
-        session = SendingSession(number=1, send_slots=2, remote_epoch=EPOCH, **common(0, 2, Events()))
+        events = Events()
+        session = SendingSession(number=1, send_slots=2, remote_epoch=EPOCH, **common(0, 2, events))
         granted = peer.Credits(credits=[peer.Credit(slot=0, generation=1)])
         words = [*met(2), peer.PeerMessage(credits=granted), peer.PeerMessage(ask=peer.Ask(transfer=1, pages=1))]
-        with pytest.raises(SessionBroken, match="the header of send slot 0: write: not done in 10 s"):
-            await asyncio.wait_for(session.run(Stream(words)), 20)
+        running = asyncio.create_task(session.run(Stream(words)))
+        await asyncio.wait({running, events.failing}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        assert not running.done() and events.failing.result() == (1, "GpuError: copy: LAUNCH_FAILED")
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(running, 20)
         assert Link.now.stopped
 
     asyncio.run(story())

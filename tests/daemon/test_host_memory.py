@@ -21,7 +21,7 @@ from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Scatter
 from kvferry.transfer.segment import Segment
 from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import HEADER_BYTES, Credit
+from kvferry.transfer.slots import HEADER_BYTES, Credit, PartHeader
 
 PAGES = 6
 GEOMETRIES = {
@@ -44,9 +44,6 @@ class Slots:
         return memoryview(self.slots[slot])
 
     receive_slot = send_slot
-
-    def write_header(self, slot: int, header: bytes) -> None:
-        self.slots[slot][: len(header)] = header
 
     def read_header(self, slot: int, nbytes: int) -> bytes:
         return bytes(self.slots[slot][:nbytes])
@@ -75,6 +72,10 @@ async def summed(start: Callable[[Callable[[str, int], None]], None]) -> tuple[s
     return await asyncio.wait_for(done, 10)
 
 
+async def ended_of_tail(memory: HostPoolMemory, page: int, tokens: int) -> str:
+    return await ended(lambda done: memory.zero_tail(page, tokens, done))
+
+
 async def move(source: HostPoolMemory, target: HostPoolMemory, pages: list[int], to: list[int]) -> None:
     """All rows of these pages, lane by lane, in parts of any size."""
     geometry = source.shape.geometry
@@ -88,16 +89,18 @@ async def move(source: HostPoolMemory, target: HostPoolMemory, pages: list[int],
             nbytes = min(part, total - start)
             first, offset = divmod(start, lane.row_bytes)
             last = (start + nbytes - 1) // lane.row_bytes
-            gather = Gather(1, 0, Credit(0, 1), pages[first : last + 1], first, offset, nbytes, number)
+            header = PartHeader(7, 1, 0, 1, number, first, offset, nbytes)
+            gather = Gather(1, 0, Credit(0, 1), pages[first : last + 1], first, offset, nbytes, header, number)
             assert await ended(lambda done, gather=gather: sending.gather(gather, done)) == ""
-            sending.write_header(0, bytes([number]) * HEADER_BYTES)
-            assert receiving.read_header(0) == bytes([number]) * HEADER_BYTES
+            assert receiving.read_header(0) == header.pack()
             scatter = Scatter(0, 1, to[first : last + 1], first, offset, nbytes, number)
             assert await ended(lambda done, scatter=scatter: receiving.scatter(scatter, done)) == ""
             payload = bytes(slots.send_slot(0)[HEADER_BYTES : HEADER_BYTES + nbytes])
-            right = ("", part_checksum(payload))
-            assert await summed(lambda done, gather=gather: sending.gather_summed(gather, done)) == right
-            assert await summed(lambda done, scatter=scatter: receiving.scatter_summed(scatter, done)) == right
+            payload_sum = part_checksum(payload)
+            assert await ended(lambda done, gather=gather: sending.gather_summed(gather, done)) == ""
+            assert receiving.read_header(0) == header.with_sum(payload_sum).pack()
+            found = await summed(lambda done, scatter=scatter: receiving.scatter_summed(scatter, done))
+            assert found == ("", payload_sum)
             assert slots.send_slot(0)[HEADER_BYTES : HEADER_BYTES + nbytes] == payload
     sending.close()
     receiving.close()
@@ -168,7 +171,7 @@ def test_host_rows_and_tails(tmp_path: Path, name: str, ranks: int, order: Stora
     assert (list(moved.strategies), moved.fallbacks, moved.forced) == (["memcpy"], {}, "auto")
     poison = np.full_like(pages, 0x55)
     poison[[1, 4]] = pages[[5, 2]]
-    memory.zero_tail(4, 2)
+    assert asyncio.run(ended_of_tail(memory, 4, 2)) == ""
     poison[4, :, :, 2:] = 0
     for each, content in zip(mapped, rank_memories(geometry, poison, ranks, order), strict=True):
         assert np.array_equal(each, content)

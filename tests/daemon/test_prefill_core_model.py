@@ -85,6 +85,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.lost: set[int] = set()
         self.aux_sent: set[Name] = set()
         self.copies: list[Started] = []
+        self.zeroing: dict[ZeroTail, int] = {}  # tails that are being cleared, and their pages' generations
         self.host_content: dict[int, bytes] = {}
 
     @initialize(host=st.sampled_from([0, 5, 40]))
@@ -118,7 +119,7 @@ class PrefillMachine(RuleBasedStateMachine):
                     assert effect.name not in self.aux_sent, "the aux blob was sent twice"
                     self.aux_sent.add(effect.name)
                 elif isinstance(effect, ZeroTail):
-                    self.zero_tail(effect)
+                    self.begin_zeroing(effect)
                 elif isinstance(effect, ToWorker):
                     self.hear(effect)
                 elif isinstance(effect, StartCopy):
@@ -126,11 +127,24 @@ class PrefillMachine(RuleBasedStateMachine):
                 else:
                     assert isinstance(effect, FailAsk)
 
-    def zero_tail(self, effect: ZeroTail) -> None:
+    def begin_zeroing(self, effect: ZeroTail) -> None:
+        """What is gathered later is behind it: for that it has been done."""
         owners = [job for job in self.jobs.values() if job.pages and job.pages[-1] == effect.page]
         assert len(owners) == 1 and effect.tokens == owners[0].tokens % PAGE
         assert self.content[effect.page] == b"unclean " + owners[0].tail
         self.content[effect.page] = owners[0].tail
+        self.zeroing[effect] = self.core.store.pool.generation(effect.page)
+
+    @precondition(lambda self: self.zeroing)
+    @rule(data=st.data())
+    def tail_is_zeroed(self, data: st.DataObject) -> None:
+        self.zeroed(data.draw(st.sampled_from(list(self.zeroing))))
+
+    def zeroed(self, effect: ZeroTail) -> None:
+        generation = self.zeroing.pop(effect)
+        assert self.core.store.pool.generation(effect.page) == generation, "a page was given on while it was cleared"
+        self.core.tail_zeroed(effect.name, self.now)
+        self.run_effects()
 
     def hear(self, effect: ToWorker) -> None:
         kind = effect.event.WhichOneof("kind")
@@ -542,6 +556,8 @@ class PrefillMachine(RuleBasedStateMachine):
         for worker in sorted(self.lost):
             self.core.worker_gone(worker, self.now)
             self.run_effects()
+        while self.zeroing:
+            self.zeroed(next(iter(self.zeroing)))
         assert not self.core.entries, "a request never ends"
         for session in sorted(self.sessions):
             self.break_session(session)

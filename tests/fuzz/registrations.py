@@ -6,6 +6,7 @@ read again; and what is mapped of a file is the pages, all of them and nothing e
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 from random import Random
@@ -37,6 +38,11 @@ def one_input(data: bytes) -> None:
             _register(hello, frame.tag % 2)
 
 
+async def _clear(memory: HostPoolMemory, pages: int) -> None:
+    for page in range(pages):
+        memory.zero_tail(page, 0, lambda problem: None)
+
+
 def _register(hello: Any, which: int) -> None:
     config = CONFIGS[which]
     try:
@@ -56,8 +62,7 @@ def _register(hello: Any, which: int) -> None:
     except (OSError, ValueError):
         return
     try:
-        for page in range(registration.pages):
-            memory.zero_tail(page, 0)
+        asyncio.run(_clear(memory, registration.pages))
     finally:
         memory.close()
     with open(PATH, "rb") as file:

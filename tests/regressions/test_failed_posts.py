@@ -68,9 +68,6 @@ class Parts:
     def gather(self, _: object, done: Any) -> None:
         asyncio.get_running_loop().call_soon(done, "")
 
-    def write_header(self, *_: object) -> None:
-        pass
-
     def close(self) -> None:
         pass
 

@@ -37,6 +37,7 @@ class Pair:
         self.sender = Sender(lanes=lanes, slot_bytes=SLOT_BYTES, send_slots=slots, remote_slots=slots, epoch=EPOCH)
         self.receiver = Receiver(epoch=EPOCH, lanes=lanes, slot_bytes=SLOT_BYTES, slots=slots)
         self.slots = [bytearray(SLOT_BYTES) for _ in range(slots)]
+        self.headers = [b""] * slots  # of sending slots
         self.sender.credits(self.receiver.initial_credits())
 
     def open(self, transfer: int, page_ids: list[int]) -> None:
@@ -45,11 +46,14 @@ class Pair:
         self.sender.progress(transfer, len(page_ids))
 
     def posts(self) -> list[Post]:
-        found = [self.sender.gathered(gather.send_slot) for gather in self.sender.next_actions()]
+        gathers = self.sender.next_actions()
+        for gather in gathers:
+            self.headers[gather.send_slot] = gather.header.pack()
+        found = [self.sender.gathered(gather.send_slot) for gather in gathers]
         return [post for post in found if post is not None]
 
     def land(self, post: Post) -> list[object]:
-        self.slots[post.remote_slot][:HEADER_BYTES] = post.header
+        self.slots[post.remote_slot][:HEADER_BYTES] = self.headers[post.send_slot]
         return list(self.receiver.notification(post.notification, lambda slot: self.slots[slot][:HEADER_BYTES]))
 
 

@@ -24,7 +24,7 @@ from kvferry.transfer.layouts import Int64s
 from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Scatter
 from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import HEADER_BYTES, Buffer
+from kvferry.transfer.slots import HEADER_BYTES, Buffer, PartHeader
 from tests.simulation.clock import Clock, expect
 
 PAGE = 4  # tokens
@@ -78,6 +78,7 @@ class Memory:
         self.pool = store.pool
         self.who = who
         self.clean = store.limits.zero_freed  # who is given a page finds nothing in it
+        self.zeroed_at: dict[int, float] = {}  # by page whose tail is being cleared: when that is done
         self.bytes = bytearray((bytes(PAGE_BYTES) if self.clean else GARBAGE) * store.pool.pages)
 
     def generations(self, pages: Iterable[int]) -> list[int]:
@@ -124,25 +125,38 @@ class SimParts:
         self._pool = memory.pool
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
-        self.gather_summed(gather, lambda problem, payload_sum: done(problem))
+        self._gather(gather, lambda _: gather.header, done)
 
-    def gather_summed(self, gather: Gather, done: SummedEnd) -> None:
+    def gather_summed(self, gather: Gather, done: CopyEnd) -> None:
+        self._gather(gather, lambda data: gather.header.with_sum(part_checksum(data)), done)
+
+    def _gather(self, gather: Gather, header_of: Callable[[bytes], PartHeader], done: CopyEnd) -> None:
+        """Behind the clearing of a tail that was begun before."""
+        memory = self._memory
         states = self._pool.states(gather.page_ids)
-        expect(PageState.FREE not in states, f"{self._memory.who}: a gather names the free page in {gather.page_ids}")
-        generations = self._memory.generations(gather.page_ids)
-        self._clock.after(self._clock.between(0.00002, 0.001), self._gathered, gather, generations, done)
+        expect(PageState.FREE not in states, f"{memory.who}: a gather names the free page in {gather.page_ids}")
+        begins = max(memory.zeroed_at.get(page, 0.0) for page in gather.page_ids)
+        delay = max(0.0, begins - self._clock.now) + self._clock.between(0.00002, 0.001)
+        self._clock.after(delay, self._gathered, gather, memory.generations(gather.page_ids), header_of, done)
 
-    def _gathered(self, gather: Gather, generations: Sequence[int], done: SummedEnd) -> None:
+    def _gathered(
+        self,
+        gather: Gather,
+        generations: Sequence[int],
+        header_of: Callable[[bytes], PartHeader],
+        done: CopyEnd,
+    ) -> None:
         memory = self._memory
         memory.check_kept(gather.page_ids, generations, "a gather ran")
         if self._clock.chance(self._failing):
             self._clock.counts["gathers that failed"] += 1
-            done("injected", 0)
+            done("injected")
             return
         data = b"".join(memory.read(page) for page in gather.page_ids)[gather.byte_offset :][: gather.nbytes]
         slot = self._link.send_slot(gather.send_slot)
         slot[HEADER_BYTES : HEADER_BYTES + gather.nbytes] = data
-        done("", part_checksum(data))
+        slot[:HEADER_BYTES] = header_of(data).pack()
+        done("")
 
     def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
         self.scatter_summed(scatter, lambda problem, payload_sum: done(problem))
@@ -173,9 +187,6 @@ class SimParts:
         if failed:
             self._clock.counts["scatters that failed"] += 1
         done("injected" if failed else "", payload_sum)
-
-    def write_header(self, send_slot: int, header: bytes) -> None:
-        self._link.send_slot(send_slot)[:HEADER_BYTES] = header
 
     def read_header(self, receive_slot: int) -> Buffer:
         return self._link.receive_slot(receive_slot)[:HEADER_BYTES]
@@ -214,10 +225,20 @@ class SimPoolMemory:
     def copy_statistics(self) -> CopyStatistics:
         return CopyStatistics({"memcpy": StrategyCounts()})
 
-    def zero_tail(self, page: int, tokens: int) -> None:
+    def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
+        delay = self._clock.between(0.00002, 0.003)
+        self._memory.zeroed_at[page] = self._clock.now + delay
+        self._clock.after(delay, self._tail_zeroed, page, tokens, self._memory.generations([page]), done)
+
+    def _tail_zeroed(self, page: int, tokens: int, generations: list[int], done: CopyEnd) -> None:
+        memory = self._memory
+        del memory.zeroed_at[page]
+        memory.check_kept([page], generations, "its tail was cleared")
         size, kept = GEOMETRY.fragment_bytes, tokens * GEOMETRY.fragment_token_bytes
         for start in range(page * PAGE_BYTES, (page + 1) * PAGE_BYTES, size):
-            self._memory.bytes[start + kept : start + size] = bytes(size - kept)
+            memory.bytes[start + kept : start + size] = bytes(size - kept)
+        self._clock.counts["tails cleared"] += 1
+        done("")
 
 
 class SimTier:

@@ -12,6 +12,7 @@ from kvferry.daemon.arrivals import Arrivals, WaiterT
 from kvferry.daemon.decode_core import DecodeCore
 from kvferry.daemon.holds import Hold, Holds
 from kvferry.daemon.prefill_core import PrefillCore
+from kvferry.daemon.prefill_entry import Entry
 from kvferry.radix.tree import Lock
 from kvferry.transfer.coverage import Coverage
 from kvferry.transfer.receiver import Receiver
@@ -45,6 +46,10 @@ def free_at_once(core: DecodeCore | PrefillCore, worker: int, now: float) -> Non
 
 def promise_the_locked(holds: Holds, hold: Hold, lock: Lock) -> Admission | None:
     return None
+
+
+def clear_without_a_look(core: PrefillCore, entry: Entry) -> bool:
+    return bool(entry.sends)
 
 
 def nobody_takes_over(arrivals: Arrivals[WaiterT], waiter: WaiterT) -> dict[WaiterT, list[int]]:
@@ -83,6 +88,7 @@ GUARDS = {
     "orphaned pages, prefill": Guard(PrefillCore, "worker_lost", free_at_once, CRASHES),
     "lock before promise": Guard(Holds, "refusal_once_locked", promise_the_locked, Faults()),
     "single-flight takeover": Guard(Arrivals, "hand_over", nobody_takes_over, Faults(aborts=0.3)),
+    "tails being cleared": Guard(PrefillCore, "copies_run", clear_without_a_look, Faults(aborts=0.3)),
     "order of proofs": Guard(Receiver, "end", drained_at_once, Faults(aborts=0.9)),
 }
 

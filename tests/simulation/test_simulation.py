@@ -42,6 +42,7 @@ MET = (
     "spills",
     "spills that failed",
     "stale notifications",
+    "tails cleared",
     "tried again",
 )
 

@@ -10,6 +10,8 @@ import os
 import random
 import sys
 
+import numpy as np
+
 from kvferry.daemon.gpu_memory import GpuPartCopies
 from kvferry.daemon.host_memory import HostPartCopies
 from kvferry.daemon.pool_memory import SummedEnd
@@ -27,7 +29,9 @@ def flip_on_host(copies: HostPartCopies, scatter: Scatter) -> None:
 def flip_on_gpu(copies: GpuPartCopies, scatter: Scatter) -> None:
     slot = copies._slot_of(scatter.slot)
     engine, address = copies._ranks[slot.rank].parts, slot.address + HEADER_BYTES + scatter.nbytes // 2
-    engine.write(address, bytes([engine.read(address, 1)[0] ^ 0x10]))
+    flipped = np.array([engine.read(address, 1)[0] ^ 0x10], np.uint8)
+    source = np.array([flipped.ctypes.data])
+    engine.copy_list_from_host(np.array([address]), source, np.ones(1, np.int64), strategy="loop").wait()
 
 
 host_scatter, gpu_scatter = HostPartCopies.scatter_summed, GpuPartCopies.scatter_summed

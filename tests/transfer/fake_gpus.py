@@ -45,6 +45,3 @@ class Gpu:
     def read(self, address: int, nbytes: int) -> bytes:
         self.reads += 1
         return self.bytes.get(address, bytes(nbytes))[:nbytes]
-
-    def write(self, address: int, data: bytes) -> None:
-        self.bytes[address] = data

@@ -235,7 +235,7 @@ class Loop:
         self.take_events()
         if post is None:
             return
-        slot[:HEADER_BYTES] = post.header
+        slot[:HEADER_BYTES] = g.header.pack()
         m = self.moving[g.transfer]
         expect(not m.sender_over, "a part is posted after the transfer's end")
         start = (g.first_page - m.first_page) * lane.row_bytes + g.byte_offset

@@ -9,7 +9,7 @@ import pytest
 from kvferry.transfer.geometry import KVGeometry
 from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.sender import Completed, Gather, Sender
-from kvferry.transfer.slots import HEADER_BYTES, Credit, PartHeader, SlotError
+from kvferry.transfer.slots import HEADER_BYTES, Credit, SlotError
 
 GEOMETRY = KVGeometry(layers=1, kv_heads=2, head_dim=16, dtype="int8", page_size=1)  # 64 bytes a page, 32 a head
 
@@ -43,14 +43,14 @@ def test_one_rank_to_two() -> None:
     ready(sender, 5, 2)
     gathers = sender.next_actions()
     assert places(gathers) == [(5, 0, 0, 0, 0), (5, 1, 0, 1, 2), (5, 0, 1, 2, 1), (5, 1, 1, 3, 3)]
-    posts = [sender.gathered(gather.send_slot) for gather in gathers]
-    headers = [PartHeader.unpack(post.header) for post in posts if post is not None]
+    headers = [gather.header for gather in gathers]
     assert [(header.lane, header.slot, header.first_page) for header in headers] == [
         (0, 0, 0),
         (1, 2, 0),
         (0, 1, 1),
         (1, 3, 1),
     ]
+    posts = [sender.gathered(gather.send_slot) for gather in gathers]
     assert sender.released(5)
     for post in posts:
         assert post is not None

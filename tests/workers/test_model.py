@@ -4,13 +4,58 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import VOCABULARY, random_model
 from transformers.utils.logging import enable_progress_bar
 
-from kvferry.workers.model import KVShape, folder_fingerprint, load_model, weights_revision
+from kvferry.transfer.geometry import KVGeometry
+from kvferry.workers import model as model_module
+from kvferry.workers.compute import Prompt, Step
+from kvferry.workers.model import KVShape, folder_fingerprint, load_model, loaded, weights_revision
+from kvferry.workers.rank_pools import RankPools
+from kvferry.workers.sampling import Sampling
 from kvferry.workers.smollm import cache_folder
+
+
+@pytest.mark.parametrize("call", ["prompt", "step", "two steps", "token"])
+def test_what_a_failed_step_has_begun_is_over_before_the_request_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The daemon gives its pages to others then, and a GPU may still write them."""
+    network = random_model("qwen2")
+    model = loaded(network, "fingerprint", "revision")
+    geometry = KVGeometry(layers=3, kv_heads=2, head_dim=8, dtype="float32", page_size=16)
+    pool = np.zeros((4, geometry.page_bytes), np.uint8)
+    compute = model.compute(RankPools.single(pool, geometry))
+    prompt = Prompt(np.arange(20, dtype=np.uint32), bytes(32), bytes(32))
+    sequences = [compute.sequence(prompt, pages, Sampling(), shared_tokens=0) for pages in ([0, 1], [2, 3])]
+    for sequence in sequences:
+        sequence.resume(0)
+        sequence.prompt(0, 20)
+    calls: list[str] = []
+
+    def fail(*words: object, **named: object) -> None:
+        calls.append("failed")
+        raise RuntimeError("out of memory")
+
+    if call == "token":
+        monkeypatch.setattr(model_module, "sample", fail)
+    else:
+        monkeypatch.setattr(network, "forward", fail)
+    monkeypatch.setattr(model_module, "settle", lambda ranks: calls.append("settled"))
+    steps = [Step(sequence, 1, 20) for sequence in sequences]
+    fresh = compute.sequence(prompt, [0, 1], Sampling(), shared_tokens=0)
+    begin = {
+        "prompt": lambda: fresh.prompt(0, 20),
+        "step": lambda: compute.steps(steps[:1]),
+        "token": lambda: compute.steps(steps[:1]),
+        "two steps": lambda: compute.steps(steps),
+    }
+    with pytest.raises(RuntimeError, match="out of memory"):
+        begin[call]()
+    assert calls == ["failed", "settled"]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "mixtral"])
