@@ -34,7 +34,7 @@ now = time.monotonic_ns
 
 @dataclass(frozen=True)
 class Round:
-    """What both daemons do next. fragment 0: the wire alone; window: parts under way at most; headers: written with each
+    """What both daemons do next. fragment 0: the wire alone; window: parts under way at most; headers: written with a
     part, and read back in the daemon here; the courier reads those of kvferry's own parts."""
 
     parts: int
