@@ -47,7 +47,14 @@ void SmallAccess::write(GpuAddress dst, const void* src, size_t bytes) {
 }
 
 void SmallAccess::finish(const char* what) {
-  if (!stuck_) end_.record(stream_.get());
+  if (!stuck_) {
+    try {
+      end_.record(stream_.get());
+    } catch (...) {
+      stream_.drain();  // the caller learns of no access: none may run on
+      throw;
+    }
+  }
   stuck_ = true;
   if (!end_.wait_for(kDeadline)) {
     throw GpuError(std::string(what) + ": not done in " + std::to_string(kDeadline.count()) + " s");

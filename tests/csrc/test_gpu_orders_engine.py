@@ -177,6 +177,19 @@ def test_a_copy_that_fails_halfway_is_over(orders: Orders, fake: ctypes.CDLL, li
         world.others_have_the_pages(orders)
 
 
+def test_a_header_whose_end_cannot_be_marked_is_waited_for(orders: Orders, fake: ctypes.CDLL, library: str) -> None:
+    world = World(library)
+    world.engine.write(world.slot.address, b"header")
+    fake.fake_answer(b"event_records_left", 0)
+    with pytest.raises(GpuError, match="event"):
+        world.engine.write(world.slot.address, b"header")
+    orders.tells("courier")
+    orders.writes("courier", world.slot.address, 64)
+    orders.told_by("courier")
+    fake.fake_answer(b"event_records_left", 1000)
+    assert world.engine.read(world.slot.address, 6) == b"header"
+
+
 def test_the_place_of_a_sum_is_nobody_elses_until_its_end(orders: Orders, fake: ctypes.CDLL, library: str) -> None:
     world = World(library)
     orders.hold()
