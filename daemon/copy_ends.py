@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 
 from kvferry._core import GpuCopy, GpuError, GpuWaiter
 from kvferry.daemon.pool_memory import CopyEnd
@@ -45,11 +46,13 @@ class CopyEnds:
             self._oldest = (first, now)
         return now - self._oldest[1]
 
-    def add(self, copy: GpuCopy, done: CopyEnd) -> None:
-        """ValueError where too many are waited for; then `done` is not called."""
+    def add(self, begin: Callable[[], GpuCopy], done: CopyEnd) -> None:
+        """ValueError where too many are waited for; then none begins, and `done` is not called. What `begin` raises is
+        passed on likewise."""
         if len(self._waiting) >= MAX_COPIES:
             raise ValueError(f"copies that run are {len(self._waiting)}; they must be {MAX_COPIES} at most")
         self._loop = asyncio.get_running_loop()
+        copy = begin()
         self._waiting[id(copy)] = (copy, done)
         self._stay_awake()
 

@@ -127,7 +127,7 @@ class GpuPartCopies:
 def issue(ends: CopyEnds, copy: Callable[[], GpuCopy], done: CopyEnd) -> None:
     """`copy` begins one; its end, or that it could not begin, is told to `done`."""
     try:
-        ends.add(copy(), done)
+        ends.add(copy, done)
     except (GpuError, ValueError, IndexError) as error:
         asyncio.get_running_loop().call_soon(done, f"{type(error).__name__}: {error}")
 
