@@ -38,7 +38,14 @@ void SmallReads::read(void* dst, GpuAddress src, size_t bytes) {
 }
 
 void SmallReads::finish() {
-  if (!stuck_) end_.record(stream_.get());
+  if (!stuck_) {
+    try {
+      end_.record(stream_.get());
+    } catch (...) {
+      stream_.drain();  // the caller learns of no read: none may run on
+      throw;
+    }
+  }
   stuck_ = true;
   if (!end_.wait_for(kDeadline)) {
     throw GpuError("read: not done in " + std::to_string(kDeadline.count()) + " s");

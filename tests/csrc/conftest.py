@@ -11,6 +11,9 @@ import pytest
 from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
 from kvferry.daemon import gpu_ranks
 from kvferry.transfer.copy_plan import GpuCopies
+from tests.csrc.gpu_orders import Orders
+
+FAKE = ("fake_gpu_driver.cpp", "fake_gpu_kernels.cpp", "fake_gpu_orders.cpp")
 
 
 @pytest.fixture(scope="session")
@@ -19,13 +22,20 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     if compiler is None:
         pytest.skip("no C++ compiler to make the fake driver with")
     path = tmp_path_factory.mktemp("fake") / "libfake_gpu.so"
-    source = Path(__file__).with_name("fake_gpu_driver.cpp")
-    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+    sources = [str(Path(__file__).with_name(name)) for name in FAKE]
+    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(path), *sources], check=True)
     return str(path)
 
 
 @pytest.fixture
-def fake(library: str) -> Iterator[ctypes.CDLL]:
+def orders(library: str) -> Orders:
+    """Of the fake's operations."""
+    return Orders(ctypes.CDLL(library))
+
+
+@pytest.fixture
+def fake(library: str, orders: Orders) -> Iterator[ctypes.CDLL]:
+    """A test fails that gives it operations in no order with each other."""
     driver = ctypes.CDLL(library)
     driver.fake_reset()
     driver.fake_answer.argtypes = [ctypes.c_char_p, ctypes.c_long]
@@ -33,12 +43,13 @@ def fake(library: str) -> Iterator[ctypes.CDLL]:
     driver.fake_foreign.argtypes = [ctypes.c_size_t]
     driver.fake_foreign_ends.argtypes = [ctypes.c_uint64]
     yield driver
-    assert driver.fake_contexts() == 0, "a context was left current"
     driver.fake_reset()
+    assert driver.fake_contexts() == 0, "a context was left current"
+    orders.check()
 
 
 @pytest.fixture
-def on_the_fake(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_fake(fake: ctypes.CDLL, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon's pools are."""
 
     def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:

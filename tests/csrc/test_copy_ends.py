@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuCopy, GpuCopyEngine
+from kvferry.daemon import copy_ends
 from kvferry.daemon.copy_ends import CopyEnds
+from kvferry.daemon.gpu_memory import issue
 
 NOT_READY = 600
 
@@ -68,6 +70,28 @@ def test_an_end_that_cannot_be_dealt_with_keeps_no_other_one_back(fake: ctypes.C
             while ends._turning:  # it falls asleep, and is woken by the next one
                 await asyncio.sleep(0.001)
         assert [str(context["exception"]) for context in reported] == ["injected"] * 6
+        ends.close()
+
+    asyncio.run(story())
+
+
+def test_a_copy_too_many_does_not_begin(fake: ctypes.CDLL, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is told that it failed gives its pages and its slot to others."""
+    monkeypatch.setattr(copy_ends, "MAX_COPIES", 2)
+    copy = copier(library)
+
+    async def story() -> None:
+        fake.fake_answer(b"event_query", NOT_READY)
+        ends = CopyEnds()
+        refused: list[str] = []
+        for _ in range(2):
+            issue(ends, copy, lambda problem: None)
+        begun = fake.fake_calls(b"launch")
+        issue(ends, copy, refused.append)
+        await asyncio.sleep(0)
+        assert refused == ["ValueError: copies that run are 2; they must be 2 at most"]
+        assert fake.fake_calls(b"launch") == begun
+        fake.fake_answer(b"event_query", 0)
         ends.close()
 
     asyncio.run(story())

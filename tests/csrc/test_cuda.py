@@ -187,10 +187,10 @@ def test_more_pages_than_one_launch_takes(fake: ctypes.CDLL, library: str) -> No
 def test_batches_are_capped_ordered_and_merged(fake: ctypes.CDLL, library: str) -> None:
     engine = GpuCopyEngine(0, library, batch_descriptors=5)
     world = World(engine, SMALL)
-    engine.copy_pages_to_host(*world.arguments(), strategy="batch")
+    engine.copy_pages_to_host(*world.arguments(), strategy="batch").wait()
     assert fake.fake_largest_batch() == 5
     assert fake.fake_source_order() == 1  # stream: what a kernel still writes is not read
-    engine.copy_pages_from_host(*world.arguments(), strategy="batch")
+    engine.copy_pages_from_host(*world.arguments(), strategy="batch").wait()
     assert fake.fake_source_order() == 3  # any: stable host memory
     assert calls(fake, "copy_batch") == 10  # 24 fragments each way
     whole = Case(3, 1, 512, 6, (2, 3, 4), (1, 2, 3), 0, 0)
@@ -243,7 +243,7 @@ def test_pitched_copies_that_follow_others_go_in_part_by_fragments(fake: ctypes.
     assert calls(fake, "copy_pitched") == before + 2 * 21 * 3
 
 
-def test_long_runs_go_in_several_pitched_copies(library: str) -> None:
+def test_long_runs_go_in_several_pitched_copies(fake: ctypes.CDLL, library: str) -> None:
     lines = GpuCopyEngine(0, library, pitched_bytes=1)
     world = World(lines, BESIDE)
     world.check("pitched")

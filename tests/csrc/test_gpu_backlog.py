@@ -207,6 +207,8 @@ def test_a_single_long_buffer_is_given_back(fake: ctypes.CDLL, library: str) -> 
     freed, asked = fake.fake_calls(b"mem_free"), fake.fake_calls(b"mem_alloc")
     held = [pool.spill(piece, "staged") for piece in range(4)]
     assert (fake.fake_calls(b"mem_alloc"), fake.fake_calls(b"mem_free")) == (asked + 2, freed + 1)
+    for copy in held:
+        copy.wait()  # the restores read its rows
     fake.fake_answer(b"mem_allocs_left", 2)
     held += [pool.restore(piece, "staged") for piece in range(4)]
     assert (fake.fake_calls(b"mem_alloc"), fake.fake_calls(b"mem_free")) == (asked + 2 + 3, freed + 1), "two will do"

@@ -200,6 +200,7 @@ def test_a_refused_launch_of_pages_goes_by_batch(
     answer(fake, "launch", status)
     copy = engine.copy_pages_to_host(pages, ids, rows, 256, row_ids, strategy=strategy)
     assert copy.strategy == "batch"
+    copy.wait()
     assert (rows == expected).all()
     engine.copy_pages_from_host(pages, ids, rows, 256, row_ids[::-1].copy(), strategy=strategy).wait()
     back: Bytes = np.zeros_like(source)

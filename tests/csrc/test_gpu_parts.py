@@ -321,19 +321,20 @@ def test_pages_of_another_device_are_refused(fake: ctypes.CDLL, library: str) ->
     other, same = GpuCopyEngine(1, library), GpuCopyEngine(0, library)
     rows = np.zeros(4096, np.uint8)
     ids = np.array([0, 1])
-    calls_of: list[Callable[[GpuCopyEngine], object]] = [
+    copies: list[Callable[[GpuCopyEngine], GpuCopy]] = [
         lambda engine: engine.copy_pages_to_host(world.pages, ids, rows, 512, ids),
         lambda engine: engine.copy_pages_from_host(world.pages, ids, rows, 512, ids),
         lambda engine: engine.gather_part(*world.arguments()),
         lambda engine: engine.scatter_part_summed(*world.arguments()),
         lambda engine: engine.zero_pages(world.pages, ids),
         lambda engine: engine.zero_page_from(world.pages, 0, 0),
-        lambda engine: engine.check_pages(world.pages),
     ]
-    for call in calls_of:
+    for copy in (*copies, lambda engine: engine.check_pages(world.pages)):
         with pytest.raises(ValueError, match="pages: of device 0, but this engine's is device 1"):
-            call(other)
-        call(same)
+            copy(other)
+    for copy in copies:
+        copy(same).wait()
+    same.check_pages(world.pages)
 
 
 def test_sums_are_bounded_and_come_back(fake: ctypes.CDLL, library: str) -> None:

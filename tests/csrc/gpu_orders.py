@@ -1,0 +1,70 @@
+"""What the fake device was given in no order: see fake_gpu_orders.h."""
+
+from __future__ import annotations
+
+import ctypes
+
+HOST = "host"
+"""This process, where a process is to be named."""
+
+
+class Orders:
+    """Of one test. A process is whom its name says, and knows at first nothing of what was done here."""
+
+    def __init__(self, fake: ctypes.CDLL) -> None:
+        self._fake = fake
+        fake.fake_process_access.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
+        for function in (fake.fake_process_records, fake.fake_process_waits):
+            function.argtypes = [ctypes.c_char_p, ctypes.c_uint64]
+        for function in (fake.fake_hold, fake.fake_release):
+            function.argtypes = [ctypes.c_uint64]
+        fake.fake_orders_found.restype = ctypes.c_char_p
+        fake.fake_orders_begin()
+
+    def take(self) -> list[str]:
+        """What was found since the last time."""
+        found: bytes = self._fake.fake_orders_found()
+        return found.decode().splitlines()
+
+    def check(self) -> None:
+        """AssertionError where there is something."""
+        found = self.take()
+        assert not found, "in no order:\n" + "\n".join(found)
+
+    def reads(self, process: str, address: int, nbytes: int) -> None:
+        self._fake.fake_process_access(process.encode(), address, nbytes, 0)
+
+    def writes(self, process: str, address: int, nbytes: int) -> None:
+        self._fake.fake_process_access(process.encode(), address, nbytes, 1)
+
+    def tells(self, process: str) -> None:
+        """A message to it: what it does from now on comes behind what the host knows to be done, not behind what still
+        runs on streams."""
+        self._fake.fake_tells(process.encode())
+
+    def told_by(self, process: str) -> None:
+        """A message of it was heard."""
+        self._fake.fake_told_by(process.encode())
+
+    def records(self, process: str, event: bytes) -> None:
+        """An event that processes share, behind what this one has done. `event`: its handle."""
+        self._fake.fake_process_records(process.encode(), _address_in(event))
+
+    def waits(self, process: str, event: bytes) -> None:
+        self._fake.fake_process_waits(process.encode(), _address_in(event))
+
+    def hold(self, stream: int = 0) -> None:
+        """What the stream (0: any) is given from now on does not end, before its release or a wait of the host for it:
+        who asks for its events is told that they are not ready."""
+        self._fake.fake_hold(stream)
+
+    def release(self, stream: int = 0) -> None:
+        self._fake.fake_release(stream)
+
+    def lag(self, queries: int) -> None:
+        """Events recorded from now on are asked for so often in vain, unless the host knows all that is before them."""
+        self._fake.fake_lag(queries)
+
+
+def _address_in(handle: bytes) -> int:
+    return int.from_bytes(handle[:8], "little")
