@@ -1,10 +1,13 @@
 // A driver whose device is this process: everything is done when a call returns. It has CUDA's names and HIP's.
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <utility>
 
 #include "../../csrc/cuda_driver.h"
 #include "../../csrc/cuda_kernels.h"
@@ -31,6 +34,13 @@ GpuStatus answer(const char* name) {
   ++calls[name];
   const auto found = answers.find(name);
   return found == answers.end() ? kGpuSuccess : GpuStatus(found->second);
+}
+
+// 0 from then on.
+long take(const char* name) {
+  const Hold hold(mutex);
+  const auto found = answers.find(name);
+  return found == answers.end() ? 0 : std::exchange(found->second, 0);
 }
 
 // Host memory whose address is at or behind that in answers is not pinned, or lies elsewhere for the device.
@@ -193,7 +203,12 @@ GpuStatus hipEventRecord(GpuEvent, GpuStream stream) {
   if (left != answers.end() && left->second-- <= 0) return kInvalidHandle;
   return answer("event_record");
 }
-GpuStatus hipEventQuery(GpuEvent) { return answer("event_query"); }
+GpuStatus hipEventQuery(GpuEvent) {
+  const GpuStatus status = answer("event_query");
+  // As if the process stood still behind the query, once.
+  if (const long pause = take("event_query_pause_ms")) std::this_thread::sleep_for(std::chrono::milliseconds(pause));
+  return status;
+}
 GpuStatus hipEventSynchronize(GpuEvent) { return answer("event_synchronize"); }
 GpuStatus hipEventElapsedTime(float* milliseconds, GpuEvent, GpuEvent) {
   const Hold hold(mutex);
