@@ -33,7 +33,7 @@ from kvferry.connectors.orders import (
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Connect, Refused, Sessions, pool_of
 from kvferry.connectors.worker_state import Lease, Moved, Push, Reports, Step
-from kvferry.waiting import complete
+from kvferry.waiting import complete, have_ended, slices
 from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.workers.requests import DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
 
@@ -121,15 +121,16 @@ class WorkerSide:
             except TimeoutError:
                 _log.warning("the session with the daemon did not end within %g s", STOP_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(STOP_SECONDS)
+            have_ended([self._thread], STOP_SECONDS)
         self._copier.shutdown(wait=True)
 
     def _wait(self, work: Coroutine[Any, Any, _T], seconds: float) -> _T:
         """Raises TimeoutError."""
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
-        except concurrent.futures.TimeoutError as error:  # a class of its own before Python 3.11
-            raise TimeoutError(f"not over within {seconds:g} s") from error
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        for part in slices(seconds):
+            if concurrent.futures.wait([running], part).done:
+                return running.result()
+        raise TimeoutError(f"not over within {seconds:g} s")
 
     # -- sessions --------------------------------------------------------------------------------------------------
 

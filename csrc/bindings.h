@@ -42,6 +42,7 @@ inline void check_range(const char* field, int64_t value, int64_t low, int64_t h
          std::to_string(high) + "]");
 }
 
+void bind_backstop(nanobind::module_& m);
 void bind_digests(nanobind::module_& m);
 void bind_copies(nanobind::module_& m);
 void bind_cuda(nanobind::module_& m);

@@ -187,14 +187,14 @@ void GpuCopy::wait() const {
 }
 
 bool GpuCopy::wait_for(std::chrono::nanoseconds time) const {
-  const auto deadline = std::chrono::steady_clock::now() + time;
+  OwnTime waited(time);
   WaitPace pace;
   for (; pace.next().count() == 0; ) {
     if (done()) return true;
-    if (std::chrono::steady_clock::now() >= deadline) return false;
+    if (waited.over()) return done();
   }
   for (const FineTimer fine; !done(); std::this_thread::sleep_for(pace.next())) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
+    if (waited.over()) return done();
   }
   return true;
 }

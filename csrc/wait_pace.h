@@ -3,6 +3,7 @@
 
 #include <sys/prctl.h>
 
+#include <algorithm>
 #include <chrono>
 
 namespace kvferry {
@@ -19,6 +20,27 @@ class WaitPace {
  private:
   static constexpr std::chrono::microseconds kSpin{30}, kShortly{3000}, kShortSleep{10}, kLongSleep{60};
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+// Of a deadline: a standstill of this process, whose clock goes on, uses up one of them.
+constexpr int kSlices = 8;
+
+// For how long somebody has waited who looks again and again, with this deadline.
+class OwnTime {
+ public:
+  explicit OwnTime(std::chrono::nanoseconds deadline) : deadline_(deadline) {}
+
+  bool over() {
+    const auto now = std::chrono::steady_clock::now();
+    passed_ += std::min<std::chrono::nanoseconds>(now - last_, deadline_ / kSlices);
+    last_ = now;
+    return passed_ >= deadline_;
+  }
+
+ private:
+  const std::chrono::nanoseconds deadline_;
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+  std::chrono::nanoseconds passed_{0};
 };
 
 // As long as this lives, the thread's sleeps end within microseconds of their time, not within 50 of them.

@@ -1,10 +1,10 @@
-"""Threads that copy, in host memory or between tiers, and since when each is at what it does."""
+"""Threads that copy, in host memory or between tiers, and for how long each is at what it does."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +19,9 @@ class CopyThreads:
     def __init__(self, count: int, name: str = "kvferry-copy") -> None:
         self.count = count
         self.executor = ThreadPoolExecutor(count, thread_name_prefix=name)
-        self._since: dict[int, float] = {}  # by thread that copies
+        self._numbers = itertools.count()
+        self._steps: dict[int, int] = {}  # the number of the last one, by thread that copies
+        self._seen: dict[int, float] = {}  # of these, those of the last look, and since when they are
 
     def run(self, copy: Callable[[], None]) -> asyncio.Future[str]:
         """Its end: "" or what went wrong."""
@@ -34,15 +36,16 @@ class CopyThreads:
         try:
             return work()
         finally:
-            del self._since[threading.get_ident()]
+            del self._steps[threading.get_ident()]
 
     def step(self) -> None:
         """In a copy that is long: it has come further."""
-        self._since[threading.get_ident()] = time.monotonic()
+        self._steps[threading.get_ident()] = next(self._numbers)
 
     def oldest(self, now: float) -> float:
-        """For how long the slowest copy has not come further; 0: none runs."""
-        return max(0.0, now - min(self._since.copy().values(), default=now))
+        """For how long the slowest copy has not come further, as those who ask saw it; 0: none runs."""
+        self._seen = {step: self._seen.get(step, now) for step in self._steps.copy().values()}
+        return now - min(self._seen.values(), default=now)
 
     def close(self) -> None:
         """Waits for the copies that run."""

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from kvferry.daemon.errors import precondition, unavailable
+from kvferry.waiting import within
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class EnginePool:
                     "here; with --pool engine one engine process a side registers its memory at a time"
                 )
             try:
-                await asyncio.wait_for(self._released.wait(), RELEASE_SECONDS)
+                await within(RELEASE_SECONDS, self._released.wait())
             except asyncio.TimeoutError:
                 raise unavailable(
                     f"the memory of worker {self._claimed_by!r} is still mapped after {RELEASE_SECONDS:g} s: "
@@ -87,7 +88,7 @@ class EnginePool:
     async def released(self, seconds: float) -> bool:
         """Waits for the memory's end."""
         try:
-            await asyncio.wait_for(self._released.wait(), seconds)
+            await within(seconds, self._released.wait())
         except asyncio.TimeoutError:
             return False
         return True
@@ -103,7 +104,7 @@ class EnginePool:
         while using := self._side.in_use():
             if loop.time() >= late:
                 log.error("%s, and its memory cannot be unmapped yet: %s", reason, using)
-                late += LATE_SECONDS
+                late = loop.time() + LATE_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
             self._side.end_sessions(reason)
         await self._unmap()

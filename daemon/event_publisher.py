@@ -21,6 +21,7 @@ import zmq
 
 from kvferry.daemon.event_replay import CLIENT_QUEUE, MAX_REQUEST_BYTES, REQUESTS, Replay
 from kvferry.daemon.kv_events import Cleared, KvEvent, Medium, Removed, Stored
+from kvferry.waiting import have_ended
 
 log = logging.getLogger(__name__)
 
@@ -150,8 +151,7 @@ class EventPublisher:
             return
         self._stop.set()
         os.eventfd_write(self._wake, 1)
-        self._thread.join(STOP_SECONDS)
-        if self._thread.is_alive():
+        if not have_ended([self._thread], STOP_SECONDS):
             log.error("the publisher of KV events has not ended within %g s; it is left behind", STOP_SECONDS)
         else:
             os.close(self._wake)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 import zmq
+
+from kvferry.waiting import OwnTime
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ REQUESTS = 16  # read in one turn
 TURN = 64  # batches sent to each in one turn
 CLIENT_QUEUE = 8  # batches that may wait for one client in the socket
 STALLED_SECONDS = 5.0  # in which a client must have taken something
+TURN_SECONDS = 0.5  # that count at most between two turns
 MAX_REQUEST_BYTES = 256  # of a frame that others send
 MAX_STALLED = 1024  # clients that are remembered for not having read
 STALLED, GONE = REASONS = ("stalled", "gone")  # why a replay is cut off
@@ -34,7 +36,7 @@ END = (-1).to_bytes(8, "big", signed=True)  # the sequence number behind the las
 class _Cursor:
     at: int  # position of the next batch
     end: int  # the position after the last, when it was asked for
-    moved: float  # when it took something
+    moved: float  # when it took something, by OwnTime
 
 
 class Replay:
@@ -45,6 +47,7 @@ class Replay:
         self._router = router
         self._topic = topic
         self._most = batches
+        self._time = OwnTime(TURN_SECONDS)
         # By position, which has no gaps: sequence number, batch. A Frame's bytes are counted, not copied, when sent.
         self._kept: dict[int, tuple[bytes, zmq.Frame]] = {}
         self._first = self._next = 0  # positions
@@ -92,7 +95,7 @@ class Replay:
                 continue
             client, _, first = request
             # Asking again is no sign of reading: the time in which something must be taken goes on.
-            moved = time.monotonic() if client not in self._stalled else -math.inf
+            moved = self._time() if client not in self._stalled else -math.inf
             if client in self._cursors:
                 moved = self._cursors[client].moved
             self._cursors[client] = _Cursor(self._position(first), self._next, moved)
@@ -100,7 +103,7 @@ class Replay:
     def go_on(self) -> bool:
         """Sends each its share; whether any took something. A replay ends with an empty batch."""
         moved = False
-        now = time.monotonic()
+        now = self._time()
         for client, cursor in list(self._cursors.items()):
             try:
                 if self._send(client, cursor):

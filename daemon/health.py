@@ -6,6 +6,8 @@ the job; a courier polls while it lives, and sleeps between polls, several times
 counts these waits, and a count that does not move is a courier that is stopped or stuck. (One that waits for its GPU
 moves, and ends itself where one header takes 10 s to read.) An event loop that stands still cannot say so itself: its
 health checks are not answered, and a thread writes down where it stands.
+
+Time in which this whole process stood still is nobody's: all of it counts for the time between two looks at most.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import faulthandler
 import logging
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 
@@ -24,6 +25,7 @@ from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.progress import Progress
 from kvferry.daemon.session import Session
 from kvferry.daemon.side import AnySide
+from kvferry.waiting import OwnTime
 
 log = logging.getLogger(__name__)
 
@@ -38,20 +40,22 @@ class HealthWatch:
         self, sides: Mapping[str, AnySide], stalled_seconds: float, announce: Callable[[bool], Awaitable[None]]
     ) -> None:
         self.progress = Progress(stalled_seconds)
+        self._pause = min(1.0, stalled_seconds / 2)  # seconds between two looks
+        self._time = OwnTime(self._pause)
         self._sides = sides
         self._announce = announce
         self._announced: bool | None = None
         self._announcing: asyncio.Task[None] | None = None  # at most one
         self._asked: set[str] = set()  # copy workers whose empty job has not run yet
         self._waits: dict[str, tuple[int, int]] = {}  # by courier: pid, waits counted
-        self._loop_ticked = time.monotonic()
+        self._looks = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch_loop, name="kvferry-health", daemon=True)
 
     @property
     def stalled(self) -> list[str]:
         """Parts, and for how long."""
-        return [f"{part} for {seconds:.1f} s" for part, seconds in self.progress.stalled(time.monotonic())]
+        return [f"{part} for {seconds:.1f} s" for part, seconds in self.progress.stalled(self._time())]
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -59,7 +63,8 @@ class HealthWatch:
         serving: bool | None = None
         try:
             while True:
-                now = self._loop_ticked = time.monotonic()
+                now = self._time()
+                self._looks += 1
                 self.progress.tick(EVENT_LOOP, now)
                 parts = self._ask_copy_workers(now) | self._look_at_copies(now) | self._look_at_couriers(now)
                 self.progress.keep({EVENT_LOOP} | parts)
@@ -69,7 +74,7 @@ class HealthWatch:
                     serving = not stalled
                     log.log(*((logging.INFO, "serving") if serving else (logging.ERROR, f"stalled: {stalled}")))
                 self._tell(not stalled)
-                await asyncio.sleep(min(1.0, self.progress.stalled_seconds / 2))
+                await asyncio.sleep(self._pause)
         finally:
             self._ended.set()
             try:
@@ -105,7 +110,7 @@ class HealthWatch:
 
         def answered() -> None:
             self._asked.discard(part)
-            self.progress.tick(part, time.monotonic())
+            self.progress.tick(part, self._time())
 
         def job() -> None:
             if not self._ended.is_set():
@@ -158,12 +163,16 @@ class HealthWatch:
 
     def _watch_loop(self) -> None:
         """In the thread: once for each time that the event loop stands still."""
-        said = 0.0
-        while not self._ended.wait(self.progress.stalled_seconds / 2):
-            stood = time.monotonic() - self._loop_ticked
-            if stood > self.progress.stalled_seconds and said != self._loop_ticked:
-                said = self._loop_ticked
-                log.critical("the event loop has not moved for %.1f s; it stands here:", stood)
+        stalled, looks, said = self.progress.stalled_seconds, 0, 0
+        own = OwnTime(stalled / 4)
+        since = own()
+        while not self._ended.wait(stalled / 4):
+            now = own()
+            if self._looks != looks:
+                looks, since = self._looks, now
+            elif now - since > stalled and said != looks:
+                said = looks
+                log.critical("the event loop has not moved for %.1f s; it stands here:", now - since)
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
 
 

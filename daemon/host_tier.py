@@ -67,7 +67,7 @@ class HostTier:
         return {"spill worker": self._spills.executor, "restore worker": self._restores.executor}
 
     def oldest(self, now: float) -> float:
-        """For how long the oldest copy has run; 0: none does."""
+        """For how long the oldest copy has run, as those who ask saw it; 0: none does."""
         return max(self._spills.oldest(now), self._restores.oldest(now))
 
     @property

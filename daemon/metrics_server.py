@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from kvferry.daemon.metrics import SnapshotCollector
 from kvferry.daemon.values import ConfigError, parse_address
 from kvferry.proto import cache_pb2 as cache
+from kvferry.waiting import have_ended
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
@@ -69,10 +70,8 @@ class MetricsServer:
     def close(self) -> None:
         """The same, where no event loop runs any more."""
         self._server.stop()
-        deadline = time.monotonic() + STOP_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if left := sum(thread.is_alive() for thread in self._threads):
+        if not have_ended(self._threads, STOP_SECONDS):
+            left = sum(thread.is_alive() for thread in self._threads)
             log.error("%d threads of the metrics have not ended within %g s; they are left behind", left, STOP_SECONDS)
         self._server.server_close()
 

@@ -29,6 +29,7 @@ from kvferry.proto.peer_pb2_grpc import PeerStub
 from kvferry.transfer.courier_link import CourierError
 from kvferry.transfer.lanes import lanes_of
 from kvferry.transfer.receiver import Receiver
+from kvferry.waiting import within
 
 if TYPE_CHECKING:
     from kvferry.daemon.decode_side import DecodeSide
@@ -168,14 +169,14 @@ class PeerLink:
         async with side.dial(self.address, self.expected) as channel:
             call = PeerStub(channel).Session(wait_for_ready=False)
             epoch, own = side.tiers.epoch, hello_of(side)
-            await asyncio.wait_for(call.write(peer.PeerMessage(hello=own)), HELLO_SECONDS)
-            answer = await asyncio.wait_for(call.read(), HELLO_SECONDS)
+            await within(HELLO_SECONDS, call.write(peer.PeerMessage(hello=own)))
+            answer = await within(HELLO_SECONDS, call.read())
             if isinstance(answer, peer.PeerMessage) and answer.WhichOneof("kind") != "hello":
                 raise SessionBroken(f"its first message is {answer.WhichOneof('kind')}, not hello")
             if not isinstance(answer, peer.PeerMessage):
                 # The stream has ended: its status says why.
-                code = await asyncio.wait_for(call.code(), HELLO_SECONDS)
-                details = await asyncio.wait_for(call.details(), HELLO_SECONDS)
+                code = await within(HELLO_SECONDS, call.code())
+                details = await within(HELLO_SECONDS, call.details())
                 if code in REFUSED:
                     raise self._refused(details)
                 if code is grpc.StatusCode.UNAVAILABLE and NOT_READY.search(str(details)):

@@ -18,6 +18,7 @@ from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import peer_pb2_grpc
 from kvferry.proto.limits import MAX_NAME_CHARS
+from kvferry.waiting import within
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         del request_iterator
         side = self._side
         try:
-            message = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+            message = await within(HELLO_SECONDS, context.read())
         except asyncio.TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_SECONDS} s")
         if not isinstance(message, peer.PeerMessage) or message.WhichOneof("kind") != "hello":

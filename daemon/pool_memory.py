@@ -74,8 +74,8 @@ class PoolMemory(Protocol):
         """At most so many spills, and so many restores, run at a time, each on a thread of its own."""
 
     def late_copies(self, now: float) -> dict[str, float]:
-        """For how many seconds, until `now` of the monotonic clock, the oldest copy of each kind has not ended or come
-        further; 0: none runs."""
+        """For how many seconds, until `now` of the clock of those who ask, they have seen the oldest copy of each kind
+        neither end nor come further; 0: none runs."""
 
     def rank_pools(self) -> list[wire.RankPool]:
         """Where workers find it, rank by rank; none: it is the worker's own."""

@@ -49,6 +49,7 @@ from kvferry.proto import (
 )
 from kvferry.transfer.courier_link import CourierError
 from kvferry.transfer.segment import FileLock, owned_files, reclaim_stale
+from kvferry.waiting import within
 
 if TYPE_CHECKING:
     from kvferry.daemon.event_publisher import EventPublisher
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
 SPILL_SHARE = 0.2  # of the grace period, kept for saving the cache in the host tier's file where there is one
 END_SECONDS = 20.0  # after the grace period, for all that is to end then
+SESSIONS_SECONDS = 15.0  # of it, for the sessions of decode daemons
 POLL_SECONDS = 0.05  # between looks at what still runs
 TELLING_SECONDS = 1.0  # for those who watch the health to hear that it drains
 DESCRIPTORS_PER_PEER = 16  # stream, socket pair, log and slots of the courier, and while one is being replaced
@@ -308,9 +310,8 @@ class Daemon:
         await asyncio.sleep(0)  # handlers that were cancelled have run their ends
         prefill = self.sides.get("prefill")
         if isinstance(prefill, PrefillSide):
-            deadline = time.monotonic() + 15.0
-            while prefill.sessions and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(SESSIONS_SECONDS, _end_of_sessions(prefill))
 
     async def _announce(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
@@ -346,6 +347,11 @@ class Daemon:
         for side in self.sides.values():
             side.halt()
         self._stop.set()
+
+
+async def _end_of_sessions(side: PrefillSide) -> None:
+    while side.sessions:
+        await asyncio.sleep(0.02)
 
 
 def _check_free(listen: str) -> None:

@@ -32,7 +32,7 @@ from kvferry.transfer.courier_messages import (
 )
 from kvferry.transfer.lanes import Lane
 from kvferry.transfer.slots import SlotError, StaleCredit
-from kvferry.waiting import complete
+from kvferry.waiting import awake, complete, unmoved
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ OUTGOING = 8192  # messages that may wait for the stream
 OUTGOING_BYTES = 32 << 20  # likewise
 START_SECONDS = 20.0  # for both couriers to start and to connect
 POST_SECONDS = 15.0  # for one write of a slot; UCX's own timeout is 3 s
-LAST_LOOK_SECONDS = 0.05  # before a peer counts as lost: what it said while this process stood still is read first
 STOP_SECONDS = 10.0  # for a killed courier to be reaped
 
 
@@ -110,7 +109,7 @@ class Session:
         self._peer_connected = False
         self.remote_slots = 0  # over all ranks
         self.remote_slot_bytes = 0
-        self._heard = 0.0  # when the peer's last message came
+        self._heard = 0  # messages of the peer
         self._copies = 0
         self._copies_done = asyncio.Event()
 
@@ -173,11 +172,11 @@ class Session:
     async def run(self, stream: Duplex) -> None:
         """Lives until the session breaks; ends by SessionBroken, or by cancellation. Whichever it is: no copy runs and
         the courier is reaped before it returns."""
-        self._heard = asyncio.get_running_loop().time()
         tasks = [
             asyncio.create_task(self._write(stream)),
             asyncio.create_task(self._read(stream)),
-            asyncio.create_task(self._watch()),
+            asyncio.create_task(self._watch_peer()),
+            asyncio.create_task(self._watch_posts()),
             asyncio.create_task(self._beat()),
         ]
         start = asyncio.create_task(CourierLink.start(self._courier_config, self._on_courier, START_SECONDS))
@@ -187,7 +186,7 @@ class Session:
             await self._finish(asyncio.create_task(self._tear_down(tasks, start)))
 
     async def _serve(self, tasks: list[asyncio.Task[None]], start: asyncio.Task[CourierLink]) -> None:
-        deadline = asyncio.create_task(asyncio.sleep(START_SECONDS))
+        deadline = asyncio.create_task(awake(START_SECONDS))
         try:
             await self._first(start, *tasks, self._broken)
             if start.done() and not self._broken.done():
@@ -271,25 +270,20 @@ class Session:
             await asyncio.sleep(self._times.heartbeat)
             sequence += 1
             self.send(peer.PeerMessage(heartbeat=peer.Heartbeat(sequence=sequence)))
-            # A stopped courier says nothing, and its writes neither arrive nor fail.
-            age = self._link.oldest_post_age(asyncio.get_running_loop().time()) if self._link is not None else 0.0
-            if age > POST_SECONDS:
-                raise SessionBroken(f"a write to {self.remote} has not ended for {age:.1f} s")
 
-    async def _watch(self) -> None:
+    async def _watch_posts(self) -> None:
+        """Ends the session when a write takes too long: a stopped courier says nothing, and its writes neither arrive
+        nor fail."""
+        await unmoved(lambda: self._link.oldest_post if self._link is not None else None, POST_SECONDS)
+        raise SessionBroken(f"a write to {self.remote} has not ended for {POST_SECONDS} s")
+
+    async def _watch_peer(self) -> None:
         """Ends the session when the peer says nothing for too long; a deadline for each read would cost every message
         a task and a timer."""
-        clock = asyncio.get_running_loop().time
-        heard = -1.0
-        while heard != self._heard:
-            while (left := self._heard + self._times.lost - clock()) > 0:
-                await asyncio.sleep(left)
-            heard = self._heard
-            await asyncio.sleep(LAST_LOOK_SECONDS)
+        await unmoved(lambda: self._heard, self._times.lost)
         raise SessionBroken(f"nothing was heard from {self.remote} for {self._times.lost} s")
 
     async def _read(self, stream: Duplex) -> None:
-        clock = asyncio.get_running_loop().time
         while True:
             try:
                 message = await stream.read()
@@ -297,7 +291,7 @@ class Session:
                 raise SessionBroken(f"{error.code().name}: {error.details()}") from error
             if not isinstance(message, peer.PeerMessage):
                 raise SessionBroken(f"{self.remote} closed the stream")
-            self._heard = clock()
+            self._heard += 1
             self._dispatch(message)
 
     def _dispatch(self, message: peer.PeerMessage) -> None:

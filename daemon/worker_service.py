@@ -16,6 +16,7 @@ from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto import worker_pb2_grpc
 from kvferry.proto.limits import ENDED_IN_ORDER, MAX_NAME_CHARS
+from kvferry.waiting import within
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             log.error("%s worker %s is left alone with memory that is still mapped", side.role, worker.name)
 
     async def _hello(self, context: Context) -> wire.WorkerHello:
-        message = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+        message = await within(HELLO_SECONDS, context.read())
         if not isinstance(message, wire.WorkerMessage) or message.WhichOneof("kind") != "hello":
             raise RequestError(common.ERROR_INVALID_ARGUMENT, "the first message must be hello")
         return message.hello

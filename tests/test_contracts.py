@@ -79,7 +79,7 @@ NOT_IN_CORE = frozenset(
 LAYERS = {
     "kvferry.proto.": ("kvferry.proto.",),
     "kvferry.radix.": ("kvferry._core", "kvferry.radix."),
-    "kvferry.transfer.": ("kvferry", "kvferry._core", "kvferry.proto.", "kvferry.transfer."),
+    "kvferry.transfer.": ("kvferry", "kvferry._core", "kvferry.proto.", "kvferry.transfer.", "kvferry.waiting"),
     "kvferry.workers.": ("kvferry", "kvferry.proto.", "kvferry.radix.", "kvferry.workers.", "CLIENT"),
     "kvferry.connectors.": (
         "kvferry",

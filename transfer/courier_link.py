@@ -45,6 +45,7 @@ from kvferry.transfer.courier_messages import (
 from kvferry.transfer.courier_process import CourierProcess
 from kvferry.transfer.gpu_slots import GpuOf, GpuSlot, MappedSlots, gpu
 from kvferry.transfer.host_slots import HostSlots
+from kvferry.waiting import within
 
 __all__ = ["CourierConfig", "CourierError", "CourierLink", "GpuSlot", "RemoteRank"]
 
@@ -75,7 +76,7 @@ class CourierLink:
         self._stopped = False
         self._remote: Connect | None = None
         self._connected = False
-        self._posts: dict[int, tuple[int, float]] = {}  # post id -> send slot, when posted; in flight, oldest first
+        self._posts: dict[int, int] = {}  # post id -> send slot; in flight, oldest first
         self._busy_slots: set[int] = set()
         self._expecting = False  # what the courier was told last
         self.metadata = b""  # for the peer's `connect`, as the next
@@ -98,7 +99,7 @@ class CourierLink:
         """
         link = cls(config, on_event, gpu_of)
         try:
-            started = await asyncio.wait_for(link._start(), deadline_s)
+            started = await within(deadline_s, link._start())
         except BaseException as error:
             await link.stop(REAP_SECONDS)
             if isinstance(error, asyncio.TimeoutError):
@@ -247,7 +248,7 @@ class CourierLink:
         if send_slot in self._busy_slots:
             raise MessageError("send_slot", send_slot, "of no post in flight")
         packet = encode_order(Post(post_id, send_slot, remote_slot, nbytes, bytes(notification)))
-        self._posts[post_id] = (send_slot, self._loop.time())
+        self._posts[post_id] = send_slot
         self._busy_slots.add(send_slot)
         self._send(packet)
 
@@ -259,12 +260,11 @@ class CourierLink:
             self._expecting = active > 0
             self._order(Expect(active))
 
-    def oldest_post_age(self, now: float) -> float:
-        """Seconds from the oldest unanswered post to `now`, of the loop's clock; 0 if there is none. One that grows
-        tells of a courier that is stopped or stuck, of which no event does."""
-        for _, posted in self._posts.values():
-            return max(now - posted, 0.0)
-        return 0.0
+    @property
+    def oldest_post(self) -> int | None:
+        """The id of the oldest unanswered post. One that stays tells of a courier that is stopped or stuck, of which no
+        event does."""
+        return next(iter(self._posts), None)
 
     def _order(self, order: Order) -> None:
         self._send(encode_order(order))
@@ -327,10 +327,10 @@ class CourierLink:
             self._started.set_result(event)
             return
         if isinstance(event, PostDone | PostFailed):
-            post = self._posts.pop(event.post_id, None)
-            if post is None:
+            slot = self._posts.pop(event.post_id, None)
+            if slot is None:
                 raise MessageError("post_id", event.post_id, "of a post in flight")
-            self._busy_slots.discard(post[0])
+            self._busy_slots.discard(slot)
         elif isinstance(event, Connected):
             if self._remote is None or self._connected:
                 raise MessageError("event", "Connected", "the answer to connect")
@@ -359,7 +359,8 @@ class CourierLink:
 
     async def _end_process(self, message: str, grace_s: float) -> None:
         assert self._process is not None
-        await self._process.wait(grace_s)
+        if grace_s:
+            await self._process.wait(grace_s)
         try:
             status = await self._process.reap(REAP_SECONDS)
         except CourierError as error:

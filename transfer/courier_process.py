@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from kvferry.transfer.courier_config import CourierError
+from kvferry.waiting import within
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class CourierProcess:
     async def wait(self, deadline_s: float) -> None:
         """For its end, at most so long."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._process.wait(), deadline_s)
+            await within(deadline_s, self._process.wait())
 
     async def reap(self, deadline_s: float) -> str:
         """Kills it and waits for its end; how it ended. CourierError where that takes longer than `deadline_s`."""
@@ -57,8 +58,8 @@ class CourierProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
         try:
-            code = await asyncio.wait_for(self._process.wait(), deadline_s)
-            await asyncio.wait_for(asyncio.shield(self._output), deadline_s)
+            code = await within(deadline_s, self._process.wait())
+            await within(deadline_s, asyncio.shield(self._output))
         except asyncio.TimeoutError:
             raise CourierError(f"courier {self.pid} did not end within {deadline_s} s of SIGKILL") from None
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"

@@ -21,6 +21,7 @@ from kvferry.proto import common_pb2, worker_pb2
 from kvferry.proto.limits import ENDED_IN_ORDER, MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.geometry import KVGeometry
+from kvferry.waiting import is_done, within
 from kvferry.workers.attachment import Attachment
 from kvferry.workers.engine_pools import EnginePools
 from kvferry.workers.open_request import OpenRequest
@@ -98,7 +99,7 @@ class DaemonClient:
             hello.facts.geometry.page_size = own.pools.geometry.page_size
         stream.outgoing.put_nowait(worker_pb2.WorkerMessage(hello=hello))
         try:
-            welcome = await asyncio.wait_for(read_welcome(stream.call), deadline_s)
+            welcome = await within(deadline_s, read_welcome(stream.call))
             geometry = KVGeometry.from_proto(welcome.geometry)
             if own is not None:
                 own.mapped()
@@ -308,8 +309,8 @@ class DaemonClient:
                 self._send(worker_pb2.WorkerMessage(quiesced=worker_pb2.Quiesced()))
                 self._outgoing.put_nowait(None)
             deadline_s = max(deadline_s, UNMAP_DEADLINE_S) if self._attachment.owns else deadline_s
-            await asyncio.wait({self._reader}, timeout=deadline_s)  # the daemon ends the stream once it has heard it
-            if self._attachment.owns and not self._reader.done():
+            heard = await is_done(self._reader, deadline_s)  # the daemon ends the stream once it has heard it
+            if self._attachment.owns and not heard:
                 _log.warning("the daemon has not said within %g s that it has unmapped the pool", deadline_s)
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
@@ -353,9 +354,7 @@ class DaemonClient:
             self._raise_if_broken()
 
     async def _wait(self, name: RequestName, future: asyncio.Future[_T], deadline_s: float, what: str) -> _T:
-        # not wait_for: before Python 3.12 it swallows a cancellation that comes together with the answer
-        await asyncio.wait({future}, timeout=deadline_s)
-        if not future.done():
+        if not await is_done(future, deadline_s):
             raise RequestFailed(
                 common_pb2.ERROR_DEADLINE_EXCEEDED, f"the daemon did not say {what} of {name} within {deadline_s:g} s"
             )

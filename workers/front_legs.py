@@ -13,6 +13,7 @@ import grpc.aio
 
 from kvferry import tracing
 from kvferry.proto import common_pb2, engine_pb2
+from kvferry.waiting import slices
 from kvferry.workers.front_engines import DecodeCall, EngineLink
 from kvferry.workers.front_errors import ApiError, internal, timed_out
 
@@ -234,23 +235,24 @@ async def _read(
     decode: EngineLink, call: DecodeCall, prefilling: asyncio.Task[None] | None, deadline: float, awaited: str
 ) -> engine_pb2.DecodeReply:
     """The decode server's next word. Raises ApiError for its own failure or a deadline that passed, PrefillFailed."""
-    loop = asyncio.get_running_loop()
+    parts = slices(max(0.0, deadline - asyncio.get_running_loop().time()))
+    part = next(parts, None)
     reading = asyncio.create_task(_read_decode(decode, call))
     try:
-        while True:
+        while part is not None:
             waits: set[asyncio.Task[engine_pb2.DecodeReply] | asyncio.Task[None]] = {reading}
             if prefilling is not None and not (prefilling.done() and prefilling.exception() is None):
                 waits.add(prefilling)
-            left = deadline - loop.time()
-            done, _ = await asyncio.wait(waits, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(waits, timeout=part, return_when=asyncio.FIRST_COMPLETED)
             if reading in done and reading.exception() is None:
                 return reading.result()
             if prefilling is not None and prefilling in done and isinstance(error := prefilling.exception(), ApiError):
                 raise PrefillFailed(error)
             if reading in done:
                 return reading.result()
-            if left <= 0:
-                raise timed_out(f"{decode.label}: the {awaited} did not come in time")
+            if not done:
+                part = next(parts, None)
+        raise timed_out(f"{decode.label}: the {awaited} did not come in time")
     finally:
         reading.cancel()
 

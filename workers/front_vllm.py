@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry import tracing
 from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
+from kvferry.waiting import within
 from kvferry.workers.front_vllm_body import Body, Refusal
 
 DOWN_SECONDS = 2.0  # that a server is passed over after it could not be reached
@@ -226,7 +227,7 @@ class VllmFront:
             yield reply.first
         while True:
             try:
-                chunk = await asyncio.wait_for(anext(reply.rest, None), self.config.next_token_s)
+                chunk = await within(self.config.next_token_s, anext(reply.rest, None))
             except (asyncio.TimeoutError, httpx.TransportError) as error:
                 _log.warning("a reply broke off: %s %s", type(error).__name__, error)
                 raise

@@ -10,6 +10,10 @@ Ids = Sequence[int] | NDArray[np.int64] | NDArray[np.uint64] | NDArray[np.int32]
 
 MAX_PAGE_SIZE: int
 
+def end_process_later(milliseconds: int, signal: int) -> None:
+    """For good: after so long a thread that needs nothing of the interpreter raises the signal, whose handler may say
+    something, and ends the process with status 1. A standstill of the process counts for an eighth of it at most."""
+
 def sha256_implementations() -> list[str]: ...
 def sha256(data: Buffer, implementation: Sha256 = "auto") -> bytes: ...
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
 from typing import cast
+
+import pytest
+from standstill import run_with_standstill
 
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import HostMover
@@ -67,3 +71,33 @@ def test_an_engine_that_may_record_what_its_gpu_does_is_left_alone_until_its_fir
         assert tries.made == 1
         side.take(Orders())
         assert tries.enough.wait(10)
+
+
+def test_an_engine_that_stood_still_has_waited_for_what_is_soon_over() -> None:
+    program = """
+        import asyncio, os, signal
+        from kvferry.connectors.movers import HostMover
+        from kvferry.connectors.settings import Settings
+        from kvferry.connectors.worker_side import WorkerSide
+
+        async def work():
+            os.kill(os.getpid(), signal.SIGSTOP)
+            await asyncio.sleep(0.1)
+            return "over"
+
+        side = WorkerSide(Settings("/nowhere"), None, HostMover(None), None)
+        side._thread.start()
+        print(side._wait(work(), 1.0))
+        side.close()
+    """
+    assert run_with_standstill(program, 2.0).stdout == "over\n"
+
+
+def test_what_is_not_over_is_not_waited_for_for_ever() -> None:
+    side = WorkerSide(Settings("/nowhere"), cast(BlockMap, None), HostMover(cast(BlockMap, None)), Tries(1))
+    side._thread.start()
+    over = asyncio.Event()
+    with pytest.raises(TimeoutError, match=r"not over within 0\.1 s"):
+        side._wait(over.wait(), 0.1)
+    side._loop.call_soon_threadsafe(over.set)
+    side.close()

@@ -1,11 +1,14 @@
 // A driver whose device is this process: everything is done when a call returns. It has CUDA's names and HIP's. In which
 // order a device might have done it is for fake_gpu_orders.h to judge.
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <utility>
 
 #include "../../csrc/cuda_driver.h"
 #include "fake_gpu_kernels.h"
@@ -34,6 +37,13 @@ GpuStatus answer(const char* name) {
   ++calls[name];
   const auto found = answers.find(name);
   return found == answers.end() ? kGpuSuccess : GpuStatus(found->second);
+}
+
+// 0 from then on.
+long take(const char* name) {
+  const Hold hold(mutex);
+  const auto found = answers.find(name);
+  return found == answers.end() ? 0 : std::exchange(found->second, 0);
 }
 
 // Host memory whose address is at or behind that in answers is not pinned, or lies elsewhere for the device.
@@ -146,6 +156,8 @@ GpuStatus hipEventRecord(GpuEvent event, GpuStream stream) {
 }
 GpuStatus hipEventQuery(GpuEvent event) {
   const GpuStatus status = answer("event_query");
+  // As if the process stood still behind the query, once.
+  if (const long pause = take("event_query_pause_ms")) std::this_thread::sleep_for(std::chrono::milliseconds(pause));
   return status == kGpuSuccess && !fake_gpu::event_seen(event) ? kGpuNotReady : status;
 }
 GpuStatus hipEventSynchronize(GpuEvent event) {

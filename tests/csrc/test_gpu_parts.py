@@ -393,6 +393,17 @@ def test_waits(fake: ctypes.CDLL, library: str) -> None:
             copies[0].wait_for(seconds)
 
 
+@pytest.mark.parametrize("ready_after", [0.6, 1.4], ids=["meanwhile", "soon after"])
+def test_a_wait_outlives_a_standstill(fake: ctypes.CDLL, library: str, ready_after: float) -> None:
+    """Of 1.2 s behind a query that found the copy still running."""
+    world = World(GpuCopyEngine(0, library), whole(1, 1, 16, 0, 2, (1,)))
+    copy = world.engine.gather_part(*world.arguments())
+    fake.fake_answer(b"event_query", 600)
+    fake.fake_answer(b"event_query_pause_ms", 1200)
+    threading.Timer(ready_after, lambda: fake.fake_answer(b"event_query", 0)).start()
+    assert copy.wait_for(1.0)
+
+
 # -- a real device
 
 SMALL = (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import msgspec
 import pytest
 import zmq
+from standstill import jumping_clock, run_with_standstill
 
 from kvferry.daemon import event_publisher, event_replay
 from kvferry.daemon.config import DaemonConfig
@@ -208,6 +210,68 @@ def test_a_client_of_a_replay_that_is_gone_is_given_up(
     gone.send_multipart((b"", b"x" * 100_000))  # a frame too long ends its connection
     assert [number for number, _ in replay(context, publisher, 198)] == [198, 199]
     publisher.close()
+
+
+class Socket:
+    """A ROUTER's: takes nothing before it may, as one whose threads could not run."""
+
+    def __init__(self) -> None:
+        self.requests = [(b"client", b"", bytes(8))]
+        self.takes = False
+        self.sent: list[bytes] = []
+
+    def recv_multipart(self, flags: int) -> tuple[bytes, ...]:
+        if not self.requests:
+            raise zmq.Again
+        return self.requests.pop()
+
+    def send_multipart(self, frames: tuple[bytes, ...], flags: int, copy: bool = True) -> None:
+        if not self.takes:
+            raise zmq.Again
+        self.sent.append(frames[3])
+
+
+def test_a_replay_is_not_cut_off_for_a_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_still = jumping_clock(monkeypatch)
+    socket = Socket()
+    replay = event_replay.Replay(cast(Any, socket), b"", 10)
+    replay.keep(bytes(8), zmq.Frame(b"batch"))
+    replay.hear()
+    for _ in range(3):
+        stand_still(1000.0)
+        replay.go_on()
+        assert replay.busy
+    socket.takes = True
+    assert replay.go_on() and not replay.busy
+    assert socket.sent == [bytes(8), event_replay.END] and not replay.cut_off
+    socket.takes, socket.requests = False, [(b"client", b"", bytes(8))]
+    replay.hear()
+    for _ in range(20):
+        stand_still(1000.0)
+        replay.go_on()
+    assert replay.cut_off == {"stalled": 1}, "it has had its turns"
+
+
+def test_what_was_published_before_an_end_that_stands_still_is_sent() -> None:
+    program = """
+        import os, signal, time
+        from kvferry.daemon import event_publisher
+
+        event_publisher.STOP_SECONDS = 1.0
+        serve = event_publisher.EventPublisher._serve
+
+        def stand_still(publisher):
+            serve(publisher)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.1)
+
+        event_publisher.EventPublisher._serve = stand_still
+        settings = event_publisher.PublisherSettings("tcp://127.0.0.1:0", "", "t", 10, 4)
+        publisher = event_publisher.EventPublisher(settings)
+        publisher.close()
+        print(publisher._thread.is_alive())
+    """
+    assert run_with_standstill(program, 2.0).stdout == "False\n"
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ class Link:
     """Of a courier whose slots are on a GPU that answers no more."""
 
     pid, metadata, receive_address = 1, b"metadata", 1 << 20
-    receive_ranks = ()
+    receive_ranks, oldest_post = (), None
     now: Link
 
     def __init__(self, on_event: Any) -> None:
@@ -51,9 +51,6 @@ class Link:
 
     def expect(self, active: int) -> None:
         pass
-
-    def oldest_post_age(self, now: float) -> float:
-        return 0.0
 
     async def stop(self, seconds: float) -> None:
         self.stopped = True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,9 +14,12 @@ from typing import Any, cast
 
 import pytest
 from grpc_health.v1._async import HealthServicer
+from standstill import StandStill, jumping_clock
 
+from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.copy_threads import CopyThreads
 from kvferry.daemon.health import HealthWatch
+from kvferry.daemon.prefill_side import PrefillSide
 from kvferry.daemon.progress import Progress
 
 
@@ -218,3 +224,129 @@ def test_an_event_loop_that_stands_still_is_written_down(
     (record,) = [record for record in caplog.records if "the event loop has not moved" in record.message]
     assert record.levelname == "CRITICAL"
     assert "in scenario" in capfd.readouterr().err
+
+
+# -- behind a standstill of the whole process ----------------------------------------------------------------------
+
+LONG = 1000.0
+STALLED = 60.0  # one look a second
+
+
+@pytest.fixture
+def stand_still(monkeypatch: pytest.MonkeyPatch) -> StandStill:
+    return jumping_clock(monkeypatch)
+
+
+class Posting:
+    """A session with this courier."""
+
+    def __init__(self, pid: int) -> None:
+        self.remote, self.courier_pid, self.closed = "d0", pid, False
+        self.why: list[str] = []
+
+    def break_off(self, why: str) -> None:
+        self.why.append(why)
+        self.closed = True
+
+
+def watched(side: object, story: Callable[[HealthWatch, list[bool]], Any]) -> None:
+    said: list[bool] = []
+
+    async def announce(serving: bool) -> None:
+        said.append(serving)
+
+    async def scenario() -> None:
+        watch = HealthWatch({"prefill": cast(Any, side)}, STALLED, announce)
+        task = asyncio.create_task(watch.run())
+        await until(lambda: said == [True])
+        await story(watch, said)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+async def stands_still(stand_still: StandStill, looks: int) -> None:
+    """Before each of the next looks."""
+    for _ in range(looks):
+        stand_still(LONG)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def test_copies_are_not_stalled_for_a_standstill_and_are_when_they_hang(stand_still: StandStill) -> None:
+    """A copy worker, and a copy on a thread of its own."""
+    release = threading.Event()
+
+    def hangs() -> None:
+        assert release.wait(60)
+
+    async def story(watch: HealthWatch, said: list[bool]) -> None:
+        executor.submit(hangs)
+        copying = threads.run(hangs)
+        await stands_still(stand_still, 5)
+        assert said == [True] and watch.stalled == []
+        await stands_still(stand_still, round(STALLED) + 5)
+        assert said == [True, False]
+        assert {stalled.partition(" for ")[0] for stalled in watch.stalled} == {
+            "decode copy worker",
+            "decode oldest copy",
+        }
+        release.set()
+        assert await copying == ""
+
+    with ThreadPoolExecutor(1) as executor:
+        threads = CopyThreads(2)
+        try:
+            watched(OneWorker(executor, threads), story)
+        finally:
+            release.set()
+            threads.close()
+
+
+def test_a_courier_is_not_replaced_for_a_standstill_and_is_when_it_hangs(stand_still: StandStill) -> None:
+    side = PrefillSide(DaemonConfig(role="prefill"), bytes(16), time.monotonic)
+
+    async def story(watch: HealthWatch, said: list[bool]) -> None:
+        posting = Posting(courier.pid)
+        side.sessions[1] = cast(Any, posting)
+        await stands_still(stand_still, 5)
+        assert said == [True] and not posting.why
+        await stands_still(stand_still, round(STALLED) + 5)
+        assert said[:2] == [True, False]
+        (why,) = posting.why
+        assert why.startswith("its courier has not moved for 6")
+        await side.close()
+
+    sleeps = "print(flush=True); import time; time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", sleeps], stdout=subprocess.PIPE) as courier:
+        assert courier.stdout is not None
+        courier.stdout.readline()
+        time.sleep(0.05)  # it sleeps by then, and makes no wait more
+        try:
+            watched(side, story)
+        finally:
+            courier.kill()
+
+
+def test_a_loop_that_could_not_run_is_not_written_down(
+    stand_still: StandStill, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Pauses:
+        """The thread's: all stands still in the first."""
+
+        left = 2
+
+        def wait(self, seconds: float) -> bool:
+            self.left -= 1
+            stand_still(LONG)
+            return not self.left
+
+    async def announce(serving: bool) -> None:
+        raise AssertionError("it does not run")
+
+    watch = HealthWatch({}, STALLED, announce)
+    watch._ended = cast(Any, Pauses())
+    with caplog.at_level(logging.CRITICAL):
+        watch._watch_loop()
+    assert not caplog.records

@@ -14,6 +14,7 @@ from functools import partial
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from standstill import run_with_standstill
 
 from kvferry.daemon import metrics_server
 from kvferry.daemon.counters import BOUNDS, Histogram
@@ -170,6 +171,27 @@ async def scraped(idle: int) -> None:
 def test_idle_connections_blind_nobody(idle: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "REQUEST_SECONDS", seconds)
     asyncio.run(scraped(idle))
+
+
+def test_an_end_that_stands_still_leaves_no_thread_behind() -> None:
+    program = """
+        import asyncio, os, signal, time
+        from kvferry.daemon import metrics_server
+
+        metrics_server.STOP_SECONDS = 1.0
+        watch = metrics_server._Server.watch
+
+        def stand_still(server):
+            watch(server)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.1)
+
+        metrics_server._Server.watch = stand_still
+        server = metrics_server.MetricsServer("127.0.0.1:0", None, None)
+        server.close()
+        print(any(thread.is_alive() for thread in server._threads))
+    """
+    assert run_with_standstill(program, 2.0).stdout == "False\n"
 
 
 async def come(told: set[str], wakes: list[str]) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from standstill import run_with_standstill
+
 from kvferry.transfer.segment import reclaim_stale
 
 HANGING = """
@@ -76,3 +78,36 @@ def test_a_stderr_that_nobody_reads_does_not_keep_the_process(tmp_path: Path) ->
         finally:
             process.kill()
     assert len(reclaim_stale(str(tmp_path))) == 1
+
+
+STANDING_STILL = """
+import asyncio, os, signal, sys
+from kvferry.daemon import backstop, server
+from kvferry.daemon.config import DaemonConfig
+
+async def main(folder):
+    server.END_SECONDS, backstop.LATER_SECONDS = 3.0, 0.5
+    daemon = server.Daemon(
+        DaemonConfig(role="decode", shm_dir=folder, metrics="", listen="127.0.0.1:0", socket=folder + "/d.sock"),
+        leave=os._exit,
+    )
+    await daemon.start()
+    close = daemon.sides["decode"].close
+
+    async def stand_still():
+        os.kill(os.getpid(), signal.SIGSTOP)
+        await asyncio.sleep(0.1)
+        await close()
+
+    daemon.sides["decode"].close = stand_still
+    daemon.stop()
+    await daemon.run_until_stopped()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_an_end_that_stands_still_is_not_ended(tmp_path: Path) -> None:
+    done = run_with_standstill(STANDING_STILL, 5.0, str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert os.listdir(tmp_path) == []

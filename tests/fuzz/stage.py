@@ -274,7 +274,7 @@ class Honest:
 class Link:
     """In place of a courier's link: slots, and orders that are encoded, decoded and checked as a courier has them."""
 
-    pid = 1
+    pid, oldest_post = 1, None
 
     def __init__(self, config: CourierConfig, on_event: Callable[[CourierEvent], None]) -> None:
         self.metadata, self.receive_address = b"metadata", 1 << 20
@@ -313,9 +313,6 @@ class Link:
 
     def expect(self, active: int) -> None:
         pass
-
-    def oldest_post_age(self, now: float) -> float:
-        return 0.0
 
     async def stop(self, seconds: float) -> None:
         Stage.current.link = None

@@ -34,6 +34,7 @@ class Courier:
     """A link whose writes end when the test says so, and whose process is reaped when the test lets it."""
 
     metadata, receive_address, receive_ranks, pid = b"agent", 4096, (), 1
+    oldest_post = None
 
     def __init__(self) -> None:
         self.posts: list[tuple[int, int]] = []  # post id, send slot
@@ -51,9 +52,6 @@ class Courier:
 
     def expect(self, active: int) -> None:
         pass
-
-    def oldest_post_age(self, _: float) -> float:
-        return 0.0
 
     async def stop(self, _: float) -> None:
         self.stopping.set()

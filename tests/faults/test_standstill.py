@@ -1,0 +1,62 @@
+"""A daemon that is stopped for longer than a courier may take to be reaped, while it reaps one, goes on living."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from engines import Engines, courier_pids, settled, wait_until
+from standstill import is_stopped
+from with_standstill import STOP_SECONDS
+
+from kvferry.daemon.stack import Process, Stack
+from kvferry.daemon.system import SystemSpec, start_replicas
+
+WITH_STANDSTILL = str(Path(__file__).with_name("with_standstill.py"))
+
+
+class StandingStack(Stack):
+    """Of which this daemon stops itself."""
+
+    def __init__(self, stands: str) -> None:
+        super().__init__()
+        self._stands = stands
+
+    def start(
+        self,
+        name: str,
+        words: Sequence[str],
+        *,
+        environment: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> Process:
+        if name == self._stands:
+            prefix = [sys.executable, WITH_STANDSTILL]
+        return super().start(name, words, environment=environment, prefix=prefix)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stands", ["decode-0", "prefill-0"])
+def test_a_daemon_that_stands_still_while_it_reaps_a_courier_lives_on(stands: str) -> None:
+    with StandingStack(stands) as stack:
+        prefills, decodes = start_replicas(stack, SystemSpec(page_size=16))
+        prefill, decode = prefills[0], decodes[0]
+        standing, other = (decode, prefill) if stands == decode.name else (prefill, decode)
+        with Engines(prefill, decode) as engines:
+            assert engines.turn(list(range(100)), 4).error is None
+            (courier,) = courier_pids(other.daemon.popen.pid)
+            os.kill(courier, signal.SIGKILL)  # both ends of the session end by it
+            pid = standing.daemon.popen.pid
+            wait_until(lambda: is_stopped(pid), 20, "that the daemon stops itself")
+            time.sleep(2 * STOP_SECONDS)
+            os.kill(pid, signal.SIGCONT)
+            wait_until(lambda: engines.turn(list(range(100)), 4).error is None, 30, "that a turn is answered again")
+        assert "an invariant is broken" not in Path(standing.daemon.log_path).read_text()
+        for replica in (prefill, decode):
+            settled(replica)
+        assert stack.stop(standing.daemon) == 0
