@@ -8,6 +8,7 @@ time). Stamps and flags are on a board of words that all share.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import time
@@ -79,6 +80,12 @@ class Actor:
         for ordinal in reversed(self.ordinals):  # the first one stays current
             self.gpus[ordinal] = Gpu(ordinal)
         return os.getpid()
+
+    def last_gpu(self) -> int:
+        """The number of the machine's last GPU."""
+        count = ctypes.c_int()
+        self.gpus[self.ordinals[0]].call("cuDeviceGetCount", ctypes.byref(count))
+        return count.value - 1
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -266,6 +273,23 @@ class Actor:
             self.board[ERROR] = now()
             return f"{type(error).__name__}: {error}"
         return ""
+
+    def lock(self, path: str, number: int) -> None:
+        """Takes a file's lock as a worker does, by this descriptor."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.dup2(fd, number)
+        os.close(fd)
+
+    def queue_copies(self, name: str, mapped: str) -> None:
+        """As `raw_train`, but what is queued is not waited for, up to the driver's bound."""
+        source, ordinal = self.memories[name]
+        target, _ = self.memories[mapped]
+        half = min(source.nbytes // 2, target.nbytes)
+        while not self.board[STOP]:
+            turn = self.board[COUNT] % 2
+            self.gpus[ordinal].copy(Memory(target.address, half), Memory(source.address + turn * half, half))
+            self.board[COUNT] += 1
 
     # -- order: the writer writes, the owner passes each notification on, the watcher looks at every byte -----------
 

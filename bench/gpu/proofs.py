@@ -4,13 +4,16 @@ Needs two GPUs that reach each other, and NIXL; nothing of kvferry. The watcher 
 all the time (a look every ~20 us) and looks at all of them at the end; a word counts as changed after a moment only
 where both looks that saw the change were begun after it. A line with VIOLATED contradicts the design.
 
-    python bench/gpu/proofs.py [--only drained,released,killed,orphaned,order,transports] [--tls ...] [--logs FOLDER]
+    python bench/gpu/proofs.py [--only drained,released,killed,unlocked,orphaned,order,transports] [--logs FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 import random
+import select
 import sys
 import tempfile
 import time
@@ -163,6 +166,90 @@ def killed(on: Bench) -> None:
         on.end()
 
 
+def unlocked(on: Bench) -> None:
+    """A process killed while its copies to mapped memory are queued: its file lock is let go, then it has ended. Does
+    anything land after that? The watcher is on another GPU, where there is one."""
+    nbytes, rounds = on.size(256 * MIB), 12
+    for number in (0, 500):  # the lock's descriptor: below and above the driver's
+        owner = on.node(0)
+        owner.answer(60)
+        _, handle = owner.call("allocate", "slots", nbytes, 0)
+        last_gpu = owner.call("last_gpu")
+        watcher = on.node(last_gpu)
+        watcher.answer(60)
+        watcher.call("map", "slots", handle, nbytes, last_gpu)
+        ends: list[Ends] = []
+        for _ in range(rounds):
+            clear(on.board)
+            ends.append(killed_worker(on, watcher, handle, nbytes, number))
+        unlocks, exits = ([each.late(moment) for each in ends] for moment in ("unlocked", "exited"))
+        report(
+            f"unlocked  descriptor {number}, {rounds} rounds; from SIGKILL: last change {spread(ends, 'last')}, lock"
+            f" let go {spread(ends, 'unlocked')}, process ended {spread(ends, 'exited')}; changed after the lock's end"
+            f" {sum(unlocks)}{' VIOLATED' if any(unlocks) else ''}, after the end {sum(exits)}"
+            f"{' VIOLATED' if any(exits) else ''}"
+        )
+        on.end()
+
+
+@dataclass
+class Ends:
+    """Milliseconds from SIGKILL to the looks that saw the last change, the lock let go, the process's end."""
+
+    last_begun: float
+    last: float
+    unlocked: float
+    exited: float
+
+    def late(self, moment: str) -> bool:
+        return self.last_begun > float(getattr(self, moment))
+
+
+def spread(ends: list[Ends], what: str) -> str:
+    values = [getattr(each, what) for each in ends]
+    return f"{min(values):.1f} to {max(values):.1f} ms"
+
+
+def killed_worker(on: Bench, watcher: Node, handle: bytes, nbytes: int, number: int) -> Ends:
+    worker = on.node(0)
+    worker.answer(60)
+    worker.call("map", "mapped", handle, nbytes, 0)
+    worker.call("allocate", "source", 2 * nbytes, 0)
+    worker.call("fill", "source", VALUE)
+    worker.call("fill", "source", VALUE + 1, nbytes)
+    path = os.path.join(on.options.logs, f"lock-{worker.process.pid}")
+    with open(path, "w+") as lock:
+        worker.call("lock", path, number)
+        on.watching(watcher)
+        worker.send("queue_copies", "source", "mapped")
+        time.sleep(random.uniform(0.3, 0.4))
+        exited = select.poll()
+        exited.register(os.pidfd_open(worker.process.pid), select.POLLIN)
+        sent = now()
+        worker.process.kill()
+        while not acquired(lock.fileno()):
+            pass
+        unlocked = now()
+        if not exited.poll(10_000):
+            raise NodeError("the process did not end within 10 s of SIGKILL")
+        end = now()
+    time.sleep(0.1)
+    (watched,) = on.stop(watcher)
+    worker.end()
+    last = watched.last()
+    if last is None:
+        raise NodeError("nothing changed")
+    return Ends(*((moment - sent) / 1e6 for moment in (last.begun, last.ended, unlocked, end)))
+
+
+def acquired(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def orphaned(on: Bench) -> None:
     """The owner of the memory killed and reaped while others write to it and have it mapped."""
     for by_nixl in (True, True, True, False, False):
@@ -288,7 +375,7 @@ def name_of(place: int) -> str:
     return "host" if place == HOST else f"GPU {place}"
 
 
-PROOFS: tuple[Callable[[Bench], None], ...] = (transports, order, drained, released, killed, orphaned)
+PROOFS: tuple[Callable[[Bench], None], ...] = (transports, order, drained, released, killed, unlocked, orphaned)
 
 
 def main() -> int:

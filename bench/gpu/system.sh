@@ -37,8 +37,8 @@ for step in $STEPS; do
     demo) timeout 200 $PYTHON -m kvferry demo --random-weights llama-1b --device "$DEVICES" --page-size 64 --pool-bytes 4GiB 2>&1 | tee "$OUT_DIR/gpu_demo.txt" ;;
     turns) timeout "${TURNS_SECONDS:-400}" $PYTHON bench/gpu/turns.py --devices "$DEVICES" ${TURNS:-} 2>&1 | tee "$OUT_DIR/gpu_turns.txt" ;;
     storms)
-      # Many sessions a minute, more than the usual ports; several tests at a time where pytest-xdist is there.
-      TEST_DEVICES=$DEVICES KVFERRY_UCX_PORTS=21000-22999 timeout "${STORMS_SECONDS:-280}" $PYTHON -m pytest -q -p no:cacheprovider \
+      # Several tests at a time where pytest-xdist is there.
+      TEST_DEVICES=$DEVICES timeout "${STORMS_SECONDS:-280}" $PYTHON -m pytest -q -p no:cacheprovider \
         $($PYTHON -c 'import xdist; print("-n8")' 2>/dev/null) -m "not nightly" --timeout=120 --durations=5 \
         ${STORMS:-$STORM_TESTS} 2>&1 | tee "$OUT_DIR/gpu_storms_${DEVICES//[:,]/-}.txt" | tail -60
       ;;

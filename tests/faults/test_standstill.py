@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from devices import DeviceStack
 from engines import Engines, courier_pids, settled, wait_until
 from standstill import is_stopped
 from with_standstill import STOP_SECONDS
 
-from kvferry.daemon.stack import Process, Stack
+from kvferry.daemon.stack import Process
 from kvferry.daemon.system import SystemSpec, start_replicas
 
 WITH_STANDSTILL = str(Path(__file__).with_name("with_standstill.py"))
 
 
-class StandingStack(Stack):
+class StandingStack(DeviceStack):
     """Of which this daemon stops itself."""
 
     def __init__(self, stands: str) -> None:

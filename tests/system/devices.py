@@ -15,6 +15,8 @@ from kvferry.daemon.stack import Process, Stack
 from kvferry.daemon.values import parse_device
 
 VARIABLE = "TEST_DEVICES"
+# More than a daemon's 64: a session's end leaves its ports in TIME-WAIT for a minute, and tests end many a minute.
+UCX_PORTS = range(23000, 24000)
 
 
 def chosen() -> tuple[int, ...]:
@@ -47,7 +49,8 @@ class DeviceStack(Stack):
         environment: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
     ) -> Process:
-        return super().start(name, placed(words, chosen()), environment=environment, prefix=prefix)
+        ports = {"KVFERRY_UCX_PORTS": f"{UCX_PORTS[0]}-{UCX_PORTS[-1]}"}
+        return super().start(name, placed(words, chosen()), environment=ports | (environment or {}), prefix=prefix)
 
 
 def placed(words: Sequence[str], devices: Sequence[int]) -> list[str]:

@@ -8,6 +8,7 @@ import stat
 import grpc
 import psutil
 import pytest
+from devices import UCX_PORTS
 from engines import OPTIONS, Engines, courier_pids, settled
 
 from kvferry.daemon.stack import Stack
@@ -15,7 +16,6 @@ from kvferry.daemon.stats_main import fetch
 from kvferry.daemon.system import Replica, SystemSpec, start_replicas, start_system
 from kvferry.proto import cache_pb2
 
-UCX_PORTS = range(21000, 21064)
 LOOPBACK = ("127.0.0.1", "::1")
 EVENTS = ["--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0"]
 pytestmark = pytest.mark.timeout(90)
