@@ -30,8 +30,8 @@ if wanted rates; then
 fi
 if wanted proofs; then
   # Beside each other: the more the GPUs have to do, the more a write can be late.
-  for name in transports order drained released killed; do proof "$name" & done
+  for name in transports order drained released killed unlocked; do proof "$name" & done
   wait
   proof orphaned # alone: it takes all of a GPU's memory
-  { machine; for name in transports order drained released killed orphaned; do cat "$OUT_DIR/logs/$name.txt"; done; } 2>&1 | tee "$OUT_DIR/gpu_proofs.txt"
+  { machine; for name in transports order drained released killed unlocked orphaned; do cat "$OUT_DIR/logs/$name.txt"; done; } 2>&1 | tee "$OUT_DIR/gpu_proofs.txt"
 fi

@@ -2,11 +2,11 @@
 # On a machine with NVIDIA GPUs: builds the core, runs the tests that need a GPU, checks memory accesses, measures; with two
 # GPUs or more also what goes between them (pair.sh and system.sh, which can be called by themselves).
 #   bash bench/gpu/wheels.sh; bash bench/gpu/run.sh [OUTPUT_FOLDER]
-# PYTHON=python3, with torch, numpy, nanobind, cmake, pytest; ONLY="tests memcheck copies parts system pair"
+# PYTHON=python3, with torch, numpy, nanobind, cmake, pytest; ONLY="tests storm memcheck copies parts system pair"
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
-ONLY=${ONLY:-tests memcheck copies parts system pair}
+ONLY=${ONLY:-tests storm memcheck copies parts system pair}
 OUT_DIR=${1:-build/gpu}
 source bench/gpu/build.sh
 export PYTHON
@@ -17,6 +17,9 @@ wanted() { [[ " $ONLY " == *" $1 "* ]] && echo "== $1"; }
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 if wanted tests; then
   $PYTHON -m pytest -q -p no:cacheprovider tests/csrc tests/transfer/test_copy_plan.py 2>&1 | tail -15 || failed=1
+fi
+if wanted storm; then
+  STORM_OPERATIONS=${STORM_OPERATIONS:-100000} $PYTHON -m pytest -q -s -p no:cacheprovider tests/csrc/test_gpu_storm.py -m gpu 2>&1 | tee "$OUT_DIR/gpu_storm.txt" | tail -15 || failed=1
 fi
 if wanted memcheck; then
   if command -v compute-sanitizer >/dev/null; then
