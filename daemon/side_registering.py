@@ -64,8 +64,9 @@ class Registering:
         try:
             await asyncio.shield(making)
             self._tiers.store.namespace(facts.id)
-            worker = self._workers.make(hello.worker, facts.id)
-            welcome = self._welcome(worker, facts)
+            pools = self._tiers.memory.rank_pools()
+            worker = self._workers.make(hello.worker, facts.id, pools)
+            welcome = self._welcome(worker, facts, pools)
         except BaseException:
             making.add_done_callback(self._abandoned)
             if worker is not None:
@@ -111,9 +112,8 @@ class Registering:
         if self._engine is not None and not making.cancelled() and making.exception() is None:
             self._tasks.start(self._engine.let_go())
 
-    def _welcome(self, worker: Worker, facts: NamespaceFacts) -> wire.Welcome:
-        tiers = self._tiers
-        pools, storage = tiers.memory.rank_pools(), tiers.memory.shape.order
+    def _welcome(self, worker: Worker, facts: NamespaceFacts, pools: list[wire.RankPool]) -> wire.Welcome:
+        tiers, storage = self._tiers, self._tiers.memory.shape.order
         plain = len(pools) == 1 and storage is StorageOrder.PAGE_MAJOR
         return wire.Welcome(
             protocol=PROTOCOL,

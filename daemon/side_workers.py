@@ -1,16 +1,19 @@
 """The workers of one side: those that are here, and lost ones until it is proven that they write no more. Shell.
 
 A worker holds the lock of its session file while it has the pool mapped. One that says it is quiesced is gone with its
-stream; one whose stream breaks is lost, and gone once the kernel has released that lock.
+stream; one whose stream breaks is lost, and gone once that lock is free, and its process, where that can be seen, lives
+on or has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.daemon.errors import exhausted, precondition
+from kvferry.daemon.lock_holder import LockHolder
 from kvferry.daemon.side_tasks import SideTasks
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.segment import FileLock
@@ -26,14 +29,26 @@ class Worker:
     namespace_id: bytes
     lock: FileLock
     events: asyncio.Queue[wire.WorkerEvent]
+    maps_gpus: bool = False  # memory of GPUs that is the daemon's
+    holder: LockHolder | None = None
     attached: bool = False
     quiesced: bool = False
     overflown: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def lets_go(self) -> bool:
+        """It writes no more: it has let its lock go and lives on, or its process has ended. Of one that cannot be seen,
+        which maps no memory of GPUs, the lock is all: the kernel lets that go behind the process's memory."""
+        if not self.lock.try_acquire():
+            return False
+        return self.holder is None or self.holder.lives_on() or self.holder.has_ended()
 
     def drop_lock(self) -> None:
         """The session file goes, too."""
         self.lock.close()
         self.lock.unlink()
+        if self.holder is not None:
+            self.holder.close()
+            self.holder = None
 
 
 class WorkerEnds(Protocol):
@@ -75,24 +90,34 @@ class SideWorkers:
         self._next_number += 1
         return number
 
-    def make(self, name: str, namespace_id: bytes) -> Worker:
-        """One with a session file, which is not here yet. RESOURCE_EXHAUSTED where the file cannot be made."""
+    def make(self, name: str, namespace_id: bytes, pools: Sequence[wire.RankPool]) -> Worker:
+        """One with a session file, which is not here yet, and is to map these pools. RESOURCE_EXHAUSTED where the file
+        cannot be made."""
         number = self.new_number()
         path = f"{self._path_prefix}{number}"
         try:
             lock = FileLock.create(path)
         except OSError as error:
             raise exhausted(f"session file {path}: {error.strerror or error}") from error
-        return Worker(number, name, namespace_id, lock, asyncio.Queue(WORKER_QUEUE))
+        maps_gpus = any(pool.ipc_handle for pool in pools)
+        return Worker(number, name, namespace_id, lock, asyncio.Queue(WORKER_QUEUE), maps_gpus)
 
     def enter(self, worker: Worker) -> None:
         self.here[worker.number] = worker
 
     def attach(self, worker: Worker) -> None:
-        """The worker says that it holds its lock; it is looked at."""
+        """The worker says that it holds its lock; it is looked at. FAILED_PRECONDITION."""
+        if worker.attached:
+            return
         if worker.lock.try_acquire():
             worker.lock.release()
             raise precondition("attached: the session file is not locked; flock it before mapping the pool")
+        worker.holder = LockHolder.find(worker.lock)
+        if worker.holder is None and worker.maps_gpus:
+            raise precondition(
+                f"attached: this daemon cannot see the process that has locked {worker.lock.path}; only its end proves"
+                " that what it queued on a GPU is over: run both in one PID namespace"
+            )
         worker.attached = True
 
     def leave(self, worker: Worker) -> None:
@@ -107,8 +132,8 @@ class SideWorkers:
         self._tasks.start(self._await_proof(worker))
 
     async def _await_proof(self, worker: Worker) -> None:
-        """Until the kernel has released the lost worker's lock it may still write."""
-        while not worker.lock.try_acquire():
+        """Until then the lost worker may still write."""
+        while not worker.lets_go():
             await asyncio.sleep(PROOF_SECONDS)
         del self._lost[worker.number]
         self._proved(worker)

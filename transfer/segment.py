@@ -97,7 +97,8 @@ class Segment:
 
 
 class FileLock:
-    """An exclusive flock on a file; the kernel releases it when its holder ends, however it ends."""
+    """An exclusive flock on a file; the kernel releases it when its holder ends, however it ends: behind the holder's
+    memory, and before or behind what it had open besides."""
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
@@ -133,6 +134,11 @@ class FileLock:
 
     def release(self) -> None:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def identity(self) -> tuple[int, int]:
+        """Device and inode of the file."""
+        found = os.fstat(self._fd)
+        return found.st_dev, found.st_ino
 
     def close(self) -> None:
         """Releases it, too. Idempotent."""

@@ -304,7 +304,7 @@ class DaemonClient:
         if self._closing:
             return
         self._closing = True
-        if self._broken is None:
+        if self._broken is None and await self._settled(deadline_s):
             with contextlib.suppress(DaemonGone):
                 self._send(worker_pb2.WorkerMessage(quiesced=worker_pb2.Quiesced()))
                 self._outgoing.put_nowait(None)
@@ -318,6 +318,16 @@ class DaemonClient:
         await self._channel.close(None)
         self._break(DaemonGone("the session was closed"))
         self._attachment.close()
+
+    async def _settled(self, deadline_s: float) -> bool:
+        """Whether no copy or kernel of this process touches a page any more; else the daemon looks at its lock."""
+        settling = asyncio.ensure_future(asyncio.to_thread(self.pools.settle))
+        if not await is_done(settling, deadline_s):
+            _log.warning("what this worker has queued on its device has not ended within %g s", deadline_s)
+            return False
+        if (error := settling.exception()) is not None:
+            _log.warning("what this worker has queued on its device has failed: %s", error)
+        return error is None
 
     # -- the stream ------------------------------------------------------------------------------------------------
 

@@ -48,9 +48,12 @@ class LayerTensors(RankPools):
             layer[page] = new[number]
         torch.cuda.current_stream(device).synchronize()
 
-    def release(self) -> None:
+    def settle(self) -> None:
         for rank in self._layers:
             torch.cuda.synchronize(rank[0].device)
+
+    def release(self) -> None:
+        self.settle()
         self._layers.clear()
         super().release()
 

@@ -53,10 +53,13 @@ class GpuRankPools(RankPools):
         tensor[page] = torch.from_numpy(np.ascontiguousarray(content)).to(tensor.device)
         torch.cuda.current_stream(tensor.device).synchronize()
 
+    def settle(self) -> None:
+        for tensor in self._tensors:
+            torch.cuda.synchronize(tensor.device)
+
     def release(self) -> None:
         try:
-            for tensor in self._tensors:
-                torch.cuda.synchronize(tensor.device)
+            self.settle()
         finally:  # else a daemon that is gone keeps its memory
             self._tensors.clear()
             super().release()

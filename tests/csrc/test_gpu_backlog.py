@@ -213,6 +213,8 @@ def test_a_single_long_buffer_is_given_back(fake: ctypes.CDLL, library: str) -> 
     held += [pool.restore(piece, "staged") for piece in range(4)]
     assert (fake.fake_calls(b"mem_alloc"), fake.fake_calls(b"mem_free")) == (asked + 2 + 3, freed + 1), "two will do"
     fake.fake_answer(b"event_query", 0)
+    for copy in held:
+        copy.wait()
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -199,3 +200,33 @@ def test_refusal_names_the_reason(tmp_path: Path) -> None:
 def test_absent_daemon_is_an_error_within_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(HandshakeFailed, match="no daemon answered"):
         asyncio.run(DaemonClient.connect(str(tmp_path / "none"), common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=0.3))
+
+
+def test_what_is_queued_on_a_device_is_over_before_the_daemon_hears_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And where that fails, or takes too long, it does not hear so: the lock tells."""
+    settled = threading.Event()
+
+    async def run(settle: Callable[[], object], deadline_s: float) -> FakeDaemon:
+        async with FakeDaemon(tmp_path, GEOMETRY) as daemon:
+            client = await DaemonClient.connect(daemon.socket, common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=10)
+            client.pools.settle = settle  # type: ignore[method-assign, assignment]
+            closing = asyncio.create_task(client.close(deadline_s))
+            await asyncio.sleep(0.3)
+            assert "quiesced" not in daemon.kinds()
+            settled.set()
+            await closing
+            assert not daemon.lock_is_held()
+            return daemon
+
+    def fails() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    assert "quiesced" in asyncio.run(run(lambda: settled.wait(10), 10)).kinds()
+    assert not caplog.records
+    assert "quiesced" not in asyncio.run(run(fails, 10)).kinds()
+    assert "an illegal memory access" in caplog.text
+    settled.clear()
+    assert "quiesced" not in asyncio.run(run(lambda: settled.wait(10), 0.1)).kinds()
+    assert "has not ended within 0.1 s" in caplog.text

@@ -1,0 +1,33 @@
+"""`python dying_worker.py`: a worker that maps a daemon's pool on a GPU, and queues copies to its pages without end.
+Standard input: a Welcome, in hexadecimal. It says `ready` once they run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from kvferry.proto import worker_pb2
+from kvferry.transfer.geometry import KVGeometry
+
+
+def main() -> None:
+    import torch
+
+    from kvferry.workers.attachment import Attachment
+
+    welcome = worker_pb2.Welcome.FromString(bytes.fromhex(sys.stdin.readline()))
+    # As an engine, which has used its GPU before: the driver's files are opened before the lock's.
+    torch.zeros(1, device="cuda:0")
+    attachment = Attachment(welcome.session_file, welcome, KVGeometry.from_proto(welcome.geometry))
+    (pool,) = attachment.pools.memories
+    assert isinstance(pool, torch.Tensor)
+    sources = [torch.full_like(pool, value) for value in (0xA5, 0x5A)]
+    torch.cuda.synchronize()
+    threading.Timer(0.3, lambda: print("ready", flush=True)).start()
+    while True:
+        for source in sources:
+            pool.copy_(source, non_blocking=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""A worker that is killed while the GPU has copies of it queued: its pages are somebody else's once those are over."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry._core import GpuCopyEngine
+from kvferry.daemon.gpu_memory import GpuPoolMemory
+from kvferry.daemon.lock_holder import LockHolder
+from kvferry.daemon.side_tasks import SideTasks
+from kvferry.daemon.side_workers import SideWorkers, Worker
+from kvferry.proto import worker_pb2
+from kvferry.transfer.geometry import KVGeometry, StorageOrder
+from kvferry.transfer.pool_shape import PoolShape
+from tests.csrc import dying_worker
+
+GEOMETRY = KVGeometry(layers=16, kv_heads=8, head_dim=128, dtype="float16", page_size=64)
+PAGES = 64  # 256 MiB, in 0.1 ms: some 1000 copies are queued, up to a tenth of a second's
+TRIES = 6
+
+
+class Ends:
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    def worker_left(self, worker: Worker) -> None:
+        pass
+
+    def worker_lost(self, worker: Worker) -> None:
+        pass
+
+    def worker_gone(self, worker: Worker) -> None:
+        self.gone.set()
+
+
+class Daemon:
+    """As much of one as pages, and workers that are lost, need."""
+
+    def __init__(self, folder: Path, other: GpuCopyEngine) -> None:
+        self.memory = GpuPoolMemory.create(PoolShape(GEOMETRY, 1, StorageOrder.LAYER_MAJOR, PAGES), [0])
+        self.other, self.ends = other, Ends()
+        self.workers = SideWorkers(str(folder / "worker-"), self.ends, SideTasks("decode"))
+
+    async def kill_a_worker(self) -> int:
+        """Bytes that are wrong of pages that are cleared once it is gone."""
+        pools = self.memory.rank_pools()
+        worker = self.workers.make("w", bytes(32), pools)
+        self.workers.enter(worker)
+        welcome = worker_pb2.Welcome(
+            session_file=worker.lock.path, geometry=GEOMETRY.to_proto(), pages=PAGES, rank_pools=pools
+        )
+        welcome.storage = int(self.memory.shape.order)  # type: ignore[assignment]
+        command = [sys.executable, dying_worker.__file__]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(welcome.SerializeToString().hex().encode() + b"\n")
+        assert await asyncio.wait_for(process.stdout.readline(), 60) == b"ready\n"
+        self.workers.attach(worker)
+        process.kill()
+        self.workers.leave(worker)
+        await asyncio.wait_for(self.ends.gone.wait(), 60)
+        self.ends.gone.clear()
+        await self.clear()
+        await process.wait()
+        await asyncio.sleep(0.3)
+        return await asyncio.to_thread(self.nonzero_bytes)
+
+    async def clear(self) -> None:
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.memory.zero_pages(np.arange(PAGES), done.set_result)
+        assert await asyncio.wait_for(done, 60) == ""
+
+    def nonzero_bytes(self) -> int:
+        found = np.empty(PAGES * GEOMETRY.page_bytes, np.uint8)
+        start = np.array([self.memory._ranks[0]._base])
+        self.other.copy_list_to_host(
+            np.array([found.ctypes.data]), start, np.array([len(found)]), strategy="loop"
+        ).wait()
+        return int(np.count_nonzero(found))
+
+
+def wrong_bytes(folder: Path, other: GpuCopyEngine) -> list[int]:
+    async def run() -> list[int]:
+        daemon = Daemon(folder, other)
+        try:
+            return [await daemon.kill_a_worker() for _ in range(TRIES)]
+        finally:
+            daemon.memory.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.gpu
+def test_nothing_of_it_lands_once_it_is_gone(tmp_path: Path, gpu_engine: Callable[..., GpuCopyEngine]) -> None:
+    assert wrong_bytes(tmp_path, gpu_engine()) == [0] * TRIES
+
+
+@pytest.mark.gpu
+def test_its_lock_alone_proves_nothing(
+    tmp_path: Path, gpu_engine: Callable[..., GpuCopyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LockHolder, "lives_on", lambda self: True)
+    monkeypatch.setattr("kvferry.daemon.side_workers.PROOF_SECONDS", 0.001)
+    wrong = wrong_bytes(tmp_path, gpu_engine())
+    print(wrong)
+    assert any(wrong)
