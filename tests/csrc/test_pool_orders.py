@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import mmap
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -253,6 +254,31 @@ def test_a_daemon_that_does_not_wait_is_found(pool: Pool, hasty: str, found: str
     asyncio.run(Daemon(pool, 1, hasty).run(100))
     messages = pool.orders.take()
     assert any(f"which {found}" in message for message in messages)
+
+
+def test_the_loop_turns_while_the_gpus_stand_still(pool: Pool) -> None:
+    """Whatever is asked of them, and its end is told once they go on."""
+    daemon = Daemon(pool, 2)
+
+    async def story() -> None:
+        pool.orders.hold()
+        pages = await daemon.take(MOST)
+        begin = time.monotonic()
+        parts = [work(lane, pages) for lane in range(len(pool.lanes)) for work in (daemon.gather, daemon.scatter) * 2]
+        tail = daemon.ended("tail", lambda done: pool.memory.zero_tail(pages[-1], 3, done))
+        asked = [asyncio.ensure_future(work) for work in (*parts, tail, daemon.clear(pages[:1]))]
+        longest = 0.0
+        while time.monotonic() < begin + 0.5:
+            before = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - before)
+        assert longest < 5.0
+        assert not any(each.done() for each in asked)
+        pool.orders.release()
+        await asyncio.wait_for(asyncio.gather(*asked), 30)
+
+    asyncio.run(story())
+    pool.orders.take()  # all of it touches the same pages
 
 
 def test_an_engines_memory_is_let_go_when_no_copy_runs(
