@@ -254,7 +254,7 @@ class DecodeCore(DecodeRequests):
         self._pump(now)
 
     def worker_gone(self, worker: int, now: float) -> None:
-        """Proof that it writes no more: its quiesced message, or the kernel's release of its lock."""
+        """Proof that it writes no more."""
         for lease in [lease for lease in self.leases.values() if lease.worker == worker]:
             if lease.live or lease.queued:
                 self.counters.aborted += 1

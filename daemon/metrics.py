@@ -134,7 +134,7 @@ def _pools(sides: Sides) -> Iterator[Metric]:
     pools = [(name, tier, pool) for name, side in sides for tier, pool in (("device", side.pool), ("host", side.host))]
     labels = ["role", "tier"]
     pages = [([name, tier, state], getattr(pool, state)) for name, tier, pool in pools for state in POOL_STATES]
-    help_ = "pages by state; orphaned ones are in quarantine until their worker is proven gone"
+    help_ = "pages by state; orphaned ones are in quarantine until their worker answers or is proven gone"
     yield _gauge("pages", help_, [*labels, "state"], pages)
     yield _gauge("pool_pages", "pages of the pool", labels, [([n, t], p.pages) for n, t, p in pools])
     yield _gauge("page_bytes", "bytes of a page", labels, [([n, t], p.page_bytes) for n, t, p in pools])
@@ -152,7 +152,7 @@ def _pools(sides: Sides) -> Iterator[Metric]:
 
 def _quarantine(sides: Sides) -> Iterator[Metric]:
     role, one = ["role"], _one(sides, "quarantine")
-    help_ = "pages of lost workers that are not proven gone, those that another's lock keeps in the tree too"
+    help_ = "pages that workers may still write whose requests have ended without their word"
     yield _gauge("orphaned_pages", help_, role, one("orphaned_pages"))
     yield _gauge("orphaned_pages_bound", "of them, at which new work is refused", role, one("orphaned_bound"))
     help_ = "workers whose stream broke and whose end is not proven"

@@ -265,7 +265,7 @@ class Side(Generic[CoreT]):
 
     @property
     def orphaned_bound(self) -> int:
-        """Pages of lost workers at which no request is taken; 0: at the first one."""
+        """Of them, at which no request is taken; 0: at the first one."""
         return int(self.config.orphaned_share * self.store.pool.pages)
 
     def tell(self, number: int, event: wire.WorkerEvent) -> None:

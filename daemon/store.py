@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvferry.daemon.errors import exhausted
 from kvferry.daemon.kv_events import KvEventLog, TokenChain
 from kvferry.daemon.namespaces import Namespace, Quota, own_share, slack
+from kvferry.daemon.store_counts import FlushCount, TierCounters
 from kvferry.radix.policy import Clock, Policy
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import BACKUP, RESTORE, SPILL, Copy, Evicted, Lock, PagedRadixTree
@@ -53,33 +54,6 @@ class Ended:
     readable: list[int]  # restored
     lost: list[int]  # their restore failed: ARRIVING now, to be asked for again
     removed: list[int]  # held by nobody: out of the tree, and the caller's to free (`Holds.removed`)
-
-
-@dataclass(frozen=True, slots=True)
-class FlushCount:
-    """Pages: freed of each tier, and left because something holds them."""
-
-    device: int
-    host: int
-    skipped: int
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """Pages, ever."""
-
-    spilled: int = 0
-    restored: int = 0
-    backed_up: int = 0
-    spill_failed: int = 0
-    restore_failed: int = 0
-    mismatched: int = 0
-    dropped: int = 0
-    host_evicted: int = 0
-    spill_seconds: float = 0.0
-    restore_seconds: float = 0.0
-    recovered: int = 0
-    discarded_entries: int = 0
 
 
 class Store:

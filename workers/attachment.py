@@ -18,8 +18,8 @@ from kvferry.workers.rank_pools import RankPools
 class Attachment:
     """The lock on the session file, taken first, and the mapped segments.
 
-    The kernel releases the lock when the process ends, however it ends: that is the daemon's proof that the worker
-    writes no more. So the lock is held until the mapping is no longer used.
+    The kernel releases the lock when the process ends, however it ends: with that end it is the daemon's proof that the
+    worker writes no more. So the lock is held until the mapping is no longer used.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""A worker whose stream broke, and which is stopped, or lives in another PID namespace: only the kernel's release of
-its lock proves that it writes no more."""
+"""A worker whose stream broke, and which is stopped, or lives in another PID namespace: only that its lock is free
+proves that it writes no more."""
 
 from __future__ import annotations
 
