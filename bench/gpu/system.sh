@@ -21,10 +21,12 @@ STORM_TESTS+=" tests/faults/test_processes.py tests/faults/test_lost_workers.py 
 STORM_TESTS+=" tests/connectors/test_worker_side.py"
 # They import openai, msgspec and opentelemetry, which are not needed here: none of their tests has a GPU in it.
 NO_GPU_TESTS="--ignore=tests/system/test_front.py --ignore=tests/system/test_kv_events.py --ignore=tests/system/test_traces.py"
+# Steps of run.sh.
+STORMS_OF_A_POOL="--ignore=tests/csrc/test_gpu_storm.py --ignore=tests/csrc/test_gpu_dying_worker.py"
 for step in $STEPS; do
   echo "== $step"
   case $step in
-    tests) timeout 300 $PYTHON -m pytest -q -p no:cacheprovider -m gpu --continue-on-collection-errors --timeout=90 $NO_GPU_TESTS tests/system tests/transfer tests/csrc tests/connectors 2>&1 | tail -60 ;;
+    tests) timeout 400 $PYTHON -m pytest -q -p no:cacheprovider -m gpu --continue-on-collection-errors --timeout=90 --durations=5 $NO_GPU_TESTS $STORMS_OF_A_POOL tests/system tests/transfer tests/csrc tests/connectors 2>&1 | tail -60 ;;
     delta)
       timeout 200 $PYTHON bench/gpu/delta.py 2>&1 | tee "$OUT_DIR/gpu_delta.txt"
       timeout 200 $PYTHON bench/gpu/delta.py --awake --direct off 2>&1 | tee -a "$OUT_DIR/gpu_delta.txt"

@@ -125,12 +125,15 @@ class Storm:
 
     async def write(self, page: int) -> None:
         """A worker."""
+        await asyncio.to_thread(self.write_at_once, page)
+
+    def write_at_once(self, page: int) -> None:
         row = self.bank[self.random.randrange(len(self.bank))]
         to = self.places([page])
         size = ROW // len(to)
         source = row.ctypes.data + np.arange(len(to), dtype=np.int64) * size
         sizes = np.full(len(to), size, np.int64)
-        await asyncio.to_thread(lambda: self.other.copy_list_from_host(to, source, sizes, strategy="loop").wait())
+        self.other.copy_list_from_host(to, source, sizes, strategy="loop").wait()
         self.content[page] = row
 
     async def read_pages(self, pages: Sequence[int]) -> list[Bytes]:
@@ -250,7 +253,7 @@ class Storm:
             await self.gather_from([page])
         await clearing
         if self.random.random() < 0.5:
-            await self.write(page)
+            self.write_at_once(page)  # before the GPU comes to anything that it has not begun
         self.give_back([page])
         self.met["tails cleared"] += 1
 
