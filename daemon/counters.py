@@ -31,6 +31,24 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class TierCounters:
+    """Pages, ever."""
+
+    spilled: int = 0
+    restored: int = 0
+    backed_up: int = 0
+    spill_failed: int = 0
+    restore_failed: int = 0
+    mismatched: int = 0
+    dropped: int = 0
+    host_evicted: int = 0
+    spill_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    recovered: int = 0
+    discarded_entries: int = 0
+
+
+@dataclass(slots=True)
 class RequestCounters:
     admitted: int = 0
     finished: int = 0

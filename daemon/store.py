@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from kvferry.daemon.counters import TierCounters
 from kvferry.daemon.errors import exhausted
 from kvferry.daemon.kv_events import KvEventLog, TokenChain
 from kvferry.daemon.namespaces import Namespace, Quota, own_share, slack
-from kvferry.daemon.store_counts import FlushCount, TierCounters
 from kvferry.radix.policy import Clock, Policy
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import BACKUP, RESTORE, SPILL, Copy, Evicted, Lock, PagedRadixTree
@@ -54,6 +54,15 @@ class Ended:
     readable: list[int]  # restored
     lost: list[int]  # their restore failed: ARRIVING now, to be asked for again
     removed: list[int]  # held by nobody: out of the tree, and the caller's to free (`Holds.removed`)
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCount:
+    """Pages: freed of each tier, and left because something holds them."""
+
+    device: int
+    host: int
+    skipped: int
 
 
 class Store:

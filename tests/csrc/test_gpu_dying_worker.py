@@ -14,29 +14,16 @@ from kvferry._core import GpuCopyEngine
 from kvferry.daemon.gpu_memory import GpuPoolMemory
 from kvferry.daemon.lock_holder import LockHolder
 from kvferry.daemon.side_tasks import SideTasks
-from kvferry.daemon.side_workers import SideWorkers, Worker
+from kvferry.daemon.side_workers import SideWorkers
 from kvferry.proto import worker_pb2
 from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.pool_shape import PoolShape
 from tests.csrc import dying_worker
+from tests.daemon.worker_ends import WorkerEnds
 
 GEOMETRY = KVGeometry(layers=16, kv_heads=8, head_dim=128, dtype="float16", page_size=64)
 PAGES = 64  # 256 MiB, in 0.1 ms: some 1000 copies are queued, up to a tenth of a second's
 TRIES = 4
-
-
-class Ends:
-    def __init__(self) -> None:
-        self.gone = asyncio.Event()
-
-    def worker_left(self, worker: Worker) -> None:
-        pass
-
-    def worker_lost(self, worker: Worker) -> None:
-        pass
-
-    def worker_gone(self, worker: Worker) -> None:
-        self.gone.set()
 
 
 class Daemon:
@@ -44,7 +31,7 @@ class Daemon:
 
     def __init__(self, folder: Path, other: GpuCopyEngine) -> None:
         self.memory = GpuPoolMemory.create(PoolShape(GEOMETRY, 1, StorageOrder.LAYER_MAJOR, PAGES), [0])
-        self.other, self.ends = other, Ends()
+        self.other, self.ends = other, WorkerEnds()
         self.workers = SideWorkers(str(folder / "worker-"), self.ends, SideTasks("decode"))
 
     async def kill_a_worker(self) -> int:

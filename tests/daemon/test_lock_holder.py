@@ -20,6 +20,7 @@ from kvferry.daemon.side_tasks import SideTasks
 from kvferry.daemon.side_workers import SideWorkers, Worker
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.segment import FileLock
+from tests.daemon.worker_ends import WorkerEnds
 
 LOCKS = """\
 1: POSIX  ADVISORY  WRITE 11 00:1b:7 0 EOF
@@ -110,6 +111,7 @@ def test_a_holder_is_seen_from_its_pid_namespace_and_those_around_it(lock: FileL
     finding = f"""if True:
         from kvferry.daemon.lock_holder import LockHolder
         from kvferry.transfer.segment import FileLock
+from tests.daemon.worker_ends import WorkerEnds
         print(LockHolder.find(FileLock.open({lock.path!r})))
         """
     with holding(lock.path):
@@ -120,23 +122,9 @@ def test_a_holder_is_seen_from_its_pid_namespace_and_those_around_it(lock: FileL
 # -- a side's workers
 
 
-class Ends:
-    def __init__(self) -> None:
-        self.gone = asyncio.Event()
-
-    def worker_left(self, worker: Worker) -> None:
-        pass
-
-    def worker_lost(self, worker: Worker) -> None:
-        pass
-
-    def worker_gone(self, worker: Worker) -> None:
-        self.gone.set()
-
-
 class Workers(SideWorkers):
     def __init__(self, folder: Path) -> None:
-        self.ends = Ends()
+        self.ends = WorkerEnds()
         super().__init__(str(folder / "worker-"), self.ends, SideTasks("decode"))
 
     def come(self, pools: Sequence[wire.RankPool] = ()) -> Worker:

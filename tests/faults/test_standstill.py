@@ -6,45 +6,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from devices import DeviceStack
+from devices import WrappedStack
 from engines import Engines, courier_pids, settled, wait_until
 from standstill import is_stopped
 from with_standstill import STOP_SECONDS
 
-from kvferry.daemon.stack import Process
 from kvferry.daemon.system import SystemSpec, start_replicas
 
 WITH_STANDSTILL = str(Path(__file__).with_name("with_standstill.py"))
 
 
-class StandingStack(DeviceStack):
-    """Of which this daemon stops itself."""
-
-    def __init__(self, stands: str) -> None:
-        super().__init__()
-        self._stands = stands
-
-    def start(
-        self,
-        name: str,
-        words: Sequence[str],
-        *,
-        environment: dict[str, str] | None = None,
-        prefix: Sequence[str] = (),
-    ) -> Process:
-        if name == self._stands:
-            prefix = [sys.executable, WITH_STANDSTILL]
-        return super().start(name, words, environment=environment, prefix=prefix)
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stands", ["decode-0", "prefill-0"])
 def test_a_daemon_that_stands_still_while_it_reaps_a_courier_lives_on(stands: str) -> None:
-    with StandingStack(stands) as stack:
+    with WrappedStack(stands, [sys.executable, WITH_STANDSTILL]) as stack:
         prefills, decodes = start_replicas(stack, SystemSpec(page_size=16))
         prefill, decode = prefills[0], decodes[0]
         standing, other = (decode, prefill) if stands == decode.name else (prefill, decode)

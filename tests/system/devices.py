@@ -53,6 +53,26 @@ class DeviceStack(Stack):
         return super().start(name, placed(words, chosen()), environment=ports | (environment or {}), prefix=prefix)
 
 
+class WrappedStack(DeviceStack):
+    """One of its processes is started by another command, which its own follows."""
+
+    def __init__(self, name: str, prefix: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self._name, self._prefix, self._environment = name, prefix, environment
+
+    def start(
+        self,
+        name: str,
+        words: Sequence[str],
+        *,
+        environment: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> Process:
+        if name == self._name:
+            prefix, environment = self._prefix, {**(environment or {}), **(self._environment or {})}
+        return super().start(name, words, environment=environment, prefix=prefix)
+
+
 def placed(words: Sequence[str], devices: Sequence[int]) -> list[str]:
     """A command of kvferry with --device, where it takes one. Skips where there are fewer devices than ranks."""
     if not devices or "--device" in words:

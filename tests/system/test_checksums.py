@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+from devices import WrappedStack
 from engines import Engines, Turn, settled, stats
 
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.stack import Process, Stack
 from kvferry.daemon.system import SystemSpec, start_replicas
 from kvferry.radix.digests import prompt_digests
 from kvferry.workers.compute import Prompt
@@ -25,24 +24,9 @@ WITH_FLIPS = str(Path(__file__).with_name("with_flips.py"))
 pytestmark = pytest.mark.timeout(120)
 
 
-class FlippingStack(Stack):
+def flipping(every: int) -> WrappedStack:
     """Its decode daemon meets a flipped bit in one of so many of the parts that it receives."""
-
-    def __init__(self, every: int) -> None:
-        super().__init__()
-        self._every = every
-
-    def start(
-        self,
-        name: str,
-        words: Sequence[str],
-        *,
-        environment: dict[str, str] | None = None,
-        prefix: Sequence[str] = (),
-    ) -> Process:
-        if name == "decode-0":
-            prefix, environment = [sys.executable, WITH_FLIPS], {"FLIP_EVERY": str(self._every)}
-        return super().start(name, words, environment=environment, prefix=prefix)
+    return WrappedStack("decode-0", [sys.executable, WITH_FLIPS], {"FLIP_EVERY": str(every)})
 
 
 def ids(rng: random.Random, n: int) -> list[int]:
@@ -61,7 +45,7 @@ def turns_with_flips(spec: SystemSpec, every: int) -> None:
     """Prompts of several parts each, all at a time: every one is answered rightly in the end."""
     rng = random.Random(every)
     prompts = [ids(rng, rng.randrange(100, 300)) for _ in range(12)]
-    with FlippingStack(every) as stack:
+    with flipping(every) as stack:
         prefills, decodes = start_replicas(stack, spec)
         with Engines(prefills[0], decodes[0]) as engines:
             turns = engines.turns(prompts, 5)
@@ -91,7 +75,7 @@ def test_flipped_bits_are_asked_for_again_and_no_wrong_byte_is_read() -> None:
 
 def test_a_path_that_flips_every_part_ends_in_a_clear_failure() -> None:
     """Here the prefill daemon alone wants checksums, which is enough."""
-    with FlippingStack(every=1) as stack:
+    with flipping(every=1) as stack:
         prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, prefill_flags=["--checksums", "on"]))
         with Engines(prefills[0], decodes[0]) as engines:
             turn = engines.turn(list(range(40)), 4)
