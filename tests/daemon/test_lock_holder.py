@@ -111,7 +111,6 @@ def test_a_holder_is_seen_from_its_pid_namespace_and_those_around_it(lock: FileL
     finding = f"""if True:
         from kvferry.daemon.lock_holder import LockHolder
         from kvferry.transfer.segment import FileLock
-from tests.daemon.worker_ends import WorkerEnds
         print(LockHolder.find(FileLock.open({lock.path!r})))
         """
     with holding(lock.path):
