@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedKeyList
 
 OVERTAKES = 8
-LOOK_AHEAD = 32  # requests without room that are looked past in one step
-OWN_LOOK_AHEAD = 8  # of each namespace, those looked past in one step that wait for no room of others
+LOOK_AHEAD = 32  # requests without room that are looked past in one step, and of each namespace those over its quota
+PROTECTED_LOOK_AHEAD = 256  # of each namespace, those kept out by what others' soft quotas protect: that is soon judged
 
 
 class Admission(enum.Enum):
@@ -45,6 +45,8 @@ class Waiting(Protocol):
 
 WaitingT = TypeVar("WaitingT", bound=Waiting)
 _Rank = tuple[int, int]
+StateOf = Callable[[object], Hashable]
+"""Of a namespace: all that decides which of its requests are over its quota, or kept out by what others' protect."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class _Look(Generic[WaitingT]):
     at: int = 0  # the next one
     own: list[WaitingT] = field(default_factory=list)  # over their namespace's quota
     protected: int = 0  # kept out by what others' soft quotas protect
+    others: int = 0  # taken, or without room
 
     @property
     def rank(self) -> _Rank:
@@ -62,14 +65,21 @@ class _Look(Generic[WaitingT]):
 
     @property
     def is_over(self) -> bool:
-        return self.at == len(self.queue) or len(self.own) + self.protected >= OWN_LOOK_AHEAD
+        bound = len(self.own) >= LOOK_AHEAD or self.protected >= PROTECTED_LOOK_AHEAD
+        return bound or self.at == len(self.queue)
 
 
 class AdmissionQueue(Generic[WaitingT]):
-    def __init__(self, overtakes: int = OVERTAKES) -> None:
+    """`states`, in each step, gives what namespaces are judged by: one where nobody got on is not looked at again
+    before that, or who waits there, has changed.
+    """
+
+    def __init__(self, overtakes: int = OVERTAKES, states: Callable[[], StateOf] | None = None) -> None:
         self.overtakes = overtakes
         self.overtaken = 0  # ever
+        self._states = states
         self._waiting: dict[object, SortedKeyList[WaitingT, _Rank]] = {}  # by namespace; none is empty
+        self._judged: dict[object, Hashable] = {}  # the state of those where nobody got on
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -82,6 +92,7 @@ class AdmissionQueue(Generic[WaitingT]):
         if queue is None:
             queue = self._waiting[request.scope] = SortedKeyList(key=_rank)
         queue.add(request)
+        self._judged.pop(request.scope, None)
 
     def remove(self, request: WaitingT) -> None:
         """ValueError if it does not wait."""
@@ -89,13 +100,15 @@ class AdmissionQueue(Generic[WaitingT]):
         if queue is None:
             raise ValueError(f"{request!r} does not wait")
         queue.remove(request)
+        self._judged.pop(request.scope, None)
         if not queue:
             del self._waiting[request.scope]
 
     def admit(self, try_admit: Callable[[WaitingT], Admission]) -> None:
         """Offers the waiting to `try_admit`, in order. One that is taken leaves the queue."""
         passed: list[WaitingT] = []  # without room: over these only so many go, of whatever namespace
-        looks: list[_Look[WaitingT]] = [_Look(queue) for queue in self._waiting.values()]
+        state_of = self._states() if self._states is not None else None
+        looks: list[_Look[WaitingT]] = [_Look(self._waiting[scope]) for scope in self._changed(state_of)]
         turns = [(look.rank, number) for number, look in enumerate(looks)]
         heapq.heapify(turns)
         while turns and len(passed) < LOOK_AHEAD and not self._is_due(passed):
@@ -104,10 +117,12 @@ class AdmissionQueue(Generic[WaitingT]):
             request = look.queue[look.at]
             admission = try_admit(request)
             if admission is Admission.TAKEN:
+                look.others += 1
                 self._take(request, [*passed, *look.own])
             else:
                 look.at += 1
                 if admission is Admission.NO_ROOM:
+                    look.others += 1
                     passed.append(request)
                 elif admission is Admission.OVER_QUOTA:
                     look.own.append(request)
@@ -115,6 +130,14 @@ class AdmissionQueue(Generic[WaitingT]):
                     look.protected += 1
             if not look.is_over and not self._is_due(look.own):
                 heapq.heappush(turns, (look.rank, number))
+            elif state_of is not None and not look.others:
+                self._judged[request.scope] = state_of(request.scope)
+
+    def _changed(self, state_of: StateOf | None) -> list[object]:
+        """Namespaces that are to be looked at."""
+        if state_of is None or not self._judged:
+            return list(self._waiting)
+        return [scope for scope in self._waiting if scope not in self._judged or self._judged[scope] != state_of(scope)]
 
     def _take(self, request: WaitingT, passed: list[WaitingT]) -> None:
         self.remove(request)

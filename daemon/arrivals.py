@@ -120,10 +120,9 @@ class Arrivals(Generic[WaiterT]):
             new.filling.add(page)
             self._followers[page][old] = None
 
-    def filler_of(self, page: int) -> WaiterT | None:
-        """The request that brings this arriving page; None: a restore, or nobody."""
-        filler = self._filler[page]
-        return None if filler is RESTORE else cast("WaiterT | None", filler)
+    def followers(self, page: int) -> Iterable[WaiterT]:
+        """Who waits for this arriving page that another brings, in order of admission but for who brought it before."""
+        return self._followers.get(page, ())
 
     def lost(self, pages: Iterable[int]) -> tuple[dict[WaiterT, list[int]], list[WaiterT]]:
         """Their restore failed. Returns new filler -> pages to ask for, and the waiters that cannot ask, which wait no

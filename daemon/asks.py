@@ -10,6 +10,7 @@ from kvferry.daemon.lease import Lease, Transfer
 from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST
 from kvferry.proto import peer_pb2 as peer
 from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.policy import Clock
 
 MAX_OPEN_ASKS = MAX_ASKS_PER_REQUEST // 2  # of one request at a time; the prefill daemon's bound is the whole
 
@@ -17,12 +18,14 @@ MAX_OPEN_ASKS = MAX_ASKS_PER_REQUEST // 2  # of one request at a time; the prefi
 class Asks:
     """`emit` takes the effects, in order."""
 
-    def __init__(self, page_size: int, emit: Callable[[Effect], None]) -> None:
+    def __init__(self, page_size: int, clock: Clock, emit: Callable[[Effect], None]) -> None:
         self.counters = TransferCounters()
         self.asked_again = 0
         self._page_size = page_size
+        self._clock = clock
         self._emit = emit
         self._transfers: dict[int, Transfer] = {}
+        self._given_up: dict[int, Lease] = {}  # transfers that are over since another took over their pages
         self._next = 1
 
     def __len__(self) -> int:
@@ -46,6 +49,7 @@ class Asks:
         page_ids = tuple(lease.pages[first_page : first_page + pages])
         self._transfers[number] = Transfer(number, lease, first_page, page_ids)
         lease.transfers.add(number)
+        lease.quiet_since = self._clock.now
         self.counters.opened += 1
         ask = peer.Ask(
             transfer=number,
@@ -66,16 +70,20 @@ class Asks:
         self.ask_on(lease, pages)
 
     def ask_on(self, lease: Lease, pages: list[int]) -> None:
-        """As `ask_again`, for the rest of what it was asking for: no round of its own."""
-        wanted = set(pages)
-        indexes = [i for i, page in enumerate(lease.pages) if page in wanted]
-        assert len(indexes) == len(wanted), "asked again for a page that is not of this prompt"
+        """As `ask_again`, for what another was asking for, or the rest of what it was itself: no round of its own."""
+        self._queue_runs(lease, set(pages))
+        self._issue(lease)
+
+    def _queue_runs(self, lease: Lease, pages: set[int]) -> None:
+        if not pages:
+            return
+        indexes = [i for i, page in enumerate(lease.pages) if page in pages]
+        assert len(indexes) == len(pages), "asked again for a page that is not of this prompt"
         start = 0
         for i in range(1, len(indexes) + 1):
             if i == len(indexes) or indexes[i] != indexes[i - 1] + 1:
                 lease.runs.append((indexes[start], i - start))
                 start = i
-        self._issue(lease)
 
     def _issue(self, lease: Lease) -> None:
         while lease.runs and len(lease.transfers) < MAX_OPEN_ASKS:
@@ -92,18 +100,37 @@ class Asks:
         """Keeps a transfer open, of no pages: by it the prefill daemon says that the aux blob will not come."""
         self._ask(lease, lease.promised, 0)
 
-    def hand_to(self, heir: Lease, lease: Lease, pages: set[int]) -> None:
-        """What the lease's transfers bring of these pages (pool ids) `heir` is to ask for once they have drained."""
+    def first_page(self, lease: Lease) -> int:
+        """Index of the first prompt page of what it asks for, or is to."""
+        first = [self._transfers[number].first_page for number in lease.transfers] + [run[0] for run in lease.runs]
+        return min(first, default=len(lease.pages))
+
+    def give_to(self, taker: Lease, lease: Lease, pages: set[int]) -> list[int]:
+        """What the lease's transfers bring of these pages (pool ids) `taker` is to ask for once they have drained.
+        Returns those that the lease has not asked for yet, and now will not."""
         for number in sorted(lease.transfers):
             transfer = self._transfers[number]
             if not transfer.draining and not pages.isdisjoint(transfer.page_ids):
-                transfer.heir = heir
-                self.stop(transfer, "another prefill daemon has computed it")
+                self.give_transfer(transfer, taker)
+        waiting = [page for first, count in lease.runs for page in lease.pages[first : first + count]]
+        lease.runs.clear()
+        self._queue_runs(lease, set(waiting) - pages)
+        return [page for page in waiting if page in pages]
+
+    def give_transfer(self, transfer: Transfer, taker: Lease) -> None:
+        transfer.taker = taker
+        self._given_up[transfer.number] = transfer.lease
+        self.stop(transfer, "another prefill daemon has computed it")
+
+    def given_up_by(self, number: int) -> Lease | None:
+        """Who had asked for a transfer that is over since another one took over its pages."""
+        return self._given_up.get(number)
 
     def stop_all(self, lease: Lease, reason: str) -> None:
         lease.runs.clear()
         for number in sorted(lease.transfers):
             self.stop(self._transfers[number], reason)
+        self._given_up = {number: other for number, other in self._given_up.items() if other is not lease}
 
     def pop(self, number: int) -> Transfer | None:
         """The transfer is over: no copy of it runs."""

@@ -52,4 +52,7 @@ class Core(Protocol):
 
     def tick(self, now: float) -> None: ...
 
+    def stood_still(self, seconds: float, now: float) -> None:
+        """This daemon did, for so long, and has not read what came meanwhile: by that alone nobody is late."""
+
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None: ...

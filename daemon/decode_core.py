@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from kvferry.daemon.decode_requests import DecodeLimits, DecodeRequests
 from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
 from kvferry.daemon.holds import Hold
-from kvferry.daemon.lease import Lease, LeaseState, Transfer
+from kvferry.daemon.lease import Lease, LeaseState
 from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
 from kvferry.daemon.supply import Growth
 from kvferry.proto import worker_pb2 as wire
@@ -28,9 +28,6 @@ from kvferry.radix.tree import OUTPUT, PROMPT
 __all__ = ["DecodeCore", "DecodeLimits"]
 
 MAX_GROWTHS = 4  # of one request, waiting for pages
-# That what others bring may stand still while a request's own prefill daemon has it: far below any deadline, and below
-# the time for which a prefill daemon surely keeps what it has sent (REST_SECONDS).
-PATIENCE_SECONDS = 0.25
 MAX_RETRACTED = 4096  # retracted requests that keep their place in the queue until they come back
 
 
@@ -289,7 +286,7 @@ class DecodeCore(DecodeRequests):
         lease = moving.lease
         pages = self._arrivals.of(moving.pool_pages(prompt_pages))
         lease.delta_pages += len(pages)
-        lease.progress_at = now
+        lease.brings, lease.quiet_since = True, now
         if prompt_pages and prompt_pages[-1] >= lease.matched:  # prompts are computed from their beginning on
             lease.served_at = lease.served_at or now
         self._readable(lease, pages, now)
@@ -316,14 +313,19 @@ class DecodeCore(DecodeRequests):
         """The prefill daemon will send no more of it."""
         moving = self._asks.get(transfer)
         if moving is None:
-            return
-        if moving.draining:
+            self._prompt_failed(self._asks.given_up_by(transfer), error)
+        elif moving.draining:
             moving.refusal = error
-        elif moving.lease.state is LeaseState.FILLING:
-            self._fail(moving.lease, error.marked_of_prefill())
-        else:
+        elif moving.lease.state is not LeaseState.FILLING:
             self._asks.stop(moving, error.message)
+        elif not self._take_overs.give_back(moving):
+            self._fail(moving.lease, error.marked_of_prefill())
         self._pump(now)
+
+    def _prompt_failed(self, lease: Lease | None, error: RequestError) -> None:
+        """Of a lease whose pages another brings now: its aux blob will not come."""
+        if lease is not None and lease.state is LeaseState.FILLING and lease.aux is None:
+            self._fail(lease, error.marked_of_prefill())
 
     def transfer_drained(self, transfer: int, now: float) -> None:
         """After StopTransfer: no copy into its pages runs, and none will."""
@@ -332,9 +334,10 @@ class DecodeCore(DecodeRequests):
             return
         assert moving.draining, f"transfer {transfer} drained before it was stopped"
         lease = moving.lease
-        if moving.heir is not None and lease.state is LeaseState.FILLING:
+        if moving.taker is not None and lease.state is LeaseState.FILLING:
             self.transfer_counters.abort("taken_over")
-            self._pass_on(moving, moving.heir, now)
+            if error := self._take_overs.drained(moving):
+                self._fail(lease, error.marked_of_prefill())
         elif moving.retry and lease.state is LeaseState.FILLING:
             self.transfer_counters.fail("wrong_parts")
             still = [page for page in moving.page_ids if page in lease.filling]
@@ -347,38 +350,6 @@ class DecodeCore(DecodeRequests):
             self.transfer_counters.abort(lease.failure or "request_ended")
         self._settle(lease)
         self._pump(now)
-
-    def _pass_on(self, moving: Transfer, heir: Lease, now: float) -> None:
-        """What `heir` waits for of a transfer that has drained it asks for itself; the rest is asked for again."""
-        lease = moving.lease
-        if moving.refusal is not None:
-            self._fail(lease, moving.refusal.marked_of_prefill())
-            return
-        still = [page for page in moving.page_ids if page in lease.filling]
-        passed = [page for page in still if heir.state is LeaseState.FILLING and page in heir.missing]
-        if passed:
-            self._arrivals.take_over(passed, lease, heir)
-            heir.progress_at = now
-            self._asks.ask_again(heir, passed)
-        if rest := [page for page in still if page in lease.filling]:
-            self._asks.ask_on(lease, rest)
-        elif lease.aux is None and not lease.transfers:
-            self._asks.await_aux(lease)
-
-    def _look_for_sooner(self, lease: Lease, now: float) -> None:
-        """Pages that others were to bring, and of which nothing has come for PATIENCE_SECONDS, though the lease's own
-        prefill daemon has computed them since, it will ask for itself. Single flight must not tie a request to another
-        one's prefill daemon, which may never answer.
-        """
-        if lease.served_at is None or lease.asks >= MAX_ASKS_PER_REQUEST // 2:
-            return
-        waits_for: dict[Lease, set[int]] = {}
-        for page in lease.missing - lease.filling:
-            filler = self._arrivals.filler_of(page)
-            if filler is not None and now - max(filler.progress_at, lease.served_at) >= PATIENCE_SECONDS:
-                waits_for.setdefault(filler, set()).add(page)
-        for filler, pages in waits_for.items():
-            self._asks.hand_to(lease, filler, pages)
 
     def prefill_down(self, prefill: str, error: RequestError, now: float) -> None:
         """No session to that daemon: its requests fail, what arrived stays."""
@@ -411,10 +382,20 @@ class DecodeCore(DecodeRequests):
             self._check_ready(waiter, now)
         self._pump(now)
 
+    def stood_still(self, seconds: float, now: float) -> None:
+        """This daemon did, for so long, and has not read what came meanwhile: by that alone nobody is late."""
+        for lease in self.leases.values():
+            lease.quiet_since = min(lease.quiet_since + seconds, now)
+            if lease.served_at is not None:
+                lease.served_at = min(lease.served_at + seconds, now)
+            if lease.state is LeaseState.RETRACTING:
+                lease.deadline += seconds
+        for growth in self._supply.growing:
+            growth.deadline += seconds
+
     def tick(self, now: float) -> None:
         self.pins.expire(now)
-        for lease in [lease for lease in self.leases.values() if lease.state is LeaseState.FILLING]:
-            self._look_for_sooner(lease, now)
+        self._take_overs.look(self.leases.values(), now)
         for lease in list(self.leases.values()):
             deadline = lease.deadline
             if lease.queued and not lease.resumed:

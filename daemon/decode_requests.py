@@ -22,6 +22,7 @@ from kvferry.daemon.limits import Name
 from kvferry.daemon.pins import Pins
 from kvferry.daemon.store import Store
 from kvferry.daemon.supply import Supply
+from kvferry.daemon.take_over import TakeOvers
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
@@ -54,7 +55,8 @@ class DecodeRequests:
         self._retracted: OrderedDict[Name, tuple[int, int]] = OrderedDict()  # to their worker and order
         self._next_order = 1
         self._effects: list[Effect] = []
-        self._asks = Asks(store.page_size, lambda effect: self._effects.append(effect))
+        self._asks = Asks(store.page_size, store.clock, lambda effect: self._effects.append(effect))
+        self._take_overs = TakeOvers(self._arrivals, self._asks)
 
     # -- what the shells ask -------------------------------------------------------------------------------------
 
@@ -179,7 +181,6 @@ class DecodeRequests:
         """
         for page in fresh:
             self._arrivals.expect(page, lease)
-        lease.progress_at = lease.admitted_at
         full = len(lease.digests) // DIGEST_BYTES
         if self.shares_while_filling(lease) and full > lease.matched:
             coming = lease.pages[lease.matched : full]

@@ -65,8 +65,10 @@ class Holds:
     def reserve(self, hold: Hold) -> Admission:
         """Locks the longest match and promises the rest, if that can be kept; else nothing has changed."""
         namespace = hold.namespace
-        match = namespace.tree.match(hold.digests)
         total = hold.wanted + hold.growth
+        if hold.wanted + self._later(hold) > self._store.reachable(namespace):
+            return Admission.PROTECTED  # whatever it matches: that is in the pool, too
+        match = namespace.tree.match(hold.digests)
         if refusal := self._refusal(hold, hold.wanted - match.device_pages):
             return refusal  # locking the match can only make it worse; a request that waits should not look like use
         lock = self._lock(hold)
@@ -161,14 +163,14 @@ class Holds:
         return self._refusal(hold, hold.wanted - lock.device_pages)
 
     def _refusal(self, hold: Hold, now: int) -> Admission | None:
-        later = math.ceil(hold.growth / hold.overcommit)
-        pages = max(0, now) + later
+        pages = max(0, now) + self._later(hold)
         if self._store.fits(hold.namespace, pages):
             return None
-        if not hold.namespace.within_hard(pages):
-            return Admission.OVER_QUOTA
-        reachable = self._store.reachable(hold.namespace)
-        return Admission.NO_ROOM if hold.wanted + later <= reachable else Admission.PROTECTED
+        return Admission.NO_ROOM if hold.namespace.within_hard(pages) else Admission.OVER_QUOTA
+
+    def _later(self, hold: Hold) -> int:
+        """Pages that are promised for its growth."""
+        return math.ceil(hold.growth / hold.overcommit)
 
     def _lock(self, hold: Hold) -> Lock:
         tree = hold.namespace.tree

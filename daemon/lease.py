@@ -47,8 +47,12 @@ class Lease:
     transfers: set[int] = field(default_factory=set)  # open or draining
     runs: deque[tuple[int, int]] = field(default_factory=deque)  # (first page, pages) still to be asked for again
     asks: int = 0  # rounds of asking
-    progress_at: float = 0.0  # when its transfers last brought a page, or were opened
+    quiet_since: float = 0.0  # when it last asked for pages, or some came
+    brings: bool = False  # pages have come of what it asked for
     served_at: float | None = None  # since when its prefill daemon is known to have computed what others bring
+    taken: dict[int, Lease] = field(default_factory=dict)  # page ids that it took over, and from whom
+    take_overs: int = 0  # of pages that were coming for others
+    hands: int = 0  # through which what it brings has gone
     waiting_since: float = 0.0
     aux: bytes | None = None
     aux_at: float = 0.0
@@ -128,8 +132,8 @@ class Transfer:
     draining: bool = False
     retry: bool = False  # ask again for what is missing once it has drained
     problem: str = ""  # why, where parts of it were wrong
-    heir: Lease | None = None  # who then asks for what it waits for of these pages, in place of the lease
-    refusal: RequestError | None = None  # the prefill daemon's, while it drains for its heir
+    taker: Lease | None = None  # who then asks for what it waits for of these pages, in place of the lease
+    refusal: RequestError | None = None  # the prefill daemon's, while it drains for its taker
 
     def pool_pages(self, prompt_pages: Sequence[int]) -> Sequence[int]:
         """Where these prompt pages, ascending, are to lie."""

@@ -62,6 +62,11 @@ class Namespace:
         return max(0, self.tree.evictable - self.above_soft)
 
     @property
+    def soft_pages(self) -> int:
+        """Pages of the tree that others may not have even if no request held any."""
+        return min(self.quota.soft, self.tree.pages)
+
+    @property
     def host_above_soft(self) -> int:
         return max(0, self.tree.host_pages - self.quota.host_soft)
 

@@ -124,6 +124,7 @@ class PrefillCore(PrefillRequests):
         else:
             prompt.aux = blob
             prompt.worker_done = True
+            self._open_asks(entry)
             self._send_aux(entry)
             self._settle(entry)
         self._pump(now)
@@ -269,6 +270,10 @@ class PrefillCore(PrefillRequests):
         if ended.lost:
             self.pins.shorten(ended.namespace)
         self._pump(now)
+
+    def stood_still(self, seconds: float, now: float) -> None:
+        """This daemon did, for so long, and has not read what came meanwhile: nothing has rested longer by that."""
+        self._rested = {entry: min(since + seconds, now) for entry, since in self._rested.items()}
 
     def tick(self, now: float) -> None:
         self.pins.expire(now)

@@ -52,7 +52,7 @@ class Entry:
     order: int
     prompt: Prompt | None = None
     session: int | None = None  # of the decode daemon that asked
-    asks: list[peer.Ask] = field(default_factory=list)  # waiting for the prompt to begin
+    asks: list[peer.Ask] = field(default_factory=list)  # waiting for the prompt to begin; of no pages: for its end
     sends: set[int] = field(default_factory=set)  # transfers open or ending
     done: bool = False  # nothing more is wanted of it
     yielded: bool = False  # it was computed and sent, and others got its pages

@@ -126,11 +126,7 @@ class PrefillRequests:
             return None
         self._rested = {entry: since for entry, since in self._rested.items() if entry.rests}
         rested = [entry for entry, since in self._rested.items() if since + REST_SECONDS <= now]
-        for waiter in self._supply.first_asked() if rested else ():
-            assert waiter.prompt is not None
-            wants = waiter.prompt.hold
-            if wants.wanted > self.store.reachable(wants.namespace):
-                continue  # nobody's pages would do
+        for wants in self._supply.first_asked() if rested else ():
             any_tenant = wants.namespace.within_hard(wants.wanted)  # else its own hard quota is what is in the way
             found = [entry for entry in rested if any_tenant or entry.scope is wants.namespace]
             if found:
@@ -235,17 +231,22 @@ class PrefillRequests:
             self._effects.append(FailAsk(entry.session, ask.transfer, error))
 
     def _open_asks(self, entry: Entry) -> None:
+        """Those of no pages stay until the aux blob is there: who waits for it alone is told if it will not come."""
         prompt = entry.prompt
         if prompt is None or not prompt.begun or entry.done:
             return
+        waiting: list[peer.Ask] = []
         for ask in entry.asks:
+            if ask.pages == 0 and prompt.aux is None:
+                waiting.append(ask)
+                continue
             assert entry.session is not None
             self.transfer_counters.opened += 1
             entry.sends.add(ask.transfer)
             self._sends[entry.session, ask.transfer] = entry
             page_ids = tuple(prompt.pages[ask.first_page : ask.first_page + ask.pages])
             self._effects.append(OpenSend(entry.session, ask.transfer, ask.first_page, page_ids, prompt.pages_ready))
-        entry.asks.clear()
+        entry.asks = waiting
 
     def _send_aux(self, entry: Entry) -> None:
         prompt = entry.prompt

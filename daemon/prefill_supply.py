@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
-from kvferry.daemon.admission import Admission, AdmissionQueue
+from kvferry.daemon.admission import Admission, AdmissionQueue, StateOf
 from kvferry.daemon.arrivals import Arrivals
 from kvferry.daemon.holds import Hold, Holds
 from kvferry.daemon.namespaces import Namespace
@@ -25,7 +26,7 @@ class PrefillSupply:
     """`on_begun`: every page of the prompt is there, and its matched ones are readable."""
 
     def __init__(self, store: Store, overtakes: int, on_begun: Callable[[Entry], None]) -> None:
-        self.queue: AdmissionQueue[Entry] = AdmissionQueue(overtakes)
+        self.queue: AdmissionQueue[Entry] = AdmissionQueue(overtakes, self._states)
         self._arrivals: Arrivals[Entry] = Arrivals()
         self.holds = Holds(store, self._arrivals)
         self._store = store
@@ -48,14 +49,18 @@ class PrefillSupply:
     def reserved(self) -> int:
         return len(self._reserved)
 
-    def first_asked(self) -> list[Entry]:
-        """Of each namespace, the first of those that a decode daemon asked for and that wait for pages, in order."""
+    def first_asked(self) -> list[Hold]:
+        """Of each namespace, the first of those that a decode daemon asked for and that wait for pages, in order; not
+        those that only others' soft quotas keep out, whom nobody's pages would help.
+        """
         if not self._asked_waiting:
             return []
-        first: dict[object, Entry] = {}
+        first: dict[Namespace, Hold] = {}
         for entry in self.queue:
-            if entry.asked:
-                first.setdefault(entry.scope, entry)
+            assert entry.prompt is not None
+            hold = entry.prompt.hold
+            if entry.asked and hold.namespace not in first and hold.wanted <= self._store.reachable(hold.namespace):
+                first[hold.namespace] = hold
         return list(first.values())
 
     @property
@@ -150,8 +155,12 @@ class PrefillSupply:
             self._asked_over.add(hold.namespace)
         return admission
 
+    def _states(self) -> StateOf:
+        quotas = self._store.quota_states()
+        return lambda namespace: (quotas(namespace), self.unasked_pages, self._unasked[cast(Namespace, namespace).id])
+
     def _reserve_unasked(self, prompt: Prompt) -> Admission:
-        """Whatever was asked for was looked at before it in this step: it goes first."""
+        """What was asked for was looked at before it in this step: it goes first."""
         namespace, wanted = prompt.hold.namespace, prompt.hold.wanted
         if self._asked_short or self.unasked_pages + wanted > self.most_unasked():
             return Admission.NO_ROOM

@@ -322,9 +322,10 @@ class Daemon:
         while True:
             due = loop.time() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
-            self._snapshots.loop_lag.add(max(0.0, loop.time() - due))
+            late = max(0.0, loop.time() - due)
+            self._snapshots.loop_lag.add(late)
             for side in self.sides.values():
-                side.tick()
+                side.tick(late)
 
     def _watch_task(self, task: asyncio.Task[None]) -> None:
         task.add_done_callback(self._on_task_end)

@@ -37,6 +37,7 @@ from kvferry.transfer.namespace import NamespaceFacts
 log = logging.getLogger(__name__)
 
 SPILL_PAGES = 256  # of one step at the end
+LATE_SECONDS = 0.1  # of a tick: by more the daemon stood still
 
 CoreT = TypeVar("CoreT", bound=Core)
 
@@ -111,9 +112,11 @@ class Side(Generic[CoreT]):
     def store(self) -> Store:
         return self.ready_core.store
 
-    def tick(self) -> None:
-        """Lets deadlines pass."""
+    def tick(self, late: float = 0.0) -> None:
+        """Lets deadlines pass. `late`: seconds by which this comes later than it was to."""
         if self.core is not None:
+            if late > LATE_SECONDS:
+                self.core.stood_still(late, self.now())
             self.core.tick(self.now())
             self.flush()
 

@@ -8,7 +8,7 @@ and is to be asked again. Frees are batched: `release` collects, and the next `t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.daemon.counters import TierCounters
@@ -166,8 +166,23 @@ class Store:
         """Pages that a request of this namespace could have now if nothing else ran: all but what the soft quotas of
         the others protect.
         """
-        others = (other for other in self.namespaces.values() if other is not namespace)
-        return self.pool.pages - sum(min(other.quota.soft, other.used) for other in others)
+        return self.pool.pages - self._soft_pages() + namespace.soft_pages
+
+    def _soft_pages(self) -> int:
+        return sum(namespace.soft_pages for namespace in self.namespaces.values())
+
+    def quota_states(self) -> Callable[[object], Hashable]:
+        """Of a namespace, in this step: what decides which of its requests are over its hard quota or kept out by the
+        soft ones of others. What is matched changes with the pages that it uses, but for a page in place of another.
+        """
+        soft_pages = self._soft_pages()
+
+        def state(namespace: object) -> Hashable:
+            assert isinstance(namespace, Namespace)
+            tree = namespace.tree
+            return tree.pages, tree.evictable, namespace.own, namespace.promised, soft_pages - namespace.soft_pages
+
+        return state
 
     # -- pages of requests ---------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class SupplyEvents(Protocol):
         """No page can be had for its growth, and no copy is under way that would free one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Growth:
     lease: Lease
     tokens: int
@@ -36,7 +36,7 @@ class Growth:
 
 class Supply:
     def __init__(self, store: Store, holds: Holds, overtakes: int, events: SupplyEvents) -> None:
-        self.queue: AdmissionQueue[Lease] = AdmissionQueue(overtakes)
+        self.queue: AdmissionQueue[Lease] = AdmissionQueue(overtakes, store.quota_states)
         self.reserved: deque[Lease] = deque()
         self.growing: deque[Growth] = deque()
         self._returned: list[Lease] = []

@@ -27,6 +27,7 @@ from kvferry.radix.tree import RESTORE
 
 PAGES, PROMPT_PAGES, STEPS = 16, 8, 160
 HALF = b"half written"
+PREFILLS = ("p", "q", "r")
 LEASED, ORPHANED = int(PageState.LEASED), int(PageState.ORPHANED)
 ThingT = TypeVar("ThingT")
 
@@ -43,7 +44,7 @@ class Request:
     worker: int
     prompt: list[bytes]  # what must stand in its pages
     held: int  # of them, those that the worker has in memory of its own
-    prefilled: bool  # by a prefill worker
+    prefill: str  # "": its worker computes it
     pages: list[int] = field(default_factory=list)  # once admitted
     to_fill: list[int] = field(default_factory=list)  # of them, those that its worker writes to
     ready: bool = False
@@ -98,11 +99,11 @@ class World:
         ends = self.random.choice("ab")
         prompt = digests("shared", shared) + digests(f"{ends} behind {shared}, ", pages - shared)
         contents = by_page(prompt)
-        prefill = "p" if self.random.random() < 0.9 else ""
+        prefill = self.random.choice(PREFILLS) if self.random.random() < 0.9 else ""
         held = min(pages, self.random.choice([0, 1, 3, 5]))
         for worker in self.one_of(self.workers):
             self.met["requests"] += 1
-            request = Request(name(self.met["requests"]), worker, contents, held, prefill != "")
+            request = Request(name(self.met["requests"]), worker, contents, held, prefill)
             self.prompts[request.name] = contents
             message = wire.Admit(
                 name=request.name.to_proto(),
@@ -145,7 +146,7 @@ class World:
 
     def time_passes(self) -> None:
         """Nothing comes meanwhile."""
-        self.now += 0.3
+        self.now += self.random.choice([0.3, 0.3, 1.2])
         self.core.tick(self.now)
 
     def cache_is_spilled(self) -> None:
@@ -170,7 +171,7 @@ class World:
 
     def first_token_comes(self) -> None:
         for request in self.one_of(self.served):
-            self.core.aux("p", request.name, b"first token", self.now)
+            self.core.aux(request.prefill, request.name, b"first token", self.now)
 
     def worker_fills(self) -> None:
         for request in self.one_of(request for request in self.served if request.to_fill and not request.failed):
@@ -234,7 +235,7 @@ class World:
         if event.HasField("admitted"):
             request = self.requests[name_of(event.admitted.name)]
             request.pages = list(event.admitted.pages)
-            if request.prefilled:
+            if request.prefill:
                 request.to_fill = request.pages[event.admitted.matched_tokens // PAGE : request.held]
             else:  # it computes the rest, at once
                 first = event.admitted.local_tokens // PAGE
@@ -258,6 +259,7 @@ class World:
         assert counts.leased + counts.orphaned == len(own) == len(set(own)), "pages of nobody, or of two requests"
         brought = [page for start, _ in self.transfers.values() for page in start.page_ids]
         assert len(brought) == len(set(brought)), "a page is brought by two transfers"
+        self.check_brought(set(brought))
         for request in self.requests.values():
             if request.to_fill:
                 assert set(brought).isdisjoint(request.to_fill), "a page is brought that its worker may still write"
@@ -265,6 +267,17 @@ class World:
             if request.ready:
                 got = [self.memory.get(page) for page in request.pages]
                 assert got == request.prompt, "a wrong byte is read"
+
+    def check_brought(self, coming: set[int]) -> None:
+        """Nobody waits for a page that nobody brings, now or in its turn."""
+        for lease in self.core.leases.values():
+            coming |= {page for first, count in lease.runs for page in lease.pages[first : first + count]}
+            coming |= set(lease.to_fill)
+            if not lease.live and lease.transfers:
+                coming |= lease.filling  # until these have drained: then others ask for it
+        restored = {page for started in self.copies for page in started.copy.device}
+        for lease in self.core.leases.values():
+            assert lease.missing <= coming | restored, "a request waits for a page that nobody brings"
 
     def check_unfilled(self, request: Request) -> None:
         """What its worker may still write is in no tree, and nobody else has it or waits for it."""
@@ -294,6 +307,8 @@ class World:
             self.side.admit(name(10_000 + follower), "whole", PAGES)
             asked = [len(start.page_ids) for start in self.side.of(StartTransfer)]
             assert asked == [0 if follower else PAGES], "a page of nobody is withheld"
+        for follower in range(2):
+            self.core.abort(1, name(10_000 + follower), self.now)
 
 
 Action: TypeAlias = Callable[[World], None]

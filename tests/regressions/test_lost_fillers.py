@@ -62,8 +62,9 @@ def free_at_once(core: DecodeCore, worker: int, now: float) -> None:
     core.worker_gone(worker, now)
 
 
-def ask_before_it_has_drained(asks: Asks, heir: Lease, lease: Lease, pages: set[int]) -> None:
-    asks.ask_again(heir, sorted(pages))
+def ask_before_it_has_drained(asks: Asks, taker: Lease, lease: Lease, pages: set[int]) -> list[int]:
+    asks.ask_on(taker, sorted(pages))
+    return []
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def ask_before_it_has_drained(asks: Asks, heir: Lease, lease: Lease, pages: set[
     [
         (DecodeCore, "shares_while_filling", share_at_once),
         (DecodeCore, "worker_lost", free_at_once),
-        (Asks, "hand_to", ask_before_it_has_drained),
+        (Asks, "give_to", ask_before_it_has_drained),
     ],
 )
 def test_without_a_guard_harm_is_found(

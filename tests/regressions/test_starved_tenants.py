@@ -6,11 +6,14 @@ import pytest
 from request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, Prefill, digests, name
 
 from kvferry.daemon.admission import OVERTAKES
+from kvferry.daemon.effects import StopTransfer
+from kvferry.daemon.holds import Holds
 from kvferry.daemon.lease import LeaseState
 from kvferry.daemon.namespaces import Quota
 from kvferry.daemon.prefill_requests import REST_SECONDS
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
 
 PAGES = 64
 LATE = name(1000)
@@ -122,3 +125,99 @@ def test_who_is_above_its_own_hard_quota_is_refused_at_once() -> None:
         side.begin(name(2), "a", 5)
     (failed,) = [effect for effect in side.core.take_effects() if hasattr(effect, "error")]
     assert failed.error.code == common.ERROR_INVALID_ARGUMENT
+
+
+# -- its own requests ----------------------------------------------------------------------------------------------
+
+PROTECTED = {OTHER_TENANT: Quota(soft=16)}
+
+
+def protected_pages(side: Decode) -> None:
+    """Half of a pool of 32 is the other tenant's."""
+    side.admit(name(1), "o", 16, namespace=OTHER_TENANT, prefill="")
+    side.core.finish(1, name(1), 16 * PAGE, b"", 0.0)
+    side.take()
+    assert side.store.namespaces[OTHER_TENANT].soft_pages == 16
+
+
+@pytest.mark.parametrize("waiting", [8, 40])
+def test_who_cannot_fit_beside_soft_quotas_holds_up_nobody_of_its_own_tenant(waiting: int) -> None:
+    side = Decode(32, queue=64, quotas=PROTECTED)
+    protected_pages(side)
+    for number in range(waiting):
+        side.admit(name(10 + number), f"{number}", 20, prefill="", worker=2)
+    side.admit(LATE, "small", 2, prefill="", worker=2)
+    assert side.core.waiting_requests == waiting and not side.core.leases[LATE].queued
+
+
+def test_small_requests_pass_those_over_their_own_tenants_quota() -> None:
+    side = Decode(PAGES, queue=64, quotas={NAMESPACE: Quota(hard=16)})
+    side.admit(name(1), "running", 10, prefill="")
+    for number in range(31):
+        side.admit(name(10 + number), f"{number}", 10, prefill="", worker=2)
+    side.admit(LATE, "small", 2, prefill="", worker=2)
+    assert side.core.waiting_requests == 31 and not side.core.leases[LATE].queued
+
+
+def test_prompts_that_cannot_fit_beside_soft_quotas_hold_up_nobody_of_their_own_tenant() -> None:
+    """Nor do they hide who is waited for by those that rest."""
+    for resting in (0, 14):
+        side = Prefill(32, table=64, quotas=PROTECTED)
+        side.ask(name(1), 1, "o", 16, namespace=OTHER_TENANT)
+        side.begin(name(1), "o", 16, namespace=OTHER_TENANT)
+        side.compute(name(1), 16)
+        side.core.send_completed(1, 1, 0.0)
+        side.core.done(1, name(1), 0.0)
+        if resting:
+            side.ask(name(2), 2, "rest", resting)
+            side.begin(name(2), "rest", resting)
+            side.compute(name(2), resting)
+            side.core.send_completed(1, 2, 0.0)
+        for number in range(8):
+            side.ask(name(10 + number), 10 + number, f"{number}", 20)
+            side.begin(name(10 + number), f"{number}", 20)
+        side.ask(LATE, 50, "small", 6)
+        side.begin(LATE, "small", 6)
+        assert bool(side.told("begun")) is not bool(resting)
+        side.core.tick(1.1 * REST_SECONDS)
+        side.take()
+        prompt = side.core.entries[LATE].prompt
+        assert prompt is not None and prompt.begun
+
+
+def test_running_requests_whose_pages_will_be_free_are_not_protected() -> None:
+    """Of less than a page: nothing of them stays, so who waits for room is passed only so often."""
+    side = Decode(32, queue=64, quotas=PROTECTED)
+
+    def small(number: int) -> None:
+        request = wire.Admit(name=name(number).to_proto(), tokens=2, tail_digest=bytes(32), max_new_tokens=1)
+        side.core.admit(1, OTHER_TENANT, name(number), request, 60.0, 0.0)
+
+    for number in range(16):
+        small(number)
+    side.admit(LATE, "large", 20, prefill="", worker=2)
+    passed = 0
+    while side.core.leases[LATE].queued and passed < 200:
+        small(100 + passed)
+        side.core.finish(1, name(passed if passed < 16 else 84 + passed), 2, b"", 0.0)
+        passed += 1
+    assert OVERTAKES <= passed <= 2 * OVERTAKES
+
+
+def test_a_tenant_is_looked_at_again_once_something_of_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Decode(PAGES, queue=1000, quotas=HARD)
+    for number in range(20):
+        side.admit(name(number), f"{number}", 4)
+    looked: list[object] = []
+    reserve = Holds.reserve
+    monkeypatch.setattr(Holds, "reserve", lambda self, hold: (looked.append(hold), reserve(self, hold))[1])
+    for tick in range(10):
+        side.tick(0.01 * tick)
+    assert not looked
+    side.admit(name(500), "new", 4)
+    assert len(looked) == 20, "who comes may be let in where others are not"
+    side.core.abort(1, name(0), 0.1)
+    side.take()
+    for stop in side.of(StopTransfer):
+        side.core.transfer_drained(stop.transfer, 0.1)
+    assert not side.core.leases[name(1)].queued

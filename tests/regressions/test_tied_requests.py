@@ -8,7 +8,6 @@ import pytest
 from request_cores import NAMESPACE, PAGE, Decode, name
 
 from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_core import PATIENCE_SECONDS
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.effects import StartTransfer, StopTransfer
 from kvferry.daemon.errors import RequestError, unavailable
@@ -17,6 +16,7 @@ from kvferry.daemon.limits import Name
 from kvferry.daemon.prefill_requests import REST_SECONDS
 from kvferry.daemon.side_tiers import SideTiers
 from kvferry.daemon.stats import side_stats
+from kvferry.daemon.take_over import PATIENCE_SECONDS
 from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PageState
 
