@@ -1,17 +1,18 @@
 """The process that holds a file's lock: a worker. When such a process is killed, the kernel may let the lock go long
 before the driver of a GPU ends what the process had queued there (bench/gpu/proofs.py, `unlocked`); its end comes
-behind both."""
+behind both, unless a child shares the driver's open files (docs/orders.md)."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 
 from kvferry.transfer.segment import FileLock
 
 LOCKS = "/proc/locks"  # proc(5)
-_LOOKS = 3  # a listing may lack a lock while others come and go
+_LOOKS = 5  # a listing that is read in pieces (80 locks are one) lacks a lock now and then while others come and go
 _EXITING = 0x4  # of a thread's flags: PF_EXITING, which is set before its memory and its files are let go
 _FLAGS = 6  # their field in a thread's `stat`, behind its name
 
@@ -20,7 +21,9 @@ class LockHolder:
     """Owns a descriptor of the process."""
 
     def __init__(self, pid: int) -> None:
-        """OSError: it has ended, or cannot be seen from here."""
+        """OSError: it has ended, cannot be seen from here, or there is no pidfd_open."""
+        if not hasattr(os, "pidfd_open"):  # Python was built for an older kernel
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         self.pid = pid
         self._fd = os.pidfd_open(pid)
         self._end = select.poll()
@@ -28,14 +31,14 @@ class LockHolder:
 
     @staticmethod
     def find(lock: FileLock) -> LockHolder | None:
-        """None where the lock is nobody's that is in this PID namespace."""
+        """None where the lock is nobody's that can be seen from here."""
         with contextlib.suppress(OSError):
             device, inode = lock.identity()
-            for _ in range(_LOOKS):
-                with open(LOCKS) as locks:
-                    pid = holder_of(locks.read(), device, inode)
-                if pid is not None:
-                    return LockHolder(pid)
+            if (pid := _listed(device, inode)) is not None:
+                holder = LockHolder(pid)
+                if _listed(device, inode) == pid:
+                    return holder
+                holder.close()  # the number may have become another process's meanwhile
         return None
 
     def has_ended(self) -> bool:
@@ -53,6 +56,16 @@ class LockHolder:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _listed(device: int, inode: int) -> int | None:
+    """The process that holds the flock on this file, where it is listed. OSError."""
+    for _ in range(_LOOKS):
+        with open(LOCKS) as locks:
+            pid = holder_of(locks.read(), device, inode)
+        if pid is not None:
+            return pid
+    return None
 
 
 def holder_of(locks: str, device: int, inode: int) -> int | None:

@@ -1,8 +1,8 @@
 """The workers of one side: those that are here, and lost ones until it is proven that they write no more. Shell.
 
 A worker holds the lock of its session file while it has the pool mapped. One that says it is quiesced is gone with its
-stream; one whose stream breaks is lost, and gone once that lock is free, and its process, where that can be seen, lives
-on or has ended.
+stream; one whose stream breaks is lost, and gone a second after that lock is free, and its process, where that can be
+seen, lives on or has ended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ from kvferry.daemon.lock_holder import LockHolder
 from kvferry.daemon.side_tasks import SideTasks
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.segment import FileLock
+from kvferry.waiting import awake
 
 WORKER_QUEUE = 8192  # events that may wait for a worker's stream
 PROOF_SECONDS = 0.1  # between looks at a lost worker's lock
+# Behind the proof. Copies of a process that had forked a child with its GPU open, or that calls exec, were seen to land
+# for some 10 ms more, as were those into shared memory of one in another PID namespace.
+SETTLE_SECONDS = 1.0
+SEEN_WITH = (
+    "run both in one PID namespace; the daemon's kernel (from 5.3 on), seccomp profile and Python must have pidfd_open,"
+    " and --shm-dir must be on a file system of one device number in stat and /proc/locks: tmpfs is, btrfs and some"
+    " overlays are not"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +45,8 @@ class Worker:
     overflown: asyncio.Event = field(default_factory=asyncio.Event)
 
     def lets_go(self) -> bool:
-        """It writes no more: it has let its lock go and lives on, or its process has ended. Of one that cannot be seen,
-        which maps no memory of GPUs, the lock is all: the kernel lets that go behind the process's memory."""
+        """It has let its lock go and lives on, or its process has ended. Of one that cannot be seen, which maps no
+        memory of GPUs, the lock is all: the kernel lets that go behind the process's memory."""
         if not self.lock.try_acquire():
             return False
         return self.holder is None or self.holder.lives_on() or self.holder.has_ended()
@@ -116,7 +125,7 @@ class SideWorkers:
         if worker.holder is None and worker.maps_gpus:
             raise precondition(
                 f"attached: this daemon cannot see the process that has locked {worker.lock.path}; only its end proves"
-                " that what it queued on a GPU is over: run both in one PID namespace"
+                f" that what it queued on a GPU is over: {SEEN_WITH}"
             )
         worker.attached = True
 
@@ -135,6 +144,7 @@ class SideWorkers:
         """Until then the lost worker may still write."""
         while not worker.lets_go():
             await asyncio.sleep(PROOF_SECONDS)
+        await awake(SETTLE_SECONDS)
         del self._lost[worker.number]
         self._proved(worker)
 

@@ -85,6 +85,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             log.info("%s worker %s has %s", side.role, worker.name, "left" if worker.quiesced else "broken off")
         if worker.quiesced and not await side.memory_released(worker, RELEASE_SECONDS):
             log.error("%s worker %s is left alone with memory that is still mapped", side.role, worker.name)
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"the pool is still mapped after {RELEASE_SECONDS:g} s: keep its memory to the end of the process",
+            )
 
     async def _hello(self, context: Context) -> wire.WorkerHello:
         message = await within(HELLO_SECONDS, context.read())

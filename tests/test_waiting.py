@@ -194,6 +194,15 @@ def test_threads_that_end_and_one_that_does_not() -> None:
     assert have_ended(threads, 20.0)
 
 
+def test_threads_that_end_one_behind_the_other_use_up_the_time_that_they_take() -> None:
+    threads = [threading.Thread(target=time.sleep, args=(0.03 * number,)) for number in range(30)]
+    for thread in threads:
+        thread.start()
+    began = time.monotonic()
+    assert have_ended(threads, 20.0)
+    assert time.monotonic() - began < 10.0
+
+
 def test_a_thread_that_a_standstill_kept_has_ended_in_time() -> None:
     program = """
         import os, signal, threading, time

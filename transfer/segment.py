@@ -140,6 +140,10 @@ class FileLock:
         found = os.fstat(self._fd)
         return found.st_dev, found.st_ino
 
+    def keep(self) -> None:
+        """It stays held, where it is, to the end of this process: `close` does nothing any more."""
+        self._fd = -1
+
     def close(self) -> None:
         """Releases it, too. Idempotent."""
         if self._fd >= 0:

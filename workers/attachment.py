@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,6 +15,8 @@ from kvferry.transfer.layouts import RankStorage
 from kvferry.transfer.segment import FileLock, Segment
 from kvferry.workers.engine_pools import EnginePools
 from kvferry.workers.rank_pools import RankPools
+
+_log = logging.getLogger(__name__)
 
 
 class Attachment:
@@ -80,14 +84,24 @@ class Attachment:
         return self._own is not None
 
     def close(self) -> None:
-        """Lets the memory and then the lock go. The caller touches no page any more."""
+        """Lets the memory and then the lock go, behind what is queued on the devices. Where that fails the lock stays
+        held to the end of this process, and the log says so. The caller touches no page any more."""
+        self._close(self.pools.release if self._own is None else self._own.close)
+
+    def close_mapped(self) -> None:
+        """As `close`, of memory of the worker's own that the daemon may still have mapped."""
+        assert self._own is not None
+        self._close(self._own.close_mapped)
+
+    def _close(self, release: Callable[[], None]) -> None:
         try:
-            self.pools.release()
+            release()
+        except Exception as error:
+            self._lock.keep()
+            _log.error("what is queued on a device may still write pages: their lock stays while this lives: %s", error)
         finally:
-            if self._own is not None:
-                self._own.close()
             self._unmap()
-            self._lock.close()
+        self._lock.close()
 
     def _unmap(self) -> None:
         for segment in self._segments:

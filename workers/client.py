@@ -71,6 +71,7 @@ class DaemonClient:
         self._requests: dict[RequestName, OpenRequest] = {}
         self._broken: DaemonGone | None = None
         self._closing = False
+        self._ended = False  # the stream, by the daemon, with no error
         self._reader = asyncio.create_task(self._read(), name="daemon session")
 
     @classmethod
@@ -88,7 +89,7 @@ class DaemonClient:
 
         facts.geometry.page_size may be 0 and its layout unspecified: the daemon's are taken (`.geometry` has them).
         own: the worker's own memory is to be the pool (`kvferry serve --pool engine`): it has the page size, and ends
-        with the session, or where none comes about.
+        with the session, or where none comes about; see `close`.
         Raises HandshakeFailed when the daemon refuses, its memory cannot be mapped, or (DaemonAbsent) it is not there
         in time.
         """
@@ -108,7 +109,7 @@ class DaemonClient:
             stream.call.cancel()
             await stream.channel.close(None)
             if own is not None:
-                own.close()
+                own.close_mapped()  # the daemon may be about to map it
             if isinstance(error, asyncio.TimeoutError):
                 raise DaemonAbsent(f"no daemon answered on {socket} within {deadline_s} s") from None
             if isinstance(error, (OSError, ValueError)):
@@ -300,24 +301,36 @@ class DaemonClient:
 
     async def close(self, deadline_s: float = 5.0) -> None:
         """Says that the worker writes no more, and lets the stream, the memory and the lock go. Where the pool is the
-        worker's own memory, the daemon unmaps it before it ends the stream: that is waited for longer."""
+        worker's own memory, the daemon unmaps it before it ends the stream: that, and what is queued on the devices, is
+        waited for longer. Without that word what of it is on GPUs stays allocated to the end of this process."""
         if self._closing:
             return
         self._closing = True
-        if self._broken is None and await self._settled(deadline_s):
-            with contextlib.suppress(DaemonGone):
-                self._send(worker_pb2.WorkerMessage(quiesced=worker_pb2.Quiesced()))
-                self._outgoing.put_nowait(None)
-            deadline_s = max(deadline_s, UNMAP_DEADLINE_S) if self._attachment.owns else deadline_s
-            heard = await is_done(self._reader, deadline_s)  # the daemon ends the stream once it has heard it
-            if self._attachment.owns and not heard:
-                _log.warning("the daemon has not said within %g s that it has unmapped the pool", deadline_s)
+        owns = self._attachment.owns
+        heard = await self._quiesced(max(deadline_s, UNMAP_DEADLINE_S) if owns else deadline_s)
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         self._call.cancel()
         await self._channel.close(None)
         self._break(DaemonGone("the session was closed"))
-        self._attachment.close()
+        close = self._attachment.close_mapped if owns and not heard else self._attachment.close
+        await asyncio.to_thread(close)  # it waits for the devices, however long
+
+    async def _quiesced(self, deadline_s: float) -> bool:
+        """Says so behind the devices; whether the daemon has heard it, and has unmapped memory of the worker's own.
+        `deadline_s`: for each of the two."""
+        if self._broken is not None or not await self._settled(deadline_s):
+            return False
+        try:
+            self._send(worker_pb2.WorkerMessage(quiesced=worker_pb2.Quiesced()))
+        except DaemonGone:
+            return False
+        with contextlib.suppress(asyncio.QueueFull):
+            self._outgoing.put_nowait(None)
+        await is_done(self._reader, deadline_s)
+        if self._attachment.owns and not self._ended:
+            _log.warning("the daemon has not said that it has unmapped the pool")
+        return self._ended
 
     async def _settled(self, deadline_s: float) -> bool:
         """Whether no copy or kernel of this process touches a page any more; else the daemon looks at its lock."""
@@ -388,6 +401,7 @@ class DaemonClient:
             while True:
                 event = await self._call.read()
                 if not isinstance(event, worker_pb2.WorkerEvent):  # grpc.aio.EOF
+                    self._ended = True
                     why = await self._call.details() or "no reason given"
                     self._break(DaemonGone(f"the daemon ended the session: {why}"))
                     return

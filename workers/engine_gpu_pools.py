@@ -6,6 +6,7 @@ torch hands out parts of its allocations, so a tensor is registered as a range o
 
 from __future__ import annotations
 
+import logging
 import math
 
 import numpy as np
@@ -24,7 +25,11 @@ from kvferry.transfer.registration import (
     tensors_of,
 )
 from kvferry.workers.engine_pools import EnginePools, PoolSpec
-from kvferry.workers.rank_pools import Bytes, Memory, RankPools
+from kvferry.workers.rank_pools import Bytes, Memory, RankPools, settle_each
+
+_kept: list[torch.Tensor] = []  # to the end of this process
+
+_log = logging.getLogger(__name__)
 
 
 class LayerTensors(RankPools):
@@ -49,13 +54,18 @@ class LayerTensors(RankPools):
         torch.cuda.current_stream(device).synchronize()
 
     def settle(self) -> None:
-        for rank in self._layers:
-            torch.cuda.synchronize(rank[0].device)
+        settle_each((rank[0].device for rank in self._layers), torch.cuda.synchronize)
 
-    def release(self) -> None:
-        self.settle()
+    def release_mapped(self) -> None:
+        """The tensors stay allocated to the end of this process: to free what another one has mapped is undefined."""
+        for rank in self._layers:
+            _kept.extend(rank)
+            _log.warning("the daemon may still have the pool mapped: it stays on %s while this lives", rank[0].device)
+        self.release()
+
+    def _let_go(self) -> None:
         self._layers.clear()
-        super().release()
+        super()._let_go()
 
 
 def make_tensors(spec: PoolSpec, geometry: KVGeometry) -> EnginePools:

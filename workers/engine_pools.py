@@ -80,13 +80,23 @@ class EnginePools:
             file.unlink()
 
     def close(self) -> None:
-        """Lets the memory go: the daemon has unmapped it, or never had it. Idempotent."""
+        """Lets the memory go: the daemon has unmapped it, or never had it. Raises what a device says, behind that.
+        Idempotent."""
+        self._close(self.pools.release)
+
+    def close_mapped(self) -> None:
+        """As `close`, where the daemon may still have it mapped: what is on GPUs stays to the end of this process."""
+        self._close(self.pools.release_mapped)
+
+    def _close(self, release: Callable[[], None]) -> None:
         self.mapped()
-        self.pools.release()
-        for file in self._files:
-            with contextlib.suppress(BufferError):  # as in Attachment: the mapping goes with the last view
-                file.close()
-        self._files.clear()
+        try:
+            release()
+        finally:
+            for file in self._files:
+                with contextlib.suppress(BufferError):  # as in Attachment: the mapping goes with the last view
+                    file.close()
+            self._files.clear()
 
 
 MakePools = Callable[[], EnginePools]

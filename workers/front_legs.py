@@ -241,13 +241,15 @@ async def _read(
     try:
         while part is not None:
             waits: set[asyncio.Task[engine_pb2.DecodeReply] | asyncio.Task[None]] = {reading}
-            if prefilling is not None and not (prefilling.done() and prefilling.exception() is None):
+            if prefilling is not None:
                 waits.add(prefilling)
             done, _ = await asyncio.wait(waits, timeout=part, return_when=asyncio.FIRST_COMPLETED)
             if reading in done and reading.exception() is None:
                 return reading.result()
-            if prefilling is not None and prefilling in done and isinstance(error := prefilling.exception(), ApiError):
-                raise PrefillFailed(error)
+            if prefilling is not None and prefilling in done:
+                if isinstance(error := prefilling.exception(), ApiError):
+                    raise PrefillFailed(error)
+                prefilling = None  # nothing more is heard of it
             if reading in done:
                 return reading.result()
             if not done:

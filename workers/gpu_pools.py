@@ -13,7 +13,7 @@ from kvferry.transfer.geometry import KVGeometry, StorageOrder
 from kvferry.transfer.ipc_memory import IpcMemory
 from kvferry.transfer.lanes import rank_geometry
 from kvferry.transfer.layouts import RankStorage
-from kvferry.workers.rank_pools import Bytes, Memory, RankPools
+from kvferry.workers.rank_pools import Bytes, Memory, RankPools, settle_each
 
 
 class GpuRankPools(RankPools):
@@ -54,16 +54,12 @@ class GpuRankPools(RankPools):
         torch.cuda.current_stream(tensor.device).synchronize()
 
     def settle(self) -> None:
-        for tensor in self._tensors:
-            torch.cuda.synchronize(tensor.device)
+        settle_each((tensor.device for tensor in self._tensors), torch.cuda.synchronize)
 
-    def release(self) -> None:
-        try:
-            self.settle()
-        finally:  # else a daemon that is gone keeps its memory
-            self._tensors.clear()
-            super().release()
-            self._unmap()
+    def _let_go(self) -> None:
+        self._tensors.clear()
+        super()._let_go()
+        self._unmap()
 
     def _unmap(self) -> None:
         while self._mappings:

@@ -21,7 +21,7 @@ from kvferry.proto import common_pb2
 from kvferry.workers.compute import Prompt, Step
 from kvferry.workers.paged_batch import PagedBatch
 from kvferry.workers.paged_cache import PagedCache, PageTable, RankView, rank_views
-from kvferry.workers.rank_pools import RankPools
+from kvferry.workers.rank_pools import RankPools, settle_each
 from kvferry.workers.sampling import Sampling, sample
 
 UNBOUNDED_TOKENS = 1 << 20  # where a model's configuration names no length
@@ -258,8 +258,8 @@ class ModelSequence:
 def settle(ranks: Sequence[RankView]) -> None:
     """What was computed is in the pages: the daemon may read them once it is told so. Reading a token waits for that,
     and for all before it, where the pages are on one device."""
-    for device in {rank.device for rank in ranks if rank.device.type == "cuda"}:
-        torch.cuda.current_stream(device).record_event().synchronize()
+    devices = (rank.device for rank in ranks if rank.device.type == "cuda")
+    settle_each(devices, lambda device: torch.cuda.current_stream(device).record_event().synchronize())
 
 
 @contextmanager

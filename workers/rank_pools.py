@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -44,7 +44,18 @@ class RankPools:
         """Waits until nothing that this process has queued on a device touches a page. Raises what the device says."""
 
     def release(self) -> None:
-        """Lets the memory go; no page is touched any more."""
+        """Lets the memory go behind `settle`, and also where that fails, which is raised. No page is touched any more.
+        Idempotent."""
+        try:
+            self.settle()
+        finally:  # else a daemon that is gone keeps its memory
+            self._let_go()
+
+    def release_mapped(self) -> None:
+        """As `release`, where a daemon may still have memory mapped that is this process's."""
+        self.release()
+
+    def _let_go(self) -> None:
         self.memories.clear()
         self.heads.clear()
         self.__dict__.pop("_views", None)
@@ -88,3 +99,15 @@ class RankPools:
         geometry = self.geometry
         shaped = row.reshape(*geometry.page_shape[:4], geometry.head_dim * geometry.itemsize)
         return shaped if geometry.layout is Layout.PAGE_NHD else shaped.transpose(0, 1, 3, 2, 4)
+
+
+def settle_each(devices: Iterable[torch.device], settle: Callable[[torch.device], object]) -> None:
+    """Waits for each of them by `settle`, also behind one that fails; then raises the first error."""
+    errors: list[Exception] = []
+    for device in dict.fromkeys(devices):
+        try:
+            settle(device)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

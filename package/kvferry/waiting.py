@@ -95,11 +95,13 @@ async def unmoved(look: Callable[[], object], seconds: float) -> None:
 def have_ended(threads: Sequence[Thread], seconds: float) -> bool:
     """Joins them; whether all have ended within so long, by `slices`."""
     for part in slices(seconds):
-        running = [thread for thread in threads if thread.is_alive()]
-        if not running:
+        end = time.monotonic() + part
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(max(0.0, end - time.monotonic()))
+        if not any(thread.is_alive() for thread in threads):
             return True
-        running[0].join(part)
-    return not any(thread.is_alive() for thread in threads)
+    return False
 
 
 class OwnTime:

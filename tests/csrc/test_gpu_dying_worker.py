@@ -1,8 +1,14 @@
-"""A worker that is killed while the GPU has copies of it queued: its pages are somebody else's once those are over."""
+"""A worker that ends, or execs, while the GPU has copies of it queued: its pages are somebody else's once those are over.
+
+A look at its lock every millisecond: with rarer ones the copies are over before the lock is found free.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuCopyEngine
+from kvferry.daemon import side_workers
 from kvferry.daemon.gpu_memory import GpuPoolMemory
 from kvferry.daemon.lock_holder import LockHolder
 from kvferry.daemon.side_tasks import SideTasks
@@ -34,8 +41,8 @@ class Daemon:
         self.other, self.ends = other, WorkerEnds()
         self.workers = SideWorkers(str(folder / "worker-"), self.ends, SideTasks("decode"))
 
-    async def kill_a_worker(self) -> int:
-        """Bytes that are wrong of pages that are cleared once it is gone."""
+    async def lose_a_worker(self, how: str) -> int:
+        """Bytes that are wrong of pages that are cleared once it is gone. `how`: as dying_worker has it."""
         pools = self.memory.rank_pools()
         worker = self.workers.make("w", bytes(32), pools)
         self.workers.enter(worker)
@@ -43,21 +50,28 @@ class Daemon:
             session_file=worker.lock.path, geometry=GEOMETRY.to_proto(), pages=PAGES, rank_pools=pools
         )
         welcome.storage = int(self.memory.shape.order)  # type: ignore[assignment]
-        command = [sys.executable, dying_worker.__file__]
+        command = [sys.executable, dying_worker.__file__, how]
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(welcome.SerializeToString().hex().encode() + b"\n")
-        assert await asyncio.wait_for(process.stdout.readline(), 60) == b"ready\n"
-        self.workers.attach(worker)
-        process.kill()
-        self.workers.leave(worker)
-        await asyncio.wait_for(self.ends.gone.wait(), 60)
-        self.ends.gone.clear()
-        await self.clear()
-        await process.wait()
-        await asyncio.sleep(0.3)
-        return await asyncio.to_thread(self.nonzero_bytes)
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(welcome.SerializeToString().hex().encode() + b"\n")
+            assert await asyncio.wait_for(process.stdout.readline(), 60) == b"ready\n"
+            self.workers.attach(worker)
+            if how == "execs":
+                process.stdin.write(b"\n")
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+            self.workers.leave(worker)
+            await asyncio.wait_for(self.ends.gone.wait(), 60)
+            self.ends.gone.clear()
+            await self.clear()
+            await asyncio.sleep(0.3)
+            return await asyncio.to_thread(self.nonzero_bytes)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
     async def clear(self) -> None:
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -73,20 +87,41 @@ class Daemon:
         return int(np.count_nonzero(found))
 
 
-def wrong_bytes(folder: Path, other: GpuCopyEngine) -> list[int]:
+def wrong_bytes(folder: Path, other: GpuCopyEngine, how: str) -> list[int]:
     async def run() -> list[int]:
         daemon = Daemon(folder, other)
         try:
-            return [await daemon.kill_a_worker() for _ in range(TRIES)]
+            return [await daemon.lose_a_worker(how) for _ in range(TRIES)]
         finally:
             daemon.memory.close()
 
     return asyncio.run(run())
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_workers, "PROOF_SECONDS", 0.001)
+
+
+async def no_wait(seconds: float) -> None:
+    pass
+
+
 @pytest.mark.gpu
-def test_nothing_of_it_lands_once_it_is_gone(tmp_path: Path, gpu_engine: Callable[..., GpuCopyEngine]) -> None:
-    assert wrong_bytes(tmp_path, gpu_engine()) == [0] * TRIES
+def test_nothing_lands_behind_its_lock_and_its_end(
+    tmp_path: Path, gpu_engine: Callable[..., GpuCopyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a process that has neither forked nor execs: the proof needs no wait behind it."""
+    monkeypatch.setattr(side_workers, "awake", no_wait)
+    assert wrong_bytes(tmp_path, gpu_engine(), "killed") == [0] * TRIES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["forked", "execs"])
+def test_nothing_lands_a_while_behind_its_lock(
+    tmp_path: Path, gpu_engine: Callable[..., GpuCopyEngine], how: str
+) -> None:
+    assert wrong_bytes(tmp_path, gpu_engine(), how) == [0] * TRIES
 
 
 @pytest.mark.gpu
@@ -94,7 +129,7 @@ def test_its_lock_alone_proves_nothing(
     tmp_path: Path, gpu_engine: Callable[..., GpuCopyEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LockHolder, "lives_on", lambda self: True)
-    monkeypatch.setattr("kvferry.daemon.side_workers.PROOF_SECONDS", 0.001)
-    wrong = wrong_bytes(tmp_path, gpu_engine())
+    monkeypatch.setattr(side_workers, "awake", no_wait)
+    wrong = wrong_bytes(tmp_path, gpu_engine(), "killed")
     print(wrong)
     assert any(wrong)

@@ -7,15 +7,17 @@ import errno
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
+import grpc
 import pytest
 
-from kvferry.daemon import side_tiers
+from kvferry.daemon import side_tiers, worker_service
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.dialing import dial_plainly
 from kvferry.daemon.errors import RequestError
+from kvferry.daemon.worker_service import WorkerService
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry import StorageOrder
@@ -78,6 +80,45 @@ def test_a_file_that_has_an_engines_name_meanwhile_is_left_alone(tmp_path: Path)
         again.close()
 
     asyncio.run(story())
+
+
+class Leaving:
+    """The stream of a worker that says hello, and that it is quiesced."""
+
+    def __init__(self, message: worker_pb2.WorkerHello) -> None:
+        quiesced = worker_pb2.WorkerMessage(quiesced=worker_pb2.Quiesced())
+        self._says = iter([worker_pb2.WorkerMessage(hello=message), quiesced])
+
+    async def read(self) -> object:
+        return next(self._says)
+
+    async def write(self, event: worker_pb2.WorkerEvent) -> None:
+        pass
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        raise PermissionError(f"{code.name}: {details}")
+
+
+def test_a_stream_ends_with_an_error_where_the_memory_is_still_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a stream with none is the word that it may be freed."""
+    monkeypatch.setattr(worker_service, "RELEASE_SECONDS", 0.05)
+    config = DaemonConfig(role="decode", pool="engine", shm_dir=str(tmp_path), page_size=PAGE)
+
+    async def story(uses: str) -> None:
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        side.in_use = lambda: uses  # type: ignore[method-assign]
+        pools, message = hello(tmp_path, "engine")
+        try:
+            await WorkerService({"decode": side}, "").Session(None, cast(Any, Leaving(message)))
+        finally:
+            await side.close()
+            pools.close()
+
+    asyncio.run(story(""))
+    with pytest.raises(PermissionError, match="DEADLINE_EXCEEDED: the pool is still mapped after"):
+        asyncio.run(story("a copy"))
 
 
 def plain_hello(name: str) -> worker_pb2.WorkerHello:

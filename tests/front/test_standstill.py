@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -58,6 +59,20 @@ def test_the_next_word_comes_behind_a_standstill(stand_still: StandStill) -> Non
 def test_a_word_that_does_not_come_is_not_waited_for_for_ever() -> None:
     with pytest.raises(ApiError, match="the next token did not come in time"):
         asyncio.run(asyncio.wait_for(read(Decode(None), 0.1), 20))
+
+
+def test_a_prefill_that_broke_unexpectedly_is_heard_of_once() -> None:
+    async def breaks() -> None:
+        raise RuntimeError("no error of a server")
+
+    async def story() -> None:
+        prefilling = asyncio.create_task(breaks())
+        began = time.process_time()
+        with pytest.raises(ApiError, match="the next token did not come in time"):
+            await asyncio.wait_for(read(Decode(None), 0.5, prefilling), 10)
+        assert time.process_time() - began < 0.3, "it waits, and does not spin"
+
+    asyncio.run(story())
 
 
 def test_the_rest_of_a_reply_comes_behind_a_standstill(stand_still: StandStill) -> None:

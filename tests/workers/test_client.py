@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 from fake_daemon import FakeDaemon
@@ -205,19 +206,21 @@ def test_absent_daemon_is_an_error_within_the_deadline(tmp_path: Path) -> None:
 def test_what_is_queued_on_a_device_is_over_before_the_daemon_hears_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And where that fails, or takes too long, it does not hear so: the lock tells."""
+    """And where that fails, or takes too long, it does not hear so: the lock tells. It is let go behind the device, or
+    with the process."""
     settled = threading.Event()
 
     async def run(settle: Callable[[], object], deadline_s: float) -> FakeDaemon:
-        async with FakeDaemon(tmp_path, GEOMETRY) as daemon:
+        async with FakeDaemon(Path(mkdtemp(dir=tmp_path)), GEOMETRY) as daemon:
             client = await DaemonClient.connect(daemon.socket, common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=10)
             client.pools.settle = settle  # type: ignore[method-assign, assignment]
             closing = asyncio.create_task(client.close(deadline_s))
             await asyncio.sleep(0.3)
             assert "quiesced" not in daemon.kinds()
+            assert daemon.lock_is_held()
             settled.set()
             await closing
-            assert not daemon.lock_is_held()
+            assert daemon.lock_is_held() is (settle is fails)
             return daemon
 
     def fails() -> None:
@@ -227,6 +230,7 @@ def test_what_is_queued_on_a_device_is_over_before_the_daemon_hears_so(
     assert not caplog.records
     assert "quiesced" not in asyncio.run(run(fails, 10)).kinds()
     assert "an illegal memory access" in caplog.text
+    assert "their lock stays while this lives" in caplog.text
     settled.clear()
     assert "quiesced" not in asyncio.run(run(lambda: settled.wait(10), 0.1)).kinds()
     assert "has not ended within 0.1 s" in caplog.text
