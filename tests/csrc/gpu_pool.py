@@ -48,6 +48,9 @@ class Pool:
         link: Any = SimpleNamespace(send_gpu_slot=self.slots.send_slot, receive_gpu_slot=self.slots.receive_slot)
         self.lanes = lanes_of(GEOMETRY, RANKS, RANKS)
         self.sending, self.receiving = self.memory.sending(link, self.lanes), self.memory.receiving(link, self.lanes)
+        if self.memory.can_sum:
+            self.sending.prepare_sums()
+            self.receiving.prepare_sums()
 
     def of_pages(self, touch: Callable[[str, int, int], None], who: str, pages: Pages) -> None:
         """All bytes of the pages, on all ranks."""
@@ -67,6 +70,9 @@ class Pool:
         self.slots.close()
 
 
+HASTY_LAG = 300  # of what is not waited for: so much later than all else that others touch its pages before
+
+
 class Daemon:
     """Gives pages to requests that come at random, several at a time, and takes them back. `hasty`: a kind of copy that
     it does not wait for."""
@@ -78,6 +84,7 @@ class Daemon:
         self.send_slots, self.receive_slots = ([list(range(SLOTS)) for _ in range(RANKS)] for _ in range(2))
         self.late: list[asyncio.Future[str]] = []
         self.done: dict[str, int] = {}
+        self.sums = True  # of some gathers
 
     async def run(self, requests: int) -> None:
         async def each(kinds: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
@@ -174,7 +181,8 @@ class Daemon:
         nbytes = len(pages) * row_bytes
         header = PartHeader(0, 0, slot, 0, lane, 0, 0, nbytes)
         what = Gather(0, slot, Credit(0, 0), pages, 0, 0, nbytes, header, lane)
-        gather = self.pool.sending.gather_summed if self.random.integers(2) else self.pool.sending.gather
+        summed = self.sums and self.random.integers(2)
+        gather = self.pool.sending.gather_summed if summed else self.pool.sending.gather
         await self.ended("gather", lambda done: gather(what, done))
         self.orders.tells(COURIER)
         self.courier(self.orders.reads, self.pool.slots.send_slot(slot))
@@ -211,7 +219,7 @@ class Daemon:
 
     def begins(self, what: str) -> None:
         self.done[what] = self.done.get(what, 0) + 1
-        self.orders.lag(int(self.random.integers(0, 6)))
+        self.orders.lag(HASTY_LAG if what == self.hasty else int(self.random.integers(0, 6)))
 
 
 async def _one_of(free: list[int]) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import time
+import gc
 
 import numpy as np
 import pytest
 
+from kvferry._core import GpuCopyEngine, GpuError
 from kvferry.daemon.gpu_memory import GpuPoolMemory
 from kvferry.transfer.geometry import StorageOrder
 from kvferry.transfer.registration import (
@@ -20,7 +21,7 @@ from kvferry.transfer.registration import (
     Registration,
 )
 from tests.csrc.gpu_orders import Orders
-from tests.csrc.gpu_pool import GEOMETRY, MOST, PAGES, WORKER, Daemon, Pool
+from tests.csrc.gpu_pool import GEOMETRY, PAGES, RANKS, WORKER, Daemon, Pool
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -40,31 +41,6 @@ def test_a_daemon_that_does_not_wait_is_found(pool: Pool, hasty: str, found: str
     asyncio.run(Daemon(pool, 1, hasty).run(100))
     messages = pool.orders.take()
     assert any(f"which {found}" in message for message in messages)
-
-
-def test_the_loop_turns_while_the_gpus_stand_still(pool: Pool) -> None:
-    """Whatever is asked of them, and its end is told once they go on."""
-    daemon = Daemon(pool, 2)
-
-    async def story() -> None:
-        pool.orders.hold()
-        pages = await daemon.take(MOST)
-        begin = time.monotonic()
-        parts = [work(lane, pages) for lane in range(len(pool.lanes)) for work in (daemon.gather, daemon.scatter) * 2]
-        tail = daemon.ended("tail", lambda done: pool.memory.zero_tail(pages[-1], 3, done))
-        asked = [asyncio.ensure_future(work) for work in (*parts, tail, daemon.clear(pages[:1]))]
-        longest = 0.0
-        while time.monotonic() < begin + 0.5:
-            before = time.monotonic()
-            await asyncio.sleep(0.001)
-            longest = max(longest, time.monotonic() - before)
-        assert longest < 5.0
-        assert not any(each.done() for each in asked)
-        pool.orders.release()
-        await asyncio.wait_for(asyncio.gather(*asked), 30)
-
-    asyncio.run(story())
-    pool.orders.take()  # all of it touches the same pages
 
 
 def test_an_engines_memory_is_let_go_when_no_copy_runs(
@@ -88,6 +64,32 @@ def test_an_engines_memory_is_let_go_when_no_copy_runs(
         orders.writes(WORKER, address, nbytes)
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["workers have it", "nobody was told of it"])
+def test_the_daemons_own_pool_stays_to_its_end(
+    fake: ctypes.CDLL, library: str, orders: Orders, on_the_fake: None, told: bool
+) -> None:
+    """Since workers have it mapped; also its context, and whatever becomes of the object that holds it."""
+    gc.collect()
+    fake.fake_reset()
+    pool = Pool(fake, library, orders)
+    if told:
+        pool.memory.rank_pools()
+        orders.tells(WORKER)
+        pool.of_pages(orders.writes, WORKER, [3])
+    places = [rank._base for rank in pool.memory._ranks]
+    pool.close()
+    del pool
+    gc.collect()
+    contexts = fake.fake_calls(b"context_retain") - fake.fake_calls(b"context_release")
+    assert contexts == (RANKS if told else 0), "whose end would be the memory's"
+    engine = GpuCopyEngine(0, library)
+    if told:
+        assert [engine.address_range(place)[0] for place in places] == places
+    else:
+        with pytest.raises(GpuError, match="is in no allocation"):
+            engine.address_range(places[0])
 
 
 # -- a page whose tail is being cleared
