@@ -28,16 +28,17 @@ CopyStrategy strategy_named(const std::string& name) {
 
 const char* name_of(CopyStrategy strategy) { return kStrategyNames[size_t(strategy)]; }
 
-std::unique_ptr<GpuPages> pages_of(Engine& engine, const Integers& bases, const Integers& strides, int64_t fragment_bytes,
-                                   int64_t pages, int64_t pieces, int64_t piece_stride) {
+std::unique_ptr<OwnedPages> pages_of(Engine& engine, const Integers& bases, const Integers& strides,
+                                     int64_t fragment_bytes, int64_t pages, int64_t pieces, int64_t piece_stride) {
   PageLayout layout = checked_layout("bases", bases, 1, strides, fragment_bytes, pages, pieces, piece_stride);
   nb::gil_scoped_release release;
-  return std::make_unique<GpuPages>(engine.device(), std::move(layout), engine.get().stream());
+  return std::make_unique<OwnedPages>(engine.device(), std::move(layout));
 }
 
-std::unique_ptr<Copying> copy_pages(Engine& engine, const GpuPages& pages, const Integers& ids, nb::handle rows,
+std::unique_ptr<Copying> copy_pages(Engine& engine, const OwnedPages& owned, const Integers& ids, nb::handle rows,
                                     int64_t row_stride, const Integers& row_ids, CopyDirection direction,
                                     std::optional<int64_t> stream, const std::string& strategy, const std::string& order) {
+  const GpuPages& pages = *owned;
   check_device(engine, pages);
   const CopyStrategy wanted = strategy_named(strategy);
   if (order != "stream" && order != "none") refuse("order: '" + order.substr(0, 64) + "', must be stream or none");
@@ -52,7 +53,7 @@ std::unique_ptr<Copying> copy_pages(Engine& engine, const GpuPages& pages, const
   check_ids("row_ids", row_ids, size < row_bytes ? 0 : std::min((size - row_bytes) / row_stride + 1, kMaxPages - 1));
   check_distinct(to_host ? "row_ids" : "page_ids", to_host ? row_ids : ids);
   const GpuStream on = stream ? stream_at(stream) : engine.get().stream();
-  auto copying = engine.issue(on, nb::make_tuple(rows, nb::find(pages)), [&](SumCells::Held*) {
+  auto copying = engine.issue(on, nb::make_tuple(rows, nb::find(owned)), [&](SumCells::Held*) {
     const PageRows to{reinterpret_cast<uint64_t>(memory.data()), row_stride};
     const Issued issued = engine.get().copy_pages(pages, ids.data(), to, row_ids.data(), ids.size(), direction,
                                                   order == "none" ? nullptr : on, wanted);
@@ -183,12 +184,12 @@ void bind_cuda(nb::module_& m) {
   nb::exception<GpuUnavailable>(m, "GpuUnavailable", PyExc_RuntimeError);
   nb::exception<GpuError>(m, "GpuError", PyExc_RuntimeError);
 
-  nb::class_<GpuPages>(m, "GpuPages")
-      .def_prop_ro("fragments", [](const GpuPages& self) { return self.layout().fragments(); })
-      .def_prop_ro("fragment_bytes", [](const GpuPages& self) { return self.layout().fragment_bytes; })
-      .def_prop_ro("runs", [](const GpuPages& self) { return self.runs().size(); })
-      .def_prop_ro("row_bytes", [](const GpuPages& self) { return self.layout().row_bytes(); })
-      .def_prop_ro("pages", [](const GpuPages& self) { return self.layout().pages; });
+  nb::class_<OwnedPages>(m, "GpuPages")
+      .def_prop_ro("fragments", [](const OwnedPages& self) { return self->layout().fragments(); })
+      .def_prop_ro("fragment_bytes", [](const OwnedPages& self) { return self->layout().fragment_bytes; })
+      .def_prop_ro("runs", [](const OwnedPages& self) { return self->runs().size(); })
+      .def_prop_ro("row_bytes", [](const OwnedPages& self) { return self->layout().row_bytes(); })
+      .def_prop_ro("pages", [](const OwnedPages& self) { return self->layout().pages; });
 
   nb::class_<Copying>(m, "GpuCopy")
       .def_prop_ro("strategy", [](const Copying& self) { return self.strategy; })
@@ -256,7 +257,7 @@ void bind_cuda(nb::module_& m) {
       .def("pages", &pages_of, "bases"_a, "strides"_a, "fragment_bytes"_a, "pages"_a, "pieces"_a = 1,
            "piece_stride"_a = 0)
       .def("copy_pages_to_host",
-           [](Engine& self, const GpuPages& pages, const Integers& page_ids, nb::handle rows, int64_t row_stride,
+           [](Engine& self, const OwnedPages& pages, const Integers& page_ids, nb::handle rows, int64_t row_stride,
               const Integers& row_ids, std::optional<int64_t> stream, const std::string& strategy,
               const std::string& order) {
              return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToHost, stream, strategy, order);
@@ -264,7 +265,7 @@ void bind_cuda(nb::module_& m) {
            "pages"_a, "page_ids"_a, "rows"_a, "row_stride"_a, "row_ids"_a, "stream"_a = nb::none(), "strategy"_a = "staged",
            "order"_a = "stream", nb::keep_alive<0, 1>())
       .def("copy_pages_from_host",
-           [](Engine& self, const GpuPages& pages, const Integers& page_ids, nb::handle rows, int64_t row_stride,
+           [](Engine& self, const OwnedPages& pages, const Integers& page_ids, nb::handle rows, int64_t row_stride,
               const Integers& row_ids, std::optional<int64_t> stream, const std::string& strategy,
               const std::string& order) {
              return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToDevice, stream, strategy, order);

@@ -29,6 +29,28 @@ GpuStream any_stream_at(int64_t handle);
 // ValueError: negative, or more than a million.
 std::chrono::nanoseconds checked_seconds(double seconds);
 
+// What Python has of T. It ends without the GIL, since the driver may wait for the device then.
+template <class T>
+class Owned {
+ public:
+  template <class... Arguments>
+  explicit Owned(Arguments&&... arguments) : held_(std::make_unique<T>(std::forward<Arguments>(arguments)...)) {}
+  ~Owned() {
+    const nanobind::gil_scoped_release release;
+    held_.reset();
+  }
+  Owned(Owned&&) = delete;
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+
+  T& operator*() const { return *held_; }
+  T* operator->() const { return held_.get(); }
+
+ private:
+  std::unique_ptr<T> held_;
+};
+using OwnedPages = Owned<GpuPages>;
+
 // ValueError: the pages are another device's.
 void check_device(Engine& engine, const GpuPages& pages);
 

@@ -6,6 +6,7 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include <cstring>
+#include <optional>
 
 #include "bind_cuda.h"
 #include "cuda_shared.h"
@@ -14,6 +15,9 @@ namespace nb = nanobind;
 
 namespace kvferry {
 namespace {
+
+using OwnedMemory = Owned<GpuMemory>;
+using OwnedMapping = Owned<GpuMapping>;
 
 nb::bytes bytes_of(const GpuIpcHandle& handle) { return nb::bytes(handle.bytes, sizeof handle.bytes); }
 
@@ -43,9 +47,9 @@ nb::dict array_interface(GpuAddress address, size_t size) {
   return interface;
 }
 
-const GpuMapping& open_one(const GpuMapping& mapping) {
-  if (mapping.closed()) refuse("mapping: it is closed");
-  return mapping;
+const GpuMapping& open_one(const OwnedMapping& mapping) {
+  if (mapping->closed()) refuse("mapping: it is closed");
+  return *mapping;
 }
 
 void check_range_of(const GpuDevice& device, const char* field, int64_t address, int64_t nbytes) {
@@ -61,9 +65,9 @@ void check_range_of(const GpuDevice& device, const char* field, int64_t address,
          std::to_string(range.base + range.size) + ")");
 }
 
-void check_pages(Engine& engine, const GpuPages& pages) {
-  check_device(engine, pages);
-  const PageLayout& layout = pages.layout();
+void check_pages(Engine& engine, const OwnedPages& pages) {
+  check_device(engine, *pages);
+  const PageLayout& layout = pages->layout();
   for (size_t t = 0; t < layout.bases.size(); ++t) {
     check_range_of(*engine.device(), ("bases[" + std::to_string(t) + "]").c_str(), int64_t(layout.bases[t]),
                    (layout.pages - 1) * layout.strides[t] + layout.extent());
@@ -88,15 +92,24 @@ void hold_for(Engine& engine, const GpuIpcEvent& event, std::optional<int64_t> s
   event.hold(engine.parts().stream(PartDirection::kScatter));
 }
 
-// Pins a buffer, which stays exported as long as this lives: its owner cannot unmap or resize it.
+// Pins a buffer, which stays exported as long as this lives: its owner cannot unmap or resize it. Both take the driver up
+// to seconds, without the GIL.
 class PinnedBuffer {
  public:
-  PinnedBuffer(Engine& engine, nb::handle object)
-      : buffer_(object, "buffer", Buffer::Access::kWrite), range_(engine.device(), buffer_.data(), buffer_.size()) {}
+  PinnedBuffer(Engine& engine, nb::handle object) : buffer_(object, "buffer", Buffer::Access::kWrite) {
+    const nb::gil_scoped_release release;
+    range_.emplace(engine.device(), buffer_.data(), buffer_.size());
+  }
+  ~PinnedBuffer() {
+    const nb::gil_scoped_release release;
+    range_.reset();
+  }
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
 
  private:
   Buffer buffer_;
-  PinnedRange range_;
+  std::optional<PinnedRange> range_;
 };
 
 int64_t find_ordinal(const nb::bytes& uuid, const std::string& library, const std::string& api) {
@@ -130,7 +143,7 @@ void bind_engine(nb::class_<Engine>& engine) {
       .def("allocate",
            [](Engine& self, int64_t nbytes) {
              check_range("nbytes", nbytes, 1, kMaxInt64 - int64_t(kShareableBlock));
-             return std::make_unique<GpuMemory>(self.device(), size_t(nbytes), kShareableBlock);
+             return std::make_unique<OwnedMemory>(self.device(), size_t(nbytes), kShareableBlock);
            },
            "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("export_memory",
@@ -146,7 +159,7 @@ void bind_engine(nb::class_<Engine>& engine) {
              check_range("nbytes", nbytes, 1, kMaxInt64);
              const auto name = read_value<GpuIpcHandle>("handle", handle);
              nb::gil_scoped_release release;
-             return std::make_unique<GpuMapping>(self.device(), name, size_t(nbytes));
+             return std::make_unique<OwnedMapping>(self.device(), name, size_t(nbytes));
            },
            "handle"_a, "nbytes"_a)
       .def("address_range",
@@ -179,21 +192,22 @@ void bind_engine(nb::class_<Engine>& engine) {
 
 void bind_gpu_memory(nb::module_& m, nb::class_<Engine>& engine) {
   using namespace nb::literals;
-  nb::class_<GpuMemory>(m, "GpuMemory")
-      .def_prop_ro("address", &GpuMemory::address)
-      .def("__len__", &GpuMemory::size)
+  nb::class_<OwnedMemory>(m, "GpuMemory")
+      .def_prop_ro("address", [](const OwnedMemory& self) { return self->address(); })
+      .def("__len__", [](const OwnedMemory& self) { return self->size(); })
+      .def("leave", [](const OwnedMemory& self) { self->leave(); })
       .def("ipc_handle",
-           [](const GpuMemory& self) { return bytes_of(export_memory(*self.device(), self.address()).handle); })
+           [](const OwnedMemory& self) { return bytes_of(export_memory(*self->device(), self->address()).handle); })
       .def_prop_ro("__cuda_array_interface__",
-                   [](const GpuMemory& self) { return array_interface(self.address(), self.size()); });
+                   [](const OwnedMemory& self) { return array_interface(self->address(), self->size()); });
 
-  nb::class_<GpuMapping>(m, "GpuMapping")
-      .def_prop_ro("address", [](const GpuMapping& self) { return open_one(self).address(); })
-      .def_prop_ro("closed", &GpuMapping::closed)
-      .def("__len__", &GpuMapping::size)
-      .def("close", &GpuMapping::close, nb::call_guard<nb::gil_scoped_release>())
+  nb::class_<OwnedMapping>(m, "GpuMapping")
+      .def_prop_ro("address", [](const OwnedMapping& self) { return open_one(self).address(); })
+      .def_prop_ro("closed", [](const OwnedMapping& self) { return self->closed(); })
+      .def("__len__", [](const OwnedMapping& self) { return self->size(); })
+      .def("close", [](const OwnedMapping& self) { self->close(); }, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("__cuda_array_interface__",
-                   [](const GpuMapping& self) { return array_interface(open_one(self).address(), self.size()); });
+                   [](const OwnedMapping& self) { return array_interface(open_one(self).address(), self->size()); });
 
   nb::class_<GpuIpcEvent>(m, "GpuIpcEvent")
       .def_prop_ro("handle", [](const GpuIpcEvent& self) { return bytes_of(self.handle()); })

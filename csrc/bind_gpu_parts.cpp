@@ -22,13 +22,13 @@ void check_slot(const char* field, int64_t address, uint64_t nbytes) {
   check_range(field, address, 1, kMaxInt64 - int64_t(nbytes));
 }
 
-std::unique_ptr<Copying> copy_part(Engine& engine, const GpuPages& pages, const Integers& ids, const PartRange& part,
+std::unique_ptr<Copying> copy_part(Engine& engine, const OwnedPages& pages, const Integers& ids, const PartRange& part,
                                    int64_t slot, PartDirection direction, std::optional<int64_t> stream, Held sum,
                                    const PartLabel& label) {
   check_slot("slot_address", slot, part.bytes);
   const GpuStream on = stream ? stream_at(stream) : engine.parts().stream(direction);
   const auto run = [&](SumCells::Held* into) {
-    engine.parts().copy(pages, ids.data(), part, GpuAddress(slot), direction, on, into, label);
+    engine.parts().copy(*pages, ids.data(), part, GpuAddress(slot), direction, on, into, label);
     return way(engine);
   };
   return engine.issue(on, nb::find(pages), run, std::move(sum));
@@ -36,6 +36,7 @@ std::unique_ptr<Copying> copy_part(Engine& engine, const GpuPages& pages, const 
 
 template <bool kSummed>
 Held sum_of(Engine& engine, const PartRange& part) {
+  const nb::gil_scoped_release release;
   return kSummed ? std::make_unique<SumCells::Held>(engine.parts().sums(), part.bytes) : nullptr;
 }
 
@@ -52,19 +53,19 @@ PartLabel checked_label(nb::handle object, int64_t slot, int64_t least) {
 }
 
 template <bool kSummed>
-std::unique_ptr<Copying> gather_part(Engine& engine, const GpuPages& pages, const Integers& ids, int64_t byte_offset,
+std::unique_ptr<Copying> gather_part(Engine& engine, const OwnedPages& pages, const Integers& ids, int64_t byte_offset,
                                      int64_t nbytes, int64_t slot, std::optional<int64_t> stream, nb::handle header) {
-  check_device(engine, pages);
-  const PartRange part = checked_part(pages.layout(), ids, byte_offset, nbytes);
+  check_device(engine, *pages);
+  const PartRange part = checked_part(pages->layout(), ids, byte_offset, nbytes);
   const PartLabel label = checked_label(header, slot, kSummed ? sizeof(uint64_t) : 1);
   return copy_part(engine, pages, ids, part, slot, PartDirection::kGather, stream, sum_of<kSummed>(engine, part), label);
 }
 
 template <bool kSummed>
-std::unique_ptr<Copying> scatter_part(Engine& engine, const GpuPages& pages, const Integers& ids, int64_t byte_offset,
+std::unique_ptr<Copying> scatter_part(Engine& engine, const OwnedPages& pages, const Integers& ids, int64_t byte_offset,
                                       int64_t nbytes, int64_t slot, std::optional<int64_t> stream) {
-  check_device(engine, pages);
-  const PartRange part = checked_part(pages.layout(), ids, byte_offset, nbytes);
+  check_device(engine, *pages);
+  const PartRange part = checked_part(pages->layout(), ids, byte_offset, nbytes);
   check_distinct("page_ids", ids);
   return copy_part(engine, pages, ids, part, slot, PartDirection::kScatter, stream, sum_of<kSummed>(engine, part), {});
 }
@@ -81,28 +82,28 @@ std::unique_ptr<Copying> add_up(Engine& engine, int64_t address, int64_t nbytes,
   return engine.issue(on, nb::none(), run, std::move(sum));
 }
 
-std::unique_ptr<Copying> zero(Engine& engine, const GpuPages& pages, const int64_t* ids, size_t count, int64_t first_piece,
+std::unique_ptr<Copying> zero(Engine& engine, const OwnedPages& pages, const int64_t* ids, size_t count, int64_t first_piece,
                               int64_t start, std::optional<int64_t> stream) {
   const GpuStream on = stream ? stream_at(stream) : engine.parts().stream(PartDirection::kScatter);
   return engine.issue(on, nb::find(pages), [&](SumCells::Held*) {
-    engine.parts().zero(pages, ids, count, uint32_t(first_piece), uint32_t(start), on);
+    engine.parts().zero(*pages, ids, count, uint32_t(first_piece), uint32_t(start), on);
     return way(engine);
   });
 }
 
-std::unique_ptr<Copying> zero_pages(Engine& engine, const GpuPages& pages, const Integers& ids,
+std::unique_ptr<Copying> zero_pages(Engine& engine, const OwnedPages& pages, const Integers& ids,
                                     std::optional<int64_t> stream) {
-  check_device(engine, pages);
-  check_ids("page_ids", ids, pages.layout().pages);
+  check_device(engine, *pages);
+  check_ids("page_ids", ids, pages->layout().pages);
   return zero(engine, pages, ids.data(), ids.size(), 0, 0, stream);
 }
 
-std::unique_ptr<Copying> zero_page_from(Engine& engine, const GpuPages& pages, int64_t page_id, int64_t start,
+std::unique_ptr<Copying> zero_page_from(Engine& engine, const OwnedPages& pages, int64_t page_id, int64_t start,
                                         int64_t first_piece, std::optional<int64_t> stream) {
-  check_device(engine, pages);
-  check_range("page_id", page_id, 0, pages.layout().pages - 1);
-  check_range("start", start, 0, pages.layout().fragment_bytes);
-  check_range("first_piece", first_piece, 0, pages.layout().pieces);
+  check_device(engine, *pages);
+  check_range("page_id", page_id, 0, pages->layout().pages - 1);
+  check_range("start", start, 0, pages->layout().fragment_bytes);
+  check_range("first_piece", first_piece, 0, pages->layout().pieces);
   return zero(engine, pages, &page_id, 1, first_piece, start, stream);
 }
 
@@ -128,6 +129,7 @@ void bind_gpu_parts(nb::module_&, nb::class_<Engine>& engine) {
       .def("zero_pages", &zero_pages, "pages"_a, "page_ids"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>())
       .def("zero_page_from", &zero_page_from, "pages"_a, "page_id"_a, "start"_a, "first_piece"_a = 0,
            "stream"_a = nb::none(), nb::keep_alive<0, 1>())
+      .def("prepare_sums", [](Engine& self) { self.parts().sums(); }, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("has_kernels", [](Engine& self) { return self.parts().has_kernels(); })
       .def_prop_ro("gather_stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.parts().stream(kGather)); })
       .def_prop_ro("scatter_stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.parts().stream(kScatter)); });

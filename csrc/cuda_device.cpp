@@ -75,8 +75,13 @@ GpuMemory::GpuMemory(std::shared_ptr<GpuDevice> device, size_t bytes, size_t blo
 }
 
 GpuMemory::~GpuMemory() {
+  if (left_) return;
   const GpuDevice::Use use(*device_);
   device_->driver().mem_free(address_);
+}
+
+void GpuMemory::leave() {
+  if (!left_.exchange(true)) new std::shared_ptr<GpuDevice>(device_);  // the end of its context would free it, too
 }
 
 PinnedRange::PinnedRange(std::shared_ptr<GpuDevice> device, void* address, size_t bytes)
@@ -99,18 +104,24 @@ PinnedRange::~PinnedRange() {
   device_->driver().host_unregister(address_);
 }
 
-GpuPages::GpuPages(std::shared_ptr<GpuDevice> device, PageLayout layout, GpuStream stream)
+GpuPages::GpuPages(std::shared_ptr<GpuDevice> device, PageLayout layout)
     : device_(std::move(device)),
       layout_(std::move(layout)),
       runs_(pitched_runs(layout_)),
       table_(device_, 2 * layout_.bases.size() * sizeof(uint64_t)) {
+  const OwnStream stream(device_, OwnStream::Priority::kGreatest);
   const GpuDevice::Use use(*device_);
   const size_t bytes = layout_.bases.size() * sizeof(uint64_t);
   GpuCopy written(device_);
-  device_->check(device_->driver().copy_to_device(bases(), layout_.bases.data(), bytes, stream), "layout");
-  device_->check(device_->driver().copy_to_device(strides(), layout_.strides.data(), bytes, stream), "layout");
-  written.record(stream);
-  written.wait();
+  try {
+    device_->check(device_->driver().copy_to_device(bases(), layout_.bases.data(), bytes, stream.get()), "layout");
+    device_->check(device_->driver().copy_to_device(strides(), layout_.strides.data(), bytes, stream.get()), "layout");
+    written.record(stream.get());
+    written.wait();
+  } catch (...) {
+    stream.drain();
+    throw;
+  }
 }
 
 GpuKernels::GpuKernels(std::shared_ptr<GpuDevice> device) : device_(std::move(device)) {

@@ -69,6 +69,9 @@ class GpuMemory {
   GpuMemory(const GpuMemory&) = delete;
   GpuMemory& operator=(const GpuMemory&) = delete;
 
+  // It stays until this process ends: others may have it mapped, under whom it must not be freed. Idempotent.
+  void leave();
+
   GpuAddress address() const { return address_; }
   size_t size() const { return size_; }
 
@@ -76,6 +79,7 @@ class GpuMemory {
   std::shared_ptr<GpuDevice> device_;
   GpuAddress address_ = 0;
   size_t size_;
+  std::atomic<bool> left_{false};
 };
 
 // Host memory that the device reads and writes at the bus's speed, as long as this lives.
@@ -94,8 +98,8 @@ class PinnedRange {
 // A layout with its bases and strides on the GPU as well, where the kernels read them.
 class GpuPages {
  public:
-  // Written on `stream`, and waited for.
-  GpuPages(std::shared_ptr<GpuDevice> device, PageLayout layout, GpuStream stream);
+  // Written on a stream of its own, behind no other copy, and waited for.
+  GpuPages(std::shared_ptr<GpuDevice> device, PageLayout layout);
   const std::shared_ptr<GpuDevice>& device() const { return device_; }
   const PageLayout& layout() const { return layout_; }
   const std::vector<PitchedRun>& runs() const { return runs_; }

@@ -137,7 +137,8 @@ void GpuParts::launch_copies(Lane& lane, const GpuPages& pages, const int64_t* i
   if (sum != nullptr && !summed && direction == PartDirection::kGather) launch_sum(slot, part.bytes, stream, *sum);
 }
 
-// Behind the part on its stream; nobody waits here. Without kernels byte by byte, which no sum is added to.
+// Behind the part on its stream; nobody waits here. Without kernels byte by byte, which no sum is added to: GpuError where
+// the part has one, and they were refused since it was launched.
 void GpuParts::put(const PartLabel& label, GpuAddress slot, GpuStream stream, const SumCells::Held* sum) {
   PutHeader header{slot - label.size, sum != nullptr ? sum->result() : nullptr, label.size, {}};
   std::copy_n(label.bytes.begin(), label.size, header.bytes);
@@ -148,6 +149,7 @@ void GpuParts::put(const PartLabel& label, GpuAddress slot, GpuStream stream, co
     last = part_sum(last, sum->nbytes());
     std::memcpy(end, &last, sizeof last);
   }
+  if (sum != nullptr && !has_kernels()) throw GpuError("header: its sum cannot be added, since the driver takes no kernels");
   if (has_kernels()) {
     try {
       return launch(put_header_, 1, kMaxHeaderBytes, stream, &header);

@@ -32,13 +32,14 @@ class OwnTime {
 
   bool over() {
     const auto now = std::chrono::steady_clock::now();
-    passed_ += std::min<std::chrono::nanoseconds>(now - last_, deadline_ / kSlices);
+    passed_ += std::min<std::chrono::nanoseconds>(now - last_, slice_);
     last_ = now;
     return passed_ >= deadline_;
   }
 
  private:
   const std::chrono::nanoseconds deadline_;
+  const std::chrono::nanoseconds slice_ = std::max(deadline_ / kSlices, std::chrono::nanoseconds(1));
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
   std::chrono::nanoseconds passed_{0};
 };

@@ -21,7 +21,7 @@ MAX_COPIES = 1 << 14
 
 
 class CopyEnds:
-    """All methods but the thread's own are called on the event loop's thread."""
+    """All methods but the thread's own and `close` are called on the event loop's thread."""
 
     def __init__(self) -> None:
         self._waiter = GpuWaiter()
@@ -56,10 +56,14 @@ class CopyEnds:
         self._waiting[id(copy)] = (copy, done)
         self._stay_awake()
 
-    def close(self) -> None:
-        """Waits for the copies that run; nobody is told of their ends any more."""
+    def stop(self) -> None:
+        """Nobody is told of an end any more. Idempotent."""
         self._closing = True
         self._waiter.wake()
+
+    def close(self) -> None:
+        """Waits for the copies that run; behind `stop` from any thread."""
+        self.stop()
         self._thread.join()
         for copy, _ in self._waiting.values():
             try:
@@ -104,9 +108,11 @@ class CopyEnds:
 
     def _tell(self, ended: list[GpuCopy]) -> None:
         for copy in ended:
+            if self._closing:
+                return
             found = self._waiting.pop(id(copy), None)
             self._given.discard(id(copy))
-            if found is None or self._closing:
+            if found is None:
                 continue
             problem = ""
             try:

@@ -53,15 +53,26 @@ class GpuPartCopies:
         lanes: list[tuple[int, RowMap]],
         ends: CopyEnds,
     ) -> None:
-        """slot_of: of the session's direction. lanes: own rank and rows of each."""
+        """slot_of: of the session's direction. lanes: own rank and rows of each. OSError: what they need on a device
+        cannot be had."""
         self._slot_of = slot_of
-        self._ranks = ranks
-        self._lanes = [(ranks[rank].parts, ranks[rank].pages(ranks[rank].parts, rows)) for rank, rows in lanes]
+        self._gathers_at_once = GATHERS * len(ranks)
         self._ends = ends
+        try:
+            self._lanes = [(ranks[rank].parts, ranks[rank].pages(rows)) for rank, rows in lanes]
+        except GpuError as error:
+            raise OSError(f"tables of pages: {error}") from error
 
     @property
     def gathers_at_once(self) -> int:
-        return GATHERS * len(self._ranks)
+        return self._gathers_at_once
+
+    def prepare_sums(self) -> None:
+        try:
+            for engine in {engine for engine, _ in self._lanes}:
+                engine.prepare_sums()
+        except GpuError as error:
+            raise OSError(f"places of sums: {error}") from error
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot = self._slot_of(gather.send_slot)
@@ -111,7 +122,8 @@ class GpuPartCopies:
         raise OSError(f"the header of receive slot {receive_slot}: it did not come with the notification")
 
     def close(self) -> None:
-        """The slots are the link's."""
+        """The slots are the link's, the tables of pages the pool's: nothing is freed."""
+        self._lanes.clear()
 
 
 def issue(ends: CopyEnds, copy: Callable[[], GpuCopy], done: CopyEnd) -> None:
@@ -241,7 +253,7 @@ class GpuPoolMemory:
         for shard in self.shape.row_shards:
             rank = self._ranks[shard.ranks[0]]
             to = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
-            issues.append(partial(rank.spills.to_host, rank.spilled, pages, self._host_rows, rows, **to))
+            issues.append(partial(rank.spills.to_host, rank.whole, pages, self._host_rows, rows, **to))
         run_all(issues)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
@@ -250,12 +262,15 @@ class GpuPoolMemory:
             source = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
             for each in shard.ranks:
                 rank = self._ranks[each]
-                issues.append(partial(rank.restores.from_host, rank.restored, pages, self._host_rows, rows, **source))
+                issues.append(partial(rank.restores.from_host, rank.whole, pages, self._host_rows, rows, **source))
         run_all(issues)
 
     def copy_statistics(self) -> CopyStatistics:
         copiers = [copies for rank in self._ranks for copies in (rank.spills, rank.restores)]
         return sum((copies.statistics() for copies in copiers), CopyStatistics())
+
+    def stop(self) -> None:
+        self._ends.stop()
 
     def close(self) -> None:
         self._ends.close()

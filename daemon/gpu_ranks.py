@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -34,21 +35,29 @@ class RankMemory:
         self.spills, self.restores = engines
         self._base = base
         self._storage = storage
-        whole = storage.rows()
-        self.spilled = self.pages(self.spills.engine, whole)
-        self.restored = self.pages(self.restores.engine, whole)
-        self._planes = self.pages(self.parts, storage.planes())
+        self._tables: dict[tuple[bytes | int, ...], GpuPages] = {}
+        self._making = threading.Lock()
+        self.whole = self.pages(storage.rows())
+        self._planes = self.pages(storage.planes())
 
     @property
     def parts(self) -> GpuCopyEngine:
         """That gathers, scatters and clears."""
         return self.spills.engine
 
-    def pages(self, engine: GpuCopyEngine, rows: RowMap) -> GpuPages:
-        """These rows of the memory."""
+    def pages(self, rows: RowMap) -> GpuPages:
+        """These rows of the memory, for all of its device's engines. Their table on the device is made once, which may
+        wait for the device, and kept as long as this: to free it would wait, too. There are few, one for each range of
+        this rank's heads that is a rank's of some peer, whose ranks are 64 at most and share the heads evenly. From any
+        thread. GpuError."""
         bases = np.ascontiguousarray(rows.offsets + self._base)
         strides = np.ascontiguousarray(rows.strides)
-        return engine.pages(bases, strides, rows.fragment_bytes, rows.pages, rows.pieces, rows.piece_stride)
+        shape = rows.fragment_bytes, rows.pages, rows.pieces, rows.piece_stride
+        with self._making:
+            table = self._tables.get(key := (bases.tobytes(), strides.tobytes(), *shape))
+            if table is None:
+                table = self._tables[key] = self.parts.pages(bases, strides, *shape)
+            return table
 
     def zero_tail(self, page: int, tokens: int) -> GpuCopy:
         """Before any gather that is issued later."""
@@ -68,7 +77,8 @@ class RankMemory:
 
 
 class OwnRank(RankMemory):
-    """An allocation of the daemon."""
+    """An allocation of the daemon. Once workers were told of it, it stays until this process ends: they may have it
+    mapped, and to free it under them is undefined by CUDA."""
 
     def __init__(self, storage: RankStorage, ordinal: int) -> None:
         """GpuUnavailable, GpuError."""
@@ -78,6 +88,7 @@ class OwnRank(RankMemory):
         super().__init__(storage, ordinal, engines, self.memory.address)
 
     def rank_pools(self) -> list[wire.RankPool]:
+        self.memory.leave()
         nbytes = self._storage.nbytes
         handle, offset = self.parts.export_memory(self.memory.address, nbytes)
         uuid = self.parts.device_uuid()

@@ -50,6 +50,9 @@ class HostPartCopies:
     def gathers_at_once(self) -> int:
         return self._threads.count + 1
 
+    def prepare_sums(self) -> None:
+        """They have no places of their own."""
+
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot, rows = self._link.send_slot(gather.send_slot), self._lanes[gather.lane]
 
@@ -235,6 +238,9 @@ class HostPoolMemory:
     def _count(self, sizes: Int64s) -> None:
         with self._counting:
             self._counts += StrategyCounts(1, len(sizes), int(sizes.sum()))
+
+    def stop(self) -> None:
+        """Those that run may still tell of their ends."""
 
     def close(self) -> None:
         self._threads.close()

@@ -27,6 +27,7 @@ from kvferry.radix.tree import RESTORE
 from kvferry.transfer.host_index import OUTPUT_PAGE, Recovered, layout_fingerprint
 from kvferry.transfer.host_rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
 from kvferry.transfer.namespace import NamespaceFacts
+from kvferry.waiting import complete
 
 log = logging.getLogger(__name__)
 
@@ -142,13 +143,14 @@ class HostTier:
         future.add_done_callback(finished)
 
     def attach(self, memory: PoolMemory) -> None:
-        """The device pool's memory, before the first copy. May take seconds: rows are pinned for GPUs."""
+        """The device pool's memory, before the first copy. On a thread: rows are pinned for GPUs, which takes seconds,
+        as does the reverse."""
         assert self._memory is None, "the tier is attached to another memory"
         memory.attach_rows(self._rows.buffer)
         self._memory = memory
 
     def detach(self) -> None:
-        """Of that memory, which goes; no copy runs. Rows stay. Idempotent."""
+        """Of that memory, which goes; no copy runs. Rows stay. On a thread. Idempotent."""
         if self._memory is not None:
             self._memory.detach_rows()
             self._memory = None
@@ -168,10 +170,10 @@ class HostTier:
             await asyncio.wait(self._running)
         for threads in (self._spills, self._restores):
             threads.close()
-        self.discard()
+        await complete(asyncio.to_thread(self.discard))
 
     def discard(self) -> None:
-        """Lets the memory go; no copy runs."""
+        """Lets the memory go; no copy runs. On a thread."""
         self.detach()
         self._rows.close()
 

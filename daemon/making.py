@@ -1,4 +1,4 @@
-"""What is made in a thread, and let go again where nobody is left to have it."""
+"""What is made in a thread, and let go again there where nobody is left to have it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _T = TypeVar("_T")
 
 async def make_in_thread(make: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
     """What `make` makes. A thread cannot be cancelled: where the waiting task is, it waits on, and undoes what came."""
-    making = asyncio.get_running_loop().run_in_executor(None, make)
+    loop = asyncio.get_running_loop()
+    making = loop.run_in_executor(None, make)
     try:
         return await complete(making)
     except asyncio.CancelledError:
         if making.done() and not making.cancelled() and making.exception() is None:
-            undo(making.result())
+            await complete(loop.run_in_executor(None, undo, making.result()))
         raise

@@ -28,11 +28,15 @@ SummedEnd: TypeAlias = Callable[[str, int], None]
 
 
 class PartCopies(Protocol):
-    """The copies of one session. All methods are called on the event loop's thread, and none after `close`."""
+    """The copies of one session. All methods but `prepare_sums` are called on the event loop's thread, and none after
+    `close`."""
 
     @property
     def gathers_at_once(self) -> int:
         """More of them would wait for each other."""
+
+    def prepare_sums(self) -> None:
+        """Before the first summed part, on the thread that made them: it may wait for devices. OSError."""
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         """The gather's header, and pages behind it -> sending slot."""
@@ -55,8 +59,9 @@ class PartCopies(Protocol):
 
 
 class PoolMemory(Protocol):
-    """Owns the memory of a pool of `shape`, or its mapping. All methods but `attach_rows`, `detach_rows`, `spill` and
-    `restore` are called on the event loop's thread."""
+    """Owns the memory of a pool of `shape`, or its mapping. `sending`, `receiving`, `attach_rows`, `detach_rows`,
+    `spill`, `restore` and `close` may wait for devices: they are for threads. All other methods are called on the event
+    loop's thread."""
 
     @property
     def shape(self) -> PoolShape: ...
@@ -81,7 +86,7 @@ class PoolMemory(Protocol):
         """Where workers find it, rank by rank; none: it is the worker's own."""
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> PartCopies:
-        """For a session that is up; the sending slots are the ranks', `slots_of_rank` after each other."""
+        """For a session that comes up; the sending slots are the ranks', `slots_of_rank` after each other. OSError."""
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> PartCopies:
         """Likewise with receiving slots."""
@@ -108,6 +113,9 @@ class PoolMemory(Protocol):
 
     def copy_statistics(self) -> CopyStatistics:
         """Of spills and restores, so far; with zeros for each strategy that there is. Before `close`."""
+
+    def stop(self) -> None:
+        """No copy begins any more, and the ends of those that run need not be told. Before `close`. Idempotent."""
 
     def close(self) -> None:
         """Waits for the copies that run, whose number is bounded by the slots, and lets the memory go."""

@@ -17,7 +17,7 @@ from kvferry.daemon.pool_memory import PartCopies, PoolMemory
 from kvferry.daemon.request_traces import RequestTraces
 from kvferry.daemon.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier_link import CourierConfig
+from kvferry.transfer.courier_link import CourierConfig, CourierLink
 from kvferry.transfer.courier_messages import Notification, PostDone
 from kvferry.transfer.credit_groups import CreditGroups
 from kvferry.transfer.lanes import Lane
@@ -101,8 +101,8 @@ class ReceivingSession(Session):
 
     # -- the session's events ------------------------------------------------------------------------------------
 
-    def open_parts(self) -> PartCopies:
-        return self._memory.receiving(self.link, self.lanes)
+    def open_parts(self, link: CourierLink) -> PartCopies:
+        return self._memory.receiving(link, self.lanes)
 
     def on_up(self) -> None:
         self._send_credits(self.receiver.initial_credits())

@@ -32,7 +32,7 @@ from kvferry.transfer.courier_messages import (
 )
 from kvferry.transfer.lanes import Lane
 from kvferry.transfer.slots import SlotError, StaleCredit
-from kvferry.waiting import awake, complete, unmoved
+from kvferry.waiting import awake, complete, is_done, unmoved
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ OUTGOING = 8192  # messages that may wait for the stream
 OUTGOING_BYTES = 32 << 20  # likewise
 START_SECONDS = 20.0  # for both couriers to start and to connect
 POST_SECONDS = 15.0  # for one write of a slot; UCX's own timeout is 3 s
-STOP_SECONDS = 10.0  # for a killed courier to be reaped
+STOP_SECONDS = 10.0  # for a killed courier to be reaped, and for a pool that is being opened
 
 
 class SessionBroken(Exception):
@@ -97,7 +97,8 @@ class Session:
         self.closed = False
         self._courier_config = courier
         self._memory = memory
-        self._parts: PartCopies | None = None  # of the session that is up
+        self._opening: asyncio.Future[PartCopies] | None = None  # in a thread
+        self._parts: PartCopies | None = None  # once they are opened
         self._remote_ranks = remote_ranks
         self._times = times
         self._link: CourierLink | None = None
@@ -146,8 +147,9 @@ class Session:
         assert self._parts is not None, "the session is not up"
         return self._parts
 
-    def open_parts(self) -> PartCopies:
-        """The copies between the link's slots and the pool, once the session is up."""
+    def open_parts(self, link: CourierLink) -> PartCopies:
+        """The copies between the link's slots and the pool. On a thread, since devices may be waited for. OSError,
+        ValueError."""
         raise AssertionError("a session has a direction")
 
     def copy_begins(self) -> None:
@@ -190,16 +192,35 @@ class Session:
         try:
             await self._first(start, *tasks, self._broken)
             if start.done() and not self._broken.done():
-                self._courier_is_up(await start)
+                await self._open(await start, deadline, *tasks)
                 await self._first(self._up, deadline, *tasks, self._broken)
                 if deadline.done() and not self.up:
-                    self.break_off(f"the couriers were not connected within {START_SECONDS} s")
+                    late = "the pool was not opened" if self._link is None else "the couriers were not connected"
+                    self.break_off(f"{late} within {START_SECONDS} s")
                 await self._first(*tasks, self._broken)
         except (CourierError, ValueError) as error:
             raise SessionBroken(f"the courier did not start: {error}") from error
         finally:
             deadline.cancel()
         raise self._reason(tasks)
+
+    async def _open(self, link: CourierLink, *ends: asyncio.Future[Any]) -> None:
+        """Opens the parts, before the peer is told that the courier is up: so none is asked for or comes earlier."""
+
+        def opened() -> PartCopies:
+            parts = self.open_parts(link)
+            if self.checksums:
+                parts.prepare_sums()
+            return parts
+
+        self._opening = asyncio.get_running_loop().run_in_executor(None, opened)
+        await self._first(self._opening, *ends, self._broken)
+        if self._opening.done() and not self._broken.done():
+            try:
+                self._parts = await self._opening
+            except (OSError, ValueError) as error:
+                raise SessionBroken(f"the pool could not be opened: {error}") from error
+            self._courier_is_up(link)
 
     async def _finish(self, teardown: asyncio.Task[None]) -> None:
         """Waits for the teardown, also where this very task is cancelled meanwhile."""
@@ -221,8 +242,7 @@ class Session:
         while self._copies:
             self._copies_done.clear()
             await self._copies_done.wait()
-        if self._parts is not None:
-            self._parts.close()
+        await self._close_parts()
         await asyncio.wait([start])
         if start.cancelled():
             return
@@ -234,6 +254,15 @@ class Session:
             await link.stop(STOP_SECONDS)
         except CourierError as error:
             report_invariant(error)  # a courier that cannot be reaped may still write: nothing may be given back
+
+    async def _close_parts(self) -> None:
+        """Also those that are being opened: a thread cannot be cancelled, and would find the pool's memory gone."""
+        if self._opening is not None:
+            if not await is_done(self._opening, STOP_SECONDS):
+                log.error("the end of the session with %s waits for the pool's devices", self.remote)
+                await asyncio.wait([self._opening])
+            if self._opening.exception() is None:
+                self._opening.result().close()
 
     def _courier_is_up(self, link: CourierLink) -> None:
         self._link = link
@@ -369,7 +398,6 @@ class Session:
     def _check_up(self) -> None:
         if self._own_connected and self._peer_connected and not self.up:
             self.up = True
-            self._parts = self.open_parts()
             log.info("session with %s is up", self.remote)
             self.on_up()
             self._up.set_result(None)

@@ -147,7 +147,7 @@ class SideTiers:
                 opening = partial(open_tier, self._config, self._role, self._incarnation, facts, memory, store)
                 host = await make_in_thread(opening, HostTier.discard)
         except BaseException as error:
-            memory.close()
+            await _let_go(memory)
             if not isinstance(error, OSError | ValueError):
                 raise
             nbytes = host_pages * facts.geometry.page_bytes
@@ -212,7 +212,7 @@ class SideTiers:
             if self._host is not None:
                 await complete(asyncio.to_thread(self._host.detach))
         finally:
-            memory.close()
+            await _let_go(memory)
         log.info(
             "%s pool: the engine's memory is unmapped; %d pages are forgotten, %d are in the host tier",
             *(self._role, forgotten, self.store.host_pages),
@@ -225,9 +225,11 @@ class SideTiers:
             if self._host is not None:
                 await complete(asyncio.to_thread(self._host.attach, memory))
         except BaseException:
-            if self._host is not None:
-                self._host.detach()
-            memory.close()
+            try:
+                if self._host is not None:
+                    await complete(asyncio.to_thread(self._host.detach))
+            finally:
+                await _let_go(memory)
             raise
         self.store.resize(registration.pages)
         self.epoch = secrets.randbits(63)
@@ -246,5 +248,13 @@ class SideTiers:
             if self._host is not None:
                 await self._host.close()
         finally:
-            if self._memory is not None:
-                self._memory.close()
+            memory, self._memory = self._memory, None
+            if memory is not None:
+                self.has_pool.clear()
+                await _let_go(memory)
+
+
+async def _let_go(memory: PoolMemory) -> None:
+    """Nothing uses it. In a thread, since it may wait for its devices."""
+    memory.stop()
+    await complete(asyncio.to_thread(memory.close))

@@ -399,7 +399,7 @@ class CourierLink:
 
 def _close_mapped(mapping: asyncio.Task[MappedSlots]) -> None:
     if not mapping.cancelled() and mapping.exception() is None:
-        mapping.result().close()
+        mapping.get_loop().run_in_executor(None, mapping.result().close)  # may wait for the device
 
 
 def _close_made(making: asyncio.Task[int]) -> None:

@@ -11,6 +11,7 @@ OUT_DIR=${1:-build/gpu}
 mkdir -p "$OUT_DIR/logs"
 source bench/gpu/build.sh
 
+failed=0
 wanted() { [[ " $ONLY " == *" $1 "* ]]; }
 machine() {
   date -u '+%Y-%m-%d %H:%M UTC'
@@ -30,8 +31,13 @@ if wanted rates; then
 fi
 if wanted proofs; then
   # Beside each other: the more the GPUs have to do, the more a write can be late.
-  for name in transports order drained released killed unlocked; do proof "$name" & done
-  wait
-  proof orphaned # alone: it takes all of a GPU's memory
+  running=()
+  for name in transports order drained released killed unlocked; do
+    proof "$name" &
+    running+=($!)
+  done
+  for each in "${running[@]}"; do wait "$each" || failed=1; done
+  proof orphaned || failed=1 # alone: it takes all of a GPU's memory
   { machine; for name in transports order drained released killed unlocked orphaned; do cat "$OUT_DIR/logs/$name.txt"; done; } 2>&1 | tee "$OUT_DIR/gpu_proofs.txt"
 fi
+exit $failed

@@ -2,7 +2,8 @@
 
 Needs two GPUs that reach each other, and NIXL; nothing of kvferry. The watcher compares a sample of the target's words
 all the time (a look every ~20 us) and looks at all of them at the end; a word counts as changed after a moment only
-where both looks that saw the change were begun after it. A line with VIOLATED contradicts the design.
+where both looks that saw the change were begun after it. A line with VIOLATED contradicts the design;
+where there is one, or a proof did not run, the exit status is 1.
 
     python bench/gpu/proofs.py [--only drained,released,killed,unlocked,orphaned,order,transports] [--logs FOLDER]
 """
@@ -56,24 +57,34 @@ def trio(on: Bench, nbytes: int, writers: int = 1, source_bytes: int | None = No
     return Trio(owner, watcher, rest, target)
 
 
-def after(watched: Watched, moment: int) -> str:
-    """Whether anything changed after the moment; microseconds of the last change relative to it."""
+def changed_after(watched: Watched, moment: int) -> bool:
+    last = watched.last()
+    return last is not None and last.begun > moment
+
+
+def last_change(watched: Watched, moment: int) -> str:
+    """In microseconds relative to the moment."""
     last = watched.last()
     if last is None:
         return "nothing changed at all"
-    text = f"last change {(last.begun - moment) / 1e3:+.0f} to {(last.ended - moment) / 1e3:+.0f} us"
-    return text + (" VIOLATED" if last.begun > moment else "")
+    return f"last change {(last.begun - moment) / 1e3:+.0f} to {(last.ended - moment) / 1e3:+.0f} us"
+
+
+def verdict(held: bool) -> str:
+    """Of what the design claims."""
+    return "holds" if held else "VIOLATED"
 
 
 def report(line: str) -> None:
     print(line, flush=True)
 
 
-# -- the proofs --------------------------------------------------------------------------------------------------
+# -- the proofs: each says whether all that the design claims held --------------------------------------------------
 
 
-def drained(on: Bench) -> None:
+def drained(on: Bench) -> bool:
     """All handles DONE: nothing lands any more. The source is overwritten with a canary right after it."""
+    held = True
     for chunk, posts, rounds in ((MIB, 8, 60), (8 * MIB, 16, 60), (64 * MIB, 4, 60), (256 * MIB, 1, 30)):
         chunk = on.size(chunk)
         now_trio = trio(on, chunk * posts)
@@ -88,21 +99,22 @@ def drained(on: Bench) -> None:
             writer.call("write_then", "source", now_trio.target, chunk, posts, CANARY, True)
             time.sleep(AFTER_SECONDS)
             watched, _ = on.stop(watcher, owner)
-            late += "VIOLATED" in after(watched, on.board[STAMP])
+            late += changed_after(watched, on.board[STAMP])
             wrong += watcher.call("count_other", "slots", VALUE) > 0
             last = watched.last()
             spread.append((last.begun - on.board[STAMP]) / 1e3 if last else 0.0)
-        verdict = "VIOLATED" if late or wrong else "holds"
+        held &= not late and not wrong
         report(
             f"drained   {posts:3} x {chunk / MIB:5.1f} MiB, {rounds} rounds: changed after DONE {late}, wrong or"
             f" canary words at the end {wrong}; the last look that saw a change began {min(spread):+.0f} to"
-            f" {max(spread):+.0f} us from DONE: {verdict}"
+            f" {max(spread):+.0f} us from DONE: {verdict(not late and not wrong)}"
         )
         on.end()
+    return held
 
 
-def released(on: Bench) -> None:
-    """A handle released in flight: does the write still land, and which bytes?"""
+def released(on: Bench) -> bool:
+    """A handle released in flight: does the write still land, and which bytes? The design claims nothing."""
     chunk, posts, rounds = on.size(128 * MIB), 8, 20
     now_trio = trio(on, chunk * posts)
     writer, owner, watcher = now_trio.writers[0], now_trio.owner, now_trio.watcher
@@ -127,10 +139,12 @@ def released(on: Bench) -> None:
         f" {max(canaries):.0%}; last change {min(lates):+.0f} to {max(lates):+.0f} us after the release; release said"
         f" {sorted(refusals)}"
     )
+    return True
 
 
-def killed(on: Bench) -> None:
+def killed(on: Bench) -> bool:
     """The writing process killed while it writes, and reaped: nothing lands any more."""
+    held = True
     for chunk, in_flight, rounds in ((64 * MIB, 1, 8), (8 * MIB, 8, 8), (64 * MIB, 64, 8)):
         chunk = on.size(chunk)
         half = on.size(512 * MIB)
@@ -148,7 +162,7 @@ def killed(on: Bench) -> None:
             time.sleep(0.03)
             watched, _ = on.stop(watcher, owner)
             assert written and watched.changed, f"the train did not run: {written} writes"
-            late += "VIOLATED" in after(watched, reaped)
+            late += changed_after(watched, reaped)
             last = watched.last()
             assert last is not None
             ends.append(((last.ended - sent) / 1e6, (reaped - sent) / 1e6))
@@ -156,20 +170,23 @@ def killed(on: Bench) -> None:
             time.sleep(0.02)
             poisoned += watcher.call("count_other", "slots", POISON) > 0
             lines.append(written)
-        verdict = "VIOLATED" if late or poisoned else "holds"
+        held &= not late and not poisoned
         report(
             f"killed    {in_flight:2} writes of {chunk / MIB:.1f} MiB in flight, {rounds} rounds, {min(lines)} to"
             f" {max(lines)} writes before: changed after the reap {late}, poison overwritten after it {poisoned}; last"
             f" change {min(end for end, _ in ends):.1f} to {max(end for end, _ in ends):.1f} ms after SIGKILL, the"
-            f" reap {min(reap for _, reap in ends):.1f} to {max(reap for _, reap in ends):.1f} ms: {verdict}"
+            f" reap {min(reap for _, reap in ends):.1f} to {max(reap for _, reap in ends):.1f} ms:"
+            f" {verdict(not late and not poisoned)}"
         )
         on.end()
+    return held
 
 
-def unlocked(on: Bench) -> None:
+def unlocked(on: Bench) -> bool:
     """A process killed while its copies to mapped memory are queued: its file lock is let go, then it has ended. Does
-    anything land after that? The watcher is on another GPU, where there is one."""
-    nbytes, rounds = on.size(256 * MIB), 12
+    anything land after that? The lock's end is expected to prove nothing, the process's is claimed to. The watcher is
+    on another GPU, where there is one."""
+    nbytes, rounds, held = on.size(256 * MIB), 12, True
     for number in (0, 500):  # the lock's descriptor: below and above the driver's
         owner = on.node(0)
         owner.answer(60)
@@ -182,14 +199,16 @@ def unlocked(on: Bench) -> None:
         for _ in range(rounds):
             clear(on.board)
             ends.append(killed_worker(on, watcher, handle, nbytes, number))
-        unlocks, exits = ([each.late(moment) for each in ends] for moment in ("unlocked", "exited"))
+        unlocks, exits = (sum(each.late(moment) for each in ends) for moment in ("unlocked", "exited"))
+        held &= not exits
+        expected = "as expected" if unlocks else "this time"
         report(
             f"unlocked  descriptor {number}, {rounds} rounds; from SIGKILL: last change {spread(ends, 'last')}, lock"
             f" let go {spread(ends, 'unlocked')}, process ended {spread(ends, 'exited')}; changed after the lock's end"
-            f" {sum(unlocks)}{' VIOLATED' if any(unlocks) else ''}, after the end {sum(exits)}"
-            f"{' VIOLATED' if any(exits) else ''}"
+            f" {unlocks} ({expected}), after the process's {exits}: {verdict(not exits)}"
         )
         on.end()
+    return held
 
 
 @dataclass
@@ -250,8 +269,10 @@ def acquired(lock: int) -> bool:
     return True
 
 
-def orphaned(on: Bench) -> None:
-    """The owner of the memory killed and reaped while others write to it and have it mapped."""
+def orphaned(on: Bench) -> bool:
+    """The owner of the memory killed and reaped while others write to it and have it mapped: they may go on, and reach
+    nobody else's memory."""
+    held = True
     for by_nixl in (True, True, True, False, False):
         nbytes = on.size(2048 * MIB)
         now_trio = trio(on, nbytes, 1, on.size(512 * MIB))
@@ -275,16 +296,18 @@ def orphaned(on: Bench) -> None:
         said = f"{(on.board[ERROR] - sent) / 1e6:+.1f} ms after SIGKILL" if on.board[ERROR] else "no error"
         report(
             f"orphaned  {'NIXL' if by_nixl else 'plain copies'}: reaped {(reaped - sent) / 1e6:.1f} ms after SIGKILL;"
-            f" the mapped memory: {after(watched, reaped).replace(' VIOLATED', ', written after the reap')}; {goes_on}"
+            f" the mapped memory: {last_change(watched, reaped)}"
+            f"{', written after the reap' if changed_after(watched, reaped) else ''}; {goes_on}"
             f" more writes done; the writer saw {said}: {writer.answer()!r}"
         )
         clear(on.board)
-        reuse(on, watcher, writer, None if by_nixl else "mapped", free)
+        held &= reuse(on, watcher, writer, None if by_nixl else "mapped", free)
         on.end()
+    return held
 
 
-def reuse(on: Bench, watcher: Node, writer: Node, mapped: str | None, free: list[int]) -> None:
-    """Takes all memory that is free, and looks whether the writer's copies to the dead owner's memory reach it."""
+def reuse(on: Bench, watcher: Node, writer: Node, mapped: str | None, free: list[int]) -> bool:
+    """Takes all memory that is free: whether the writer's copies to the dead owner's memory do not reach it."""
     hoard = free[-1] - 512 * MIB if on.options.scale == 1 else 64 * MIB
     watcher.call("allocate", "hoard", hoard, 0)
     watcher.call("fill", "hoard", POISON)
@@ -304,13 +327,15 @@ def reuse(on: Bench, watcher: Node, writer: Node, mapped: str | None, free: list
     grown = [f"{(value - free[0]) / MIB:+.0f}" for value in free[1:]]
     report(
         f"reuse     {hoard / MIB:.0f} MiB of new memory, all that was free: {others} words overwritten"
-        f"{' VIOLATED' if others else ''}{f', copies said {said!r}' if said else ''}; free MiB against before, owner"
-        f" reaped {grown[0]}, watcher unmapped {grown[1]}, writer ended {grown[2]}"
+        f"{f', copies said {said!r}' if said else ''}; free MiB against before, owner reaped {grown[0]},"
+        f" watcher unmapped {grown[1]}, writer ended {grown[2]}: {verdict(not others)}"
     )
+    return not others
 
 
-def order(on: Bench) -> None:
+def order(on: Bench) -> bool:
     """A notification seen: every byte of its write is visible to kernels and copies of another process."""
+    held = True
     for chunk, posts, rounds in ((64 * 1024, 1, 400), (MIB, 8, 200), (64 * MIB, 4, 100)):
         chunk = on.size(chunk)
         now_trio = trio(on, chunk * posts)
@@ -320,27 +345,33 @@ def order(on: Bench) -> None:
         now_trio.writers[0].call("order_writer", "source", now_trio.target, chunk, posts, rounds)
         by_kernel, by_copy = now_trio.watcher.answer()
         now_trio.owner.answer()
-        verdict = "VIOLATED" if by_kernel or by_copy else "holds"
+        held &= not by_kernel and not by_copy
         report(
             f"order     {posts} x {chunk / MIB:.2f} MiB, {rounds} rounds: old words seen by a kernel in {by_kernel},"
-            f" by a copy in {by_copy}: {verdict}"
+            f" by a copy in {by_copy}: {verdict(not by_kernel and not by_copy)}"
         )
         on.end()
+    return held
 
 
-def transports(on: Bench) -> None:
-    """Which UCX_TLS work; one agent with memory of both GPUs; host memory on one side."""
+def transports(on: Bench) -> bool:
+    """Which UCX_TLS work, and that the bytes are right where one does; one agent with memory of both GPUs; host memory
+    on one side."""
+    held = True
     chunk, posts = on.size(64 * MIB), 4
     for tls in (on.options.tls, "cuda_ipc,tcp", "cuda_ipc,cuda_copy,tcp,self", "cuda_copy,tcp", "tcp", "all"):
         try:
             sender, receiver = on.node(1, 0, UCX_TLS=tls, UCX_PROTO_INFO="y"), on.node(0, 1, UCX_TLS=tls)
-            pair(on, sender, receiver, tls, chunk, posts)
+            held &= pair(on, sender, receiver, tls, chunk, posts)
         except NodeError as error:
             report(f"transport {tls}: {error}")
         on.end()
+    return held
 
 
-def pair(on: Bench, sender: Node, receiver: Node, tls: str, chunk: int, posts: int) -> None:
+def pair(on: Bench, sender: Node, receiver: Node, tls: str, chunk: int, posts: int) -> bool:
+    """Whether all bytes are right."""
+    held = True
     for node in (sender, receiver):
         node.answer(60)
     nbytes = chunk * posts
@@ -364,18 +395,20 @@ def pair(on: Bench, sender: Node, receiver: Node, tls: str, chunk: int, posts: i
         finally:
             on.stop(receiver)
         good = receiver.call("count_other", name_of(target), VALUE + 2 + source) == 0
+        held &= good
         report(
             f"transport {tls}: {name_of(source)} -> {name_of(target)}, {posts} x {chunk / MIB:.0f} MiB: first"
             f" {first * 1e3:.1f} ms, best {best * 1e3:.2f} ms, {nbytes / best / 1e9:.1f} GB/s,"
-            f" {'good' if good else 'BYTES DIFFER'}"
+            f" {'good' if good else 'BYTES DIFFER: VIOLATED'}"
         )
+    return held
 
 
 def name_of(place: int) -> str:
     return "host" if place == HOST else f"GPU {place}"
 
 
-PROOFS: tuple[Callable[[Bench], None], ...] = (transports, order, drained, released, killed, unlocked, orphaned)
+PROOFS: tuple[Callable[[Bench], bool], ...] = (transports, order, drained, released, killed, unlocked, orphaned)
 
 
 def main() -> int:
@@ -391,19 +424,19 @@ def main() -> int:
         parser.error(f"--only: {unknown[0]!r} is none of {', '.join(names)}")
     logs = arguments.logs or tempfile.mkdtemp(prefix="proofs-")
     options = Options(arguments.tls, logs, arguments.scale)
-    failed = 0
+    good = True
     for proof in PROOFS:
         if proof.__name__ not in wanted:
             continue
         begin = now()
         with bench(options) as on:
             try:
-                proof(on)
+                good &= proof(on)
             except Exception as error:
-                failed += 1
+                good = False
                 report(f"{proof.__name__}: did not run: {type(error).__name__}: {error}")
         report(f"# {proof.__name__}: {(now() - begin) / 1e9:.1f} s")
-    return 1 if failed else 0
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

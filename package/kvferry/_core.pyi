@@ -215,7 +215,9 @@ class GpuError(RuntimeError):
     """A call of the driver failed; no copy of the call that raised it runs on."""
 
 class GpuPages:
-    """Where the fragments of pages lie on the device; see `GpuCopyEngine.pages`."""
+    """Where the fragments of pages lie on the device; see `GpuCopyEngine.pages`. Its end may wait for the device; GIL
+    released.
+    """
 
     @property
     def fragments(self) -> int:
@@ -239,6 +241,10 @@ class GpuMemory:
     @property
     def address(self) -> int: ...
     def __len__(self) -> int: ...
+    def leave(self) -> None:
+        """It stays until this process ends, also without this object. Others that were given its handle may have it
+        mapped, and under them it must not be freed. Idempotent.
+        """
     def ipc_handle(self) -> bytes:
         """64 bytes by which other processes map it (`GpuCopyEngine.open_ipc`), as long as it is here."""
     @property
@@ -277,7 +283,7 @@ class GpuIpcEvent:
 
 class PinnedBuffer:
     """A writable buffer, pinned and exported as long as this lives: anonymous or shared memory (/dev/shm, memfd).
-    GpuError says why it cannot be pinned.
+    GpuError says why it cannot be pinned. To pin and to unpin takes up to seconds; GIL released.
     """
 
     def __init__(self, engine: GpuCopyEngine, buffer: Buffer) -> None: ...
@@ -362,7 +368,7 @@ class GpuCopyEngine:
     ) -> GpuPages:
         """A pool of `pages` pages: fragment tensor * pieces + piece of page p is the fragment_bytes at bases[tensor] +
         p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. The addresses are the
-        caller's word.
+        caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.
         """
     def allocate(self, nbytes: int) -> GpuMemory:
         """Whole blocks of 2 MiB, of which nobody else has a part: their handle shows others nothing else."""
@@ -454,6 +460,10 @@ class GpuCopyEngine:
     ) -> GpuCopy:
         """In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero; on
         `scatter_stream`.
+        """
+    def prepare_sums(self) -> None:
+        """Makes the places of sums, so that no `_summed` part does: it may wait for the device; GIL released. GpuError:
+        the driver takes no kernels, or memory cannot be had or pinned. Idempotent.
         """
     @property
     def has_kernels(self) -> bool:

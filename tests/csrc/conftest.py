@@ -12,6 +12,7 @@ from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
 from kvferry.daemon import gpu_ranks
 from kvferry.transfer.copy_plan import GpuCopies
 from tests.csrc.gpu_orders import Orders
+from tests.csrc.gpu_pool import Pool
 
 FAKE = ("fake_gpu_driver.cpp", "fake_gpu_kernels.cpp", "fake_gpu_orders.cpp")
 
@@ -57,6 +58,13 @@ def on_the_fake(fake: ctypes.CDLL, library: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(gpu_ranks, "copiers", copiers)
     monkeypatch.setattr(gpu_ranks, "gpu_device_ordinal", lambda uuid: uuid[0])
+
+
+@pytest.fixture
+def pool(fake: ctypes.CDLL, library: str, orders: Orders, on_the_fake: None) -> Iterator[Pool]:
+    made = Pool(fake, library, orders)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
@@ -32,18 +33,29 @@ std::map<void*, size_t> registered;        // host memory
 
 constexpr GpuStatus kInvalidHandle = 400;
 
-GpuStatus answer(const char* name) {
-  const Hold hold(mutex);
-  ++calls[name];
-  const auto found = answers.find(name);
-  return found == answers.end() ? kGpuSuccess : GpuStatus(found->second);
-}
-
 // 0 from then on.
-long take(const char* name) {
+long take(const std::string& name) {
   const Hold hold(mutex);
   const auto found = answers.find(name);
   return found == answers.end() ? 0 : std::exchange(found->second, 0);
+}
+
+GpuStatus answer(const std::string& name) {
+  GpuStatus status = kGpuSuccess;
+  {
+    const Hold hold(mutex);
+    ++calls[name];
+    if (const auto found = answers.find(name); found != answers.end()) status = GpuStatus(found->second);
+  }
+  // Once it takes so long, as if the process stood still behind it.
+  if (const long pause = take(name + "_pause_ms")) std::this_thread::sleep_for(std::chrono::milliseconds(pause));
+  return status;
+}
+
+// Of a call that waits for the device, or may.
+GpuStatus waiting_answer(const char* name) {
+  fake_gpu::thread_waits(name);
+  return answer(name);
 }
 
 // Host memory whose address is at or behind that in answers is not pinned, or lies elsewhere for the device.
@@ -60,7 +72,25 @@ bool none_left(const char* name) {
   return left != answers.end() && left->second-- <= 0;
 }
 
+template <class Blocks>
+bool lies_in(const Blocks& blocks, typename Blocks::key_type at) {
+  const auto after = blocks.upper_bound(at);
+  if (after == blocks.begin()) return false;
+  const auto& [begin, bytes] = *std::prev(after);
+  return uint64_t(at) - uint64_t(begin) < bytes;
+}
+
+// A copy that has an end in host memory which is not pinned waits.
+void copies(const char* name, const void* to, const void* from) {
+  const Hold hold(mutex);
+  for (void* end : {const_cast<void*>(to), const_cast<void*>(from)}) {
+    if (lies_in(allocations, GpuAddress(end)) || lies_in(registered, end)) continue;
+    fake_gpu::thread_waits(std::string(name) + " of host memory that is not pinned");
+  }
+}
+
 GpuStatus copy_at_once(const char* name, void* dst, const void* src, size_t bytes, GpuStream stream) {
+  copies(name, dst, src);
   const GpuStatus status = answer(name);
   if (status == kGpuSuccess) Operation(name, stream).copy(dst, src, bytes);
   return status;
@@ -113,7 +143,7 @@ GpuStatus hipDeviceGetUuid(GpuUuid* uuid, int device) {
   return answer("device_uuid");
 }
 GpuStatus hipDevicePrimaryCtxRetain(GpuContext* context, int) { return *context = &calls, answer("context_retain"); }
-GpuStatus hipDevicePrimaryCtxRelease(int) { return answer("context_release"); }
+GpuStatus hipDevicePrimaryCtxRelease(int) { return waiting_answer("context_release"); }
 GpuStatus hipCtxPushCurrent(GpuContext) { return ++contexts, answer("context_push"); }
 GpuStatus hipCtxPopCurrent(GpuContext*) { return --contexts, answer("context_pop"); }
 GpuStatus hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
@@ -133,7 +163,7 @@ GpuStatus hipStreamWaitEvent(GpuStream stream, GpuEvent event, unsigned) {
   return status;
 }
 GpuStatus hipStreamSynchronize(GpuStream stream) {
-  const GpuStatus status = answer("stream_synchronize");
+  const GpuStatus status = waiting_answer("stream_synchronize");
   if (status == kGpuSuccess) fake_gpu::stream_synchronized(stream);
   return status;
 }
@@ -156,12 +186,10 @@ GpuStatus hipEventRecord(GpuEvent event, GpuStream stream) {
 }
 GpuStatus hipEventQuery(GpuEvent event) {
   const GpuStatus status = answer("event_query");
-  // As if the process stood still behind the query, once.
-  if (const long pause = take("event_query_pause_ms")) std::this_thread::sleep_for(std::chrono::milliseconds(pause));
   return status == kGpuSuccess && !fake_gpu::event_seen(event) ? kGpuNotReady : status;
 }
 GpuStatus hipEventSynchronize(GpuEvent event) {
-  const GpuStatus status = answer("event_synchronize");
+  const GpuStatus status = waiting_answer("event_synchronize");
   if (status == kGpuSuccess) fake_gpu::event_synchronized(event);
   return status;
 }
@@ -173,7 +201,7 @@ GpuStatus hipEventElapsedTime(float* milliseconds, GpuEvent begin, GpuEvent end)
 }
 GpuStatus hipMalloc(GpuAddress* address, size_t bytes) {
   const Hold hold(mutex);
-  const GpuStatus status = answer("mem_alloc");
+  const GpuStatus status = waiting_answer("mem_alloc");
   if (none_left("mem_allocs_left")) return 2;  // no memory
   if (status != kGpuSuccess) return status;
   *address = reinterpret_cast<GpuAddress>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
@@ -187,10 +215,11 @@ GpuStatus hipFree(GpuAddress address) {
     fake_gpu::memory_freed(address, found->second);
     allocations.erase(found);
   }
-  return std::free(reinterpret_cast<void*>(address)), answer("mem_free");
+  return std::free(reinterpret_cast<void*>(address)), waiting_answer("mem_free");
 }
 GpuStatus hipMemGetInfo(size_t* free, size_t* total) { return *free = 1000, *total = 2000, answer("mem_info"); }
 GpuStatus hipMemGetAddressRange(GpuAddress* base, size_t* size, GpuAddress address) {
+  const Hold hold(mutex);
   const GpuStatus status = answer("mem_address_range");
   if (status != kGpuSuccess) return status;
   auto found = allocations.upper_bound(address);
@@ -208,7 +237,8 @@ GpuStatus hipIpcGetMemHandle(GpuIpcHandle* handle, GpuAddress address) {
   return answer("ipc_export");
 }
 GpuStatus hipIpcOpenMemHandle(GpuAddress* address, GpuIpcHandle handle, unsigned) {
-  const GpuStatus status = answer("ipc_open");
+  const Hold hold(mutex);
+  const GpuStatus status = waiting_answer("ipc_open");
   if (status != kGpuSuccess) return status;
   std::memcpy(address, handle.bytes, sizeof *address);
   const auto found = foreign.find(*address);
@@ -222,7 +252,7 @@ GpuStatus hipIpcCloseMemHandle(GpuAddress address) {
     fake_gpu::memory_let_go("ipc_close", address, found->second);
     allocations.erase(found);
   }
-  return answer("ipc_close");
+  return waiting_answer("ipc_close");
 }
 GpuStatus hipIpcGetEventHandle(GpuIpcHandle* handle, GpuEvent event) {
   std::memset(handle->bytes, 0xE5, sizeof handle->bytes);
@@ -238,13 +268,13 @@ GpuStatus hipIpcOpenEventHandle(GpuEvent* event, GpuIpcHandle handle) {
 GpuStatus hipHostRegister(void* memory, size_t bytes, unsigned) {
   const Hold hold(mutex);
   registered[memory] = bytes;
-  return answer("host_register");
+  return waiting_answer("host_register");
 }
 GpuStatus hipHostUnregister(void* memory) {
   const Hold hold(mutex);
   fake_gpu::memory_let_go("host_unregister", reinterpret_cast<GpuAddress>(memory), registered[memory]);
   registered.erase(memory);
-  return answer("host_unregister");
+  return waiting_answer("host_unregister");
 }
 GpuStatus hipHostGetDevicePointer(GpuAddress* address, void* host, unsigned) {
   *address = reinterpret_cast<GpuAddress>(host);
@@ -272,6 +302,7 @@ GpuStatus hipMemcpyBatchAsync(const GpuAddress* dst, const GpuAddress* src, cons
   last_source_order = int(attributes->source_order);
   Operation operation("copy_batch", stream);
   for (size_t i = 0; i < count; ++i) {
+    copies("copy_batch", reinterpret_cast<void*>(dst[i]), reinterpret_cast<void*>(src[i]));
     operation.copy(reinterpret_cast<void*>(dst[i]), reinterpret_cast<void*>(src[i]), sizes[i],
                    source_of(attributes->source_order));
   }
@@ -285,6 +316,7 @@ GpuStatus hipMemcpyParam2DAsync(const PitchedCopy* copy, GpuStream stream) {
   };
   if (stream == nullptr || copy->src.memory_type == copy->dst.memory_type) return kGpuInvalidValue;
   if (copy->src.pitch < copy->width || copy->dst.pitch < copy->width) return kGpuInvalidValue;
+  copies("copy_pitched", memory(copy->dst), memory(copy->src));
   Operation operation("copy_pitched", stream);
   for (size_t line = 0; line < copy->height; ++line) {
     operation.copy(const_cast<char*>(memory(copy->dst)) + line * copy->dst.pitch,
@@ -304,6 +336,7 @@ GpuStatus cuMemcpy3DBatchAsync(size_t count, const PitchedOperation* operations,
     }
     const bool from_host = at->src.location.type == kHostLocation;
     if (at->source_order != (from_host ? SourceOrder::kAny : SourceOrder::kStream)) return kGpuInvalidValue;
+    copies("copy_pitched_batch", reinterpret_cast<void*>(at->dst.address), reinterpret_cast<void*>(at->src.address));
     for (size_t line = 0; line < at->height; ++line) {
       operation.copy(reinterpret_cast<char*>(at->dst.address) + line * at->dst.pitch,
                      reinterpret_cast<const char*>(at->src.address) + line * at->src.pitch, at->width,

@@ -207,6 +207,9 @@ class Orders {
   }
   void release(size_t actor) { actors_[actor].held = false; }
 
+  void found(const std::string& message) {
+    if (++count_ <= kMostMessages) found_ += message + "\n";
+  }
   std::string take() {
     count_ = 0;
     return std::exchange(found_, {});
@@ -236,10 +239,10 @@ class Orders {
                const char* does, const Clock& known) {
     const bool same = earlier == later;
     if (!same && known.of(earlier->actor) >= earlier->tick) return;
-    if (!told_.insert(earlier).second || ++count_ > kMostMessages) return;
-    found_ += later->what + " " + does + " " + text_of(cell.first, cell.second.end);
-    found_ += same ? " that it also uses otherwise: its parts are in no order with each other\n"
-                  : ", which " + earlier->what + " " + did + ": " + missing(*earlier, *later, known) + "\n";
+    if (!told_.insert(earlier).second) return;
+    found(later->what + " " + does + " " + text_of(cell.first, cell.second.end) +
+          (same ? " that it also uses otherwise: its parts are in no order with each other"
+                : ", which " + earlier->what + " " + did + ": " + missing(*earlier, *later, known)));
   }
 
   // What would order them.

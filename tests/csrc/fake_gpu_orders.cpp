@@ -11,6 +11,7 @@ namespace {
 std::mutex mutex;  // of:
 Orders orders;
 using Hold = std::lock_guard<std::mutex>;
+thread_local bool may_wait = true;
 
 }  // namespace
 
@@ -101,6 +102,12 @@ void event_synchronized(const void* event) {
   orders.host_sees(orders.event(event).clock);
 }
 
+void thread_waits(const std::string& call) {
+  if (may_wait) return;
+  const Hold hold(mutex);
+  orders.found(call + ": it may wait for the device, on a thread that must wait for none");
+}
+
 void memory_allocated(uint64_t address, size_t bytes) {
   const Hold hold(mutex);
   orders.forget(address, address + bytes);
@@ -137,6 +144,9 @@ const char* fake_orders_found() {
   told = orders.take();
   return told.c_str();
 }
+
+// Of the thread that calls.
+void fake_let_wait(int may) { may_wait = may != 0; }
 
 void fake_process_access(const char* name, uint64_t address, uint64_t bytes, int writes) {
   const Hold hold(mutex);

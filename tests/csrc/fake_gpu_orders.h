@@ -5,6 +5,8 @@
 // has waited for orders what any other issues later. A stream's operations follow each other, and what the host knew when
 // it issued them. Host memory counts as pinned, that is, as read and written in the order of the stream. What the host
 // itself reads and writes is only known where a test says so.
+//
+// A thread that must wait for no device is found when it makes a call that waits, or may, though the fake never does.
 #pragma once
 
 #include <cstddef>
@@ -54,9 +56,12 @@ void event_opened(const void* event, const void* original);  // of another proce
 bool event_seen(const void* event);
 void event_synchronized(const void* event);
 
+void thread_waits(const std::string& call);
+
 void memory_allocated(uint64_t address, size_t bytes);
 // cuMemFree waits for the streams of its process. What it waits for the host does not count as having waited for itself:
-// CUDA names that wait only in passing. Other processes must have let go of the memory.
+// CUDA names that wait only in passing (where it must not be, `thread_waits` finds it). Other processes must have let go
+// of the memory.
 void memory_freed(uint64_t address, size_t bytes);
 // cuMemHostUnregister, cuIpcCloseMemHandle: CUDA speaks of no wait. No stream may use the memory any more.
 void memory_let_go(const char* call, uint64_t address, size_t bytes);

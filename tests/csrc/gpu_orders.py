@@ -1,8 +1,10 @@
-"""What the fake device was given in no order: see fake_gpu_orders.h."""
+"""What the fake device was given in no order, and who waited for it: see fake_gpu_orders.h."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 
 HOST = "host"
 """This process, where a process is to be named."""
@@ -29,7 +31,16 @@ class Orders:
     def check(self) -> None:
         """AssertionError where there is something."""
         found = self.take()
-        assert not found, "in no order:\n" + "\n".join(found)
+        assert not found, "the device found:\n" + "\n".join(found)
+
+    @contextlib.contextmanager
+    def thread_waits_for_nothing(self) -> Iterator[None]:
+        """This thread makes no call meanwhile that waits for a device, or may: those are found."""
+        self._fake.fake_let_wait(0)
+        try:
+            yield
+        finally:
+            self._fake.fake_let_wait(1)
 
     def reads(self, process: str, address: int, nbytes: int) -> None:
         self._fake.fake_process_access(process.encode(), address, nbytes, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -190,6 +191,36 @@ def test_a_header_whose_end_cannot_be_marked_is_waited_for(orders: Orders, fake:
     assert len(world.engine.read(world.slot.address, 6)) == 6
 
 
+def test_a_sum_is_in_no_header_when_kernels_are_refused_behind_its_part(
+    orders: Orders, fake: ctypes.CDLL, library: str
+) -> None:
+    """By another thread's copy, on another stream: the part fails, since what it says of itself would be wrong."""
+    world = World(library)
+    ids, header = np.array([2, 5]), bytes(range(64))
+    parts: list[GpuCopy] = []
+    problems: list[str] = []
+
+    def gather() -> None:
+        try:
+            slot = world.slot.address + 64
+            parts.append(world.engine.gather_part_summed(world.pages, ids, 0, 4 * FRAGMENT, slot, header=header))
+        except GpuError as error:
+            problems.append(str(error))
+
+    launches = fake.fake_calls(b"launch")
+    fake.fake_answer(b"launch_pause_ms", 500)
+    gathering = threading.Thread(target=gather)
+    gathering.start()
+    while fake.fake_calls(b"launch") == launches:
+        time.sleep(0.001)
+    fake.fake_answer(b"launch", NOT_SUPPORTED)
+    world.issues["clear another"]().wait()
+    assert not world.engine.has_kernels
+    gathering.join(20)
+    assert (parts, problems) == ([], ["header: its sum cannot be added, since the driver takes no kernels"])
+    world.others_have_the_pages(orders)
+
+
 def test_the_place_of_a_sum_is_nobody_elses_until_its_end(orders: Orders, fake: ctypes.CDLL, library: str) -> None:
     world = World(library)
     orders.hold()
@@ -217,6 +248,21 @@ def test_an_end_is_asked_for_in_vain_so_often(orders: Orders, fake: ctypes.CDLL,
     first, second = world.issues["gather"](), world.issues["gather"]()
     second.wait()
     assert first.done(), "it is before one that was waited for"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9, 5e-9, 1e-8, 1e-6])
+def test_the_shortest_waits_end(orders: Orders, fake: ctypes.CDLL, library: str, seconds: float) -> None:
+    world = World(library)
+    orders.hold()
+    copy = world.issues["gather"]()
+    ended = threading.Event()
+    waiting = threading.Thread(target=lambda: (copy.wait_for(seconds), ended.set()), daemon=True)
+    waiting.start()
+    try:
+        assert ended.wait(10)
+    finally:
+        orders.release()
+        waiting.join(20)
 
 
 def test_a_stream_that_is_held(orders: Orders, fake: ctypes.CDLL, library: str) -> None:

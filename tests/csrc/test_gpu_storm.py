@@ -34,10 +34,11 @@ from kvferry.transfer.namespace import NamespaceFacts
 from kvferry.transfer.pool_shape import PoolShape
 from tests.csrc import device_storm
 from tests.csrc.device_storm import GEOMETRY, ROW, Bytes, Storm
+from tests.csrc.gpu_orders import Orders
 from tests.csrc.products import computing_beside
 
 OPERATIONS = int(os.environ.get("STORM_OPERATIONS", "5000"))
-KINDS = ("gathers", "scatters", "spills", "restores", "tails cleared", "pages cleared")
+KINDS = ("gathers", "scatters", "sums", "spills", "restores", "tails cleared", "pages cleared")
 FACTS = NamespaceFacts("model", "1", GEOMETRY, "sha256_cbor", root_digest(b"storm"), b"")
 POOL = 4  # pages: what is freed is taken by who comes next, and prompts that nobody asks for have half
 
@@ -194,15 +195,56 @@ STORIES = [others_write, pages_are_restored]
 # -- over the fake device ------------------------------------------------------------------------------------------
 
 
-def test_a_storm_on_the_fake(fake: ctypes.CDLL, library: str, on_the_fake: None) -> None:
+# There a copy has moved its bytes at once, and ends late: the judge of orders finds what comes too early.
+LAG = 3  # times that an end is asked for in vain
+
+
+def test_a_storm_on_the_fake(fake: ctypes.CDLL, library: str, orders: Orders, on_the_fake: None) -> None:
+    orders.lag(LAG)
     judge(device_storm.run(GpuCopyEngine(0, library), 1, 3000))
+
+
+def test_a_storm_on_the_fake_finds_a_clearing_that_nobody_waits_for(
+    fake: ctypes.CDLL, library: str, orders: Orders, on_the_fake: None
+) -> None:
+    orders.lag(1000)
+    device_storm.run(GpuCopyEngine(0, library), 1, 300, tell_before_it_has_ended)
+    assert any("which zero_pages" in message for message in orders.take())
 
 
 @pytest.mark.parametrize("story", STORIES)
 def test_pages_whose_tail_is_cleared_on_the_fake(
-    tmp_path: Path, fake: ctypes.CDLL, library: str, on_the_fake: None, story: Callable[[Side, list[Bytes]], Any]
+    tmp_path: Path,
+    fake: ctypes.CDLL,
+    library: str,
+    orders: Orders,
+    on_the_fake: None,
+    story: Callable[[Side, list[Bytes]], Any],
 ) -> None:
+    orders.lag(LAG)
     assert wrong_pages(tmp_path, GpuCopyEngine(0, library), 20, story) == 0
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_page_that_is_free_before_its_tail_is_cleared_is_found(
+    tmp_path: Path,
+    fake: ctypes.CDLL,
+    library: str,
+    orders: Orders,
+    on_the_fake: None,
+    story: Callable[[Side, list[Bytes]], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zero_tail = GpuPoolMemory.zero_tail
+
+    def zero(memory: GpuPoolMemory, page: int, tokens: int, done: CopyEnd) -> None:
+        zero_tail(memory, page, tokens, lambda problem: None)
+        asyncio.get_running_loop().call_soon(done, "")
+
+    monkeypatch.setattr(GpuPoolMemory, "zero_tail", zero)
+    orders.lag(1000)
+    wrong_pages(tmp_path, GpuCopyEngine(0, library), 20, story)
+    assert any("which zero_pages" in message for message in orders.take())
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------------

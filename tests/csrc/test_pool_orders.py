@@ -5,23 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import mmap
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
+import gc
 
 import numpy as np
 import pytest
 
-from kvferry._core import GpuCopyEngine
+from kvferry._core import GpuCopyEngine, GpuError
 from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.transfer.courier_messages import HEADER_BYTES, RankSlots
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.gpu_slots import GpuSlot, MappedSlots
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.pool_shape import PoolShape
-from kvferry.transfer.receiver import Scatter
+from kvferry.transfer.geometry import StorageOrder
 from kvferry.transfer.registration import (
     GpuAllocation,
     RegisteredMemory,
@@ -29,212 +20,8 @@ from kvferry.transfer.registration import (
     RegisteredTensor,
     Registration,
 )
-from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import Credit, PartHeader
-from tests.csrc.gpu_orders import HOST, Orders
-
-GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=16)
-RANKS, PAGES, ROWS, SLOTS = 2, 12, 6, 4
-MOST = 3  # pages of a request
-SLOT_BYTES = HEADER_BYTES + MOST * GEOMETRY.page_bytes
-WORKER, COURIER = "worker", "courier"
-Pages = Sequence[int]
-
-
-class Pool:
-    """The memory of one side with a session in each direction."""
-
-    def __init__(self, fake: ctypes.CDLL, library: str, orders: Orders) -> None:
-        self.orders = orders
-        shape = PoolShape(GEOMETRY, RANKS, StorageOrder.LAYER_MAJOR, PAGES)
-        self.memory = GpuPoolMemory.create(shape, range(RANKS))
-        self.rows = np.frombuffer(mmap.mmap(-1, ROWS * shape.row_bytes), np.uint8)
-        self.memory.attach_rows(memoryview(self.rows))
-        own = [[int(fake.fake_foreign(SLOTS * SLOT_BYTES)) for _ in range(2)] for _ in range(RANKS)]
-        named = [[(at, at.to_bytes(8, "little") + bytes([0x5A] * 56)) for at in each] for each in own]
-        slots = [RankSlots(*receiving, *sending) for receiving, sending in named]
-        engines = [GpuCopyEngine(rank, library) for rank in range(RANKS)]
-        self.slots = MappedSlots(range(RANKS), slots, (RANKS * SLOTS, RANKS * SLOTS), SLOT_BYTES, engines.__getitem__)
-        link: Any = SimpleNamespace(send_gpu_slot=self.slots.send_slot, receive_gpu_slot=self.slots.receive_slot)
-        self.lanes = lanes_of(GEOMETRY, RANKS, RANKS)
-        self.sending, self.receiving = self.memory.sending(link, self.lanes), self.memory.receiving(link, self.lanes)
-
-    def of_pages(self, touch: Callable[[str, int, int], None], who: str, pages: Pages) -> None:
-        """All bytes of the pages, on all ranks."""
-        for rank in self.memory._ranks:
-            rows = self.memory.shape.storage.rows()
-            for begin in rows.fragments_of(pages).ravel().tolist():
-                touch(who, rank._base + begin, rows.fragment_bytes)
-
-    def of_rows(self, touch: Callable[[str, int, int], None], rows: Pages) -> None:
-        size = self.memory.shape.row_bytes
-        for row in rows:
-            touch(HOST, self.rows.ctypes.data + row * size, size)
-
-    def close(self) -> None:
-        """As a daemon does at its end, whose sessions have ended."""
-        self.memory.close()
-        self.slots.close()
-
-
-@pytest.fixture
-def pool(fake: ctypes.CDLL, library: str, orders: Orders, on_the_fake: None) -> Iterator[Pool]:
-    made = Pool(fake, library, orders)
-    yield made
-    made.close()
-
-
-class Daemon:
-    """Gives pages to requests that come at random, several at a time, and takes them back. `hasty`: a kind of copy that
-    it does not wait for."""
-
-    def __init__(self, pool: Pool, seed: int, hasty: str = "") -> None:
-        self.random = np.random.default_rng(seed)
-        self.pool, self.memory, self.orders, self.hasty = pool, pool.memory, pool.orders, hasty
-        self.pages, self.rows = list(range(PAGES)), list(range(ROWS))  # that are free
-        self.send_slots, self.receive_slots = ([list(range(SLOTS)) for _ in range(RANKS)] for _ in range(2))
-        self.late: list[asyncio.Future[str]] = []
-        self.done: dict[str, int] = {}
-
-    async def run(self, requests: int) -> None:
-        async def each(kinds: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-            for kind in kinds:
-                await kind()
-                await asyncio.sleep(0)
-
-        kinds = [self.compute, self.receive, self.spill_and_restore, self.reuse]
-        drawn = [kinds[i] for i in self.random.integers(0, len(kinds), requests)]
-        await asyncio.gather(*(each(drawn[first::3]) for first in range(3)))
-        await asyncio.gather(*self.late)
-
-    # -- requests
-
-    async def compute(self) -> None:
-        """A worker fills pages of which the last is not full; they are sent behind the clearing of its tail, or not at
-        all, since their request is over."""
-        pages = await self.take()
-        await self.clear(pages)
-        self.worker_fills(pages)
-        tokens = int(self.random.integers(1, GEOMETRY.page_size))
-        tail = self.ended("tail", lambda done: self.memory.zero_tail(pages[-1], tokens, done))
-        if self.random.integers(2):
-            clearing = asyncio.ensure_future(tail)
-            await asyncio.sleep(0)  # it is issued
-            await self.send(pages)
-            await clearing
-        else:
-            await tail
-        self.free(pages)
-
-    async def receive(self) -> None:
-        """Pages that come in slots, and that a worker then reads and goes on with."""
-        pages = await self.take()
-        await self.clear(pages)
-        await asyncio.gather(*(self.scatter(lane, pages) for lane in range(len(self.pool.lanes))))
-        self.orders.tells(WORKER)
-        self.pool.of_pages(self.orders.reads, WORKER, pages)
-        self.pool.of_pages(self.orders.writes, WORKER, pages[-1:])
-        self.orders.told_by(WORKER)
-        await self.send(pages)
-        self.free(pages)
-
-    async def spill_and_restore(self) -> None:
-        pages = await self.take()
-        self.worker_fills(pages)
-        rows = [self.rows.pop() for _ in pages[: len(self.rows)]]
-        kept = pages[: len(rows)]
-        sent = asyncio.ensure_future(self.send(pages))  # both read them
-        await self.between_tiers("spill", kept, rows)
-        self.pool.of_rows(self.orders.reads, rows)  # their checksums
-        await sent
-        self.free(pages)
-        if rows:
-            pages = await self.take(len(rows))
-            await self.between_tiers("restore", pages, rows)
-            self.pool.of_rows(self.orders.reads, rows)
-            await self.send(pages)
-            self.free(pages)
-            self.rows += rows
-
-    async def reuse(self) -> None:
-        """Pages that nobody clears."""
-        pages = await self.take()
-        self.worker_fills(pages)
-        self.free(pages)
-
-    # -- what they consist of
-
-    async def take(self, count: int | None = None) -> list[int]:
-        count = count if count is not None else int(self.random.integers(1, MOST + 1))
-        while len(self.pages) < count:
-            await asyncio.sleep(0)
-        return [self.pages.pop(int(self.random.integers(len(self.pages)))) for _ in range(count)]
-
-    def free(self, pages: list[int]) -> None:
-        self.pages += pages
-
-    async def clear(self, pages: Pages) -> None:
-        await self.ended("clearing", lambda done: self.memory.zero_pages(np.array(pages), done))
-
-    def worker_fills(self, pages: Pages) -> None:
-        self.orders.tells(WORKER)
-        self.pool.of_pages(self.orders.writes, WORKER, pages)
-        self.orders.told_by(WORKER)
-
-    async def send(self, pages: Pages) -> None:
-        await asyncio.gather(*(self.gather(lane, pages) for lane in range(len(self.pool.lanes))))
-
-    async def gather(self, lane: int, pages: Pages) -> None:
-        rank, row_bytes = self.pool.lanes[lane].sender, self.pool.lanes[lane].row_bytes
-        number = await _one_of(self.send_slots[rank])
-        slot = rank * SLOTS + number
-        nbytes = len(pages) * row_bytes
-        header = PartHeader(0, 0, slot, 0, lane, 0, 0, nbytes)
-        what = Gather(0, slot, Credit(0, 0), pages, 0, 0, nbytes, header, lane)
-        gather = self.pool.sending.gather_summed if self.random.integers(2) else self.pool.sending.gather
-        await self.ended("gather", lambda done: gather(what, done))
-        self.orders.tells(COURIER)
-        self.courier(self.orders.reads, self.pool.slots.send_slot(slot))
-        self.orders.told_by(COURIER)
-        self.send_slots[rank].append(number)
-
-    async def scatter(self, lane: int, pages: Pages) -> None:
-        rank, row_bytes = self.pool.lanes[lane].receiver, self.pool.lanes[lane].row_bytes
-        number = await _one_of(self.receive_slots[rank])
-        slot = rank * SLOTS + number
-        self.orders.tells(COURIER)  # a credit
-        self.courier(self.orders.writes, self.pool.slots.receive_slot(slot))
-        self.orders.told_by(COURIER)
-        what = Scatter(slot, 0, pages, 0, 0, len(pages) * row_bytes, lane)
-        await self.ended("scatter", lambda done: self.pool.receiving.scatter(what, done))
-        self.receive_slots[rank].append(number)
-
-    def courier(self, touch: Callable[[str, int, int], None], slot: GpuSlot) -> None:
-        touch(COURIER, slot.address, slot.nbytes)
-
-    async def between_tiers(self, kind: str, pages: Pages, rows: Pages) -> None:
-        if pages:
-            self.begins(kind)
-            await asyncio.to_thread(getattr(self.memory, kind), np.array(pages), np.array(rows))
-
-    async def ended(self, what: str, issue: Callable[[Callable[[str], None]], None]) -> None:
-        self.begins(what)
-        end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        issue(end.set_result)
-        if what == self.hasty:
-            self.late.append(end)
-        else:
-            assert await end == ""
-
-    def begins(self, what: str) -> None:
-        self.done[what] = self.done.get(what, 0) + 1
-        self.orders.lag(int(self.random.integers(0, 6)))
-
-
-async def _one_of(free: list[int]) -> int:
-    while not free:
-        await asyncio.sleep(0)
-    return free.pop()
+from tests.csrc.gpu_orders import Orders
+from tests.csrc.gpu_pool import GEOMETRY, PAGES, RANKS, WORKER, Daemon, Pool
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -254,31 +41,6 @@ def test_a_daemon_that_does_not_wait_is_found(pool: Pool, hasty: str, found: str
     asyncio.run(Daemon(pool, 1, hasty).run(100))
     messages = pool.orders.take()
     assert any(f"which {found}" in message for message in messages)
-
-
-def test_the_loop_turns_while_the_gpus_stand_still(pool: Pool) -> None:
-    """Whatever is asked of them, and its end is told once they go on."""
-    daemon = Daemon(pool, 2)
-
-    async def story() -> None:
-        pool.orders.hold()
-        pages = await daemon.take(MOST)
-        begin = time.monotonic()
-        parts = [work(lane, pages) for lane in range(len(pool.lanes)) for work in (daemon.gather, daemon.scatter) * 2]
-        tail = daemon.ended("tail", lambda done: pool.memory.zero_tail(pages[-1], 3, done))
-        asked = [asyncio.ensure_future(work) for work in (*parts, tail, daemon.clear(pages[:1]))]
-        longest = 0.0
-        while time.monotonic() < begin + 0.5:
-            before = time.monotonic()
-            await asyncio.sleep(0.001)
-            longest = max(longest, time.monotonic() - before)
-        assert longest < 5.0
-        assert not any(each.done() for each in asked)
-        pool.orders.release()
-        await asyncio.wait_for(asyncio.gather(*asked), 30)
-
-    asyncio.run(story())
-    pool.orders.take()  # all of it touches the same pages
 
 
 def test_an_engines_memory_is_let_go_when_no_copy_runs(
@@ -302,6 +64,32 @@ def test_an_engines_memory_is_let_go_when_no_copy_runs(
         orders.writes(WORKER, address, nbytes)
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["workers have it", "nobody was told of it"])
+def test_the_daemons_own_pool_stays_to_its_end(
+    fake: ctypes.CDLL, library: str, orders: Orders, on_the_fake: None, told: bool
+) -> None:
+    """Since workers have it mapped; also its context, and whatever becomes of the object that holds it."""
+    gc.collect()
+    fake.fake_reset()
+    pool = Pool(fake, library, orders)
+    if told:
+        pool.memory.rank_pools()
+        orders.tells(WORKER)
+        pool.of_pages(orders.writes, WORKER, [3])
+    places = [rank._base for rank in pool.memory._ranks]
+    pool.close()
+    del pool
+    gc.collect()
+    contexts = fake.fake_calls(b"context_retain") - fake.fake_calls(b"context_release")
+    assert contexts == (RANKS if told else 0), "whose end would be the memory's"
+    engine = GpuCopyEngine(0, library)
+    if told:
+        assert [engine.address_range(place)[0] for place in places] == places
+    else:
+        with pytest.raises(GpuError, match="is in no allocation"):
+            engine.address_range(places[0])
 
 
 # -- a page whose tail is being cleared

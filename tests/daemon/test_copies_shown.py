@@ -52,7 +52,8 @@ def test_what_moved_pages_is_told_and_outlives_an_engines_memory(monkeypatch: py
         counts = {"staged": StrategyCounts(2, 30, 4096), "batch": StrategyCounts()}
         of_a_gpu = CopyStatistics(counts, {"rows are not pinned": 3}, "kernel")
         monkeypatch.setattr(memory, "copy_statistics", lambda: of_a_gpu)
-        monkeypatch.setattr(memory, "close", lambda: None, raising=False)
+        for end in ("stop", "close"):
+            monkeypatch.setattr(memory, end, lambda: None, raising=False)
         for _ in range(2):  # while it is there, and when it has gone
             stats = side_stats(side)
             (staged, batch), (fallback,) = stats.copies.strategies, stats.copies.fallbacks
@@ -82,6 +83,7 @@ def test_an_engines_memory_is_closed_though_its_end_is_cancelled(monkeypatch: py
         side, host = Side(), Host()
         closed: list[bool] = []
         memory: Any = side.tiers.memory
+        monkeypatch.setattr(memory, "stop", lambda: None, raising=False)
         monkeypatch.setattr(memory, "close", lambda: closed.append(host.go_on.is_set()), raising=False)
         monkeypatch.setattr(side.tiers, "_host", host)
         forgetting = asyncio.create_task(side.tiers.forget_pool())
