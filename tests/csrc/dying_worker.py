@@ -1,6 +1,6 @@
 """`python dying_worker.py killed|forked|execs`: a worker that maps a daemon's pool on a GPU, and queues copies to its
-pages without end. Standard input: a Welcome, in hexadecimal. It says `ready` once they run. With `forked` a child shares
-what it had open for the GPU; with `execs` the next line makes another program of it, which does nothing."""
+pages without end. Standard input: a Welcome, in hexadecimal. It says `ready` once they run. With `forked` a child
+shares what it had open for the GPU; with `execs` the next line makes another program of it, which does nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that ends, or execs, while the GPU has copies of it queued: its pages are somebody else's once those are over.
+"""A worker that ends, or execs, while the GPU has copies of it queued: its pages are others' once those are over.
 
 A look at its lock every millisecond: with rarer ones the copies are over before the lock is found free.
 """

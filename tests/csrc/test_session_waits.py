@@ -10,38 +10,28 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from kvferry._core import GpuCopy, GpuCopyEngine, PinnedBuffer
 from kvferry.daemon import session as session_module
-from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.counters import Latencies, TransferCounters
 from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.daemon.host_tier import HostTier
 from kvferry.daemon.receiving import ReceivingSession
 from kvferry.daemon.sending import SendingSession
 from kvferry.daemon.session import Session, SessionBroken, SessionTimes
-from kvferry.daemon.side_tiers import SideTiers
-from kvferry.daemon.store import Store
 from kvferry.proto import peer_pb2 as peer
-from kvferry.radix.digests import root_digest
 from kvferry.transfer.courier_messages import Connected
 from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.host_rows import AnonymousRows
 from kvferry.transfer.lanes import Lane, lanes_of
-from kvferry.transfer.namespace import NamespaceFacts
 from kvferry.transfer.pool_shape import PoolShape
 from kvferry.transfer.receiver import Receiver, Scatter
 from kvferry.transfer.sender import Gather
 from kvferry.transfer.slots import Credit, PartHeader
 from tests.csrc.gpu_orders import Orders
-from tests.csrc.gpu_pool import GEOMETRY, MOST, RANKS, SLOT_BYTES, SLOTS, Daemon, Pool
-from tests.csrc.test_engine_memory import NBYTES, registered
+from tests.csrc.gpu_pool import RANKS, SLOT_BYTES, SLOTS, Pool
 
 FOUR_HEADS = KVGeometry(layers=2, kv_heads=4, head_dim=8, dtype="float16", page_size=16)
 
