@@ -250,11 +250,11 @@ class Storm:
         row = self.content[page].copy().reshape(-1, GEOMETRY.page_size, ROW // GEOMETRY.fragments // GEOMETRY.page_size)
         row[:, tokens:] = 0
         self.content[page] = row.reshape(-1)
-        clearing = asyncio.ensure_future(self.ended(lambda done: self.memory.zero_tail(page, tokens, done)))
+        clearing = self.ended(lambda done: self.memory.zero_tail(page, tokens, done))
         if self.random.random() < 0.5:
-            await asyncio.sleep(0)  # it is issued
-            await self.gather_from([page])
-        await clearing
+            await asyncio.gather(clearing, self.gather_from([page]))  # in this order
+        else:
+            await clearing
         if self.random.random() < 0.5:
             self.write_at_once(page)  # before the GPU comes to anything that it has not begun
         self.give_back([page])

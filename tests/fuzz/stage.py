@@ -156,6 +156,9 @@ class Pools(SimPoolMemory):
     def rank_pools(self) -> list[wire.RankPool]:
         return [wire.RankPool(segment="/nowhere", nbytes=self.shape.pages * PAGE_BYTES)]
 
+    def stop(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -375,7 +378,19 @@ def watch_sessions() -> None:
     Session._reason = judged  # type: ignore[method-assign]
 
 
-_LOOP = asyncio.new_event_loop()
+class _Loop(asyncio.SelectorEventLoop):
+    """What is given to a thread is done at once: no input's course depends on when a thread gets on."""
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+_LOOP = _Loop()
 
 
 def run(act: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
