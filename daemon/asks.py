@@ -100,6 +100,10 @@ class Asks:
         """Keeps a transfer open, of no pages: by it the prefill daemon says that the aux blob will not come."""
         self._ask(lease, lease.promised, 0)
 
+    def waits(self, lease: Lease) -> bool:
+        """Whether more is to come of what it asks for, or is to ask for. Nothing is of what drains."""
+        return bool(lease.runs) or any(not self._transfers[number].draining for number in lease.transfers)
+
     def first_page(self, lease: Lease) -> int:
         """Index of the first prompt page of what it asks for, or is to."""
         first = [self._transfers[number].first_page for number in lease.transfers] + [run[0] for run in lease.runs]

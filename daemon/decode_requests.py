@@ -202,7 +202,9 @@ class DecodeRequests:
 
     def _readable(self, lease: Lease, pages: list[int], now: float) -> None:
         """The bytes of these pages, which the lease was to bring, are there."""
-        lease.hold.namespace.tree.arrived(self.store.pool.those(pages, PageState.ARRIVING))
+        namespace = lease.hold.namespace
+        namespace.tree.arrived(self.store.pool.those(pages, PageState.ARRIVING))
+        namespace.arrivals += 1
         for waiter in self._arrivals.arrived(pages):
             self._check_ready(waiter, now)
 
@@ -289,6 +291,7 @@ class DecodeRequests:
         if lease.state is LeaseState.FILLING and not lease.local:
             self._effects.append(SendDone(lease.prefill, lease.name))
         self._arrivals.leave(lease)
+        lease.taken.clear()
         self._asks.stop_all(lease, "the request ended")
         lease.hold.promise(0, 0)
 

@@ -278,7 +278,7 @@ class GpuPoolMemory:
         for rank in self._ranks:
             try:
                 rank.close()
-            except OSError as error:
+            except GpuError as error:
                 log.error("cuda:%d: %s", rank.ordinal, error)
         self._ranks.clear()
 

@@ -36,8 +36,9 @@ class LockHolder:
             device, inode = lock.identity()
             if (pid := _listed(device, inode)) is not None:
                 holder = LockHolder(pid)
-                if _listed(device, inode) == pid:
-                    return holder
+                with contextlib.suppress(OSError):
+                    if _listed(device, inode) == pid:
+                        return holder
                 holder.close()  # the number may have become another process's meanwhile
         return None
 

@@ -12,7 +12,7 @@ they are free as soon as their copy ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.radix.tree import PagedRadixTree
@@ -40,6 +40,7 @@ class Namespace:
     quota: Quota = field(default_factory=Quota)
     own: int = 0  # device pages of its requests that are not the tree's
     promised: int = 0  # pages promised to its requests and not yet given
+    arrivals: int = 0  # times that pages of its tree became readable
     evicted: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -80,6 +81,25 @@ class Namespace:
         """Whether `more` promised pages keep it within its hard quota."""
         hard = self.quota.hard
         return hard == 0 or self.used + self.promised + more - self.tree.evictable <= hard
+
+
+def soft_pages(namespaces: Iterable[Namespace]) -> int:
+    return sum(namespace.soft_pages for namespace in namespaces)
+
+
+def quota_states(namespaces: Iterable[Namespace]) -> Callable[[object], Hashable]:
+    """Of a namespace, in this step: what decides which of its requests are over its hard quota or kept out by the soft
+    ones of others. What they match changes with the pages that it uses and that become readable, but for a page in
+    place of another.
+    """
+    soft = soft_pages(namespaces)
+
+    def state(namespace: object) -> Hashable:
+        assert isinstance(namespace, Namespace)
+        uses = namespace.tree.pages, namespace.tree.evictable, namespace.own, namespace.promised, namespace.arrivals
+        return uses, soft - namespace.soft_pages
+
+    return state
 
 
 def slack(free: int, namespaces: Iterable[Namespace]) -> int:

@@ -16,7 +16,7 @@ from typing import cast
 from kvferry.daemon.admission import Admission, AdmissionQueue, StateOf
 from kvferry.daemon.arrivals import Arrivals
 from kvferry.daemon.holds import Hold, Holds
-from kvferry.daemon.namespaces import Namespace
+from kvferry.daemon.namespaces import Namespace, quota_states
 from kvferry.daemon.prefill_entry import Entry, Prompt
 from kvferry.daemon.store import Ended, Store
 from kvferry.radix.pool import PageState
@@ -56,10 +56,11 @@ class PrefillSupply:
         if not self._asked_waiting:
             return []
         first: dict[Namespace, Hold] = {}
+        reachable = {namespace: self._store.reachable(namespace) for namespace in self._store.namespaces.values()}
         for entry in self.queue:
             assert entry.prompt is not None
             hold = entry.prompt.hold
-            if entry.asked and hold.namespace not in first and hold.wanted <= self._store.reachable(hold.namespace):
+            if entry.asked and hold.namespace not in first and hold.wanted <= reachable[hold.namespace]:
                 first[hold.namespace] = hold
         return list(first.values())
 
@@ -156,7 +157,7 @@ class PrefillSupply:
         return admission
 
     def _states(self) -> StateOf:
-        quotas = self._store.quota_states()
+        quotas = quota_states(self._store.namespaces.values())
         return lambda namespace: (quotas(namespace), self.unasked_pages, self._unasked[cast(Namespace, namespace).id])
 
     def _reserve_unasked(self, prompt: Prompt) -> Admission:

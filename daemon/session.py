@@ -218,7 +218,7 @@ class Session:
         if self._opening.done() and not self._broken.done():
             try:
                 self._parts = await self._opening
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, MemoryError) as error:
                 raise SessionBroken(f"the pool could not be opened: {error}") from error
             self._courier_is_up(link)
 

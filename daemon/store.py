@@ -8,13 +8,13 @@ and is to be asked again. Frees are batched: `release` collects, and the next `t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.daemon.counters import TierCounters
 from kvferry.daemon.errors import exhausted
 from kvferry.daemon.kv_events import KvEventLog, TokenChain
-from kvferry.daemon.namespaces import Namespace, Quota, own_share, slack
+from kvferry.daemon.namespaces import Namespace, Quota, own_share, slack, soft_pages
 from kvferry.radix.policy import Clock, Policy
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import BACKUP, RESTORE, SPILL, Copy, Evicted, Lock, PagedRadixTree
@@ -166,23 +166,7 @@ class Store:
         """Pages that a request of this namespace could have now if nothing else ran: all but what the soft quotas of
         the others protect.
         """
-        return self.pool.pages - self._soft_pages() + namespace.soft_pages
-
-    def _soft_pages(self) -> int:
-        return sum(namespace.soft_pages for namespace in self.namespaces.values())
-
-    def quota_states(self) -> Callable[[object], Hashable]:
-        """Of a namespace, in this step: what decides which of its requests are over its hard quota or kept out by the
-        soft ones of others. What is matched changes with the pages that it uses, but for a page in place of another.
-        """
-        soft_pages = self._soft_pages()
-
-        def state(namespace: object) -> Hashable:
-            assert isinstance(namespace, Namespace)
-            tree = namespace.tree
-            return tree.pages, tree.evictable, namespace.own, namespace.promised, soft_pages - namespace.soft_pages
-
-        return state
+        return self.pool.pages - soft_pages(self.namespaces.values()) + namespace.soft_pages
 
     # -- pages of requests ---------------------------------------------------------------------------------------
 
@@ -341,6 +325,7 @@ class Store:
                 tiers.backed_up += good
         self.evicted += len(result.freed)
         namespace.evicted += len(result.freed)
+        namespace.arrivals += bool(result.readable)
         return Ended(namespace, copy.kind, result.readable, result.lost, result.removed)
 
     def write_through(self) -> None:

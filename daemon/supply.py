@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvferry.daemon.admission import Admission, AdmissionQueue
 from kvferry.daemon.holds import Holds
 from kvferry.daemon.lease import Lease, LeaseState
 from kvferry.daemon.limits import pages_for
-from kvferry.daemon.namespaces import Namespace
+from kvferry.daemon.namespaces import Namespace, quota_states
 from kvferry.daemon.store import Store
 
 
@@ -36,7 +37,7 @@ class Growth:
 
 class Supply:
     def __init__(self, store: Store, holds: Holds, overtakes: int, events: SupplyEvents) -> None:
-        self.queue: AdmissionQueue[Lease] = AdmissionQueue(overtakes, store.quota_states)
+        self.queue: AdmissionQueue[Lease] = AdmissionQueue(overtakes, partial(quota_states, store.namespaces.values()))
         self.reserved: deque[Lease] = deque()
         self.growing: deque[Growth] = deque()
         self._returned: list[Lease] = []

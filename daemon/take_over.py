@@ -29,8 +29,8 @@ class TakeOvers:
     def look(self, leases: Iterable[Lease], now: float) -> None:
         """At each tick."""
         for filler in leases:
-            waits = filler.state is LeaseState.FILLING and bool(filler.transfers or filler.runs)
-            if waits and now - filler.quiet_since >= PATIENCE_SECONDS:
+            quiet = filler.state is LeaseState.FILLING and now - filler.quiet_since >= PATIENCE_SECONDS
+            if quiet and self._asks.waits(filler):
                 taker = self._taker(filler, now)
                 if taker is not None:
                     taker.take_overs += _delivers(filler)
@@ -51,11 +51,11 @@ class TakeOvers:
 
     def drained(self, moving: Transfer) -> RequestError | None:
         """No copy runs of a transfer that has a taker, which asks for what it waits for; the rest is asked for again.
-        Returns the prefill daemon's refusal, if it came meanwhile: by that the request fails.
+        Returns the prefill daemon's refusal, if it came meanwhile and the aux blob has not: by that the request fails.
         """
         lease, taker = moving.lease, moving.taker
         assert taker is not None
-        if moving.refusal is not None:
+        if moving.refusal is not None and lease.aux is None:
             return moving.refusal
         still = [page for page in moving.page_ids if page in lease.filling]
         if taker.state is LeaseState.FILLING:

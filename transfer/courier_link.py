@@ -8,6 +8,7 @@ that cannot be ends the courier.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -45,7 +46,7 @@ from kvferry.transfer.courier_messages import (
 from kvferry.transfer.courier_process import CourierProcess
 from kvferry.transfer.gpu_slots import GpuOf, GpuSlot, MappedSlots, gpu
 from kvferry.transfer.host_slots import HostSlots
-from kvferry.waiting import within
+from kvferry.waiting import is_done, within
 
 __all__ = ["CourierConfig", "CourierError", "CourierLink", "GpuSlot", "RemoteRank"]
 
@@ -71,6 +72,7 @@ class CourierLink:
         self._started: asyncio.Future[Started] = self._loop.create_future()
         self._process: CourierProcess | None = None
         self._end: asyncio.Task[None] | None = None
+        self._unmapping: asyncio.Task[None] | None = None  # of slots that came too late
         self._orders: socket.socket | None = None  # None: the courier is gone or going
         self._unsent: deque[bytes] = deque()
         self._stopped = False
@@ -143,7 +145,7 @@ class CourierLink:
         try:
             self._slots = await asyncio.shield(mapping)
         except asyncio.CancelledError:
-            mapping.add_done_callback(_close_mapped)
+            self._unmapping = asyncio.create_task(_unmapped(mapping))
             raise
         except (RuntimeError, ValueError) as error:
             raise CourierError(f"the courier's slots cannot be mapped: {error}") from error
@@ -382,6 +384,8 @@ class CourierLink:
             await self._process.reap(deadline_s)
         if self._end is not None:
             await self._end
+        if self._unmapping is not None and not await is_done(self._unmapping, deadline_s):
+            raise CourierError(f"the courier's slots cannot be unmapped within {deadline_s} s: they are being mapped")
         slots, self._slots = self._slots, None
         if isinstance(slots, MappedSlots):
             await asyncio.to_thread(slots.close)  # may wait for the device
@@ -397,9 +401,10 @@ class CourierLink:
         self._unsent.clear()
 
 
-def _close_mapped(mapping: asyncio.Task[MappedSlots]) -> None:
-    if not mapping.cancelled() and mapping.exception() is None:
-        mapping.get_loop().run_in_executor(None, mapping.result().close)  # may wait for the device
+async def _unmapped(mapping: asyncio.Task[MappedSlots]) -> None:
+    """Nobody will have them."""
+    with contextlib.suppress(RuntimeError, ValueError):  # there are none
+        await asyncio.to_thread((await mapping).close)
 
 
 def _close_made(making: asyncio.Task[int]) -> None:

@@ -21,7 +21,7 @@ from kvferry.proto import common_pb2, worker_pb2
 from kvferry.proto.limits import ENDED_IN_ORDER, MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.geometry import KVGeometry
-from kvferry.waiting import is_done, within
+from kvferry.waiting import complete, is_done, within
 from kvferry.workers.attachment import Attachment
 from kvferry.workers.engine_pools import EnginePools
 from kvferry.workers.open_request import OpenRequest
@@ -109,7 +109,7 @@ class DaemonClient:
             stream.call.cancel()
             await stream.channel.close(None)
             if own is not None:
-                own.close_mapped()  # the daemon may be about to map it
+                await complete(asyncio.to_thread(_let_go, own))
             if isinstance(error, asyncio.TimeoutError):
                 raise DaemonAbsent(f"no daemon answered on {socket} within {deadline_s} s") from None
             if isinstance(error, (OSError, ValueError)):
@@ -427,6 +427,14 @@ class DaemonClient:
         if request is None:
             return  # over on this side: its Abort and this event crossed
         request.take(kind, event)
+
+
+def _let_go(own: EnginePools) -> None:
+    """The daemon may be about to map it. Waits for its devices."""
+    try:
+        own.close_mapped()
+    except Exception as error:
+        _log.error("a device of the pool does not settle: %s", error)
 
 
 def _milliseconds(seconds: float) -> int:

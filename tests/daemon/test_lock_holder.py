@@ -4,6 +4,7 @@ for a while behind its process."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -131,11 +132,20 @@ def test_a_listing_that_lacks_a_lock_is_read_again(lock: FileLock, monkeypatch: 
     holder.close()
 
 
-def test_a_number_that_has_become_another_ones_is_no_holder(lock: FileLock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that was listed ends before its number is opened."""
+@pytest.mark.parametrize("then", [None, OSError(errno.EMFILE, "too many open files")])
+def test_a_number_that_has_become_another_ones_is_no_holder(
+    lock: FileLock, monkeypatch: pytest.MonkeyPatch, then: OSError | None
+) -> None:
+    """The process that was listed ends before its number is opened, or the list cannot be read again."""
     descriptors = len(os.listdir("/proc/self/fd"))
     listed = iter([os.getpid()])
-    monkeypatch.setattr(lock_holder, "holder_of", lambda *file: next(listed, None))
+
+    def holder_of(*file: object) -> int | None:
+        if (pid := next(listed, None)) is None and then is not None:
+            raise then
+        return pid
+
+    monkeypatch.setattr(lock_holder, "holder_of", holder_of)
     assert LockHolder.find(lock) is None
     assert len(os.listdir("/proc/self/fd")) == descriptors
 

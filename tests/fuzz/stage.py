@@ -19,6 +19,7 @@ from typing import Any, NoReturn, cast
 import grpc
 
 from kvferry.daemon import session as session_module
+from kvferry.daemon import side_workers
 from kvferry.daemon.config import DaemonConfig
 from kvferry.daemon.decode_side import DecodeSide
 from kvferry.daemon.host_tier import HostTier
@@ -366,6 +367,7 @@ def watch_sessions() -> None:
     is: an exception that is not the product's own is a finding.
     """
     session_module.CourierLink = Link  # type: ignore[misc, assignment]
+    side_workers.SETTLE_SECONDS = 0.0  # of real time, which does not go by here
     reason = Session._reason
 
     def judged(session: Session, tasks: list[asyncio.Task[None]]) -> str:

@@ -9,7 +9,7 @@ from kvferry.daemon.admission import OVERTAKES
 from kvferry.daemon.effects import StopTransfer
 from kvferry.daemon.holds import Holds
 from kvferry.daemon.lease import LeaseState
-from kvferry.daemon.namespaces import Quota
+from kvferry.daemon.namespaces import Namespace, Quota
 from kvferry.daemon.prefill_requests import REST_SECONDS
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
@@ -221,3 +221,40 @@ def test_a_tenant_is_looked_at_again_once_something_of_it_has_changed(monkeypatc
     for stop in side.of(StopTransfer):
         side.core.transfer_drained(stop.transfer, 0.1)
     assert not side.core.leases[name(1)].queued
+
+
+def test_a_tenant_is_looked_at_again_once_pages_that_it_shares_are_readable() -> None:
+    """A request whose worker computes the rest itself can use them only then; that they come changes no count."""
+    side = Decode(PAGES, quotas={NAMESPACE: Quota(hard=12)})
+    side.admit(name(1), "x", 8, new=1)
+    (transfer,) = side.core.leases[name(1)].transfers
+    side.admit(name(2), "x", 9, prefill="", worker=2, new=1)
+    assert side.core.leases[name(2)].queued, "without them it is over its quota"
+    side.tick(0.05)
+    side.arrive(transfer, range(8), 0.1)
+    assert side.core.leases[name(2)].state is LeaseState.READY
+
+
+def test_what_asked_prompts_could_have_is_added_up_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step: however many wait whom others' soft quotas keep out."""
+    side = Prefill(16, table=1000, quotas={OTHER_TENANT: Quota(soft=8)})
+    side.ask(name(1), 1, "o", 8, namespace=OTHER_TENANT)
+    side.begin(name(1), "o", 8, namespace=OTHER_TENANT)
+    side.compute(name(1), 8)
+    side.core.send_completed(1, 1, 0.0)
+    side.core.done(1, name(1), 0.0)
+    protected = Namespace.soft_pages.fget
+    counted = [0]
+
+    def soft_pages(namespace: Namespace) -> int:
+        counted[0] += 1
+        assert protected is not None
+        return int(protected(namespace))
+
+    for number in range(2, 102):
+        side.ask(name(number), number, f"{number}", 16)
+        side.begin(name(number), f"{number}", 16)
+    assert side.core.waiting_requests >= 100
+    monkeypatch.setattr(Namespace, "soft_pages", property(soft_pages))
+    assert side.core._supply.first_asked() == []
+    assert 0 < counted[0] <= 8

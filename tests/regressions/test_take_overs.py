@@ -248,6 +248,46 @@ def test_whom_pages_were_taken_from_hears_that_its_prompt_fails() -> None:
     assert failed.failed.name.request_id == A.request_id
 
 
+def taken_over_while_a_scatter_runs(side: Decode) -> int:
+    """A brought two pages and its first token, then nothing; B, which has its own, takes over. A's transfer, which
+    drains from 2.1 s on."""
+    side.admit(A, "x", 8, prefill="p")
+    (transfer,) = side.core.leases[A].transfers
+    side.arrive(transfer, [0, 1])
+    side.admit(B, "x", 8, prefill="q", worker=2)
+    first_tokens(side)
+    side.take()
+    side.tick(2.1)
+    assert [stop.transfer for stop in side.of(StopTransfer)] == [transfer]
+    return transfer
+
+
+def test_a_refusal_of_what_another_brings_fails_nobody() -> None:
+    """Whether it comes before the last scatter has ended or behind it."""
+    for refused_at, drained_at in ((2.15, 2.2), (2.25, 2.2)):
+        side = Decode(64)
+        transfer = taken_over_while_a_scatter_runs(side)
+        for at, happens in sorted({refused_at: "refused", drained_at: "drained"}.items()):
+            if happens == "refused":
+                side.core.transfer_failed(transfer, unavailable("its pages were given to others"), at)
+            else:
+                side.core.transfer_drained(transfer, at)
+        side.take()
+        assert not side.told("failed")
+        (asked,) = (start.ask for start in side.of(StartTransfer) if start.prefill == "q")
+        assert (asked.first_page, asked.pages) == (2, 6)
+        side.arrive(asked.transfer, range(2, 8), 2.3)
+        assert all(side.core.leases[each].state is LeaseState.READY for each in (A, B))
+
+
+def test_one_take_over_is_counted_once_however_long_its_scatters_run() -> None:
+    side = Decode(64)
+    taken_over_while_a_scatter_runs(side)
+    for now in (2.15, 2.2, 2.25, 2.3):
+        side.tick(now)
+    assert side.core.leases[B].take_overs == 1
+
+
 def test_an_ask_of_no_pages_is_open_until_the_prompt_ends() -> None:
     for ends_well in (False, True):
         prefill = Prefill()

@@ -202,7 +202,7 @@ def test_a_pool_that_holds_all(family: Family) -> None:
     settled(family.prefill)
 
 
-@pytest.mark.parametrize("family", ["smollm2", "qwen2"], indirect=True)
+@pytest.mark.parametrize("family", [pytest.param("smollm2", marks=pytest.mark.nightly), "qwen2"], indirect=True)
 def test_a_pool_that_evicts_between_turns(family: Family) -> None:
     """Larger conversations through the same pools: some of a turn's history is gone at one server, or at both."""
     with Engines(family.prefill, family.decode) as engines:

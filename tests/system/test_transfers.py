@@ -171,7 +171,7 @@ def test_reuse_off_moves_everything_every_time(stack: Stack) -> None:
 def test_what_does_not_fit_is_refused_at_the_handshake(stack: Stack, spec: SystemSpec, field: str, remedy: str) -> None:
     prefills, decodes = start_replicas(stack, spec)
     with Engines(prefills[0], decodes[0]) as engines:
-        turn = engines.turn(list(range(64)), 4, deadline_s=5)
+        turn = engines.turn(list(range(64)), 4, deadline_s=2)
     assert turn.code is grpc.StatusCode.FAILED_PRECONDITION
     assert field in turn.details
     assert remedy in turn.details
