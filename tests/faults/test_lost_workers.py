@@ -55,7 +55,8 @@ def lost_worker(decode: Replica, prefix: Sequence[str] = ()) -> Iterator[subproc
         assert lost.stdout is not None and lost.stderr is not None
         told = lost.stdout.readline()
         if not told and prefix:
-            pytest.skip(f"no PID namespace can be made here: {lost.stderr.read()[:200]}")
+            said = lost.stderr.read().split("\n")
+            pytest.skip(f"it does not start in a PID namespace of its own: {' '.join(said[-2:])[:200]}")
         assert told, lost.stderr.read()
         assert not prefix or int(told) < 10, "it does not live in a namespace of its own"
         wait_until(lambda: stats(decode).pool.orphaned == 7)
