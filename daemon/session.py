@@ -284,6 +284,8 @@ class Session:
             return SessionBroken(self._broken.result())
         for task in tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                if isinstance(error, grpc.aio.AioRpcError):  # its text is of many lines
+                    return SessionBroken(f"the stream ended: {error.code().name}: {error.details()}")
                 return error if isinstance(error, SessionBroken) else SessionBroken(str(error))
         return SessionBroken("the stream ended")
 

@@ -8,6 +8,7 @@ seen, lives on or has ended.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +19,8 @@ from kvferry.daemon.side_tasks import SideTasks
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.segment import FileLock
 from kvferry.waiting import awake
+
+log = logging.getLogger(__name__)
 
 WORKER_QUEUE = 8192  # events that may wait for a worker's stream
 PROOF_SECONDS = 0.1  # between looks at a lost worker's lock
@@ -138,6 +141,8 @@ class SideWorkers:
             return
         self._ends.worker_lost(worker)
         self._lost[worker.number] = worker
+        process = "a process that cannot be seen" if worker.holder is None else f"process {worker.holder.pid}"
+        log.warning("worker %s is lost: %s may write its pages until its end is proven", worker.name, process)
         self._tasks.start(self._await_proof(worker))
 
     async def _await_proof(self, worker: Worker) -> None:
@@ -145,6 +150,7 @@ class SideWorkers:
         while not worker.lets_go():
             await asyncio.sleep(PROOF_SECONDS)
         await awake(SETTLE_SECONDS)
+        log.info("worker %s, which was lost, writes no more", worker.name)
         del self._lost[worker.number]
         self._proved(worker)
 
