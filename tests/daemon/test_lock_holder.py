@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -200,17 +201,22 @@ def test_a_lost_worker_that_lets_its_lock_go_is_gone(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "its session file"
 
 
-def test_a_lost_worker_that_is_killed_is_gone(tmp_path: Path) -> None:
+def test_a_lost_worker_that_is_killed_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the process that an operator may have to end."""
+    caplog.set_level(logging.INFO)
+
     async def story() -> None:
         workers = Workers(tmp_path)
         worker = workers.come(ON_A_GPU)
         with holding(worker.lock.path) as process:
             workers.attach(worker)
             workers.leave(worker)
+            assert f"worker w is lost: process {process.pid} may write" in caplog.text
             process.kill()
             assert await workers.is_gone(10)
 
     asyncio.run(story())
+    assert "worker w, which was lost, writes no more" in caplog.text
 
 
 def test_a_lost_worker_is_gone_a_while_behind_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +258,7 @@ def test_one_that_is_quiesced_is_gone_at_once(tmp_path: Path) -> None:
 class Ending:
     """A process that has let its files go, and has not ended."""
 
+    pid = 1
     ended = closed = False
 
     def lives_on(self) -> bool:
