@@ -27,8 +27,8 @@ def flip_on_host(copies: HostPartCopies, scatter: Scatter) -> None:
 
 
 def flip_on_gpu(copies: GpuPartCopies, scatter: Scatter) -> None:
-    slot = copies._slot_of(scatter.slot)
-    engine, address = copies._ranks[slot.rank].parts, slot.address + HEADER_BYTES + scatter.nbytes // 2
+    engine, _ = copies._lanes[scatter.lane]
+    address = copies._slot_of(scatter.slot).address + HEADER_BYTES + scatter.nbytes // 2
     flipped = np.array([engine.read(address, 1)[0] ^ 0x10], np.uint8)
     source = np.array([flipped.ctypes.data])
     engine.copy_list_from_host(np.array([address]), source, np.ones(1, np.int64), strategy="loop").wait()
