@@ -142,7 +142,7 @@ class SideWorkers:
         self._ends.worker_lost(worker)
         self._lost[worker.number] = worker
         process = "a process that cannot be seen" if worker.holder is None else f"process {worker.holder.pid}"
-        log.warning("worker %s is lost: %s may write its pages until its end is proven", worker.name, process)
+        log.info("worker %s is lost: %s may write its pages until its end is proven", worker.name, process)
         self._tasks.start(self._await_proof(worker))
 
     async def _await_proof(self, worker: Worker) -> None:
