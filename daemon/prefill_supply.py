@@ -56,7 +56,7 @@ class PrefillSupply:
         if not self._asked_waiting:
             return []
         first: dict[Namespace, Hold] = {}
-        reachable = {namespace: self._store.reachable(namespace) for namespace in self._store.namespaces.values()}
+        reachable = self._store.reachable_by_each()
         for entry in self.queue:
             assert entry.prompt is not None
             hold = entry.prompt.hold

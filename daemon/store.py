@@ -168,6 +168,11 @@ class Store:
         """
         return self.pool.pages - soft_pages(self.namespaces.values()) + namespace.soft_pages
 
+    def reachable_by_each(self) -> dict[Namespace, int]:
+        """As `reachable`, of all namespaces, with one sum over them."""
+        unprotected = self.pool.pages - soft_pages(self.namespaces.values())
+        return {namespace: unprotected + namespace.soft_pages for namespace in self.namespaces.values()}
+
     # -- pages of requests ---------------------------------------------------------------------------------------
 
     def take(self, namespace: Namespace, pages: int) -> list[int] | None:
