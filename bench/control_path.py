@@ -43,18 +43,18 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from numpy.typing import NDArray
 
-from kvferry.daemon.counters import RECENT
-from kvferry.daemon.stack import Process, Stack
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
+from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.core.counters import RECENT
 from kvferry.proto import cache_pb2, common_pb2
 from kvferry.proto.cache_pb2_grpc import CacheStub
 from kvferry.radix import root_digest
-from kvferry.transfer.courier_link import CourierConfig, CourierLink
-from kvferry.transfer.courier_messages import Connected, CourierEvent, Notification, PostDone
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.namespace import NamespaceFacts
-from kvferry.transfer.slots import HEADER_BYTES
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import RequestName
+from kvferry.transfer.courier.link import CourierConfig, CourierLink
+from kvferry.transfer.courier.messages import Connected, CourierEvent, Notification, PostDone
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.protocol.slots import HEADER_BYTES
 
 PAGE_SIZE = 64
 LAYER_KIB = 16  # of a page: 2 tensors x 64 tokens x 2 heads x 32 x bfloat16

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry._core import HostPages, part_checksum
-from kvferry.transfer.slots import PartHeader
+from kvferry.transfer.protocol.slots import PartHeader
 
 MIB = 1 << 20
 PART = 8 * MIB

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvferry.client.engine_pools import EnginePools
+from kvferry.client.rank_pools import RankPools
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.lanes import rank_geometry
-from kvferry.transfer.layouts import RankStorage
-from kvferry.transfer.segment import FileLock, Segment
-from kvferry.workers.engine_pools import EnginePools
-from kvferry.workers.rank_pools import RankPools
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.rank_lanes import rank_geometry
+from kvferry.transfer.mapping.segment import FileLock, Segment
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Attachment:
         self._take_lock()
         try:
             if any(on_gpus):
-                from kvferry.workers.gpu_pools import GpuRankPools  # needs torch
+                from kvferry.client.gpu_pools import GpuRankPools  # needs torch
 
                 self.pools = GpuRankPools(geometry, order, welcome.pages, pools)
             else:

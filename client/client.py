@@ -17,15 +17,10 @@ from typing import TypeVar
 
 import grpc.aio
 
-from kvferry.proto import common_pb2, worker_pb2
-from kvferry.proto.limits import ENDED_IN_ORDER, MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
-from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.waiting import complete, is_done, within
-from kvferry.workers.attachment import Attachment
-from kvferry.workers.engine_pools import EnginePools
-from kvferry.workers.open_request import OpenRequest
-from kvferry.workers.requests import (
+from kvferry.client.attachment import Attachment
+from kvferry.client.engine_pools import EnginePools
+from kvferry.client.open_request import OpenRequest
+from kvferry.client.requests import (
     Admitted,
     Begun,
     DaemonAbsent,
@@ -40,7 +35,12 @@ from kvferry.workers.requests import (
     Retracted,
     name_in_use,
 )
-from kvferry.workers.stream import MAX_UNSENT_MESSAGES, PROTOCOL, Stream, open_stream, read_welcome
+from kvferry.client.stream import MAX_UNSENT_MESSAGES, PROTOCOL, Stream, open_stream, read_welcome
+from kvferry.proto import common_pb2, worker_pb2
+from kvferry.proto.limits import ENDED_IN_ORDER, MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.waiting import complete, is_done, within
 
 MAX_FINISH_DIGEST_BYTES = MAX_MESSAGE_BYTES - 256  # beside them: a name and two numbers
 ANSWER_SLACK_S = 5.0  # the daemon keeps a request's deadline itself; the client waits this much longer for its word

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
-from kvferry.transfer.ipc_memory import Exporter
-from kvferry.transfer.lanes import rank_geometry
-from kvferry.transfer.registration import (
+from kvferry.client.engine_pools import EnginePools, PoolSpec
+from kvferry.client.rank_pools import Bytes, Memory, RankPools, settle_each
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.rank_lanes import rank_geometry
+from kvferry.transfer.geometry.registration import (
     GpuAllocation,
     RegisteredMemory,
     RegisteredRank,
@@ -24,8 +25,7 @@ from kvferry.transfer.registration import (
     Registration,
     tensors_of,
 )
-from kvferry.workers.engine_pools import EnginePools, PoolSpec
-from kvferry.workers.rank_pools import Bytes, Memory, RankPools, settle_each
+from kvferry.transfer.mapping.ipc_memory import Exporter
 
 _kept: list[torch.Tensor] = []  # to the end of this process
 

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry import flags
+from kvferry.client.rank_pools import RankPools
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.lanes import check_ranks, rank_geometry
-from kvferry.transfer.layouts import RankStorage
-from kvferry.transfer.registration import (
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.rank_lanes import check_ranks, rank_geometry
+from kvferry.transfer.geometry.registration import (
     RegisteredMemory,
     RegisteredRank,
     RegisteredTensor,
@@ -23,8 +24,7 @@ from kvferry.transfer.registration import (
     SharedFile,
     tensors_of,
 )
-from kvferry.transfer.segment import Segment
-from kvferry.workers.rank_pools import RankPools
+from kvferry.transfer.mapping.segment import Segment
 
 STORAGES = {
     "page": StorageOrder.PAGE_MAJOR,

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvferry.client.rank_pools import Bytes, Memory, RankPools, settle_each
 from kvferry.proto import worker_pb2
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.ipc_memory import IpcMemory
-from kvferry.transfer.lanes import rank_geometry
-from kvferry.transfer.layouts import RankStorage
-from kvferry.workers.rank_pools import Bytes, Memory, RankPools, settle_each
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.rank_lanes import rank_geometry
+from kvferry.transfer.mapping.ipc_memory import IpcMemory
 
 
 class GpuRankPools(RankPools):

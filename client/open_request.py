@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from kvferry.client.requests import Admitted, Begun, Ready, RequestFailed, Retracted
 from kvferry.proto import worker_pb2
-from kvferry.workers.requests import Admitted, Begun, Ready, RequestFailed, Retracted
 
 _T = TypeVar("_T")
 

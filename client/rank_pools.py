@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
-from kvferry.transfer.lanes import Heads, heads_of, rank_geometry
-from kvferry.transfer.layouts import RankStorage
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.rank_lanes import Heads, heads_of, rank_geometry
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
+from kvferry.client.requests import DaemonAbsent, HandshakeFailed
 from kvferry.proto import worker_pb2
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
-from kvferry.workers.requests import DaemonAbsent, HandshakeFailed
 
 PROTOCOL = 1
 MAX_UNSENT_MESSAGES = 8192

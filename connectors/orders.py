@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvferry.workers.requests import RequestName
+from kvferry.client.requests import RequestName
 
 
 @dataclass(frozen=True, slots=True)

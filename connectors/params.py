@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvferry.client.requests import RequestName
 from kvferry.proto.limits import MAX_ATTEMPT, MAX_NAME_CHARS, REQUEST_ID_BYTES
-from kvferry.workers.requests import RequestName
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import DaemonAbsent, HandshakeFailed
 from kvferry.connectors.blocks import PoolPages
 from kvferry.connectors.movers import Mover
 from kvferry.connectors.settings import Settings
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import DaemonAbsent, HandshakeFailed
 
 RETRY_SECONDS = 0.5
 REFUSED_RETRY_SECONDS = 5.0

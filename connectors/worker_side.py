@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
+from kvferry.client.requests import DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
 from kvferry.connectors.blocks import BlockMap, Places, PoolPages
 from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import (
@@ -34,8 +36,6 @@ from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Connect, Refused, Sessions, pool_of
 from kvferry.connectors.worker_state import Lease, Moved, Push, Reports, Step
 from kvferry.waiting import complete, have_ended, slices
-from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
-from kvferry.workers.requests import DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
 
 STOP_SECONDS = 10.0
 PREEMPT_SECONDS = 30.0  # a copy that runs takes milliseconds

@@ -8,10 +8,10 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import DaemonGone
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Begin, News, Save
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import DaemonGone
 
 
 @dataclass(slots=True)

@@ -1,1 +1,4 @@
-"""The daemon: cores (plain state machines without I/O), and the gRPC, courier and process shells around them."""
+"""The daemon. Its floors, top down: cli > server > services > observe > sides > peers > memory > config > core.
+
+A module imports its own floor and those below it (tests/test_contracts.py).
+"""

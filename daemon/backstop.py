@@ -19,7 +19,7 @@ from collections.abc import Callable
 from io import FileIO
 
 from kvferry._core import end_process_later
-from kvferry.transfer.segment import owned_files
+from kvferry.transfer.mapping.segment import owned_files
 from kvferry.waiting import slices
 
 log = logging.getLogger(__name__)

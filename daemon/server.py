@@ -18,25 +18,25 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from kvferry.daemon import backstop
-from kvferry.daemon.admin_service import AdminService
-from kvferry.daemon.cache_service import CacheService
-from kvferry.daemon.config import DaemonConfig, flag_of, new_incarnation
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.dialing import dialling
-from kvferry.daemon.discovery import Discovery
-from kvferry.daemon.handshake import SERVER_OPTIONS
-from kvferry.daemon.health import HealthWatch
-from kvferry.daemon.metrics_server import MetricsServer
-from kvferry.daemon.peer_gate import PeerGate
-from kvferry.daemon.peer_service import PeerService
-from kvferry.daemon.pool_room import lacks
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.side import AnySide
+from kvferry.daemon.config.model import DaemonConfig, flag_of, new_incarnation
+from kvferry.daemon.config.values import ConfigError, parse_address
+from kvferry.daemon.memory.capacity import lacks
+from kvferry.daemon.observe.health import HealthWatch
+from kvferry.daemon.observe.metrics_server import MetricsServer
+from kvferry.daemon.observe.stats import Snapshots
+from kvferry.daemon.peers.dialing import dialling
+from kvferry.daemon.peers.discovery import Discovery
+from kvferry.daemon.peers.gate import PeerGate
+from kvferry.daemon.peers.handshake import SERVER_OPTIONS
+from kvferry.daemon.peers.tls import TlsWatch, files_of
+from kvferry.daemon.services.admin import AdminService
+from kvferry.daemon.services.cache import CacheService
+from kvferry.daemon.services.peer import PeerService
+from kvferry.daemon.services.worker import WorkerService
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.prefill import PrefillSide
+from kvferry.daemon.sides.side import AnySide
 from kvferry.daemon.socket_file import SocketFile, clear_socket
-from kvferry.daemon.stats import Snapshots
-from kvferry.daemon.tls import TlsWatch, files_of
-from kvferry.daemon.values import ConfigError, parse_address
-from kvferry.daemon.worker_service import WorkerService
 from kvferry.proto import (
     admin_pb2,
     admin_pb2_grpc,
@@ -47,12 +47,12 @@ from kvferry.proto import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from kvferry.transfer.courier_link import CourierError
-from kvferry.transfer.segment import FileLock, owned_files, reclaim_stale
+from kvferry.transfer.courier.link import CourierError
+from kvferry.transfer.mapping.segment import FileLock, owned_files, reclaim_stale
 from kvferry.waiting import within
 
 if TYPE_CHECKING:
-    from kvferry.daemon.event_publisher import EventPublisher
+    from kvferry.daemon.observe.event_publisher import EventPublisher
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class Daemon:
         """ConfigError where the endpoint cannot be had, or what it needs is not installed."""
         config = self.config
         try:
-            from kvferry.daemon.event_publisher import EventPublisher, PublisherSettings
+            from kvferry.daemon.observe.event_publisher import EventPublisher, PublisherSettings
         except ImportError as error:
             raise ConfigError(f"--events needs pip install 'kvferry[events]': {error}") from error
         settings = PublisherSettings(

@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 
-from kvferry.daemon.values import ConfigError, check_own_folder
+from kvferry.daemon.config.values import ConfigError, check_own_folder
 
 MAX_PATH_BYTES = 107
 

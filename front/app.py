@@ -22,13 +22,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvferry import tracing
-from kvferry.workers.front_bodies import Bodies, BodyRefused
-from kvferry.workers.front_errors import ApiError, internal, invalid, model_not_found, overloaded
-from kvferry.workers.front_formats import ChatFormat, CompletionFormat, Format
-from kvferry.workers.front_service import Finished, FrontService, Opened, Piece
-from kvferry.workers.front_stats import StatsReport
-from kvferry.workers.front_text import Delta
-from kvferry.workers.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList, parse_request
+from kvferry.front.bodies import Bodies, BodyRefused
+from kvferry.front.errors import ApiError, internal, invalid, model_not_found, overloaded
+from kvferry.front.formats import ChatFormat, CompletionFormat, Format
+from kvferry.front.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList, parse_request
+from kvferry.front.service import Finished, FrontService, Opened, Piece
+from kvferry.front.stats import StatsReport
+from kvferry.front.text import Delta
 
 MAX_BODY_BYTES = 64 * 2**20  # 1 Mi token ids in JSON are at most 12 MB
 REQUEST_ID_BYTES = 16

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvferry.workers.synthetic import VOCABULARY
+from kvferry.byte_tokens import SYNTHETIC, VOCABULARY
 
 REPLACEMENT = "\ufffd"
-SYNTHETIC = "synthetic"  # the name of the byte tokenizer in DescribeReply.tokenizer
 
 _HELD_TOKENS = 16  # more tokens than this without a complete character are invalid bytes, not a character to come
 

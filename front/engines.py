@@ -15,11 +15,11 @@ import grpc
 import grpc.aio
 
 from kvferry import tracing
+from kvferry.front.chat import Tokenizer, load_tokenizer
+from kvferry.front.errors import ApiError, from_grpc, unavailable
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.proto.limits import MAX_NAME_CHARS
-from kvferry.transfer.namespace import MAX_TEXT, NamespaceFacts, differences
-from kvferry.workers.chat import Tokenizer, load_tokenizer
-from kvferry.workers.front_errors import ApiError, from_grpc, unavailable
+from kvferry.transfer.geometry.namespace import MAX_TEXT, NamespaceFacts, differences
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_ADDRESS_CHARS = 300  # a name of DNS has 253, its port 5

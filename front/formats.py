@@ -6,9 +6,7 @@ from typing import Protocol
 
 from pydantic import BaseModel
 
-from kvferry.workers.front_service import Finished, Opened
-from kvferry.workers.front_text import Delta
-from kvferry.workers.openai_types import (
+from kvferry.front.openai_types import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -23,6 +21,8 @@ from kvferry.workers.openai_types import (
     Transfer,
     Usage,
 )
+from kvferry.front.service import Finished, Opened
+from kvferry.front.text import Delta
 
 
 class Format(Protocol):

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import grpc.aio
 
 from kvferry import tracing
+from kvferry.front.engines import DecodeCall, EngineLink
+from kvferry.front.errors import ApiError, internal, timed_out
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.waiting import slices
-from kvferry.workers.front_engines import DecodeCall, EngineLink
-from kvferry.workers.front_errors import ApiError, internal, timed_out
 
 ANSWER_SLACK_S = 2.0  # the servers keep the deadlines themselves; their word is awaited this much longer
 ATTEMPTS = 2

@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 
 from kvferry.channels import ChannelError, ClientTls, open_aio_channel
+from kvferry.front.engines import CHANNEL_OPTIONS, EngineLink, ServedModel
+from kvferry.front.routing import Lookup
 from kvferry.proto import cache_pb2
 from kvferry.radix.prompt_cache import PromptCache
-from kvferry.workers.front_engines import CHANNEL_OPTIONS, EngineLink, ServedModel
-from kvferry.workers.routing import Lookup
 
 SKIP_AFTER_FAILURE_S = 2.0
 

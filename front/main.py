@@ -10,13 +10,13 @@ import sys
 
 from kvferry import flags, listening, tracing
 from kvferry.channels import ChannelError, add_tls_arguments, tls_of
+from kvferry.front import vllm_server as front_vllm_server
+from kvferry.front.routing import RoutingRule
+from kvferry.front.server import FrontConfig, serve
+from kvferry.front.service import ServiceConfig
+from kvferry.front.vllm import VllmConfig, parse_prefill, parse_url
 from kvferry.logs import LOG_FORMAT
 from kvferry.pauses import short_collections
-from kvferry.workers import front_vllm_server
-from kvferry.workers.front_server import FrontConfig, serve
-from kvferry.workers.front_service import ServiceConfig
-from kvferry.workers.front_vllm import VllmConfig, parse_prefill, parse_url
-from kvferry.workers.routing import RoutingRule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

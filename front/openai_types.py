@@ -14,8 +14,8 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
+from kvferry.front.errors import ApiError, from_validation, invalid
 from kvferry.proto.limits import MAX_PRIORITY
-from kvferry.workers.front_errors import ApiError, from_validation, invalid
 
 MAX_MESSAGES = 100_000
 MAX_STOPS = 4

@@ -25,7 +25,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from kvferry.workers.chat import ChatMessage, Tokenizer
+from kvferry.front.chat import ChatMessage, Tokenizer
 
 _GHOSTS_PER_ENTRY = 8  # digests kept of replies that were pushed out, for each reply that may be kept
 _ASSISTANT = "assistant"

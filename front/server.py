@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import uvicorn
 from starlette.applications import Starlette
 
-from kvferry.workers.front import create_app
-from kvferry.workers.front_connections import BoundedProtocol, most_connections
-from kvferry.workers.front_service import FrontService, ServiceConfig
+from kvferry.front.app import create_app
+from kvferry.front.connections import BoundedProtocol, most_connections
+from kvferry.front.service import FrontService, ServiceConfig
 
 BACKLOG = 2048
 

@@ -12,17 +12,14 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from kvferry import tracing
 from kvferry.channels import ClientTls
-from kvferry.proto import engine_pb2
-from kvferry.workers.chat import ChatMessage, ChatTemplateError, Tokenizer
-from kvferry.workers.front_engines import EngineLink, Engines, ServedModel
-from kvferry.workers.front_errors import invalid, model_not_found, overloaded, unavailable
-from kvferry.workers.front_legs import Generated, LegsRequest, Paused, Started, run_legs
-from kvferry.workers.front_lookup import Lookups
-from kvferry.workers.front_stats import FrontStats, LookupsReport, RepliesReport, ServerReport, StatsReport
-from kvferry.workers.front_text import Delta, ReplyText
-from kvferry.workers.openai_types import ChatRequest, CompletionRequest
-from kvferry.workers.reply_memory import ChatPrompt, ChatPrompts, ReplyMemory, SpliceCounts
-from kvferry.workers.routing import (
+from kvferry.front.chat import ChatMessage, ChatTemplateError, Tokenizer
+from kvferry.front.engines import EngineLink, Engines, ServedModel
+from kvferry.front.errors import invalid, model_not_found, overloaded, unavailable
+from kvferry.front.legs import Generated, LegsRequest, Paused, Started, run_legs
+from kvferry.front.lookup import Lookups
+from kvferry.front.openai_types import ChatRequest, CompletionRequest
+from kvferry.front.reply_memory import ChatPrompt, ChatPrompts, ReplyMemory, SpliceCounts
+from kvferry.front.routing import (
     DecodeCandidate,
     Lookup,
     PrefillCandidate,
@@ -31,6 +28,9 @@ from kvferry.workers.routing import (
     choose_prefill,
     pages_needed,
 )
+from kvferry.front.stats import FrontStats, LookupsReport, RepliesReport, ServerReport, StatsReport
+from kvferry.front.text import Delta, ReplyText
+from kvferry.proto import engine_pb2
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 

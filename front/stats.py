@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
-from kvferry.workers.reply_memory import SpliceCounts
+from kvferry.front.reply_memory import SpliceCounts
 
 
 class RepliesReport(BaseModel):

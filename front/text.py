@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvferry.workers.chat import Tokenizer
+from kvferry.front.chat import Tokenizer
 
 
 class StopScanner:

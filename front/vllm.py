@@ -18,9 +18,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvferry import tracing
+from kvferry.front.vllm_body import Body, Refusal
 from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
 from kvferry.waiting import within
-from kvferry.workers.front_vllm_body import Body, Refusal
 
 DOWN_SECONDS = 2.0  # that a server is passed over after it could not be reached
 CONNECT_SECONDS = 5.0

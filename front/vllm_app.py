@@ -18,9 +18,9 @@ from starlette.routing import Route
 from starlette.types import Receive
 
 from kvferry import tracing
-from kvferry.workers.front_bodies import Bodies, BodyRefused
-from kvferry.workers.front_vllm import Caller, Server, StreamedReply, VllmFront
-from kvferry.workers.front_vllm_body import MAX_BODY_BYTES, Refusal, parse_body
+from kvferry.front.bodies import Bodies, BodyRefused
+from kvferry.front.vllm import Caller, Server, StreamedReply, VllmFront
+from kvferry.front.vllm_body import MAX_BODY_BYTES, Refusal, parse_body
 
 HEALTH_SECONDS = 3.0
 

@@ -9,10 +9,10 @@ import time
 
 import httpx
 
-from kvferry.workers.front_connections import most_connections
-from kvferry.workers.front_server import address_of, listen, serve_app
-from kvferry.workers.front_vllm import VllmConfig, VllmFront
-from kvferry.workers.front_vllm_app import create_app
+from kvferry.front.connections import most_connections
+from kvferry.front.server import address_of, listen, serve_app
+from kvferry.front.vllm import VllmConfig, VllmFront
+from kvferry.front.vllm_app import create_app
 
 PROBE_SECONDS = 0.5
 

@@ -2,7 +2,7 @@
 
 digest = SHA-256(canonical CBOR of [parent, [token, ...], extra]), 32 raw bytes, page by page; the formula of vLLM's
 `sha256_cbor`. The extra item is null, or the list of a page's extra keys (LoRA, multimodal items, and
-`("cache_salt", salt)` in page 0). The hashing is C++ (`csrc/digest_chain.cpp`), one call a prompt;
+`("cache_salt", salt)` in page 0). The hashing is C++ (`csrc/digests/digest_chain.cpp`), one call a prompt;
 a long one lets the GIL go.
 """
 

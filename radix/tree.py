@@ -1,5 +1,5 @@
 """A compressed radix tree of pages on two tiers, keyed by chained digests: its interface. The tree is C++
-(`csrc/radix_tree.h`, `csrc/tree_*.cpp`); `_core.pyi` documents each method.
+(`csrc/radix/radix_tree.h`, `csrc/tree_*.cpp`); `_core.pyi` documents each method.
 
 A node is a run of pages and splits only between pages. It has page ids on the device for all of them or none, and on
 the host for all or none, and at least one of both. Digests are chained, so equality at page i implies equality of all

@@ -8,11 +8,18 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("proto", "radix", "transfer", "daemon", "workers", "connectors", "loadgen")
+FOLDERS = ("proto", "radix", "transfer", "daemon", "client", "workers", "front", "connectors", "loadgen")
 
-# The core: state machines fed with events and a clock, so that a simulator can drive them. Whole folders end in a dot.
+# State machines fed with events and a clock, so that a simulator can drive them: folders, which end in a dot, and what
+# is pure among others.
 PURE = (
     "kvferry.radix.",
+    "kvferry.transfer.geometry.",
+    "kvferry.transfer.protocol.",
+    "kvferry.daemon.core.",
+    "kvferry.daemon.config.tls_names",
+    "kvferry.daemon.observe.metrics",
+    "kvferry.daemon.observe.progress",
     "kvferry.connectors.digests",
     "kvferry.connectors.orders",
     "kvferry.connectors.params",
@@ -20,39 +27,6 @@ PURE = (
     "kvferry.connectors.scheduler_prefill",
     "kvferry.connectors.scheduler_side",
     "kvferry.connectors.settings",
-    "kvferry.transfer.coverage",
-    "kvferry.transfer.lanes",
-    "kvferry.transfer.layouts",
-    "kvferry.transfer.outgoing",
-    "kvferry.transfer.pool_shape",
-    "kvferry.transfer.receiver",
-    "kvferry.transfer.registration",
-    "kvferry.transfer.sender",
-    "kvferry.transfer.slots",
-    "kvferry.daemon.admission",
-    "kvferry.daemon.arrivals",
-    "kvferry.daemon.asks",
-    "kvferry.daemon.core",
-    "kvferry.daemon.counters",
-    "kvferry.daemon.decode_core",
-    "kvferry.daemon.decode_requests",
-    "kvferry.daemon.effects",
-    "kvferry.daemon.errors",
-    "kvferry.daemon.holds",
-    "kvferry.daemon.kv_events",
-    "kvferry.daemon.lease",
-    "kvferry.daemon.limits",
-    "kvferry.daemon.metrics",
-    "kvferry.daemon.namespaces",
-    "kvferry.daemon.pins",
-    "kvferry.daemon.prefill_core",
-    "kvferry.daemon.prefill_entry",
-    "kvferry.daemon.prefill_requests",
-    "kvferry.daemon.prefill_supply",
-    "kvferry.daemon.progress",
-    "kvferry.daemon.store",
-    "kvferry.daemon.supply",
-    "kvferry.daemon.tls_names",
 )
 NOT_IN_CORE = frozenset(
     {
@@ -76,40 +50,50 @@ NOT_IN_CORE = frozenset(
 )
 
 # What a folder may import of ours; a name that ends in a dot stands for all below it.
-LAYERS = {
-    "kvferry.proto.": ("kvferry.proto.",),
-    "kvferry.radix.": ("kvferry._core", "kvferry.radix."),
-    "kvferry.transfer.": ("kvferry", "kvferry._core", "kvferry.proto.", "kvferry.transfer.", "kvferry.waiting"),
-    "kvferry.workers.": ("kvferry", "kvferry.proto.", "kvferry.radix.", "kvferry.workers.", "CLIENT"),
-    "kvferry.connectors.": (
-        "kvferry",
-        "kvferry._core",
-        "kvferry.proto.",
-        "kvferry.radix.",
-        "kvferry.connectors.",
-        "kvferry.workers.client",
-        "kvferry.workers.requests",
-        "CLIENT",
-    ),
-    "kvferry.loadgen.": ("kvferry", "kvferry.proto.", "kvferry.radix.", "kvferry.loadgen.", "CLIENT"),
-}
+SHARED = ("kvferry", "kvferry.proto.", "kvferry.waiting")
 # The client side maps the daemon's memory, and shares no other code with it.
 CLIENT = (
+    *SHARED,
+    "kvferry.radix.",
+    "kvferry.transfer",
+    "kvferry.transfer.geometry.",
+    "kvferry.transfer.mapping.",
+    "kvferry.byte_tokens",
     "kvferry.channels",
     "kvferry.flags",
     "kvferry.listening",
     "kvferry.logs",
     "kvferry.pauses",
     "kvferry.tracing",
-    "kvferry.transfer",
-    "kvferry.transfer.geometry",
-    "kvferry.transfer.ipc_memory",
-    "kvferry.transfer.lanes",
-    "kvferry.transfer.layouts",
-    "kvferry.transfer.namespace",
-    "kvferry.transfer.registration",
-    "kvferry.transfer.segment",
-    "kvferry.waiting",
+)
+LAYERS = {
+    "kvferry.proto.": ("kvferry.proto.",),
+    "kvferry.radix.": ("kvferry._core", "kvferry.radix."),
+    "kvferry.transfer.": (*SHARED, "kvferry._core", "kvferry.transfer."),
+    "kvferry.transfer.geometry.": (*SHARED, "kvferry.transfer.geometry."),
+    "kvferry.transfer.protocol.": (
+        "kvferry._core",
+        "kvferry.transfer.geometry.",
+        "kvferry.transfer.protocol.",
+    ),
+    "kvferry.transfer.mapping.": (*SHARED, "kvferry._core", "kvferry.transfer.geometry.", "kvferry.transfer.mapping."),
+    "kvferry.client.": (*CLIENT, "kvferry.client."),
+    "kvferry.workers.": (*CLIENT, "kvferry.client.", "kvferry.workers."),
+    "kvferry.front.": (*CLIENT, "kvferry.front."),
+    "kvferry.connectors.": (*CLIENT, "kvferry._core", "kvferry.client.", "kvferry.connectors."),
+    "kvferry.loadgen.": (*CLIENT, "kvferry.loadgen."),
+}
+# The daemon's floors, top down: a module imports its own floor and those below it.
+FLOORS = (
+    ("cli",),
+    ("server", "backstop", "socket_file"),
+    ("services",),
+    ("observe",),
+    ("sides",),
+    ("peers",),
+    ("memory",),
+    ("config",),
+    ("core",),
 )
 
 
@@ -171,7 +155,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def matches_any(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(matches_any(name, CLIENT) if pattern == "CLIENT" else matches(name, pattern) for pattern in patterns)
+    return any(matches(name, pattern) for pattern in patterns)
 
 
 def ours(name: str) -> bool:
@@ -232,6 +216,27 @@ def test_layers(name: str) -> None:
         for found in imports(module):
             if ours(found.name):
                 assert matches_any(found.name, allowed), f"{module.where(found.line)}: {layer} imports {found.name}"
+
+
+def floor_of(name: str) -> int | None:
+    """Of the daemon; None: not of the daemon, or the package itself."""
+    parts = name.split(".")
+    if parts[:2] != ["kvferry", "daemon"] or len(parts) == 2:
+        return None
+    floors = [floor for floor, rooms in enumerate(FLOORS) if parts[2] in rooms]
+    assert floors, f"{name} is on no floor of the daemon: {FLOORS}"
+    return floors[0]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if floor_of(name) is not None))
+def test_the_daemons_floors(name: str) -> None:
+    module, own = MODULES[name], floor_of(name)
+    assert own is not None
+    for found in imports(module):
+        other = floor_of(found.name)
+        assert other is None or other >= own, (
+            f"{module.where(found.line)}: {FLOORS[own]} imports {found.name}, which is above it"
+        )
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry import flags
-from kvferry.workers.engine_pools import parse_devices
+from kvferry.client.engine_pools import parse_devices
 from kvferry.workers.main import add_arguments
 
 Parse = Callable[[str], object]

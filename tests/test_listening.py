@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from kvferry.daemon.cli import main
+from kvferry.daemon.cli.main import main
 from kvferry.listening import Listen, is_loopback, listen
 
 FRONT = ("front", "--prefill", "x:1", "--decode", "x:2")

@@ -6,26 +6,23 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "system"))
-from otlp_receiver import OtlpReceiver, SpanSeen
-
 from kvferry import tracing
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.limits import Name
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.request_traces import RequestTraces
-from kvferry.daemon.side_workers import Worker
-from kvferry.daemon.store import Store
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.peers.traces import RequestTraces
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.prefill import PrefillSide
+from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_PRIORITY
+from tests.support.otlp_receiver import OtlpReceiver, SpanSeen
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NAME = Name(b"n" * 16, 1)

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import pytest
-from standstill import StandStill, jumping_clock, run_with_standstill
 
 from kvferry.waiting import LOOK_SECONDS, LOOKS, SLICES, OwnTime, awake, have_ended, is_done, slices, unmoved, within
+from tests.support.standstill import StandStill, jumping_clock, run_with_standstill
 
 LONG = 60.0  # of a standstill
 DEADLINE = 10.0

@@ -1,1 +1,1 @@
-"""Moving pages between daemons: geometry, shared memory, couriers, slots, and the state machines of both ends."""
+"""Moving pages between daemons: where bytes lie, the protocol, the couriers that write, and what outlives a daemon."""

@@ -1,1 +1,1 @@
-"""kvferry.workers"""
+"""The reference workers: prefill and decode around a model (`models`), or around none (`--synthetic`)."""

@@ -14,18 +14,18 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import PageTokens, Ready, RequestFailed, Retracted
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import Compute, Prompt, SequenceCompute
-from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.ending import aborted_on_error
 from kvferry.workers.handoff import unpack_first_token
+from kvferry.workers.models.compute_thread import ComputeThread
+from kvferry.workers.models.interface import Compute, Prompt, SequenceCompute
+from kvferry.workers.models.pacing import NoPace, Pace
 from kvferry.workers.orders import DecodeOrder
-from kvferry.workers.pacing import NoPace, Pace
 from kvferry.workers.places import Places
 from kvferry.workers.record import Record
-from kvferry.workers.requests import PageTokens, Ready, RequestFailed, Retracted
 from kvferry.workers.room import Room
 
 _log = logging.getLogger(__name__)

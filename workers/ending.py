@@ -6,11 +6,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import NotOpened, RequestFailed, RequestName
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import WrongPage
-from kvferry.workers.requests import NotOpened, RequestFailed, RequestName
+from kvferry.workers.models.interface import WrongPage
 
 _log = logging.getLogger(__name__)
 

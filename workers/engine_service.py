@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from kvferry import tracing
+from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
 from kvferry.proto.limits import ERROR_METADATA
 from kvferry.radix.prompt_cache import PromptCache
@@ -17,7 +18,6 @@ from kvferry.workers.decode import DecodeWorker, Ending, Paused, Reply, Started
 from kvferry.workers.jobs import Jobs
 from kvferry.workers.orders import Bounds, DecodeOrder, PrefillOrder, decode_order, prefill_order
 from kvferry.workers.prefill import PrefillWorker
-from kvferry.workers.requests import DaemonGone, RequestFailed, RequestName
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # 1 Mi tokens are at most 5 MiB
 

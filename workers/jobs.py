@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from kvferry.client.requests import RequestFailed, RequestName, name_in_use
 from kvferry.proto import common_pb2
-from kvferry.workers.requests import RequestFailed, RequestName, name_in_use
 
 _T = TypeVar("_T")
 

@@ -12,16 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvferry import flags, listening, tracing
+from kvferry.byte_tokens import SYNTHETIC
+from kvferry.client.client import DaemonClient
+from kvferry.client.engine_pools import STORAGES, EnginePools, MakePools, PoolSpec, make_files, parse_devices
 from kvferry.logs import LOG_FORMAT
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import Compute
-from kvferry.workers.engine_model import EngineModel, read_engine_model
-from kvferry.workers.engine_pools import STORAGES, EnginePools, MakePools, PoolSpec, make_files, parse_devices
-from kvferry.workers.pacing import ModelPace, Pace
+from kvferry.workers.models.engine_model import EngineModel, read_engine_model
+from kvferry.workers.models.interface import Compute
+from kvferry.workers.models.pacing import ModelPace, Pace
+from kvferry.workers.models.synthetic import SimulatedTime, SyntheticCompute
 from kvferry.workers.server import WorkerConfig, serve
-from kvferry.workers.synthetic import SimulatedTime, SyntheticCompute
 
 DTYPES = ("float32", "bfloat16", "float16")
 GPU_BATCH = 64
@@ -177,7 +178,7 @@ def _prepare_synthetic(args: argparse.Namespace) -> Prepared:
     )
     simulated = SimulatedTime(args.synthetic_prefill_us / 1e6, args.synthetic_decode_us / 1e6)
     facts = _facts(args, "synthetic", args.revision or "1", geometry)
-    config = _config(args, facts, tokenizer="synthetic", model_max_tokens=SYNTHETIC_MAX_TOKENS)
+    config = _config(args, facts, tokenizer=SYNTHETIC, model_max_tokens=SYNTHETIC_MAX_TOKENS)
     if args.engine_model is not None:
         config = config._replace(make_pace=_pace_of(read_engine_model(args.engine_model), args.clock))
     return config, lambda client: SyntheticCompute(client.pools, simulated)
@@ -202,9 +203,9 @@ def _prepare_model(args: argparse.Namespace) -> Prepared:
     # torch takes seconds to import: not for --help, not for --synthetic
     import torch
 
-    from kvferry.workers.model import load_model
+    from kvferry.workers.models.random_weights import parse_shape, random_model
+    from kvferry.workers.models.transformer import load_model
     from kvferry.workers.page_sums import FileRecord
-    from kvferry.workers.random_weights import parse_shape, random_model
 
     if args.engine_model is not None:
         raise ValueError("--engine-model is for --engine synthetic: a model takes its own time")
@@ -213,7 +214,7 @@ def _prepare_model(args: argparse.Namespace) -> Prepared:
     if args.random_weights:
         shape = parse_shape(args.random_weights)
         model = random_model(shape, dtype=args.dtype, threads=args.threads, device=args.device)
-        tokenizer = "synthetic"
+        tokenizer = SYNTHETIC
     else:
         folder = Path(args.model)
         model = load_model(folder, dtype=args.dtype, threads=args.threads, revision=args.revision, device=args.device)
@@ -254,7 +255,7 @@ def _make_pools(args: argparse.Namespace, facts: common_pb2.NamespaceFacts) -> M
 
     def make() -> EnginePools:
         if devices:
-            from kvferry.workers.engine_gpu_pools import make_tensors  # needs torch
+            from kvferry.client.engine_gpu_pools import make_tensors  # needs torch
 
             return make_tensors(spec, geometry)
         return make_files(spec, geometry)

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.client.requests import RequestFailed, RequestName
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.proto.limits import MAX_PRIORITY
 from kvferry.radix.prompt_cache import PromptCache
-from kvferry.workers.compute import Prompt
-from kvferry.workers.requests import RequestFailed, RequestName
-from kvferry.workers.sampling import Sampling
+from kvferry.workers.models.interface import Prompt
+from kvferry.workers.models.sampling import Sampling
 
 DEFAULT_DEADLINE_S = 60.0
 MAX_DEADLINE_S = 3600.0

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from kvferry.workers.compute import Prompt
-from kvferry.workers.paged_cache import RankView, rank_views
-from kvferry.workers.rank_pools import RankPools
+from kvferry.client.rank_pools import RankPools
+from kvferry.client.requests import RequestName
+from kvferry.workers.models.interface import Prompt
+from kvferry.workers.models.paged_cache import RankView, rank_views
 from kvferry.workers.record import Recorded
-from kvferry.workers.requests import RequestName
 
 SEED = 20
 PAGES_AT_ONCE = 16

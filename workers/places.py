@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from kvferry.client.requests import RequestFailed
 from kvferry.proto import common_pb2
-from kvferry.workers.requests import RequestFailed
 
 
 class Places:

@@ -7,17 +7,17 @@ import logging
 import time
 from typing import NamedTuple
 
+from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
+from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
-from kvferry.workers.client import ANSWER_SLACK_S, DaemonClient
-from kvferry.workers.compute import Compute
-from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.ending import aborted_on_error
 from kvferry.workers.handoff import pack_first_token
+from kvferry.workers.models.compute_thread import ComputeThread
+from kvferry.workers.models.interface import Compute
+from kvferry.workers.models.pacing import NoPace, Pace, Turn
 from kvferry.workers.orders import PrefillOrder
-from kvferry.workers.pacing import NoPace, Pace, Turn
 from kvferry.workers.record import Record
-from kvferry.workers.requests import DaemonGone, RequestFailed, RequestName
 
 HANDOVER_DEADLINE_S = 120.0  # from the first token until the daemon needs the pages no more
 

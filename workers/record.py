@@ -14,8 +14,8 @@ from typing import Protocol
 
 from pydantic import TypeAdapter
 
-from kvferry.workers.compute import Prompt
-from kvferry.workers.requests import RequestName
+from kvferry.client.requests import RequestName
+from kvferry.workers.models.interface import Prompt
 
 
 @dataclass(frozen=True, slots=True)

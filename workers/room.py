@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvferry.client.client import DaemonClient
 from kvferry.waiting import complete
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import SequenceCompute
+from kvferry.workers.models.interface import SequenceCompute
 from kvferry.workers.orders import DecodeOrder
 
 

@@ -12,21 +12,21 @@ from typing import Any, NamedTuple, cast
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from kvferry.client.client import DaemonClient
+from kvferry.client.engine_pools import MakePools
+from kvferry.client.requests import DaemonEnded, DaemonGone, HandshakeFailed
 from kvferry.pauses import short_collections
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import BatchCompute, Compute
-from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.decode import DecodeWorker
-from kvferry.workers.engine_pools import MakePools
 from kvferry.workers.engine_service import MAX_MESSAGE_BYTES, EngineService
 from kvferry.workers.jobs import Jobs
+from kvferry.workers.models.compute_thread import ComputeThread
+from kvferry.workers.models.interface import BatchCompute, Compute
+from kvferry.workers.models.pacing import Pace
+from kvferry.workers.models.step_batches import StepBatches
 from kvferry.workers.orders import Bounds
-from kvferry.workers.pacing import Pace
 from kvferry.workers.prefill import PrefillWorker
 from kvferry.workers.record import Record
-from kvferry.workers.requests import DaemonEnded, DaemonGone, HandshakeFailed
-from kvferry.workers.step_batches import StepBatches
 from kvferry.workers.warm_up import warm_up
 
 CALLS_PER_REQUEST = 4  # its call, an abort, and the same again of one that is refused

@@ -9,13 +9,13 @@ import time
 
 import numpy as np
 
+from kvferry.client.requests import DaemonGone, RequestFailed
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.proto.limits import REQUEST_ID_BYTES
 from kvferry.radix.prompt_cache import PromptCache
 from kvferry.workers.decode import DecodeWorker
 from kvferry.workers.orders import Bounds, decode_order, prefill_order
 from kvferry.workers.prefill import PrefillWorker
-from kvferry.workers.requests import DaemonGone, RequestFailed
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 8

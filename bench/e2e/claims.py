@@ -14,7 +14,7 @@ from rich.console import Console
 from rig import RigError, Run, Setup, run
 
 from kvferry.loadgen.tables import print_comparison
-from kvferry.workers.engine_model import read_engine_model
+from kvferry.workers.models.engine_model import read_engine_model
 
 ENGINE = Path(__file__).with_name("engine_8b.json")
 PAGE = 64

@@ -22,7 +22,7 @@ from claims import ENGINE, PAGE, WIDTH, Chats
 from rich.console import Console
 from rig import RigError, Setup, drive, in_model_time, judge_workers, tried_again, wrong_pages
 
-from kvferry.daemon.stack import Stack, StackError
+from kvferry.daemon.cli.stack import Stack, StackError
 from kvferry.loadgen.report import Report
 from kvferry.loadgen.tables import print_comparison
 

@@ -28,7 +28,7 @@ import numpy as np
 from simulation import Outcome, System, simulate
 
 from kvferry.loadgen.shared_prefix import PRESETS, SharedPrefix, Sizes
-from kvferry.workers.engine_model import EngineModel
+from kvferry.workers.models.engine_model import EngineModel
 
 FILE = Path(__file__).with_name("published_engine.json")
 SIZES = PRESETS["published"]

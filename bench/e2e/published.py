@@ -25,7 +25,7 @@ from rig import RigError, Run, Setup, run
 from simulation import simulate
 
 from kvferry.loadgen.shared_prefix import Sizes
-from kvferry.workers.engine_model import EngineModel, read_engine_model
+from kvferry.workers.models.engine_model import EngineModel, read_engine_model
 
 PREFILL_PAGES = 262_144  # each; nothing is evicted there
 CAP = 64

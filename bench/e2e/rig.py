@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 import httpx
 
-from kvferry.daemon.stack import Process, Stack
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import SystemSpec, start_system
+from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import SystemSpec, start_system
 from kvferry.loadgen.files import read_report
 from kvferry.loadgen.report import Distribution, Goodput, Report
 from kvferry.proto import cache_pb2 as cache
@@ -196,6 +196,6 @@ def _last_words(stack: Stack, workers: Iterable[Process]) -> tuple[str, ...]:
         stack.stop(worker)
         lines = Path(worker.log_path).read_text(errors="replace").splitlines()
         name = worker.name.removesuffix("-worker")
-        said = (line.partition(" INFO kvferry.workers.pacing: ")[2] for line in lines)
+        said = (line.partition(" INFO kvferry.workers.models.pacing: ")[2] for line in lines)
         words += [f"{name}: {end}" for end in said if end]
     return tuple(words)

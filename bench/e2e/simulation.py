@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.loadgen.shared_prefix import Sizes
-from kvferry.workers.engine_model import EngineModel
+from kvferry.workers.models.engine_model import EngineModel
 
 PAGE_TOKENS = 64
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry._core import GpuCopy, GpuCopyEngine, PinnedBuffer
-from kvferry.transfer.copy_plan import OF_LISTS, STRATEGIES, GpuCopies, Strategy
+from kvferry.transfer.host_tier.copy_plan import OF_LISTS, STRATEGIES, GpuCopies, Strategy
 
 KIB, MIB = 1 << 10, 1 << 20
 POISON = 0xA5

@@ -44,10 +44,10 @@ import torch
 from nodes import Options, bench
 from rates import SCATTERED_LISTS, TLS, RatesActor, scattered_writes
 
-from kvferry.daemon.stack import Process, Stack
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
+from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import RequestName
 
 MIB = 1 << 20
 LAYERS = 32

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuWaiter
-from kvferry.transfer.courier_link import CourierConfig, CourierLink
-from kvferry.transfer.courier_messages import Connected, CourierDied, CourierEvent, Notification, PostDone, PostFailed
+from kvferry.transfer.courier.link import CourierConfig, CourierLink
+from kvferry.transfer.courier.messages import Connected, CourierDied, CourierEvent, Notification, PostDone, PostFailed
 
 KIB, MIB = 1 << 10, 1 << 20
 ROW = 2 * MIB

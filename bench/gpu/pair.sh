@@ -21,7 +21,7 @@ machine() {
 proof() { timeout 100 $PYTHON bench/gpu/proofs.py --logs "$OUT_DIR/logs" --only "$1" >"$OUT_DIR/logs/$1.txt" 2>&1; }
 
 if wanted tests; then
-  timeout 200 $PYTHON -m pytest -q -p no:cacheprovider tests/transfer/test_courier_gpu.py 2>&1 | tee "$OUT_DIR/courier_tests.txt" | tail -15
+  timeout 200 $PYTHON -m pytest -q -p no:cacheprovider tests/transfer/courier/test_gpu.py 2>&1 | tee "$OUT_DIR/courier_tests.txt" | tail -15
 fi
 if wanted slots; then
   { machine; timeout 100 $PYTHON bench/gpu/slots.py; } 2>&1 | tee "$OUT_DIR/gpu_slots.txt"

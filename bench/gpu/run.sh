@@ -16,7 +16,7 @@ count=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)
 wanted() { [[ " $ONLY " == *" $1 "* ]] && echo "== $1"; }
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 if wanted tests; then
-  $PYTHON -m pytest -q -p no:cacheprovider tests/csrc tests/transfer/test_copy_plan.py --ignore=tests/csrc/test_gpu_storm.py --ignore=tests/csrc/test_gpu_dying_worker.py 2>&1 | tail -15 || failed=1
+  $PYTHON -m pytest -q -p no:cacheprovider tests/csrc tests/transfer/host_tier/test_copy_plan.py --ignore=tests/csrc/test_gpu_storm.py --ignore=tests/csrc/test_gpu_dying_worker.py 2>&1 | tail -15 || failed=1
 fi
 if wanted storm; then
   STORM_OPERATIONS=${STORM_OPERATIONS:-100000} $PYTHON -m pytest -q -s -p no:cacheprovider tests/csrc/test_gpu_storm.py tests/csrc/test_gpu_dying_worker.py -m gpu 2>&1 | tee "$OUT_DIR/gpu_storm.txt" | tail -15 || failed=1

@@ -16,11 +16,11 @@ source bench/gpu/build.sh
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 count=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)
 DEVICES=${TEST_DEVICES:-$([ "$count" -gt 1 ] && echo cuda:0,cuda:1 || echo cuda:0)}
-STORM_TESTS="tests/system/test_tiers.py tests/system/test_transfers.py tests/system/test_admission.py tests/system/test_failures.py"
+STORM_TESTS="tests/system/serving/test_tiers.py tests/system/serving/test_transfers.py tests/system/serving/test_admission.py tests/system/serving/test_failures.py"
 STORM_TESTS+=" tests/faults/test_processes.py tests/faults/test_lost_workers.py tests/faults/test_aborts.py tests/faults/test_cycles.py"
 STORM_TESTS+=" tests/connectors/test_worker_side.py"
 # They import openai, msgspec and opentelemetry, which are not needed here: none of their tests has a GPU in it.
-NO_GPU_TESTS="--ignore=tests/system/test_front.py --ignore=tests/system/test_kv_events.py --ignore=tests/system/test_traces.py"
+NO_GPU_TESTS="--ignore=tests/system/serving/test_front.py --ignore=tests/system/operating/test_kv_events.py --ignore=tests/system/operating/test_traces.py"
 # Steps of run.sh.
 STORMS_OF_A_POOL="--ignore=tests/csrc/test_gpu_storm.py --ignore=tests/csrc/test_gpu_dying_worker.py"
 for step in $STEPS; do

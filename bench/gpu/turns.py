@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import SystemSpec, start_system
-from kvferry.daemon.values import parse_size
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import SystemSpec, start_system
+from kvferry.daemon.config.values import parse_size
 from kvferry.loadgen.files import read_report
 from kvferry.loadgen.report import Report
-from kvferry.workers.random_weights import parse_shape, random_model
+from kvferry.workers.models.random_weights import parse_shape, random_model
 from kvferry.workers.record import Recorded, read_record
 
 LIMIT = 0.05  # between the best logit and the chosen one's

@@ -23,8 +23,8 @@ from pathlib import Path
 import grpc
 import httpx
 
-from kvferry.daemon.stack import Process, Stack
-from kvferry.daemon.stats_main import fetch
+from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import cache_pb2
 from kvferry.workers.smollm import converted_model
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.daemon.values import size
+from kvferry.daemon.config.values import size
 from kvferry.proto import cache_pb2
 
 QUESTIONS = (

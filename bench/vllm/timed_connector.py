@@ -11,7 +11,7 @@ from typing import Any
 
 from timed_steps import StepClock
 
-from kvferry.connectors.vllm import KVFerryConnector, KVFerryMetadata
+from kvferry.connectors.vllm.connector import KVFerryConnector, KVFerryMetadata
 
 SCHEDULER = (
     "on_new_request",

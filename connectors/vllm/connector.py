@@ -26,13 +26,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.connectors import vllm_facts, vllm_versions
 from kvferry.connectors.lookups import PinLookups
 from kvferry.connectors.orders import News, Orders
 from kvferry.connectors.scheduler_decode import DecodeScheduler
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
 from kvferry.connectors.scheduler_side import SchedulerSide
 from kvferry.connectors.settings import Settings
+from kvferry.connectors.vllm import facts as vllm_facts
+from kvferry.connectors.vllm import versions as vllm_versions
 from kvferry.connectors.worker_session import connector_of
 from kvferry.connectors.worker_side import WorkerSide
 from kvferry.proto import common_pb2

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.connectors import vllm_order
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import HostMover, Mover
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.transfer.namespace import NamespaceFacts
+from kvferry.connectors.vllm import order as vllm_order
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from kvferry.transfer.geometry.namespace import NamespaceFacts
 
 DEVICES = ("cpu", "cuda")
 DIGEST_ALGORITHMS = ("sha256_cbor", "sha256")

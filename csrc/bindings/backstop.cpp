@@ -6,8 +6,8 @@
 #include <csignal>
 #include <thread>
 
-#include "bindings.h"
-#include "wait_pace.h"
+#include "bindings/bindings.h"
+#include "cuda/wait_pace.h"
 
 namespace nb = nanobind;
 

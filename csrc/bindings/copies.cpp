@@ -6,9 +6,9 @@
 #include <limits>
 #include <vector>
 
-#include "bindings.h"
-#include "copy_pages.h"
-#include "host_pages.h"
+#include "bindings/bindings.h"
+#include "copies/copy_pages.h"
+#include "copies/host_pages.h"
 
 namespace nb = nanobind;
 

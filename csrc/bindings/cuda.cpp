@@ -10,7 +10,7 @@
 #include <memory>
 #include <optional>
 
-#include "bind_cuda.h"
+#include "bindings/cuda.h"
 
 namespace nb = nanobind;
 

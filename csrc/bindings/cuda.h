@@ -10,11 +10,11 @@
 #include <string>
 #include <utility>
 
-#include "bindings.h"
-#include "bind_layout.h"
-#include "cuda_engine.h"
-#include "cuda_parts.h"
-#include "cuda_small.h"
+#include "bindings/bindings.h"
+#include "bindings/layout.h"
+#include "cuda/engine.h"
+#include "cuda/parts.h"
+#include "cuda/small.h"
 
 namespace kvferry {
 

@@ -8,10 +8,10 @@
 #include <optional>
 #include <vector>
 
-#include "bindings.h"
-#include "digest_chain.h"
-#include "sha256.h"
-#include "tokens.h"
+#include "bindings/bindings.h"
+#include "digests/digest_chain.h"
+#include "digests/sha256.h"
+#include "digests/tokens.h"
 
 namespace nb = nanobind;
 

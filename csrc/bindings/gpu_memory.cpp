@@ -8,8 +8,8 @@
 #include <cstring>
 #include <optional>
 
-#include "bind_cuda.h"
-#include "cuda_shared.h"
+#include "bindings/cuda.h"
+#include "cuda/shared.h"
 
 namespace nb = nanobind;
 

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "bind_cuda.h"
+#include "bindings/cuda.h"
 
 namespace nb = nanobind;
 

@@ -6,8 +6,8 @@
 #include <mutex>
 #include <vector>
 
-#include "bind_cuda.h"
-#include "wait_pace.h"
+#include "bindings/cuda.h"
+#include "cuda/wait_pace.h"
 
 namespace nb = nanobind;
 

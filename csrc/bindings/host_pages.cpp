@@ -6,9 +6,9 @@
 #include <memory>
 #include <string>
 
-#include "bind_layout.h"
-#include "host_pages.h"
-#include "part_sum.h"
+#include "bindings/layout.h"
+#include "copies/host_pages.h"
+#include "copies/part_sum.h"
 
 namespace nb = nanobind;
 

@@ -1,9 +1,9 @@
-#include "bind_ids.h"
+#include "bindings/ids.h"
 
 #include <string>
 
-#include "bindings.h"
-#include "tree_node.h"
+#include "bindings/bindings.h"
+#include "radix/tree_node.h"
 
 namespace nb = nanobind;
 

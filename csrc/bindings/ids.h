@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "page_pool.h"
+#include "radix/page_pool.h"
 
 namespace kvferry {
 

@@ -1,4 +1,4 @@
-#include "bind_layout.h"
+#include "bindings/layout.h"
 
 namespace nb = nanobind;
 

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "bindings.h"
-#include "page_layout.h"
+#include "bindings/bindings.h"
+#include "copies/page_layout.h"
 
 namespace kvferry {
 

@@ -1,6 +1,6 @@
 #include <nanobind/nanobind.h>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 
 NB_MODULE(_core, m) {
   m.doc() = "kvferry's C++ core: the digest chain, the copy engine, page pools and the radix tree";

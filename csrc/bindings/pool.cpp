@@ -3,10 +3,10 @@
 
 #include <string>
 
-#include "bind_ids.h"
-#include "bindings.h"
+#include "bindings/ids.h"
+#include "bindings/bindings.h"
 #include "checks.h"
-#include "page_pool.h"
+#include "radix/page_pool.h"
 
 namespace nb = nanobind;
 

@@ -7,10 +7,10 @@
 #include <optional>
 #include <string>
 
-#include "bind_ids.h"
-#include "bindings.h"
+#include "bindings/ids.h"
+#include "bindings/bindings.h"
 #include "checks.h"
-#include "radix_tree.h"
+#include "radix/radix_tree.h"
 
 namespace nb = nanobind;
 

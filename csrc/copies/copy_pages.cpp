@@ -1,10 +1,10 @@
-#include "copy_pages.h"
+#include "copies/copy_pages.h"
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
-#include "split_work.h"
+#include "copies/split_work.h"
 
 namespace kvferry {
 namespace {

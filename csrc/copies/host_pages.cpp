@@ -1,10 +1,10 @@
-#include "host_pages.h"
+#include "copies/host_pages.h"
 
 #include <atomic>
 #include <cstring>
 
-#include "part_sum.h"
-#include "split_work.h"
+#include "copies/part_sum.h"
+#include "copies/split_work.h"
 
 namespace kvferry {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "page_layout.h"
+#include "copies/page_layout.h"
 
 namespace kvferry {
 

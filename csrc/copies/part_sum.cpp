@@ -1,4 +1,4 @@
-#include "part_sum.h"
+#include "copies/part_sum.h"
 
 #include <cstring>
 

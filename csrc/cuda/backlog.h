@@ -8,7 +8,7 @@
 #include <new>
 #include <utility>
 
-#include "cuda_device.h"
+#include "cuda/device.h"
 
 namespace kvferry {
 

@@ -1,10 +1,10 @@
-#include "cuda_device.h"
+#include "cuda/device.h"
 
 #include <iterator>
 #include <thread>
 
-#include "cuda_kernels.h"
-#include "wait_pace.h"
+#include "cuda/kernels/copy_kernels.h"
+#include "cuda/wait_pace.h"
 
 namespace kvferry {
 

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_driver.h"
-#include "cuda_pages.h"
+#include "cuda/driver.h"
+#include "cuda/pages.h"
 
 namespace kvferry {
 

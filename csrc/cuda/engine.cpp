@@ -1,4 +1,4 @@
-#include "cuda_engine.h"
+#include "cuda/engine.h"
 
 #include <algorithm>
 

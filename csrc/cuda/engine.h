@@ -10,12 +10,12 @@
 #include <string>
 #include <vector>
 
-#include "cuda_apart.h"
-#include "cuda_backlog.h"
-#include "cuda_device.h"
-#include "cuda_kernels.h"
-#include "cuda_pages.h"
-#include "cuda_probe.h"
+#include "cuda/apart.h"
+#include "cuda/backlog.h"
+#include "cuda/device.h"
+#include "cuda/kernels/copy_kernels.h"
+#include "cuda/pages.h"
+#include "cuda/probe.h"
 
 namespace kvferry {
 

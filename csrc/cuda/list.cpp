@@ -1,7 +1,7 @@
 // Lists of fragments by a kernel that reads or writes pinned host memory, and the launches of all copy kernels.
 #include <algorithm>
 
-#include "cuda_engine.h"
+#include "cuda/engine.h"
 
 namespace kvferry {
 namespace {

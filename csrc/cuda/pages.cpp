@@ -1,9 +1,9 @@
-#include "cuda_pages.h"
+#include "cuda/pages.h"
 
 #include <algorithm>
 
-#include "cuda_driver.h"
-#include "cuda_kernels.h"
+#include "cuda/driver.h"
+#include "cuda/kernels/copy_kernels.h"
 
 namespace kvferry {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "page_layout.h"
+#include "copies/page_layout.h"
 
 namespace kvferry {
 

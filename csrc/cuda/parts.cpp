@@ -1,9 +1,9 @@
-#include "cuda_parts.h"
+#include "cuda/parts.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "page_layout.h"
+#include "copies/page_layout.h"
 
 namespace kvferry {
 namespace {

@@ -11,9 +11,9 @@
 #include <mutex>
 #include <string>
 
-#include "cuda_device.h"
-#include "cuda_sums.h"
-#include "part_kernels.h"
+#include "cuda/device.h"
+#include "cuda/sums.h"
+#include "cuda/kernels/part_kernels.h"
 
 namespace kvferry {
 

@@ -1,7 +1,7 @@
 // The strategy `pitched`: a page's runs of fragments as copies of lines, and some pages by fragments beside them.
 #include <algorithm>
 
-#include "cuda_engine.h"
+#include "cuda/engine.h"
 
 namespace kvferry {
 namespace {

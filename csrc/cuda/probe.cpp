@@ -1,9 +1,9 @@
-#include "cuda_probe.h"
+#include "cuda/probe.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "cuda_kernels.h"
+#include "cuda/kernels/copy_kernels.h"
 
 namespace kvferry {
 namespace {

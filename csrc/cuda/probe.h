@@ -3,7 +3,7 @@
 
 #include <chrono>
 
-#include "cuda_device.h"
+#include "cuda/device.h"
 
 namespace kvferry {
 

@@ -1,4 +1,4 @@
-#include "cuda_shared.h"
+#include "cuda/shared.h"
 
 #include <array>
 #include <cstring>

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "cuda_device.h"
+#include "cuda/device.h"
 
 namespace kvferry {
 

@@ -1,4 +1,4 @@
-#include "cuda_small.h"
+#include "cuda/small.h"
 
 #include <cstdlib>
 #include <cstring>

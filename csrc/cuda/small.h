@@ -6,7 +6,7 @@
 #include <memory>
 #include <mutex>
 
-#include "cuda_device.h"
+#include "cuda/device.h"
 
 namespace kvferry {
 

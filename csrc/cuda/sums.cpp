@@ -1,4 +1,4 @@
-#include "cuda_sums.h"
+#include "cuda/sums.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -8,8 +8,8 @@
 #include <mutex>
 #include <vector>
 
-#include "cuda_device.h"
-#include "part_kernels.h"
+#include "cuda/device.h"
+#include "cuda/kernels/part_kernels.h"
 
 namespace kvferry {
 

@@ -1,4 +1,4 @@
-#include "digest_chain.h"
+#include "digests/digest_chain.h"
 
 #include <algorithm>
 #include <cstring>

@@ -6,7 +6,7 @@
 #include <map>
 #include <string>
 
-#include "sha256.h"
+#include "digests/sha256.h"
 
 namespace kvferry {
 

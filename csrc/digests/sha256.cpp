@@ -1,4 +1,4 @@
-#include "sha256.h"
+#include "digests/sha256.h"
 
 #include <cstring>
 

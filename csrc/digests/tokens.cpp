@@ -1,4 +1,4 @@
-#include "tokens.h"
+#include "digests/tokens.h"
 
 #include <algorithm>
 #include <cstring>

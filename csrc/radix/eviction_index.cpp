@@ -1,4 +1,4 @@
-#include "eviction_index.h"
+#include "radix/eviction_index.h"
 
 #include <tuple>
 

@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "policy.h"
-#include "tree_node.h"
+#include "radix/policy.h"
+#include "radix/tree_node.h"
 
 namespace kvferry {
 

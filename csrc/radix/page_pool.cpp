@@ -1,4 +1,4 @@
-#include "page_pool.h"
+#include "radix/page_pool.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,9 +1,9 @@
-#include "policy.h"
+#include "radix/policy.h"
 
 #include <algorithm>
 #include <stdexcept>
 
-#include "policy_learned.h"
+#include "radix/policy_learned.h"
 
 namespace kvferry {
 namespace {

@@ -1,4 +1,4 @@
-#include "policy_learned.h"
+#include "radix/policy_learned.h"
 
 #include <algorithm>
 #include <array>

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "policy.h"
+#include "radix/policy.h"
 
 namespace kvferry {
 

@@ -1,5 +1,5 @@
 // Looking, locking and inserting.
-#include "radix_tree.h"
+#include "radix/radix_tree.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -13,10 +13,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "eviction_index.h"
-#include "page_pool.h"
-#include "policy.h"
-#include "tree_node.h"
+#include "radix/eviction_index.h"
+#include "radix/page_pool.h"
+#include "radix/policy.h"
+#include "radix/tree_node.h"
 
 namespace kvferry {
 

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "checks.h"
-#include "radix_tree.h"
+#include "radix/radix_tree.h"
 
 namespace kvferry {
 namespace {

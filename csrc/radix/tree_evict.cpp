@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "checks.h"
-#include "radix_tree.h"
+#include "radix/radix_tree.h"
 
 namespace kvferry {
 

@@ -3,7 +3,7 @@
 #include <stdexcept>
 
 #include "checks.h"
-#include "radix_tree.h"
+#include "radix/radix_tree.h"
 
 namespace kvferry {
 namespace {

@@ -1,4 +1,4 @@
-#include "tree_node.h"
+#include "radix/tree_node.h"
 
 #include "checks.h"
 

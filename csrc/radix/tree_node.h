@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "policy.h"
+#include "radix/policy.h"
 
 namespace kvferry {
 

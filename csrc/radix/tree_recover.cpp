@@ -5,7 +5,7 @@
 #include <unordered_set>
 
 #include "checks.h"
-#include "radix_tree.h"
+#include "radix/radix_tree.h"
 
 namespace kvferry {
 namespace {

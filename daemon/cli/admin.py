@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvferry.daemon.admin_service import DUMP_NODES, MAX_DUMP_NODES
-from kvferry.daemon.find_daemon import NoDaemon, default_socket
-from kvferry.daemon.pins import MAX_PIN_SECONDS
+from kvferry.daemon.cli.find_daemon import NoDaemon, default_socket
+from kvferry.daemon.core.pins import MAX_PIN_SECONDS
+from kvferry.daemon.services.admin import DUMP_NODES, MAX_DUMP_NODES
 from kvferry.flags import is_whole
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import cache_pb2 as cache

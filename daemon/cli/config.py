@@ -11,10 +11,10 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.daemon import config_sources
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_sources import Loaded, shown
-from kvferry.daemon.values import ConfigError
+from kvferry.daemon.config import sources as config_sources
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.sources import Loaded, shown
+from kvferry.daemon.config.values import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,10 +21,10 @@ from rich.table import Table
 
 from kvferry import flags
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.stack import Stack, StackError
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import System, SystemSpec, start_system
-from kvferry.daemon.values import ConfigError, parse_device, parse_size, size
+from kvferry.daemon.cli.stack import Stack, StackError
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import System, SystemSpec, start_system
+from kvferry.daemon.config.values import ConfigError, parse_device, parse_size, size
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 

@@ -13,8 +13,8 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-from kvferry.daemon import config_sources
-from kvferry.daemon.values import ConfigError
+from kvferry.daemon.config import sources as config_sources
+from kvferry.daemon.config.values import ConfigError
 
 STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvferry.daemon.doctor import CHECKS
-    from kvferry.daemon.findings import BAD, Finding
+    from kvferry.daemon.cli.doctor_checks import CHECKS
+    from kvferry.daemon.cli.findings import BAD, Finding
 
     try:
         config = config_sources.load(args, otherwise={"role": "decode"}).config

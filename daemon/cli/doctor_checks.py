@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.doctor_gpu import Driver, DriverError
-from kvferry.daemon.doctor_peers import peers
-from kvferry.daemon.findings import BAD, NOTE, OK, Finding
-from kvferry.daemon.pool_room import SHM_REMEDY, in_shm, lacks_on_gpus, meminfo, shared_memory, shared_words
-from kvferry.daemon.tls import TlsError, files_of, read_identity, utc
-from kvferry.daemon.values import ConfigError, check_own_folder, parse_address, size
+from kvferry.daemon.cli.doctor_peers import peers
+from kvferry.daemon.cli.findings import BAD, NOTE, OK, Finding
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.values import ConfigError, check_own_folder, parse_address, size
+from kvferry.daemon.memory.capacity import SHM_REMEDY, in_shm, lacks_on_gpus, meminfo, shared_memory, shared_words
+from kvferry.daemon.memory.gpu_probe import Driver, DriverError
+from kvferry.daemon.peers.tls import TlsError, files_of, read_identity, utc
 from kvferry.listening import is_loopback
-from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
+from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink
 
 COURIER_SECONDS = 20.0
 PROBE_SLOT_BYTES = 64 << 10
@@ -116,7 +116,7 @@ def _huge_pages(config: DaemonConfig) -> Finding:
 def nixl(config: DaemonConfig) -> Iterator[Finding]:
     """What UCX finds on this machine, and whether a courier starts on the address and ports configured."""
     done = subprocess.run(
-        [sys.executable, "-m", "kvferry.daemon.doctor_ucx"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "kvferry.daemon.cli.doctor_ucx"], capture_output=True, text=True, timeout=60, check=False
     )
     if done.returncode == 0:
         found = done.stdout.split()

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import grpc
 
 from kvferry.channels import ChannelError, ClientTls, open_channel
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.findings import BAD, NOTE, OK, Finding
-from kvferry.daemon.handshake import PROTOCOL, PROTOCOL_MIN
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.values import parse_address, size
+from kvferry.daemon.cli.findings import BAD, NOTE, OK, Finding
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.values import parse_address, size
+from kvferry.daemon.peers.handshake import PROTOCOL, PROTOCOL_MIN
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvferry.daemon.values import ConfigError, check_own_folder, runtime_dir
+from kvferry.daemon.config.values import ConfigError, check_own_folder, runtime_dir
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"  # of a decode daemon without --listen
 ADDRESS_HELP = f"$KVFERRY_SOCKET, or the one socket where daemons make it without --socket, or {DEFAULT_ADDRESS}"

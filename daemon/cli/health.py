@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
-from kvferry.daemon.find_daemon import ADDRESS_HELP, default_address
+from kvferry.daemon.cli.find_daemon import ADDRESS_HELP, default_address
 
 STATUS = health_pb2.HealthCheckResponse.ServingStatus
 

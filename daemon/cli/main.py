@@ -11,24 +11,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvferry
-from kvferry.daemon.nearest import nearest
+from kvferry.daemon.config.nearest import nearest
 
 # Module, or module:attribute, that has add_arguments and run.
 COMMANDS = {
-    "serve": ("kvferry.daemon.serve", "run a daemon: decode, prefill or both"),
+    "serve": ("kvferry.daemon.cli.serve", "run a daemon: decode, prefill or both"),
     "worker": ("kvferry.workers.main", "run a reference worker around a transformer"),
-    "front": ("kvferry.workers.front_main", "run the OpenAI-compatible front end"),
+    "front": ("kvferry.front.main", "run the OpenAI-compatible front end"),
     "loadgen": ("kvferry.loadgen.main", "drive a front end with multi-turn conversations"),
-    "config": ("kvferry.daemon.config_main", "show the settings of a daemon and their origin, or their schema"),
-    "doctor": ("kvferry.daemon.doctor_main", "whether this machine is fit for a daemon"),
-    "health": ("kvferry.daemon.health_main", "whether a daemon takes work, for probes"),
-    "stats": ("kvferry.daemon.stats_main", "show a daemon's cache statistics"),
-    "top": ("kvferry.daemon.top_main", "several daemons at a glance, live"),
-    "flush": ("kvferry.daemon.admin_main:flush", "free the cached pages of a daemon that nothing holds"),
-    "pin": ("kvferry.daemon.admin_main:pin", "hold a prompt in a daemon's cache for a time"),
-    "unpin": ("kvferry.daemon.admin_main:unpin", "end a pin, or all"),
-    "dump": ("kvferry.daemon.admin_main:dump", "show what a daemon's cache holds, node by node"),
-    "demo": ("kvferry.daemon.demo", "the whole system on this machine, reuse off and on"),
+    "config": ("kvferry.daemon.cli.config", "show the settings of a daemon and their origin, or their schema"),
+    "doctor": ("kvferry.daemon.cli.doctor", "whether this machine is fit for a daemon"),
+    "health": ("kvferry.daemon.cli.health", "whether a daemon takes work, for probes"),
+    "stats": ("kvferry.daemon.cli.stats", "show a daemon's cache statistics"),
+    "top": ("kvferry.daemon.cli.top", "several daemons at a glance, live"),
+    "flush": ("kvferry.daemon.cli.admin:flush", "free the cached pages of a daemon that nothing holds"),
+    "pin": ("kvferry.daemon.cli.admin:pin", "hold a prompt in a daemon's cache for a time"),
+    "unpin": ("kvferry.daemon.cli.admin:unpin", "end a pin, or all"),
+    "dump": ("kvferry.daemon.cli.admin:dump", "show what a daemon's cache holds, node by node"),
+    "demo": ("kvferry.daemon.cli.demo", "the whole system on this machine, reuse off and on"),
 }
 
 

@@ -9,9 +9,9 @@ import os
 import sys
 
 from kvferry import tracing
-from kvferry.daemon import config_sources
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.values import ConfigError
+from kvferry.daemon.config import sources as config_sources
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.values import ConfigError
 from kvferry.logs import LOG_FORMAT
 from kvferry.pauses import short_collections
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.daemon.stack import Process, Stack
+from kvferry.daemon.cli.stack import Process, Stack
 
 
 @dataclass(frozen=True, slots=True)

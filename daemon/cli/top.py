@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
-from kvferry.daemon.find_daemon import ADDRESS_HELP, default_address
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.values import ConfigError, parse_address, size
+from kvferry.daemon.cli.find_daemon import ADDRESS_HELP, default_address
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.config.values import ConfigError, parse_address, size
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.daemon.tls_names import check_tls
-from kvferry.daemon.values import ConfigError, parse_address
+from kvferry.daemon.config.tls_names import check_tls
+from kvferry.daemon.config.values import ConfigError, parse_address
 from kvferry.listening import is_loopback, needs
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.transfer.courier_config import names_rdma
-from kvferry.transfer.courier_messages import MAX_SLOTS
+from kvferry.transfer.courier.config import names_rdma
+from kvferry.transfer.courier.messages import MAX_SLOTS
 
 if TYPE_CHECKING:
-    from kvferry.daemon.config import DaemonConfig
+    from kvferry.daemon.config.model import DaemonConfig
 
 
 def check_together(config: DaemonConfig) -> None:

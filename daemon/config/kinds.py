@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from kvferry.daemon.namespaces import Quota
-from kvferry.daemon.tls_names import parse_tls_peers
-from kvferry.daemon.values import ConfigError, is_name, parse_address, parse_device, parse_size
+from kvferry.daemon.config.tls_names import parse_tls_peers
+from kvferry.daemon.config.values import ConfigError, is_name, parse_address, parse_device, parse_size
+from kvferry.daemon.core.namespaces import Quota
 from kvferry.flags import is_whole
 from kvferry.proto.limits import MAX_NAME_CHARS
 from kvferry.radix.policy import policy_names

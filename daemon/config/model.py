@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from kvferry.daemon.admission import OVERTAKES
-from kvferry.daemon.config_checks import check_together
-from kvferry.daemon.config_kinds import (
+from kvferry.daemon.config.checks import check_together
+from kvferry.daemon.config.kinds import (
     Address,
     Choice,
     Device,
@@ -29,10 +28,11 @@ from kvferry.daemon.config_kinds import (
     TlsPeers,
     Transports,
 )
-from kvferry.daemon.values import parse_address, parse_device, runtime_dir
+from kvferry.daemon.config.values import parse_address, parse_device, runtime_dir
+from kvferry.daemon.core.admission_queue import OVERTAKES
 from kvferry.radix.policy import policy_names
-from kvferry.transfer.geometry import StorageOrder
-from kvferry.transfer.lanes import MAX_RANKS
+from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from kvferry.transfer.geometry.rank_lanes import MAX_RANKS
 
 STORAGES = {
     "page": StorageOrder.PAGE_MAJOR,

@@ -14,10 +14,10 @@ from annotated_types import Ge, Le
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvferry.daemon.config import DaemonConfig, Flag, flag_of
-from kvferry.daemon.nearest import nearest
-from kvferry.daemon.values import ConfigError
-from kvferry.transfer.copy_strategies import ENVIRONMENT, check_environment
+from kvferry.daemon.config.model import DaemonConfig, Flag, flag_of
+from kvferry.daemon.config.nearest import nearest
+from kvferry.daemon.config.values import ConfigError
+from kvferry.transfer.host_tier.copy_strategies import ENVIRONMENT, check_environment
 
 PREFIX = "KVFERRY_"
 FILE_VARIABLE = "KVFERRY_CONFIG"

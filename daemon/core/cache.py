@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.daemon.counters import TierCounters
-from kvferry.daemon.errors import exhausted
-from kvferry.daemon.kv_events import KvEventLog, TokenChain
-from kvferry.daemon.namespaces import Namespace, Quota, own_share, slack, soft_pages
+from kvferry.daemon.core.counters import TierCounters
+from kvferry.daemon.core.errors import exhausted
+from kvferry.daemon.core.kv_events import KvEventLog, TokenChain
+from kvferry.daemon.core.namespaces import Namespace, Quota, own_share, slack, soft_pages
 from kvferry.radix.policy import Clock, Policy
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import BACKUP, RESTORE, SPILL, Copy, Evicted, Lock, PagedRadixTree

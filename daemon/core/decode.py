@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.daemon.decode_requests import DecodeLimits, DecodeRequests
-from kvferry.daemon.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
-from kvferry.daemon.holds import Hold
-from kvferry.daemon.lease import Lease, LeaseState
-from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
-from kvferry.daemon.supply import Growth
+from kvferry.daemon.core.decode_leases import DecodeLimits, DecodeRequests
+from kvferry.daemon.core.decode_scheduler import Growth
+from kvferry.daemon.core.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
+from kvferry.daemon.core.lease import Lease, LeaseState
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
+from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_AUX_BYTES
 from kvferry.radix.digests import DIGEST_BYTES

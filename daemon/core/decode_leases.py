@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvferry.daemon.admission import OVERTAKES
-from kvferry.daemon.arrivals import Arrivals
-from kvferry.daemon.asks import Asks
-from kvferry.daemon.counters import Latencies, RequestCounters, TransferCounters, reason_of
-from kvferry.daemon.effects import Effect, SendDone, ToWorker, tier_effects, zero_effects
-from kvferry.daemon.errors import RequestError, precondition
-from kvferry.daemon.holds import Holds
-from kvferry.daemon.lease import Lease, LeaseState
-from kvferry.daemon.limits import Name
-from kvferry.daemon.pins import Pins
-from kvferry.daemon.store import Store
-from kvferry.daemon.supply import Supply
-from kvferry.daemon.take_over import TakeOvers
+from kvferry.daemon.core.admission_queue import OVERTAKES
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.counters import Latencies, RequestCounters, TransferCounters, reason_of
+from kvferry.daemon.core.decode_scheduler import Supply
+from kvferry.daemon.core.effects import Effect, SendDone, ToWorker, tier_effects, zero_effects
+from kvferry.daemon.core.errors import RequestError, precondition
+from kvferry.daemon.core.lease import Lease, LeaseState
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.pins import Pins
+from kvferry.daemon.core.reservations import Holds
+from kvferry.daemon.core.single_flight import Arrivals
+from kvferry.daemon.core.take_over import TakeOvers
+from kvferry.daemon.core.transfers import Asks
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kvferry.daemon.admission import Admission, AdmissionQueue
-from kvferry.daemon.holds import Holds
-from kvferry.daemon.lease import Lease, LeaseState
-from kvferry.daemon.limits import pages_for
-from kvferry.daemon.namespaces import Namespace, quota_states
-from kvferry.daemon.store import Store
+from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.lease import Lease, LeaseState
+from kvferry.daemon.core.limits import pages_for
+from kvferry.daemon.core.namespaces import Namespace, quota_states
+from kvferry.daemon.core.reservations import Holds
 
 
 class SupplyEvents(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.limits import Name
-from kvferry.daemon.store import Started, Store
+from kvferry.daemon.core.cache import Started, Store
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.limits import Name
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 

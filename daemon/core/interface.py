@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvferry.daemon.counters import RequestCounters, TransferCounters
-from kvferry.daemon.effects import Effect
-from kvferry.daemon.pins import Pins
-from kvferry.daemon.store import Store
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.counters import RequestCounters, TransferCounters
+from kvferry.daemon.core.effects import Effect
+from kvferry.daemon.core.pins import Pins
 
 
 class Core(Protocol):

@@ -21,7 +21,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from kvferry.radix.digests import DIGEST_BYTES, chain_digests
 from kvferry.radix.pool import PagePool
-from kvferry.transfer.namespace import NamespaceFacts
+from kvferry.transfer.geometry.namespace import NamespaceFacts
 
 Medium: TypeAlias = Literal["GPU", "CPU"]
 MAX_PAGES = 4096  # of one event

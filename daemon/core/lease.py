@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.holds import Hold
-from kvferry.daemon.limits import Name
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.reservations import Hold
 
 
 class LeaseState(enum.Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvferry.daemon.errors import invalid
+from kvferry.daemon.core.errors import invalid
 from kvferry.proto import common_pb2 as common
 from kvferry.proto.limits import MAX_ATTEMPT, MAX_PRIORITY, REQUEST_ID_BYTES
 from kvferry.radix.digests import DIGEST_BYTES

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.daemon.errors import exhausted, not_found
-from kvferry.daemon.namespaces import Namespace
-from kvferry.daemon.store import Store
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.errors import exhausted, not_found
+from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import Lock

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.daemon.effects import (
+from kvferry.daemon.core.effects import (
     EndSend,
     FailAsk,
     SendProgress,
     ZeroTail,
 )
-from kvferry.daemon.errors import (
+from kvferry.daemon.core.errors import (
     RequestError,
     aborted,
     deadline_exceeded,
@@ -23,10 +23,10 @@ from kvferry.daemon.errors import (
     precondition,
     unavailable,
 )
-from kvferry.daemon.holds import Hold
-from kvferry.daemon.limits import Name, pages_for
-from kvferry.daemon.prefill_entry import Prompt
-from kvferry.daemon.prefill_requests import PrefillLimits, PrefillRequests
+from kvferry.daemon.core.limits import Name, pages_for
+from kvferry.daemon.core.prefill_entries import PrefillLimits, PrefillRequests
+from kvferry.daemon.core.prefill_entry import Prompt
+from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_AUX_BYTES

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.daemon.admission import OVERTAKES
-from kvferry.daemon.counters import RequestCounters, TransferCounters, reason_of
-from kvferry.daemon.effects import (
+from kvferry.daemon.core.admission_queue import OVERTAKES
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.counters import RequestCounters, TransferCounters, reason_of
+from kvferry.daemon.core.effects import (
     Effect,
     EndSend,
     FailAsk,
@@ -19,7 +20,7 @@ from kvferry.daemon.effects import (
     tier_effects,
     zero_effects,
 )
-from kvferry.daemon.errors import (
+from kvferry.daemon.core.errors import (
     RequestError,
     aborted,
     exhausted,
@@ -28,11 +29,10 @@ from kvferry.daemon.errors import (
     precondition,
     unavailable,
 )
-from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
-from kvferry.daemon.pins import Pins
-from kvferry.daemon.prefill_entry import Entry, Prompt
-from kvferry.daemon.prefill_supply import PrefillSupply
-from kvferry.daemon.store import Store
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
+from kvferry.daemon.core.pins import Pins
+from kvferry.daemon.core.prefill_entry import Entry, Prompt
+from kvferry.daemon.core.prefill_scheduler import PrefillSupply
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.daemon.holds import Hold
-from kvferry.daemon.limits import Name
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import peer_pb2 as peer
 
 UNASKED = 1 << 16  # added to the priority of what nobody asked for: it goes behind all that was

@@ -13,12 +13,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from kvferry.daemon.admission import Admission, AdmissionQueue, StateOf
-from kvferry.daemon.arrivals import Arrivals
-from kvferry.daemon.holds import Hold, Holds
-from kvferry.daemon.namespaces import Namespace, quota_states
-from kvferry.daemon.prefill_entry import Entry, Prompt
-from kvferry.daemon.store import Ended, Store
+from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue, StateOf
+from kvferry.daemon.core.cache import Ended, Store
+from kvferry.daemon.core.namespaces import Namespace, quota_states
+from kvferry.daemon.core.prefill_entry import Entry, Prompt
+from kvferry.daemon.core.reservations import Hold, Holds
+from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.radix.pool import PageState
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvferry.daemon.admission import Admission
-from kvferry.daemon.namespaces import Namespace
-from kvferry.daemon.store import Store
+from kvferry.daemon.core.admission_queue import Admission
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import Lock

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvferry.daemon.arrivals import Arrivals
-from kvferry.daemon.asks import Asks
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.lease import Lease, LeaseState, Transfer
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.lease import Lease, LeaseState, Transfer
+from kvferry.daemon.core.single_flight import Arrivals
+from kvferry.daemon.core.transfers import Asks
 
 # Far below any deadline, and below the time for which a prefill daemon surely keeps what it has sent (REST_SECONDS).
 PATIENCE_SECONDS = 0.25

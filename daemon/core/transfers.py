@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry.daemon.counters import TransferCounters
-from kvferry.daemon.effects import Effect, StartTransfer, StopTransfer
-from kvferry.daemon.lease import Lease, Transfer
-from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST
+from kvferry.daemon.core.counters import TransferCounters
+from kvferry.daemon.core.effects import Effect, StartTransfer, StopTransfer
+from kvferry.daemon.core.lease import Lease, Transfer
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST
 from kvferry.proto import peer_pb2 as peer
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.policy import Clock

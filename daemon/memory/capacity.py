@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.doctor_gpu import Driver, DriverError
-from kvferry.daemon.values import size
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.values import size
+from kvferry.daemon.memory.gpu_probe import Driver, DriverError
 
 SHM_REMEDY = (
     "a smaller --pool-bytes or --host-bytes, another --shm-dir, or more: mount -o remount,size=...; in a container "

@@ -22,20 +22,20 @@ from kvferry._core import (
     GpuUnavailable,
     PinnedBuffer,
 )
-from kvferry.daemon.copy_ends import CopyEnds
-from kvferry.daemon.gpu_ranks import MappedRank, OwnRank, RankMemory, run_all
-from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
+from kvferry.daemon.memory.gpu_completions import CopyEnds
+from kvferry.daemon.memory.gpu_ranks import MappedRank, OwnRank, RankMemory, run_all
+from kvferry.daemon.memory.interface import CopyEnd, SummedEnd
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.copy_strategies import CopyStatistics
-from kvferry.transfer.courier_link import CourierLink, GpuSlot
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.lanes import Lane, rank_geometry
-from kvferry.transfer.layouts import Int64s, RowMap
-from kvferry.transfer.pool_shape import PoolShape
-from kvferry.transfer.receiver import Scatter
-from kvferry.transfer.registration import Registration
-from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import HEADER_BYTES
+from kvferry.transfer.courier.link import CourierLink, GpuSlot
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.layouts import Int64s, RowMap
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.geometry.rank_lanes import Lane, rank_geometry
+from kvferry.transfer.geometry.registration import Registration
+from kvferry.transfer.host_tier.copy_strategies import CopyStatistics
+from kvferry.transfer.protocol.receiver import Scatter
+from kvferry.transfer.protocol.sender import Gather
+from kvferry.transfer.protocol.slots import HEADER_BYTES
 
 GATHERS = 2  # on a device: one runs, one is behind it
 TIER_COPIES = 4  # in each direction: the bus has the next ones to do while one's kernel waits for room
@@ -153,7 +153,7 @@ def _payload(slot: GpuSlot, nbytes: int) -> int:
 
 
 class GpuPoolMemory:
-    """See `kvferry.daemon.pool_memory.PoolMemory`."""
+    """See `kvferry.daemon.memory.interface.PoolMemory`."""
 
     def __init__(self, shape: PoolShape, ranks: list[RankMemory]) -> None:
         """Use `create`."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from kvferry._core import GpuCopy, GpuError, GpuWaiter
-from kvferry.daemon.pool_memory import CopyEnd
+from kvferry.daemon.memory.interface import CopyEnd
 
 AWAKE_SECONDS = 0.001  # since a copy was added or ended: the next one is near
 LOOK_SECONDS = 1.0  # between the thread's looks at whether it is to end

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuMapping, GpuPages, gpu_device_ordinal
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.copy_plan import GpuCopies
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.layouts import Int64s, RankStorage, RowMap
-from kvferry.transfer.registration import GpuAllocation, RegisteredRank, Registration
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.layouts import Int64s, RankStorage, RowMap
+from kvferry.transfer.geometry.registration import GpuAllocation, RegisteredRank, Registration
+from kvferry.transfer.host_tier.copy_plan import GpuCopies
 
 COPY_SECONDS = 60.0  # for a spill or a restore: a device that takes longer is lost
 

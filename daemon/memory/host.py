@@ -14,20 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import _core
-from kvferry.daemon.copy_threads import CopyThreads, attempt
-from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
+from kvferry.daemon.memory.copy_threads import CopyThreads, attempt
+from kvferry.daemon.memory.interface import CopyEnd, SummedEnd
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.copy_strategies import AUTO, ENVIRONMENT, MEMCPY, CopyStatistics, StrategyCounts
-from kvferry.transfer.courier_link import CourierLink
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.lanes import Lane, rank_geometry
-from kvferry.transfer.layouts import Int64s, RankStorage, RowMap
-from kvferry.transfer.pool_shape import PoolShape, RowShard
-from kvferry.transfer.receiver import Scatter
-from kvferry.transfer.registration import Registration, SharedFile
-from kvferry.transfer.segment import Segment
-from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import HEADER_BYTES
+from kvferry.transfer.courier.link import CourierLink
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.layouts import Int64s, RankStorage, RowMap
+from kvferry.transfer.geometry.pool_shape import PoolShape, RowShard
+from kvferry.transfer.geometry.rank_lanes import Lane, rank_geometry
+from kvferry.transfer.geometry.registration import Registration, SharedFile
+from kvferry.transfer.host_tier.copy_strategies import AUTO, ENVIRONMENT, MEMCPY, CopyStatistics, StrategyCounts
+from kvferry.transfer.mapping.segment import Segment
+from kvferry.transfer.protocol.receiver import Scatter
+from kvferry.transfer.protocol.sender import Gather
+from kvferry.transfer.protocol.slots import HEADER_BYTES
 
 INLINE_BYTES = 256 * 1024  # below it the hop to a thread costs more than the copy
 
@@ -109,7 +109,7 @@ class HostPartCopies:
 
 
 class HostPoolMemory:
-    """See `kvferry.daemon.pool_memory.PoolMemory`."""
+    """See `kvferry.daemon.memory.interface.PoolMemory`."""
 
     def __init__(self, shape: PoolShape, segments: list[Segment], threads: int) -> None:
         """Use `create`."""

@@ -18,15 +18,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.copy_threads import CopyThreads
-from kvferry.daemon.namespaces import Quota
-from kvferry.daemon.pool_memory import PoolMemory
-from kvferry.daemon.store import MAX_NAMESPACES, Started, Store, StoreLimits
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import MAX_NAMESPACES, Started, Store, StoreLimits
+from kvferry.daemon.core.namespaces import Quota
+from kvferry.daemon.memory.copy_threads import CopyThreads
+from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.radix.tree import RESTORE
-from kvferry.transfer.host_index import OUTPUT_PAGE, Recovered, layout_fingerprint
-from kvferry.transfer.host_rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
-from kvferry.transfer.namespace import NamespaceFacts
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.host_tier.index import OUTPUT_PAGE, Recovered, layout_fingerprint
+from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
 from kvferry.waiting import complete
 
 log = logging.getLogger(__name__)

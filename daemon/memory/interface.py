@@ -11,14 +11,14 @@ from concurrent.futures import Executor
 from typing import Protocol, TypeAlias
 
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.copy_strategies import CopyStatistics
-from kvferry.transfer.courier_link import CourierLink
-from kvferry.transfer.lanes import Lane
-from kvferry.transfer.layouts import Int64s
-from kvferry.transfer.pool_shape import PoolShape
-from kvferry.transfer.receiver import Scatter
-from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import Buffer
+from kvferry.transfer.courier.link import CourierLink
+from kvferry.transfer.geometry.layouts import Int64s
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.geometry.rank_lanes import Lane
+from kvferry.transfer.host_tier.copy_strategies import CopyStatistics
+from kvferry.transfer.protocol.receiver import Scatter
+from kvferry.transfer.protocol.sender import Gather
+from kvferry.transfer.protocol.slots import Buffer
 
 CopyEnd: TypeAlias = Callable[[str], None]
 """Called with "" or what went wrong, on the event loop's thread, and never before the call that it ends returns."""

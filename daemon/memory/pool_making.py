@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvferry.daemon.config import STORAGES, DaemonConfig
-from kvferry.daemon.errors import exhausted, invalid, precondition
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.daemon.host_memory import HostPoolMemory
-from kvferry.daemon.making import make_in_thread
-from kvferry.daemon.pool_memory import PoolMemory
+from kvferry.daemon.config.model import STORAGES, DaemonConfig
+from kvferry.daemon.core.errors import exhausted, invalid, precondition
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.memory.host import HostPoolMemory
+from kvferry.daemon.memory.interface import PoolMemory
+from kvferry.daemon.memory.making import make_in_thread
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.pool_shape import PoolShape
-from kvferry.transfer.registration import Registration
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.geometry.registration import Registration
 
 
 def registration_of(config: DaemonConfig, hello: wire.WorkerHello) -> Registration | None:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from kvferry.daemon.event_replay import CLIENT_QUEUE, MAX_REQUEST_BYTES, REQUESTS, Replay
-from kvferry.daemon.kv_events import Cleared, KvEvent, Medium, Removed, Stored
+from kvferry.daemon.core.kv_events import Cleared, KvEvent, Medium, Removed, Stored
+from kvferry.daemon.observe.event_replay import CLIENT_QUEUE, MAX_REQUEST_BYTES, REQUESTS, Replay
 from kvferry.waiting import have_ended
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.progress import Progress
-from kvferry.daemon.session import Session
-from kvferry.daemon.side import AnySide
+from kvferry.daemon.observe.progress import Progress
+from kvferry.daemon.peers.session import Session
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.prefill import PrefillSide
+from kvferry.daemon.sides.side import AnySide
 from kvferry.waiting import OwnTime
 
 log = logging.getLogger(__name__)

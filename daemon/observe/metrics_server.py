@@ -20,8 +20,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from kvferry.daemon.metrics import SnapshotCollector
-from kvferry.daemon.values import ConfigError, parse_address
+from kvferry.daemon.config.values import ConfigError, parse_address
+from kvferry.daemon.observe.metrics import SnapshotCollector
 from kvferry.proto import cache_pb2 as cache
 from kvferry.waiting import have_ended
 

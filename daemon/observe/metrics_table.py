@@ -1,10 +1,10 @@
-"""The table of all metrics in docs/metrics.md: `python -m kvferry.daemon.metrics_table` prints it."""
+"""The table of all metrics in docs/metrics.md: `python -m kvferry.daemon.observe.metrics_table` prints it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvferry.daemon.metrics import families
+from kvferry.daemon.observe.metrics import families
 from kvferry.proto import cache_pb2 as cache
 
 

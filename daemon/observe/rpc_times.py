@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
-from kvferry.daemon.counters import Histogram
+from kvferry.daemon.core.counters import Histogram
 
 if TYPE_CHECKING:
     Interceptor = grpc.aio.ServerInterceptor[Any, Any]

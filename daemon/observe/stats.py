@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 
 import kvferry
-from kvferry.daemon.counters import BOUNDS, Histogram
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.handshake import PROTOCOL
-from kvferry.daemon.health import HealthWatch
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.rpc_times import RpcTimes
-from kvferry.daemon.side import AnySide
-from kvferry.daemon.store import Store
-from kvferry.daemon.tls import Identity, TlsWatch
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.counters import BOUNDS, Histogram
+from kvferry.daemon.observe.health import HealthWatch
+from kvferry.daemon.observe.rpc_times import RpcTimes
+from kvferry.daemon.peers.handshake import PROTOCOL
+from kvferry.daemon.peers.tls import Identity, TlsWatch
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.prefill import PrefillSide
+from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PagePool
-from kvferry.transfer.copy_strategies import CopyStatistics
+from kvferry.transfer.host_tier.copy_strategies import CopyStatistics
 
 
 class Snapshots:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import grpc
 
 from kvferry.channels import expecting
-from kvferry.daemon.handshake import CHANNEL_OPTIONS
-from kvferry.daemon.tls import TlsWatch
+from kvferry.daemon.peers.handshake import CHANNEL_OPTIONS
+from kvferry.daemon.peers.tls import TlsWatch
 
 # (HOST:PORT, HOST:PORT of the name that the certificate there must have; empty: the address's own host)
 Dial = Callable[[str, str], grpc.aio.Channel]

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import grpc
 
-from kvferry.daemon.dialing import Dial, dial_plainly
-from kvferry.daemon.errors import RequestError, unavailable
-from kvferry.daemon.values import is_name, parse_address
+from kvferry.daemon.config.values import is_name, parse_address
+from kvferry.daemon.core.errors import RequestError, unavailable
+from kvferry.daemon.peers.dialing import Dial, dial_plainly
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.proto.cache_pb2_grpc import CacheStub

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
-from kvferry.daemon.tls_names import kind_of, normal_name
+from kvferry.daemon.config.tls_names import kind_of, normal_name
 from kvferry.proto import peer_pb2
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.errors import precondition, unavailable
-from kvferry.daemon.values import is_name, parse_address
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.values import is_name, parse_address
+from kvferry.daemon.core.errors import precondition, unavailable
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import (
@@ -17,12 +17,12 @@ from kvferry.proto.limits import (
     MAX_MESSAGE_BYTES,
     MAX_NAME_CHARS,
 )
-from kvferry.transfer.courier_link import CourierConfig
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.namespace import NamespaceFacts, differences
+from kvferry.transfer.courier.link import CourierConfig
+from kvferry.transfer.geometry.namespace import NamespaceFacts, differences
+from kvferry.transfer.geometry.rank_lanes import lanes_of
 
 if TYPE_CHECKING:
-    from kvferry.daemon.side import AnySide
+    from kvferry.daemon.sides.side import AnySide
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvferry.daemon.effects import StartTransfer
-from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.handshake import (
+from kvferry.daemon.core.effects import StartTransfer
+from kvferry.daemon.core.errors import RequestError, precondition, unavailable
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.peers.handshake import (
     HEADER_ROOM,
     check_hello,
     courier_config,
@@ -20,19 +21,18 @@ from kvferry.daemon.handshake import (
     part_checksums,
     ranks_of,
 )
-from kvferry.daemon.limits import Name
-from kvferry.daemon.receiving import ReceivingSession
-from kvferry.daemon.said import Said
-from kvferry.daemon.session import SessionBroken, SessionTimes
+from kvferry.daemon.peers.log_throttle import Said
+from kvferry.daemon.peers.receiving import ReceivingSession
+from kvferry.daemon.peers.session import SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.peer_pb2_grpc import PeerStub
-from kvferry.transfer.courier_link import CourierError
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.receiver import Receiver
+from kvferry.transfer.courier.link import CourierError
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.protocol.receiver import Receiver
 from kvferry.waiting import within
 
 if TYPE_CHECKING:
-    from kvferry.daemon.decode_side import DecodeSide
+    from kvferry.daemon.sides.decode import DecodeSide
 
 log = logging.getLogger(__name__)
 

@@ -10,19 +10,19 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvferry.daemon.counters import Latencies, TransferCounters
-from kvferry.daemon.effects import OpenSend
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.limits import Name
-from kvferry.daemon.pool_memory import PartCopies, PoolMemory
-from kvferry.daemon.request_traces import RequestTraces
-from kvferry.daemon.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.core.counters import Latencies, TransferCounters
+from kvferry.daemon.core.effects import OpenSend
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.memory.interface import PartCopies, PoolMemory
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.peers.traces import RequestTraces
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier_link import CourierConfig, CourierLink
-from kvferry.transfer.courier_messages import Notification, PostDone
-from kvferry.transfer.lanes import Lane
-from kvferry.transfer.sender import Completed, Ended, Failed, Gather, Sender
-from kvferry.transfer.slots import HEADER_BYTES, Credit
+from kvferry.transfer.courier.link import CourierConfig, CourierLink
+from kvferry.transfer.courier.messages import Notification, PostDone
+from kvferry.transfer.geometry.rank_lanes import Lane
+from kvferry.transfer.protocol.sender import Completed, Ended, Failed, Gather, Sender
+from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit
 
 
 class SendingEvents(Protocol):

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 import grpc
 
-from kvferry.daemon.pool_memory import PartCopies, PoolMemory
+from kvferry.daemon.memory.interface import PartCopies, PoolMemory
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_METADATA_BYTES
-from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink, RemoteRank
-from kvferry.transfer.courier_messages import (
+from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink, RemoteRank
+from kvferry.transfer.courier.messages import (
     MAX_SLOTS,
     Connected,
     CourierDied,
@@ -30,8 +30,8 @@ from kvferry.transfer.courier_messages import (
     PostDone,
     PostFailed,
 )
-from kvferry.transfer.lanes import Lane
-from kvferry.transfer.slots import SlotError, StaleCredit
+from kvferry.transfer.geometry.rank_lanes import Lane
+from kvferry.transfer.protocol.slots import SlotError, StaleCredit
 from kvferry.waiting import awake, complete, is_done, unmoved
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.values import ConfigError
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.values import ConfigError
 
 log = logging.getLogger(__name__)
 

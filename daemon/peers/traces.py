@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from kvferry import tracing
-from kvferry.daemon.limits import Name
+from kvferry.daemon.core.limits import Name
 from kvferry.proto import worker_pb2 as wire
 
 Key = tuple[int, Name]  # worker and request

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from kvferry.daemon.cache_service import NAMESPACE_BYTES, most_digest_bytes
-from kvferry.daemon.errors import RequestError, invalid, not_found, precondition
-from kvferry.daemon.namespaces import Namespace
-from kvferry.daemon.pins import MAX_PIN_SECONDS
-from kvferry.daemon.session import report_invariant
-from kvferry.daemon.side import AnySide
-from kvferry.daemon.worker_service import status_of
+from kvferry.daemon.core.errors import RequestError, invalid, not_found, precondition
+from kvferry.daemon.core.namespaces import Namespace
+from kvferry.daemon.core.pins import MAX_PIN_SECONDS
+from kvferry.daemon.peers.session import report_invariant
+from kvferry.daemon.services.cache import NAMESPACE_BYTES, most_digest_bytes
+from kvferry.daemon.services.worker import status_of
+from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import admin_pb2_grpc
 from kvferry.proto import common_pb2 as common
@@ -23,7 +23,7 @@ DUMP_NODES = 1000  # unless the request says otherwise
 MAX_DUMP_NODES = 10_000
 
 if TYPE_CHECKING:
-    from kvferry.daemon.worker_service import Context
+    from kvferry.daemon.services.worker import Context
 
 _ROLES: dict[int, str] = {common.ROLE_DECODE: "decode", common.ROLE_PREFILL: "prefill"}
 Reply = TypeVar("Reply")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.side import AnySide
-from kvferry.daemon.stats import Snapshots, load_of
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.observe.stats import Snapshots, load_of
+from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import cache_pb2_grpc
 from kvferry.radix.digests import DIGEST_BYTES
@@ -22,7 +22,7 @@ def most_digest_bytes(config: DaemonConfig) -> int:
 
 
 if TYPE_CHECKING:
-    from kvferry.daemon.worker_service import Context
+    from kvferry.daemon.services.worker import Context
 
 
 class CacheService(cache_pb2_grpc.CacheServicer):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvferry.daemon.errors import MAX_MESSAGE_CHARS, RequestError, exhausted, unavailable
-from kvferry.daemon.handshake import check_hello, hello_of
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.said import Said
-from kvferry.daemon.session import SessionBroken
-from kvferry.daemon.worker_service import HELLO_SECONDS, status_of
+from kvferry.daemon.core.errors import MAX_MESSAGE_CHARS, RequestError, exhausted, unavailable
+from kvferry.daemon.peers.handshake import check_hello, hello_of
+from kvferry.daemon.peers.log_throttle import Said
+from kvferry.daemon.peers.session import SessionBroken
+from kvferry.daemon.services.worker import HELLO_SECONDS, status_of
+from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import peer_pb2_grpc
@@ -23,7 +23,7 @@ from kvferry.waiting import within
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from kvferry.daemon.worker_service import Context
+    from kvferry.daemon.services.worker import Context
 
 
 class PeerService(peer_pb2_grpc.PeerServicer):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.session import report_invariant
-from kvferry.daemon.side import AnySide
-from kvferry.daemon.side_workers import Worker
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.peers.session import report_invariant
+from kvferry.daemon.sides.side import AnySide
+from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto import worker_pb2_grpc

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.counters import Latencies
-from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
-from kvferry.daemon.dialing import Dial, dial_plainly
-from kvferry.daemon.effects import Effect, SendDone, StartTransfer, StopTransfer
-from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.limits import Name, check_priority, check_prompt, name_of
-from kvferry.daemon.peer_link import FoundPeerLink, PeerLink
-from kvferry.daemon.side import Side
-from kvferry.daemon.side_workers import Worker
-from kvferry.daemon.store import Started, Store
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import Started, Store
+from kvferry.daemon.core.counters import Latencies
+from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
+from kvferry.daemon.core.effects import Effect, SendDone, StartTransfer, StopTransfer
+from kvferry.daemon.core.errors import RequestError, precondition, unavailable
+from kvferry.daemon.core.limits import Name, check_priority, check_prompt, name_of
+from kvferry.daemon.peers.dialing import Dial, dial_plainly
+from kvferry.daemon.peers.link import FoundPeerLink, PeerLink
+from kvferry.daemon.sides.side import Side
+from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.tree import RESTORE
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from kvferry.daemon.errors import precondition, unavailable
+from kvferry.daemon.core.errors import precondition, unavailable
 from kvferry.waiting import within
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import errno
 import os
 import select
 
-from kvferry.transfer.segment import FileLock
+from kvferry.transfer.mapping.segment import FileLock
 
 LOCKS = "/proc/locks"  # proc(5)
 _LOOKS = 5  # a listing that is read in pieces (80 locks are one) lacks a lock now and then while others come and go

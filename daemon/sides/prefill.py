@@ -5,22 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.counters import Latencies
-from kvferry.daemon.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
-from kvferry.daemon.errors import RequestError, precondition, unavailable
-from kvferry.daemon.handshake import courier_config, part_checksums, ranks_of
-from kvferry.daemon.limits import Name, check_priority, check_prompt, name_of
-from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
-from kvferry.daemon.sending import SendingSession
-from kvferry.daemon.session import SessionTimes
-from kvferry.daemon.side import Side
-from kvferry.daemon.side_workers import Worker
-from kvferry.daemon.store import Store
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.counters import Latencies
+from kvferry.daemon.core.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
+from kvferry.daemon.core.errors import RequestError, precondition, unavailable
+from kvferry.daemon.core.limits import Name, check_priority, check_prompt, name_of
+from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
+from kvferry.daemon.peers.handshake import courier_config, part_checksums, ranks_of
+from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.session import SessionTimes
+from kvferry.daemon.sides.side import Side
+from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.geometry import Layout
-from kvferry.transfer.lanes import lanes_of
+from kvferry.transfer.geometry.kv_geometry import Layout
+from kvferry.transfer.geometry.rank_lanes import lanes_of
 
 
 class PrefillSide(Side[PrefillCore]):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.engine_pool import EnginePool
-from kvferry.daemon.errors import exhausted, invalid, precondition
-from kvferry.daemon.pool_making import registration_of
-from kvferry.daemon.side_tasks import SideTasks
-from kvferry.daemon.side_tiers import SideTiers
-from kvferry.daemon.side_workers import SideWorkers, Worker
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.errors import exhausted, invalid, precondition
+from kvferry.daemon.memory.pool_making import registration_of
+from kvferry.daemon.sides.engine_pool import EnginePool
+from kvferry.daemon.sides.tasks import SideTasks
+from kvferry.daemon.sides.tiers import SideTiers
+from kvferry.daemon.sides.workers import SideWorkers, Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_NAME_CHARS
-from kvferry.transfer.geometry import StorageOrder
-from kvferry.transfer.namespace import NamespaceFacts
-from kvferry.transfer.registration import Registration
+from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.geometry.registration import Registration
 
 PROTOCOL = 1
 

@@ -13,26 +13,26 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 
 from kvferry import tracing
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.core import Core
-from kvferry.daemon.counters import Latencies
-from kvferry.daemon.effects import Effect, ForgetRows, StartCopy, ToWorker, ZeroPages, tier_effects
-from kvferry.daemon.engine_pool import EnginePool
-from kvferry.daemon.errors import RequestError, exhausted
-from kvferry.daemon.host_tier import store_limits
-from kvferry.daemon.kv_events import EventSink, TokenChain
-from kvferry.daemon.limits import Name, name_of
-from kvferry.daemon.request_traces import RequestTraces
-from kvferry.daemon.session import SessionBroken, report_invariant
-from kvferry.daemon.side_registering import Registering
-from kvferry.daemon.side_tasks import SideTasks
-from kvferry.daemon.side_tiers import SideTiers
-from kvferry.daemon.side_workers import SideWorkers, Worker
-from kvferry.daemon.store import Started, Store
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import Started, Store
+from kvferry.daemon.core.counters import Latencies
+from kvferry.daemon.core.effects import Effect, ForgetRows, StartCopy, ToWorker, ZeroPages, tier_effects
+from kvferry.daemon.core.errors import RequestError, exhausted
+from kvferry.daemon.core.interface import Core
+from kvferry.daemon.core.kv_events import EventSink, TokenChain
+from kvferry.daemon.core.limits import Name, name_of
+from kvferry.daemon.memory.host_tier import store_limits
+from kvferry.daemon.peers.session import SessionBroken, report_invariant
+from kvferry.daemon.peers.traces import RequestTraces
+from kvferry.daemon.sides.engine_pool import EnginePool
+from kvferry.daemon.sides.registering import Registering
+from kvferry.daemon.sides.tasks import SideTasks
+from kvferry.daemon.sides.tiers import SideTiers
+from kvferry.daemon.sides.workers import SideWorkers, Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import REQUEST_ID_BYTES
-from kvferry.transfer.namespace import NamespaceFacts
+from kvferry.transfer.geometry.namespace import NamespaceFacts
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.session import report_invariant
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.peers.session import report_invariant
 
 log = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol
 
-from kvferry.daemon.config import STORAGES, DaemonConfig
-from kvferry.daemon.errors import exhausted, precondition
-from kvferry.daemon.host_tier import HostTier, open_tier
-from kvferry.daemon.making import make_in_thread
-from kvferry.daemon.pool_making import make_pool, map_pool
-from kvferry.daemon.pool_memory import PoolMemory
-from kvferry.daemon.store import Store
-from kvferry.transfer.copy_strategies import CopyStatistics
-from kvferry.transfer.geometry import Layout, StorageOrder
-from kvferry.transfer.namespace import NamespaceFacts, differences
-from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
-from kvferry.transfer.registration import Registration
+from kvferry.daemon.config.model import STORAGES, DaemonConfig
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.errors import exhausted, precondition
+from kvferry.daemon.memory.host_tier import HostTier, open_tier
+from kvferry.daemon.memory.interface import PoolMemory
+from kvferry.daemon.memory.making import make_in_thread
+from kvferry.daemon.memory.pool_making import make_pool, map_pool
+from kvferry.transfer.geometry.kv_geometry import Layout, StorageOrder
+from kvferry.transfer.geometry.namespace import NamespaceFacts, differences
+from kvferry.transfer.geometry.pool_shape import PoolShape, page_bytes_of
+from kvferry.transfer.geometry.registration import Registration
+from kvferry.transfer.host_tier.copy_strategies import CopyStatistics
 from kvferry.waiting import complete
 
 log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvferry.daemon.errors import exhausted, precondition
-from kvferry.daemon.lock_holder import LockHolder
-from kvferry.daemon.side_tasks import SideTasks
+from kvferry.daemon.core.errors import exhausted, precondition
+from kvferry.daemon.sides.lock_holder import LockHolder
+from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.segment import FileLock
+from kvferry.transfer.mapping.segment import FileLock
 from kvferry.waiting import awake
 
 log = logging.getLogger(__name__)

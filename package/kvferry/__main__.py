@@ -1,6 +1,6 @@
 """`python -m kvferry`: the command line."""
 
-from kvferry.daemon.cli import main
+from kvferry.daemon.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -111,7 +111,7 @@ def part_checksum(buffer: Buffer) -> int:
     """A 64-bit sum over the bytes, the same that the `_summed` copies make of a part here and on a GPU. GIL released.
 
     Finds every change within one aligned group of 4 bytes; anything else is missed with a chance near 2**-64 as long as
-    nobody looks for bytes with the same sum (csrc/part_sum.h has the details): accidents, not attacks.
+    nobody looks for bytes with the same sum (csrc/copies/part_sum.h has the details): accidents, not attacks.
     """
 
 class HostPages:
@@ -204,7 +204,7 @@ def copy_list(
 def zero_ranges(dst: Buffer, offset: int, fragments: int, stride: int, fragment_bytes: int, start: int) -> None:
     """Zeroes bytes [start, fragment_bytes) of each fragment; fragment f begins at offset + f * stride. GIL released."""
 
-# -- copies between a GPU and the host; which strategy: `kvferry.transfer.copy_plan`
+# -- copies between a GPU and the host; which strategy: `kvferry.transfer.host_tier.copy_plan`
 
 CopyStrategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
 
@@ -354,8 +354,8 @@ class GpuCopyEngine:
         part_blocks: int = ...,
         part_threads: int = ...,
     ) -> None:
-        """GpuUnavailable or GpuError. The numbers are those of CopyTuning in csrc/cuda_engine.h and of PartTuning in
-        csrc/cuda_parts.h.
+        """GpuUnavailable or GpuError. The numbers are those of CopyTuning in csrc/cuda/engine.h and of PartTuning in
+        csrc/cuda/parts.h.
         """
     def pages(
         self,

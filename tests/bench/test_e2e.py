@@ -17,15 +17,15 @@ fit_published = pytest.importorskip("fit_published", reason="bench/e2e is not he
 import rig  # noqa: E402
 from simulation import simulate  # noqa: E402
 
+from kvferry.client.client import DaemonClient  # noqa: E402
+from kvferry.client.requests import RequestFailed, RequestName  # noqa: E402
 from kvferry.loadgen.report import make_report  # noqa: E402
 from kvferry.loadgen.runner import RunRecord, TurnRecord  # noqa: E402
 from kvferry.logs import LOG_FORMAT  # noqa: E402
 from kvferry.proto import cache_pb2  # noqa: E402
-from kvferry.workers.client import DaemonClient  # noqa: E402
-from kvferry.workers.compute import WrongPage  # noqa: E402
 from kvferry.workers.ending import aborted_on_error  # noqa: E402
-from kvferry.workers.engine_model import read_engine_model  # noqa: E402
-from kvferry.workers.requests import RequestFailed, RequestName  # noqa: E402
+from kvferry.workers.models.engine_model import read_engine_model  # noqa: E402
+from kvferry.workers.models.interface import WrongPage  # noqa: E402
 
 
 def test_the_committed_engine_gives_the_published_baseline_row() -> None:
@@ -72,7 +72,7 @@ def test_what_a_worker_says_of_a_wrong_page_is_found_in_its_log(tmp_path: Path) 
             raise error
 
     logs = [tmp_path / "prefill.log", tmp_path / "decode.log"]
-    logs[1].write_text("2026-11-21 12:00:00,000 INFO kvferry.workers.pacing: device: 3 waits\n")
+    logs[1].write_text("2026-11-21 12:00:00,000 INFO kvferry.workers.models.pacing: device: 3 waits\n")
     handler = logging.FileHandler(logs[0])
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logging.getLogger().addHandler(handler)

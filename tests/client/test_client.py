@@ -8,12 +8,12 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from fake_daemon import FakeDaemon
 
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import DaemonGone, HandshakeFailed, RequestFailed, RequestName, Retracted
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import DaemonGone, HandshakeFailed, RequestFailed, RequestName, Retracted
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from tests.support.fake_daemon import FakeDaemon
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=1, head_dim=4, dtype="float32", page_size=4, layout=Layout.PAGE_NHD)
 FACTS = common_pb2.NamespaceFacts(model="m", geometry=GEOMETRY.to_proto())
@@ -162,7 +162,7 @@ def test_daemon_that_leaves_breaks_every_wait(tmp_path: Path) -> None:
 
 
 def test_no_answer_ends_by_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.workers.client.ANSWER_SLACK_S", 0.05)
+    monkeypatch.setattr("kvferry.client.client.ANSWER_SLACK_S", 0.05)
 
     async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
         daemon.override["admit"] = lambda message: []

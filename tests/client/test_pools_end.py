@@ -16,20 +16,21 @@ from typing import Any, NamedTuple, cast
 import grpc
 import pytest
 import torch
-from fake_daemon import Event, FakeDaemon, Message
-from test_client import FACTS, GEOMETRY
 
+from kvferry.client import client as client_module
+from kvferry.client import engine_gpu_pools, gpu_pools
+from kvferry.client.attachment import Attachment
+from kvferry.client.client import DaemonClient
+from kvferry.client.engine_gpu_pools import LayerTensors
+from kvferry.client.engine_pools import EnginePools, PoolSpec, make_files
+from kvferry.client.requests import HandshakeFailed
 from kvferry.proto import common_pb2
-from kvferry.transfer.geometry import StorageOrder
-from kvferry.transfer.segment import FileLock
-from kvferry.workers import client as client_module
-from kvferry.workers import engine_gpu_pools, gpu_pools, model
-from kvferry.workers.attachment import Attachment
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.engine_gpu_pools import LayerTensors
-from kvferry.workers.engine_pools import EnginePools, PoolSpec, make_files
-from kvferry.workers.paged_cache import RankView
-from kvferry.workers.requests import HandshakeFailed
+from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from kvferry.transfer.mapping.segment import FileLock
+from kvferry.workers.models import transformer as model
+from kvferry.workers.models.paged_cache import RankView
+from tests.client.test_client import FACTS, GEOMETRY
+from tests.support.fake_daemon import Event, FakeDaemon, Message
 
 PAGES = 64
 DEVICES = ["cuda:0", "cuda:1", "cuda:2"]

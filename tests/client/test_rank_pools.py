@@ -6,17 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reshard import random_pages, rank_memories, rows
-from tiny_models import VOCABULARY, plain_tokens, random_model
 
+from kvferry.client.attachment import Attachment
+from kvferry.client.rank_pools import RankPools
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
-from kvferry.transfer.segment import FileLock, Segment
-from kvferry.workers.attachment import Attachment
-from kvferry.workers.compute import Prompt
-from kvferry.workers.model import loaded
-from kvferry.workers.rank_pools import RankPools
-from kvferry.workers.sampling import Sampling
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.mapping.segment import FileLock, Segment
+from kvferry.workers.models.interface import Prompt
+from kvferry.workers.models.sampling import Sampling
+from kvferry.workers.models.transformer import loaded
+from tests.support.reshard import random_pages, rank_memories, rows
+from tests.support.tiny_models import VOCABULARY, plain_tokens, random_model
 
 PAGES = 4
 GEOMETRY = KVGeometry(layers=2, kv_heads=4, head_dim=6, dtype="bfloat16", page_size=5)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_daemon import Event, FakeDaemon, Message
-from standstill import StandStill, jumping_clock
-from test_client import FACTS, GEOMETRY, admit, name
 
+from kvferry.client.client import DaemonClient
 from kvferry.proto import common_pb2
-from kvferry.workers.client import DaemonClient
+from tests.client.test_client import FACTS, GEOMETRY, admit, name
+from tests.support.fake_daemon import Event, FakeDaemon, Message
+from tests.support.standstill import StandStill, jumping_clock
 
 LONG = 1000.0  # of a standstill
 LATER = 0.2  # seconds behind it that an answer comes

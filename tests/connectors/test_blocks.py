@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from engine_memory import BLOCK, BLOCK_BYTES, LAYERS, EngineMemory
 from numpy.typing import NDArray
 
 from kvferry.connectors.blocks import BlockMap, PoolPages
+from tests.connectors.engine_memory import BLOCK, BLOCK_BYTES, LAYERS, EngineMemory
 
 
 def new_pool(engine: EngineMemory, pages: int = 6) -> NDArray[np.uint8]:

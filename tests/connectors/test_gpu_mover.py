@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from devices import need
-from engine_memory import BLOCK, BLOCK_BYTES, LAYERS, EngineMemory, held_bytes
 
 from kvferry.connectors.blocks import PoolPages
+from tests.connectors.engine_memory import BLOCK, BLOCK_BYTES, LAYERS, EngineMemory, held_bytes
+from tests.support.devices import need
 
 pytestmark = pytest.mark.gpu
 SLEEP_CYCLES = 400_000_000  # some tenths of a second

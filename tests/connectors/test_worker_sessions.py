@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from typing import cast
 
 import pytest
-from standstill import run_with_standstill
 
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import DaemonAbsent, RequestName
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import HostMover
 from kvferry.connectors.orders import Begin, Orders, Prompt
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import RETRY_SECONDS
 from kvferry.connectors.worker_side import WorkerSide
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import DaemonAbsent, RequestName
+from tests.support.standstill import run_with_standstill
 
 
 class Recording(HostMover):

@@ -13,10 +13,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from devices import DeviceStack, chosen
-from engine_memory import BLOCK, HEAD_DIM, HEADS, LAYERS, EngineMemory, held_bytes
 from numpy.typing import NDArray
 
+from kvferry.client.requests import RequestName
 from kvferry.connectors.blocks import Memory, Places, PoolPages
 from kvferry.connectors.lookups import PinLookups
 from kvferry.connectors.orders import (
@@ -36,13 +35,14 @@ from kvferry.connectors.orders import (
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Refused, connector_of, pool_of
 from kvferry.connectors.worker_side import WorkerSide
-from kvferry.daemon.stack import Process, Stack
-from kvferry.daemon.stats_main import fetch
+from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import cache_pb2, common_pb2
 from kvferry.radix.digests import chain_digests, root_digest, tail_digest
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.transfer.namespace import NamespaceFacts
-from kvferry.workers.requests import RequestName
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from tests.connectors.engine_memory import BLOCK, HEAD_DIM, HEADS, LAYERS, EngineMemory, held_bytes
+from tests.support.devices import DeviceStack, chosen
 
 PER_PAGE = 2
 PAGE = PER_PAGE * BLOCK

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
-from kvferry.daemon import gpu_ranks
-from kvferry.transfer.copy_plan import GpuCopies
+from kvferry.daemon.memory import gpu_ranks
+from kvferry.transfer.host_tier.copy_plan import GpuCopies
 from tests.csrc.gpu_orders import Orders
 from tests.csrc.gpu_pool import Pool
 
-FAKE = ("fake_gpu_driver.cpp", "fake_gpu_kernels.cpp", "fake_gpu_orders.cpp")
+FAKE = ("driver.cpp", "kernels.cpp", "orders.cpp")
+CSRC = Path(__file__).parents[2] / "csrc"
 
 
 @pytest.fixture(scope="session")
@@ -23,8 +24,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     if compiler is None:
         pytest.skip("no C++ compiler to make the fake driver with")
     path = tmp_path_factory.mktemp("fake") / "libfake_gpu.so"
-    sources = [str(Path(__file__).with_name(name)) for name in FAKE]
-    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(path), *sources], check=True)
+    sources = [str(Path(__file__).parent / "fake_gpu" / name) for name in FAKE]
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}", "-o", str(path), *sources]
+    subprocess.run(command, check=True)
     return str(path)
 
 

@@ -18,16 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry._core import GpuCopyEngine, part_checksum
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.daemon.pool_memory import CopyEnd, PartCopies
-from kvferry.transfer.courier_link import CourierLink
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.gpu_slots import GpuSlot
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.pool_shape import PoolShape
-from kvferry.transfer.receiver import Scatter
-from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import HEADER_BYTES, Credit, PartHeader
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.memory.interface import CopyEnd, PartCopies
+from kvferry.transfer.courier.gpu_slots import GpuSlot
+from kvferry.transfer.courier.link import CourierLink
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.protocol.receiver import Scatter
+from kvferry.transfer.protocol.sender import Gather
+from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit, PartHeader
 
 GEOMETRY = KVGeometry(layers=4, kv_heads=2, head_dim=64, dtype="float16", page_size=16)
 ROW = GEOMETRY.page_bytes

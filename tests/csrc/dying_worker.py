@@ -10,13 +10,13 @@ import sys
 import threading
 
 from kvferry.proto import worker_pb2
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
 
 
 def main(how: str) -> None:
     import torch
 
-    from kvferry.workers.attachment import Attachment
+    from kvferry.client.attachment import Attachment
 
     welcome = worker_pb2.Welcome.FromString(bytes.fromhex(sys.stdin.readline()))
     # As an engine, which has used its GPU before: the driver's files are opened before the lock's.

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from kvferry._core import GpuCopyEngine
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.transfer.courier_messages import HEADER_BYTES, RankSlots
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.gpu_slots import GpuSlot, MappedSlots
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.pool_shape import PoolShape
-from kvferry.transfer.receiver import Scatter
-from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import Credit, PartHeader
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.transfer.courier.gpu_slots import GpuSlot, MappedSlots
+from kvferry.transfer.courier.messages import HEADER_BYTES, RankSlots
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.protocol.receiver import Scatter
+from kvferry.transfer.protocol.sender import Gather
+from kvferry.transfer.protocol.slots import Credit, PartHeader
 from tests.csrc.gpu_orders import HOST, Orders
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=16)

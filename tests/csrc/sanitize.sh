@@ -19,7 +19,7 @@ cmake -S . -B "$build/cmake" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVFERRY_SANITIZ
 cmake --build "$build/cmake" --parallel "${JOBS:-2}" >>"$build.log" 2>&1 || { tail -30 "$build.log"; exit 1; }
 
 rm -rf "$build/overlay" && mkdir -p "$build/overlay/kvferry"
-for each in proto radix transfer daemon workers loadgen connectors package/kvferry/*.py; do
+for each in proto radix transfer daemon client workers front loadgen connectors package/kvferry/*.py; do
   ln -s "$PWD/$each" "$build/overlay/kvferry/"
 done
 ln -s "$build"/cmake/_core*.so "$build/overlay/kvferry/"
@@ -41,8 +41,8 @@ case $kinds in
     export TSAN_OPTIONS="suppressions=$here/thread.supp,halt_on_error=1,exitcode=66,report_signal_unsafe=0,log_path=$build/report"
     run=(setarch "$(uname -m)" --addr-no-randomize)
     tests=(tests/csrc/test_copy.py tests/csrc/test_host_pages.py tests/csrc/test_gpu_memory.py tests/csrc/test_gpu_parts.py
-      tests/csrc/test_cuda.py tests/csrc/test_gpu_backlog.py tests/csrc/test_engine_memory.py tests/radix/test_digests.py tests/transfer/test_copy_plan.py
-      tests/transfer/test_layouts.py tests/transfer/test_host_rows.py)
+      tests/csrc/test_cuda.py tests/csrc/test_gpu_backlog.py tests/csrc/test_engine_memory.py tests/radix/test_digests.py tests/transfer/host_tier/test_copy_plan.py
+      tests/transfer/geometry/test_layouts.py tests/transfer/host_tier/test_rows.py)
     ;;
   *)
     preload="$(runtime asan) $(runtime ubsan) $(runtime stdc++)"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuCopy, GpuCopyEngine
-from kvferry.daemon import copy_ends
-from kvferry.daemon.copy_ends import CopyEnds
-from kvferry.daemon.gpu_memory import issue
+from kvferry.daemon.memory import gpu_completions as copy_ends
+from kvferry.daemon.memory.gpu import issue
+from kvferry.daemon.memory.gpu_completions import CopyEnds
 
 NOT_READY = 600
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvferry import _core
 from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
-from kvferry.transfer.copy_plan import GpuCopies
+from kvferry.transfer.host_tier.copy_plan import GpuCopies
 
 POISON = 0xA5
 Bytes = NDArray[np.uint8]
@@ -549,11 +549,11 @@ def test_no_device(fake: ctypes.CDLL, library: str) -> None:
 def test_the_kept_kernels_are_those_of_the_source() -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc to compile the kernels with")
-    made = subprocess.run(["bash", str(ROOT / "csrc/cuda_make_kernels.sh")], check=True, capture_output=True, text=True)
+    made = subprocess.run(["bash", str(ROOT / "csrc/cuda/kernels/make.sh")], check=True, capture_output=True, text=True)
     version = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
     if "release 13.0," not in version:
         pytest.skip("the kept kernels were compiled by nvcc 13.0; another release may order instructions otherwise")
-    assert made.stdout == (ROOT / "csrc/cuda_kernels_ptx.cpp").read_text()
+    assert made.stdout == (ROOT / "csrc/cuda/generated/kernels_ptx.cpp").read_text()
 
 
 # -- a real device

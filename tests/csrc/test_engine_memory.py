@@ -13,17 +13,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.daemon.health import HealthWatch
-from kvferry.transfer.copy_strategies import STRATEGIES
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.registration import (
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.observe.health import HealthWatch
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.registration import (
     GpuAllocation,
     RegisteredMemory,
     RegisteredRank,
     RegisteredTensor,
     Registration,
 )
+from kvferry.transfer.host_tier.copy_strategies import STRATEGIES
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=16)
 PAGES = 6

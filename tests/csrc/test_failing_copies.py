@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuError
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.daemon.host_tier import HostTier
-from kvferry.daemon.store import Started
+from kvferry.daemon.core.cache import Started
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.radix.tree import RESTORE, SPILL
-from kvferry.transfer.copy_plan import GpuCopies
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.host_rows import AnonymousRows
-from kvferry.transfer.pool_shape import PoolShape
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.host_tier.copy_plan import GpuCopies
+from kvferry.transfer.host_tier.rows import AnonymousRows
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=16)
 PAGES, ROWS = 6, 4

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvferry import _core
 from kvferry._core import GpuCopy, GpuCopyEngine
-from kvferry.transfer.copy_plan import STRATEGIES, Strategy
+from kvferry.transfer.host_tier.copy_plan import STRATEGIES, Strategy
 
 NOT_READY, NO_MEMORY = 600, 2
 POISON = 0xA5

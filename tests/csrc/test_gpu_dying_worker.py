@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuCopyEngine
-from kvferry.daemon import side_workers
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.daemon.lock_holder import LockHolder
-from kvferry.daemon.side_tasks import SideTasks
-from kvferry.daemon.side_workers import SideWorkers
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.sides import workers as side_workers
+from kvferry.daemon.sides.lock_holder import LockHolder
+from kvferry.daemon.sides.tasks import SideTasks
+from kvferry.daemon.sides.workers import SideWorkers
 from kvferry.proto import worker_pb2
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.pool_shape import PoolShape
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.pool_shape import PoolShape
 from tests.csrc import dying_worker
-from tests.daemon.worker_ends import WorkerEnds
+from tests.daemon.sides.worker_ends import WorkerEnds
 
 GEOMETRY = KVGeometry(layers=16, kv_heads=8, head_dim=128, dtype="float16", page_size=64)
 PAGES = 64  # 256 MiB, in 0.1 ms: some 1000 copies are queued, up to a tenth of a second's

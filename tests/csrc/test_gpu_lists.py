@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvferry._core import GpuCopyEngine, GpuError, PinnedBuffer
-from kvferry.transfer.copy_plan import ENVIRONMENT, GpuCopies
+from kvferry.transfer.host_tier.copy_plan import ENVIRONMENT, GpuCopies
 
 POISON = 0xA5
 Bytes = NDArray[np.uint8]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuWaiter, PinnedBuffer
-from kvferry.transfer.copy_plan import Strategy
+from kvferry.transfer.host_tier.copy_plan import Strategy
 from tests.csrc.gpu_orders import Orders
 
 FRAGMENT, PAGES = 256, 8

@@ -19,19 +19,19 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuCopyEngine
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.daemon.host_tier import HostTier
-from kvferry.daemon.pool_memory import CopyEnd
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.side_workers import Worker
-from kvferry.daemon.store import Store
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.memory.host_tier import HostTier
+from kvferry.daemon.memory.interface import CopyEnd
+from kvferry.daemon.sides.prefill import PrefillSide
+from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES, root_digest
-from kvferry.transfer.geometry import StorageOrder
-from kvferry.transfer.host_rows import AnonymousRows
-from kvferry.transfer.namespace import NamespaceFacts
-from kvferry.transfer.pool_shape import PoolShape
+from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.host_tier.rows import AnonymousRows
 from tests.csrc import device_storm
 from tests.csrc.device_storm import GEOMETRY, ROW, Bytes, Storm
 from tests.csrc.gpu_orders import Orders

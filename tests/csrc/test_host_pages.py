@@ -27,7 +27,7 @@ def poisoned(nbytes: int) -> Bytes:
 
 
 def checksum(part: bytes) -> int:
-    """As csrc/part_sum.h says."""
+    """As csrc/copies/part_sum.h says."""
     padded = part + bytes(-len(part) % 8)
     total = len(part) * LENGTH
     for index in range(len(padded) // 8):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuCopyEngine, GpuError
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.transfer.geometry import StorageOrder
-from kvferry.transfer.registration import (
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from kvferry.transfer.geometry.registration import (
     GpuAllocation,
     RegisteredMemory,
     RegisteredRank,

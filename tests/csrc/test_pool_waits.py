@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuCopy, GpuCopyEngine, PinnedBuffer
-from kvferry.daemon import side_tiers
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.daemon.host_tier import HostTier
-from kvferry.daemon.side_tiers import SideTiers
-from kvferry.daemon.store import Store
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.memory.host_tier import HostTier
+from kvferry.daemon.sides import tiers as side_tiers
+from kvferry.daemon.sides.tiers import SideTiers
 from kvferry.radix.digests import root_digest
-from kvferry.transfer.geometry import StorageOrder
-from kvferry.transfer.host_rows import AnonymousRows
-from kvferry.transfer.namespace import NamespaceFacts
-from kvferry.transfer.pool_shape import PoolShape
+from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.host_tier.rows import AnonymousRows
 from tests.csrc.gpu_orders import Orders
 from tests.csrc.gpu_pool import GEOMETRY, MOST, RANKS, Daemon, Pool
 from tests.csrc.test_engine_memory import NBYTES, registered

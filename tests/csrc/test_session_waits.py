@@ -16,20 +16,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvferry.daemon import session as session_module
-from kvferry.daemon.counters import Latencies, TransferCounters
-from kvferry.daemon.gpu_memory import GpuPoolMemory
-from kvferry.daemon.receiving import ReceivingSession
-from kvferry.daemon.sending import SendingSession
-from kvferry.daemon.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.core.counters import Latencies, TransferCounters
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.peers import session as session_module
+from kvferry.daemon.peers.receiving import ReceivingSession
+from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier_messages import Connected
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.lanes import Lane, lanes_of
-from kvferry.transfer.pool_shape import PoolShape
-from kvferry.transfer.receiver import Receiver, Scatter
-from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import Credit, PartHeader
+from kvferry.transfer.courier.messages import Connected
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.geometry.rank_lanes import Lane, lanes_of
+from kvferry.transfer.protocol.receiver import Receiver, Scatter
+from kvferry.transfer.protocol.sender import Gather
+from kvferry.transfer.protocol.slots import Credit, PartHeader
 from tests.csrc.gpu_orders import Orders
 from tests.csrc.gpu_pool import RANKS, SLOT_BYTES, SLOTS, Pool
 

@@ -15,16 +15,16 @@ from typing import Any, cast
 import pytest
 
 from kvferry.daemon import server as server_module
-from kvferry.daemon import side as side_module
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.dialing import dial_plainly
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.peers.dialing import dial_plainly
 from kvferry.daemon.server import Daemon
-from kvferry.daemon.side import AnySide
+from kvferry.daemon.sides import side as side_module
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.side import AnySide
 from kvferry.daemon.socket_file import SocketFile
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
-from kvferry.transfer.segment import reclaim_stale
+from kvferry.transfer.mapping.segment import reclaim_stale
 
 PAGE = 16
 

@@ -7,15 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from standstill import run_with_standstill
-
-from kvferry.transfer.segment import reclaim_stale
+from kvferry.transfer.mapping.segment import reclaim_stale
+from tests.support.standstill import run_with_standstill
 
 HANGING = """
 import asyncio, contextlib, ctypes, os, sys, threading
 from pathlib import Path
 from kvferry.daemon import backstop, server
-from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.config.model import DaemonConfig
 
 def fill_stderr():
     os.set_blocking(2, False)
@@ -83,7 +82,7 @@ def test_a_stderr_that_nobody_reads_does_not_keep_the_process(tmp_path: Path) ->
 STANDING_STILL = """
 import asyncio, os, signal, sys
 from kvferry.daemon import backstop, server
-from kvferry.daemon.config import DaemonConfig
+from kvferry.daemon.config.model import DaemonConfig
 
 async def main(folder):
     server.END_SECONDS, backstop.LATER_SECONDS = 3.0, 0.5

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from kvferry import listening
-from kvferry.daemon import config_sources, serve
+from kvferry.daemon.cli import serve
+from kvferry.daemon.config import sources as config_sources
 from kvferry.workers import main as worker_main
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

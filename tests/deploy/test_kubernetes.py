@@ -18,13 +18,15 @@ import pytest
 import yaml
 
 from kvferry import listening
-from kvferry.daemon import cli, config_sources, serve
 from kvferry.daemon.backstop import LATER_SECONDS
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.handshake import courier_config
+from kvferry.daemon.cli import main as cli
+from kvferry.daemon.cli import serve
+from kvferry.daemon.config import sources as config_sources
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.values import parse_address, parse_size
+from kvferry.daemon.peers.handshake import courier_config
 from kvferry.daemon.server import END_SECONDS
-from kvferry.daemon.values import parse_address, parse_size
-from kvferry.transfer.courier_config import courier_environment
+from kvferry.transfer.courier.config import courier_environment
 from kvferry.workers import main as workers_main
 
 KUBERNETES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"

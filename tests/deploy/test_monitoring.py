@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +15,10 @@ import promql_parser
 import pytest
 import yaml
 
-from kvferry.daemon.metrics import families
-from kvferry.daemon.metrics_table import rows as table_rows
+from kvferry.daemon.observe.metrics import families
+from kvferry.daemon.observe.metrics_table import rows as table_rows
 from kvferry.proto import cache_pb2 as cache
-
-# The snapshot with something in every repeated field.
-sys.path.append(str(Path(__file__).parents[1] / "daemon"))
-from test_metrics import snapshot
+from tests.daemon.observe.test_metrics import snapshot
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "kvferry.rules.yaml"
@@ -197,7 +193,7 @@ def test_promtool_takes_the_rules_and_each_fires(tmp_path: Path) -> None:
 def test_the_documentation_has_every_metric() -> None:
     text = (OPERATIONS.parent / "metrics.md").read_text()
     missing = [row for row in table_rows() if row not in text.splitlines()]
-    assert not missing, "docs/metrics.md: run python -m kvferry.daemon.metrics_table"
+    assert not missing, "docs/metrics.md: run python -m kvferry.daemon.observe.metrics_table"
     named = set(re.findall(r"kvferry_[a-z_]+", text))
     known = {sample.removesuffix("_created") for sample in SAMPLES} | {
         family.name for family in families(cache.StatsReply())

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferry.daemon import config_sources, serve
 from kvferry.daemon.backstop import LATER_SECONDS
+from kvferry.daemon.cli import serve
+from kvferry.daemon.config import sources as config_sources
 from kvferry.daemon.server import END_SECONDS
 from kvferry.workers import main as worker_main
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import SystemSpec, start_system
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import SystemSpec, start_system
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

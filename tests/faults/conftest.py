@@ -1,17 +1,13 @@
-"""Lets these tests import their helpers (storm, networks) by name: pytest's importlib mode leaves sys.path alone."""
+"""A stack of processes for each test that asks for one."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from stacks import running_stack
 
-from kvferry.daemon.stack import Stack
-
-sys.path.insert(0, str(Path(__file__).parent))
+from kvferry.daemon.cli.stack import Stack
+from tests.support.stacks import running_stack
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import grpc
-from engines import OPTIONS
 
-from kvferry.daemon.stats_main import fetch
+from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import cache_pb2
+from tests.support.engines import OPTIONS
 
 LOOK_S = 0.05  # between looks at a daemon's statistics
 BEFORE_S = 10.0  # over which the rate of turns is taken before a fault

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-from engines import Engines, Turn, courier_pids
-from recovery import BEFORE_S, HEAD, Row, Watch, rate_back
-from stacks import lasting_port, shm_dir_of
 
-from kvferry.daemon.stack import Process, Stack
-from kvferry.daemon.system import Replica
+from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.system import Replica
 from kvferry.radix.digests import prompt_digests
-from kvferry.workers.compute import Prompt
-from kvferry.workers.synthetic import output_token
+from kvferry.workers.models.interface import Prompt
+from kvferry.workers.models.synthetic import output_token
+from tests.faults.recovery import BEFORE_S, HEAD, Row, Watch, rate_back
+from tests.support.engines import Engines, Turn, courier_pids
+from tests.support.stacks import lasting_port, shm_dir_of
 
 PAGE = 16
 CLEAN = (
@@ -76,7 +76,7 @@ class Pace:
     decode_us: int = 3000
 
 
-WITH_FLIPS = str(Path(__file__).parents[1] / "system" / "with_flips.py")
+WITH_FLIPS = str(Path(__file__).parents[1] / "support" / "with_flips.py")
 
 
 def among_flips(name: str) -> tuple[Sequence[str], str]:

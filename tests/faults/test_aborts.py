@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
-from engines import Engines, settled
-from stacks import running_stack
-from storm import NEW_TOKENS, PAGE, expected, judge
 
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from tests.faults.storm import NEW_TOKENS, PAGE, expected, judge
+from tests.support.engines import Engines, settled
+from tests.support.stacks import running_stack
 
 THREADS = 6
 CONVERSATIONS = 12

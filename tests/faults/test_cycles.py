@@ -6,11 +6,12 @@ import os
 import time
 
 import pytest
-from engines import stats
-from stacks import running_stack
-from storm import Storm
-from test_processes import finish, write_table
-from usage import Usage, table, trends, usage_of
+
+from tests.faults.storm import Storm
+from tests.faults.test_processes import finish, write_table
+from tests.faults.usage import Usage, table, trends, usage_of
+from tests.support.engines import stats
+from tests.support.stacks import running_stack
 
 DEADLINE_S = 1.5  # of a turn: one whose prefill half is gone waits for so long
 FIRST = 6  # cycles before the first sample: what is made once is made by then

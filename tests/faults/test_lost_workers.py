@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
-from engines import settled, stats, wait_until
-from test_failures import describe
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from tests.support.engines import settled, stats, wait_until
+from tests.system.serving.test_failures import describe
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(90)
@@ -25,8 +25,8 @@ LOST = """
 import asyncio, os, sys, time
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import prompt_digests
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import RequestName
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
 
 async def main() -> None:
     facts = common_pb2.NamespaceFacts.FromString(bytes.fromhex(sys.argv[2]))

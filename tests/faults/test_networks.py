@@ -7,12 +7,13 @@ from functools import partial
 from typing import NamedTuple
 
 import pytest
-from engines import settled
-from networks import DelayedNetworks, Networks
-from recovery import PEER_SEEN_S, Row, late
-from stacks import running_stack
-from storm import Storm
-from test_processes import SHORT_DEADLINE_S, finish, write_table
+
+from tests.faults.networks import DelayedNetworks, Networks
+from tests.faults.recovery import PEER_SEEN_S, Row, late
+from tests.faults.storm import Storm
+from tests.faults.test_processes import SHORT_DEADLINE_S, finish, write_table
+from tests.support.engines import settled
+from tests.support.stacks import running_stack
 
 pytestmark = pytest.mark.timeout(600)
 DAEMONS = ("prefill-0", "prefill-1", "decode-0")

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engines import settled
-from recovery import COLUMNS, PEER_SEEN_S, WORKER_SEEN_S, Row, late
-from stacks import running_stack
-from storm import Storm, table_of
+
+from tests.faults.recovery import COLUMNS, PEER_SEEN_S, WORKER_SEEN_S, Row, late
+from tests.faults.storm import Storm, table_of
+from tests.support.engines import settled
+from tests.support.stacks import running_stack
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from recovery import Look, Row, Watch, late, look, rate_back
 
 from kvferry.proto import cache_pb2
+from tests.faults.recovery import Look, Row, Watch, late, look, rate_back
 
 AT = 100.0
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from engines import Engines, courier_pids, settled, stats
 
-from kvferry.daemon.stack import Stack, StackError
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack, StackError
+from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from tests.support.engines import Engines, courier_pids, settled, stats
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(120)

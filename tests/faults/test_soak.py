@@ -11,11 +11,12 @@ import time
 
 import grpc
 import pytest
-from engines import stats
-from stacks import running_stack
-from storm import DEADLINE_S, Pace, Storm, among_flips
-from test_processes import SHORT_DEADLINE_S, finish, write_table
-from usage import Usage, table, trends, usage_of
+
+from tests.faults.storm import DEADLINE_S, Pace, Storm, among_flips
+from tests.faults.test_processes import SHORT_DEADLINE_S, finish, write_table
+from tests.faults.usage import Usage, table, trends, usage_of
+from tests.support.engines import stats
+from tests.support.stacks import running_stack
 
 EVERY = 5.0  # seconds
 SHORT_S, SHORT_SEED = 6.0, 4

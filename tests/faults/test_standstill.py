@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from devices import WrappedStack
-from engines import Engines, courier_pids, settled, wait_until
-from standstill import is_stopped
-from with_standstill import STOP_SECONDS
 
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from tests.faults.with_standstill import STOP_SECONDS
+from tests.support.devices import WrappedStack
+from tests.support.engines import Engines, courier_pids, settled, wait_until
+from tests.support.standstill import is_stopped
 
 WITH_STANDSTILL = str(Path(__file__).with_name("with_standstill.py"))
 

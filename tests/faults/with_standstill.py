@@ -11,7 +11,7 @@ import signal
 import sys
 from asyncio.subprocess import Process
 
-from kvferry.daemon import session
+from kvferry.daemon.peers import session
 
 STOP_SECONDS = 1.0
 
@@ -28,7 +28,7 @@ def kill_and_stand_still(process: Process) -> None:
 if __name__ == "__main__":
     session.STOP_SECONDS = STOP_SECONDS
     Process.kill = kill_and_stand_still  # type: ignore[method-assign]
-    from kvferry.daemon.cli import main
+    from kvferry.daemon.cli.main import main
 
     words = sys.argv[1:]
     sys.argv = ["kvferry", *words[words.index("kvferry") + 1 :]]

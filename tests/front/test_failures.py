@@ -12,9 +12,9 @@ import grpc
 import httpx
 import openai
 import pytest
-from front_stack import MODEL, Fault, Server, Stack
 
-from kvferry.workers import front_engines
+from kvferry.front import engines as front_engines
+from tests.support.front_stack import MODEL, Fault, Server, Stack
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 
@@ -129,7 +129,7 @@ def test_a_prefill_error_behind_the_first_token_changes_nothing(says_started: bo
 
 
 def test_deadline_of_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.workers.front_legs.ANSWER_SLACK_S", 0.1)
+    monkeypatch.setattr("kvferry.front.legs.ANSWER_SLACK_S", 0.1)
 
     def configure(stack: Stack) -> None:
         stack.service = {"first_token_s": 0.3}
@@ -154,7 +154,7 @@ def test_deadline_of_the_next_token() -> None:
 
 
 def test_a_request_that_is_paused_has_the_first_tokens_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.workers.front_legs.ANSWER_SLACK_S", 0.1)
+    monkeypatch.setattr("kvferry.front.legs.ANSWER_SLACK_S", 0.1)
 
     def configure(stack: Stack) -> None:
         stack.service = {"next_token_s": 0.2, "first_token_s": 1.5}

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from front_stack import MODEL, PAGE_SIZE, Stack, echo_reply
 from openai.types.chat import ChatCompletionMessageParam
 
-from kvferry.workers.chat import ByteTokenizer, ChatMessage
+from kvferry.front.chat import ByteTokenizer, ChatMessage
+from tests.support.front_stack import MODEL, PAGE_SIZE, Stack, echo_reply
 
 
 @pytest.fixture(scope="module")

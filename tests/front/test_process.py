@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from front_stack import Stack
+
+from tests.support.front_stack import Stack
 
 READY = "ready: front "
 
@@ -95,7 +96,7 @@ def test_an_address_in_use() -> None:
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from kvferry.daemon.cli import main
+    from kvferry.daemon.cli.main import main
 
     with pytest.raises(SystemExit):
         main(["front", "--prefill", "x:1", "--decode", "x:2", *arguments])

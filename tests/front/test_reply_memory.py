@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import httpx
 import pytest
-from front_stack import PAGE_SIZE, Stack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.workers.chat import ByteTokenizer, ChatMessage
-from kvferry.workers.reply_memory import ChatPrompt, ChatPrompts, ReplyMemory, SpliceCounts, common_prefix
+from kvferry.front.chat import ByteTokenizer, ChatMessage
+from kvferry.front.reply_memory import ChatPrompt, ChatPrompts, ReplyMemory, SpliceCounts, common_prefix
+from tests.support.front_stack import PAGE_SIZE, Stack
 
 AB, BC, END = 256, 257, 258
 

@@ -9,11 +9,10 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from front_stack import Fault, Stack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.workers.routing import (
+from kvferry.front.routing import (
     DecodeCandidate,
     Lookup,
     PrefillCandidate,
@@ -23,6 +22,7 @@ from kvferry.workers.routing import (
     overloaded,
     pages_needed,
 )
+from tests.support.front_stack import Fault, Stack
 
 PAGE = 16
 

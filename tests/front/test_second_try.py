@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from front_stack import Fault, Stack
+
+from tests.support.front_stack import Fault, Stack
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 

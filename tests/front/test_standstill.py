@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
-from standstill import StandStill, jumping_clock
 
+from kvferry.front import legs as front_legs
+from kvferry.front.errors import ApiError
+from kvferry.front.vllm import Reply, VllmConfig, VllmFront
 from kvferry.proto import engine_pb2
-from kvferry.workers import front_legs
-from kvferry.workers.front_errors import ApiError
-from kvferry.workers.front_vllm import Reply, VllmConfig, VllmFront
+from tests.support.standstill import StandStill, jumping_clock
 
 LONG = 1000.0  # of a standstill
 LATER = 0.2  # seconds behind it that the next word comes

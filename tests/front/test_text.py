@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.workers.chat import (
+from kvferry.front.chat import (
     REPLACEMENT,
     ByteTokenizer,
     ChatMessage,
@@ -18,7 +18,7 @@ from kvferry.workers.chat import (
     WindowDetokenizer,
     load_tokenizer,
 )
-from kvferry.workers.front_text import ReplyText, StopScanner
+from kvferry.front.text import ReplyText, StopScanner
 
 TEXT = "naïve café 日本語 😀🏽 done"
 TEMPLATE = (

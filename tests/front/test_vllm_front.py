@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.workers import front_main
-from kvferry.workers.front_server import QuietServer, listen
-from kvferry.workers.front_vllm import VllmConfig, VllmFront, parse_prefill, parse_url
-from kvferry.workers.front_vllm_app import create_app
-from kvferry.workers.front_vllm_body import MAX_DEPTH, Body, Refusal, parse_body
+from kvferry.front import main as front_main
+from kvferry.front.server import QuietServer, listen
+from kvferry.front.vllm import VllmConfig, VllmFront, parse_prefill, parse_url
+from kvferry.front.vllm_app import create_app
+from kvferry.front.vllm_body import MAX_DEPTH, Body, Refusal, parse_body
 
 CHAT = "/v1/chat/completions"
 

@@ -1,19 +1,15 @@
 """Lets these tests be imported as `tests.fuzz`, as `python -m tests.fuzz` has them."""
 
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 @pytest.fixture(autouse=True)
 def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sessions are watched; what hostile input makes daemons warn of is not shown."""
-    from kvferry.daemon import session
+    from kvferry.daemon.peers import session
     from tests.fuzz import stage
 
     monkeypatch.setattr(session, "CourierLink", session.CourierLink)

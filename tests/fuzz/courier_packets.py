@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from kvferry.transfer.courier_messages import (
+from kvferry.transfer.courier.messages import (
     Connect,
     Connected,
     CourierDied,
@@ -26,7 +26,7 @@ from kvferry.transfer.courier_messages import (
     encode_event,
     encode_order,
 )
-from kvferry.transfer.slots import HEADER_BYTES, PartHeader, PartNotice, SlotError
+from kvferry.transfer.protocol.slots import HEADER_BYTES, PartHeader, PartNotice, SlotError
 from tests.fuzz.frames import bytes_changed
 from tests.fuzz.stage import Finding
 

@@ -14,9 +14,9 @@ from random import Random
 
 import numpy as np
 
-from kvferry.daemon.store import MAX_NAMESPACES, Store
-from kvferry.transfer.host_index import _MAX_GENERATION as MAX_GENERATION
-from kvferry.transfer.host_index import (
+from kvferry.daemon.core.cache import MAX_NAMESPACES, Store
+from kvferry.transfer.host_tier.index import _MAX_GENERATION as MAX_GENERATION
+from kvferry.transfer.host_tier.index import (
     ENTRY,
     ENTRY_BYTES,
     HEADER_BYTES,
@@ -25,7 +25,7 @@ from kvferry.transfer.host_index import (
     _entry_checksums,
     layout_fingerprint,
 )
-from kvferry.transfer.host_rows import FileRows, checksum_rows, verify_rows
+from kvferry.transfer.host_tier.rows import FileRows, checksum_rows, verify_rows
 from tests.fuzz.frames import Frame, bytes_changed, change, join, split
 from tests.fuzz.stage import FACTS, FOLDER, PROMPTS, Finding
 from tests.simulation.memory import GEOMETRY

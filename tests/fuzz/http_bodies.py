@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from random import Random
 
-from kvferry.workers.front_errors import ApiError
-from kvferry.workers.front_vllm_body import HEAD_BYTES, Refusal, parse_body
-from kvferry.workers.openai_types import ChatRequest, CompletionRequest, parse_request
+from kvferry.front.errors import ApiError
+from kvferry.front.openai_types import ChatRequest, CompletionRequest, parse_request
+from kvferry.front.vllm_body import HEAD_BYTES, Refusal, parse_body
 from tests.fuzz.frames import bytes_changed
 from tests.fuzz.stage import Finding
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from kvferry.client.requests import RequestFailed, RequestName
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import engine_pb2 as wire
 from kvferry.proto.limits import MAX_PRIORITY
@@ -25,7 +26,6 @@ from kvferry.workers.orders import (
     decode_order,
     prefill_order,
 )
-from kvferry.workers.requests import RequestFailed, RequestName
 from tests.fuzz.frames import Frame, bytes_changed, change, join, message_changed, parsed, split
 from tests.fuzz.stage import NAMES, WORDS, Finding
 

@@ -15,13 +15,13 @@ from random import Random
 
 import grpc
 
-from kvferry.daemon import peer_link
-from kvferry.daemon.errors import unavailable
-from kvferry.daemon.session import SessionBroken
+from kvferry.daemon.core.errors import unavailable
+from kvferry.daemon.peers import link as peer_link
+from kvferry.daemon.peers.session import SessionBroken
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier_messages import Notification
-from kvferry.transfer.slots import NOTICE_BYTES, PartHeader, PartNotice
+from kvferry.transfer.courier.messages import Notification
+from kvferry.transfer.protocol.slots import NOTICE_BYTES, PartHeader, PartNotice
 from tests.fuzz.frames import Frame, bytes_changed, change, join, parsed, split
 from tests.fuzz.peer_prefill import change_body, couriers, hello, said
 from tests.fuzz.stage import EPOCH, NAMES, PROMPTS, Call, Decode, Honest, Stage, run

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, cast
 
-from kvferry.daemon.handshake import CAPABILITIES
-from kvferry.daemon.peer_service import PeerService
+from kvferry.daemon.peers.handshake import CAPABILITIES
+from kvferry.daemon.services.peer import PeerService
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from tests.fuzz.frames import Frame, bytes_changed, change, join, message_changed, parsed, split

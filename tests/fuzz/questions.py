@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
-from kvferry.daemon.admin_service import AdminService
-from kvferry.daemon.cache_service import CacheService
-from kvferry.daemon.side import AnySide
-from kvferry.daemon.stats import Snapshots
+from kvferry.daemon.observe.stats import Snapshots
+from kvferry.daemon.services.admin import AdminService
+from kvferry.daemon.services.cache import CacheService
+from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common

@@ -12,14 +12,14 @@ import os
 from random import Random
 from typing import Any
 
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.host_memory import HostPoolMemory
-from kvferry.daemon.pool_making import registration_of
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.memory.host import HostPoolMemory
+from kvferry.daemon.memory.pool_making import registration_of
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.namespace import NamespaceFacts
-from kvferry.transfer.registration import Registration
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.geometry.registration import Registration
 from tests.fuzz.frames import Frame, bytes_changed, change, join, message_changed, parsed, split
 from tests.fuzz.stage import FACTS, FOLDER, WORDS, Finding, engines_config
 

@@ -12,9 +12,9 @@ import io
 import os
 from random import Random
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_sources import add_arguments, load, shown
-from kvferry.daemon.values import ConfigError
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.sources import add_arguments, load, shown
+from kvferry.daemon.config.values import ConfigError
 from tests.fuzz.frames import Frame, bytes_changed, change, join, split
 from tests.fuzz.stage import FOLDER, Finding
 

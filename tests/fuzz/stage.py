@@ -18,22 +18,22 @@ from typing import Any, NoReturn, cast
 
 import grpc
 
-from kvferry.daemon import session as session_module
-from kvferry.daemon import side_workers
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.host_tier import HostTier
-from kvferry.daemon.limits import Name
-from kvferry.daemon.pool_memory import PoolMemory
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.session import Session, SessionBroken
-from kvferry.daemon.side import AnySide
-from kvferry.daemon.side_workers import Worker
-from kvferry.daemon.store import Started
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import Started
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.memory.host_tier import HostTier
+from kvferry.daemon.memory.interface import PoolMemory
+from kvferry.daemon.peers import session as session_module
+from kvferry.daemon.peers.session import Session, SessionBroken
+from kvferry.daemon.sides import workers as side_workers
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.prefill import PrefillSide
+from kvferry.daemon.sides.side import AnySide
+from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.courier_config import CourierConfig
-from kvferry.transfer.courier_link import CourierError, RemoteRank
-from kvferry.transfer.courier_messages import (
+from kvferry.transfer.courier.config import CourierConfig
+from kvferry.transfer.courier.link import CourierError, RemoteRank
+from kvferry.transfer.courier.messages import (
     Connect,
     Connected,
     CourierEvent,

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.daemon.peer_service import PeerService
+from kvferry.daemon.services.peer import PeerService
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from tests.fuzz.peer_prefill import couriers, hello

@@ -10,11 +10,11 @@ import asyncio
 from random import Random
 from typing import Any, cast
 
-from kvferry.daemon.side import AnySide
-from kvferry.daemon.worker_service import WorkerService
+from kvferry.daemon.services.worker import WorkerService
+from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.segment import FileLock
+from kvferry.transfer.mapping.segment import FileLock
 from tests.fuzz.frames import Frame, bytes_changed, change, join, message_changed, parsed, split
 from tests.fuzz.registrations import hello_with_pool
 from tests.fuzz.stage import (

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
-from kvferry.daemon.effects import FailAsk, ToWorker
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.handshake import check_hello
-from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name, check_priority, check_prompt, name_of
-from kvferry.daemon.pins import MAX_PINS
-from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
-from kvferry.daemon.session import Session, SessionTimes
-from kvferry.daemon.store import MAX_NAMESPACES, Store
-from kvferry.daemon.tls_names import MAX_TLS_NAME_CHARS, MAX_TLS_PEERS, parse_tls_peers
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.tls_names import MAX_TLS_NAME_CHARS, MAX_TLS_PEERS, parse_tls_peers
+from kvferry.daemon.core.cache import MAX_NAMESPACES, Store
+from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
+from kvferry.daemon.core.effects import FailAsk, ToWorker
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, check_priority, check_prompt, name_of
+from kvferry.daemon.core.pins import MAX_PINS
+from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
+from kvferry.daemon.peers.handshake import check_hello
+from kvferry.daemon.peers.session import Session, SessionTimes
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
@@ -30,11 +30,11 @@ from kvferry.proto.limits import (
     MAX_PRIORITY,
     REQUEST_ID_BYTES,
 )
-from kvferry.transfer.courier_config import CourierConfig
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.receiver import Receiver
-from kvferry.transfer.slots import NOTICE_BYTES, CreditPurse, PartNotice
+from kvferry.transfer.courier.config import CourierConfig
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.protocol.receiver import Receiver
+from kvferry.transfer.protocol.slots import NOTICE_BYTES, CreditPurse, PartNotice
 
 PAGE = 4
 GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=1, dtype="float16", page_size=PAGE)

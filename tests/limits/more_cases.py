@@ -9,28 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from limit_cases import GEOMETRY, NAME, PAGE, CreditOf, Decoding, Limit, asked, courier_up, digests, hello
-
 from kvferry import tracing
-from kvferry.daemon import config_sources, discovery, session
-from kvferry.daemon.decode_core import MAX_GROWTHS, MAX_RETRACTED
-from kvferry.daemon.errors import MAX_MESSAGE_CHARS, RequestError
-from kvferry.daemon.limits import Name
-from kvferry.daemon.session import Session, SessionTimes
-from kvferry.proto import common_pb2 as common
-from kvferry.proto import engine_pb2 as engine
-from kvferry.proto import peer_pb2 as peer
-from kvferry.proto import worker_pb2 as wire
-from kvferry.proto.limits import INCARNATION_BYTES, MAX_CAPABILITIES, MAX_CAPABILITY_CHARS, MAX_NAME_CHARS
-from kvferry.radix.prompt_cache import PromptCache
-from kvferry.transfer.courier_config import CourierConfig
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.namespace import MAX_TEXT, NamespaceFacts
-from kvferry.transfer.registration import Registration
-from kvferry.transfer.slots import CreditPurse
-from kvferry.workers.front_engines import MAX_ADDRESS_CHARS, MAX_PATH_CHARS, EngineFacts
-from kvferry.workers.front_vllm_body import MAX_DEPTH, parse_body
-from kvferry.workers.openai_types import (
+from kvferry.daemon.config import sources as config_sources
+from kvferry.daemon.core.decode import MAX_GROWTHS, MAX_RETRACTED
+from kvferry.daemon.core.errors import MAX_MESSAGE_CHARS, RequestError
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.peers import discovery, session
+from kvferry.daemon.peers.session import Session, SessionTimes
+from kvferry.front.engines import MAX_ADDRESS_CHARS, MAX_PATH_CHARS, EngineFacts
+from kvferry.front.openai_types import (
     MAX_MESSAGES,
     MAX_STOP_CHARS,
     MAX_STOPS,
@@ -38,7 +25,20 @@ from kvferry.workers.openai_types import (
     CompletionRequest,
     parse_request,
 )
+from kvferry.front.vllm_body import MAX_DEPTH, parse_body
+from kvferry.proto import common_pb2 as common
+from kvferry.proto import engine_pb2 as engine
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
+from kvferry.proto.limits import INCARNATION_BYTES, MAX_CAPABILITIES, MAX_CAPABILITY_CHARS, MAX_NAME_CHARS
+from kvferry.radix.prompt_cache import PromptCache
+from kvferry.transfer.courier.config import CourierConfig
+from kvferry.transfer.geometry.namespace import MAX_TEXT, NamespaceFacts
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.geometry.registration import Registration
+from kvferry.transfer.protocol.slots import CreditPurse
 from kvferry.workers.orders import MAX_STOP_TOKENS, Bounds, decode_order, prefill_order
+from tests.limits.limit_cases import GEOMETRY, NAME, PAGE, CreditOf, Decoding, Limit, asked, courier_up, digests, hello
 
 
 def held(tokens: int) -> None:

@@ -12,11 +12,14 @@ from typing import TypeVar
 import httpx
 import pytest
 
-from kvferry.workers import front, front_bodies, front_connections, front_vllm_body
-from kvferry.workers.front_server import address_of, listen, serve_app
-from kvferry.workers.front_service import FrontService, ServiceConfig
-from kvferry.workers.front_vllm import VllmConfig, VllmFront
-from kvferry.workers.front_vllm_app import create_app as create_vllm_app
+from kvferry.front import app as front
+from kvferry.front import bodies as front_bodies
+from kvferry.front import connections as front_connections
+from kvferry.front import vllm_body as front_vllm_body
+from kvferry.front.server import address_of, listen, serve_app
+from kvferry.front.service import FrontService, ServiceConfig
+from kvferry.front.vllm import VllmConfig, VllmFront
+from kvferry.front.vllm_app import create_app as create_vllm_app
 
 HOST = "Host: front\r\n"
 KINDS = ["kvferry", "vllm"]

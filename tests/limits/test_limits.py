@@ -7,20 +7,20 @@ from typing import cast
 
 import pytest
 from annotated_types import Ge, Le
-from limit_cases import LIMITS, Limit
-from more_cases import MORE
 from pydantic import ValidationError
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.session import SessionBroken
+from kvferry.client.requests import RequestFailed
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.peers.session import SessionBroken
+from kvferry.front.engines import Mismatch
+from kvferry.front.errors import ApiError
+from kvferry.front.vllm_body import Refusal
 from kvferry.proto import limits as wire_limits
-from kvferry.transfer.courier_messages import MAX_NOTIFICATION_BYTES, MAX_PACKET_BYTES, MessageError, decode_order
-from kvferry.transfer.slots import SlotError
-from kvferry.workers.front_engines import Mismatch
-from kvferry.workers.front_errors import ApiError
-from kvferry.workers.front_vllm_body import Refusal
-from kvferry.workers.requests import RequestFailed
+from kvferry.transfer.courier.messages import MAX_NOTIFICATION_BYTES, MAX_PACKET_BYTES, MessageError, decode_order
+from kvferry.transfer.protocol.slots import SlotError
+from tests.limits.limit_cases import LIMITS, Limit
+from tests.limits.more_cases import MORE
 
 CASES = {**LIMITS, **MORE}
 # Of gRPC itself, and of a text that is cut where it is made.

@@ -12,22 +12,22 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from engines import OPTIONS, Engines, stats
-from fake_daemon import FakeDaemon
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import HandshakeFailed, RequestName
+from kvferry.client.stream import MAX_RECEIVED_MESSAGE_BYTES
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from kvferry.daemon.server import most_calls
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc, peer_pb2, peer_pb2_grpc
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS, MAX_REASON_CHARS
 from kvferry.proto.worker_pb2_grpc import WorkerStub
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import HandshakeFailed, RequestName
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.workers.server import CALLS_PER_REQUEST, MORE_CALLS
-from kvferry.workers.stream import MAX_RECEIVED_MESSAGE_BYTES
+from tests.support.engines import OPTIONS, Engines, stats
+from tests.support.fake_daemon import FakeDaemon
 
 pytestmark = pytest.mark.timeout(120)
 PAGE = 16

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from limit_cases import LIMITS
-from more_cases import MORE
 
 from kvferry.proto import admin_pb2, cache_pb2, common_pb2, engine_pb2, peer_pb2, worker_pb2
+from tests.limits.limit_cases import LIMITS
+from tests.limits.more_cases import MORE
 
 TESTS = Path(__file__).parents[1]
 
@@ -33,13 +33,13 @@ class Words(NamedTuple):
     why: str
 
 
-LOOK_UPS = ByTest("system/test_wire.py", "test_look_ups_are_bounded")
-PINS = ByTest("system/test_admin.py", "test_what_the_daemon_refuses_to_pin")
-FLUSH_AND_DUMP = ByTest("system/test_admin.py", "test_bounds_of_flush_and_dump")
-NAMES = ByTest("daemon/test_discovery.py", "test_what_cannot_be_a_name_is_left_out")
+LOOK_UPS = ByTest("system/serving/test_wire.py", "test_look_ups_are_bounded")
+PINS = ByTest("system/operating/test_admin.py", "test_what_the_daemon_refuses_to_pin")
+FLUSH_AND_DUMP = ByTest("system/operating/test_admin.py", "test_bounds_of_flush_and_dump")
+NAMES = ByTest("daemon/peers/test_discovery.py", "test_what_cannot_be_a_name_is_left_out")
 WORKERS = ByTest("limits/test_servers.py", "test_a_workers_name_has_a_length")
 REASONS = ByTest("limits/test_servers.py", "test_a_reason_of_any_length_ends_the_request_and_is_not_kept")
-PAGE_IDS = ByTest("workers/test_client.py", "test_wrong_page_ids_break_the_session")
+PAGE_IDS = ByTest("client/test_client.py", "test_wrong_page_ids_break_the_session")
 SHOWN = Words("of an answer to a command, which shows it and ends; bounded by the gRPC message")
 DAEMONS = Words("of the worker's own daemon, which maps the same memory and is believed; bounded by the gRPC message")
 SERVERS = Words("of a server that the front end was told of, for one request; bounded by the gRPC message")

@@ -12,11 +12,11 @@ from typing import Any, NoReturn, cast
 import grpc
 import pytest
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.dialing import dial_plainly
-from kvferry.daemon.side_workers import WORKER_QUEUE
-from kvferry.daemon.worker_service import WorkerService
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.peers.dialing import dial_plainly
+from kvferry.daemon.services.worker import WorkerService
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.workers import WORKER_QUEUE
 from kvferry.proto import common_pb2
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import root_digest

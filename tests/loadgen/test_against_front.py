@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from front_stack import PAGE_BYTES, PAGE_SIZE, Fault, Stack
 
 from kvferry.loadgen.files import read_report
 from kvferry.loadgen.main import add_arguments, run
+from tests.support.front_stack import PAGE_BYTES, PAGE_SIZE, Fault, Stack
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MAPPED = {"package/kvferry": "kvferry"} | {
     folder: f"kvferry/{folder}"
-    for folder in ("proto", "radix", "transfer", "daemon", "workers", "loadgen", "connectors")
+    for folder in ("proto", "radix", "transfer", "daemon", "client", "workers", "front", "loadgen", "connectors")
 }
 NO_INDEX = ("No matching distribution found", "Could not find a version that satisfies", "Max retries exceeded")
 LIMIT_S = 200
@@ -29,7 +29,7 @@ for name in names:
         if not name.endswith("__main__"):
             importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if (name, error.name) != ("kvferry.connectors.vllm", "vllm"):  # what vLLM itself loads
+        if (name, error.name) != ("kvferry.connectors.vllm.connector", "vllm"):  # what vLLM itself loads
             raise
 print("kvferry", kvferry.__file__)
 print("core", sys.modules["kvferry._core"].__file__)

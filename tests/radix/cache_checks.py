@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from cache_model import Side, chain, content
-from cache_requests import Requests
-from cache_world import World
-
-from kvferry.daemon.namespaces import slack
+from kvferry.daemon.core.namespaces import slack
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
+from tests.radix.cache_model import Side, chain, content
+from tests.radix.cache_requests import Requests
+from tests.radix.cache_world import World
 
 
 def check(world: World, requests: Requests) -> None:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import sys
 from random import Random
 
-import cache_admin
 import hypothesis.strategies as st
 import pytest
-from cache_checks import check
-from cache_model import Path, Side, chain, prefixes
-from cache_requests import Request, Requests
-from cache_world import Setup, World
 from hypothesis import currently_in_test_context, note
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,10 +16,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.daemon.namespaces import Quota
-from kvferry.daemon.store import StoreLimits
+from kvferry.daemon.core.cache import StoreLimits
+from kvferry.daemon.core.namespaces import Quota
 from kvferry.radix.policy import policy_names
 from kvferry.radix.pool import PageState, PoolExhausted
+from tests.radix import cache_admin
+from tests.radix.cache_checks import check
+from tests.radix.cache_model import Path, Side, chain, prefixes
+from tests.radix.cache_requests import Request, Requests
+from tests.radix.cache_world import Setup, World
 
 NAMESPACES = (b"\x01" * 32, b"\x02" * 32, b"\x03" * 32)
 MAX_REQUESTS = 6

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.daemon.namespaces import Namespace
+from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.pool import PagePool
 from kvferry.radix.tree import RESTORE, SPILL, Copy
 

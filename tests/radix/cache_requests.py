@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from cache_model import Path, Side, content, prefixes
-from cache_world import OUTPUT, PROMPT, World
-
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE, Lock
+from tests.radix.cache_model import Path, Side, content, prefixes
+from tests.radix.cache_world import OUTPUT, PROMPT, World
 
 MAX_ROUNDS = 100  # of copies ended, until pages that were promised must be there
 

@@ -9,7 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cache_model import (
+from kvferry.daemon.core.cache import Ended, Started, Store, StoreLimits
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.namespaces import Namespace
+from kvferry.daemon.core.pins import Pins
+from kvferry.radix.pool import PageState
+from kvferry.radix.tree import BACKUP, RESTORE, Lock
+from tests.radix.cache_model import (
     GARBAGE,
     NO_PARENT,
     Flight,
@@ -24,13 +30,6 @@ from cache_model import (
     prefixes,
     split_digests,
 )
-
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.namespaces import Namespace
-from kvferry.daemon.pins import Pins
-from kvferry.daemon.store import Ended, Started, Store, StoreLimits
-from kvferry.radix.pool import PageState
-from kvferry.radix.tree import BACKUP, RESTORE, Lock
 
 PROMPT, OUTPUT = 0, 1
 _READABLE = (PageState.CACHED, PageState.SPILLING)

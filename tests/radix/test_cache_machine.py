@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from cache_machine import CacheMachine
-from cache_walk import Draws, Step, draw_steps, shorten, walk
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+
+from tests.radix.cache_machine import CacheMachine
+from tests.radix.cache_walk import Draws, Step, draw_steps, shorten, walk
 
 NIGHTLY_STEPS = 100_000  # of each kind
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from cache_model import Path, chain
-
-from kvferry.daemon.namespaces import Namespace, Quota
-from kvferry.daemon.store import Store, StoreLimits
+from kvferry.daemon.core.cache import Store, StoreLimits
+from kvferry.daemon.core.namespaces import Namespace, Quota
+from tests.radix.cache_model import Path, chain
 
 A, B = b"\x01" * 32, b"\x02" * 32
 

@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias, TypeVar
 
-from request_cores import DEADLINE, NAMESPACE, PAGE, Decode, digests, name
-
-from kvferry.daemon.effects import StartCopy, StartTransfer, StopTransfer, ToWorker
-from kvferry.daemon.errors import RequestError, unavailable
-from kvferry.daemon.limits import Name, name_of
-from kvferry.daemon.store import Started
+from kvferry.daemon.core.cache import Started
+from kvferry.daemon.core.effects import StartCopy, StartTransfer, StopTransfer, ToWorker
+from kvferry.daemon.core.errors import RequestError, unavailable
+from kvferry.daemon.core.limits import Name, name_of
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
+from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Decode, digests, name
 
 PAGES, PROMPT_PAGES, STEPS = 16, 8, 160
 HALF = b"half written"

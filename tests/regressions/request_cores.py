@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
-from kvferry.daemon.effects import Effect, ToWorker
-from kvferry.daemon.limits import Name
-from kvferry.daemon.namespaces import Quota
-from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
-from kvferry.daemon.store import Store, StoreLimits
+from kvferry.daemon.core.cache import Store, StoreLimits
+from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
+from kvferry.daemon.core.effects import Effect, ToWorker
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.namespaces import Quota
+from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES

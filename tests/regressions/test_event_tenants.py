@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, name
 
-from kvferry.daemon import kv_events
-from kvferry.daemon.kv_events import KvEvent, Removed, Stored, TokenChain
-from kvferry.daemon.limits import Name
+from kvferry.daemon.core import kv_events
+from kvferry.daemon.core.kv_events import KvEvent, Removed, Stored, TokenChain
+from kvferry.daemon.core.limits import Name
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import chain_digests, root_digest
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.namespace import NamespaceFacts
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from tests.regressions.request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, name
 
 GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=4, dtype="float16", page_size=PAGE)
 FACTS = NamespaceFacts("model", "1", GEOMETRY, "sha256_cbor", root_digest("seed"))

@@ -9,20 +9,20 @@ from collections.abc import Coroutine
 from typing import Any, cast
 
 import pytest
-from request_cores import Prefill, name
 
-from kvferry.daemon import session as sessions
-from kvferry.daemon.counters import Latencies, TransferCounters
-from kvferry.daemon.effects import EndSend, OpenSend
-from kvferry.daemon.pool_memory import PoolMemory
-from kvferry.daemon.sending import SendingSession
-from kvferry.daemon.session import SessionBroken, SessionTimes
+from kvferry.daemon.core.counters import Latencies, TransferCounters
+from kvferry.daemon.core.effects import EndSend, OpenSend
+from kvferry.daemon.memory.interface import PoolMemory
+from kvferry.daemon.peers import session as sessions
+from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.session import SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier_config import CourierConfig
-from kvferry.transfer.courier_messages import Connected, CourierEvent, PostDone, PostFailed
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.slots import HEADER_BYTES
+from kvferry.transfer.courier.config import CourierConfig
+from kvferry.transfer.courier.messages import Connected, CourierEvent, PostDone, PostFailed
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.protocol.slots import HEADER_BYTES
+from tests.regressions.request_cores import Prefill, name
 
 GEOMETRY = KVGeometry(layers=8, kv_heads=1, head_dim=64, dtype="float32", page_size=4)
 SLOT_BYTES = HEADER_BYTES + GEOMETRY.page_bytes  # a page fills a slot

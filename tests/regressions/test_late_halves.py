@@ -7,19 +7,19 @@ import time
 from typing import cast
 
 import pytest
-from request_cores import DEADLINE, NAMESPACE, PAGE, Decode, Prefill, digests, name
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.effects import EndSend, FailAsk, StartTransfer
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.prefill_requests import REST_SECONDS
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.sending import SendingSession
-from kvferry.daemon.side_workers import Worker
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.effects import EndSend, FailAsk, StartTransfer
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.prefill_entries import REST_SECONDS
+from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.sides.prefill import PrefillSide
+from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.segment import FileLock
+from kvferry.transfer.mapping.segment import FileLock
+from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Decode, Prefill, digests, name
 
 TABLE = 8  # of request_cores.Prefill
 
@@ -169,7 +169,7 @@ def test_who_asked_is_told_when_the_begin_is_refused(
         side.core.worker_lost(1, 0.0)
         side.take()
     elif why == "namespace":
-        monkeypatch.setattr("kvferry.daemon.store.MAX_NAMESPACES", 0)
+        monkeypatch.setattr("kvferry.daemon.core.cache.MAX_NAMESPACES", 0)
         namespace = b"o" * 32
     side.ask(name(1), 1, "x", 1)
     shell.draining = why == "draining"

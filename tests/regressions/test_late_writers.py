@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from request_cores import DEADLINE, NAMESPACE, PAGE, Decode, Prefill, name
 
 from kvferry import _core
 from kvferry._core import HostPages
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.effects import EndSend, OpenSend, StartTransfer
-from kvferry.daemon.errors import unavailable
-from kvferry.daemon.host_tier import store_limits
-from kvferry.daemon.namespaces import Namespace
-from kvferry.daemon.store import Store, StoreLimits
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import Store, StoreLimits
+from kvferry.daemon.core.effects import EndSend, OpenSend, StartTransfer
+from kvferry.daemon.core.errors import unavailable
+from kvferry.daemon.core.namespaces import Namespace
+from kvferry.daemon.memory.host_tier import store_limits
 from kvferry.radix.pool import PageState
+from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Decode, Prefill, name
 
 OWNER, FOLLOWER = 1, 2  # workers
 

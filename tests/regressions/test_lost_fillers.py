@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from filling_workers import Harm, run
 
-from kvferry.daemon.asks import Asks
-from kvferry.daemon.decode_core import DecodeCore
-from kvferry.daemon.lease import Lease
+from kvferry.daemon.core.decode import DecodeCore
+from kvferry.daemon.core.lease import Lease
+from kvferry.daemon.core.transfers import Asks
+from tests.regressions.filling_workers import Harm, run
 
 FIRST = int(os.environ.get("LOST_FILLERS_SEED", "0"))
 SEEDS = 100

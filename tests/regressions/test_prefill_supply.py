@@ -6,13 +6,13 @@ import hashlib
 
 import pytest
 
-from kvferry.daemon.effects import FailAsk, StartCopy, ToWorker
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.limits import Name
-from kvferry.daemon.namespaces import Quota, slack
-from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
-from kvferry.daemon.prefill_requests import REST_SECONDS
-from kvferry.daemon.store import Started, Store, StoreLimits
+from kvferry.daemon.core.cache import Started, Store, StoreLimits
+from kvferry.daemon.core.effects import FailAsk, StartCopy, ToWorker
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.namespaces import Quota, slack
+from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
+from kvferry.daemon.core.prefill_entries import REST_SECONDS
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire

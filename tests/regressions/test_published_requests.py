@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, Prefill, digests, name
 
-from kvferry.daemon.effects import EndSend, FailAsk, OpenSend, SendDone, StartCopy, StartTransfer
-from kvferry.daemon.errors import RequestError, unavailable
-from kvferry.daemon.lease import LeaseState
-from kvferry.daemon.limits import Name
+from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, SendDone, StartCopy, StartTransfer
+from kvferry.daemon.core.errors import RequestError, unavailable
+from kvferry.daemon.core.lease import LeaseState
+from kvferry.daemon.core.limits import Name
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.radix.pool import PageState
+from tests.regressions.request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, Prefill, digests, name
 
 
 def code(error: RequestError) -> str:

@@ -7,15 +7,15 @@ from typing import cast
 
 import pytest
 
-from kvferry.daemon.pool_memory import PoolMemory
-from kvferry.daemon.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.memory.interface import PoolMemory
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier_config import CourierConfig
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.receiver import Receiver, Regrant, Scatter
-from kvferry.transfer.sender import Ended, Failed, Post, Sender
-from kvferry.transfer.slots import HEADER_BYTES
+from kvferry.transfer.courier.config import CourierConfig
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.protocol.receiver import Receiver, Regrant, Scatter
+from kvferry.transfer.protocol.sender import Ended, Failed, Post, Sender
+from kvferry.transfer.protocol.slots import HEADER_BYTES
 
 EPOCH = 7
 GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=4, dtype="float16", page_size=4)

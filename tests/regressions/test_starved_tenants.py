@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, Prefill, digests, name
 
-from kvferry.daemon.admission import OVERTAKES
-from kvferry.daemon.effects import StopTransfer
-from kvferry.daemon.holds import Holds
-from kvferry.daemon.lease import LeaseState
-from kvferry.daemon.namespaces import Namespace, Quota
-from kvferry.daemon.prefill_requests import REST_SECONDS
+from kvferry.daemon.core.admission_queue import OVERTAKES
+from kvferry.daemon.core.effects import StopTransfer
+from kvferry.daemon.core.lease import LeaseState
+from kvferry.daemon.core.namespaces import Namespace, Quota
+from kvferry.daemon.core.prefill_entries import REST_SECONDS
+from kvferry.daemon.core.reservations import Holds
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
+from tests.regressions.request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, Prefill, digests, name
 
 PAGES = 64
 LATE = name(1000)

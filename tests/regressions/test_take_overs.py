@@ -7,16 +7,16 @@ from collections import Counter
 from typing import Any, cast
 
 import pytest
-from request_cores import PAGE, Decode, Prefill, name
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.effects import FailAsk, OpenSend, StartTransfer, StopTransfer
-from kvferry.daemon.errors import unavailable
-from kvferry.daemon.lease import LeaseState
-from kvferry.daemon.prefill_requests import REST_SECONDS
-from kvferry.daemon.take_over import MAX_TAKE_OVERS, PATIENCE_SECONDS, STALL_SECONDS
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
+from kvferry.daemon.core.effects import FailAsk, OpenSend, StartTransfer, StopTransfer
+from kvferry.daemon.core.errors import unavailable
+from kvferry.daemon.core.lease import LeaseState
+from kvferry.daemon.core.prefill_entries import REST_SECONDS
+from kvferry.daemon.core.take_over import MAX_TAKE_OVERS, PATIENCE_SECONDS, STALL_SECONDS
+from kvferry.daemon.sides.decode import DecodeSide
+from tests.regressions.request_cores import PAGE, Decode, Prefill, name
 
 TICK = 0.05
 A, B, C = (name(number) for number in range(1, 4))

@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 
 import pytest
-from request_cores import NAMESPACE, PAGE, Decode, name
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.effects import StartTransfer, StopTransfer
-from kvferry.daemon.errors import RequestError, unavailable
-from kvferry.daemon.lease import LeaseState
-from kvferry.daemon.limits import Name
-from kvferry.daemon.prefill_requests import REST_SECONDS
-from kvferry.daemon.side_tiers import SideTiers
-from kvferry.daemon.stats import side_stats
-from kvferry.daemon.take_over import PATIENCE_SECONDS
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.effects import StartTransfer, StopTransfer
+from kvferry.daemon.core.errors import RequestError, unavailable
+from kvferry.daemon.core.lease import LeaseState
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.prefill_entries import REST_SECONDS
+from kvferry.daemon.core.take_over import PATIENCE_SECONDS
+from kvferry.daemon.observe.stats import side_stats
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.tiers import SideTiers
 from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PageState
+from tests.regressions.request_cores import NAMESPACE, PAGE, Decode, name
 
 PAGES = 32
 HUNG, OTHER = 1, 2  # workers

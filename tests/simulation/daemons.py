@@ -6,22 +6,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.effects import Effect, StartTransfer
-from kvferry.daemon.host_tier import HostTier
-from kvferry.daemon.limits import Name
-from kvferry.daemon.namespaces import Quota, slack
-from kvferry.daemon.pool_memory import PoolMemory
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.sending import SendingSession
-from kvferry.daemon.side import AnySide
-from kvferry.daemon.side_workers import Worker
-from kvferry.daemon.store import Store, StoreLimits
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import Store, StoreLimits
+from kvferry.daemon.core.effects import Effect, StartTransfer
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.namespaces import Quota, slack
+from kvferry.daemon.memory.host_tier import HostTier
+from kvferry.daemon.memory.interface import PoolMemory
+from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.prefill import PrefillSide
+from kvferry.daemon.sides.side import AnySide
+from kvferry.daemon.sides.workers import Worker
 from kvferry.radix.digests import root_digest
-from kvferry.transfer.courier_link import CourierConfig
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.namespace import NamespaceFacts
+from kvferry.transfer.courier.link import CourierConfig
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.geometry.rank_lanes import lanes_of
 from tests.simulation.clock import Clock, expect
 from tests.simulation.memory import GEOMETRY, PAGE, Memory, SimPoolMemory, SimTier
 from tests.simulation.network import TIMES, SimSending

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.daemon.limits import Name
+from kvferry.daemon.core.limits import Name
 from kvferry.proto import common_pb2 as common
 from tests.simulation.clock import expect
 from tests.simulation.daemons import ROOT

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
 from kvferry._core import part_checksum
-from kvferry.daemon.pool_memory import CopyEnd, SummedEnd
-from kvferry.daemon.store import Started, Store
+from kvferry.daemon.core.cache import Started, Store
+from kvferry.daemon.memory.interface import CopyEnd, SummedEnd
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
-from kvferry.transfer.copy_strategies import CopyStatistics, StrategyCounts
-from kvferry.transfer.courier_link import CourierLink
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.lanes import Lane
-from kvferry.transfer.layouts import Int64s
-from kvferry.transfer.pool_shape import PoolShape
-from kvferry.transfer.receiver import Scatter
-from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import HEADER_BYTES, Buffer, PartHeader
+from kvferry.transfer.courier.link import CourierLink
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.layouts import Int64s
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.geometry.rank_lanes import Lane
+from kvferry.transfer.host_tier.copy_strategies import CopyStatistics, StrategyCounts
+from kvferry.transfer.protocol.receiver import Scatter
+from kvferry.transfer.protocol.sender import Gather
+from kvferry.transfer.protocol.slots import HEADER_BYTES, Buffer, PartHeader
 from tests.simulation.clock import Clock, expect
 
 PAGE = 4  # tokens
@@ -196,7 +196,7 @@ class SimParts:
 
 
 class SimPoolMemory:
-    """As `kvferry.daemon.pool_memory.PoolMemory`, as far as sessions ask of it."""
+    """As `kvferry.daemon.memory.interface.PoolMemory`, as far as sessions ask of it."""
 
     def __init__(self, clock: Clock, memory: Memory, failing: float) -> None:
         self._clock, self._memory, self._failing = clock, memory, failing

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from kvferry.daemon.errors import RequestError, unavailable
-from kvferry.daemon.peer_link import PeerLink
-from kvferry.daemon.receiving import ReceivingSession
-from kvferry.daemon.sending import SendingSession
-from kvferry.daemon.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.core.errors import RequestError, unavailable
+from kvferry.daemon.peers.link import PeerLink
+from kvferry.daemon.peers.receiving import ReceivingSession
+from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier_link import CourierConfig, CourierLink
-from kvferry.transfer.courier_messages import Connected, Notification, PostDone, PostFailed
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.receiver import Receiver
-from kvferry.transfer.slots import HEADER_BYTES, PartNotice
+from kvferry.transfer.courier.link import CourierConfig, CourierLink
+from kvferry.transfer.courier.messages import Connected, Notification, PostDone, PostFailed
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.protocol.receiver import Receiver
+from kvferry.transfer.protocol.slots import HEADER_BYTES, PartNotice
 from tests.simulation.clock import Clock, Pipe, Violation, expect
 from tests.simulation.memory import GEOMETRY
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.namespaces import Quota
-from kvferry.daemon.prefill_requests import REST_SECONDS
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.namespaces import Quota
+from kvferry.daemon.core.prefill_entries import REST_SECONDS
 from kvferry.proto import common_pb2 as common
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.daemons import Setting, SimDecode, SimPrefill

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvferry.daemon.admission import Admission
-from kvferry.daemon.arrivals import Arrivals, WaiterT
-from kvferry.daemon.decode_core import DecodeCore
-from kvferry.daemon.holds import Hold, Holds
-from kvferry.daemon.prefill_core import PrefillCore
-from kvferry.daemon.prefill_entry import Entry
+from kvferry.daemon.core.admission_queue import Admission
+from kvferry.daemon.core.decode import DecodeCore
+from kvferry.daemon.core.prefill import PrefillCore
+from kvferry.daemon.core.prefill_entry import Entry
+from kvferry.daemon.core.reservations import Hold, Holds
+from kvferry.daemon.core.single_flight import Arrivals, WaiterT
 from kvferry.radix.tree import Lock
-from kvferry.transfer.coverage import Coverage
-from kvferry.transfer.receiver import Receiver
-from kvferry.transfer.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
+from kvferry.transfer.protocol.coverage import Coverage
+from kvferry.transfer.protocol.receiver import Receiver
+from kvferry.transfer.protocol.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
 from tests.simulation.clock import Violation
 from tests.simulation.faults import Faults
 from tests.simulation.simulator import simulate

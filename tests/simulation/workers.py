@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from kvferry.daemon.limits import Name, pages_for
+from kvferry.daemon.core.limits import Name, pages_for
 from kvferry.proto import worker_pb2 as wire
 from tests.simulation.clock import Clock, Pipe, Violation, expect
 from tests.simulation.daemons import ROOT, SimDecode, SimPrefill

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.stack import Process, Stack
-from kvferry.daemon.values import parse_device
+from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.config.values import parse_device
 
 VARIABLE = "TEST_DEVICES"
 # More than a daemon's 64: a session's end leaves its ports in TIME-WAIT for a minute, and tests end many a minute.

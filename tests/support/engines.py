@@ -14,8 +14,8 @@ from functools import partial
 
 import grpc
 
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import Replica
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import Replica
 from kvferry.proto import cache_pb2, common_pb2, engine_pb2
 from kvferry.proto.engine_pb2_grpc import EngineStub
 
@@ -198,7 +198,7 @@ def courier_pids(daemon: int) -> list[int]:
             try:
                 with open(f"/proc/{entry}/cmdline", "rb") as line, open(f"/proc/{entry}/stat") as stat:
                     if (
-                        b"kvferry.transfer.courier" in line.read()
+                        b"kvferry.transfer.courier.main" in line.read()
                         and int(stat.read().rsplit(")", 1)[1].split()[1]) == daemon
                     ):
                         found.append(int(entry))

@@ -14,7 +14,7 @@ import grpc.aio
 import numpy as np
 
 from kvferry.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
 
 Message = worker_pb2.WorkerMessage
 Event = worker_pb2.WorkerEvent

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from kvferry.front.server import FrontConfig, serve
+from kvferry.front.service import ServiceConfig
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc
 from kvferry.proto.limits import ERROR_METADATA
 from kvferry.radix.digests import chain_digests, root_digest
-from kvferry.workers.front_server import FrontConfig, serve
-from kvferry.workers.front_service import ServiceConfig
 
 PAGE_SIZE = 16
 PAGE_BYTES = 4096

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engines import Turn
 from transformers.cache_utils import DynamicCache
 
-from kvferry.workers.sampling import Sampling, sample
+from kvferry.workers.models.sampling import Sampling, sample
+from tests.support.engines import Turn
 
 GREEDY = Sampling()
 

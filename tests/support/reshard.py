@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
 
 Bytes = NDArray[np.uint8]
 # Axes of (page, layer, K or V, token, head, bytes of a head) in the order in which a rank stores them.

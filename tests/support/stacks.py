@@ -11,9 +11,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from devices import DeviceStack
-
-from kvferry.daemon.stack import Stack
+from kvferry.daemon.cli.stack import Stack
+from tests.support.devices import DeviceStack
 
 
 def shm_dir_of(stack: Stack) -> str:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from engines import wait_until
+
+from tests.support.engines import wait_until
 
 StandStill = Callable[[float], None]
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
-from kvferry.workers.sampling import Sampling, sample
+from kvferry.workers.models.sampling import Sampling, sample
 
 VOCABULARY = 211
 

@@ -12,11 +12,11 @@ import sys
 
 import numpy as np
 
-from kvferry.daemon.gpu_memory import GpuPartCopies
-from kvferry.daemon.host_memory import HostPartCopies
-from kvferry.daemon.pool_memory import SummedEnd
-from kvferry.transfer.receiver import Scatter
-from kvferry.transfer.slots import HEADER_BYTES
+from kvferry.daemon.memory.gpu import GpuPartCopies
+from kvferry.daemon.memory.host import HostPartCopies
+from kvferry.daemon.memory.interface import SummedEnd
+from kvferry.transfer.protocol.receiver import Scatter
+from kvferry.transfer.protocol.slots import HEADER_BYTES
 
 EVERY = int(os.environ.get("FLIP_EVERY", "3"))
 chance = random.Random(EVERY)
@@ -52,7 +52,7 @@ def on_gpu(copies: GpuPartCopies, scatter: Scatter, done: SummedEnd) -> None:
 if __name__ == "__main__":
     HostPartCopies.scatter_summed = on_host  # type: ignore[method-assign]
     GpuPartCopies.scatter_summed = on_gpu  # type: ignore[method-assign]
-    from kvferry.daemon.cli import main
+    from kvferry.daemon.cli.main import main
 
     words = sys.argv[1:]
     sys.argv = ["kvferry", *words[words.index("kvferry") + 1 :]]

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from kvferry.client.client import DaemonClient
 from kvferry.proto import common_pb2, engine_pb2_grpc
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import Compute
-from kvferry.workers.compute_thread import ComputeThread
 from kvferry.workers.decode import DecodeWorker
 from kvferry.workers.engine_service import EngineService
 from kvferry.workers.jobs import Jobs
+from kvferry.workers.models.compute_thread import ComputeThread
+from kvferry.workers.models.interface import Compute
+from kvferry.workers.models.synthetic import SimulatedTime, SyntheticCompute
 from kvferry.workers.orders import Bounds
 from kvferry.workers.prefill import PrefillWorker
 from kvferry.workers.server import WorkerConfig, describe
-from kvferry.workers.synthetic import SimulatedTime, SyntheticCompute
 
 NO_TIME = SimulatedTime()
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from stacks import running_stack
 
-from kvferry.daemon.stack import Stack
-
-# For tiny_models: pytest's importlib mode leaves sys.path alone.
-sys.path.append(str(Path(__file__).parents[1] / "workers"))
+from kvferry.daemon.cli.stack import Stack
+from tests.support.stacks import running_stack
 
 
 @pytest.hookimpl(hookwrapper=True)

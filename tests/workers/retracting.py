@@ -6,12 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from fake_daemon import FakeDaemon
-
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import Compute, Prompt, SequenceCompute
-from kvferry.workers.requests import DaemonGone, RequestFailed, RequestName, Retracted
-from kvferry.workers.sampling import Sampling
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import DaemonGone, RequestFailed, RequestName, Retracted
+from kvferry.workers.models.interface import Compute, Prompt, SequenceCompute
+from kvferry.workers.models.sampling import Sampling
+from tests.support.fake_daemon import FakeDaemon
 
 
 class Retracting:

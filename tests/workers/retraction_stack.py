@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_daemon import FakeDaemon
-from retracting import Retracting
-from worker_stack import WorkerStack, worker_stack
 
+from kvferry.client.client import DaemonClient
 from kvferry.proto import common_pb2, engine_pb2, worker_pb2
 from kvferry.radix.digests import prompt_digests
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.compute import Compute, Prompt
-from kvferry.workers.synthetic import SimulatedTime, SyntheticCompute, arrived_tail, output_token, page_content
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from kvferry.workers.models.interface import Compute, Prompt
+from kvferry.workers.models.synthetic import SimulatedTime, SyntheticCompute, arrived_tail, output_token, page_content
+from tests.support.fake_daemon import FakeDaemon
+from tests.support.worker_stack import WorkerStack, worker_stack
+from tests.workers.retracting import Retracting
 
 PAGE = 4
 GEOMETRY = KVGeometry(layers=2, kv_heads=1, head_dim=4, dtype="float32", page_size=PAGE, layout=Layout.PAGE_NHD)

@@ -9,15 +9,16 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from fake_daemon import Event, FakeDaemon, Message
-from worker_stack import NO_TIME, WorkerStack, worker_stack
 
+from kvferry.byte_tokens import VOCABULARY
 from kvferry.proto import common_pb2, engine_pb2, worker_pb2
 from kvferry.radix.digests import prompt_digests
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.workers.compute import Prompt
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.workers.handoff import pack_first_token, unpack_first_token
-from kvferry.workers.synthetic import VOCABULARY, SimulatedTime, arrived_tail, output_token, page_content
+from kvferry.workers.models.interface import Prompt
+from kvferry.workers.models.synthetic import SimulatedTime, arrived_tail, output_token, page_content
+from tests.support.fake_daemon import Event, FakeDaemon, Message
+from tests.support.worker_stack import NO_TIME, WorkerStack, worker_stack
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=1, head_dim=4, dtype="float32", page_size=4, layout=Layout.PAGE_NHD)
 FACTS = common_pb2.NamespaceFacts(model="synthetic", geometry=GEOMETRY.to_proto())

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
-from kvferry.workers.compute import Prompt
+from kvferry.client.rank_pools import Bytes, RankPools
+from kvferry.client.requests import RequestName
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.workers.models.interface import Prompt
 from kvferry.workers.page_sums import FileRecord, PageSums
-from kvferry.workers.rank_pools import Bytes, RankPools
 from kvferry.workers.record import Recorded, read_record
-from kvferry.workers.requests import RequestName
 
 PAGE = 4
 GEOMETRY = KVGeometry(2, 4, 8, "bfloat16", PAGE, Layout.PAGE_NHD)

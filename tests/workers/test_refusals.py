@@ -11,16 +11,16 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from fake_daemon import Event, FakeDaemon, Message
-from worker_stack import NO_TIME, WorkerStack, worker_stack
 
+from kvferry.client.client import MAX_FINISH_DIGEST_BYTES, DaemonClient
+from kvferry.client.requests import NotOpened, RequestName
 from kvferry.proto import common_pb2, engine_pb2, limits, worker_pb2
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.workers.client import MAX_FINISH_DIGEST_BYTES, DaemonClient
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.workers.engine_service import MAX_DETAILS_BYTES
 from kvferry.workers.jobs import Jobs
-from kvferry.workers.requests import NotOpened, RequestName
-from kvferry.workers.synthetic import SimulatedTime
+from kvferry.workers.models.synthetic import SimulatedTime
+from tests.support.fake_daemon import Event, FakeDaemon, Message
+from tests.support.worker_stack import NO_TIME, WorkerStack, worker_stack
 
 GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=4, dtype="float32", page_size=4, layout=Layout.PAGE_NHD)
 ONE_TOKEN_PAGES = KVGeometry(layers=1, kv_heads=1, head_dim=4, dtype="float32", page_size=1, layout=Layout.PAGE_NHD)

@@ -10,11 +10,11 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from fake_daemon import FakeDaemon
-from worker_stack import WorkerStack, worker_stack
 
 from kvferry.proto import common_pb2, engine_pb2
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from tests.support.fake_daemon import FakeDaemon
+from tests.support.worker_stack import WorkerStack, worker_stack
 
 GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=4, dtype="float32", page_size=4, layout=Layout.PAGE_NHD)
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -7,9 +7,17 @@ from pathlib import Path
 import grpc.aio
 import numpy as np
 import pytest
-from fake_daemon import Event, FakeDaemon, Message
-from retracting import Retracting
-from retraction_stack import (
+
+from kvferry.proto import engine_pb2, worker_pb2
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from kvferry.workers.handoff import pack_first_token
+from kvferry.workers.models.sampling import Sampling
+from kvferry.workers.models.transformer import loaded
+from tests.support.fake_daemon import Event, FakeDaemon, Message
+from tests.support.tiny_models import VOCABULARY, plain_tokens, random_model
+from tests.support.worker_stack import WorkerStack
+from tests.workers.retracting import Retracting
+from tests.workers.retraction_stack import (
     KEEP,
     PAGE,
     admits,
@@ -22,14 +30,6 @@ from retraction_stack import (
     run,
     tokens_of,
 )
-from tiny_models import VOCABULARY, plain_tokens, random_model
-from worker_stack import WorkerStack
-
-from kvferry.proto import engine_pb2, worker_pb2
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.workers.handoff import pack_first_token
-from kvferry.workers.model import loaded
-from kvferry.workers.sampling import Sampling
 
 
 @pytest.mark.parametrize("keep", list(KEEP))

@@ -8,12 +8,12 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from fake_daemon import Event, FakeDaemon, Message
-from retracting import Retracting
-from retraction_stack import admits, decode, finishes, order, output_of, run, tokens_of
-from worker_stack import WorkerStack
 
 from kvferry.proto import common_pb2, worker_pb2
+from tests.support.fake_daemon import Event, FakeDaemon, Message
+from tests.support.worker_stack import WorkerStack
+from tests.workers.retracting import Retracting
+from tests.workers.retraction_stack import admits, decode, finishes, order, output_of, run, tokens_of
 
 
 def test_a_retraction_that_crosses_finish_is_ignored(tmp_path: Path) -> None:

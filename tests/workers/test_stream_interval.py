@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvferry.client.requests import Ready
 from kvferry.proto import engine_pb2
 from kvferry.workers.decode import Ending, Paused, Reply, Started
 from kvferry.workers.engine_service import _forward
-from kvferry.workers.requests import Ready
 
 
 class Context:

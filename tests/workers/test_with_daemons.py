@@ -13,11 +13,11 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from kvferry.daemon.stack import Stack
+from kvferry.daemon.cli.stack import Stack
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc
 from kvferry.radix.digests import prompt_digests
-from kvferry.workers.compute import Prompt
-from kvferry.workers.synthetic import output_token
+from kvferry.workers.models.interface import Prompt
+from kvferry.workers.models.synthetic import output_token
 
 PAGE_SIZE = 64
 

@@ -15,10 +15,10 @@ import grpc.aio
 import numpy as np
 import pytest
 import torch
-from fake_daemon import Event, FakeDaemon, Message
 
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc, worker_pb2
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from tests.support.fake_daemon import Event, FakeDaemon, Message
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=1, head_dim=16, dtype="float32", page_size=64, layout=Layout.PAGE_NHD)
 

@@ -13,8 +13,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.transfer.courier_messages import MessageError, check_range, check_slots
-from kvferry.transfer.interfaces import Address, interface_of
+from kvferry.transfer.courier.messages import MessageError, check_range, check_slots
+from kvferry.transfer.courier.network_interfaces import Address, interface_of
 
 HOST_TLS = "tcp"
 # Where NIXL sees an NVIDIA GPU it refuses a UCX without GPU memory, whatever is to be written.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from kvferry.transfer.courier_messages import HEADER_BYTES, IPC_HANDLE_BYTES, RankSlots, Setup, check_range
+from kvferry.transfer.courier.messages import HEADER_BYTES, IPC_HANDLE_BYTES, RankSlots, Setup, check_range
 
 
 class GpuMemory(Protocol):
@@ -71,7 +71,7 @@ class OwnSlots:
 
     def __init__(self, setup: Setup, gpu_of: GpuOf = gpu) -> None:
         """Raises RuntimeError where a device is not there, has too little memory or cannot be read within 10 s."""
-        from kvferry.transfer.slots import PartNotice  # with kvferry._core, as `gpu`
+        from kvferry.transfer.protocol.slots import PartNotice  # with kvferry._core, as `gpu`
 
         self._notice = PartNotice.unpack
         self._memory: list[GpuMemory] = []  # held

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import mmap
 
-from kvferry.transfer.courier_config import CourierConfig
-from kvferry.transfer.courier_messages import check_range
+from kvferry.transfer.courier.config import CourierConfig
+from kvferry.transfer.courier.messages import check_range
 
 log = logging.getLogger(__name__)
 

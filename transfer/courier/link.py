@@ -15,7 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvferry.transfer.courier_config import (
+from kvferry.transfer.courier.config import (
     CourierConfig,
     CourierError,
     bind_address,
@@ -23,7 +23,9 @@ from kvferry.transfer.courier_config import (
     courier_environment,
     make_slot_memory,
 )
-from kvferry.transfer.courier_messages import (
+from kvferry.transfer.courier.gpu_slots import GpuOf, GpuSlot, MappedSlots, gpu
+from kvferry.transfer.courier.host_slots import HostSlots
+from kvferry.transfer.courier.messages import (
     MAX_EXPECTED,
     MAX_PACKET_BYTES,
     Connect,
@@ -43,9 +45,7 @@ from kvferry.transfer.courier_messages import (
     decode_event,
     encode_order,
 )
-from kvferry.transfer.courier_process import CourierProcess
-from kvferry.transfer.gpu_slots import GpuOf, GpuSlot, MappedSlots, gpu
-from kvferry.transfer.host_slots import HostSlots
+from kvferry.transfer.courier.process import CourierProcess
 from kvferry.waiting import is_done, within
 
 __all__ = ["CourierConfig", "CourierError", "CourierLink", "GpuSlot", "RemoteRank"]

@@ -1,6 +1,6 @@
 """The courier: a child process that owns one NIXL agent and maps one session's slots and nothing else of its daemon.
 
-Started by `courier_link` as `python -m kvferry.transfer.courier SOCKET_FD [MEMORY_FD]`: the slots are in that memory
+Started by `process` as `python -m kvferry.transfer.courier.main SOCKET_FD [MEMORY_FD]`: the slots are in that memory
 file, or on GPUs, where it allocates them. NIXL has no abort, and whoever reaches its UCX port can write all that its
 process maps; so it lives here, where ending the process ends its writes and costs a session only.
 
@@ -28,7 +28,8 @@ import time
 from collections import deque
 from typing import Any, NoReturn, Protocol, cast
 
-from kvferry.transfer.courier_messages import (
+from kvferry.transfer.courier.gpu_slots import OwnSlots
+from kvferry.transfer.courier.messages import (
     MAX_NOTIFICATION_BYTES,
     MAX_PACKET_BYTES,
     Connect,
@@ -47,8 +48,7 @@ from kvferry.transfer.courier_messages import (
     decode_order,
     encode_event,
 )
-from kvferry.transfer.courier_posts import PostAgent, Posts, SlotPlaces
-from kvferry.transfer.gpu_slots import OwnSlots
+from kvferry.transfer.courier.posts import PostAgent, Posts, SlotPlaces
 
 BUSY_SECONDS = 0.0003  # between polls while posts are in flight or parts are expected
 IDLE_SECONDS = 0.005

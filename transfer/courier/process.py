@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 
-from kvferry.transfer.courier_config import CourierError
+from kvferry.transfer.courier.config import CourierError
 from kvferry.waiting import within
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class CourierProcess:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "kvferry.transfer.courier",
+            "kvferry.transfer.courier.main",
             *(str(descriptor) for descriptor in descriptors),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass
 
 from kvferry.proto import common_pb2 as common
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 
 MAX_TEXT = 512
 DIGEST_BYTES = 32

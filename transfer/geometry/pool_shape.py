@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.lanes import Lane, check_ranks, rank_geometry, shards_of
-from kvferry.transfer.layouts import RankStorage, RowMap
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage, RowMap
+from kvferry.transfer.geometry.rank_lanes import Lane, check_ranks, rank_geometry, shards_of
 
 
 class RowShard(NamedTuple):

@@ -14,7 +14,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 
 MAX_RANKS = 64
 

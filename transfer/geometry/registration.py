@@ -15,9 +15,9 @@ import numpy as np
 
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.lanes import rank_geometry
-from kvferry.transfer.layouts import RankStorage
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.rank_lanes import rank_geometry
 
 IPC_HANDLE_BYTES = 64
 DEVICE_UUID_BYTES = 16

@@ -5,7 +5,7 @@ are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`
 multiprocessor, as matrix products do, that kernel waits for the end of one; then a copy engine walks over the fragments
 itself (`pitched`), which costs it some 2.5 us a page, and nobody else anything. (That time is the engine's, one for
 each direction: more streams, or a batch of such copies in one call, do not hide it, and a copy within the GPU is a
-kernel as well. Only fragments fill it: see apart_percent in csrc/cuda_engine.h.) It walks slowly over fragments as
+kernel as well. Only fragments fill it: see apart_percent in csrc/cuda/engine.h.) It walks slowly over fragments as
 small as a few KiB: where many copies are under way, those are staged all the same, since the bus has others to do while
 their kernels wait. Rows that are short themselves go by a kernel which reads or writes host memory (`kernel`). Long
 fragments go as they are (`batch`). What a driver cannot do, the engine does otherwise, and counts it.
@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Buffer
 
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuPages
-from kvferry.transfer.copy_strategies import (
+from kvferry.transfer.host_tier.copy_strategies import (
     AUTO,
     ENVIRONMENT,
     STRATEGIES,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 Strategy = Literal["batch", "loop", "kernel", "staged", "pitched"]
-"""Of a GPU: see `kvferry.transfer.copy_plan`."""
+"""Of a GPU: see `kvferry.transfer.host_tier.copy_plan`."""
 
 STRATEGIES: tuple[Strategy, ...] = ("batch", "loop", "kernel", "staged", "pitched")
 MEMCPY = "memcpy"  # of the CPU, for pools in shared memory

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry import MAX_PAGE_BYTES, KVGeometry
+from kvferry.transfer.geometry.kv_geometry import MAX_PAGE_BYTES, KVGeometry
 
 DIGEST_BYTES = 32
 MAX_PAGES = 1 << 28

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.transfer.host_index import (
+from kvferry.transfer.host_tier.index import (
     ENTRY,
     ENTRY_BYTES,
     HEADER_BYTES,
@@ -32,7 +32,7 @@ from kvferry.transfer.host_index import (
     Rows,
     as_rows,
 )
-from kvferry.transfer.segment import Segment
+from kvferry.transfer.mapping.segment import Segment
 
 _ROLE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 _COUNTED_AT_A_TIME = 1 << 13  # entries

@@ -7,7 +7,7 @@ are in parts on their way, or with the sender, which can then go on.
 
 from __future__ import annotations
 
-from kvferry.transfer.slots import Credit
+from kvferry.transfer.protocol.slots import Credit
 
 GROUPS = 4  # of a rank's slots; with fewer than twice as many slots each goes back by itself
 

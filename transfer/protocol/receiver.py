@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.transfer.coverage import Coverage
-from kvferry.transfer.lanes import Lane
-from kvferry.transfer.slots import (
+from kvferry.transfer.geometry.rank_lanes import Lane
+from kvferry.transfer.protocol.coverage import Coverage
+from kvferry.transfer.protocol.slots import (
     HEADER_BYTES,
     Buffer,
     Credit,

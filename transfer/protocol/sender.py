@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.transfer.lanes import Lane
-from kvferry.transfer.outgoing import Outgoing
-from kvferry.transfer.slots import HEADER_BYTES, Credit, CreditPurse, PartHeader, PartNotice, check_unsigned
+from kvferry.transfer.geometry.rank_lanes import Lane
+from kvferry.transfer.protocol.outgoing import Outgoing
+from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit, CreditPurse, PartHeader, PartNotice, check_unsigned
 
 MAX_PAGES = 1 << 32  # page indexes of a prompt are 32 bits on the wire
 PART_ALIGNMENT = 16  # bytes: rows that do not fit in a slot are cut at multiples, so that copies on GPUs are aligned

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
-from kvferry.workers.sampling import Sampling
+from kvferry.workers.models.sampling import Sampling
 
 
 class Prompt(NamedTuple):

@@ -15,9 +15,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from kvferry.workers.compute import SequenceCompute
-from kvferry.workers.compute_thread import ComputeThread
-from kvferry.workers.engine_model import EngineModel
+from kvferry.workers.models.compute_thread import ComputeThread
+from kvferry.workers.models.engine_model import EngineModel
+from kvferry.workers.models.interface import SequenceCompute
 
 GRACE_S = 0.1  # a batch goes on without a sequence that has not come for its next step
 OPENING_S = 0.1  # a prompt that is not begun by then lets others compute

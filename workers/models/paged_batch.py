@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvferry.workers.paged_cache import PagedCache, RankView, layer_views, readers
+from kvferry.workers.models.paged_cache import PagedCache, RankView, layer_views, readers
 
 
 class Places(NamedTuple):

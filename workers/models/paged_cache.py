@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvferry.workers.rank_pools import RankPools
+from kvferry.client.rank_pools import RankPools
 
 
 class RankView(NamedTuple):

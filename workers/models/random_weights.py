@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvferry.workers.model import LoadedModel, loaded
+from kvferry.workers.models.transformer import LoadedModel, loaded
 
 SEED = 2
 

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvferry.waiting import complete
-from kvferry.workers.compute import BatchCompute, SequenceCompute, Step
-from kvferry.workers.compute_thread import ComputeThread
-from kvferry.workers.pacing import NoPace, Stepping
+from kvferry.workers.models.compute_thread import ComputeThread
+from kvferry.workers.models.interface import BatchCompute, SequenceCompute, Step
+from kvferry.workers.models.pacing import NoPace, Stepping
 
 GRACE_S = 0.002  # a batch goes without a request that has not come for its next step
 

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.byte_tokens import VOCABULARY
+from kvferry.client.rank_pools import RankPools
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.workers.compute import Prompt, WrongPage
-from kvferry.workers.rank_pools import RankPools
-from kvferry.workers.sampling import Sampling
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.workers.models.interface import Prompt, WrongPage
+from kvferry.workers.models.sampling import Sampling
 
-VOCABULARY = 32_000
 KEPT_BYTES = 32 << 20  # of contents that are kept for the next comparison, instead of being made once more
 Bytes = NDArray[np.uint8]
 

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
+from kvferry.client.rank_pools import RankPools, settle_each
 from kvferry.proto import common_pb2
-from kvferry.workers.compute import Prompt, Step
-from kvferry.workers.paged_batch import PagedBatch
-from kvferry.workers.paged_cache import PagedCache, PageTable, RankView, rank_views
-from kvferry.workers.rank_pools import RankPools, settle_each
-from kvferry.workers.sampling import Sampling, sample
+from kvferry.workers.models.interface import Prompt, Step
+from kvferry.workers.models.paged_batch import PagedBatch
+from kvferry.workers.models.paged_cache import PagedCache, PageTable, RankView, rank_views
+from kvferry.workers.models.sampling import Sampling, sample
 
 UNBOUNDED_TOKENS = 1 << 20  # where a model's configuration names no length
 WEIGHT_FILES = "*.safetensors"  # others may run code as they are loaded

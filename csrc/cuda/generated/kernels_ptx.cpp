@@ -1,5 +1,5 @@
 // Made by cuda_make_kernels.sh from cuda_kernels.cu. Do not edit.
-#include "cuda_kernels.h"
+#include "cuda/kernels/copy_kernels.h"
 
 namespace kvferry {
 

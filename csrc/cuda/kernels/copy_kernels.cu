@@ -1,6 +1,6 @@
-// The source of cuda_kernels_ptx.cpp (made by cuda_make_kernels.sh): gathers fragments into rows, scatters rows into fragments,
+// The source of generated/kernels_ptx.cpp (made by make.sh): gathers fragments into rows, scatters rows into fragments,
 // copies lists of fragments.
-#include "cuda_kernels.h"
+#include "cuda/kernels/copy_kernels.h"
 
 namespace {
 
@@ -101,4 +101,4 @@ extern "C" __global__ void __launch_bounds__(kvferry::kCopyThreads, 2)
   copy_list<uint8_t>(copy);
 }
 
-#include "part_kernels.cuh"
+#include "cuda/kernels/part_kernels.cuh"

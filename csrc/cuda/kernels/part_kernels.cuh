@@ -1,7 +1,7 @@
 // Kernels over parts. Every word finds its own address: fragments may be of any size, and lanes of a warp stay busy.
 #pragma once
 
-#include "part_kernels.h"
+#include "cuda/kernels/part_kernels.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "part_sum.h"
+#include "copies/part_sum.h"
 
 namespace kvferry {
 

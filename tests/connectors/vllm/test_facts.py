@@ -12,7 +12,7 @@ import torch
 
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.vllm_facts import (
+from kvferry.connectors.vllm.facts import (
     Unfit,
     block_map,
     check_config,
@@ -21,8 +21,8 @@ from kvferry.connectors.vllm_facts import (
     shape_of,
     weights_revision,
 )
-from kvferry.connectors.vllm_order import name_of, strided_order
-from kvferry.transfer.geometry import KVGeometry, Layout
+from kvferry.connectors.vllm.order import name_of, strided_order
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 
 BLOCK, HEADS, DIM = 32, 3, 64
 ORDER = np.arange(HEADS * BLOCK * 2 * DIM, dtype=np.int32).repeat(4) % BLOCK

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvferry.connectors.vllm_order import order_of
+from kvferry.connectors.vllm.order import order_of
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 32, 96])

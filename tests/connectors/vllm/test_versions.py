@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from kvferry.connectors.vllm_versions import HOOKS, TESTED, InterfaceDiffers, check
+from kvferry.connectors.vllm.versions import HOOKS, TESTED, InterfaceDiffers, check
 
 
 def base_with(**changed: tuple[str, ...] | None) -> type:

@@ -11,9 +11,9 @@
 #include <thread>
 #include <utility>
 
-#include "../../csrc/cuda_driver.h"
-#include "fake_gpu_kernels.h"
-#include "fake_gpu_orders.h"
+#include "cuda/driver.h"
+#include "kernels.h"
+#include "orders.h"
 
 using namespace kvferry;
 using fake_gpu::Operation;

@@ -1,11 +1,11 @@
-#include "fake_gpu_kernels.h"
+#include "kernels.h"
 
 #include <cstdlib>
 #include <cstring>
 
-#include "../../csrc/cuda_kernels.h"
-#include "../../csrc/part_kernels.h"
-#include "fake_gpu_orders.h"
+#include "cuda/kernels/copy_kernels.h"
+#include "cuda/kernels/part_kernels.h"
+#include "orders.h"
 
 namespace fake_gpu {
 namespace {

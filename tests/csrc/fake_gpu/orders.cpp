@@ -1,9 +1,9 @@
-#include "fake_gpu_orders.h"
+#include "orders.h"
 
 #include <cstring>
 #include <mutex>
 
-#include "fake_gpu_judge.h"
+#include "judge.h"
 
 namespace fake_gpu {
 namespace {

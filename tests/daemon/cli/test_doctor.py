@@ -9,15 +9,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-from certificates import Authority, Folder
 
-from kvferry.daemon import doctor
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.doctor import BAD, NOTE, OK, Finding
-from kvferry.daemon.doctor_gpu import Driver, DriverError
-from kvferry.daemon.handshake import PROTOCOL
-from kvferry.daemon.tls import TlsFiles, TlsWatch
+from kvferry.daemon.cli import doctor_checks as doctor
+from kvferry.daemon.cli.doctor_checks import BAD, NOTE, OK, Finding
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.memory.gpu_probe import Driver, DriverError
+from kvferry.daemon.peers.handshake import PROTOCOL
+from kvferry.daemon.peers.tls import TlsFiles, TlsWatch
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
+from tests.support.certificates import Authority, Folder
 
 
 class Machine(Driver):

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon import doctor, socket_file, values
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.find_daemon import DEFAULT_ADDRESS, NoDaemon, default_address, default_socket
-from kvferry.daemon.findings import BAD, OK
-from kvferry.daemon.values import ConfigError
+from kvferry.daemon import socket_file
+from kvferry.daemon.cli import doctor_checks as doctor
+from kvferry.daemon.cli.find_daemon import DEFAULT_ADDRESS, NoDaemon, default_address, default_socket
+from kvferry.daemon.cli.findings import BAD, OK
+from kvferry.daemon.config import values
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.values import ConfigError
 
 
 def test_the_one_socket_else_the_default_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,13 @@ ASKS_A_DAEMON = {"numpy", "pydantic", "torch", "cryptography", "kvferry._core", 
 def test_what_a_command_does_not_import(words: tuple[str, ...], needless: set[str]) -> None:
     program = (
         "import atexit, sys; atexit.register(lambda: print('IMPORTED', *sys.modules)); "
-        "from kvferry.daemon.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from kvferry.daemon.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60, check=False
     )
     imported = set(done.stdout.rpartition("IMPORTED ")[2].split())
-    assert "kvferry.daemon.cli" in imported, done.stderr
+    assert "kvferry.daemon.cli.main" in imported, done.stderr
     assert not imported & needless
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from kvferry.daemon import top_main
-from kvferry.daemon.top_main import Shot, frame
+from kvferry.daemon.cli import top as top_main
+from kvferry.daemon.cli.top import Shot, frame
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 

@@ -11,10 +11,12 @@ import jsonschema
 import pytest
 import yaml
 
-from kvferry.daemon import cli, config_sources, serve
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.config_sources import Loaded
-from kvferry.daemon.values import ConfigError, parse_address, parse_size
+from kvferry.daemon.cli import main as cli
+from kvferry.daemon.cli import serve
+from kvferry.daemon.config import sources as config_sources
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.sources import Loaded
+from kvferry.daemon.config.values import ConfigError, parse_address, parse_size
 
 
 def config_of(*words: str) -> DaemonConfig:

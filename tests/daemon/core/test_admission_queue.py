@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvferry.daemon.admission import LOOK_AHEAD, Admission, AdmissionQueue
+from kvferry.daemon.core.admission_queue import LOOK_AHEAD, Admission, AdmissionQueue
 
 
 @dataclass(eq=False)

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.daemon.decode_core import DecodeCore, DecodeLimits
-from kvferry.daemon.effects import (
+from kvferry.daemon.core.cache import Started, Store, StoreLimits
+from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
+from kvferry.daemon.core.effects import (
     Effect,
     ForgetRows,
     SendDone,
@@ -22,11 +23,10 @@ from kvferry.daemon.effects import (
     ToWorker,
     ZeroPages,
 )
-from kvferry.daemon.errors import RequestError, unavailable
-from kvferry.daemon.lease import LeaseState
-from kvferry.daemon.limits import Name
-from kvferry.daemon.namespaces import Quota, slack
-from kvferry.daemon.store import Started, Store, StoreLimits
+from kvferry.daemon.core.errors import RequestError, unavailable
+from kvferry.daemon.core.lease import LeaseState
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.namespaces import Quota, slack
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE

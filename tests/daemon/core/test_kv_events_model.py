@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
-from test_decode_core_model import PAGE, CoreMachine
 
-from kvferry.daemon.effects import ToWorker
-from kvferry.daemon.kv_events import Cleared, Removed, Stored
-from kvferry.daemon.limits import Name
+from kvferry.daemon.core.effects import ToWorker
+from kvferry.daemon.core.kv_events import Cleared, Removed, Stored
+from kvferry.daemon.core.limits import Name
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PagePool, PageState
+from tests.daemon.core.test_decode_model import PAGE, CoreMachine
 
 
 def tokens_of(digests: list[bytes]) -> list[int]:

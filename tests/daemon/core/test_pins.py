@@ -6,13 +6,13 @@ import hashlib
 
 import pytest
 
-from kvferry.daemon import pins as pins_module
-from kvferry.daemon.arrivals import Arrivals
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.holds import Holds
-from kvferry.daemon.namespaces import Namespace
-from kvferry.daemon.pins import Pins
-from kvferry.daemon.store import Store
+from kvferry.daemon.core import pins as pins_module
+from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.namespaces import Namespace
+from kvferry.daemon.core.pins import Pins
+from kvferry.daemon.core.reservations import Holds
+from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PageState
 

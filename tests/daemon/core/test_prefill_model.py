@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.daemon.effects import EndSend, FailAsk, OpenSend, SendAux, SendProgress, StartCopy, ToWorker, ZeroTail
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.limits import MAX_ASKS_PER_REQUEST, Name
-from kvferry.daemon.namespaces import slack
-from kvferry.daemon.prefill_core import PrefillCore, PrefillLimits
-from kvferry.daemon.store import Started, Store
+from kvferry.daemon.core.cache import Started, Store
+from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, SendAux, SendProgress, StartCopy, ToWorker, ZeroTail
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name
+from kvferry.daemon.core.namespaces import slack
+from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PageState

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.daemon.namespaces import Namespace, Quota, slack
-from kvferry.daemon.store import Started, Store, StoreLimits
+from kvferry.daemon.core.cache import Started, Store, StoreLimits
+from kvferry.daemon.core.namespaces import Namespace, Quota, slack
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE, Lock
 

@@ -12,12 +12,14 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from kvferry.daemon import doctor, pool_making, pool_room
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.dialing import dial_plainly
-from kvferry.daemon.doctor_gpu import Driver
-from kvferry.daemon.worker_service import WorkerService
+from kvferry.daemon.cli import doctor_checks as doctor
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.memory import capacity as pool_room
+from kvferry.daemon.memory import pool_making
+from kvferry.daemon.memory.gpu_probe import Driver
+from kvferry.daemon.peers.dialing import dial_plainly
+from kvferry.daemon.services.worker import WorkerService
+from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.host_memory import HostPoolMemory
-from kvferry.daemon.pool_making import make_pool
-from kvferry.daemon.stats import side_stats
-from kvferry.daemon.stats_main import render
+from kvferry.daemon.cli.stats import render
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.memory.host import HostPoolMemory
+from kvferry.daemon.memory.pool_making import make_pool
+from kvferry.daemon.observe.stats import side_stats
+from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
-from kvferry.transfer.copy_strategies import CopyStatistics, StrategyCounts
-from kvferry.transfer.geometry import KVGeometry
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.host_tier.copy_strategies import CopyStatistics, StrategyCounts
 from tests.simulation.clock import Clock
 from tests.simulation.daemons import PLAIN, SimSide
 from tests.simulation.faults import Faults

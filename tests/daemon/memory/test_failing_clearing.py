@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.effects import Effect, SendProgress, ZeroTail
-from kvferry.daemon.limits import Name
-from kvferry.daemon.pool_memory import CopyEnd
-from kvferry.daemon.prefill_side import PrefillSide
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.effects import Effect, SendProgress, ZeroTail
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.memory.interface import CopyEnd
+from kvferry.daemon.sides.prefill import PrefillSide
 from tests.simulation.clock import Clock
 from tests.simulation.daemons import PLAIN, SimSide
 from tests.simulation.faults import Faults

@@ -10,18 +10,18 @@ from typing import cast
 
 import numpy as np
 import pytest
-from reshard import heads_of_rank, random_pages, rank_memories, rows, stored
 
 from kvferry._core import part_checksum
-from kvferry.daemon.host_memory import INLINE_BYTES, HostPoolMemory
-from kvferry.transfer.courier_link import CourierLink
-from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.pool_shape import PoolShape
-from kvferry.transfer.receiver import Scatter
-from kvferry.transfer.segment import Segment
-from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import HEADER_BYTES, Credit, PartHeader
+from kvferry.daemon.memory.host import INLINE_BYTES, HostPoolMemory
+from kvferry.transfer.courier.link import CourierLink
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.mapping.segment import Segment
+from kvferry.transfer.protocol.receiver import Scatter
+from kvferry.transfer.protocol.sender import Gather
+from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit, PartHeader
+from tests.support.reshard import heads_of_rank, random_pages, rank_memories, rows, stored
 
 PAGES = 6
 GEOMETRIES = {

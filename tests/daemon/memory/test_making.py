@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvferry.daemon.making import make_in_thread
+from kvferry.daemon.memory.making import make_in_thread
 
 
 def test_what_nobody_has_is_undone_in_a_thread() -> None:

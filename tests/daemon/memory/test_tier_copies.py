@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvferry.daemon.host_tier import HostTier
-from kvferry.daemon.side_tiers import SideTiers
-from kvferry.daemon.store import Started
+from kvferry.daemon.core.cache import Started
+from kvferry.daemon.memory.host_tier import HostTier
+from kvferry.daemon.sides.tiers import SideTiers
 from kvferry.radix.tree import RESTORE, SPILL
-from kvferry.transfer.host_rows import AnonymousRows
+from kvferry.transfer.host_tier.rows import AnonymousRows
 
 ROWS, ROW_BYTES = 8, 4096
 

@@ -9,13 +9,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 import zmq
-from standstill import jumping_clock, run_with_standstill
 
-from kvferry.daemon import event_publisher, event_replay
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.event_publisher import EventPublisher, PublisherSettings
-from kvferry.daemon.kv_events import Cleared, Removed, Stored
-from kvferry.daemon.values import ConfigError
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.values import ConfigError
+from kvferry.daemon.core.kv_events import Cleared, Removed, Stored
+from kvferry.daemon.observe import event_publisher, event_replay
+from kvferry.daemon.observe.event_publisher import EventPublisher, PublisherSettings
+from tests.support.standstill import jumping_clock, run_with_standstill
 
 PAGE = 4
 DIGEST = bytes(24) + (0xFEDCBA9876543210).to_bytes(8, "big")

@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import pytest
 from grpc_health.v1._async import HealthServicer
-from standstill import StandStill, jumping_clock
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.copy_threads import CopyThreads
-from kvferry.daemon.health import HealthWatch
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.progress import Progress
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.memory.copy_threads import CopyThreads
+from kvferry.daemon.observe.health import HealthWatch
+from kvferry.daemon.observe.progress import Progress
+from kvferry.daemon.sides.prefill import PrefillSide
+from tests.support.standstill import StandStill, jumping_clock
 
 
 def test_parts_are_stalled_when_they_do_not_tick() -> None:

@@ -14,15 +14,15 @@ from functools import partial
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from standstill import run_with_standstill
 
-from kvferry.daemon import metrics_server
-from kvferry.daemon.counters import BOUNDS, Histogram
-from kvferry.daemon.metrics import families
-from kvferry.daemon.metrics_server import MetricsServer
-from kvferry.daemon.values import ConfigError
+from kvferry.daemon.config.values import ConfigError
+from kvferry.daemon.core.counters import BOUNDS, Histogram
+from kvferry.daemon.observe import metrics_server
+from kvferry.daemon.observe.metrics import families
+from kvferry.daemon.observe.metrics_server import MetricsServer
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
+from tests.support.standstill import run_with_standstill
 
 LABELS = {
     "role": {"decode", "prefill"},

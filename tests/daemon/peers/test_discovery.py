@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.daemon import discovery
-from kvferry.daemon.discovery import ROUNDS_GONE, Discovery
-from kvferry.daemon.errors import RequestError
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.peers import discovery
+from kvferry.daemon.peers.discovery import ROUNDS_GONE, Discovery
 from kvferry.proto.limits import MAX_NAME_CHARS
 from kvferry.waiting import complete
 

@@ -8,22 +8,22 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.daemon import session as session_module
-from kvferry.daemon.counters import Latencies, TransferCounters
-from kvferry.daemon.effects import OpenSend
-from kvferry.daemon.gpu_memory import GpuPartCopies
-from kvferry.daemon.pool_memory import CopyEnd, PoolMemory
-from kvferry.daemon.receiving import ReceivingSession
-from kvferry.daemon.sending import SendingSession
-from kvferry.daemon.session import SessionBroken, SessionTimes
+from kvferry.daemon.core.counters import Latencies, TransferCounters
+from kvferry.daemon.core.effects import OpenSend
+from kvferry.daemon.memory.gpu import GpuPartCopies
+from kvferry.daemon.memory.interface import CopyEnd, PoolMemory
+from kvferry.daemon.peers import session as session_module
+from kvferry.daemon.peers.receiving import ReceivingSession
+from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.session import SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier_config import CourierConfig
-from kvferry.transfer.courier_messages import Connected, Notification
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.receiver import Receiver, Scatter
-from kvferry.transfer.sender import Gather
-from kvferry.transfer.slots import PartHeader, PartNotice
+from kvferry.transfer.courier.config import CourierConfig
+from kvferry.transfer.courier.messages import Connected, Notification
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.protocol.receiver import Receiver, Scatter
+from kvferry.transfer.protocol.sender import Gather
+from kvferry.transfer.protocol.slots import PartHeader, PartNotice
 
 GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=1, dtype="float16", page_size=4)
 LANES = lanes_of(GEOMETRY, 1, 1)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvferry.daemon.handshake import PART_SUMS, part_checksums
+from kvferry.daemon.peers.handshake import PART_SUMS, part_checksums
 from kvferry.proto import peer_pb2 as peer
 
 

@@ -11,12 +11,12 @@ from typing import cast
 
 import pytest
 
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.effects import StartTransfer
-from kvferry.daemon.peer_link import PeerLink
-from kvferry.daemon.receiving import ReceivingSession
-from kvferry.daemon.session import SessionBroken
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.effects import StartTransfer
+from kvferry.daemon.peers.link import PeerLink
+from kvferry.daemon.peers.receiving import ReceivingSession
+from kvferry.daemon.peers.session import SessionBroken
+from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.proto import peer_pb2 as peer
 
 

@@ -9,13 +9,13 @@ import time
 import grpc
 from rich.console import Console
 
-from kvferry.daemon import top_main
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.metrics import families
-from kvferry.daemon.stats import side_stats
-from kvferry.daemon.stats_main import render
-from kvferry.daemon.top_main import Shot
+from kvferry.daemon.cli import top as top_main
+from kvferry.daemon.cli.stats import render
+from kvferry.daemon.cli.top import Shot
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.observe.metrics import families
+from kvferry.daemon.observe.stats import side_stats
+from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.proto import cache_pb2 as cache
 
 

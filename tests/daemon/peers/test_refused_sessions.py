@@ -10,13 +10,14 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from kvferry.daemon import peer_link, peer_service
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.errors import RequestError, exhausted, precondition, unavailable
-from kvferry.daemon.peer_service import PeerService
-from kvferry.daemon.prefill_side import PrefillSide
-from kvferry.daemon.said import MOST, Said
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.errors import RequestError, exhausted, precondition, unavailable
+from kvferry.daemon.peers import link as peer_link
+from kvferry.daemon.peers.log_throttle import MOST, Said
+from kvferry.daemon.services import peer as peer_service
+from kvferry.daemon.services.peer import PeerService
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.proto import peer_pb2 as peer
 
 

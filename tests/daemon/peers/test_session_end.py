@@ -8,11 +8,11 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from kvferry.daemon import peer_service
-from kvferry.daemon import session as session_module
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.peer_service import PeerService
-from kvferry.daemon.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.peers import session as session_module
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.services import peer as peer_service
+from kvferry.daemon.services.peer import PeerService
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 

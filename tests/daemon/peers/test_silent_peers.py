@@ -7,14 +7,14 @@ import time
 from typing import Any, cast
 
 import pytest
-from test_failing_headers import EPOCH, LANES, SLOT_BYTES, Link, common, met
 
-from kvferry.daemon import session as session_module
-from kvferry.daemon.receiving import ReceivingSession
-from kvferry.daemon.sending import SendingSession
-from kvferry.daemon.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.peers import session as session_module
+from kvferry.daemon.peers.receiving import ReceivingSession
+from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.receiver import Receiver
+from kvferry.transfer.protocol.receiver import Receiver
+from tests.daemon.peers.test_failing_headers import EPOCH, LANES, SLOT_BYTES, Link, common, met
 
 LOST_SECONDS = 0.5
 BEAT = peer.PeerMessage(heartbeat=peer.Heartbeat(sequence=1))

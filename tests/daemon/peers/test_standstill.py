@@ -10,22 +10,22 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from standstill import StandStill, jumping_clock
-from test_daemon_end import config_of, started
-from test_failing_headers import EPOCH, Link, common, met
 
-from kvferry.daemon import peer_link
-from kvferry.daemon import session as session_module
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.engine_pool import EnginePool
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.peer_service import PeerService
-from kvferry.daemon.sending import SendingSession
-from kvferry.daemon.session import Session, SessionBroken, SessionTimes
-from kvferry.daemon.worker_service import WorkerService
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.peers import link as peer_link
+from kvferry.daemon.peers import session as session_module
+from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.services.peer import PeerService
+from kvferry.daemon.services.worker import WorkerService
+from kvferry.daemon.sides.decode import DecodeSide
+from kvferry.daemon.sides.engine_pool import EnginePool
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
+from tests.daemon.peers.test_failing_headers import EPOCH, Link, common, met
+from tests.daemon.test_daemon_end import config_of, started
+from tests.support.standstill import StandStill, jumping_clock
 
 LONG = 1000.0  # of a standstill
 LATER = 0.2  # seconds behind it that what is waited for comes: more than a last look takes
@@ -279,7 +279,7 @@ def test_memory_is_let_go_behind_a_standstill(stand_still: StandStill, who: str)
 
 
 def test_memory_that_is_not_let_go_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.daemon.engine_pool.RELEASE_SECONDS", 0.1)
+    monkeypatch.setattr("kvferry.daemon.sides.engine_pool.RELEASE_SECONDS", 0.1)
 
     async def story() -> None:
         pool = EnginePool("decode", Using(), cast(Any, None))

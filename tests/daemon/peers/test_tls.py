@@ -10,21 +10,21 @@ from pathlib import Path
 
 import grpc
 import pytest
-from certificates import Authority, Folder, Signed
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from kvferry.channels import ChannelError, ClientTls, open_channel
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.dialing import dial_plainly, dialling
-from kvferry.daemon.discovery import prefill_name
-from kvferry.daemon.peer_gate import names_in
-from kvferry.daemon.tls import MAX_FILE_BYTES, TlsFiles, TlsWatch
-from kvferry.daemon.tls_names import MAX_TLS_NAME_CHARS, MAX_TLS_PEERS, parse_tls_peers
-from kvferry.daemon.values import ConfigError
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.tls_names import MAX_TLS_NAME_CHARS, MAX_TLS_PEERS, parse_tls_peers
+from kvferry.daemon.config.values import ConfigError
+from kvferry.daemon.peers.dialing import dial_plainly, dialling
+from kvferry.daemon.peers.discovery import prefill_name
+from kvferry.daemon.peers.gate import names_in
+from kvferry.daemon.peers.tls import MAX_FILE_BYTES, TlsFiles, TlsWatch
+from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
+from tests.support.certificates import Authority, Folder, Signed
 
 CA = Authority()
 FILES = {"tls_cert": "/c", "tls_key": "/k", "tls_ca": "/a"}
@@ -169,7 +169,7 @@ def test_what_did_not_fit_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert running.current().names == ("prefill",) and "valid from" in running.broken
     assert running.read_again().names == ("prefill",)
     tomorrow = time.time() + 1.5 * 86400
-    monkeypatch.setattr("kvferry.daemon.tls.time.time", lambda: tomorrow)
+    monkeypatch.setattr("kvferry.daemon.peers.tls.time.time", lambda: tomorrow)
     assert running.current().names == ("prefill",)  # the files have not changed
     assert running.read_again().names == ("later",) and not running.broken
 

@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from standstill import jumping_clock
 
-from kvferry.daemon import lock_holder, side_workers
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.lock_holder import LockHolder, flags_of, holder_of
-from kvferry.daemon.side_tasks import SideTasks
-from kvferry.daemon.side_workers import SideWorkers, Worker
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.sides import lock_holder
+from kvferry.daemon.sides import workers as side_workers
+from kvferry.daemon.sides.lock_holder import LockHolder, flags_of, holder_of
+from kvferry.daemon.sides.tasks import SideTasks
+from kvferry.daemon.sides.workers import SideWorkers, Worker
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.segment import FileLock
-from tests.daemon.worker_ends import WorkerEnds
+from kvferry.transfer.mapping.segment import FileLock
+from tests.daemon.sides.worker_ends import WorkerEnds
+from tests.support.standstill import jumping_clock
 
 LOCKS = """\
 1: POSIX  ADVISORY  WRITE 11 00:1b:7 0 EOF
@@ -114,8 +115,8 @@ def test_a_holder_is_seen_from_its_pid_namespace_and_those_around_it(lock: FileL
         assert holder.lives_on()
         holder.close()
     finding = f"""if True:
-        from kvferry.daemon.lock_holder import LockHolder
-        from kvferry.transfer.segment import FileLock
+        from kvferry.daemon.sides.lock_holder import LockHolder
+        from kvferry.transfer.mapping.segment import FileLock
         print(LockHolder.find(FileLock.open({lock.path!r})))
         """
     with holding(lock.path):

@@ -12,17 +12,18 @@ from typing import Any, NoReturn, cast
 import grpc
 import pytest
 
-from kvferry.daemon import side_tiers, worker_service
-from kvferry.daemon.config import DaemonConfig
-from kvferry.daemon.decode_side import DecodeSide
-from kvferry.daemon.dialing import dial_plainly
-from kvferry.daemon.errors import RequestError
-from kvferry.daemon.worker_service import WorkerService
+from kvferry.client.engine_pools import EnginePools, PoolSpec, make_files
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.peers.dialing import dial_plainly
+from kvferry.daemon.services import worker as worker_service
+from kvferry.daemon.services.worker import WorkerService
+from kvferry.daemon.sides import tiers as side_tiers
+from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
-from kvferry.transfer.geometry import StorageOrder
-from kvferry.transfer.segment import FileLock, Segment
-from kvferry.workers.engine_pools import EnginePools, PoolSpec, make_files
+from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from kvferry.transfer.mapping.segment import FileLock, Segment
 
 PAGE = 16
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.daemon.side_workers import Worker
+from kvferry.daemon.sides.workers import Worker
 
 
 class WorkerEnds:

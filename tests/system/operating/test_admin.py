@@ -14,18 +14,18 @@ from unittest.mock import patch
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, settled, stats
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from kvferry.daemon.cli import main
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.main import main
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 from kvferry.proto.admin_pb2_grpc import AdminStub
 from kvferry.proto.cache_pb2_grpc import CacheStub
 from kvferry.radix.digests import prompt_digests
+from tests.support.engines import OPTIONS, Engines, settled, stats
 
 pytestmark = pytest.mark.timeout(120)
 PAGE = 16

@@ -8,12 +8,12 @@ import signal
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, courier_pids, settled, standing_still, stats, wait_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from test_failures import client_with_pages
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from tests.support.engines import OPTIONS, Engines, courier_pids, settled, standing_still, stats, wait_until
+from tests.system.serving.test_failures import client_with_pages
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(90)

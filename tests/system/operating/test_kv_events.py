@@ -13,14 +13,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, settled
-from kv_event_reader import Subscriber
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import cache_pb2
 from kvferry.radix.digests import DIGEST_BYTES, prompt_digests
+from tests.support.engines import OPTIONS, Engines, settled
+from tests.support.kv_event_reader import Subscriber
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
@@ -126,7 +126,7 @@ print(json.dumps({
 @pytest.mark.nightly
 def test_vllms_own_classes_read_them(stack: Stack) -> None:
     """In an environment that has vLLM: VLLM_PYTHON, or what `make demo-vllm` made."""
-    python = os.environ.get("VLLM_PYTHON", str(Path(__file__).parents[2] / "build" / "vllm-venv" / "bin" / "python"))
+    python = os.environ.get("VLLM_PYTHON", str(Path(__file__).parents[3] / "build" / "vllm-venv" / "bin" / "python"))
     if not os.path.exists(python):
         pytest.skip(f"no vLLM: {python} is not there")
     payloads = read_both_tiers(stack)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from engines import Engines, settled, stats
-from stacks import lasting_port
 
-from kvferry.daemon import cli, find_daemon
-from kvferry.daemon.stack import Process, Stack
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.cli import find_daemon
+from kvferry.daemon.cli import main as cli
+from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from tests.support.engines import Engines, settled, stats
+from tests.support.stacks import lasting_port
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import SystemSpec, start_replicas
 
 
 def logged(path: str, part: str) -> list[tuple[str, str]]:

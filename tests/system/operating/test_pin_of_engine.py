@@ -11,17 +11,17 @@ from pathlib import Path
 
 import grpc
 import pytest
-from engines import OPTIONS
 
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
 from kvferry.connectors.digests import page_digests, prompt_of
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.stats_main import fetch
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import chain_digests, root_digest
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.namespace import NamespaceFacts
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import RequestName
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from tests.support.engines import OPTIONS
 
 BLOCK, PAGE = 8, 16
 TOKENS = list(range(5 * BLOCK))  # 2 full pages and a block

@@ -8,13 +8,13 @@ import stat
 import grpc
 import psutil
 import pytest
-from devices import UCX_PORTS
-from engines import OPTIONS, Engines, courier_pids, settled
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas, start_system
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas, start_system
 from kvferry.proto import cache_pb2
+from tests.support.devices import UCX_PORTS
+from tests.support.engines import OPTIONS, Engines, courier_pids, settled
 
 LOOPBACK = ("127.0.0.1", "::1")
 EVENTS = ["--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0"]

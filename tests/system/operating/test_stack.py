@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.daemon.stack import Stack
+from kvferry.daemon.cli.stack import Stack
 
 WORDS = "echo before >&2; echo 'ready: nobody 127.0.0.1:1'; sleep 0.5; echo after, longer than what it could hide >&2"
 

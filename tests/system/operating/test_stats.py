@@ -12,15 +12,15 @@ import urllib.request
 
 import grpc
 import pytest
-from engines import Engines, settled
 from prometheus_client.parser import text_string_to_metric_families
-from stacks import lasting_port
 
-from kvferry.daemon.metrics import families
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
-from kvferry.daemon.values import size
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.config.values import size
+from kvferry.daemon.observe.metrics import families
+from tests.support.engines import Engines, settled
+from tests.support.stacks import lasting_port
 
 STATES = ("free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned")
 

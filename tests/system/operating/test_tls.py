@@ -18,20 +18,20 @@ from typing import cast
 
 import grpc
 import pytest
-from certificates import Authority, Folder
-from engines import Engines, courier_pids, settled, stats
 from prometheus_client.parser import text_string_to_metric_families as parse_metrics
-from stacks import running_stack
 
 from kvferry.channels import ClientTls, open_channel
-from kvferry.daemon import cli
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.stats_main import fetch
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli import main as cli
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.front.engines import EngineLink, ServedModel
+from kvferry.front.lookup import SKIP_AFTER_FAILURE_S, LookupCounts, Lookups
 from kvferry.proto import cache_pb2, peer_pb2
 from kvferry.proto.cache_pb2_grpc import CacheStub
-from kvferry.workers.front_engines import EngineLink, ServedModel
-from kvferry.workers.front_lookup import SKIP_AFTER_FAILURE_S, LookupCounts, Lookups
+from tests.support.certificates import Authority, Folder
+from tests.support.engines import Engines, courier_pids, settled, stats
+from tests.support.stacks import running_stack
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,10 +6,10 @@ import random
 
 import httpx
 import pytest
-from otlp_receiver import OtlpReceiver, SpanSeen
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import SystemSpec, start_system
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import SystemSpec, start_system
+from tests.support.otlp_receiver import OtlpReceiver, SpanSeen
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
-from engines import Engines, settled, stats, wait_until
-from stacks import running_stack
-from test_failures import client_with_pages
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from tests.support.engines import Engines, settled, stats, wait_until
+from tests.support.stacks import running_stack
+from tests.system.serving.test_failures import client_with_pages
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16

@@ -10,17 +10,17 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from devices import WrappedStack
-from engines import Engines, Turn, settled, stats
 
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.system import SystemSpec, start_replicas
 from kvferry.radix.digests import prompt_digests
-from kvferry.workers.compute import Prompt
-from kvferry.workers.synthetic import output_token
+from kvferry.workers.models.interface import Prompt
+from kvferry.workers.models.synthetic import output_token
+from tests.support.devices import WrappedStack
+from tests.support.engines import Engines, Turn, settled, stats
 
 PAGE = 16
-WITH_FLIPS = str(Path(__file__).with_name("with_flips.py"))
+WITH_FLIPS = str(Path(__file__).parents[2] / "support" / "with_flips.py")
 pytestmark = pytest.mark.timeout(120)
 
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from devices import placed
 
 from kvferry._core import GpuUnavailable, gpu_device_count
+from tests.support.devices import placed
 
 
 def test_commands_get_their_devices() -> None:

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import grpc
 import pytest
-from engines import Engines, Turn, settled, stats, wait_until
-from test_ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
 
-from kvferry.daemon.stack import Process, Stack, StackError
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.client.client import DaemonClient
+from kvferry.client.engine_pools import EnginePools, PoolSpec, make_files
+from kvferry.client.requests import HandshakeFailed
+from kvferry.daemon.cli.stack import Process, Stack, StackError
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
-from kvferry.transfer.geometry import StorageOrder
-from kvferry.transfer.segment import Segment
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.engine_pools import EnginePools, PoolSpec, make_files
-from kvferry.workers.requests import HandshakeFailed
+from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from kvferry.transfer.mapping.segment import Segment
+from tests.support.engines import Engines, Turn, settled, stats, wait_until
+from tests.system.serving.test_ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
 
 ENGINE = ["--pool", "engine"]
 

@@ -10,15 +10,15 @@ import time
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, Turn, courier_pids, settled, standing_still, stats, wait_until
 
-from kvferry.daemon.stack import Stack, StackError
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
+from kvferry.daemon.cli.stack import Stack, StackError
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.proto.engine_pb2_grpc import EngineStub
 from kvferry.radix.digests import prompt_digests
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import RequestName
+from tests.support.engines import OPTIONS, Engines, Turn, courier_pids, settled, standing_still, stats, wait_until
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(60)

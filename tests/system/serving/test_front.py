@@ -16,16 +16,16 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from engines import settled, standing_still, stats, wait_until
-from stacks import running_stack
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.front.chat import ByteTokenizer, ChatMessage
 from kvferry.proto import cache_pb2
 from kvferry.radix.digests import prompt_digests
-from kvferry.workers.chat import ByteTokenizer, ChatMessage
-from kvferry.workers.compute import Prompt
-from kvferry.workers.synthetic import output_token
+from kvferry.workers.models.interface import Prompt
+from kvferry.workers.models.synthetic import output_token
+from tests.support.engines import settled, standing_still, stats, wait_until
+from tests.support.stacks import running_stack
 
 PAGE = 16
 LOCAL_PREFILL = 32

@@ -6,13 +6,13 @@ import os
 
 import grpc
 import httpx
-from engines import OPTIONS, settled, stats
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import SystemSpec, start_replicas
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.proto.engine_pb2_grpc import EngineStub
 from kvferry.proto.limits import ERROR_METADATA
+from tests.support.engines import OPTIONS, settled, stats
 
 PAGE = 16
 QUEUE = 2

@@ -11,16 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny_models
-from devices import need
-from engines import Engines, settled
-from test_engine_pool import again, met_again, on_engines
-from test_ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import SystemSpec, start_replicas
-from kvferry.transfer.ipc_memory import IpcMemory
-from kvferry.workers.model import kv_shape
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from kvferry.transfer.mapping.ipc_memory import IpcMemory
+from kvferry.workers.models.transformer import kv_shape
+from tests.support import tiny_models
+from tests.support.devices import need
+from tests.support.engines import Engines, settled
+from tests.system.serving.test_engine_pool import again, met_again, on_engines
+from tests.system.serving.test_ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
 
 pytestmark = pytest.mark.gpu
 
@@ -165,7 +165,7 @@ def test_the_host_tier_survives_the_engine_and_its_memory(stack: Stack) -> None:
 
 EXPORTING = """
 import sys, torch
-from kvferry.transfer.ipc_memory import Exporter
+from kvferry.transfer.mapping.ipc_memory import Exporter
 words = torch.arange(int(sys.argv[1]), dtype=torch.int64, device="cuda:0")
 torch.cuda.synchronize()
 exporter = Exporter(0)

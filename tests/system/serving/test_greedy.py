@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
-from engines import Engines, Turn, settled
-from reference import Comparison, Conversation
-from stacks import running_stack
 from transformers import AutoModelForCausalLM
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.front.chat import FolderTokenizer
 from kvferry.proto import engine_pb2
-from kvferry.workers.chat import FolderTokenizer
-from kvferry.workers.model import kv_shape
-from kvferry.workers.sampling import Sampling
+from kvferry.workers.models.sampling import Sampling
+from kvferry.workers.models.transformer import kv_shape
 from kvferry.workers.smollm import converted_model
+from tests.support import tiny_models
+from tests.support.engines import Engines, Turn, settled
+from tests.support.reference import Comparison, Conversation
+from tests.support.stacks import running_stack
 
 PAGE = 16
 CHUNK = 48
@@ -32,7 +32,7 @@ NEW_TOKENS = 8
 POOL_PAGES = 24  # hold two small conversations, not two large ones
 SMALL, LARGE = (80, 30), (110, 50)  # tokens that a user's first and later turns add
 WORDS = 250  # of the text that each conversation is about
-LICENSE = Path(__file__).parents[2] / "LICENSE"
+LICENSE = Path(__file__).parents[3] / "LICENSE"
 
 Script = list[list[int]]  # the tokens before each reply
 

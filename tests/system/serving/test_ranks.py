@@ -7,11 +7,11 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from engines import Engines, settled, stats
 
-from kvferry.daemon.stack import Stack, StackError
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack, StackError
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from kvferry.proto.cache_pb2 import SideStats
+from tests.support.engines import Engines, settled, stats
 
 PAGE = 16
 HEAD_BYTES = 2 * 2 * PAGE * 16 * 4  # of a page: layers, K and V, tokens, elements of float32

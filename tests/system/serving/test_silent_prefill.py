@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, settled, stats, wait_until
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.proto.engine_pb2_grpc import EngineStub
+from tests.support.engines import OPTIONS, Engines, settled, stats, wait_until
 
 PAGE = 16
 PROMPT = list(range(1, 10 * PAGE + 6))

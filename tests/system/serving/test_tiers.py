@@ -9,10 +9,10 @@ import random
 from pathlib import Path
 
 import pytest
-from engines import Engines, settled, stats
 
-from kvferry.daemon.stack import Process, Stack
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from tests.support.engines import Engines, settled, stats
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16

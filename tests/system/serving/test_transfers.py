@@ -6,10 +6,10 @@ import random
 
 import grpc
 import pytest
-from engines import Engines, settled, stats
 
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from tests.support.engines import Engines, settled, stats
 
 PAGE = 16
 MIB = 1 << 20

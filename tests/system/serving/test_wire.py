@@ -12,15 +12,15 @@ from contextlib import suppress
 
 import grpc
 import pytest
-from engines import OPTIONS, Engines, Turn, settled, stats, wait_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry.daemon.stack import Stack, StackError
-from kvferry.daemon.system import Replica, SystemSpec, start_replicas
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestFailed, RequestName
+from kvferry.daemon.cli.stack import Stack, StackError
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc, peer_pb2, peer_pb2_grpc
 from kvferry.radix.digests import prompt_digests
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import RequestFailed, RequestName
+from tests.support.engines import OPTIONS, Engines, Turn, settled, stats, wait_until
 
 pytestmark = pytest.mark.timeout(90)
 PAGE = 16

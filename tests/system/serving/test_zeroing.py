@@ -8,17 +8,17 @@ import os
 import grpc
 import numpy as np
 import pytest
-from engines import OPTIONS
 
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.stack import Stack
-from kvferry.daemon.stats_main import fetch
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import cache_pb2, common_pb2
 from kvferry.radix.digests import prompt_digests, root_digest
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.namespace import NamespaceFacts
-from kvferry.workers.client import DaemonClient
-from kvferry.workers.requests import RequestName
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.namespace import NamespaceFacts
+from tests.support.engines import OPTIONS
 
 PAGE = 16
 PAGES = 8

@@ -1,4 +1,4 @@
-"""Stand-ins for GPUs, as couriers and daemons use them for slots: they record. kvferry.transfer.gpu_slots.SlotGpu."""
+"""Stand-ins for GPUs, as couriers and daemons use them for slots: they record (gpu_slots.SlotGpu)."""
 
 from __future__ import annotations
 

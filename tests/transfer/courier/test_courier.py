@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvferry.transfer import courier_link
-from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
-from kvferry.transfer.courier_messages import (
+from kvferry.transfer.courier import link as courier_link
+from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink
+from kvferry.transfer.courier.messages import (
     Connected,
     CourierDied,
     CourierEvent,
@@ -274,7 +274,7 @@ def test_stop_delivers_nothing_more_and_is_idempotent() -> None:
 def test_parents_death_ends_the_courier() -> None:
     program = f"""
         import asyncio
-        from kvferry.transfer.courier_link import CourierConfig, CourierLink
+        from kvferry.transfer.courier.link import CourierConfig, CourierLink
 
         async def main():
             config = CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1, port_range={PORTS})
@@ -381,7 +381,7 @@ def test_maps_its_slots_only_and_imports_little() -> None:
 
     run(test())
     heavy = "{'grpc', 'numpy', 'torch', 'asyncio', 'kvferry.daemon', 'kvferry.proto'}"
-    check = f"import sys, kvferry.transfer.courier; assert not {heavy} & set(sys.modules), sys.modules"
+    check = f"import sys, kvferry.transfer.courier.main; assert not {heavy} & set(sys.modules), sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=SECONDS)
 
 

@@ -3,7 +3,7 @@
 import select
 import socket
 
-from kvferry.transfer.courier import ucx_event_sets
+from kvferry.transfer.courier.main import ucx_event_sets
 
 
 def test_an_epoll_set_that_another_one_watches_is_found_and_tells_of_bytes() -> None:

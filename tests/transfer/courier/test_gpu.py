@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvferry import _core
-from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
-from kvferry.transfer.courier_messages import (
+from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink
+from kvferry.transfer.courier.messages import (
     Connected,
     CourierDied,
     CourierEvent,
@@ -22,7 +22,7 @@ from kvferry.transfer.courier_messages import (
     Notification,
     PostDone,
 )
-from kvferry.transfer.slots import HEADER_BYTES, PartNotice
+from kvferry.transfer.protocol.slots import HEADER_BYTES, PartNotice
 
 SLOT = 1 << 16
 PORTS = (21600, 21663)

@@ -1,14 +1,14 @@
 """A courier's slots on GPUs in its daemon: where each lies, and that nothing stays mapped. The GPUs are stand-ins that
-record; tests/transfer/test_courier_gpu.py has real ones."""
+record; tests/transfer/courier/test_gpu.py has real ones."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvferry.transfer.courier_messages import MessageError, RankSlots, Setup
-from kvferry.transfer.gpu_slots import GpuSlot, MappedSlots, OwnSlots
-from kvferry.transfer.slots import HEADER_BYTES, PartNotice
-from tests.transfer.fake_gpus import Gpu
+from kvferry.transfer.courier.gpu_slots import GpuSlot, MappedSlots, OwnSlots
+from kvferry.transfer.courier.messages import MessageError, RankSlots, Setup
+from kvferry.transfer.protocol.slots import HEADER_BYTES, PartNotice
+from tests.transfer.courier.fake_gpus import Gpu
 
 SLOT = 1 << 16
 

@@ -1,5 +1,5 @@
 """A courier with slots on GPUs tells a part's header with its notification. Agent and GPU are stand-ins;
-tests/transfer/test_courier_gpu.py has real ones."""
+tests/transfer/courier/test_gpu.py has real ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.transfer.courier import IDLE_SECONDS, MAX_UNHEARD, NOTIFICATIONS_PER_ROUND, Courier, OrdersEnded
-from kvferry.transfer.courier_messages import (
+from kvferry.transfer.courier.gpu_slots import OwnSlots
+from kvferry.transfer.courier.main import IDLE_SECONDS, MAX_UNHEARD, NOTIFICATIONS_PER_ROUND, Courier, OrdersEnded
+from kvferry.transfer.courier.messages import (
     MAX_PACKET_BYTES,
     Connect,
     Connected,
@@ -25,10 +26,9 @@ from kvferry.transfer.courier_messages import (
     encode_event,
     encode_order,
 )
-from kvferry.transfer.courier_messages import Setup as CourierSetup
-from kvferry.transfer.gpu_slots import OwnSlots
-from kvferry.transfer.slots import HEADER_BYTES, PartNotice
-from tests.transfer.fake_gpus import Gpu
+from kvferry.transfer.courier.messages import Setup as CourierSetup
+from kvferry.transfer.protocol.slots import HEADER_BYTES, PartNotice
+from tests.transfer.courier.fake_gpus import Gpu
 
 SLOT = 1 << 16
 SETUP = CourierSetup(SLOT, 2, 0, 1, (0,))
@@ -133,7 +133,7 @@ def test_the_loop_takes_all_of_them_without_a_wait(on: On, monkeypatch: pytest.M
         waits.append(wait)
         return ([on.courier._orders] if len(waits) == 5 else [], [], [])
 
-    monkeypatch.setattr("kvferry.transfer.courier.select.select", select)
+    monkeypatch.setattr("kvferry.transfer.courier.main.select.select", select)
     on.agent.heard = [b"%d" % number for number in range(2 * NOTIFICATIONS_PER_ROUND + 5)]
     many = list(on.agent.heard)
     on.daemon.shutdown(socket.SHUT_WR)  # orders end, in the fifth round

@@ -17,12 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-from standstill import jumping_clock
 
-from kvferry.transfer import courier_config
-from kvferry.transfer.courier_config import BLAS_THREADS, courier_environment, make_slot_memory, nvidia_gpus
-from kvferry.transfer.courier_link import CourierConfig, CourierError, CourierLink
-from kvferry.transfer.courier_messages import (
+from kvferry.transfer.courier import config as courier_config
+from kvferry.transfer.courier.config import BLAS_THREADS, courier_environment, make_slot_memory, nvidia_gpus
+from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink
+from kvferry.transfer.courier.messages import (
     Connected,
     CourierDied,
     CourierEvent,
@@ -31,8 +30,9 @@ from kvferry.transfer.courier_messages import (
     PostDone,
     encode_order,
 )
-from kvferry.transfer.courier_process import OUTPUT_LIMIT_BYTES
-from kvferry.transfer.interfaces import InterfaceError, interface_addresses, interface_of
+from kvferry.transfer.courier.network_interfaces import InterfaceError, interface_addresses, interface_of
+from kvferry.transfer.courier.process import OUTPUT_LIMIT_BYTES
+from tests.support.standstill import jumping_clock
 
 SECONDS = 30.0
 CONFIG = CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1, port_range=(21300, 21363))

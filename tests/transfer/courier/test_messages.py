@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.transfer import slots
-from kvferry.transfer.courier_messages import (
+from kvferry.transfer.courier.messages import (
     HEADER_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_METADATA_BYTES,
@@ -36,6 +35,7 @@ from kvferry.transfer.courier_messages import (
     encode_event,
     encode_order,
 )
+from kvferry.transfer.protocol import slots
 
 ORDERS: list[Order] = [
     Setup(slot_bytes=1 << 23, receive_slots=16, send_slots=0, parent=4321),

@@ -9,10 +9,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from standstill import StandStill, jumping_clock
 
-from kvferry.transfer.courier_config import CourierError
-from kvferry.transfer.courier_process import CourierProcess
+from kvferry.transfer.courier.config import CourierError
+from kvferry.transfer.courier.process import CourierProcess
+from tests.support.standstill import StandStill, jumping_clock
 
 LONG = 60.0
 DEADLINE = 10.0

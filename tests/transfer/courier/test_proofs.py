@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.transfer.courier_link import CourierConfig, CourierLink
-from kvferry.transfer.courier_messages import Connected, CourierDied, CourierEvent, Notification, PostDone, PostFailed
+from kvferry.transfer.courier.link import CourierConfig, CourierLink
+from kvferry.transfer.courier.messages import Connected, CourierDied, CourierEvent, Notification, PostDone, PostFailed
 
 BIG = 16 << 20  # more than sockets hold
 SECONDS = 30.0

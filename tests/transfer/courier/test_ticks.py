@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvferry.daemon.health import _waits_of
+from kvferry.daemon.observe.health import _waits_of
 
 # Its agent has news in every round, and what it watches can be read in every round: no select() waits.
 SPINNING = """
 import socket, sys
 from kvferry.transfer import courier
-from kvferry.transfer.courier_messages import Setup
+from kvferry.transfer.courier.messages import Setup
 
 class Agent:
     def get_new_notifs(self):

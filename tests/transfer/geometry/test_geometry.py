@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proto import common_pb2 as common
-from kvferry.transfer.geometry import ITEMSIZES, MAX_PAGE_BYTES, KVGeometry, Layout
-from kvferry.transfer.namespace import NamespaceFacts, differences
+from kvferry.transfer.geometry.kv_geometry import ITEMSIZES, MAX_PAGE_BYTES, KVGeometry, Layout
+from kvferry.transfer.geometry.namespace import NamespaceFacts, differences
 
 GEOMETRY = KVGeometry(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", page_size=16)
 FACTS = NamespaceFacts(

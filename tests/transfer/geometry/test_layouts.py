@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard import random_pages, rows, stored
 
 from kvferry._core import HostPages
-from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
-from kvferry.transfer.layouts import RankStorage, RowMap
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage, RowMap
+from tests.support.reshard import random_pages, rows, stored
 
 PAGES = 5
 GEOMETRY = KVGeometry(layers=2, kv_heads=4, head_dim=8, dtype="bfloat16", page_size=16)

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reshard import heads_of_rank
 
-from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
-from kvferry.transfer.lanes import Heads, check_ranks, heads_of, lanes_of, rank_geometry, shards_of
-from kvferry.transfer.pool_shape import PoolShape, page_bytes_of
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.pool_shape import PoolShape, page_bytes_of
+from kvferry.transfer.geometry.rank_lanes import Heads, check_ranks, heads_of, lanes_of, rank_geometry, shards_of
+from tests.support.reshard import heads_of_rank
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=4, head_dim=8, dtype="bfloat16", page_size=16)
 MLA = KVGeometry(layers=2, kv_heads=1, head_dim=576, dtype="bfloat16", page_size=16, tensors=1)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.geometry import KVGeometry, StorageOrder
-from kvferry.transfer.layouts import RankStorage
-from kvferry.transfer.registration import (
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.registration import (
     GpuAllocation,
     RegisteredMemory,
     RegisteredRank,

@@ -1,7 +1,14 @@
 import pytest
 
-from kvferry.transfer.copy_plan import ENVIRONMENT, STRATEGIES, GpuCopies, choose, choose_for_list, from_environment
-from kvferry.transfer.copy_strategies import CopyStatistics, StrategyCounts, check_environment
+from kvferry.transfer.host_tier.copy_plan import (
+    ENVIRONMENT,
+    STRATEGIES,
+    GpuCopies,
+    choose,
+    choose_for_list,
+    from_environment,
+)
+from kvferry.transfer.host_tier.copy_strategies import CopyStatistics, StrategyCounts, check_environment
 
 KIB = 1 << 10
 

@@ -11,8 +11,8 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.transfer.host_index import (
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from kvferry.transfer.host_tier.index import (
     DIGEST_BYTES,
     ENTRY,
     ENTRY_BYTES,

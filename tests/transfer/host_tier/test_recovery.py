@@ -19,15 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.transfer.host_index import ENTRY_BYTES, HEADER_BYTES, DropReason, Recovered, RecoveryReport
-from kvferry.transfer.host_rows import FileRows, checksum_rows, verify_rows
+from kvferry.transfer.host_tier.index import ENTRY_BYTES, HEADER_BYTES, DropReason, Recovered, RecoveryReport
+from kvferry.transfer.host_tier.rows import FileRows, checksum_rows, verify_rows
 
 PAGE, PAGES = 512, 16
 LAYOUT, SPACE, FIRST = b"l" * 32, b"n" * 32, bytes(32)
 
 WRITER = """
 import hashlib, random, sys
-from kvferry.transfer.host_rows import FileRows, checksum_rows
+from kvferry.transfer.host_tier.rows import FileRows, checksum_rows
 pages, page_bytes = 64, 16384
 rows = FileRows.open(sys.argv[1], pages=pages, page_bytes=page_bytes, layout=b"l" * 32, role="decode")
 rows.recover()

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvferry.transfer.host_index import ENTRY_BYTES, HEADER_BYTES
-from kvferry.transfer.host_rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
+from kvferry.transfer.host_tier.index import ENTRY_BYTES, HEADER_BYTES
+from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
 
 PAGE, PAGES = 512, 16
 LAYOUT = b"l" * 32
 
 HOLDER = """
 import sys
-from kvferry.transfer.host_rows import FileRows
+from kvferry.transfer.host_tier.rows import FileRows
 rows = FileRows.open(sys.argv[1], pages=16, page_bytes=512, layout=b"l" * 32, role="decode")
 print("open", flush=True)
 sys.stdin.read()

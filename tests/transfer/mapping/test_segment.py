@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.transfer.segment import FileLock, Segment, owned_files, reclaim_stale
+from kvferry.transfer.mapping.segment import FileLock, Segment, owned_files, reclaim_stale
 
 MINE, OTHERS = "0" * 32, "f" * 32
 
 HOLDER = """
 import sys
-from kvferry.transfer.segment import FileLock
+from kvferry.transfer.mapping.segment import FileLock
 lock = FileLock.open(sys.argv[1])
 print(lock.try_acquire(), flush=True)
 sys.stdin.read()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.transfer.credit_groups import CreditGroups
-from kvferry.transfer.slots import Credit
+from kvferry.transfer.protocol.credit_groups import CreditGroups
+from kvferry.transfer.protocol.slots import Credit
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard import heads_of_rank
 
-from kvferry.transfer.coverage import Coverage
-from kvferry.transfer.credit_groups import CreditGroups
-from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
-from kvferry.transfer.lanes import lanes_of, shards_of
-from kvferry.transfer.layouts import RowMap
-from kvferry.transfer.pool_shape import PoolShape
-from kvferry.transfer.receiver import Receiver, ReceiverAction, Regrant, Scatter, ScatterResult
-from kvferry.transfer.sender import Completed, Failed, Gather, Post, Sender
-from kvferry.transfer.slots import HEADER_BYTES, Credit, CreditPurse, CreditTable, PartHeader, PartNotice, SlotError
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.layouts import RowMap
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.geometry.rank_lanes import lanes_of, shards_of
+from kvferry.transfer.protocol.coverage import Coverage
+from kvferry.transfer.protocol.credit_groups import CreditGroups
+from kvferry.transfer.protocol.receiver import Receiver, ReceiverAction, Regrant, Scatter, ScatterResult
+from kvferry.transfer.protocol.sender import Completed, Failed, Gather, Post, Sender
+from kvferry.transfer.protocol.slots import (
+    HEADER_BYTES,
+    Credit,
+    CreditPurse,
+    CreditTable,
+    PartHeader,
+    PartNotice,
+    SlotError,
+)
+from tests.support.reshard import heads_of_rank
 
 EPOCH = 1234
 POOL_PAGES = 24

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.transfer.lanes import Heads, Lane
-from kvferry.transfer.receiver import Receiver, Regrant, Scatter, TransferBroken
-from kvferry.transfer.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
+from kvferry.transfer.geometry.rank_lanes import Heads, Lane
+from kvferry.transfer.protocol.receiver import Receiver, Regrant, Scatter, TransferBroken
+from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
 
 EPOCH = 77
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.receiver import Receiver, ReceiverAction, Scatter, TransferBroken
-from kvferry.transfer.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.protocol.receiver import Receiver, ReceiverAction, Scatter, TransferBroken
+from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
 
 GEOMETRY = KVGeometry(layers=1, kv_heads=2, head_dim=16, dtype="int8", page_size=1)  # 64 bytes a page, 32 a head
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.transfer.lanes import Heads, Lane
-from kvferry.transfer.sender import Completed, Ended, Failed, Gather, Sender
-from kvferry.transfer.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
+from kvferry.transfer.geometry.rank_lanes import Heads, Lane
+from kvferry.transfer.protocol.sender import Completed, Ended, Failed, Gather, Sender
+from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
 
 EPOCH = 77
 

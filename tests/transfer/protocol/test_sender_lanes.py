@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.transfer.lanes import lanes_of
-from kvferry.transfer.sender import Completed, Gather, Sender
-from kvferry.transfer.slots import HEADER_BYTES, Credit, SlotError
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.protocol.sender import Completed, Gather, Sender
+from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit, SlotError
 
 GEOMETRY = KVGeometry(layers=1, kv_heads=2, head_dim=16, dtype="int8", page_size=1)  # 64 bytes a page, 32 a head
 

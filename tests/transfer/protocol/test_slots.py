@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.transfer.coverage import Coverage, IntervalSet
-from kvferry.transfer.slots import (
+from kvferry.transfer.protocol.coverage import Coverage, IntervalSet
+from kvferry.transfer.protocol.slots import (
     HEADER_BYTES,
     NOTICE_BYTES,
     Credit,

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvferry.waiting import complete
-from kvferry.workers.compute_thread import ComputeThread
+from kvferry.workers.models.compute_thread import ComputeThread
 
 
 def test_a_cancelled_call_that_runs_is_waited_for() -> None:

@@ -12,11 +12,11 @@ from typing import cast
 
 import pytest
 
-from kvferry.workers.compute import SequenceCompute
-from kvferry.workers.engine_model import EngineModel, read_engine_model
-from kvferry.workers.pacing import GRACE_S, OPENING_S, Batch, ModelPace, NoPace, Timeline
+from kvferry.client.requests import RequestFailed
+from kvferry.workers.models.engine_model import EngineModel, read_engine_model
+from kvferry.workers.models.interface import SequenceCompute
+from kvferry.workers.models.pacing import GRACE_S, OPENING_S, Batch, ModelPace, NoPace, Timeline
 from kvferry.workers.places import Places
-from kvferry.workers.requests import RequestFailed
 
 MODEL = EngineModel(
     name="m",
@@ -238,7 +238,7 @@ class Adds:
 
 def test_an_engine_that_takes_its_own_time_waits_for_nothing() -> None:
     async def scenario() -> None:
-        from kvferry.workers.compute_thread import ComputeThread
+        from kvferry.workers.models.compute_thread import ComputeThread
 
         thread = ComputeThread()
         pace = NoPace(thread)

@@ -3,16 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, plain_tokens, random_model
 from transformers.cache_utils import DynamicCache
 
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.workers.compute import Prompt
-from kvferry.workers.model import KVShape, LoadedModel, kv_shape, loaded
-from kvferry.workers.paged_cache import PagedCache, PageTable, rank_views
-from kvferry.workers.rank_pools import RankPools
-from kvferry.workers.sampling import Sampling
+from kvferry.client.rank_pools import RankPools
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from kvferry.workers.models.interface import Prompt
+from kvferry.workers.models.paged_cache import PagedCache, PageTable, rank_views
+from kvferry.workers.models.sampling import Sampling
+from kvferry.workers.models.transformer import KVShape, LoadedModel, kv_shape, loaded
 from kvferry.workers.smollm import converted_model
+from tests.support.tiny_models import VOCABULARY, plain_tokens, random_model
 
 PAGE_SIZE = 8
 GREEDY = Sampling()
@@ -143,7 +143,7 @@ def test_smollm2_equals_one_process() -> None:
         folder = converted_model()
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
-    from kvferry.workers.model import load_model
+    from kvferry.workers.models.transformer import load_model
 
     model = load_model(folder, dtype="float32", threads=2, revision="test")
     assert model.shape == KVShape(30, 3, 64, "float32")

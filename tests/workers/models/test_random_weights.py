@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.workers.random_weights import SHAPES, ModelShape, parse_shape, random_model
+from kvferry.workers.models.random_weights import SHAPES, ModelShape, parse_shape, random_model
 
 
 def test_a_shape_is_a_name_or_a_list_of_numbers() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvferry.proto import engine_pb2
-from kvferry.workers.sampling import Sampling, sample, uniform
+from kvferry.workers.models.sampling import Sampling, sample, uniform
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5])
 

@@ -11,15 +11,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from tiny_models import plain_tokens, random_model
 
-from kvferry.transfer.geometry import KVGeometry, Layout, StorageOrder
-from kvferry.workers.compute import BatchCompute, Prompt, SequenceCompute, Step
-from kvferry.workers.compute_thread import ComputeThread
-from kvferry.workers.model import loaded
-from kvferry.workers.rank_pools import RankPools
-from kvferry.workers.sampling import Sampling
-from kvferry.workers.step_batches import StepBatches
+from kvferry.client.rank_pools import RankPools
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.workers.models.compute_thread import ComputeThread
+from kvferry.workers.models.interface import BatchCompute, Prompt, SequenceCompute, Step
+from kvferry.workers.models.sampling import Sampling
+from kvferry.workers.models.step_batches import StepBatches
+from kvferry.workers.models.transformer import loaded
+from tests.support.tiny_models import plain_tokens, random_model
 
 PAGE = 8
 PROMPTS = [list(range(1, 4)), list(range(5, 42)), list(range(50, 66))]

@@ -5,13 +5,13 @@ import hashlib
 import numpy as np
 import pytest
 
+from kvferry.byte_tokens import VOCABULARY
+from kvferry.client.rank_pools import RankPools
 from kvferry.radix.digests import prompt_digests
-from kvferry.transfer.geometry import KVGeometry, Layout
-from kvferry.workers.compute import Prompt, WrongPage
-from kvferry.workers.rank_pools import RankPools
-from kvferry.workers.sampling import Sampling
-from kvferry.workers.synthetic import (
-    VOCABULARY,
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from kvferry.workers.models.interface import Prompt, WrongPage
+from kvferry.workers.models.sampling import Sampling
+from kvferry.workers.models.synthetic import (
     SimulatedTime,
     SyntheticCompute,
     arrived_tail,

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, random_model
 from transformers.utils.logging import enable_progress_bar
 
-from kvferry.transfer.geometry import KVGeometry
-from kvferry.workers import model as model_module
-from kvferry.workers.compute import Prompt, Step
-from kvferry.workers.model import KVShape, folder_fingerprint, load_model, loaded, weights_revision
-from kvferry.workers.rank_pools import RankPools
-from kvferry.workers.sampling import Sampling
+from kvferry.client.rank_pools import RankPools
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.workers.models import transformer as model_module
+from kvferry.workers.models.interface import Prompt, Step
+from kvferry.workers.models.sampling import Sampling
+from kvferry.workers.models.transformer import KVShape, folder_fingerprint, load_model, loaded, weights_revision
 from kvferry.workers.smollm import cache_folder
+from tests.support.tiny_models import VOCABULARY, random_model
 
 
 @pytest.mark.parametrize("call", ["prompt", "step", "two steps", "token"])

@@ -1,6 +1,0 @@
-"""Lets these tests import their helpers (cache_model) by name: pytest's importlib mode leaves sys.path alone."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
