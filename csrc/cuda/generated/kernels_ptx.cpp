@@ -1,4 +1,4 @@
-// Made by cuda_make_kernels.sh from cuda_kernels.cu. Do not edit.
+// Made by csrc/cuda/kernels/make.sh from copy_kernels.cu. Do not edit.
 #include "cuda/kernels/copy_kernels.h"
 
 namespace kvferry {
@@ -7,7 +7,7 @@ const char kCopyKernels[] = R"ptx(
 .version 7.7
 .target sm_75
 .address_size 64
-.shared .align 8 .u64 _ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total;
+.shared .align 8 .u64 _ZZN46_INTERNAL_00000000_15_copy_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_copy_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total;
 .visible .entry copy_pages_16(
 	.param .align 8 .b8 copy_pages_16_param_0[3904]
 )
@@ -2404,7 +2404,7 @@ $L__BB9_39:
 	setp.ne.s32 	%p31, %r210, 0;
 	@%p31 bra 	$L__BB9_41;
 	mov.u64 	%rd266, 0;
-	st.shared.u64 	[_ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total], %rd266;
+	st.shared.u64 	[_ZZN46_INTERNAL_00000000_15_copy_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_copy_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total], %rd266;
 $L__BB9_41:
 	mov.u32 	%r211, %tid.x;
 	bar.sync 	0;
@@ -2443,14 +2443,14 @@ $L__BB9_41:
 	and.b32  	%r202, %r211, 31;
 	setp.ne.s32 	%p42, %r202, 0;
 	@%p42 bra 	$L__BB9_43;
-	mov.u32 	%r203, _ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total;
+	mov.u32 	%r203, _ZZN46_INTERNAL_00000000_15_copy_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_copy_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total;
 	atom.shared.add.u64 	%rd277, [%r203], %rd48;
 $L__BB9_43:
 	bar.sync 	0;
 	@%p31 bra 	$L__BB9_46;
 	ld.param.u64 	%rd279, [%rd49+88];
 	cvta.to.global.u64 	%rd280, %rd279;
-	ld.shared.u64 	%rd281, [_ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total];
+	ld.shared.u64 	%rd281, [_ZZN46_INTERNAL_00000000_15_copy_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_copy_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total];
 	atom.global.add.u64 	%rd282, [%rd280], %rd281;
 	membar.gl;
 	add.s64 	%rd283, %rd280, 8;
@@ -2614,7 +2614,7 @@ $L__BB10_13:
 	setp.ne.s32 	%p12, %r14, 0;
 	@%p12 bra 	$L__BB10_15;
 	mov.u64 	%rd89, 0;
-	st.shared.u64 	[_ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total], %rd89;
+	st.shared.u64 	[_ZZN46_INTERNAL_00000000_15_copy_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_copy_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total], %rd89;
 $L__BB10_15:
 	bar.sync 	0;
 	mov.b64 {%r38,%r39}, %rd120;
@@ -2652,14 +2652,14 @@ $L__BB10_15:
 	and.b32  	%r66, %r14, 31;
 	setp.ne.s32 	%p23, %r66, 0;
 	@%p23 bra 	$L__BB10_17;
-	mov.u32 	%r67, _ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total;
+	mov.u32 	%r67, _ZZN46_INTERNAL_00000000_15_copy_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_copy_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total;
 	atom.shared.add.u64 	%rd100, [%r67], %rd25;
 $L__BB10_17:
 	bar.sync 	0;
 	@%p12 bra 	$L__BB10_20;
 	ld.param.u64 	%rd102, [%rd26+16];
 	cvta.to.global.u64 	%rd103, %rd102;
-	ld.shared.u64 	%rd104, [_ZZN46_INTERNAL_00000000_15_cuda_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_cuda_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total];
+	ld.shared.u64 	%rd104, [_ZZN46_INTERNAL_00000000_15_copy_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_copy_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total];
 	atom.global.add.u64 	%rd105, [%rd103], %rd104;
 	membar.gl;
 	add.s64 	%rd106, %rd103, 8;
