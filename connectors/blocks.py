@@ -37,7 +37,7 @@ class PoolPages(NamedTuple):
         return slice(page * self.page_bytes, (page + 1) * self.page_bytes)
 
 
-class Places(NamedTuple):
+class BlockPlaces(NamedTuple):
     """Of each block the page that it belongs to and its number there; int64, of equal length."""
 
     blocks: NDArray[np.int64]
@@ -86,7 +86,9 @@ class BlockMap:
     def page_size(self) -> int:
         return self.blocks_per_page * self.block_tokens
 
-    def places(self, pool: PoolPages, pages: Sequence[int], block_ids: Sequence[int], start: int, end: int) -> Places:
+    def places(
+        self, pool: PoolPages, pages: Sequence[int], block_ids: Sequence[int], start: int, end: int
+    ) -> BlockPlaces:
         """Of tokens [start, end): pages[i] is the prompt's page i, block_ids[0] the block that begins at token
         `start`. ValueError or IndexError before anything is copied.
         """
@@ -103,10 +105,10 @@ class BlockMap:
         for name, ids, bound in (("pages", page_ids, pool.pages), ("block_ids", blocks, self.blocks)):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < bound:
                 raise IndexError(f"{name}: {int(ids.min())} to {int(ids.max())}; they must be 0 to {bound - 1}")
-        return Places(blocks, page_ids, index % self.blocks_per_page)
+        return BlockPlaces(blocks, page_ids, index % self.blocks_per_page)
 
     def addresses(
-        self, pool: PoolPages, places: Places
+        self, pool: PoolPages, places: BlockPlaces
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """(in blocks, in pages, sizes) of the runs of bytes that are one block's of one layer."""
         layers = np.arange(len(self.bases), dtype=np.int64)[:, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.connectors.orders import Prompt
+from kvferry.connectors.orders import PromptPages
 from kvferry.radix.digests import DIGEST_BYTES, tail_digest
 
 
@@ -29,10 +29,10 @@ def prompt_of(
     page_size: int,
     blocks_per_page: int,
     root: bytes,
-) -> Prompt:
+) -> PromptPages:
     """Of the first `count` of `tokens`; the tail, which engines do not hash, is hashed here, at most one page of it."""
     full = count // page_size
     digests = page_digests(block_hashes, blocks_per_page, full)
     parent = digests[-DIGEST_BYTES:] or root
     tail = tail_digest(list(tokens[full * page_size : count]), page_size=page_size, parent=parent)
-    return Prompt(digests, count, tail)
+    return PromptPages(digests, count, tail)

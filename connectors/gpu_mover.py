@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuPages, GpuUnavailable
-from kvferry.connectors.blocks import BlockMap, Memory, Places, PoolPages
+from kvferry.connectors.blocks import BlockMap, BlockPlaces, Memory, PoolPages
 from kvferry.connectors.movers import Moment
 
 STAGING_BYTES = 64 << 20
@@ -67,11 +67,11 @@ class GpuMover:
             f"blocks are on {self._device}: start the daemon with --device and that GPU"
         )
 
-    def to_pages(self, pool: PoolPages, places: Places, after: Moment) -> None:
+    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         hops = self._hops(pool, places)
         self._run([Hop(self._blocks, blocks, pages, in_pool) for in_pool, blocks, pages in hops], after)
 
-    def to_blocks(self, pool: PoolPages, places: Places, after: Moment) -> None:
+    def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         hops = self._hops(pool, places)
         self._run([Hop(in_pool, pages, blocks, self._blocks) for in_pool, blocks, pages in hops], after)
 
@@ -85,7 +85,7 @@ class GpuMover:
         finally:
             self._stream.synchronize()
 
-    def _hops(self, pool: PoolPages, places: Places) -> Iterator[tuple[GpuPages, Ids, Ids]]:
+    def _hops(self, pool: PoolPages, places: BlockPlaces) -> Iterator[tuple[GpuPages, Ids, Ids]]:
         """(where blocks lie in the pool, block ids, page ids), each no more than the buffer holds."""
         most = len(self._staging) // self._map.row_bytes
         in_pool = self._pages_of(pool)

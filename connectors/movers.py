@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import _core
-from kvferry.connectors.blocks import BlockMap, Memory, Places, PoolPages
+from kvferry.connectors.blocks import BlockMap, BlockPlaces, Memory, PoolPages
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,9 @@ class Mover(Protocol):
     def misfit(self, memories: Sequence[Memory]) -> str:
         """Why a daemon with such memories, one a rank, cannot be used; empty where it can."""
 
-    def to_pages(self, pool: PoolPages, places: Places, after: Moment) -> None: ...
+    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None: ...
 
-    def to_blocks(self, pool: PoolPages, places: Places, after: Moment) -> None: ...
+    def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None: ...
 
     def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
         """Of the page's bytes only the bits of `kept`, (page_bytes,), stay."""
@@ -57,11 +57,11 @@ class HostMover:
             return ""
         return "the daemon's pool is no shared memory of one rank: start it without --device"
 
-    def to_pages(self, pool: PoolPages, places: Places, after: Moment) -> None:
+    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         in_blocks, in_pages, sizes = self._blocks.addresses(pool, places)
         _core.copy_list(in_pages, in_blocks, sizes)
 
-    def to_blocks(self, pool: PoolPages, places: Places, after: Moment) -> None:
+    def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         in_blocks, in_pages, sizes = self._blocks.addresses(pool, places)
         _core.copy_list(in_blocks, in_pages, sizes)
 

@@ -15,7 +15,7 @@ from kvferry.client.requests import RequestName
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptPages:
     """Digests of the full pages, count of tokens and digest of the tokens behind the last full page."""
 
     digests: bytes
@@ -30,7 +30,7 @@ class Load:
 
     request: str
     name: RequestName
-    prompt: Prompt
+    prompt: PromptPages
     prefill: str  # name of the prefill daemon
     start: int
     held_blocks: tuple[int, ...]
@@ -44,18 +44,18 @@ class Restore:
 
     request: str
     name: RequestName
-    prompt: Prompt
+    prompt: PromptPages
     start: int
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class StorePages:
     """The full pages of a finished request, in `blocks`, to the daemon as far as it lacks them."""
 
     request: str
     name: RequestName
-    prompt: Prompt
+    prompt: PromptPages
     blocks: tuple[int, ...]
 
 
@@ -66,7 +66,7 @@ class Begin:
 
     request: str
     name: RequestName
-    prompt: Prompt
+    prompt: PromptPages
     start: int = 0
     end: int = 0
     blocks: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class Cancel:
     request: str
 
 
-Order: TypeAlias = Load | Restore | Store | Begin | Save | Release | Drop | Cancel
+Order: TypeAlias = Load | Restore | StorePages | Begin | Save | Release | Drop | Cancel
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.connectors import params as transfer_params
 from kvferry.connectors.digests import page_digests
-from kvferry.connectors.orders import Cancel, Load, Orders, Prompt, Restore, Store
+from kvferry.connectors.orders import Cancel, Load, Orders, PromptPages, Restore, StorePages
 from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked
 
 _log = logging.getLogger(__name__)
@@ -97,9 +97,9 @@ class DecodeScheduler(SchedulerSide):
             del self._tracked[request.request_id]
             return False, None
         tokens = pages * self.shape.page_size
-        prompt = Prompt(page_digests(request.block_hashes, self.shape.blocks_per_page, pages), tokens)
+        prompt = PromptPages(page_digests(request.block_hashes, self.shape.blocks_per_page, pages), tokens)
         name = transfer_params.new_name()
-        self._orders.append(Store(request.request_id, name, prompt, self._blocks(blocks, 0, tokens)))
+        self._orders.append(StorePages(request.request_id, name, prompt, self._blocks(blocks, 0, tokens)))
         self.counts.stores += 1
         return True, None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.connectors.digests import page_digests, prompt_of
-from kvferry.connectors.orders import News, Order, Orders, Prompt
+from kvferry.connectors.orders import News, Order, Orders, PromptPages
 from kvferry.connectors.params import TransferParams
 
 
@@ -39,7 +39,7 @@ class EngineRequest(Protocol):
     def lora_request(self) -> object: ...
 
 
-class Lookup(Protocol):
+class DaemonLookup(Protocol):
     """One question to the daemon."""
 
     @property
@@ -50,7 +50,7 @@ class Lookup(Protocol):
         """Lets the lock go, now or when the answer comes. Idempotent."""
 
 
-class Lookups(Protocol):
+class DaemonLookups(Protocol):
     @property
     def up(self) -> bool:
         """The daemon answers, as far as is known."""
@@ -63,7 +63,7 @@ class Lookups(Protocol):
     def most_pages(self) -> int:
         """That a prompt may have there; 0 while it is not known."""
 
-    def start(self, digests: bytes) -> Lookup:
+    def start(self, digests: bytes) -> DaemonLookup:
         """Does not wait."""
 
     def ask_again(self) -> None:
@@ -85,7 +85,7 @@ class Shape:
 class Tracked:
     request: EngineRequest
     params: TransferParams | None
-    lookup: Lookup | None = None
+    lookup: DaemonLookup | None = None
     asked_at: float = 0.0
     found: int = 0  # tokens that the last answer rested on
     settled: bool = False  # nothing more is fetched for it
@@ -102,7 +102,7 @@ class Tracked:
 
 
 @dataclass(slots=True)
-class Counts:
+class SchedulerCounts:
     loads: int = 0
     load_tokens: int = 0
     restores: int = 0
@@ -118,14 +118,14 @@ class SchedulerSide:
     def __init__(
         self,
         shape: Shape,
-        lookups: Lookups,
+        lookups: DaemonLookups,
         now: Callable[[], float],
         *,
         default_prefill: str = "",
         lookup_seconds: float = 1.0,
     ) -> None:
         self.shape = shape
-        self.counts = Counts()
+        self.counts = SchedulerCounts()
         self._lookups = lookups
         self._now = now
         self._default_prefill = default_prefill
@@ -210,7 +210,7 @@ class SchedulerSide:
             return 0
         return min(found, tokens // self.shape.page_size * self.shape.page_size)
 
-    def _prompt(self, request: EngineRequest, tokens: int) -> Prompt:
+    def _prompt(self, request: EngineRequest, tokens: int) -> PromptPages:
         return prompt_of(
             request.block_hashes,
             request.all_token_ids,

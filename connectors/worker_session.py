@@ -24,11 +24,11 @@ SETTLED_SECONDS = 600.0  # that an engine without requests may take to start
 _log = logging.getLogger(__name__)
 
 
-class Connect(Protocol):
+class OpenSession(Protocol):
     def __call__(self, *, deadline_s: float) -> Coroutine[Any, Any, DaemonClient]: ...
 
 
-class Refused(RuntimeError):
+class DaemonRefused(RuntimeError):
     """The daemon is there, and will not have this engine."""
 
 
@@ -38,7 +38,7 @@ def pool_of(client: DaemonClient) -> PoolPages:
 
 def connector_of(
     settings: Settings, role: common_pb2.Role, facts: common_pb2.NamespaceFacts, worker: str, mover: Mover
-) -> Connect:
+) -> OpenSession:
     async def connect(*, deadline_s: float) -> DaemonClient:
         client = await DaemonClient.connect(settings.socket, role, facts, worker, deadline_s=deadline_s)
         if misfit := mover.misfit(client.pools.memories):
@@ -55,7 +55,7 @@ class Sessions:
 
     def __init__(
         self,
-        connect: Connect,
+        connect: OpenSession,
         *,
         quiet: Callable[[], Coroutine[Any, Any, None]],
         changed: Callable[[bool], None],

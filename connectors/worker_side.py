@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.client.requests import DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
-from kvferry.connectors.blocks import BlockMap, Places, PoolPages
+from kvferry.connectors.blocks import BlockMap, BlockPlaces, PoolPages
 from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import (
     Begin,
@@ -26,15 +26,15 @@ from kvferry.connectors.orders import (
     News,
     Order,
     Orders,
-    Prompt,
+    PromptPages,
     Release,
     Restore,
     Save,
-    Store,
+    StorePages,
 )
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.worker_session import Connect, Refused, Sessions, pool_of
-from kvferry.connectors.worker_state import Lease, Moved, Push, Reports, Step
+from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions, pool_of
+from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports
 from kvferry.waiting import complete, have_ended, slices
 
 STOP_SECONDS = 10.0
@@ -48,7 +48,7 @@ class WorkerSide:
     """`start`, then orders and reports; `close` ends it. `connect` opens a session with the daemon, `mover` moves bytes
     between its pages and `blocks`."""
 
-    def __init__(self, settings: Settings, blocks: BlockMap, mover: Mover, connect: Connect) -> None:
+    def __init__(self, settings: Settings, blocks: BlockMap, mover: Mover, connect: OpenSession) -> None:
         self.reports = Reports()
         self.moved = Moved()
         self._settings = settings
@@ -66,7 +66,7 @@ class WorkerSide:
         self._pushing = False  # a push was ever handed in: decode engines have none, and wait for none
         self._behind: set[asyncio.Task[None]] = set()  # what the engine does not wait for
         self._saves: list[Save] = []  # of the step under way
-        self._step: Step | None = None  # it, where it came with other orders
+        self._step: EngineStep | None = None  # it, where it came with other orders
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class WorkerSide:
             )
         except HandshakeFailed as error:
             self.close()
-            raise Refused(str(error)) from error
+            raise DaemonRefused(str(error)) from error
 
     def take(self, orders: Orders) -> None:
         """Before the step's forward pass."""
@@ -94,7 +94,7 @@ class WorkerSide:
         self._pushing = self._pushing or any(isinstance(order, Begin) for order in now)
         if now:
             # Blocks that a request holds may be another's that are computed in this very step.
-            step = self._step = Step(self._mover.moment())
+            step = self._step = EngineStep(self._mover.moment())
             self._loop.call_soon_threadsafe(self._begin, now, step)
 
     @property
@@ -146,13 +146,13 @@ class WorkerSide:
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, orders: Sequence[Order], step: Step) -> None:
+    def _begin(self, orders: Sequence[Order], step: EngineStep) -> None:
         for order in orders:
             if isinstance(order, Load):
                 self._run(order.request, self._load(order, step), partial(self._loaded, order))
             elif isinstance(order, Restore):
                 self._run(order.request, self._restore(order, step.begun), partial(self._loaded, order))
-            elif isinstance(order, Store):
+            elif isinstance(order, StorePages):
                 self._run(order.request, self._store(order, step.begun), partial(self._stored, order))
             elif isinstance(order, Begin):
                 push = self._pushes[order.request] = Push(order, step.begun, received=not order.blocks)
@@ -214,19 +214,19 @@ class WorkerSide:
         """On the copying thread. However often the caller is cancelled, the copy is over when this is."""
         await complete(self._loop.run_in_executor(self._copier, work))
 
-    async def _to_blocks(self, pool: PoolPages, places: Places, after: Moment) -> None:
+    async def _to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         """What the engine had begun before `after` may still use the blocks."""
         await self._copy(partial(self._mover.to_blocks, pool, places, after))
         self.moved.loaded_bytes += len(places.blocks) * self._blocks.row_bytes
 
-    async def _to_pages(self, pool: PoolPages, places: Places, after: Moment) -> None:
+    async def _to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         """What the engine had begun before `after` computes the blocks."""
         await self._copy(partial(self._mover.to_pages, pool, places, after))
         self.moved.saved_bytes += len(places.blocks) * self._blocks.row_bytes
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    async def _load(self, order: Load, step: Step) -> int:
+    async def _load(self, order: Load, step: EngineStep) -> int:
         held = len(order.held_blocks) * self._blocks.block_tokens
         async with self._lease(order.request, order.name) as lease:
             client = lease.client
@@ -281,7 +281,7 @@ class WorkerSide:
             return (end - order.start) // self._blocks.block_tokens
         return 0
 
-    async def _store(self, order: Store, begun: Moment) -> None:
+    async def _store(self, order: StorePages, begun: Moment) -> None:
         async with self._lease(order.request, order.name) as lease:
             client, tokens = lease.client, order.prompt.tokens
             admitted = await client.admit(
@@ -324,7 +324,7 @@ class WorkerSide:
             return True
         return False
 
-    def _stored(self, order: Store, _: None) -> None:
+    def _stored(self, order: StorePages, _: None) -> None:
         self.reports.add_sent(order.request)
 
     def _pushed(self, push: Push, sent: bool | None) -> None:
@@ -393,9 +393,9 @@ class WorkerSide:
     # -- leases ----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _lease(self, request: str, name: RequestName) -> AsyncIterator[Lease]:
+    async def _lease(self, request: str, name: RequestName) -> AsyncIterator[DaemonRequest]:
         """One request at the daemon: its failure is logged and ends the block; what did not end well is aborted."""
-        lease = Lease(self._sessions.client)
+        lease = DaemonRequest(self._sessions.client)
         opened = True
         try:
             yield lease
@@ -421,5 +421,5 @@ class WorkerSide:
         task.add_done_callback(self._behind.discard)
 
 
-def _words(prompt: Prompt) -> dict[str, Any]:
+def _words(prompt: PromptPages) -> dict[str, Any]:
     return {"digests": prompt.digests, "tokens": prompt.tokens, "tail_digest": prompt.tail_digest}

@@ -74,7 +74,7 @@ class Moved:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class EngineStep:
     """One of the engine's, for the orders that came with it."""
 
     begun: Moment  # what the engine had begun before it
@@ -101,7 +101,7 @@ class Push:
     over: bool = False  # nothing touches its blocks any more
 
 
-class Lease:
+class DaemonRequest:
     """A request of ours at the daemon, from its first word to what ends it."""
 
     def __init__(self, client: DaemonClient | None) -> None:

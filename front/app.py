@@ -26,7 +26,7 @@ from kvferry.front.bodies import Bodies, BodyRefused
 from kvferry.front.errors import ApiError, internal, invalid, model_not_found, overloaded
 from kvferry.front.formats import ChatFormat, CompletionFormat, Format
 from kvferry.front.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList, parse_request
-from kvferry.front.service import Finished, FrontService, Opened, Piece
+from kvferry.front.service import Finished, FrontService, Piece, ReplyBegun
 from kvferry.front.stats import StatsReport
 from kvferry.front.text import Delta
 
@@ -141,18 +141,18 @@ class GenerationResponse(Response):
         async with aclosing(self.pieces):
             try:
                 first = await anext(self.pieces)
-                assert isinstance(first, Opened), f"the first piece of a generation is {first!r}"
+                assert isinstance(first, ReplyBegun), f"the first piece of a generation is {first!r}"
             except Exception as error:
                 await _error_response(_as_api_error(error))(scope, receive, send)
                 return
             await self.serve(first, scope, receive, send)
 
-    async def serve(self, opened: Opened, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, opened: ReplyBegun, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
 
 
 class WholeResponse(GenerationResponse):
-    async def serve(self, opened: Opened, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, opened: ReplyBegun, scope: Scope, receive: Receive, send: Send) -> None:
         texts: list[str] = []
         tokens: list[int] = []
         response = None
@@ -174,7 +174,7 @@ class WholeResponse(GenerationResponse):
 class StreamedResponse(GenerationResponse):
     """Server-sent events. A failure after the first token is an event of its own."""
 
-    async def serve(self, opened: Opened, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, opened: ReplyBegun, scope: Scope, receive: Receive, send: Send) -> None:
         head = Response(
             headers={**self.names, "cache-control": "no-cache", "x-accel-buffering": "no"},
             media_type="text/event-stream",

@@ -18,23 +18,23 @@ from kvferry.front.openai_types import (
     CompletionReply,
     CompletionRequest,
     PromptTokensDetails,
-    Transfer,
+    TransferReport,
     Usage,
 )
-from kvferry.front.service import Finished, Opened
+from kvferry.front.service import Finished, ReplyBegun
 from kvferry.front.text import Delta
 
 
 class Format(Protocol):
     """One request's bodies. Each method gives JSON texts without newlines."""
 
-    def opened(self, opened: Opened) -> list[str]: ...
+    def opened(self, opened: ReplyBegun) -> list[str]: ...
 
     def delta(self, delta: Delta) -> list[str]: ...
 
     def finished(self, finished: Finished) -> list[str]: ...
 
-    def whole(self, opened: Opened, text: str, tokens: list[int], finished: Finished) -> str: ...
+    def whole(self, opened: ReplyBegun, text: str, tokens: list[int], finished: Finished) -> str: ...
 
 
 def usage(finished: Finished) -> Usage:
@@ -59,9 +59,9 @@ class _Common:
         self._with_usage = request.include_usage
         self._with_ids = request.return_token_ids
 
-    def _transfer(self, finished: Finished) -> Transfer:
+    def _transfer(self, finished: Finished) -> TransferReport:
         started = finished.started
-        return Transfer(
+        return TransferReport(
             request_id=self._request_id,
             decode=finished.decode,
             prefill=finished.prefill,
@@ -83,7 +83,7 @@ class ChatFormat(_Common):
     def __init__(self, request: ChatRequest, request_id: bytes, created: int) -> None:
         super().__init__(request, request_id, created, "chatcmpl")
 
-    def opened(self, opened: Opened) -> list[str]:
+    def opened(self, opened: ReplyBegun) -> list[str]:
         self._model = opened.model
         chunk = self._chunk([self._choice(ChatDelta(role="assistant", content=""), None)])
         if self._with_ids:
@@ -110,7 +110,7 @@ class ChatFormat(_Common):
             chunks.append(_dump(total))
         return chunks
 
-    def whole(self, opened: Opened, text: str, tokens: list[int], finished: Finished) -> str:
+    def whole(self, opened: ReplyBegun, text: str, tokens: list[int], finished: Finished) -> str:
         message = ChatMessageReply(role="assistant", content=text, refusal=None)
         choice = ChatChoice(index=0, message=message, logprobs=None, finish_reason=finished.reason)
         reply = ChatReply(
@@ -144,7 +144,7 @@ class CompletionFormat(_Common):
         super().__init__(request, request_id, created, "cmpl")
         self._prompt_tokens: list[int] | None = None  # to be sent with the next chunk
 
-    def opened(self, opened: Opened) -> list[str]:
+    def opened(self, opened: ReplyBegun) -> list[str]:
         self._model = opened.model
         self._prompt_tokens = opened.prompt_tokens
         return []
@@ -168,7 +168,7 @@ class CompletionFormat(_Common):
             chunks.append(_dump(total))
         return chunks
 
-    def whole(self, opened: Opened, text: str, tokens: list[int], finished: Finished) -> str:
+    def whole(self, opened: ReplyBegun, text: str, tokens: list[int], finished: Finished) -> str:
         self.opened(opened)
         choice = self._choice(text, finished.reason)
         reply = self._chunk([choice])

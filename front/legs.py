@@ -25,7 +25,7 @@ _PREFILL_MAY_DIFFER = (429, 500, 503)  # another server may have room, or be wel
 _log = logging.getLogger(__name__)
 
 
-class Started(NamedTuple):
+class LegStarted(NamedTuple):
     matched_tokens: int
     delta_pages: int
     delta_bytes: int
@@ -37,15 +37,15 @@ class Generated(NamedTuple):
     tokens: list[int]
 
 
-class Paused(NamedTuple):
+class LegPaused(NamedTuple):
     """The decode server's daemon has taken the request's pages back; it goes on once it has pages again."""
 
 
-class Ended(NamedTuple):
+class LegEnded(NamedTuple):
     reason: str  # "stop" or "length"
 
 
-LegEvent = Started | Generated | Paused | Ended
+LegEvent = LegStarted | Generated | LegPaused | LegEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ async def _attempt(
                     span.event("ready")
                 ready = True
                 yield event
-                if isinstance(event, Ended):
+                if isinstance(event, LegEnded):
                     prefilling = None
     finally:
         decode.outstanding -= 1
@@ -211,7 +211,7 @@ async def _events(
         match kind:
             case "started":
                 started = reply.started
-                yield Started(
+                yield LegStarted(
                     started.matched_tokens,
                     started.delta_pages,
                     started.delta_bytes,
@@ -223,9 +223,9 @@ async def _events(
                 yield Generated(list(reply.generated.tokens))
             case "paused":
                 deadline = loop.time() + max(request.first_token_s + ANSWER_SLACK_S, request.next_token_s)
-                yield Paused()
+                yield LegPaused()
             case "ending":
-                yield Ended(reply.ending.reason)
+                yield LegEnded(reply.ending.reason)
                 return
             case other:
                 raise internal(f"{decode.label}: a DecodeReply of kind {other}")

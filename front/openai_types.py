@@ -232,7 +232,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-class Transfer(BaseModel):
+class TransferReport(BaseModel):
     """How a request was served: the object `kvferry`, sent when token ids are asked for."""
 
     request_id: str
@@ -253,7 +253,7 @@ class _Reply(BaseModel):
     created: int
     model: str
     prompt_token_ids: list[int] = Field(default_factory=list)
-    kvferry: Transfer | None = None
+    kvferry: TransferReport | None = None
 
 
 class ChatMessageReply(BaseModel):

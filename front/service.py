@@ -15,7 +15,7 @@ from kvferry.channels import ClientTls
 from kvferry.front.chat import ChatMessage, ChatTemplateError, Tokenizer
 from kvferry.front.engines import EngineLink, Engines, ServedModel
 from kvferry.front.errors import invalid, model_not_found, overloaded, unavailable
-from kvferry.front.legs import Generated, LegsRequest, Paused, Started, run_legs
+from kvferry.front.legs import Generated, LegPaused, LegsRequest, LegStarted, run_legs
 from kvferry.front.lookup import Lookups
 from kvferry.front.openai_types import ChatRequest, CompletionRequest
 from kvferry.front.reply_memory import ChatPrompt, ChatPrompts, ReplyMemory, SpliceCounts
@@ -57,7 +57,7 @@ class ServiceConfig:
     daemon_tls: ClientTls | None = None  # of look-ups
 
 
-class Opened(NamedTuple):
+class ReplyBegun(NamedTuple):
     """The first token is there."""
 
     model: str
@@ -69,13 +69,13 @@ class Finished(NamedTuple):
     rest: str  # the last of the text
     prompt_tokens: int
     output_tokens: int
-    started: Started
+    started: LegStarted
     decode: str
     prefill: str | None
     replies: SpliceCounts
 
 
-Piece = Opened | Delta | Finished
+Piece = ReplyBegun | Delta | Finished
 
 
 class Route(NamedTuple):
@@ -151,27 +151,27 @@ class FrontService:
         self.stats.prompt_tokens += len(prompt.tokens)
         self.stats.local_prefill += route.prefill is None
         reply = ReplyText(served.tokenizer, stop_tokens=stop_tokens, stops=request.stop)
-        started = Started(0, 0, 0, 0)
+        started = LegStarted(0, 0, 0, 0)
         reason = "stop"
         async with aclosing(run_legs(legs, route.decode, route.prefill, self._elsewhere)) as events:
             async for event in events:
-                if isinstance(event, Started):
+                if isinstance(event, LegStarted):
                     started = event
                     self._count_started(started)
                 elif isinstance(event, Generated):
                     if not reply.tokens:
-                        yield Opened(served.name, prompt.tokens)
+                        yield ReplyBegun(served.name, prompt.tokens)
                     delta = reply.feed(event.tokens)
                     self.stats.output_tokens += len(delta.tokens)
                     yield delta
                     if reply.stopped:
                         break
-                elif isinstance(event, Paused):
+                elif isinstance(event, LegPaused):
                     self.stats.paused += 1
                 else:
                     reason = event.reason
         if not reply.tokens:  # a server may end a reply before its first token
-            yield Opened(served.name, prompt.tokens)
+            yield ReplyBegun(served.name, prompt.tokens)
         rest = reply.finish()
         if isinstance(request, ChatRequest) and not request.kvferry_warmup:
             exact = reply.exact()
@@ -253,7 +253,7 @@ class FrontService:
         self.stats.tried_again += 1
         return others[choose_prefill([PrefillCandidate(link.outstanding, link.assigned) for link in others])]
 
-    def _count_started(self, started: Started) -> None:
+    def _count_started(self, started: LegStarted) -> None:
         self.stats.matched_tokens += started.matched_tokens
         self.stats.delta_pages += started.delta_pages
         self.stats.delta_bytes += started.delta_bytes

@@ -71,14 +71,14 @@ class _Legs(NamedTuple):
 
 
 @dataclass(slots=True)
-class Counts:
+class VllmCounts:
     requests: int = 0
     alone: int = 0  # went to decode only, since it cannot be split or no prefill server is up
     again: int = 0  # prefill failed before the first byte: decode was asked once more, alone
     refused: int = 0
 
 
-class Reply(NamedTuple):
+class DecodeAnswer(NamedTuple):
     """A decode server's answer, begun."""
 
     response: httpx.Response
@@ -86,7 +86,7 @@ class Reply(NamedTuple):
     rest: AsyncIterator[bytes]
 
 
-class PrefillFailed(Exception):
+class VllmPrefillFailed(Exception):
     """Its half will not come."""
 
 
@@ -94,7 +94,7 @@ class PrefillFailed(Exception):
 class VllmFront:
     config: VllmConfig
     clock: Callable[[], float] = time.monotonic
-    counts: Counts = field(default_factory=Counts)
+    counts: VllmCounts = field(default_factory=VllmCounts)
     running: int = 0
     prefill: list[Server] = field(init=False)
     decode: list[Server] = field(init=False)
@@ -137,7 +137,7 @@ class VllmFront:
 
     async def _both(
         self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs: _Legs, body: Body
-    ) -> Reply:
+    ) -> DecodeAnswer:
         """Decode's answer begun. Where prefill fails before, decode is asked once more, to do it alone."""
         request_id = secrets.token_bytes(REQUEST_ID_BYTES)
         half = asyncio.create_task(self._prefill(prefill, legs, body.for_prefill(request_id)), name="prefill half")
@@ -149,9 +149,9 @@ class VllmFront:
         try:
             await asyncio.wait({half, asking}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done() and half.exception() is not None:
-                raise PrefillFailed(str(half.exception()))
+                raise VllmPrefillFailed(str(half.exception()))
             reply = await asking
-        except PrefillFailed as error:
+        except VllmPrefillFailed as error:
             _log.warning("prefill server %s: %s; decode goes on alone", prefill.url, error)
             await _cancelled(asking)
             await inner.aclose()
@@ -175,19 +175,19 @@ class VllmFront:
         except httpx.TransportError as error:
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 server.down_until = self.clock() + DOWN_SECONDS
-            raise PrefillFailed(f"{type(error).__name__} {error}") from error
+            raise VllmPrefillFailed(f"{type(error).__name__} {error}") from error
         finally:
             server.running -= 1
         if (
             reply.status_code >= 400
         ):  # what is the client's fault decode refuses, too, and the client hears it from there
-            raise PrefillFailed(f"answered {reply.status_code}: {reply.text[:200]}")
+            raise VllmPrefillFailed(f"answered {reply.status_code}: {reply.text[:200]}")
         if not _was_sent(reply):
-            raise PrefillFailed("answered without kv_transfer_params: its pages are not sent")
+            raise VllmPrefillFailed("answered without kv_transfer_params: its pages are not sent")
 
     async def _begun(
         self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, fields: dict[str, object]
-    ) -> Reply:
+    ) -> DecodeAnswer:
         """With its first bytes: vLLM sends headers before it has anything to say."""
         reply = await self._ask(stack, server, legs, fields)
         try:
@@ -199,7 +199,7 @@ class VllmFront:
 
     async def _ask(
         self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, fields: dict[str, object]
-    ) -> Reply:
+    ) -> DecodeAnswer:
         server.running += 1
         stack.callback(_leave, server)
         span = stack.enter_context(tracing.span("decode leg", legs.traceparent, "client", server=server.url))
@@ -220,9 +220,9 @@ class VllmFront:
         except httpx.TransportError as error:
             raise Refusal(502, f"decode server {server.url}: {type(error).__name__} {error}") from error
         stack.push_async_callback(response.aclose)
-        return Reply(response, b"", response.aiter_raw())
+        return DecodeAnswer(response, b"", response.aiter_raw())
 
-    async def _stream(self, reply: Reply) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, reply: DecodeAnswer) -> AsyncGenerator[bytes, None]:
         if reply.first:
             yield reply.first
         while True:

@@ -29,7 +29,7 @@ class ReplyError(Exception):
     """The reply cannot be carried into the next turn."""
 
 
-class ChatMessage(TypedDict):
+class DialogueMessage(TypedDict):
     role: str
     content: str
 
@@ -76,7 +76,7 @@ class ChatDialogue:
     def __init__(self, script: TextScript, generation: Generation) -> None:
         self._script = script
         self._generation = generation
-        self._messages: list[ChatMessage] = [{"role": "system", "content": script.system}] if script.system else []
+        self._messages: list[DialogueMessage] = [{"role": "system", "content": script.system}] if script.system else []
 
     @property
     def turns(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from kvferry.loadgen.report import Distribution, Report
+from kvferry.loadgen.report import Report, Summary
 from kvferry.loadgen.runner import TurnRecord
 
 MAX_REPORT_BYTES = 64 << 20
@@ -39,13 +39,13 @@ def write_json(report: Report, path: Path) -> None:
 
 def write_csv(report: Report, path: Path) -> None:
     """A row a distribution, then the totals in the column `mean`."""
-    columns = [field.name for field in fields(Distribution)]
+    columns = [field.name for field in fields(Summary)]
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["what", *columns])
         for field in fields(Report):
             value = getattr(report, field.name)
-            if isinstance(value, Distribution):
+            if isinstance(value, Summary):
                 rows.writerow([field.name, *(getattr(value, column) for column in columns)])
             elif isinstance(value, (int, float)):
                 rows.writerow([field.name, "", value])

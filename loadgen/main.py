@@ -34,7 +34,7 @@ from kvferry.loadgen.dialogue import ChatDialogue, Dialogue, Generation, TokenDi
 from kvferry.loadgen.files import FileError, read_report, write_csv, write_json, write_requests
 from kvferry.loadgen.plots import plots_missing, write_plots
 from kvferry.loadgen.progress import Live
-from kvferry.loadgen.report import Report, Setup, make_report
+from kvferry.loadgen.report import Report, RunSetup, make_report
 from kvferry.loadgen.runner import Closed, Conversation, Open, RunRecord
 from kvferry.loadgen.runner import run as run_conversations
 from kvferry.loadgen.scripts import Workload, WorkloadError
@@ -100,7 +100,7 @@ async def _run(args: argparse.Namespace) -> Measured:
             )
         counts, missing = await _counted(before, args.stats, tls)
     told = loop_name(args, loop) + (", PARTIAL: stopped by a signal" if record.stopped else "")
-    setup = Setup(args.url, args.model or model.name, workload.name, told, args.seed, began, warm_up)
+    setup = RunSetup(args.url, args.model or model.name, workload.name, told, args.seed, began, warm_up)
     report = make_report(record, counts, setup=setup, target=args.goodput, daemons_missing=missing)
     return Measured(report, record)
 

@@ -16,7 +16,7 @@ MAX_ERRORS = 20  # kinds of errors that are listed
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class Summary:
     """Of no values: zeros."""
 
     count: int
@@ -62,7 +62,7 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class RunSetup:
     """What was run."""
 
     url: str
@@ -76,7 +76,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    setup: Setup | None
+    setup: RunSetup | None
     duration_s: float
     requests: int  # sent
     failed: int
@@ -87,15 +87,15 @@ class Report:
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int  # matched, by the replies' usage
-    ttft_ms: Distribution
-    inter_token_ms: Distribution  # between parts of a reply
-    token_ms: Distribution  # of each request, the mean time of an output token behind the first
-    latency_ms: Distribution
-    late_ms: Distribution  # from the intended start to the sending, included in the latencies
-    input_tokens: Distribution
-    output_tokens_each: Distribution
-    turns: Distribution  # answered, of a conversation
-    ttft_by_turn_ms: tuple[Distribution, ...]
+    ttft_ms: Summary
+    inter_token_ms: Summary  # between parts of a reply
+    token_ms: Summary  # of each request, the mean time of an output token behind the first
+    latency_ms: Summary
+    late_ms: Summary  # from the intended start to the sending, included in the latencies
+    input_tokens: Summary
+    output_tokens_each: Summary
+    turns: Summary  # answered, of a conversation
+    ttft_by_turn_ms: tuple[Summary, ...]
     goodput: Goodput | None
     daemons: DaemonCounts | None  # None: not asked, or `daemons_missing`
     errors: tuple[ErrorCount, ...]
@@ -109,22 +109,22 @@ class Report:
         return json.dumps(asdict(self), indent=2)
 
 
-def distribution(values: Iterable[float], scale: float = 1000.0) -> Distribution:
+def distribution(values: Iterable[float], scale: float = 1000.0) -> Summary:
     """Times `scale`; by default of seconds in milliseconds."""
     array = np.fromiter(values, dtype=np.float64) * scale
     if not len(array):
-        return Distribution(0, *(0.0,) * 9)
+        return Summary(0, *(0.0,) * 9)
     p25, p50, p75, p90, p99 = (float(p) for p in np.percentile(array, (25, 50, 75, 90, 99)))
     std = float(array.std(ddof=1)) if len(array) > 1 else 0.0
     low, high = float(array.min()), float(array.max())
-    return Distribution(len(array), float(array.mean()), std, low, p25, p50, p75, p90, p99, high)
+    return Summary(len(array), float(array.mean()), std, low, p25, p50, p75, p90, p99, high)
 
 
 def make_report(
     record: RunRecord,
     daemons: DaemonCounts | None,
     *,
-    setup: Setup | None = None,
+    setup: RunSetup | None = None,
     target: Target | None = None,
     daemons_missing: str | None = None,
 ) -> Report:
@@ -160,7 +160,7 @@ def make_report(
     )
 
 
-def _by_turn(good: Sequence[TurnRecord]) -> tuple[Distribution, ...]:
+def _by_turn(good: Sequence[TurnRecord]) -> tuple[Summary, ...]:
     turns = 1 + max((turn.turn for turn in good), default=-1)
     firsts: list[list[float]] = [[] for _ in range(turns)]
     for turn in good:

@@ -10,9 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.loadgen.report import Distribution, Report
+from kvferry.loadgen.report import Report, Summary
 
-COLUMNS = tuple(field.name for field in fields(Distribution))
+COLUMNS = tuple(field.name for field in fields(Summary))
 MAX_TURNS = 32  # rows of turns
 WIDTH = 118  # of the table of times, at least
 
@@ -24,7 +24,7 @@ def console() -> Console:
 
 class Row(NamedTuple):
     name: str
-    values: Distribution
+    values: Summary
 
 
 class Total(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry import tracing
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.peers.traces import RequestTraces
@@ -152,7 +152,7 @@ async def used_again(role: str, incarnation: bytes) -> None:
     """A request that runs; its name is used once more, for what is refused before the core sees it."""
     config = DaemonConfig.model_validate({"role": role, "peers": {"p": "127.0.0.1:1"} if role == "decode" else {}})
     side: Any = (DecodeSide if role == "decode" else PrefillSide)(config, incarnation, time.monotonic)
-    store = Store(8, config.page_size)
+    store = Cache(8, config.page_size)
     side.core = (
         DecodeCore(store, DecodeLimits(config.max_tokens, 64, 30.0, 8)) if role == "decode" else side.make_core(store)
     )

@@ -31,13 +31,13 @@ from kvferry.workers.room import Room
 _log = logging.getLogger(__name__)
 
 
-class Started(NamedTuple):
+class DecodeStarted(NamedTuple):
     matched_tokens: int
     host_tokens: int  # of the matched ones
     ready: Ready
 
 
-class Paused(NamedTuple):
+class DecodePaused(NamedTuple):
     """The request was retracted and waits for pages again."""
 
 
@@ -46,7 +46,7 @@ class Ending(NamedTuple):
     output_tokens: int
 
 
-Reply = Started | int | Paused | Ending  # int: an output token
+Reply = DecodeStarted | int | DecodePaused | Ending  # int: an output token
 Emit = Callable[[Reply], None]
 
 
@@ -103,7 +103,7 @@ class DecodeWorker:
             if generated == order.max_new_tokens:
                 return Ending("length", generated)
             _log.info("request %s was retracted after %d tokens of output", order.name, generated)
-            emit(Paused())
+            emit(DecodePaused())
             stay = stay._replace(
                 prompt=stay.prompt.extended(output, self._client.geometry.page_size),
                 max_new_tokens=order.max_new_tokens - generated,
@@ -142,7 +142,7 @@ class DecodeWorker:
         try:
             await self._thread.run(sequence.resume, readable)
             if prompt is asked:
-                emit(Started(admitted.matched_tokens, admitted.host_tokens, ready))
+                emit(DecodeStarted(admitted.matched_tokens, admitted.host_tokens, ready))
             token = await self._first_token(order, sequence, ready, readable)
             room = Room(client, order, sequence, len(admitted.pages))
             with contextlib.suppress(Retracted):

@@ -14,7 +14,7 @@ from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
 from kvferry.proto.limits import ERROR_METADATA
 from kvferry.radix.prompt_cache import PromptCache
-from kvferry.workers.decode import DecodeWorker, Ending, Paused, Reply, Started
+from kvferry.workers.decode import DecodePaused, DecodeStarted, DecodeWorker, Ending, Reply
 from kvferry.workers.jobs import Jobs
 from kvferry.workers.orders import Bounds, DecodeOrder, PrefillOrder, decode_order, prefill_order
 from kvferry.workers.prefill import PrefillWorker
@@ -145,9 +145,9 @@ async def _forward(replies: asyncio.Queue[Reply | None], context: DecodeContext,
                 tokens = []
             if reply is None:
                 ended = True
-            elif isinstance(reply, Started):
+            elif isinstance(reply, DecodeStarted):
                 await context.write(engine_pb2.DecodeReply(started=_started(reply)))
-            elif isinstance(reply, Paused):
+            elif isinstance(reply, DecodePaused):
                 await context.write(engine_pb2.DecodeReply(paused=engine_pb2.Paused()))
             else:
                 await context.write(engine_pb2.DecodeReply(ending=_ending(reply)))
@@ -155,7 +155,7 @@ async def _forward(replies: asyncio.Queue[Reply | None], context: DecodeContext,
             await context.write(engine_pb2.DecodeReply(generated=engine_pb2.Generated(tokens=tokens)))
 
 
-def _started(reply: Started) -> engine_pb2.Started:
+def _started(reply: DecodeStarted) -> engine_pb2.Started:
     return engine_pb2.Started(
         matched_tokens=reply.matched_tokens,
         delta_pages=reply.ready.delta_pages,

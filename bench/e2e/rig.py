@@ -17,7 +17,7 @@ from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.stats import fetch
 from kvferry.daemon.cli.system import SystemSpec, start_system
 from kvferry.loadgen.files import read_report
-from kvferry.loadgen.report import Distribution, Goodput, Report
+from kvferry.loadgen.report import Goodput, Report, Summary
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
 
@@ -167,7 +167,7 @@ def in_model_time(report: Report, clock: float) -> Report:
         value = getattr(report, entry.name)
         if entry.name.endswith("_per_s"):
             changes[entry.name] = value / clock
-        elif entry.name.endswith("_ms") and isinstance(value, Distribution):
+        elif entry.name.endswith("_ms") and isinstance(value, Summary):
             changes[entry.name] = _scaled(value, clock)
     changes["ttft_by_turn_ms"] = tuple(_scaled(turn, clock) for turn in report.ttft_by_turn_ms)
     if report.goodput is not None:
@@ -176,9 +176,9 @@ def in_model_time(report: Report, clock: float) -> Report:
     return replace(report, **changes)  # type: ignore[arg-type]
 
 
-def _scaled(values: Distribution, factor: float) -> Distribution:
-    scaled = (getattr(values, entry.name) * factor for entry in fields(Distribution)[1:])
-    return Distribution(values.count, *scaled)
+def _scaled(values: Summary, factor: float) -> Summary:
+    scaled = (getattr(values, entry.name) * factor for entry in fields(Summary)[1:])
+    return Summary(values.count, *scaled)
 
 
 def _stats(replicas: Iterable[object]) -> list[str]:

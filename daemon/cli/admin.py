@@ -37,7 +37,7 @@ class UsageError(Exception):
     """A flag that cannot be, or nobody to ask."""
 
 
-class Refused(Exception):
+class AdminRefused(Exception):
     """The daemon says no."""
 
 
@@ -66,10 +66,10 @@ class Command:
                 except grpc.RpcError as error:
                     if error.code() in _NOBODY:
                         raise UsageError(f"no daemon answers at {socket}: {error.details()}") from error
-                    raise Refused(f"{error.code().name}: {error.details()}") from error
-        except (UsageError, NoDaemon, Refused) as error:
+                    raise AdminRefused(f"{error.code().name}: {error.details()}") from error
+        except (UsageError, NoDaemon, AdminRefused) as error:
             print(f"kvferry {self.name}: {error}", file=sys.stderr)
-            return 1 if isinstance(error, Refused) else 2
+            return 1 if isinstance(error, AdminRefused) else 2
         except KeyboardInterrupt:
             return 130
         return 0
@@ -197,7 +197,7 @@ def _unpin(args: argparse.Namespace, channel: grpc.Channel) -> None:
     request = admin.UnpinRequest(role=_role(args), pin=number)
     reply: admin.UnpinReply = AdminStub(channel).Unpin(request, timeout=TIMEOUT_SECONDS)
     if number and not reply.unpinned:
-        raise Refused(f"there is no pin {number}")
+        raise AdminRefused(f"there is no pin {number}")
     print(f"ended {reply.unpinned} {'pin' if reply.unpinned == 1 else 'pins'}")
 
 
@@ -296,7 +296,7 @@ def _found(args: argparse.Namespace, channel: grpc.Channel) -> tuple[bytes, cach
         if namespace.namespace_id.hex().startswith(prefix)
     }
     if not ids:
-        raise Refused(f"the daemon has no namespace {prefix}".rstrip())
+        raise AdminRefused(f"the daemon has no namespace {prefix}".rstrip())
     if len(ids) > 1:
         names = ", ".join(sorted(found.hex()[:16] for found in ids))
         raise UsageError(f"--namespace {prefix or 'must be given'}: the daemon has {names}".replace("  ", " "))

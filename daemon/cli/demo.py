@@ -46,7 +46,7 @@ class DemoError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """Of one run of the load."""
 
     requests: int
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _run_once(args: argparse.Namespace, reuse: str, console: Console) -> Outcome:
+def _run_once(args: argparse.Namespace, reuse: str, console: Console) -> RunOutcome:
     model = _model(args, console)
     with tempfile.TemporaryDirectory(prefix=".kvferry-demo-", dir=_shared_memory()) as folder:
         outcome = _run_in(folder, model, args, reuse, console)
@@ -137,7 +137,7 @@ def _run_once(args: argparse.Namespace, reuse: str, console: Console) -> Outcome
     return outcome
 
 
-def _run_in(folder: str, model: str, args: argparse.Namespace, reuse: str, console: Console) -> Outcome:
+def _run_in(folder: str, model: str, args: argparse.Namespace, reuse: str, console: Console) -> RunOutcome:
     """With the daemons' shared memory in `folder`."""
     both = ["--shm-dir", folder, "--host-bytes", args.host_bytes]
     prefill_device, decode_device = _devices(args)
@@ -204,7 +204,7 @@ def _devices(args: argparse.Namespace) -> tuple[str, str]:
     return f"cuda:{found[0]}", f"cuda:{found[-1]}"
 
 
-def _load(args: argparse.Namespace, system: System, console: Console) -> Outcome:
+def _load(args: argparse.Namespace, system: System, console: Console) -> RunOutcome:
     words = ["loadgen", "--url", system.url, "--format", "json", "--seed", str(args.seed)]
     words += ["--conversations", str(args.conversations), "--turns", str(args.turns), "--concurrency", "2"]
     words += ["--max-tokens", str(args.max_tokens), "--user-words", str(args.user_words), "--system-words", "40"]
@@ -217,7 +217,7 @@ def _load(args: argparse.Namespace, system: System, console: Console) -> Outcome
     if load.returncode != 0:
         raise DemoError(f"the load ended with {load.returncode}: {said[-2000:]}")
     report = json.loads(said)
-    return Outcome(
+    return RunOutcome(
         requests=report["requests"],
         seconds=report["duration_s"],
         ttft_ms=report["ttft_ms"]["mean"],
@@ -279,7 +279,7 @@ def _printable(text: str) -> str:
     return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 3] + "..."
 
 
-def _problems(outcomes: dict[str, Outcome]) -> list[str]:
+def _problems(outcomes: dict[str, RunOutcome]) -> list[str]:
     problems: list[str] = []
     for reuse, outcome in outcomes.items():
         pool = outcome.end.pool
@@ -295,7 +295,7 @@ def _problems(outcomes: dict[str, Outcome]) -> list[str]:
     return problems
 
 
-def _table(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> Table:
+def _table(args: argparse.Namespace, outcomes: dict[str, RunOutcome]) -> Table:
     off, on = outcomes["off"], outcomes["on"]
     table = Table(title=f"{args.conversations} conversations x {args.turns} turns", title_justify="left")
     for column in ("", "reuse off", "reuse on", "off / on"):

@@ -1,5 +1,5 @@
 """One role's pages: a device pool, perhaps a host pool under it, and a radix tree for every namespace over both. Core:
-no I/O; copies between the tiers are given out as `Started` and their ends told by `copy_ended`.
+no I/O; copies between the tiers are given out as `CopyStarted` and their ends told by `copy_ended`.
 
 Device pages are had by `take`: free ones at once; else leaves are evicted, in the policy's order over all namespaces
 whose quota allows it. A leaf that must be spilled first gives its pages when its copy ends: `take` then answers None
@@ -26,7 +26,7 @@ MAX_COPIES = 64  # to the host, under way at once; more pages wait
 
 
 @dataclass(frozen=True, slots=True)
-class StoreLimits:
+class CacheLimits:
     policy: str = "lru"
     evict_output_first: bool = False
     write_through_hits: int = 0  # 0: write-back only
@@ -37,7 +37,7 @@ class StoreLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class CopyStarted:
     """A copy that the shell is to carry out. `number` names it in `copy_ended`."""
 
     number: int
@@ -46,7 +46,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CopyEnded:
     """What the end of a copy changed. Device page ids."""
 
     namespace: Namespace
@@ -65,12 +65,12 @@ class FlushCount:
     skipped: int
 
 
-class Store:
+class Cache:
     """`pages` device pages of `page_size` tokens; `host_pages` 0: no host tier."""
 
-    def __init__(self, pages: int, page_size: int, *, host_pages: int = 0, limits: StoreLimits | None = None) -> None:
+    def __init__(self, pages: int, page_size: int, *, host_pages: int = 0, limits: CacheLimits | None = None) -> None:
         self.page_size = page_size
-        self.limits = limits if limits is not None else StoreLimits()
+        self.limits = limits if limits is not None else CacheLimits()
         self.pool = PagePool(pages)
         self.host = PagePool(host_pages, "host") if host_pages else None
         self.clock = Clock()  # one for all trees, so that their eviction keys compare
@@ -84,7 +84,7 @@ class Store:
         self._unclean: list[int] = []
         self._policy = Policy(self.limits.policy, self.limits.evict_output_first)
         self._released: list[int] = []
-        self._started: list[Started] = []
+        self._started: list[CopyStarted] = []
         self._copies: dict[int, tuple[Namespace, Copy]] = {}
         self._next_copy = 1
 
@@ -305,11 +305,11 @@ class Store:
 
     # -- copies --------------------------------------------------------------------------------------------------
 
-    def take_started(self) -> list[Started]:
+    def take_started(self) -> list[CopyStarted]:
         started, self._started = self._started, []
         return started
 
-    def copy_ended(self, number: int, failed: Iterable[int], mismatched: int, seconds: float) -> Ended:
+    def copy_ended(self, number: int, failed: Iterable[int], mismatched: int, seconds: float) -> CopyEnded:
         """`failed`: device ids of pages whose bytes are not right; `mismatched`: how many of them by checksum."""
         namespace, copy = self._copies.pop(number)
         bad = list(failed)
@@ -331,7 +331,7 @@ class Store:
         self.evicted += len(result.freed)
         namespace.evicted += len(result.freed)
         namespace.arrivals += bool(result.readable)
-        return Ended(namespace, copy.kind, result.readable, result.lost, result.removed)
+        return CopyEnded(namespace, copy.kind, result.readable, result.lost, result.removed)
 
     def write_through(self) -> None:
         """Starts copies of nodes that were hit often enough, into free host pages only."""
@@ -357,7 +357,7 @@ class Store:
                 self.events.name_device(namespace.id, copy.device, copy.digests)
             else:
                 self.events.name_host(namespace.id, copy.host, copy.digests)
-        self._started.append(Started(number, namespace.id, copy))
+        self._started.append(CopyStarted(number, namespace.id, copy))
 
     # -- eviction ------------------------------------------------------------------------------------------------
 

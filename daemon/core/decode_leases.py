@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvferry.daemon.core.admission_queue import OVERTAKES
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies, RequestCounters, TransferCounters, reason_of
 from kvferry.daemon.core.decode_scheduler import Supply
 from kvferry.daemon.core.effects import Effect, SendDone, ToWorker, tier_effects, zero_effects
@@ -42,7 +42,7 @@ class DecodeLimits:
 
 
 class DecodeRequests:
-    def __init__(self, store: Store, limits: DecodeLimits) -> None:
+    def __init__(self, store: Cache, limits: DecodeLimits) -> None:
         self.store = store
         self.limits = limits
         self.counters = RequestCounters()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.lease import Lease, LeaseState
 from kvferry.daemon.core.limits import pages_for
 from kvferry.daemon.core.namespaces import Namespace, quota_states
@@ -36,7 +36,7 @@ class Growth:
 
 
 class Supply:
-    def __init__(self, store: Store, holds: Holds, overtakes: int, events: SupplyEvents) -> None:
+    def __init__(self, store: Cache, holds: Holds, overtakes: int, events: SupplyEvents) -> None:
         self.queue: AdmissionQueue[Lease] = AdmissionQueue(overtakes, partial(quota_states, store.namespaces.values()))
         self.reserved: deque[Lease] = deque()
         self.growing: deque[Growth] = deque()

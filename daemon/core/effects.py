@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvferry.daemon.core.cache import Started, Store
+from kvferry.daemon.core.cache import Cache, CopyStarted
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import peer_pb2 as peer
@@ -121,7 +121,7 @@ class ForgetRows:
 class StartCopy:
     """Move pages between the tiers. `copy_ended` must follow."""
 
-    started: Started
+    started: CopyStarted
 
 
 Effect: TypeAlias = (
@@ -141,13 +141,13 @@ Effect: TypeAlias = (
 )
 
 
-def zero_effects(store: Store) -> list[Effect]:
+def zero_effects(store: Cache) -> list[Effect]:
     """What comes before all other effects of the step that took the pages."""
     unclean = store.take_unclean()
     return [ZeroPages(unclean)] if unclean else []
 
 
-def tier_effects(store: Store) -> list[Effect]:
+def tier_effects(store: Cache) -> list[Effect]:
     """What the store has begun since the last time."""
     effects: list[Effect] = []
     if forgotten := store.take_forgotten():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import RequestCounters, TransferCounters
 from kvferry.daemon.core.effects import Effect
 from kvferry.daemon.core.pins import Pins
@@ -14,7 +14,7 @@ from kvferry.daemon.core.pins import Pins
 class Core(Protocol):
     """What both roles' state machines have."""
 
-    store: Store
+    store: Cache
     counters: RequestCounters
     pins: Pins
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import exhausted, not_found
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.digests import DIGEST_BYTES
@@ -37,7 +37,7 @@ class Unlocking(Protocol):
 
 
 class Pins:
-    def __init__(self, store: Store, holds: Unlocking) -> None:
+    def __init__(self, store: Cache, holds: Unlocking) -> None:
         self._store = store
         self._holds = holds
         self._pins: dict[int, Pin] = {}

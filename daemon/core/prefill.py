@@ -25,7 +25,7 @@ from kvferry.daemon.core.errors import (
 )
 from kvferry.daemon.core.limits import Name, pages_for
 from kvferry.daemon.core.prefill_entries import PrefillLimits, PrefillRequests
-from kvferry.daemon.core.prefill_entry import Prompt
+from kvferry.daemon.core.prefill_entry import BegunPrompt
 from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
@@ -67,7 +67,7 @@ class PrefillCore(PrefillRequests):
             readable_only=True,
             overcommit=1.0,
         )
-        entry.prompt = Prompt(worker, hold, request.digests, request.tokens, request.tail_digest, keep)
+        entry.prompt = BegunPrompt(worker, hold, request.digests, request.tokens, request.tail_digest, keep)
         self._supply.add(entry)
         self._check_asks(entry)
         self._pump(now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.daemon.core.admission_queue import OVERTAKES
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import RequestCounters, TransferCounters, reason_of
 from kvferry.daemon.core.effects import (
     Effect,
@@ -31,7 +31,7 @@ from kvferry.daemon.core.errors import (
 )
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
 from kvferry.daemon.core.pins import Pins
-from kvferry.daemon.core.prefill_entry import Entry, Prompt
+from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry
 from kvferry.daemon.core.prefill_scheduler import PrefillSupply
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
@@ -49,7 +49,7 @@ class PrefillLimits:
 
 
 class PrefillRequests:
-    def __init__(self, store: Store, limits: PrefillLimits) -> None:
+    def __init__(self, store: Cache, limits: PrefillLimits) -> None:
         self.store = store
         self.limits = limits
         self.counters = RequestCounters()
@@ -158,7 +158,7 @@ class PrefillRequests:
         self._effects.append(ToWorker(prompt.worker, wire.WorkerEvent(begun=begun)))
         self._open_asks(entry)
 
-    def _publish(self, prompt: Prompt, full: int) -> None:
+    def _publish(self, prompt: BegunPrompt, full: int) -> None:
         """Computed full pages enter the tree. Where another request was first, its page wins and ours stays private
         until the end. Its pages are locked then, too: while they are promised to others, ours wait.
         """
@@ -362,10 +362,10 @@ class PrefillRequests:
             return None
         return exhausted(f"{len(self.entries)} requests are in the rendezvous table; the bound is {self.limits.table}")
 
-    def _of_worker(self, worker: int) -> list[tuple[Entry, Prompt]]:
+    def _of_worker(self, worker: int) -> list[tuple[Entry, BegunPrompt]]:
         return [(e, e.prompt) for e in self.entries.values() if e.prompt is not None and e.prompt.worker == worker]
 
-    def _prompt_of(self, worker: int, name: Name) -> tuple[Entry, Prompt]:
+    def _prompt_of(self, worker: int, name: Name) -> tuple[Entry, BegunPrompt]:
         entry = self.entries.get(name)
         if entry is None or entry.prompt is None:
             raise precondition(f"name {name} is not a running request")

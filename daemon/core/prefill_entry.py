@@ -12,7 +12,7 @@ UNASKED = 1 << 16  # added to the priority of what nobody asked for: it goes beh
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class BegunPrompt:
     """The worker's half: its Begin and, once admitted, its pages."""
 
     worker: int
@@ -50,7 +50,7 @@ class Entry:
     deadline: float
     arrived_at: float
     order: int
-    prompt: Prompt | None = None
+    prompt: BegunPrompt | None = None
     session: int | None = None  # of the decode daemon that asked
     asks: list[peer.Ask] = field(default_factory=list)  # waiting for the prompt to begin; of no pages: for its end
     sends: set[int] = field(default_factory=set)  # transfers open or ending

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue, StateOf
-from kvferry.daemon.core.cache import Ended, Store
+from kvferry.daemon.core.cache import Cache, CopyEnded
 from kvferry.daemon.core.namespaces import Namespace, quota_states
-from kvferry.daemon.core.prefill_entry import Entry, Prompt
+from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.radix.pool import PageState
@@ -25,7 +25,7 @@ from kvferry.radix.pool import PageState
 class PrefillSupply:
     """`on_begun`: every page of the prompt is there, and its matched ones are readable."""
 
-    def __init__(self, store: Store, overtakes: int, on_begun: Callable[[Entry], None]) -> None:
+    def __init__(self, store: Cache, overtakes: int, on_begun: Callable[[Entry], None]) -> None:
         self.queue: AdmissionQueue[Entry] = AdmissionQueue(overtakes, self._states)
         self._arrivals: Arrivals[Entry] = Arrivals()
         self.holds = Holds(store, self._arrivals)
@@ -110,7 +110,7 @@ class PrefillSupply:
             self.add(entry)
         self._returned.clear()
 
-    def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> Ended:
+    def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> CopyEnded:
         ended = self._store.copy_ended(number, failed, mismatched, seconds)
         waiters = self._arrivals.arrived(ended.readable)
         _, stranded = self._arrivals.lost(ended.lost)
@@ -160,7 +160,7 @@ class PrefillSupply:
         quotas = quota_states(self._store.namespaces.values())
         return lambda namespace: (quotas(namespace), self.unasked_pages, self._unasked[cast(Namespace, namespace).id])
 
-    def _reserve_unasked(self, prompt: Prompt) -> Admission:
+    def _reserve_unasked(self, prompt: BegunPrompt) -> Admission:
         """What was asked for was looked at before it in this step: it goes first."""
         namespace, wanted = prompt.hold.namespace, prompt.hold.wanted
         if self._asked_short or self.unasked_pages + wanted > self.most_unasked():
@@ -190,7 +190,7 @@ class PrefillSupply:
             self._return(entry)
             self._returned.append(entry)
 
-    def _claimed(self, entry: Entry, prompt: Prompt, fresh: list[int]) -> None:
+    def _claimed(self, entry: Entry, prompt: BegunPrompt, fresh: list[int]) -> None:
         prompt.private = fresh
         path = prompt.pages[: prompt.hold.matched]
         assert PageState.ARRIVING not in self._store.pool.states(path), "a matched page was never written"
@@ -215,6 +215,6 @@ class PrefillSupply:
         prompt.private = []
         self._count_asked(prompt)
 
-    def _count_asked(self, prompt: Prompt) -> None:
+    def _count_asked(self, prompt: BegunPrompt) -> None:
         self._unasked[prompt.namespace_id] -= prompt.unasked
         prompt.unasked = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.daemon.core.admission_queue import Admission
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
@@ -58,7 +58,7 @@ class Abandoned(Protocol):
 
 
 class Holds:
-    def __init__(self, store: Store, arriving: Abandoned) -> None:
+    def __init__(self, store: Cache, arriving: Abandoned) -> None:
         self._store = store
         self._arriving = arriving
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import MAX_NAMESPACES, Started, Store, StoreLimits
+from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache, CacheLimits, CopyStarted
 from kvferry.daemon.core.namespaces import Quota
 from kvferry.daemon.memory.copy_threads import CopyThreads
 from kvferry.daemon.memory.interface import PoolMemory
@@ -80,7 +80,7 @@ class HostTier:
     def unverified(self) -> int:
         return len(self._unverified)
 
-    def recover(self, store: Store, first: bytes, max_namespaces: int) -> Recovered | None:
+    def recover(self, store: Cache, first: bytes, max_namespaces: int) -> Recovered | None:
         """Puts what the file holds into the trees of their namespaces: that of `first`, then those written last; what
         is of more than `max_namespaces` is discarded.
         """
@@ -116,7 +116,7 @@ class HostTier:
         if self._file is not None:
             self._file.clear(rows)
 
-    def start(self, started: Started, done: CopyDone) -> None:
+    def start(self, started: CopyStarted, done: CopyDone) -> None:
         copy = started.copy
         device, host = np.asarray(copy.device, np.int64), np.asarray(copy.host, np.int64)
         restore = copy.kind == RESTORE
@@ -177,7 +177,7 @@ class HostTier:
         self.detach()
         self._rows.close()
 
-    def _outcome(self, started: Started, rows: NDArray[np.int64], result: asyncio.Future[_Outcome]) -> _Outcome:
+    def _outcome(self, started: CopyStarted, rows: NDArray[np.int64], result: asyncio.Future[_Outcome]) -> _Outcome:
         """Whatever went wrong with a copy, it has ended, and none of its pages is right."""
         try:
             outcome = result.result()
@@ -218,7 +218,7 @@ class HostTier:
         if not self._checksums and not outcome.failed:
             self._verify[list(rows)] = False  # once is enough
 
-    def _spilled(self, started: Started, rows: NDArray[np.int64], outcome: _Outcome) -> None:
+    def _spilled(self, started: CopyStarted, rows: NDArray[np.int64], outcome: _Outcome) -> None:
         copy = started.copy
         self._verify[rows] = outcome.sums is not None and self._checksums
         if outcome.sums is None:
@@ -230,7 +230,7 @@ class HostTier:
 
 
 def open_tier(
-    config: DaemonConfig, role: str, incarnation: bytes, facts: NamespaceFacts, memory: PoolMemory, store: Store
+    config: DaemonConfig, role: str, incarnation: bytes, facts: NamespaceFacts, memory: PoolMemory, store: Cache
 ) -> HostTier:
     """The memory of the store's host pool, and in the trees what its file holds. OSError, ValueError."""
     shape = memory.shape
@@ -263,8 +263,8 @@ def open_tier(
     return tier
 
 
-def store_limits(config: DaemonConfig) -> StoreLimits:
-    return StoreLimits(
+def store_limits(config: DaemonConfig) -> CacheLimits:
+    return CacheLimits(
         policy=config.policy,
         evict_output_first=config.evict_output_first,
         write_through_hits=config.write_through_hits,

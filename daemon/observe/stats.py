@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 
 import kvferry
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import BOUNDS, Histogram
 from kvferry.daemon.observe.health import HealthWatch
 from kvferry.daemon.observe.rpc_times import RpcTimes
@@ -191,14 +191,14 @@ def load_of(side: AnySide) -> tuple[int, int]:
     return 0, 0
 
 
-def _device(store: Store, page_bytes: int, stats: cache.PoolStats) -> None:
+def _device(store: Cache, page_bytes: int, stats: cache.PoolStats) -> None:
     _pages(store.pool, page_bytes, stats)
     stats.evictable, stats.promised = store.evictable, store.promised
     stats.locks, stats.tree_nodes = store.locks, store.nodes
     stats.evicted, stats.zeroed = store.evicted, store.zeroed
 
 
-def _host(store: Store, page_bytes: int, stats: cache.PoolStats) -> None:
+def _host(store: Cache, page_bytes: int, stats: cache.PoolStats) -> None:
     """Zeros where there is none. Locks and nodes are those of the trees: the device pool's statistics have them."""
     stats.SetInParent()
     if store.host is not None:
@@ -216,7 +216,7 @@ def _pages(pool: PagePool, page_bytes: int, stats: cache.PoolStats) -> None:
 
 
 def _tiers(side: AnySide, stats: cache.TierStats) -> None:
-    store: Store = side.store
+    store: Cache = side.store
     tiers = store.tiers
     stats.spilled_pages, stats.restored_pages, stats.backup_pages = tiers.spilled, tiers.restored, tiers.backed_up
     stats.spill_failed_pages, stats.restore_failed_pages = tiers.spill_failed, tiers.restore_failed
@@ -239,7 +239,7 @@ def _copies(copies: CopyStatistics, stats: cache.CopyStats) -> None:
         stats.fallbacks.add(reason=reason, count=count)
 
 
-def _namespaces(store: Store, stats: cache.SideStats) -> None:
+def _namespaces(store: Cache, stats: cache.SideStats) -> None:
     for namespace in store.namespaces.values():
         stats.namespaces.add(
             namespace_id=namespace.id,

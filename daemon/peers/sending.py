@@ -21,7 +21,7 @@ from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.link import CourierConfig, CourierLink
 from kvferry.transfer.courier.messages import Notification, PostDone
 from kvferry.transfer.geometry.rank_lanes import Lane
-from kvferry.transfer.protocol.sender import Completed, Ended, Failed, Gather, Sender
+from kvferry.transfer.protocol.sender import Completed, Failed, Gather, Sender, TransferEnded
 from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit
 
 
@@ -167,7 +167,7 @@ class SendingSession(Session):
                 self._asked.pop(event.transfer, None)  # one without pages
                 self._counters.pages += event.pages
                 self._events.on_send_completed(self, event.transfer)
-            elif isinstance(event, Ended):
+            elif isinstance(event, TransferEnded):
                 self._ended(event.transfer)
             elif isinstance(event, Failed):
                 self._events.on_send_failed(self, event.transfer, event.message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Started, Store
+from kvferry.daemon.core.cache import Cache, CopyStarted
 from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import Effect, SendDone, StartTransfer, StopTransfer
@@ -47,7 +47,7 @@ class DecodeSide(Side[DecodeCore]):
         del self.links[name]
         self.on_link_down(name, error)
 
-    def make_core(self, store: Store) -> DecodeCore:
+    def make_core(self, store: Cache) -> DecodeCore:
         limits = DecodeLimits(
             max_tokens=self.config.max_tokens,
             admission_seconds=self.config.admission_seconds,
@@ -147,7 +147,7 @@ class DecodeSide(Side[DecodeCore]):
         elif link is not None:
             link.send_done(effect.name)
 
-    def on_copy_starts(self, started: Started) -> None:
+    def on_copy_starts(self, started: CopyStarted) -> None:
         if self.traces is None or started.copy.kind != RESTORE:
             return
         page = started.copy.device[0]

@@ -23,7 +23,7 @@ LATE_SECONDS = 30.0  # after which that is logged, again and again
 RELEASE_SECONDS = 20.0  # that the next worker waits at most; a retry waits again
 
 
-class Using(Protocol):
+class PoolOwner(Protocol):
     """A side, as far as its memory's end goes."""
 
     def end_sessions(self, reason: str) -> None:
@@ -39,7 +39,7 @@ class Using(Protocol):
 class EnginePool:
     """Of one side. States: none, claimed (it is being mapped), owned by a worker, leaving."""
 
-    def __init__(self, role: str, side: Using, unmap: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, role: str, side: PoolOwner, unmap: Callable[[], Awaitable[None]]) -> None:
         self._role = role
         self._side = side
         self._unmap = unmap

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
 from kvferry.daemon.core.errors import RequestError, precondition, unavailable
@@ -32,7 +32,7 @@ class PrefillSide(Side[PrefillCore]):
         self._numbers = itertools.count(1)
         self._latencies = Latencies()
 
-    def make_core(self, store: Store) -> PrefillCore:
+    def make_core(self, store: Cache) -> PrefillCore:
         limits = PrefillLimits(table=self.config.queue, reuse=self.config.reuse, overtakes=self.config.overtakes)
         return PrefillCore(store, limits)
 

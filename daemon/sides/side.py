@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry import tracing
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Started, Store
+from kvferry.daemon.core.cache import Cache, CopyStarted
 from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.effects import Effect, ForgetRows, StartCopy, ToWorker, ZeroPages, tier_effects
 from kvferry.daemon.core.errors import RequestError, exhausted
@@ -69,7 +69,7 @@ class Side(Generic[CoreT]):
 
     # -- what the roles differ in --------------------------------------------------------------------------------
 
-    def make_core(self, store: Store) -> CoreT:
+    def make_core(self, store: Cache) -> CoreT:
         raise AssertionError("a side has a role")
 
     def perform(self, effect: Effect) -> None:
@@ -109,7 +109,7 @@ class Side(Generic[CoreT]):
         return 0 if core is None else core.running + core.waiting_requests - core.failed_requests
 
     @property
-    def store(self) -> Store:
+    def store(self) -> Cache:
         return self.ready_core.store
 
     def tick(self, late: float = 0.0) -> None:
@@ -122,14 +122,14 @@ class Side(Generic[CoreT]):
 
     # -- its tiers (side_tiers.Using) ----------------------------------------------------------------------------
 
-    def new_store(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Store:
-        store = Store(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
+    def new_store(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Cache:
+        store = Cache(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
         store.clock.now = self.now()
         if self.event_sink is not None:
             store.log_events(TokenChain.of(facts))
         return store
 
-    def tiers_made(self, store: Store) -> None:
+    def tiers_made(self, store: Cache) -> None:
         self.core = self.make_core(store)
 
     # -- its workers (side_workers.WorkerEnds) -------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Side(Generic[CoreT]):
         if self.core is not None:
             self._effects.extend(self.core.take_effects())
 
-    def on_copy_starts(self, started: Started) -> None:
+    def on_copy_starts(self, started: CopyStarted) -> None:
         """For traces."""
 
     def _copy_done(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from kvferry.daemon.config.model import STORAGES, DaemonConfig
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import exhausted, precondition
 from kvferry.daemon.memory.host_tier import HostTier, open_tier
 from kvferry.daemon.memory.interface import PoolMemory
@@ -31,13 +31,13 @@ from kvferry.waiting import complete
 log = logging.getLogger(__name__)
 
 
-class Using(Protocol):
+class TiersOwner(Protocol):
     """A side, as far as its tiers go."""
 
-    def new_store(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Store:
+    def new_store(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Cache:
         """Of empty tiers, for a model. ValueError where they cannot be so."""
 
-    def tiers_made(self, store: Store) -> None:
+    def tiers_made(self, store: Cache) -> None:
         """For the first time."""
 
     def flush(self) -> None:
@@ -45,7 +45,7 @@ class Using(Protocol):
 
 
 class SideTiers:
-    def __init__(self, role: str, config: DaemonConfig, incarnation: bytes, side: Using) -> None:
+    def __init__(self, role: str, config: DaemonConfig, incarnation: bytes, side: TiersOwner) -> None:
         self.facts: NamespaceFacts | None = None  # of the first worker
         self.epoch = secrets.randbits(63)  # of the pool's memory
         self.has_pool = asyncio.Event()
@@ -54,7 +54,7 @@ class SideTiers:
         self._incarnation = incarnation
         self._side = side
         self._making = asyncio.Lock()
-        self._store: Store | None = None
+        self._store: Cache | None = None
         self._memory: PoolMemory | None = None
         self._shape: PoolShape | None = None  # of the memory that is, or was last
         self._host: HostTier | None = None
@@ -63,7 +63,7 @@ class SideTiers:
     # -- what they are -------------------------------------------------------------------------------------------
 
     @property
-    def store(self) -> Store:
+    def store(self) -> Cache:
         assert self._store is not None, "no worker has come yet"
         return self._store
 
@@ -192,7 +192,7 @@ class SideTiers:
                 "cannot be taken apart: it takes --ranks 1 --storage page"
             )
 
-    def take(self, facts: NamespaceFacts, store: Store, memory: PoolMemory, host: HostTier | None) -> None:
+    def take(self, facts: NamespaceFacts, store: Cache, memory: PoolMemory, host: HostTier | None) -> None:
         """They are this side's from now on."""
         self.facts, self._store, self._host = facts, store, host
         self._take_memory(memory)

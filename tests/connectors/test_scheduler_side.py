@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvferry.connectors.orders import Begin, Cancel, Drop, Load, News, Release, Restore, Save, Store
+from kvferry.connectors.orders import Begin, Cancel, Drop, Load, News, Release, Restore, Save, StorePages
 from kvferry.connectors.scheduler_decode import DecodeScheduler
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
 from kvferry.connectors.scheduler_side import SchedulerSide, Shape
@@ -211,7 +211,7 @@ def test_at_the_end_full_pages_of_prompt_and_output_are_stored(per_page: int) ->
     request.output, request.num_computed_tokens = 11, 40  # the last token's KV is not computed
     assert side.finished(request, blocks(41)) == (True, None)
     (store,) = orders(side)
-    assert isinstance(store, Store)
+    assert isinstance(store, StorePages)
     tokens = 40 // (BLOCK * per_page) * BLOCK * per_page
     assert (store.prompt.tokens, store.blocks) == (tokens, tuple(blocks(tokens)))
     assert store.prompt.digests == b"".join(request.block_hashes[per_page - 1 : tokens // BLOCK : per_page])
@@ -226,7 +226,7 @@ def test_what_a_step_under_way_computes_is_not_stored() -> None:
     request.num_computed_tokens, request.num_in_flight_tokens = 64, 40
     assert side.finished(request, blocks(64)) == (True, None)
     (store,) = orders(side)
-    assert isinstance(store, Store) and store.prompt.tokens == 24
+    assert isinstance(store, StorePages) and store.prompt.tokens == 24
 
 
 def test_an_abort_while_it_loads_is_reported_as_received() -> None:

@@ -14,7 +14,7 @@ from kvferry.client.client import DaemonClient
 from kvferry.client.requests import DaemonAbsent, RequestName
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import HostMover
-from kvferry.connectors.orders import Begin, Orders, Prompt
+from kvferry.connectors.orders import Begin, Orders, PromptPages
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import RETRY_SECONDS
 from kvferry.connectors.worker_side import WorkerSide
@@ -56,7 +56,7 @@ def running(tries: Tries, mover: type[HostMover]) -> Iterator[WorkerSide]:
 def test_a_try_that_fails_unexpectedly_is_not_the_last_and_pushes_fail_meanwhile() -> None:
     tries = Tries(3, RuntimeError("nobody thought of this"))
     with running(tries, HostMover) as side:
-        begin = Begin("a", RequestName(bytes(16), 1), Prompt(bytes(32), 24, bytes(32)), 0, 24, (3, 4, 5))
+        begin = Begin("a", RequestName(bytes(16), 1), PromptPages(bytes(32), 24, bytes(32)), 0, 24, (3, 4, 5))
         side.take(Orders([begin], ()))
         side.forward_done()
         assert tries.enough.wait(10)

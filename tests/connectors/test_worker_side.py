@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvferry.client.requests import RequestName
-from kvferry.connectors.blocks import Memory, Places, PoolPages
+from kvferry.connectors.blocks import BlockPlaces, Memory, PoolPages
 from kvferry.connectors.lookups import PinLookups
 from kvferry.connectors.orders import (
     Begin,
@@ -26,14 +26,14 @@ from kvferry.connectors.orders import (
     News,
     Order,
     Orders,
-    Prompt,
+    PromptPages,
     Release,
     Restore,
     Save,
-    Store,
+    StorePages,
 )
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.worker_session import Refused, connector_of, pool_of
+from kvferry.connectors.worker_session import DaemonRefused, connector_of, pool_of
 from kvferry.connectors.worker_side import WorkerSide
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.stats import fetch
@@ -141,7 +141,7 @@ def new_name() -> RequestName:
     return RequestName(secrets.token_bytes(16), 1)
 
 
-def new_prompt(tokens: int, shared: Prompt | None = None) -> Prompt:
+def new_prompt(tokens: int, shared: PromptPages | None = None) -> PromptPages:
     """`shared`: it begins with these full pages."""
     parent = shared.digests[-32:] if shared is not None else secrets.token_bytes(32)
     begun = shared.digests if shared is not None else b""
@@ -149,7 +149,7 @@ def new_prompt(tokens: int, shared: Prompt | None = None) -> Prompt:
     chosen = np.frombuffer(secrets.token_bytes(4 * tokens), dtype=np.uint32)
     own = chain_digests(chosen[: (full - len(begun) // 32) * PAGE], page_size=PAGE, parent=parent).tobytes()
     tail = tail_digest(chosen[:rest], page_size=PAGE, parent=(begun + own)[-32:] or parent)
-    return Prompt(begun + own, tokens, tail)
+    return PromptPages(begun + own, tokens, tail)
 
 
 def until(what: Callable[[], object], seconds: float = SECONDS) -> None:
@@ -187,7 +187,7 @@ def sent(side: WorkerSide, request: str) -> None:
     assert told == {request}
 
 
-def push(pair: Pair, request: str, name: RequestName, prompt: Prompt, blocks: tuple[int, ...]) -> None:
+def push(pair: Pair, request: str, name: RequestName, prompt: PromptPages, blocks: tuple[int, ...]) -> None:
     """A prefill engine's steps: two chunks."""
     half = prompt.tokens // 2
     pair.give("prefill", Begin(request, name, prompt), Save(request, half, blocks))
@@ -199,7 +199,7 @@ def exchange(
     pair: Pair,
     request: str,
     name: RequestName,
-    prompt: Prompt,
+    prompt: PromptPages,
     theirs: range,
     ours: range,
     held: int = 0,
@@ -252,7 +252,9 @@ def test_what_the_decode_engine_holds_does_not_travel_and_the_daemon_gets_it_fro
     again = new_prompt(5 * PAGE, prompt)
     pair.give(
         "decode",
-        Restore("b", new_name(), Prompt(again.digests[: 4 * 32], 4 * PAGE + 1, bytes(32)), 0, tuple(range(40, 48))),
+        Restore(
+            "b", new_name(), PromptPages(again.digests[: 4 * 32], 4 * PAGE + 1, bytes(32)), 0, tuple(range(40, 48))
+        ),
     )
     assert received(pair.sides["decode"], "b") == set()
     assert same(pair, range(10, 18), range(40, 48))
@@ -273,7 +275,7 @@ def test_blocks_that_are_held_are_read_when_the_step_that_computes_them_is_over(
     side.forward_done()
     assert received(side, "a") == set()
     sent(pair.sides["prefill"], "a")
-    pair.give("decode", Restore("b", new_name(), Prompt(prompt.digests[:32], PAGE + 1, bytes(32)), 0, (50, 51)))
+    pair.give("decode", Restore("b", new_name(), PromptPages(prompt.digests[:32], PAGE + 1, bytes(32)), 0, (50, 51)))
     assert received(side, "b") == set()
     assert [engine.block(50), engine.block(51)] == wanted
 
@@ -282,7 +284,7 @@ def test_what_is_stored_is_found_by_a_lookup_and_comes_back(pair: Pair) -> None:
     engine, side = pair.engines["decode"], pair.sides["decode"]
     prompt = new_prompt(3 * PAGE)
     wanted = [engine.block(n) for n in range(6)]
-    pair.give("decode", Store("a", new_name(), prompt, tuple(range(6))))
+    pair.give("decode", StorePages("a", new_name(), prompt, tuple(range(6))))
     sent(side, "a")
     lookups = PinLookups(pair.socket("decode"), common_pb2.ROLE_DECODE, FACTS.id, timeout_s=2.0)
     try:
@@ -294,7 +296,7 @@ def test_what_is_stored_is_found_by_a_lookup_and_comes_back(pair: Pair) -> None:
         assert pair.stats("decode").pool.locks == 1
         until(lambda: lookups.daemon == "d")
         assert lookups.most_pages == POOL_PAGES
-        restore = Prompt(prompt.digests, 3 * PAGE + 1, bytes(32))
+        restore = PromptPages(prompt.digests, 3 * PAGE + 1, bytes(32))
         pair.give("decode", Restore("b", new_name(), restore, PAGE, tuple(range(50, 54))))
         assert received(side, "b") == set()
         assert [engine.block(n) for n in range(50, 54)] == wanted[2:]
@@ -418,7 +420,7 @@ def test_blocks_are_reported_when_their_copy_is_over_however_often_it_is_cancell
     side._copier.submit(gate.wait, SECONDS)  # the copies wait behind it
     try:
         load = Load("a", name, prompt, "p", 0, (), (20, 21, 22, 23))
-        pair.give("decode", load, Store("b", new_name(), new_prompt(PAGE), (30, 31)))
+        pair.give("decode", load, StorePages("b", new_name(), new_prompt(PAGE), (30, 31)))
         until(lambda: side._copier._work_queue.qsize() == 2)
         for _ in range(3):
             pair.give("decode", Cancel("a"), Cancel("b"))
@@ -474,11 +476,11 @@ class Numbered:
     def misfit(self, memories: Sequence[Memory]) -> str:
         return self._inner.misfit(memories)
 
-    def to_pages(self, pool: PoolPages, places: Places, after: Any) -> None:
+    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Any) -> None:
         self.seen.append(("to pages", after))
         self._inner.to_pages(pool, places, self._inner.moment())
 
-    def to_blocks(self, pool: PoolPages, places: Places, after: Any) -> None:
+    def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Any) -> None:
         self.seen.append(("to blocks", after))
         self._inner.to_blocks(pool, places, self._inner.moment())
 
@@ -499,11 +501,11 @@ def test_copies_of_a_decode_engine_wait_for_what_computes_or_uses_the_blocks(
     assert mover.seen == [("to pages", 2), ("to blocks", 1)], (
         "held blocks may be computed in this step, others were used"
     )
-    pair.give("decode", Restore("b", new_name(), Prompt(prompt.digests[:32], PAGE + 1, bytes(32)), 0, (50, 51)))
+    pair.give("decode", Restore("b", new_name(), PromptPages(prompt.digests[:32], PAGE + 1, bytes(32)), 0, (50, 51)))
     assert received(side, "b") == set()
     assert mover.seen[2:] == [("to blocks", 3)]
     pair.give("decode")  # no orders, no moments
-    pair.give("decode", Store("c", new_name(), new_prompt(PAGE), (4, 5)))
+    pair.give("decode", StorePages("c", new_name(), new_prompt(PAGE), (4, 5)))
     sent(side, "c")
     assert mover.seen[3:] == [("to pages", 5)]
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
@@ -553,7 +555,7 @@ def test_an_engine_of_other_facts_is_refused_by_name(pair: Pair) -> None:
     ):
         fields = {name: getattr(FACTS, name) for name in FACTS.__slots__}
         side = pair.side("decode", NamespaceFacts(**{**fields, **change}))
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(DaemonRefused, match=message):
             side.start()
 
 
@@ -567,7 +569,7 @@ def test_daemons_that_die_fail_what_runs_and_serve_again_when_they_are_back(pair
     pair.give(
         "decode",
         Load("b", new_name(), prompt, "p", 0, (), tuple(range(4))),
-        Store("c", new_name(), prompt, (1, 2, 3, 4)),
+        StorePages("c", new_name(), prompt, (1, 2, 3, 4)),
     )
     told: set[str] = set()
     until(lambda: [told.update(names) for names in decode.reports.take()] and told == {"b", "c"})

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuError
-from kvferry.daemon.core.cache import Started
+from kvferry.daemon.core.cache import CopyStarted
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.radix.tree import RESTORE, SPILL
@@ -126,7 +126,7 @@ def test_the_host_tier_ends_the_copy(
         rows = AnonymousRows(str(tmp_path), "rows", ROWS, memory.shape.row_bytes)
         tier = HostTier(memory, rows, ROWS, checksums=False)
         told: asyncio.Future[tuple[object, ...]] = asyncio.get_running_loop().create_future()
-        tier.start(Started(7, bytes(32), copy), lambda *words: told.set_result(words))
+        tier.start(CopyStarted(7, bytes(32), copy), lambda *words: told.set_result(words))
         number, failed, mismatched, _ = await asyncio.wait_for(told, 20)
         assert (number, failed, mismatched) == (7, [4, 1], 0)
         await tier.close()

@@ -20,7 +20,7 @@ import pytest
 
 from kvferry._core import GpuCopyEngine
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.memory.interface import CopyEnd
@@ -69,7 +69,7 @@ class Side(PrefillSide):
         self.shape = PoolShape(GEOMETRY, 1, StorageOrder.LAYER_MAJOR, POOL)
         self.memory = GpuPoolMemory.create(self.shape, [0])
         self.rows = AnonymousRows(str(folder), "rows", host_pages, ROW)
-        store = Store(POOL, GEOMETRY.page_size, host_pages=host_pages)
+        store = Cache(POOL, GEOMETRY.page_size, host_pages=host_pages)
         self.tiers.take(FACTS, store, self.memory, HostTier(self.memory, self.rows, host_pages, checksums=False))
         self.tiers_made(store)
         self.other, self.names = other, 0

@@ -18,7 +18,7 @@ import pytest
 
 from kvferry._core import GpuCopy, GpuCopyEngine, PinnedBuffer
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.sides import tiers as side_tiers
@@ -118,7 +118,7 @@ def test_the_loop_turns_while_the_gpus_stand_still(
 def tiers_of(memory: GpuPoolMemory, folder: Path) -> SideTiers:
     rows = AnonymousRows(str(folder), "rows", 4, memory.shape.row_bytes)
     tiers = SideTiers("decode", DaemonConfig(role="decode"), bytes(16), cast(Any, SimpleNamespace(flush=lambda: None)))
-    store = Store(memory.shape.pages, GEOMETRY.page_size, host_pages=4)
+    store = Cache(memory.shape.pages, GEOMETRY.page_size, host_pages=4)
     tiers.take(FACTS, store, memory, HostTier(memory, rows, 4, checksums=False))
     return tiers
 

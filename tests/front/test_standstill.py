@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.front import legs as front_legs
 from kvferry.front.errors import ApiError
-from kvferry.front.vllm import Reply, VllmConfig, VllmFront
+from kvferry.front.vllm import DecodeAnswer, VllmConfig, VllmFront
 from kvferry.proto import engine_pb2
 from tests.support.standstill import StandStill, jumping_clock
 
@@ -85,7 +85,7 @@ def test_the_rest_of_a_reply_comes_behind_a_standstill(stand_still: StandStill) 
 
     async def story() -> None:
         front = VllmFront(VllmConfig(prefill=(), decode=("http://a",), next_token_s=WITHIN))
-        reply = Reply(cast(Any, None), b"", chunks())
+        reply = DecodeAnswer(cast(Any, None), b"", chunks())
         assert [chunk async for chunk in front._stream(reply)] == [b"one", b"two"]
         await front.close()
 

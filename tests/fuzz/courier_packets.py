@@ -11,6 +11,8 @@ from kvferry.transfer.courier.messages import (
     Connect,
     Connected,
     CourierDied,
+    CourierSetup,
+    CourierStarted,
     Expect,
     MessageError,
     Notification,
@@ -19,8 +21,6 @@ from kvferry.transfer.courier.messages import (
     PostFailed,
     RankSlots,
     RemoteRank,
-    Setup,
-    Started,
     decode_event,
     decode_order,
     encode_event,
@@ -65,16 +65,16 @@ def mutate(data: bytes, most: int, seed: int) -> bytes:
 def _seeds() -> list[bytes]:
     handle = bytes(64)
     orders = (
-        Setup(4096, 4, 4, 1),
-        Setup(4096, 4, 4, 1, (0, 1)),
+        CourierSetup(4096, 4, 4, 1),
+        CourierSetup(4096, 4, 4, 1, (0, 1)),
         Connect(b"metadata", 1 << 20, 4, 4096),
         Connect(b"metadata", 0, 4, 4096, (RemoteRank(1 << 20, 0), RemoteRank(1 << 21, 1))),
         Post(1, 0, 0, 100, b"notice"),
         Expect(3),
     )
     events = (
-        Started(1 << 20, b"metadata"),
-        Started(0, b"metadata", (RankSlots(1 << 20, handle, 1 << 21, handle),)),
+        CourierStarted(1 << 20, b"metadata"),
+        CourierStarted(0, b"metadata", (RankSlots(1 << 20, handle, 1 << 21, handle),)),
         Connected(),
         PostDone(1),
         PostFailed(1, "why"),

@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 
-from kvferry.daemon.core.cache import MAX_NAMESPACES, Store
+from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache
 from kvferry.transfer.host_tier.index import _MAX_GENERATION as MAX_GENERATION
 from kvferry.transfer.host_tier.index import (
     ENTRY,
@@ -99,7 +99,7 @@ def _look() -> None:
             if kept is not None and (found.rows.tolist() != kept or found.report.dropped):
                 raise Finding(f"found again: {found.rows.tolist()} of {kept}, {found.report}")
             kept = found.rows.tolist()
-            store = Store(8, GEOMETRY.page_size, host_pages=PAGES)
+            store = Cache(8, GEOMETRY.page_size, host_pages=PAGES)
             assert store.host is not None
             store.host.log_frees = True
             for space in {one.tobytes() for one in found.namespace_ids}:

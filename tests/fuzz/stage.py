@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 import grpc
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Started
+from kvferry.daemon.core.cache import CopyStarted
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.memory.interface import PoolMemory
@@ -144,7 +144,7 @@ class Tier:
     def forget(self, rows: Sequence[int]) -> None:
         pass
 
-    def start(self, started: Started, done: Callable[[int, Sequence[int], int, float], None]) -> None:
+    def start(self, started: CopyStarted, done: Callable[[int, Sequence[int], int, float], None]) -> None:
         self._clock.after(0.002, done, started.number, [], 0, 0.001)
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.tls_names import MAX_TLS_NAME_CHARS, MAX_TLS_PEERS, parse_tls_peers
-from kvferry.daemon.core.cache import MAX_NAMESPACES, Store
+from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import FailAsk, ToWorker
 from kvferry.daemon.core.errors import RequestError
@@ -76,7 +76,7 @@ class Decoding:
     """A decode core with a ready request of 2 pages that may have 8 new tokens."""
 
     def __init__(self, queue: int = 8, events: bool = False) -> None:
-        store = Store(16, PAGE)
+        store = Cache(16, PAGE)
         if events:
             store.log_events()
         self.core = DecodeCore(store, DecodeLimits(MAX_TOKENS, 64, 30.0, queue))
@@ -138,7 +138,7 @@ def waiting(count: int) -> None:
 
 class Prefilling:
     def __init__(self, table: int = 8) -> None:
-        self.core = PrefillCore(Store(16, PAGE), PrefillLimits(table=table))
+        self.core = PrefillCore(Cache(16, PAGE), PrefillLimits(table=table))
 
     def begin(self, name: Name = NAME) -> None:
         begin = wire.Begin(name=name.to_proto(), digests=digests(2), tokens=8)
@@ -193,7 +193,7 @@ def asked(**fields: Any) -> str | None:
 
 
 def namespaces(count: int) -> None:
-    store = Store(4, PAGE)
+    store = Cache(4, PAGE)
     for number in range(count):
         store.namespace(number.to_bytes(32, "big"))
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.daemon.core.cache import StoreLimits
+from kvferry.daemon.core.cache import CacheLimits
 from kvferry.daemon.core.namespaces import Quota
 from kvferry.radix.policy import policy_names
 from kvferry.radix.pool import PageState, PoolExhausted
@@ -56,7 +56,7 @@ def setup_of(random: Random) -> Setup:
             host_soft=host_soft if random.random() < 0.5 else 0,
             host_hard=max(host_soft, host_hard) if random.random() < 0.5 else 0,
         )
-    limits = StoreLimits(
+    limits = CacheLimits(
         policy=random.choice(sorted(policy_names())),
         evict_output_first=random.random() < 0.5,
         write_through_hits=random.choice([0, 0, 1, 2, 3]),

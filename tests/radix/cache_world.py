@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.daemon.core.cache import Ended, Started, Store, StoreLimits
+from kvferry.daemon.core.cache import Cache, CacheLimits, CopyEnded, CopyStarted
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.daemon.core.pins import Pins
@@ -39,7 +39,7 @@ _READABLE = (PageState.CACHED, PageState.SPILLING)
 class Setup:
     pages: int
     host_pages: int
-    limits: StoreLimits
+    limits: CacheLimits
     namespaces: tuple[bytes, ...]
     overcommit: float = 1.0
 
@@ -73,7 +73,7 @@ class World:
         """A fresh process: only the host tier's bytes may have outlived the one before."""
         setup = self.setup
         self.device_memory = Memory(setup.pages)
-        self.store = Store(setup.pages, 4, host_pages=setup.host_pages, limits=setup.limits)
+        self.store = Cache(setup.pages, 4, host_pages=setup.host_pages, limits=setup.limits)
         self.pool, self.host = self.store.pool, self.store.host
         self.sides = [Side(i, self.store.namespace(name)) for i, name in enumerate(setup.namespaces)]
         self.pins = Pins(self.store, Unlocking(self))
@@ -221,7 +221,7 @@ class World:
         for started in self.store.take_started():
             self.flights.append(self._flight(started))
 
-    def _flight(self, started: Started) -> Flight:
+    def _flight(self, started: CopyStarted) -> Flight:
         copy = started.copy
         side = next(side for side in self.sides if side.namespace.id == started.namespace_id)
         assert self.host is not None
@@ -305,7 +305,7 @@ class World:
                 assert in_device == (path not in leaving)
             assert in_device or (in_host and flight.copy.kind != BACKUP and path not in flight.touched)
 
-    def _restored(self, flight: Flight, bad: set[int], ended: Ended) -> None:
+    def _restored(self, flight: Flight, bad: set[int], ended: CopyEnded) -> None:
         side, readable, lost, removed = flight.side, ended.readable, ended.lost, ended.removed
         by_page = {at.page: path for path, at in zip(flight.paths, flight.device, strict=True)}
         held = {at.page: path for path, at in side.device.items()}

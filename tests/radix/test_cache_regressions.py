@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from kvferry.daemon.core.cache import Store, StoreLimits
+from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.namespaces import Namespace, Quota
 from tests.radix.cache_model import Path, chain
 
 A, B = b"\x01" * 32, b"\x02" * 32
 
 
-def store_of(pages: int, host_pages: int, a: Quota, b: Quota, write_through_hits: int = 0) -> Store:
-    limits = StoreLimits(quotas={A: a, B: b}, write_through_hits=write_through_hits)
-    return Store(pages, 4, host_pages=host_pages, limits=limits)
+def store_of(pages: int, host_pages: int, a: Quota, b: Quota, write_through_hits: int = 0) -> Cache:
+    limits = CacheLimits(quotas={A: a, B: b}, write_through_hits=write_through_hits)
+    return Cache(pages, 4, host_pages=host_pages, limits=limits)
 
 
-def end_copies(store: Store) -> None:
+def end_copies(store: Cache) -> None:
     for started in store.take_started():
         ended = store.copy_ended(started.number, [], 0, 0.0)
         store.pruned(ended.namespace, ended.removed)
 
 
-def take(store: Store, namespace: Namespace, pages: int) -> list[int]:
+def take(store: Cache, namespace: Namespace, pages: int) -> list[int]:
     """Promised pages, as soon as copies have ended."""
     assert store.fits(namespace, pages)
     namespace.promised += pages
@@ -31,14 +31,14 @@ def take(store: Store, namespace: Namespace, pages: int) -> list[int]:
     return taken
 
 
-def put(store: Store, namespace: Namespace, path: Path) -> None:
+def put(store: Cache, namespace: Namespace, path: Path) -> None:
     """Pages that a request has finished with."""
     result = namespace.tree.insert(chain(path), take(store, namespace, len(path)))
     store.publish(namespace, len(path) - len(result.duplicates))
     store.release(namespace, result.duplicates)
 
 
-def drain(store: Store, namespace: Namespace, pages: int) -> None:
+def drain(store: Cache, namespace: Namespace, pages: int) -> None:
     """Others' pages, or its own, go to make room for a moment."""
     store.release(namespace, take(store, namespace, pages))
     end_copies(store)

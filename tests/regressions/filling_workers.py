@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias, TypeVar
 
-from kvferry.daemon.core.cache import Started
+from kvferry.daemon.core.cache import CopyStarted
 from kvferry.daemon.core.effects import StartCopy, StartTransfer, StopTransfer, ToWorker
 from kvferry.daemon.core.errors import RequestError, unavailable
 from kvferry.daemon.core.limits import Name, name_of
@@ -64,7 +64,7 @@ class World:
         self.prompts: dict[Name, list[bytes]] = {}  # also of requests that are let go: transfers of theirs may run
         self.transfers: dict[int, tuple[StartTransfer, list[bytes]]] = {}  # and what they bring
         self.stopping: list[int] = []
-        self.copies: list[Started] = []
+        self.copies: list[CopyStarted] = []
         self.now = 1.0
         self.memory: dict[int, bytes] = {}
         self.host_memory: dict[int, bytes] = {}

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from kvferry.daemon.core.cache import Store, StoreLimits
+from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import Effect, ToWorker
 from kvferry.daemon.core.limits import Name
@@ -47,7 +47,7 @@ class Decode(Effects):
         self, pages: int, host_pages: int = 0, *, queue: int = 8, quotas: Mapping[bytes, Quota] | None = None
     ) -> None:
         super().__init__()
-        self.store = Store(pages, PAGE, host_pages=host_pages, limits=StoreLimits(quotas=quotas))
+        self.store = Cache(pages, PAGE, host_pages=host_pages, limits=CacheLimits(quotas=quotas))
         limits = DecodeLimits(max_tokens=400, page_bytes=64, admission_seconds=30.0, queue=queue)
         self.core = DecodeCore(self.store, limits)
 
@@ -93,7 +93,7 @@ class Decode(Effects):
 class Prefill(Effects):
     def __init__(self, pages: int = 16, *, table: int = 8, quotas: Mapping[bytes, Quota] | None = None) -> None:
         super().__init__()
-        self.store = Store(pages, PAGE, limits=StoreLimits(quotas=quotas))
+        self.store = Cache(pages, PAGE, limits=CacheLimits(quotas=quotas))
         self.core = PrefillCore(self.store, PrefillLimits(table=table))
 
     def begin(self, number: Name, prompt: str, pages: int, *, namespace: bytes = NAMESPACE) -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvferry import _core
 from kvferry._core import HostPages
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Store, StoreLimits
+from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.effects import EndSend, OpenSend, StartTransfer
 from kvferry.daemon.core.errors import unavailable
 from kvferry.daemon.core.namespaces import Namespace
@@ -88,7 +88,7 @@ def test_pages_that_a_worker_fills_go_to_nobody_before_it_lets_go(
     side.store.namespace(NAMESPACE).tree.check()
 
 
-def taken(store: Store, pages: int) -> tuple[int, ...]:
+def taken(store: Cache, pages: int) -> tuple[int, ...]:
     """What of `pages` pages must be cleared first."""
     namespace: Namespace = store.namespace(NAMESPACE)
     got = store.take(namespace, pages)
@@ -100,16 +100,16 @@ def taken(store: Store, pages: int) -> tuple[int, ...]:
 
 
 def test_an_engines_memory_is_cleared_at_its_first_use_whatever_its_size() -> None:
-    store = Store(4, PAGE, limits=StoreLimits(zero_freed=True, used_before=True))
+    store = Cache(4, PAGE, limits=CacheLimits(zero_freed=True, used_before=True))
     assert len(taken(store, 4)) == 4, "it holds what the engine had there"
     for pages in (9, 2):
         store.forget_device()
         store.resize(pages)
         assert len(taken(store, pages)) == pages
         assert len(taken(store, pages)) == pages
-    own = Store(4, PAGE, limits=StoreLimits(zero_freed=True))
+    own = Cache(4, PAGE, limits=CacheLimits(zero_freed=True))
     assert not taken(own, 4) and len(taken(own, 4)) == 4, "new memory of the daemon's is clean"
-    off = Store(4, PAGE, limits=StoreLimits(used_before=True))
+    off = Cache(4, PAGE, limits=CacheLimits(used_before=True))
     off.resize(8)
     assert not taken(off, 8)
 

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from kvferry.daemon.core.cache import Started, Store, StoreLimits
+from kvferry.daemon.core.cache import Cache, CacheLimits, CopyStarted
 from kvferry.daemon.core.effects import FailAsk, StartCopy, ToWorker
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name
@@ -26,14 +26,14 @@ class Prefill:
     """A core with one worker and one session."""
 
     def __init__(self, pages: int, *, host_pages: int = 0, quotas: dict[bytes, Quota] | None = None) -> None:
-        self.store = Store(pages, PAGE, host_pages=host_pages, limits=StoreLimits(quotas=quotas))
+        self.store = Cache(pages, PAGE, host_pages=host_pages, limits=CacheLimits(quotas=quotas))
         self.core = PrefillCore(self.store, PrefillLimits(table=64))
         for namespace in (NAMESPACE, OTHER):
             self.store.namespace(namespace)
         self.begun: set[Name] = set()
         self.ended: list[Name] = []
         self.failed_asks: list[FailAsk] = []
-        self.copies: list[Started] = []
+        self.copies: list[CopyStarted] = []
         self._transfers = 0
 
     def begin(self, number: int, symbol: str, pages: int, *, asked: bool, namespace: bytes = NAMESPACE) -> Name:

@@ -14,7 +14,7 @@ from kvferry.transfer.courier.config import CourierConfig
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.rank_lanes import lanes_of
 from kvferry.transfer.protocol.receiver import Receiver, Regrant, Scatter
-from kvferry.transfer.protocol.sender import Ended, Failed, Post, Sender
+from kvferry.transfer.protocol.sender import Failed, PostPart, Sender, TransferEnded
 from kvferry.transfer.protocol.slots import HEADER_BYTES
 
 EPOCH = 7
@@ -45,14 +45,14 @@ class Pair:
         self.sender.open(transfer, first_page=0, pages=len(page_ids), page_ids=page_ids)
         self.sender.progress(transfer, len(page_ids))
 
-    def posts(self) -> list[Post]:
+    def posts(self) -> list[PostPart]:
         gathers = self.sender.next_actions()
         for gather in gathers:
             self.headers[gather.send_slot] = gather.header.pack()
         found = [self.sender.gathered(gather.send_slot) for gather in gathers]
         return [post for post in found if post is not None]
 
-    def land(self, post: Post) -> list[object]:
+    def land(self, post: PostPart) -> list[object]:
         self.slots[post.remote_slot][:HEADER_BYTES] = self.headers[post.send_slot]
         return list(self.receiver.notification(post.notification, lambda slot: self.slots[slot][:HEADER_BYTES]))
 
@@ -91,7 +91,7 @@ def test_a_page_that_is_reused_after_an_abort_is_not_hit_by_the_write_in_flight(
     (late,) = pair.posts()
     assert pair.receiver.end(1), "no copy runs: the page may be used again at once"
     pair.sender.end(1)
-    assert pair.sender.poll_events() == [Ended(1)]
+    assert pair.sender.poll_events() == [TransferEnded(1)]
     pair.open(2, [10])  # the same page, for another request
     assert not pair.posts(), "the slot is still the late write's"
     (dropped,) = pair.land(late)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Store, StoreLimits
+from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.effects import Effect, StartTransfer
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.namespaces import Quota, slack
@@ -79,13 +79,13 @@ class SimSide:
         side = cast(AnySide, self)
         self.clock, self.setting, self.dead = clock, setting, False
         side.tiers.epoch = clock.random.getrandbits(63)
-        limits = StoreLimits(
+        limits = CacheLimits(
             policy=setting.policy,
             write_through_hits=setting.write_through,
             quotas={TENANTS[1].id: setting.quota} if setting.quota is not None else None,
             zero_freed=setting.zero_freed,
         )
-        store = Store(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
+        store = Cache(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
         store.clock.now = clock.now
         self.pages_memory = Memory(store, side.config.name)
         memory, tier = SimPoolMemory(clock, self.pages_memory, faults.copies_fail), None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
 from kvferry._core import part_checksum
-from kvferry.daemon.core.cache import Started, Store
+from kvferry.daemon.core.cache import Cache, CopyStarted
 from kvferry.daemon.memory.interface import CopyEnd, SummedEnd
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
 from kvferry.radix.pool import PageState
@@ -74,7 +74,7 @@ class Prompt:
 class Memory:
     """Of one pool, as its owner, its workers and copies see it."""
 
-    def __init__(self, store: Store, who: str) -> None:
+    def __init__(self, store: Cache, who: str) -> None:
         self.pool = store.pool
         self.who = who
         self.clean = store.limits.zero_freed  # who is given a page finds nothing in it
@@ -253,7 +253,7 @@ class SimTier:
         for row in rows:
             self._rows[row] = GARBAGE
 
-    def start(self, started: Started, done: Callable[[int, Sequence[int], int, float], None]) -> None:
+    def start(self, started: CopyStarted, done: Callable[[int, Sequence[int], int, float], None]) -> None:
         copy = started.copy
         generations = self._memory.generations(copy.device)
         if copy.kind != RESTORE:
@@ -261,7 +261,7 @@ class SimTier:
         self._clock.after(self._clock.between(0.0002, 0.01), self._copied, started, generations, done)
 
     def _copied(
-        self, started: Started, generations: list[int], done: Callable[[int, Sequence[int], int, float], None]
+        self, started: CopyStarted, generations: list[int], done: Callable[[int, Sequence[int], int, float], None]
     ) -> None:
         copy, memory, counts = started.copy, self._memory, self._clock.counts
         memory.check_kept(copy.device, generations, "a copy between the tiers ran")

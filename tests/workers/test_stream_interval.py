@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.client.requests import Ready
 from kvferry.proto import engine_pb2
-from kvferry.workers.decode import Ending, Paused, Reply, Started
+from kvferry.workers.decode import DecodePaused, DecodeStarted, Ending, Reply
 from kvferry.workers.engine_service import _forward
 
 
@@ -22,7 +22,7 @@ class Context:
         self.sent.append(list(reply.generated.tokens) if kind == "generated" else str(kind))
 
 
-STARTED = Started(0, 0, Ready(b"", 0, 0, 0))
+STARTED = DecodeStarted(0, 0, Ready(b"", 0, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_pause_waits_for_no_token() -> None:
         replies: asyncio.Queue[Reply | None] = asyncio.Queue()
         context: Any = Context()
         forwarding = asyncio.create_task(_forward(replies, context, 10))
-        for reply in (STARTED, 0, 1, 2, Paused()):
+        for reply in (STARTED, 0, 1, 2, DecodePaused()):
             replies.put_nowait(reply)
             await asyncio.sleep(0.001)
         seen = list(context.sent)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from kvferry.transfer.courier.messages import HEADER_BYTES, IPC_HANDLE_BYTES, RankSlots, Setup, check_range
+from kvferry.transfer.courier.messages import HEADER_BYTES, IPC_HANDLE_BYTES, CourierSetup, RankSlots, check_range
 
 
 class GpuMemory(Protocol):
@@ -69,7 +69,7 @@ class GpuSlot:
 class OwnSlots:
     """A courier's own slots, for as long as this lives."""
 
-    def __init__(self, setup: Setup, gpu_of: GpuOf = gpu) -> None:
+    def __init__(self, setup: CourierSetup, gpu_of: GpuOf = gpu) -> None:
         """Raises RuntimeError where a device is not there, has too little memory or cannot be read within 10 s."""
         from kvferry.transfer.protocol.slots import PartNotice  # with kvferry._core, as `gpu`
 
@@ -101,7 +101,7 @@ class OwnSlots:
         rank, index = divmod(slot, self._receive_slots)
         return self._gpus[rank].read(self.ranks[rank].receive_address + index * self._slot_bytes, HEADER_BYTES)
 
-    def _allocate(self, setup: Setup, of: SlotGpu) -> RankSlots:
+    def _allocate(self, setup: CourierSetup, of: SlotGpu) -> RankSlots:
         addresses, handles = [], []
         for slots in (setup.receive_slots, setup.send_slots):
             nbytes = slots // len(setup.devices) * setup.slot_bytes

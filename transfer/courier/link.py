@@ -32,6 +32,8 @@ from kvferry.transfer.courier.messages import (
     Connected,
     CourierDied,
     CourierEvent,
+    CourierSetup,
+    CourierStarted,
     Expect,
     MessageError,
     Order,
@@ -39,8 +41,6 @@ from kvferry.transfer.courier.messages import (
     PostDone,
     PostFailed,
     RemoteRank,
-    Setup,
-    Started,
     check_range,
     decode_event,
     encode_order,
@@ -69,7 +69,7 @@ class CourierLink:
         self._config = config
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
-        self._started: asyncio.Future[Started] = self._loop.create_future()
+        self._started: asyncio.Future[CourierStarted] = self._loop.create_future()
         self._process: CourierProcess | None = None
         self._end: asyncio.Task[None] | None = None
         self._unmapping: asyncio.Task[None] | None = None  # of slots that came too late
@@ -116,7 +116,7 @@ class CourierLink:
         link.receive_ranks = tuple(RemoteRank(rank.receive_address, device) for rank, device in ranks)
         return link
 
-    async def _start(self) -> Started:
+    async def _start(self) -> CourierStarted:
         bind = await bind_address(self._config.bind_host)
         check_free_port(bind, self._config.port_range)
         environment = courier_environment(self._config, bind, os.environ)
@@ -133,7 +133,7 @@ class CourierLink:
             os.close(memory_fd)
         return await self._started
 
-    async def _map(self, started: Started) -> None:
+    async def _map(self, started: CourierStarted) -> None:
         """Maps the courier's slots; off the loop, since a device's first use takes a second."""
         config = self._config
 
@@ -169,7 +169,9 @@ class CourierLink:
             self._process = await CourierProcess.start((theirs.fileno(), *memory_fd), environment)
         self._loop.add_reader(ours, self._read_events)
         config = self._config
-        self._order(Setup(config.slot_bytes, config.receive_slots, config.send_slots, os.getpid(), config.devices))
+        self._order(
+            CourierSetup(config.slot_bytes, config.receive_slots, config.send_slots, os.getpid(), config.devices)
+        )
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
@@ -318,14 +320,14 @@ class CourierLink:
             except MessageError as error:
                 self._fail(f"it sent what cannot be: {error}")
 
-    def _take(self, event: Started | CourierEvent) -> None:
+    def _take(self, event: CourierStarted | CourierEvent) -> None:
         """Records and hands on an event. Raises MessageError for one that cannot be."""
         if isinstance(event, CourierDied):
             self._fail(event.message, OWN_EXIT_SECONDS)
             return
-        if isinstance(event, Started):
+        if isinstance(event, CourierStarted):
             if self._started.done():
-                raise MessageError("event", "Started", "any other after the first")
+                raise MessageError("event", "CourierStarted", "any other after the first")
             self._started.set_result(event)
             return
         if isinstance(event, PostDone | PostFailed):

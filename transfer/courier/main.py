@@ -36,14 +36,14 @@ from kvferry.transfer.courier.messages import (
     Connected,
     CourierDied,
     CourierEvent,
+    CourierSetup,
+    CourierStarted,
     Expect,
     MessageError,
     Notification,
     Post,
     PostDone,
     PostFailed,
-    Setup,
-    Started,
     check_range,
     decode_order,
     encode_event,
@@ -116,7 +116,7 @@ def _import_nixl() -> Any:  # NIXL has no types
 class Courier:
     """The loop and what is in flight. `memory`: the slots of `setup`, in host memory [receive slots][send slots]."""
 
-    def __init__(self, orders: socket.socket, memory: mmap.mmap | OwnSlots, setup: Setup, agent: Agent) -> None:
+    def __init__(self, orders: socket.socket, memory: mmap.mmap | OwnSlots, setup: CourierSetup, agent: Agent) -> None:
         self._orders = orders
         self._setup = setup
         self._agent = agent
@@ -139,7 +139,7 @@ class Courier:
         self._event_sets = ucx_event_sets()
         self._send(started)
 
-    def _start_on_host(self, memory: mmap.mmap) -> Started:
+    def _start_on_host(self, memory: mmap.mmap) -> CourierStarted:
         setup = self._setup
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         receive_bytes, send_bytes = setup.receive_slots * setup.slot_bytes, setup.send_slots * setup.slot_bytes
@@ -149,9 +149,9 @@ class Courier:
         if send_bytes:
             self._agent.register_memory([(address + receive_bytes, send_bytes, 0, "")], "DRAM")
         self._sources = SlotPlaces.on_host(address + receive_bytes, setup.send_slots, setup.slot_bytes)
-        return Started(address, metadata)
+        return CourierStarted(address, metadata)
 
-    def _start_on_gpus(self, own: OwnSlots) -> Started:
+    def _start_on_gpus(self, own: OwnSlots) -> CourierStarted:
         setup, ranks = self._setup, own.ranks
         receiving = [(rank.receive_address, device) for rank, device in zip(ranks, setup.devices, strict=True)]
         sending = [(rank.send_address, device) for rank, device in zip(ranks, setup.devices, strict=True)]
@@ -163,7 +163,7 @@ class Courier:
         if send_bytes:
             self._agent.register_memory([(address, send_bytes, device, "") for address, device in sending], "VRAM")
         self._sources = SlotPlaces.on_gpus(sending, setup.send_slots, setup.slot_bytes)
-        return Started(0, metadata, ranks)
+        return CourierStarted(0, metadata, ranks)
 
     def run(self) -> NoReturn:
         """Returns never: raises OrdersEnded when the daemon is gone, anything else when the courier cannot go on."""
@@ -282,7 +282,7 @@ class Courier:
             header = self._memory.header_named_by(payload) if isinstance(self._memory, OwnSlots) else b""
             self._send(Notification(payload, header))
 
-    def _send(self, event: Started | CourierEvent) -> None:
+    def _send(self, event: CourierStarted | CourierEvent) -> None:
         if len(self._unsent) >= MAX_UNSENT:
             raise MessageError("events that the daemon has not read", MAX_UNSENT + 1, f"at most {MAX_UNSENT}")
         self._unsent.append(encode_event(event))
@@ -342,8 +342,8 @@ def serve(orders: socket.socket, memory_fd: int | None) -> NoReturn:
     if not packet:
         raise OrdersEnded
     setup = decode_order(packet)
-    if not isinstance(setup, Setup):
-        raise MessageError("first order", type(setup).__name__, "Setup")
+    if not isinstance(setup, CourierSetup):
+        raise MessageError("first order", type(setup).__name__, "CourierSetup")
     die_with_parent(setup.parent)
     if (memory_fd is None) != bool(setup.devices):
         raise MessageError("devices", setup.devices, "given where no memory file is, and only there")

@@ -1,8 +1,8 @@
 """What a daemon and its courier say to each other, one message a packet of their SOCK_SEQPACKET socketpair.
 
-Orders go to the courier: `Setup` first and once, then `Connect` at most once, `Post` and `Expect`. Events come back:
-`Started` first, then the others. A courier that cannot go on says `CourierDied` and exits. A peer can reach the
-courier's ports, so the daemon believes an event no more than its bounds and its own records allow.
+Orders go to the courier: `CourierSetup` first and once, then `Connect` at most once, `Post` and `Expect`. Events come
+back: `CourierStarted` first, then the others. A courier that cannot go on says `CourierDied` and exits. A peer can
+reach the courier's ports, so the daemon believes an event no more than its bounds and its own records allow.
 
 A packet is one byte of kind, the fixed fields, then the variable ones. All integers are little-endian and unsigned.
 """
@@ -40,7 +40,7 @@ class MessageError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class CourierSetup:
     """The slots, and the pid of the courier's parent. `devices` empty: slots in the memory that came with the process,
     [receive slots][send slots]. Else the device of each rank: slot i is rank i // (slots / ranks)'s, on its device."""
 
@@ -91,7 +91,7 @@ class Expect:
     active: int
 
 
-Order: TypeAlias = Setup | Connect | Post | Expect
+Order: TypeAlias = CourierSetup | Connect | Post | Expect
 
 # -- events ------------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class RankSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class CourierStarted:
     """The agent is up and its receive slots are registered: at this address of its process, or, on GPUs, rank by
     rank."""
 
@@ -259,11 +259,11 @@ def decode_order(packet: bytes) -> Order:
         check_range("bytes behind the devices", len(left), 0, 0)
         devices = tuple(device for (device,) in records)
         check_slots(slot_bytes, receive_slots, send_slots, devices)
-        return Setup(slot_bytes, receive_slots, send_slots, parent, devices)
+        return CourierSetup(slot_bytes, receive_slots, send_slots, parent, devices)
     raise MessageError("order's kind", kind, f"in {_KIND_SETUP}..{_KIND_EXPECT}")
 
 
-def encode_event(event: Started | CourierEvent) -> bytes:
+def encode_event(event: CourierStarted | CourierEvent) -> bytes:
     """Raises MessageError for metadata or a payload over its limit; longer texts are cut."""
     if isinstance(event, PostDone):
         return _POST_DONE.pack(_KIND_POST_DONE, event.post_id)
@@ -273,7 +273,7 @@ def encode_event(event: Started | CourierEvent) -> bytes:
         return _NOTIFICATION.pack(_KIND_NOTIFICATION, len(event.header)) + event.header + event.payload
     if isinstance(event, PostFailed):
         return _POST_FAILED.pack(_KIND_POST_FAILED, event.post_id) + _text(event.message)
-    if isinstance(event, Started):
+    if isinstance(event, CourierStarted):
         check_range("metadata's length", len(event.metadata), 1, MAX_METADATA_BYTES)
         check_range("ranks", len(event.ranks), 0, MAX_RANKS)
         ranks = [
@@ -287,7 +287,7 @@ def encode_event(event: Started | CourierEvent) -> bytes:
     return _CONNECTED.pack(_KIND_CONNECTED)
 
 
-def decode_event(packet: bytes) -> Started | CourierEvent:
+def decode_event(packet: bytes) -> CourierStarted | CourierEvent:
     """Raises MessageError for what is no event."""
     kind = _kind(packet)
     if kind == _KIND_POST_DONE:
@@ -304,7 +304,7 @@ def decode_event(packet: bytes) -> Started | CourierEvent:
         (_, address, count), rest = _split(_STARTED, packet)
         ranks, metadata = _records(_RANK_SLOTS, count, rest)
         check_range("metadata's length", len(metadata), 1, MAX_METADATA_BYTES)
-        return Started(address, metadata, tuple(RankSlots(*rank) for rank in ranks))
+        return CourierStarted(address, metadata, tuple(RankSlots(*rank) for rank in ranks))
     if kind == _KIND_DIED:
         return CourierDied(_read_text(_split(_DIED, packet)[1]))
     if kind == _KIND_CONNECTED:

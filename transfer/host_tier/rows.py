@@ -71,7 +71,7 @@ class FileRows:
     Copy threads may write to rows and read them; the index operations are for one thread at a time.
     """
 
-    def __init__(self, rows: Segment, index: Segment, fds: list[int], opened: Opened) -> None:
+    def __init__(self, rows: Segment, index: Segment, fds: list[int], opened: RowsOpened) -> None:
         """Use `open`."""
         self.buffer = rows.buffer
         """pages * page_bytes bytes, writable."""
@@ -146,7 +146,7 @@ class FileRows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Opened:
+class RowsOpened:
     """What opening the files came to."""
 
     header: Header
@@ -198,7 +198,7 @@ def _open_locked(path: str) -> int:
     return fd
 
 
-def _prepare(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> Opened:
+def _prepare(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> RowsOpened:
     """Brings both files to the wanted size. Killed half-way, it leaves files that the next `open` understands."""
     old = Header.decode(os.pread(index_fd, HEADER_BYTES, 0))
     replaced = _unusable(rows_fd, index_fd, old, wanted)
@@ -229,7 +229,7 @@ def _prepare(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> Opened:
         os.ftruncate(rows_fd, kept_rows)
         raise
     _store(index_fd, header)
-    return Opened(header, {reason: count for reason, count in dropped.items() if count}, replaced)
+    return RowsOpened(header, {reason: count for reason, count in dropped.items() if count}, replaced)
 
 
 def _unusable(rows_fd: int, index_fd: int, old: Header | None, wanted: Header) -> DropReason | None:

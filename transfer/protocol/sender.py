@@ -47,7 +47,7 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class PostPart:
     """Write the first `nbytes` of the sending slot into the peer's slot `remote_slot`."""
 
     post_id: int
@@ -70,7 +70,7 @@ class Completed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class TransferEnded:
     """After end(): no gather of it runs and nothing more is posted; posts in flight may still land in slots."""
 
     transfer: int
@@ -84,7 +84,7 @@ class Failed:
     message: str
 
 
-SenderEvent = Completed | Ended | Failed
+SenderEvent = Completed | TransferEnded | Failed
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ class Sender:
         """Post no more of it. An Ended event follows, at once for a transfer that is not open (any more)."""
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
-            self._events.append(Ended(transfer))
+            self._events.append(TransferEnded(transfer))
             return
         outgoing.ended = True
         self._close_if_drained(transfer, outgoing)
@@ -224,7 +224,7 @@ class Sender:
                 gathers.append(gather)
         return gathers
 
-    def gathered(self, send_slot: int) -> Post | None:
+    def gathered(self, send_slot: int) -> PostPart | None:
         """Header and payload are in the sending slot: the write to post, or None if the transfer ended meanwhile."""
         gather, outgoing = self._gather_done(send_slot)
         if outgoing.closed:
@@ -242,7 +242,7 @@ class Sender:
         self.counts.parts += 1
         self.counts.payload_bytes += gather.nbytes
         self.counts.wire_bytes += gather.nbytes + HEADER_BYTES
-        return Post(
+        return PostPart(
             post_id=post_id,
             transfer=gather.transfer,
             send_slot=send_slot,
@@ -381,7 +381,7 @@ class Sender:
         if outgoing.failure is not None and not outgoing.ended:
             self._events.append(Failed(transfer, outgoing.failure))
         else:
-            self._events.append(Ended(transfer))
+            self._events.append(TransferEnded(transfer))
 
 
 def _cut_bytes(row_bytes: int, capacity: int) -> int:

@@ -12,14 +12,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvferry.workers.models.paged_cache import PagedCache, RankView, layer_views, readers
 
 
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Tokens in the pool: of each its page, and its place there."""
 
     pages: torch.Tensor
     offsets: torch.Tensor
 
-    def to(self, device: torch.device) -> Places:
-        return Places(self.pages.to(device), self.offsets.to(device))
+    def to(self, device: torch.device) -> TokenPlaces:
+        return TokenPlaces(self.pages.to(device), self.offsets.to(device))
 
 
 class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -92,9 +92,9 @@ class PagedBatch(Cache):
         self._valid = positions < ends[:, None]
         # Behind a request's end its first token is read in place of what nobody has written.
         positions = torch.where(self._valid, positions, 0)
-        read = Places(pages.gather(1, positions // page_size), positions % page_size)
+        read = TokenPlaces(pages.gather(1, positions // page_size), positions % page_size)
         last = (ends - 1)[:, None]
-        written = Places(pages.gather(1, last // page_size)[:, 0], (last % page_size)[:, 0])
+        written = TokenPlaces(pages.gather(1, last // page_size)[:, 0], (last % page_size)[:, 0])
         devices = {rank.device for rank in ranks}
         self.read = {each: read.to(each) for each in devices}
         self.written = {each: written.to(each) for each in devices}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.daemon.core.cache import Started, Store, StoreLimits
+from kvferry.daemon.core.cache import Cache, CacheLimits, CopyStarted
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import (
     Effect,
@@ -65,7 +65,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.over: set[Name] = set()
         self.workers = {1, 2}
         self.orphaned: set[int] = set()
-        self.copies: list[Started] = []
+        self.copies: list[CopyStarted] = []
         self.host_content: dict[int, bytes] = {}
         self.growing: set[Name] = set()
         self.retracting: set[Name] = set()
@@ -88,7 +88,7 @@ class CoreMachine(RuleBasedStateMachine):
     def configure(
         self, host: int, overcommit: float, policy: str, through: int, quota: Quota, output_first: bool, zeroes: str
     ) -> None:
-        limits = StoreLimits(
+        limits = CacheLimits(
             policy=policy,
             evict_output_first=output_first,
             write_through_hits=through,
@@ -100,7 +100,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.content = dict.fromkeys(range(PAGES), STALE)
         self.overcommit = overcommit
         self.core = DecodeCore(
-            Store(PAGES, PAGE, host_pages=host, limits=limits),
+            Cache(PAGES, PAGE, host_pages=host, limits=limits),
             DecodeLimits(
                 max_tokens=200, page_bytes=64, admission_seconds=40.0, queue=8, overtakes=2, overcommit=overcommit
             ),

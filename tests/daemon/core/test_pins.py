@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from kvferry.daemon.core import pins as pins_module
-from kvferry.daemon.core.cache import Store
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.daemon.core.pins import Pins
@@ -31,7 +31,7 @@ def chain(prompt: str) -> bytes:
 
 class World:
     def __init__(self, host_pages: int = 0) -> None:
-        self.store = Store(PAGES, 4, host_pages=host_pages)
+        self.store = Cache(PAGES, 4, host_pages=host_pages)
         self.namespace = self.store.namespace(bytes(32))
         self.pins = Pins(self.store, Holds(self.store, Arrivals()))
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.daemon.core.cache import Started, Store
+from kvferry.daemon.core.cache import Cache, CopyStarted
 from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, SendAux, SendProgress, StartCopy, ToWorker, ZeroTail
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name
@@ -84,13 +84,13 @@ class PrefillMachine(RuleBasedStateMachine):
         self.workers = {1, 2}
         self.lost: set[int] = set()
         self.aux_sent: set[Name] = set()
-        self.copies: list[Started] = []
+        self.copies: list[CopyStarted] = []
         self.zeroing: dict[ZeroTail, int] = {}  # tails that are being cleared, and their pages' generations
         self.host_content: dict[int, bytes] = {}
 
     @initialize(host=st.sampled_from([0, 5, 40]))
     def configure(self, host: int) -> None:
-        self.core = PrefillCore(Store(PAGES, PAGE, host_pages=host), PrefillLimits(table=TABLE, overtakes=2))
+        self.core = PrefillCore(Cache(PAGES, PAGE, host_pages=host), PrefillLimits(table=TABLE, overtakes=2))
 
     # -- effects ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.daemon.core.cache import Started, Store, StoreLimits
+from kvferry.daemon.core.cache import Cache, CacheLimits, CopyStarted
 from kvferry.daemon.core.namespaces import Namespace, Quota, slack
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE, Lock
@@ -28,18 +28,18 @@ def chain(path: str) -> bytes:
     return digests
 
 
-def store_of(host_pages: int = 0, **quotas: Quota) -> Store:
+def store_of(host_pages: int = 0, **quotas: Quota) -> Cache:
     by_id = {{"a": A, "b": B, "c": C}[name]: quota for name, quota in quotas.items()}
-    return Store(PAGES, 4, host_pages=host_pages, limits=StoreLimits(quotas=by_id))
+    return Cache(PAGES, 4, host_pages=host_pages, limits=CacheLimits(quotas=by_id))
 
 
-def end_copies(store: Store) -> None:
+def end_copies(store: Cache) -> None:
     for started in store.take_started():
         ended = store.copy_ended(started.number, [], 0, 0.0)
         store.pruned(ended.namespace, ended.removed)
 
 
-def take(store: Store, namespace: Namespace, pages: int) -> list[int]:
+def take(store: Cache, namespace: Namespace, pages: int) -> list[int]:
     """As an admitted request does, waiting for copies."""
     assert store.fits(namespace, pages)
     namespace.promised += pages
@@ -50,7 +50,7 @@ def take(store: Store, namespace: Namespace, pages: int) -> list[int]:
     return taken
 
 
-def put(store: Store, namespace: Namespace, path: str) -> None:
+def put(store: Cache, namespace: Namespace, path: str) -> None:
     """Finishes a request: its pages are cached."""
     pages = take(store, namespace, len(path))
     result = namespace.tree.insert(chain(path), pages)
@@ -217,17 +217,17 @@ class StoreMachine(RuleBasedStateMachine):
             hard = data.draw(st.sampled_from([0, soft + 2, soft + 6, 16]))
             host_soft = data.draw(st.sampled_from([0, 4]))
             quotas[namespace_id] = Quota(soft, hard, host_soft, data.draw(st.sampled_from([0, host_soft + 3])))
-        limits = StoreLimits(
+        limits = CacheLimits(
             quotas=quotas,
             policy=data.draw(st.sampled_from(["lru", "lfu", "fifo", "priority"])),
             evict_output_first=data.draw(st.booleans()),
             write_through_hits=data.draw(st.sampled_from([0, 2])),
         )
-        self.store = Store(PAGES, 4, host_pages=data.draw(st.sampled_from([0, 5, 12, 40])), limits=limits)
+        self.store = Cache(PAGES, 4, host_pages=data.draw(st.sampled_from([0, 5, 12, 40])), limits=limits)
         self.namespaces = [self.store.namespace(namespace_id) for namespace_id in quotas]
         self.requests: list[Request] = []
         self.locks: list[tuple[Namespace, Lock]] = []
-        self.copies: list[Started] = []
+        self.copies: list[CopyStarted] = []
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

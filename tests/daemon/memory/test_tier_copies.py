@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvferry.daemon.core.cache import Started
+from kvferry.daemon.core.cache import CopyStarted
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.sides.tiers import SideTiers
 from kvferry.radix.tree import RESTORE, SPILL
@@ -66,7 +66,7 @@ def test_so_many_run_at_a_time_and_end_in_any_order(tmp_path: Path, at_once: int
             copy: Any = SimpleNamespace(
                 kind=kind, device=[page], host=[page], digests=bytes(32), parents=bytes(32), outputs=b"\0"
             )
-            tier.start(Started(page, bytes(32), copy), lambda number, *_: ended.append(number))
+            tier.start(CopyStarted(page, bytes(32), copy), lambda number, *_: ended.append(number))
         await until(lambda: len(memory.running) == at_once)
         assert tier.oldest(time.monotonic()) == 0, "seen for the first time"
         await asyncio.sleep(0.1)
@@ -93,7 +93,7 @@ def test_health_sees_them(tmp_path: Path) -> None:
             kind=SPILL, device=[2], host=[1], digests=bytes(32), parents=bytes(32), outputs=b"\0"
         )
         ended = asyncio.Event()
-        tier.start(Started(0, bytes(32), copy), lambda *_: ended.set())
+        tier.start(CopyStarted(0, bytes(32), copy), lambda *_: ended.set())
         await until(lambda: memory.running)
         tiers: Any = SimpleNamespace(_memory=memory, _host=tier)
         assert SideTiers.late_copies(tiers, 70.0) == {"others": 0.0, "oldest copy between the tiers": 0.0}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.transfer.courier.gpu_slots import GpuSlot, MappedSlots, OwnSlots
-from kvferry.transfer.courier.messages import MessageError, RankSlots, Setup
+from kvferry.transfer.courier.messages import CourierSetup, MessageError, RankSlots
 from kvferry.transfer.protocol.slots import HEADER_BYTES, PartNotice
 from tests.transfer.courier.fake_gpus import Gpu
 
@@ -15,7 +15,7 @@ SLOT = 1 << 16
 
 def test_slots_are_rank_major_each_kind_in_an_allocation_of_its_own() -> None:
     gpus = {device: Gpu(device) for device in (2, 5)}
-    own = OwnSlots(Setup(SLOT, 4, 2, 1, (5, 2)), gpus.__getitem__)
+    own = OwnSlots(CourierSetup(SLOT, 4, 2, 1, (5, 2)), gpus.__getitem__)
     assert gpus[2].allocated == gpus[5].allocated == [2 * SLOT, SLOT]
     assert gpus[2].reads == gpus[5].reads == 1, "a device's first read is slow, and comes before the first part"
     assert own.ranks[0].receive_address >> 32 == 6
@@ -41,7 +41,7 @@ def test_slots_are_rank_major_each_kind_in_an_allocation_of_its_own() -> None:
 
 def test_a_header_is_of_the_slot_that_the_notification_names() -> None:
     gpus = {device: Gpu(device) for device in (2, 5)}
-    own = OwnSlots(Setup(SLOT, 4, 2, 1, (5, 2)), gpus.__getitem__)
+    own = OwnSlots(CourierSetup(SLOT, 4, 2, 1, (5, 2)), gpus.__getitem__)
     for slot, (gpu, address) in enumerate(
         (gpus[device], own.ranks[rank].receive_address + index * SLOT)
         for rank, device in ((0, 5), (1, 2))
@@ -53,14 +53,14 @@ def test_a_header_is_of_the_slot_that_the_notification_names() -> None:
         assert own.header_named_by(notice[:-1]) == own.header_named_by(notice + b"x") == b""
     assert own.header_named_by(PartNotice(epoch=1, transfer=2, slot=4, generation=3).pack()) == b""
     reads = gpus[2].reads + gpus[5].reads
-    only_sends = OwnSlots(Setup(SLOT, 0, 2, 1, (5, 2)), gpus.__getitem__)
+    only_sends = OwnSlots(CourierSetup(SLOT, 0, 2, 1, (5, 2)), gpus.__getitem__)
     assert only_sends.header_named_by(PartNotice(epoch=1, transfer=2, slot=0, generation=3).pack()) == b""
     assert reads == gpus[2].reads + gpus[5].reads
 
 
 def test_one_kind_only() -> None:
     gpu = Gpu(0)
-    own = OwnSlots(Setup(SLOT, 0, 2, 1, (0,)), lambda _: gpu)
+    own = OwnSlots(CourierSetup(SLOT, 0, 2, 1, (0,)), lambda _: gpu)
     assert own.ranks == (RankSlots(0, bytes(64), own.ranks[0].send_address, own.ranks[0].send_handle),)
     mapped = MappedSlots((0,), own.ranks, (0, 2), SLOT, lambda _: gpu)
     assert len(gpu.mapped) == 1
@@ -71,7 +71,7 @@ def test_one_kind_only() -> None:
 
 def test_where_one_cannot_be_mapped_none_stays_mapped() -> None:
     gpus = {0: Gpu(0), 1: Gpu(1, mappings=1)}
-    own = OwnSlots(Setup(SLOT, 2, 2, 1, (0, 1)), gpus.__getitem__)
+    own = OwnSlots(CourierSetup(SLOT, 2, 2, 1, (0, 1)), gpus.__getitem__)
     with pytest.raises(RuntimeError, match="no more"):
         MappedSlots((0, 1), own.ranks, (2, 2), SLOT, gpus.__getitem__)
     assert gpus[0].mapped == gpus[1].mapped == []

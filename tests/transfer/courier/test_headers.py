@@ -19,14 +19,14 @@ from kvferry.transfer.courier.messages import (
     Connected,
     CourierDied,
     CourierEvent,
+    CourierSetup,
+    CourierStarted,
     MessageError,
     Notification,
-    Started,
     decode_event,
     encode_event,
     encode_order,
 )
-from kvferry.transfer.courier.messages import Setup as CourierSetup
 from kvferry.transfer.protocol.slots import HEADER_BYTES, PartNotice
 from tests.transfer.courier.fake_gpus import Gpu
 
@@ -75,12 +75,12 @@ class On:
         agent: Any = self.agent
         self.courier = Courier(theirs, self.slots, SETUP, agent)
         self.courier.start()
-        assert isinstance(self.event(), Started)
+        assert isinstance(self.event(), CourierStarted)
         self.daemon.send(encode_order(Connect(b"metadata", 0, 0, 0)))
         self.courier._take_orders()
         assert self.event() == Connected()
 
-    def event(self) -> Started | CourierEvent:
+    def event(self) -> CourierStarted | CourierEvent:
         return decode_event(self.daemon.recv(MAX_PACKET_BYTES))
 
     def round(self) -> None:

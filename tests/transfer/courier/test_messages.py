@@ -19,6 +19,8 @@ from kvferry.transfer.courier.messages import (
     Connected,
     CourierDied,
     CourierEvent,
+    CourierSetup,
+    CourierStarted,
     Expect,
     MessageError,
     Notification,
@@ -28,8 +30,6 @@ from kvferry.transfer.courier.messages import (
     PostFailed,
     RankSlots,
     RemoteRank,
-    Setup,
-    Started,
     decode_event,
     decode_order,
     encode_event,
@@ -38,18 +38,18 @@ from kvferry.transfer.courier.messages import (
 from kvferry.transfer.protocol import slots
 
 ORDERS: list[Order] = [
-    Setup(slot_bytes=1 << 23, receive_slots=16, send_slots=0, parent=4321),
+    CourierSetup(slot_bytes=1 << 23, receive_slots=16, send_slots=0, parent=4321),
     Connect(b"m" * MAX_METADATA_BYTES, 1 << 46, 16, 1 << 30),
     Connect(b"m", 0, 0, 0),
-    Setup(slot_bytes=1 << 25, receive_slots=64, send_slots=0, parent=1, devices=tuple(range(MAX_RANKS))),
+    CourierSetup(slot_bytes=1 << 25, receive_slots=64, send_slots=0, parent=1, devices=tuple(range(MAX_RANKS))),
     Connect(b"m" * MAX_METADATA_BYTES, 0, 128, 1 << 30, tuple(RemoteRank(1 << 46, i) for i in range(MAX_RANKS))),
     Post((1 << 64) - 1, 3, 5, 1 << 23, b"n" * MAX_NOTIFICATION_BYTES),
     Expect(0),
     Expect((1 << 32) - 1),
 ]
-EVENTS: list[Started | CourierEvent] = [
-    Started(1 << 46, b"m" * MAX_METADATA_BYTES),
-    Started(0, b"m" * MAX_METADATA_BYTES, (RankSlots(1 << 46, b"r" * 64, 0, bytes(64)),) * MAX_RANKS),
+EVENTS: list[CourierStarted | CourierEvent] = [
+    CourierStarted(1 << 46, b"m" * MAX_METADATA_BYTES),
+    CourierStarted(0, b"m" * MAX_METADATA_BYTES, (RankSlots(1 << 46, b"r" * 64, 0, bytes(64)),) * MAX_RANKS),
     Connected(),
     PostDone(0),
     PostFailed((1 << 64) - 1, "ü: gone"),
@@ -68,7 +68,7 @@ def test_orders_come_back(order: Order) -> None:
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=repr)
-def test_events_come_back(event: Started | CourierEvent) -> None:
+def test_events_come_back(event: CourierStarted | CourierEvent) -> None:
     packet = encode_event(event)
     assert len(packet) <= MAX_PACKET_BYTES
     assert decode_event(packet) == event
@@ -89,11 +89,11 @@ def test_events_come_back(event: Started | CourierEvent) -> None:
         (Connect(b"m", 0, 2, 4096, (RemoteRank((1 << 63) - 4095, 0),) * 2), "remote rank's address"),
         (Connect(b"m", 0, 2, 4096, (RemoteRank(4096, 1024),)), "remote rank's device"),
         (Connect(b"m", 0, 65, 4096, (RemoteRank(4096, 0),) * 65), "remote ranks"),
-        (Setup(4096, 0, 0, 1), "receive_slots + send_slots"),
-        (Setup(4096, 3, 0, 1, (0, 1)), "receive_slots"),
-        (Setup(4096, 2, 1, 1, (0, 1)), "send_slots"),
-        (Setup(4096, 2, 2, 1, (0, 1024)), "device"),
-        (Setup(4096, 65, 65, 1, (0,) * 65), "devices' count"),
+        (CourierSetup(4096, 0, 0, 1), "receive_slots + send_slots"),
+        (CourierSetup(4096, 3, 0, 1, (0, 1)), "receive_slots"),
+        (CourierSetup(4096, 2, 1, 1, (0, 1)), "send_slots"),
+        (CourierSetup(4096, 2, 2, 1, (0, 1024)), "device"),
+        (CourierSetup(4096, 65, 65, 1, (0,) * 65), "devices' count"),
     ],
 )
 def test_orders_out_of_bounds(order: Order, field: str) -> None:

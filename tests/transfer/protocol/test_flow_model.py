@@ -24,7 +24,7 @@ from kvferry.transfer.geometry.rank_lanes import lanes_of, shards_of
 from kvferry.transfer.protocol.coverage import Coverage
 from kvferry.transfer.protocol.credit_groups import CreditGroups
 from kvferry.transfer.protocol.receiver import Receiver, ReceiverAction, Regrant, Scatter, ScatterResult
-from kvferry.transfer.protocol.sender import Completed, Failed, Gather, Post, Sender
+from kvferry.transfer.protocol.sender import Completed, Failed, Gather, PostPart, Sender
 from kvferry.transfer.protocol.slots import (
     HEADER_BYTES,
     Credit,
@@ -162,8 +162,8 @@ class Loop:
         self.newest = 0
         self.control: list[Open | End | list[Credit]] = [self.receiver.initial_credits()]
         self.gathers: list[Gather] = []
-        self.writes: list[Post] = []
-        self.reports: list[Post] = []
+        self.writes: list[PostPart] = []
+        self.reports: list[PostPart] = []
         self.notices: list[bytes] = []
         self.delivered: list[bytes] = []
         self.scatters: list[Scatter] = []

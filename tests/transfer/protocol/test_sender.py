@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.transfer.geometry.rank_lanes import Heads, Lane
-from kvferry.transfer.protocol.sender import Completed, Ended, Failed, Gather, Sender
+from kvferry.transfer.protocol.sender import Completed, Failed, Gather, Sender, TransferEnded
 from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
 
 EPOCH = 77
@@ -153,7 +153,7 @@ def test_end_keeps_the_credit_of_a_running_gather_for_others() -> None:
     assert sender.poll_events() == [], "a gather reads its pages"
     assert not sender.released(1)
     assert sender.gathered(gather.send_slot) is None
-    assert sender.poll_events() == [Ended(1)]
+    assert sender.poll_events() == [TransferEnded(1)]
     assert sender.released(1)
     (other,) = sender.next_actions()
     assert (other.transfer, other.credit) == (2, gather.credit)
@@ -169,7 +169,7 @@ def test_a_transfer_that_drains_is_cut_no_more() -> None:
     sender.end(1)
     assert sender.next_actions() == []
     assert sender.gathered(gather.send_slot) is None
-    assert sender.poll_events() == [Ended(1)]
+    assert sender.poll_events() == [TransferEnded(1)]
 
 
 def test_end_does_not_wait_for_posts_and_their_end_is_taken() -> None:
@@ -180,7 +180,7 @@ def test_end_does_not_wait_for_posts_and_their_end_is_taken() -> None:
     post = sender.gathered(gather.send_slot)
     assert post is not None
     sender.end(1)
-    assert sender.poll_events() == [Ended(1)]
+    assert sender.poll_events() == [TransferEnded(1)]
     sender.posted_done(post.post_id)
     assert sender.poll_events() == [], "ended is not completed"
     assert sender.free_send_slots == 4
@@ -193,7 +193,7 @@ def test_end_of_a_queued_transfer_and_of_an_unknown_one() -> None:
     sender.progress(1, 1)
     sender.end(1)
     sender.end(9)
-    assert sender.poll_events() == [Ended(1), Ended(9)]
+    assert sender.poll_events() == [TransferEnded(1), TransferEnded(9)]
     assert sender.next_actions() == []
     assert sender.free_credits == 4
     sender.progress(1, 1)
@@ -220,7 +220,7 @@ def test_an_ended_transfer_whose_gather_fails_is_ended() -> None:
     (gather,) = sender.next_actions()
     sender.end(1)
     sender.gather_failed(gather.send_slot, "late")
-    assert sender.poll_events() == [Ended(1)]
+    assert sender.poll_events() == [TransferEnded(1)]
 
 
 def test_completed_waits_for_every_post() -> None:

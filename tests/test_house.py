@@ -1,0 +1,81 @@
+"""The house in order: sizes of files, functions, constructors and folders, and a name for one thing only."""
+
+import ast
+import subprocess
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE_LINES, FUNCTION_LINES, FOLDER_FILES, ARGUMENTS = 450, 70, 25, 8
+CODE = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"}
+PACKAGES = ("client", "connectors", "daemon", "front", "loadgen", "package", "proto", "radix", "transfer", "workers")
+MADE = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "kernels_ptx.cpp", "_core.pyi")  # not by hand
+GIVEN = ("bench/results", "tests/fuzz/seeds")
+
+
+def ours() -> list[Path]:
+    """Files that somebody has written, relative to the root."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    names = [name for name in listed.stdout.splitlines() if not name.startswith(GIVEN) and not name.endswith(MADE)]
+    return [Path(name) for name in names if (ROOT / name).is_file()]
+
+
+FILES = ours()
+TREES = {path: ast.parse((ROOT / path).read_text(), str(path)) for path in FILES if path.suffix == ".py"}
+
+
+def test_files_are_read_in_one_sitting() -> None:
+    lines = {path: len((ROOT / path).read_text().splitlines()) for path in FILES if path.suffix in CODE}
+    assert len(lines) > 400
+    assert not {str(path): count for path, count in lines.items() if count > FILE_LINES}
+
+
+def test_functions_are_short() -> None:
+    found = {}
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
+                found[f"{path}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
+    assert len(found) > 4000
+    assert not {where: count for where, count in found.items() if count > FUNCTION_LINES}
+
+
+def test_folders_have_few_files() -> None:
+    folders = Counter(path.parent for path in FILES)
+    assert not {str(folder): count for folder, count in folders.items() if count > FOLDER_FILES}
+
+
+def test_constructors_take_few_arguments() -> None:
+    found = {}
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                arguments = node.args
+                own = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+                found[f"{path}:{node.lineno}"] = len(own) - 1
+    assert len(found) > 200
+    assert not {where: count for where, count in found.items() if count > ARGUMENTS}
+
+
+def test_a_public_class_has_its_name_alone() -> None:
+    found = defaultdict(list)
+    for path, tree in TREES.items():
+        if path.parts[0] in PACKAGES:
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found[node.name].append(f"{path}:{node.lineno}")
+    assert len(found) > 400
+    assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_folders_say_what_lives_in_them() -> None:
+    """Each folder of more than five files of a package opens with a docstring or a README."""
+    for folder, count in Counter(path.parent for path in FILES if path.parts[0] in (*PACKAGES, "csrc")).items():
+        if count > 5 and not (ROOT / folder / "README.md").exists():
+            tree = TREES.get(folder / "__init__.py")
+            assert tree is not None and ast.get_docstring(tree), f"{folder} has {count} files and no word on them"
