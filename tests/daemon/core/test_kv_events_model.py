@@ -12,7 +12,8 @@ from kvferry.daemon.core.kv_events import Cleared, Removed, Stored
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PagePool, PageState
-from tests.daemon.core.test_decode_model import PAGE, CoreMachine
+from tests.daemon.core.decode_machine import CoreMachine
+from tests.daemon.core.decode_world import PAGE
 
 
 def tokens_of(digests: list[bytes]) -> list[int]:
