@@ -89,7 +89,7 @@ class Attachment:
         self._close(self.pools.release if self._own is None else self._own.close)
 
     def close_mapped(self) -> None:
-        """As `close`, of memory of the worker's own that the daemon may still have mapped."""
+        """Closes what `close` closes, but for memory of the worker's own that the daemon may still have mapped."""
         assert self._own is not None
         self._close(self._own.close_mapped)
 

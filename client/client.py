@@ -273,7 +273,8 @@ class DaemonClient:
             raise request.failure
 
     def check_kept(self, name: RequestName) -> None:
-        """As `check`; raises Retracted, too, when the daemon wants the pages back: the request is to finish."""
+        """Checks as `check` does; raises Retracted, too, when the daemon wants the pages back: the request is to
+        finish."""
         self.check(name)
         if self._of(name).retracted:
             raise Retracted

@@ -34,7 +34,7 @@ STORAGES = {
 
 
 class PoolSpec(NamedTuple):
-    """Of what a worker allocates."""
+    """The size, order and place of what a worker allocates."""
 
     pages: int
     page_size: int  # tokens
@@ -54,7 +54,7 @@ class PoolSpec(NamedTuple):
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """As `flags.devices`. ValueError."""
+    """GPU ids by rank, as `flags.devices` reads them. ValueError."""
     try:
         return flags.devices(text)
     except ValueError as error:
@@ -85,7 +85,8 @@ class EnginePools:
         self._close(self.pools.release)
 
     def close_mapped(self) -> None:
-        """As `close`, where the daemon may still have it mapped: what is on GPUs stays to the end of this process."""
+        """Closes like `close` where the daemon may still have the memory mapped: what is on GPUs stays to the end of
+        this process."""
         self._close(self.pools.release_mapped)
 
     def _close(self, release: Callable[[], None]) -> None:
@@ -103,7 +104,7 @@ MakePools = Callable[[], EnginePools]
 
 
 def make_files(spec: PoolSpec, geometry: KVGeometry) -> EnginePools:
-    """In shared memory, a file for each rank. OSError where there is too little."""
+    """Allocates the pool in shared memory, a file for each rank. OSError where there is too little."""
     pages = spec.pages
     own = rank_geometry(geometry, spec.ranks)
     storage = RankStorage.make(own, spec.order, pages)

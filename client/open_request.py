@@ -1,4 +1,4 @@
-"""What the daemon has said, and is still to say, about one request of a session. No I/O."""
+"""One request of a session: all that the daemon has said, and is still to say, about it. No I/O."""
 
 from __future__ import annotations
 

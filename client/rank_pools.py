@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.uint8]
 Memory: TypeAlias = "Bytes | torch.Tensor"
-"""uint8, one-dimensional: an array of host memory, or a tensor on any device."""
+"""uint8, one-dimensional: an array in the machine's memory, or a tensor on any device."""
 
 
 class RankPools:
@@ -52,7 +52,7 @@ class RankPools:
             self._let_go()
 
     def release_mapped(self) -> None:
-        """As `release`, where a daemon may still have memory mapped that is this process's."""
+        """Releases like `release`, where a daemon may still have memory mapped that is this process's."""
         self.release()
 
     def _let_go(self) -> None:

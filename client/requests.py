@@ -93,7 +93,7 @@ class Ready(NamedTuple):
 
 
 class PageTokens(NamedTuple):
-    """Of full pages, from `first_token` of the request on."""
+    """Tokens of full pages, from `first_token` of the request on."""
 
     first_token: int
     tokens: Sequence[int]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 Memory: TypeAlias = "NDArray[np.uint8] | torch.Tensor"
-"""uint8, one-dimensional, of the host or of a GPU."""
+"""uint8, one-dimensional, in the machine's memory or a GPU's."""
 
 
 class PoolPages(NamedTuple):
@@ -33,12 +33,12 @@ class PoolPages(NamedTuple):
         return PoolPages(memory, address, pages, len(memory) // pages)
 
     def span(self, page: int) -> slice:
-        """Of `memory`."""
+        """The page's bytes in `memory`."""
         return slice(page * self.page_bytes, (page + 1) * self.page_bytes)
 
 
 class BlockPlaces(NamedTuple):
-    """Of each block the page that it belongs to and its number there; int64, of equal length."""
+    """For each block the page that it belongs to and its number there; int64, of equal length."""
 
     blocks: NDArray[np.int64]
     pages: NDArray[np.int64]
@@ -47,7 +47,7 @@ class BlockPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Where an engine's blocks lie: layer i's block b is `block_bytes` bytes at bases[i] + b * strides[i]."""
+    """The places of an engine's blocks: layer i's block b is `block_bytes` bytes at bases[i] + b * strides[i]."""
 
     bases: NDArray[np.int64]
     strides: NDArray[np.int64]
@@ -75,7 +75,7 @@ class BlockMap:
 
     @property
     def row_bytes(self) -> int:
-        """Of a block in all layers."""
+        """Bytes of a block in all layers."""
         return len(self.bases) * self.block_bytes
 
     @property
@@ -89,8 +89,8 @@ class BlockMap:
     def places(
         self, pool: PoolPages, pages: Sequence[int], block_ids: Sequence[int], start: int, end: int
     ) -> BlockPlaces:
-        """Of tokens [start, end): pages[i] is the prompt's page i, block_ids[0] the block that begins at token
-        `start`. ValueError or IndexError before anything is copied.
+        """The blocks of tokens [start, end) and their pages: pages[i] is the prompt's page i, block_ids[0] the block
+        that begins at token `start`. ValueError or IndexError before anything is copied.
         """
         if start % self.block_tokens or not 0 <= start <= end:
             raise ValueError(f"start is {start}; it must be a multiple of {self.block_tokens}, at most {end}")

@@ -1,4 +1,5 @@
-"""From an engine's block hashes to kvferry's pages: a page is `blocks_per_page` blocks, its digest the last one's."""
+"""Digests of kvferry's pages from an engine's block hashes: a page is `blocks_per_page` blocks, its digest the last
+one's."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def prompt_of(
     blocks_per_page: int,
     root: bytes,
 ) -> PromptPages:
-    """Of the first `count` of `tokens`; the tail, which engines do not hash, is hashed here, at most one page of it."""
+    """The pages of the first `count` of `tokens`; the tail, which engines do not hash, is hashed here, at most one page
+    of it."""
     full = count // page_size
     digests = page_digests(block_hashes, blocks_per_page, full)
     parent = digests[-DIGEST_BYTES:] or root

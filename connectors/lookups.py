@@ -139,7 +139,7 @@ class PinLookups:
             _log.warning("look-up: %s: %s", code.name, error.details())
 
     def _ask_facts(self) -> None:
-        """If they are old. Those that are known hold until the answer."""
+        """Asks for the daemon's name and bounds if they are old. Those that are known hold until the answer."""
         if self._asking_facts or self._closed or time.monotonic() < self._facts_until:
             return
         self._asking_facts = True
@@ -163,7 +163,7 @@ class PinLookups:
 
 
 def most_pages(stats: cache_pb2.StatsReply, role: common_pb2.Role, namespace_id: bytes) -> int:
-    """That one prompt may have; 0 where this side is not there."""
+    """The most pages that one prompt may have; 0 where this side is not there."""
     for side in stats.sides:
         if side.role == role:
             quotas = [n.hard_quota for n in side.namespaces if n.namespace_id == namespace_id and n.hard_quota]

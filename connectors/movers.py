@@ -1,5 +1,5 @@
-"""What moves bytes between an engine's blocks and the daemon's pages, where both are in memory of the host; `gpu_mover`
-is for a GPU."""
+"""Copies between an engine's blocks and the daemon's pages: the interface, and the mover where both are in the
+machine's memory; `gpu_mover` is for a GPU."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Moment: TypeAlias = "torch.cuda.Event | None"
 
 
 class Mover(Protocol):
-    """Of one engine's blocks. Copies begin when what the engine had begun before `after` is computed, and are over when
-    the call returns."""
+    """Copies to and from one engine's blocks. They begin when what the engine had begun before `after` is computed, and
+    are over when the call returns."""
 
     records: bool
     """Whether the engine may record what its GPU is told (CUDA graphs) until its first step: nobody else may map memory
     or wait for the device meanwhile."""
 
     def moment(self) -> Moment:
-        """Now. Called on the thread that tells the engine what to compute; waits for nothing."""
+        """The present moment. Called on the thread that tells the engine what to compute; waits for nothing."""
 
     def misfit(self, memories: Sequence[Memory]) -> str:
         """Why a daemon with such memories, one a rank, cannot be used; empty where it can."""
@@ -38,11 +38,11 @@ class Mover(Protocol):
     def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None: ...
 
     def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
-        """Of the page's bytes only the bits of `kept`, (page_bytes,), stay."""
+        """Clears all bits of the page's bytes but those of `kept`, (page_bytes,)."""
 
 
 class HostMover:
-    """Its engine has computed a step when it says so."""
+    """The mover of blocks in the machine's memory: there a step is computed when the engine says so."""
 
     records = False
 

@@ -1,4 +1,4 @@
-"""What the halves of a connector tell each other. Block ids are the engine's, page ids the daemon's.
+"""Messages between the halves of a connector. Block ids are the engine's, page ids the daemon's.
 
 Decode:  Load or Restore -> (reported received); at the end Store -> (reported sent)
 Prefill: Begin -> (reported received, where it loads) -> Save* -> Release or Drop -> (reported sent)
@@ -74,7 +74,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """When this step's forward pass is over, the first `tokens` tokens of the prompt are in `blocks`."""
+    """The first `tokens` tokens of the prompt are in `blocks` when this step's forward pass is over."""
 
     request: str
     tokens: int
@@ -107,7 +107,7 @@ Order: TypeAlias = Load | Restore | StorePages | Begin | Save | Release | Drop |
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the worker's half tells the scheduler's, beside what vLLM passes on by itself."""
+    """Facts that the worker's half tells the scheduler's, beside what vLLM passes on by itself."""
 
     failed: frozenset[str] = frozenset()  # requests whose prompts are not sent
     session: bool | None = None  # whether there is one with the daemon, where that has changed
@@ -118,7 +118,7 @@ class News:
 
 @dataclass(slots=True)
 class Orders:
-    """Of one step. The blocks of preempted requests are taken away before the step's forward pass."""
+    """The orders of one step. The blocks of preempted requests are taken away before the step's forward pass."""
 
     orders: list[Order] = field(default_factory=list)
     preempted: tuple[str, ...] = ()

@@ -43,7 +43,7 @@ def decode_half(params: Mapping[str, object] | None, default_prefill: str) -> Tr
 
 
 def answer(params: TransferParams, prefill: str) -> dict[str, object]:
-    """What prefill's answer says, for routers that ask it first."""
+    """The `kv_transfer_params` of prefill's answer, for routers that ask it first."""
     told: dict[str, object] = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -17,7 +17,7 @@ from kvferry.connectors.params import TransferParams
 
 
 class EngineRequest(Protocol):
-    """What is read of vLLM's Request."""
+    """The part of vLLM's Request that is read here."""
 
     request_id: str
     num_computed_tokens: int
@@ -44,7 +44,7 @@ class DaemonLookup(Protocol):
 
     @property
     def tokens(self) -> int | None:
-        """Held by the daemon and locked for this request; None: no answer yet."""
+        """Tokens that the daemon holds and has locked for this request; None: no answer yet."""
 
     def release(self) -> None:
         """Lets the lock go, now or when the answer comes. Idempotent."""
@@ -57,17 +57,17 @@ class DaemonLookups(Protocol):
 
     @property
     def daemon(self) -> str:
-        """Its name; empty while it is not known."""
+        """The daemon's name; empty while it is not known."""
 
     @property
     def most_pages(self) -> int:
-        """That a prompt may have there; 0 while it is not known."""
+        """The most pages that a prompt may have there; 0 while it is not known."""
 
     def start(self, digests: bytes) -> DaemonLookup:
-        """Does not wait."""
+        """Asks what the daemon holds of these pages. Does not wait."""
 
     def ask_again(self) -> None:
-        """It may be another daemon: its name and its bounds are asked for. Does not wait."""
+        """Asks for the daemon's name and bounds again: it may be another daemon. Does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class SchedulerCounts:
 
 
 class SchedulerSide:
-    """Of one role; `now` gives seconds."""
+    """The part of the scheduler's half that both roles share; `now` gives seconds."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class SchedulerSide:
             self._tracked.pop(request, None)
 
     def hear(self, news: News) -> None:
-        """The worker's own words."""
+        """Takes in what the worker's half has told."""
         if news.session is not None:
             self._session = news.session
             if news.session:
@@ -190,7 +190,7 @@ class SchedulerSide:
     # -- for the roles ---------------------------------------------------------------------------------------------
 
     def _ask(self, tracked: Tracked, tokens: int) -> None:
-        """What the daemon holds of the first `tokens`."""
+        """Asks the daemon what it holds of the first `tokens`."""
         tracked.let_go()
         pages = tokens // self.shape.page_size
         tracked.asked_at = self._now()
@@ -221,15 +221,15 @@ class SchedulerSide:
         )
 
     def _travelling(self, request: EngineRequest) -> int:
-        """Of the prompt, the tokens that travel. The partial last page has no block hash: where more than its tokens
-        says what it holds, it stays."""
+        """The number of the prompt's tokens that travel. The partial last page has no block hash: where more than its
+        tokens says what it holds, it stays."""
         tokens = request.num_prompt_tokens
         if request.mm_features or request.lora_request is not None:
             tokens -= tokens % self.shape.page_size
         return tokens
 
     def _blocks(self, blocks: Sequence[int], start: int, end: int) -> tuple[int, ...]:
-        """Those of tokens [start, end); `start` begins a block."""
+        """The blocks of tokens [start, end); `start` begins a block."""
         size = self.shape.block_tokens
         assert start % size == 0, f"token {start} begins no block of {size}"
         needed = blocks[start // size : -(-end // size)]
@@ -238,5 +238,5 @@ class SchedulerSide:
 
 
 def is_over(tracked: Tracked) -> bool:
-    """Its request has finished, and only the worker's report was awaited."""
+    """Whether its request has finished, and only the worker's report was awaited."""
     return tracked.settled and tracked.storing and not tracked.loading

@@ -1,4 +1,4 @@
-"""How the worker's half of a connector comes to a session with the daemon, again and again."""
+"""Sessions of a connector's worker half with the daemon, one after the other."""
 
 from __future__ import annotations
 

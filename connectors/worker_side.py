@@ -71,7 +71,8 @@ class WorkerSide:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Raises Refused when the daemon refuses this engine. Where no daemon answers in time it goes on without."""
+        """Opens the first session. Raises DaemonRefused when the daemon refuses this engine. Where no daemon answers in
+        time it goes on without."""
         self._thread.start()
         try:
             self._wait(
@@ -82,7 +83,7 @@ class WorkerSide:
             raise DaemonRefused(str(error)) from error
 
     def take(self, orders: Orders) -> None:
-        """Before the step's forward pass."""
+        """Takes a step's orders in, before its forward pass."""
         if not self._settled.is_set():
             self._loop.call_soon_threadsafe(self._settled.set)
         if orders.preempted and self._pushing:  # their pushes may not have been taken in yet
@@ -103,7 +104,7 @@ class WorkerSide:
         return self._step is not None or bool(self._saves)
 
     def forward_done(self) -> None:
-        """Behind the step's forward pass: what it computes may be copied when it is there."""
+        """Called behind the step's forward pass: what it computes may be copied when it is there."""
         if not self.awaits_step:
             return
         step, self._step = self._step, None
@@ -138,7 +139,7 @@ class WorkerSide:
         self.reports.add_news(News(session=there))
 
     async def _quiet(self) -> None:
-        """Nothing touches the daemon's memory any more."""
+        """Ends all that touches the daemon's memory."""
         tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
         for task in tasks:
             task.cancel()
@@ -187,7 +188,7 @@ class WorkerSide:
             task.cancel()
 
     def _loaded(self, order: Load | Restore, good: int | None) -> None:
-        """Nothing writes into its blocks any more; the first `good` of them are as they should be."""
+        """Reports a load: nothing writes into its blocks any more; the first `good` of them are as they should be."""
         self.reports.add_received(order.request, order.blocks[good or 0 :])
 
     def _save(self, saves: list[Save], done: Moment) -> None:
@@ -202,7 +203,7 @@ class WorkerSide:
             self._report_push(push)
 
     async def _preempt(self, requests: Sequence[str]) -> None:
-        """Their blocks are taken away: nothing is read from them any more."""
+        """Takes the requests' blocks away: nothing is read from them any more."""
         for request in requests:
             if (push := self._pushes.get(request)) is not None:
                 push.save = None
@@ -211,16 +212,16 @@ class WorkerSide:
     # -- copies ----------------------------------------------------------------------------------------------------
 
     async def _copy(self, work: Callable[[], None]) -> None:
-        """On the copying thread. However often the caller is cancelled, the copy is over when this is."""
+        """Copies on the copying thread. However often the caller is cancelled, the copy is over when this is."""
         await complete(self._loop.run_in_executor(self._copier, work))
 
     async def _to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
-        """What the engine had begun before `after` may still use the blocks."""
+        """Copies pages to blocks, which what the engine had begun before `after` may still use."""
         await self._copy(partial(self._mover.to_blocks, pool, places, after))
         self.moved.loaded_bytes += len(places.blocks) * self._blocks.row_bytes
 
     async def _to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
-        """What the engine had begun before `after` computes the blocks."""
+        """Copies blocks to pages, behind what the engine had begun before `after`, which computes them."""
         await self._copy(partial(self._mover.to_pages, pool, places, after))
         self.moved.saved_bytes += len(places.blocks) * self._blocks.row_bytes
 
@@ -415,7 +416,7 @@ class WorkerSide:
         _log.warning("request %s: the engine goes on alone: %s", request, error)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """What the engine need not wait for."""
+        """Starts work that the engine need not wait for."""
         task = self._loop.create_task(work)
         self._behind.add(task)
         task.add_done_callback(self._behind.discard)

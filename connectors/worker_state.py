@@ -1,4 +1,4 @@
-"""What the worker's half of a connector keeps: reports to the engine, counts, prompts that are pushed, leases."""
+"""State of a connector's worker half: reports to the engine, counts, prompts that are pushed, leases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.connectors.orders import Begin, News, Save
 
 @dataclass(slots=True)
 class Reports:
-    """What the engine is to hear; taken on its thread, added to on ours."""
+    """Reports that the engine is still to hear; taken on its thread, added to on ours."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     received: set[str] = field(default_factory=set)
@@ -118,5 +118,5 @@ class DaemonRequest:
         return self._client
 
     def then(self, ending: Coroutine[Any, Any, None]) -> None:
-        """It went well: instead of an abort this ends it, behind the engine's back."""
+        """Names what ends the request instead of an abort, behind the engine's back: it went well."""
         self.ending = ending

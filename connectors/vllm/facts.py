@@ -1,4 +1,4 @@
-"""What a vLLM engine says of itself to the daemon: model, weights, KV geometry, digest chain; and where blocks lie."""
+"""A vLLM engine's facts for the daemon: model, weights, KV geometry, digest chain; and where its blocks lie."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def fingerprint(model_config: Any) -> str:
 
 
 def revision_of(vllm_config: Any, settings: Settings) -> str:
-    """What names the weights; Unfit where nothing does."""
+    """The name of the weights; Unfit where nothing names them."""
     if settings.revision:
         return settings.revision
     model = vllm_config.model_config
@@ -188,7 +188,7 @@ def order_of(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) 
 
 
 def mover_of(kv_caches: dict[str, Any], kv_cache_config: Any, blocks: BlockMap) -> Mover:
-    """For where the engine's blocks are. Unfit where kvferry cannot copy there."""
+    """The mover for the memory that the engine's blocks lie in. Unfit where kvferry cannot copy there."""
     device = _cache_of(kv_caches, kv_cache_config.kv_cache_groups[0].layer_names[0]).device
     if device.type == "cpu":
         return HostMover(blocks)
@@ -203,8 +203,8 @@ def mover_of(kv_caches: dict[str, Any], kv_cache_config: Any, blocks: BlockMap) 
 def block_map(
     kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geometry: KVGeometry, order: NDArray[np.int32]
 ) -> BlockMap:
-    """Where the engine's blocks lie; `order`: the token that each byte of a block belongs to. Unfit where a block is
-    not one run of bytes, or not of the geometry's size, or layers differ."""
+    """The places of the engine's blocks; `order`: the token that each byte of a block belongs to. Unfit where a block
+    is not one run of bytes, or not of the geometry's size, or layers differ."""
     names = kv_cache_config.kv_cache_groups[0].layer_names
     bases, strides = [], []
     block_bytes = geometry.page_bytes // (len(names) * shape.blocks_per_page)

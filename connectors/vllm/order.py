@@ -1,5 +1,6 @@
-"""In which order vLLM's attention kernels keep the tokens of a block. On GPUs the strides of its KV caches say so. The
-kernels for CPUs differ by instruction set, and none says so: it is found out by writing to a block as the engine does.
+"""The order in which vLLM's attention kernels keep the tokens of a block. On GPUs the strides of its KV caches say so.
+The kernels for CPUs differ by instruction set, and none says so: it is found out by writing to a block as the engine
+does.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _outer_first(cache: Any) -> list[int]:
 
 
 def _instructions(vllm_config: Any, spec: Any) -> str:
-    """Of the kernels that a CPU engine uses."""
+    """The instruction set of the kernels that a CPU engine uses."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return str(

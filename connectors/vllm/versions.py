@@ -1,4 +1,4 @@
-"""Which vLLM this connector was run with, and whether the one that is installed has what it uses."""
+"""The vLLM versions that this connector was run with, and a check that the installed one has what it uses."""
 
 from __future__ import annotations
 
