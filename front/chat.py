@@ -35,7 +35,7 @@ class Detokenizer(Protocol):
         """The text that became final with this token; "" while a character is incomplete."""
 
     def finish(self) -> str:
-        """What is left of the text. A character whose bytes never became complete is left out."""
+        """The rest of the text. A character whose bytes never became complete is left out."""
 
 
 class Tokenizer(Protocol):

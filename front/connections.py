@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def most_connections(max_requests: int) -> int:
-    """Of a front end at a time; one more is closed."""
+    """The most connections of a front end at a time; one more is closed."""
     return CONNECTIONS_PER_REQUEST * max_requests + MORE_CONNECTIONS
 
 

@@ -50,7 +50,7 @@ class Mismatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a server says of itself, checked."""
+    """A server's facts by its own word, checked."""
 
     model: str
     daemon: str
@@ -124,7 +124,7 @@ def _role(role: common_pb2.Role) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What all servers behind one front end have in common."""
+    """The facts that all servers behind one front end share."""
 
     name: str
     tokenizer: Tokenizer

@@ -98,7 +98,7 @@ def internal(message: str) -> ApiError:
 
 
 def from_grpc(who: str, error: grpc.aio.AioRpcError) -> ApiError:
-    """What the client is told when the call of the server `who` ended with `error`."""
+    """The error that the client is told when the call of the server `who` ended with `error`."""
     details = error.details() or "no details"
     told = _error(_BY_STATUS.get(error.code(), _INTERNAL), f"{who}: {error.code().name}: {details}")
     told.of_prefill = _of_prefill(error)

@@ -58,7 +58,7 @@ class Lookups:
         self.counts = LookupCounts()
 
     async def ask(self, links: Sequence[EngineLink], served: ServedModel, tokens: Sequence[int]) -> list[Lookup | None]:
-        """What each server's daemon says of this prompt; the digests are computed once, outside the event loop."""
+        """Asks each server's daemon about this prompt; the digests are computed once, outside the event loop."""
         digests = await asyncio.to_thread(self._digests, tokens, served)
         request = cache_pb2.LookupRequest(namespace_id=served.namespace_id, digests=digests)
         return list(await asyncio.gather(*(self._ask(link, request) for link in links)))
@@ -69,7 +69,7 @@ class Lookups:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _retire(self, address: str) -> None:
-        """Its channel is not used again; look-ups that are under way on it end first."""
+        """Takes the daemon's channel out of use; look-ups that are under way on it end first."""
         daemon = self._daemons.pop(address, None)
         if daemon is not None:
             task = asyncio.create_task(daemon.close(self._deadline_s))

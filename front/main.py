@@ -167,7 +167,8 @@ def _run(args: argparse.Namespace, host: str, port: int) -> int:
 
 
 def _problem(args: argparse.Namespace) -> str:
-    """Which servers it is before must be clear, and who may reach it; empty: it is."""
+    """The objection to these flags, empty if there is none: which servers it is before must be clear, and who may reach
+    it."""
     if problem := listening.problem(args, "requests and replies are plain HTTP, without a login"):
         return problem
     if args.vllm_decode or args.vllm_prefill:

@@ -76,7 +76,7 @@ class StreamOptions(_Strict):
 
 
 class _GenerationRequest(_Strict):
-    """What both kinds of request have."""
+    """The fields that both kinds of request have."""
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -233,7 +233,7 @@ class Usage(BaseModel):
 
 
 class TransferReport(BaseModel):
-    """How a request was served: the object `kvferry`, sent when token ids are asked for."""
+    """The object `kvferry`, sent when token ids are asked for: the way in which a request was served."""
 
     request_id: str
     decode: str  # address of the decode server
@@ -294,7 +294,7 @@ class ChatChunk(_Reply):
 
 
 class CompletionChoice(BaseModel):
-    """Of a whole reply and of a chunk."""
+    """A choice of a whole reply and of a chunk."""
 
     index: int
     text: str

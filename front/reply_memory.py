@@ -271,7 +271,7 @@ class _Building:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens are the same."""
+    """The number of leading tokens that are the same."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

@@ -1,4 +1,4 @@
-"""Which decode and which prefill server takes a request. Pure: the look-ups are made elsewhere.
+"""The choice of the decode and the prefill server that take a request. Pure: the look-ups are made elsewhere.
 
 **Decode.** The server that holds the longest part of the prompt takes it, unless it is *overloaded*; overloaded servers
 are passed over, and when all are, none is. Equal matches (no match at all, too) go to the least loaded server, then to
@@ -27,7 +27,7 @@ class RoutingRule:
 
 
 class Lookup(NamedTuple):
-    """What a decode server's daemon said about one prompt."""
+    """The answer of a decode server's daemon about one prompt."""
 
     matched_tokens: int
     running: int

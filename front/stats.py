@@ -1,4 +1,4 @@
-"""What the front end counts, as given at /kvferry/stats."""
+"""Counts of the front end, as given at /kvferry/stats."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Delta(NamedTuple):
 
 
 class ExactReply(NamedTuple):
-    """What the reply memory keeps: the ids whose text is exactly this."""
+    """A reply as the memory keeps it: the ids whose text is exactly this."""
 
     text: str
     tokens: list[int]

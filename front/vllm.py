@@ -49,14 +49,14 @@ class Server:
 
 
 class Caller(NamedTuple):
-    """What a client's headers say, as they came."""
+    """A client's headers that are passed on, as they came."""
 
     traceparent: str = ""  # of its span, if it has one
     authorization: str = ""
 
 
 class _Legs(NamedTuple):
-    """What both halves of a request are asked under."""
+    """The path, headers and time bound that both halves of a request share."""
 
     path: str
     traceparent: str
@@ -65,7 +65,7 @@ class _Legs(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """A reply is passed on as it comes: not compressed."""
+        """Headers of the call. A reply is passed on as it comes: not compressed."""
         headers = {"accept-encoding": "identity", **dict(tracing.metadata_of(self.traceparent))}
         return {**headers, "authorization": self.authorization} if self.authorization else headers
 
@@ -87,7 +87,7 @@ class DecodeAnswer(NamedTuple):
 
 
 class VllmPrefillFailed(Exception):
-    """Its half will not come."""
+    """Prefill's half will not come."""
 
 
 @dataclass(slots=True)
@@ -188,7 +188,7 @@ class VllmFront:
     async def _begun(
         self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, fields: dict[str, object]
     ) -> DecodeAnswer:
-        """With its first bytes: vLLM sends headers before it has anything to say."""
+        """The reply once its first bytes are there: vLLM sends headers before it has anything to say."""
         reply = await self._ask(stack, server, legs, fields)
         try:
             return reply._replace(first=await anext(reply.rest, b""))
@@ -244,7 +244,7 @@ class VllmFront:
         return min(up, key=lambda server: server.running, default=None)
 
     def choose_decode(self, head: bytes) -> Server:
-        """Where this conversation's beginning belongs, unless that server has much more to do than the others."""
+        """The server where this conversation's beginning belongs, unless it has much more to do than the others."""
         now = self.clock()
         up = [server for server in self.decode if server.down_until <= now] or self.decode
         bound = self.config.load_factor * sum(server.running for server in up) / len(up) + self.config.load_slack
@@ -268,7 +268,7 @@ class StreamedReply(StreamingResponse):
             await self.let_go()
 
     async def let_go(self) -> None:
-        """Where it is never sent, too."""
+        """Ends the call to the server; needed also where the reply is never sent."""
         await self._stack.aclose()
 
 

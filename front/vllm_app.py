@@ -85,7 +85,7 @@ def create_app(front: VllmFront) -> Starlette:
 
 
 async def _unless_left(request: Request, work: Coroutine[None, None, StreamedReply]) -> Response:
-    """What `work` gives; it is cancelled when the client leaves before."""
+    """The response that `work` gives; `work` is cancelled when the client leaves before."""
     working = asyncio.create_task(work, name="answer")
     leaving = asyncio.create_task(_left(request.receive))
     try:

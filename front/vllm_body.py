@@ -38,7 +38,7 @@ class Body(NamedTuple):
 
     @property
     def head(self) -> bytes:
-        """What all turns of a conversation begin with, more or less."""
+        """The bytes with which all turns of a conversation begin, more or less."""
         messages = self.fields.get("messages")
         shown = messages[:2] if isinstance(messages, list) else self.fields.get("prompt")
         return json.dumps(shown).encode()[:HEAD_BYTES]
@@ -64,7 +64,7 @@ class Body(NamedTuple):
 
 
 def parse_body(data: bytes) -> Body:
-    """What JSON in UTF-8 can say again. Refusal 400 names what is wrong."""
+    """A body of JSON in UTF-8 that can be written as such again. Refusal 400 names what is wrong."""
     try:
         text = data.decode()
         fields = json.loads(text, parse_constant=_no_number, parse_float=_finite)
