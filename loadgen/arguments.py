@@ -201,7 +201,7 @@ def make_loop(args: argparse.Namespace) -> Closed | Open:
 
 
 def starts(args: argparse.Namespace, workload: Workload) -> Iterator[float]:
-    """When each conversation starts, in seconds; of a closed loop it means nothing."""
+    """The time at which each conversation starts, in seconds; of a closed loop it means nothing."""
     if args.rate is None:
         for number in range(workload.conversations):
             yield workload.start_s(number) or 0.0

@@ -32,7 +32,7 @@ class ModelInfo(NamedTuple):
 
 @dataclass(slots=True)
 class Timing:
-    """Of one request, in seconds since its sending."""
+    """The times of one request, in seconds since its sending."""
 
     opened_s: float | None = None  # to the first choice, with content or without
     first_s: float | None = None  # to the first content
@@ -50,7 +50,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one request that was sent."""
+    """The result of one request that was sent."""
 
     timing: Timing = field(default_factory=Timing)
     text: list[str] = field(default_factory=list)
@@ -176,7 +176,8 @@ class Client:
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """To its end: one read gives only what has come by then. Raises ServerError where it is beyond MAX_BODY_BYTES."""
+    """Reads the body to its end: one read gives only what has come by then. Raises ServerError where it is beyond
+    MAX_BODY_BYTES."""
     body = bytearray()
     async for part in response.content.iter_any():
         body += part
@@ -227,7 +228,7 @@ def _take(outcome: Outcome, chunk: _Chunk, now_s: float) -> None:
 
 
 def _message(body: bytes) -> str:
-    """What an error body says, in OpenAI's form or not."""
+    """The message of an error body, in OpenAI's form or not."""
     try:
         text = str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""What the decode daemons counted during a run, from their gRPC statistics before and after it."""
+"""Counts of the decode daemons during a run, from their gRPC statistics before and after it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DaemonCounts:
     restored_pages: int = 0
 
     def since(self, before: DaemonCounts) -> DaemonCounts:
-        """Of one daemon. Raises StatsError where a count fell: it began anew meanwhile."""
+        """The counts of one daemon from `before` on. Raises StatsError where a count fell: it began anew meanwhile."""
         for field in fields(self):
             now, then = getattr(self, field.name), getattr(before, field.name)
             if now < then:
@@ -50,7 +50,7 @@ class DaemonCounts:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Of one daemon."""
+    """The counts of one daemon at one time."""
 
     address: str
     at_s: float  # of this process's monotonic clock
@@ -77,7 +77,7 @@ async def read_daemons(addresses: Sequence[str], tls: ClientTls | None = None) -
 
 
 def counted(before: Sequence[Reading], after: Sequence[Reading]) -> DaemonCounts:
-    """By all daemons from one reading to the other. Raises StatsError naming one that was started anew."""
+    """The counts of all daemons from one reading to the other. Raises StatsError naming one that was started anew."""
     total = DaemonCounts()
     for first, last in zip(before, after, strict=True):
         total = total.plus(last.since(first))

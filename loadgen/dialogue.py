@@ -16,7 +16,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What every request of a run asks for."""
+    """The fields that every request of a run has."""
 
     model: str
     temperature: float
@@ -39,13 +39,13 @@ class Dialogue(Protocol):
 
     @property
     def path(self) -> str:
-        """Of the API."""
+        """The path of the API."""
 
     @property
     def turns(self) -> int: ...
 
     def think_s(self, turn: int) -> float:
-        """From the reply before to this turn."""
+        """Seconds from the reply before to this turn."""
 
     def request(self, turn: int) -> bytes:
         """The JSON body that carries the history and the script's turn."""

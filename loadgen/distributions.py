@@ -19,7 +19,7 @@ LARGEST = 1 << 30
 
 
 def generator(seed: int, *purpose: str | int) -> np.random.Generator:
-    """The same for the same seed and purpose."""
+    """A source of random numbers, the same for the same seed and purpose."""
     text = " ".join(map(str, (seed, *purpose)))
     return np.random.default_rng(np.frombuffer(hashlib.sha256(text.encode()).digest()[:16], dtype="<u4"))
 
@@ -28,8 +28,8 @@ _UNUSED = np.random.default_rng(0)
 
 
 def generator_for(sizes: Sequence[Distribution], seed: int, *purpose: str | int) -> np.random.Generator:
-    """To draw these from. Constants draw nothing: none is made for them, which would cost a load generator more than
-    all else that it does about a conversation."""
+    """A generator to draw these from. Constants draw nothing: none is made for them, which would cost a load generator
+    more than all else that it does about a conversation."""
     return _UNUSED if all(isinstance(size, Constant) for size in sizes) else generator(seed, *purpose)
 
 
@@ -164,7 +164,7 @@ def parse(text: str) -> Distribution:
 
 
 def make(kind: str, given: Mapping[str, float]) -> Distribution:
-    """From parameters by name. Raises ValueError."""
+    """The distribution of that kind, from parameters by name. Raises ValueError."""
     if kind not in KINDS:
         raise ValueError(f"distribution must be one of {', '.join(KINDS)}, got {kind!r}")
     for name, value in given.items():

@@ -21,7 +21,7 @@ class FileError(Exception):
 
 
 def read_report(path: Path) -> Report:
-    """What `--json` or `--format json` wrote. Raises FileError."""
+    """Reads what `--json` or `--format json` wrote. Raises FileError."""
     try:
         if path.stat().st_size > MAX_REPORT_BYTES:
             raise FileError(f"{path}: has {path.stat().st_size} bytes; a report may have {MAX_REPORT_BYTES}")

@@ -111,7 +111,8 @@ class _Counted(NamedTuple):
 
 
 async def _counted(before: Sequence[Reading], addresses: Sequence[str], tls: ClientTls | None) -> _Counted:
-    """What the run measured is not lost with a daemon that is gone by its end, or was started anew."""
+    """The daemons' counts since `before`, or why they are missing. What the run measured is not lost with a daemon that
+    is gone by its end, or was started anew."""
     if not addresses:
         return _Counted(None, None)
     try:

@@ -43,8 +43,8 @@ def write_plots(report: Report, turns: Sequence[TurnRecord], folder: Path) -> li
 
 
 def hit_rates(turns: Sequence[TurnRecord], windows: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of `windows` equal parts of the run: their ends in seconds, and the share of the prompt tokens of the requests
-    that ended in each which were matched, in percent; NaN where none ended."""
+    """For each of `windows` equal parts of the run its end in seconds, and the share of the prompt tokens of the
+    requests that ended in each which were matched, in percent; NaN where none ended."""
     ends = np.array([turn.end_s for turn in turns])
     edges = np.linspace(0, max(1e-9, float(ends.max(initial=0))), windows + 1)
     place = np.clip(np.searchsorted(edges, ends, side="left") - 1, 0, windows - 1)

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on, on a terminal only."""
+"""The display of a run while it goes on: a bar on a terminal, elsewhere lines."""
 
 from __future__ import annotations
 

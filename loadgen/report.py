@@ -17,7 +17,7 @@ MAX_ERRORS = 20  # kinds of errors that are listed
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of no values: zeros."""
+    """Mean, deviation and percentiles of some values; all zeros where there are none."""
 
     count: int
     mean: float
@@ -39,7 +39,7 @@ class ErrorCount:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a request must keep to be counted as good; None: no bound. Milliseconds."""
+    """Bounds that a request must keep to be counted as good, in milliseconds; None: no bound."""
 
     ttft_ms: float | None = None
     inter_token_ms: float | None = None  # the mean of the request's
@@ -63,7 +63,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """What was run."""
+    """The set-up of a run."""
 
     url: str
     model: str

@@ -1,4 +1,4 @@
-"""What the users of a run say: one script a conversation, in text or in token ids."""
+"""Scripts of what the users of a run say: one a conversation, in text or in token ids."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Workload(Protocol):
 
     @property
     def name(self) -> str:
-        """In words, with its sizes."""
+        """The workload in words, with its sizes."""
 
     @property
     def conversations(self) -> int: ...
@@ -64,7 +64,7 @@ class Workload(Protocol):
     def turns(self, conversation: int) -> int: ...
 
     def start_s(self, conversation: int) -> float | None:
-        """When it starts, in seconds from the run's start; None: the workload does not say."""
+        """The conversation's start, in seconds from the run's start; None: the workload does not say."""
 
     def text(self, conversation: int) -> TextScript:
         """Raises WorkloadError where it has no text."""

@@ -12,7 +12,7 @@ from kvferry.loadgen.workload import MultiTurn, random_run
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of prefixes and suffixes in tokens, or words of text."""
+    """The sizes of a workload; prefixes and suffixes in tokens, or words of text."""
 
     prefixes: int
     prefix: int

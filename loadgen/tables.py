@@ -18,7 +18,7 @@ WIDTH = 118  # of the table of times, at least
 
 
 def console() -> Console:
-    """As wide as the tables need; a narrower terminal wraps their lines."""
+    """A console as wide as the tables need; a narrower terminal wraps their lines."""
     return Console(width=max(WIDTH, Console().width))
 
 

@@ -89,7 +89,7 @@ class MultiTurn:
         return self._count(self.system_words, 0, "system size")
 
     def _turn_sizes(self, conversation: int) -> list[tuple[int, int, float]]:
-        """Of each turn: user's words, tokens of the reply, seconds before it."""
+        """For each turn: the user's words, tokens of the reply, seconds before it."""
         sizes = (self.user_words, self.output_tokens, self.think_s)
         source = generator_for(sizes, self.seed, "sizes", conversation)
         return [
