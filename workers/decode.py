@@ -111,8 +111,8 @@ class DecodeWorker:
             )
 
     async def _stay(self, order: DecodeOrder, asked: Prompt, emit: Emit) -> list[int]:
-        """From Admit to Ended: the tokens of this stay, at least one. `asked`: the prompt as it came, the first stay's.
-        Fewer than `order.max_new_tokens` that end with no stop token: retracted."""
+        """Serves the request from Admit to Ended: the tokens of this stay, at least one. `asked`: the prompt as it
+        came, the first stay's. Fewer than `order.max_new_tokens` that end with no stop token: retracted."""
         client, prompt = self._client, order.prompt
         prompt_tokens = len(prompt.tokens)
         admitted = await client.admit(
@@ -179,9 +179,9 @@ class DecodeWorker:
         output: list[int],
         emit: Emit,
     ) -> None:
-        """From the first token on. However this ends, the KV of all of `output` but its last token is in the pool. A
-        retraction that came before the first token takes effect behind it: that costs no page, and a request that is
-        retracted again and again still moves on."""
+        """Emits the first token and all behind it. However this ends, the KV of all of `output` but its last token is
+        in the pool. A retraction that came before the first token takes effect behind it: that costs no page, and a
+        request that is retracted again and again still moves on."""
         output.append(token)
         emit(token)
         try:
@@ -229,5 +229,5 @@ class DecodeWorker:
 
 
 def _full(tokens: int, page_size: int) -> int:
-    """Of so many tokens, those of full pages."""
+    """The number of those tokens that are in full pages."""
     return tokens - tokens % page_size

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class Jobs:
-    """At most `limit` at a time, one of a name; none once `drain` has begun."""
+    """The running jobs: at most `limit` at a time, one of a name; none once `drain` has begun."""
 
     def __init__(self, limit: int) -> None:
         if limit < 1:

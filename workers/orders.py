@@ -1,4 +1,4 @@
-"""What a front end asks of a worker, checked: proto/engine.proto's requests with every bound applied."""
+"""Orders of a front end to a worker, checked: proto/engine.proto's requests with every bound applied."""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ class PageSums:
         self._factors = [factors[:, :, :, rank.heads].to(rank.device) for rank in self._ranks]
 
     def of(self, pages: Sequence[int], tokens: int, first: int) -> list[int]:
-        """Of the pages of a request's first `tokens` tokens, from page `first` on; of the last one its tokens alone."""
+        """The sums of a request's pages with its first `tokens` tokens, from page `first` on; of the last one its
+        tokens alone."""
         full, tail = divmod(tokens, self._page_size)
         sums: list[int] = []
         for start in range(first, full, PAGES_AT_ONCE):

@@ -1,4 +1,4 @@
-"""How many requests may run at a time; the others wait in order of arrival."""
+"""Places for so many running requests at a time; the others wait in order of arrival."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.proto import common_pb2
 
 
 class Places:
-    """`count` 0: any number."""
+    """Places for `count` requests; 0: for any number."""
 
     def __init__(self, count: int) -> None:
         if count < 0:

@@ -72,7 +72,7 @@ class PrefillWorker:
             await complete(self._client.abort(order.name, "a rehearsal"))
 
     async def give_up(self, name: RequestName) -> None:
-        """Of a prompt that was handed over: nobody will ask for it. Does nothing for any other name."""
+        """Gives up a prompt that was handed over: nobody will ask for it. Does nothing for any other name."""
         if name in self._handed_over:
             await self._client.abort(name, "the request's other half failed")
 
@@ -84,7 +84,7 @@ class PrefillWorker:
         await asyncio.gather(*self._handing_over, return_exceptions=True)
 
     async def _compute_prompt(self, order: PrefillOrder) -> tuple[Prefilled, int]:
-        """And the first token."""
+        """Computes the prompt and the first token."""
         async with self._pace.turn() as turn:
             return await self._compute_in_turn(order, turn)
 

@@ -1,4 +1,4 @@
-"""What a worker writes down of its requests, for a comparison of both sides afterwards: `--record FILE`.
+"""Records of a worker's requests, for a comparison of both sides afterwards: `--record FILE`.
 
 One JSON line a request. Of each page of the prompt a sum over its bytes, taken where the pool is: at a prefill worker
 when the last page is computed, at a decode worker at the request's end, of the pages moved to it. A page is moved whole
@@ -33,7 +33,7 @@ class Recorded:
 
 
 class Record(Protocol):
-    """Both are called in the compute thread, while the request holds its pages."""
+    """The sums of finished requests. Both are called in the compute thread, while the request holds its pages."""
 
     def prefilled(self, name: RequestName, prompt: Prompt, pages: Sequence[int], matched: int, ends: list[int]) -> None:
         """`ends`: of the computed chunks."""

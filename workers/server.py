@@ -113,7 +113,7 @@ def _say_gone(gone: asyncio.Future[DaemonGone]) -> None:
 
 
 def describe(config: WorkerConfig, client: DaemonClient, max_tokens: int) -> engine_pb2.DescribeReply:
-    """What the worker says of itself to a front end."""
+    """The worker's description of itself for a front end."""
     facts = common_pb2.NamespaceFacts()
     facts.CopyFrom(config.facts)
     facts.geometry.CopyFrom(client.welcome.geometry)

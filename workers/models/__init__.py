@@ -1,1 +1,1 @@
-"""What computes: a model of transformers over pool pages, a synthetic one without arithmetic, and modelled time."""
+"""Models that compute: one of transformers over pool pages, a synthetic one without arithmetic, and modelled time."""

@@ -1,4 +1,4 @@
-"""How long a stated model on stated GPUs takes: prompts, decode steps, transfers. Pure; times are the model's own."""
+"""Times that a stated model on stated GPUs takes: prompts, decode steps, transfers. Pure; they are the model's own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineModel:
                 raise ValueError(f"{field.name} must be {'>' if positive else '>='} 0, got {value!r}")
 
     def prompt_s(self, start: int, end: int) -> float:
-        """To compute the prompt's tokens [start, end) behind those before."""
+        """Seconds to compute the prompt's tokens [start, end) behind those before."""
         context = (start + end) / 2000
         return (end - start) * (1 / self.prefill_tokens_per_s + context * self.prefill_context_ns * 1e-9)
 
@@ -52,7 +52,7 @@ class EngineModel:
         )
 
     def transfer_s(self, tokens: int) -> float:
-        """Nothing moves without tokens: what is left is a message."""
+        """Seconds to move the KV of so many tokens; 0 of none: nothing moves, and what is left is a message."""
         if not tokens:
             return 0.0
         return self.transfer_latency_ms * 1e-3 + tokens * self.kv_bytes_per_token / (self.transfer_gb_per_s * 1e9)

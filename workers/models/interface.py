@@ -1,4 +1,5 @@
-"""What prefill and decode ask of a model. A real one is in model.py, one without arithmetic in synthetic.py."""
+"""The interface of a model to prefill and decode. A real one is in transformer.py, one without arithmetic in
+synthetic.py."""
 
 from __future__ import annotations
 

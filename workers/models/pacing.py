@@ -31,11 +31,11 @@ class Stepping(Protocol):
         """Returns when a step of this sequence, which has `context` tokens, would be over."""
 
     async def compute(self, sequence: SequenceCompute, token: int, position: int) -> int:
-        """Its computation, `sequence.step`."""
+        """Computes the step by `sequence.step`: the next token."""
 
 
 class Pace(Protocol):
-    """Of one worker, on its event loop."""
+    """The waits of one worker, on its event loop."""
 
     def turn(self) -> AbstractAsyncContextManager[Turn]:
         """A prompt's computation, from its beginning on."""
@@ -44,7 +44,7 @@ class Pace(Protocol):
         """Returns when the prompt's tokens [start, end) would be computed; `since`: when it was first asked for."""
 
     async def arrived(self, delta_bytes: int, host_tokens: int) -> None:
-        """Returns when a prompt's delta would have arrived and its host pages would be restored."""
+        """Returns when a prompt's delta would have arrived and its pages in the host tier would be restored."""
 
     def decoding(self) -> AbstractAsyncContextManager[Stepping]:
         """A sequence from its first step to its last."""
@@ -128,7 +128,7 @@ class _OwnTime:
 
 @dataclass(slots=True)
 class Timeline:
-    """What serves one after the other: a device, a link."""
+    """A device or a link, which serves one after the other."""
 
     clock: float
     free_at: float = 0.0
@@ -248,7 +248,7 @@ class Batch:
         await future
 
     async def compute(self, sequence: SequenceCompute, token: int, position: int) -> int:
-        """Here and now: a synthetic step takes less than its way to another thread."""
+        """Computes here and now: a synthetic step takes less than its way to another thread."""
         return sequence.step(token, position)
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class PagedBatch(Cache):
         super().__init__(layers=[BatchLayer(ranks, layer, self) for layer in range(len(ranks[0].layers))])
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """To be added to attention's scores, (requests, 1, 1, tokens of the longest)."""
+        """The mask to be added to attention's scores, (requests, 1, 1, tokens of the longest)."""
         nothing = torch.zeros((), dtype=dtype, device=self._valid.device)
         return torch.where(self._valid, nothing, torch.finfo(dtype).min)[:, None, None]
 

@@ -35,7 +35,7 @@ class LayerView(NamedTuple):
 
 
 def rank_views(pools: RankPools) -> list[RankView]:
-    """Of each rank."""
+    """A view of each rank's memory."""
     geometry = pools.storage.geometry
     dtype = getattr(torch, geometry.dtype)
     assert isinstance(dtype, torch.dtype)
@@ -75,7 +75,7 @@ class PageTable:
         self._last: tuple[int, int, torch.Tensor, torch.Tensor] | None = None
 
     def places(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the tokens [start, end): their pages, and their places there. Every layer asks for the same ones."""
+        """The pages of the tokens [start, end), and the tokens' places there. Every layer asks for the same ones."""
         if self._last is None or self._last[:2] != (start, end):
             positions = torch.arange(start, end, device=self.pages.device)
             self._last = (start, end, self.pages[positions // self.page_size], positions % self.page_size)
@@ -138,7 +138,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return rows.transpose(0, 1).contiguous().unsqueeze(0)
 
     def advance(self, tokens: int) -> None:
-        """So many more tokens have their keys and values in the pages."""
+        """Counts so many more tokens, whose keys and values are in the pages."""
         self._tokens += tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -168,6 +168,6 @@ class PagedCache(Cache):
         super().__init__(layers=list(self._paged))
 
     def advance(self, tokens: int) -> None:
-        """So many more tokens have their keys and values in the pages: a batch has stored them."""
+        """Counts so many more tokens, whose keys and values a batch has stored in the pages."""
         for layer in self._paged:
             layer.advance(tokens)

@@ -20,7 +20,7 @@ SEED = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Of a Llama-like transformer. ValueError names the field, its value and the bound."""
+    """The shape of a Llama-like transformer. ValueError names the field, its value and the bound."""
 
     layers: int
     hidden: int
@@ -105,9 +105,10 @@ def random_model(shape: ModelShape, *, dtype: str, threads: int, device: str = "
 
 
 def _deviation(name: str, parameter: torch.Tensor, shape: ModelShape) -> float:
-    """As GPT-2 starts, where what a layer adds to the residual stream shrinks with their number: else a network is
-    chaotic, and bfloat16's rounding decides tokens. But with queries and keys so wide that some tokens of a prompt
-    count much more than others: a network that looks at all of them alike would not show wrong pages.
+    """The standard deviation of a parameter's values, chosen as GPT-2 starts: what a layer adds to the residual stream
+    shrinks with the number of layers, else a network is chaotic, and bfloat16's rounding decides tokens. But with
+    queries and keys so wide that some tokens of a prompt count much more than others: a network that looks at all of
+    them alike would not show wrong pages.
 
     Measured by bench/gpu/turns.py (llama-8b, bfloat16, 8,700 to 10,300 tokens), see bench/results/gpu_turns.txt: chunks
     and single steps choose tokens at most 0.034 below the best of one pass; with 16 pages of 64 tokens wrong up to

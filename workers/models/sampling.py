@@ -1,5 +1,5 @@
-"""From logits to a token. No state: a token's random number depends on the seed and the token's position alone, so a
-request gives the same tokens whichever process computes which of them."""
+"""The choice of a token from logits. No state: a token's random number depends on the seed and the token's position
+alone, so a request gives the same tokens whichever process computes which of them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Bytes = NDArray[np.uint8]
 
 
 class SimulatedTime(NamedTuple):
-    """How long the model that is not there would take, in seconds."""
+    """The time that the model which is not there would take, in seconds."""
 
     prefill_token_s: float = 0.0
     decode_step_s: float = 0.0
@@ -57,7 +57,7 @@ def kept_contents(page_bytes: int) -> Callable[[bytes], Bytes]:
 
 
 def arrived_tail(tail_digest: bytes, tokens: int, geometry: KVGeometry) -> Bytes:
-    """What a partial page of `tokens` tokens holds after a transfer: zeros behind the last token of every fragment."""
+    """Bytes of a partial page of `tokens` tokens after a transfer: zeros behind the last token of every fragment."""
     content = page_content(tail_digest, geometry.page_bytes)
     used = tokens * geometry.fragment_token_bytes
     content.reshape(geometry.fragments, geometry.fragment_bytes)[:, used:] = 0
@@ -170,7 +170,7 @@ class SyntheticSequence:
         return output_token(self._asked, tokens - len(self._asked.tokens))
 
     def _check_own_output(self) -> None:
-        """Of a request that was retracted: its prompt ends with its output so far."""
+        """Checks the output so far of a request that was retracted, with which its prompt ends."""
         for position in range(len(self._asked.tokens), len(self._prompt.tokens)):
             expected = self._output_behind(position)
             if (token := int(self._prompt.tokens[position])) != expected:

@@ -58,11 +58,12 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device that its weights are on."""
         return next(self.network.parameters()).device  # type: ignore[no-any-return]
 
     def compute(self, pools: RankPools) -> ModelCompute:
-        """Over the ranks' pools, in one process: arrays on the CPU, else tensors on the model's kind of device.
+        """The computation over the ranks' pools, in one process: arrays on the CPU, else tensors on the model's kind of
+        device.
 
         Raises ValueError when their geometry is not the model's, or they are elsewhere.
         """
@@ -233,11 +234,11 @@ class ModelSequence:
 
     @property
     def cache(self) -> PagedCache:
-        """Of what is computed."""
+        """The KV of what is computed."""
         return self._cache
 
     def give(self, logits: torch.Tensor) -> None:
-        """Of the next token, (vocabulary,), computed elsewhere."""
+        """Takes the logits of the next token, (vocabulary,), computed elsewhere."""
         self._logits = logits
 
     def finish(self) -> None:
@@ -256,8 +257,8 @@ class ModelSequence:
 
 
 def settle(ranks: Sequence[RankView]) -> None:
-    """What was computed is in the pages: the daemon may read them once it is told so. Reading a token waits for that,
-    and for all before it, where the pages are on one device."""
+    """Waits until what was computed is in the pages: the daemon may read them once it is told so. Reading a token waits
+    for that, and for all before it, where the pages are on one device."""
     devices = (rank.device for rank in ranks if rank.device.type == "cuda")
     settle_each(devices, lambda device: torch.cuda.current_stream(device).record_event().synchronize())
 
@@ -274,7 +275,7 @@ def settled(ranks: Sequence[RankView]) -> Iterator[None]:
 
 @contextmanager
 def settled_on_error(ranks: Sequence[RankView]) -> Iterator[None]:
-    """As `settled`, for a block that waits for all that it computes where it ends well."""
+    """Settles as `settled` does, for a block that waits for all that it computes where it ends well."""
     try:
         yield
     except BaseException:
