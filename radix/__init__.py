@@ -1,4 +1,4 @@
-"""What is held: digests, page pools, the radix tree of two tiers and its eviction. Core: no I/O."""
+"""The record of what is held: digests, page pools, the radix tree of two tiers and its eviction. Core: no I/O."""
 
 from kvferry.radix.digests import (
     DIGEST_BYTES,

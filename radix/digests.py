@@ -189,7 +189,8 @@ def checked_parent(parent: bytes | None) -> bytes:
 
 
 def token_view(tokens: Tokens) -> _core.TokenView:
-    """What the C++ core reads tokens from. One may be out of range still: whatever copies or hashes it will say so."""
+    """A view from which the C++ core reads the tokens. One may be out of range still: whatever copies or hashes it will
+    say so."""
     view = _core.TokenView.of(tokens)
     if view is None:
         view = _core.TokenView.of(_converted(tokens))

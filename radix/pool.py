@@ -16,8 +16,8 @@ __all__ = ["PagePool", "PageState", "PoolCounts", "PoolExhausted"]
 
 
 class PageState(enum.IntEnum):
-    """Every page is in exactly one. On the host, CACHED is readable, SPILLING is being written by a copy and RESTORING
-    read by one.
+    """The state of a page; every page is in exactly one. In the host tier, CACHED is readable, SPILLING is being
+    written by a copy and RESTORING read by one.
     """
 
     FREE = 0
@@ -60,7 +60,7 @@ class PagePool(_core.PagePool):
         return PoolCounts(*self.count_list())
 
     def those(self, pages: Sequence[int], state: PageState) -> list[int]:
-        """Of these pages, those in the state."""
+        """Those of these pages that are in the state."""
         codes = self.states(pages)
         if codes.count(state) == len(pages):
             return list(pages)

@@ -82,7 +82,8 @@ class PromptCache:
         return len(self._order)
 
     def digests(self, tokens: Tokens, *, extra: Extra = None) -> PromptDigests:
-        """As `prompt_digests`. ValueError or TypeError name the field and its bound, and leave the cache as it was."""
+        """Digests of the prompt, as `prompt_digests` gives them. ValueError or TypeError name the field and its bound,
+        and leave the cache as it was."""
         encoded = EncodedExtra.of(extra) if extra is not None else _NO_EXTRA
         return self._digests(token_view(tokens), encoded)
 

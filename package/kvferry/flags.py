@@ -49,7 +49,7 @@ def positive(text: str) -> float:
 
 
 def parsed(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """By a function whose ValueError says what is wrong: argparse would not show it."""
+    """A type of flags that `parse` reads; its ValueError says what is wrong, which argparse would not show."""
 
     def checked(text: str) -> _T:
         try:
@@ -76,5 +76,5 @@ def devices(text: str) -> tuple[int, ...]:
 
 
 def device(text: str) -> str:
-    """As torch names one, which keeps `cuda` and `cuda:0` apart."""
+    """The device by torch's name, which keeps `cuda` and `cuda:0` apart."""
     return "cuda:0" if text == "cuda" else text

@@ -1,4 +1,4 @@
-"""Where a process listens: on loopback, unless it is told that something else stands before its port."""
+"""Addresses on which a process listens: loopback, unless it is told that something else stands before its port."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry import addresses
 
 
 class Listen(NamedTuple):
-    """As text HOST:PORT again, [V6]:PORT of an address of IPv6."""
+    """An address to listen on; as text HOST:PORT again, [V6]:PORT of an address of IPv6."""
 
     host: str
     port: int
@@ -28,7 +28,8 @@ def listen(text: str) -> Listen:
 
 
 def is_loopback(host: str) -> bool:
-    """By itself: a name other than localhost is not looked up, since who answers for it may answer otherwise later."""
+    """Whether the host is loopback by itself: a name other than localhost is not looked up, since who answers for it
+    may answer otherwise later."""
     if host == "localhost":
         return True
     try:
@@ -38,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def needs(flag: str, value: object, why: str, *, by: str = "--insecure") -> str:
-    """What is said of an address that is not loopback."""
+    """The objection to an address that is not loopback."""
     return f"{flag} is {value}: {why}; an address that is not loopback needs {by}"
 
 
@@ -51,7 +52,7 @@ def add_insecure_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def problem(args: argparse.Namespace, why: str) -> str:
-    """Of `--listen` and `--insecure`; empty: none."""
+    """The objection to `--listen` and `--insecure`; empty: none."""
     if args.insecure or is_loopback(args.listen.host):
         return ""
     return needs("--listen", args.listen, why)

@@ -63,7 +63,7 @@ async def is_done(future: asyncio.Future[Any], seconds: float) -> bool:
 
 
 async def within(seconds: float, work: Awaitable[_T]) -> _T:
-    """What `work` gives within so long, by `slices`; else asyncio.TimeoutError. Then, and where the waiting task is
+    """The result of `work` within so long, by `slices`; else asyncio.TimeoutError. Then, and where the waiting task is
     cancelled, it is cancelled, and has ended."""
     task = asyncio.ensure_future(work)
     late = False
