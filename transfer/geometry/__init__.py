@@ -1,1 +1,1 @@
-"""Where the bytes of pages lie: what daemons, workers and connectors share. No I/O."""
+"""The geometry of pages, where their bytes lie: what daemons, workers and connectors share. No I/O."""

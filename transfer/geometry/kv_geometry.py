@@ -20,7 +20,7 @@ MAX_PAGE_BYTES = 1 << 30
 
 
 class Layout(enum.IntEnum):
-    """Of a page's bytes; all are page-major (a page is one contiguous row)."""
+    """The order of a page's bytes; all are page-major (a page is one contiguous row)."""
 
     PAGE_NHD = common.LAYOUT_PAGE_NHD  # (layer, K or V, token, head, head dimension)
     PAGE_HND = common.LAYOUT_PAGE_HND  # (layer, K or V, head, token, head dimension)
@@ -28,7 +28,7 @@ class Layout(enum.IntEnum):
 
 
 class StorageOrder(enum.IntEnum):
-    """Of a rank's memory."""
+    """The order of a rank's memory."""
 
     PAGE_MAJOR = common.STORAGE_PAGE_MAJOR  # (page, layer, K or V, ...): a page is one contiguous row
     LAYER_MAJOR = common.STORAGE_LAYER_MAJOR  # (layer, K or V, page, ...): a tensor for each K and each V of a layer
@@ -71,7 +71,7 @@ class KVGeometry:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token over all layers."""
+        """Bytes of one token over all layers."""
         return self.layers * self.tensors * self.kv_heads * self.head_dim * self.itemsize
 
     @property
@@ -86,7 +86,7 @@ class KVGeometry:
 
     @property
     def fragment_token_bytes(self) -> int:
-        """Of one token in one fragment."""
+        """Bytes of one token in one fragment."""
         heads = 1 if self.layout is Layout.PAGE_HND else self.kv_heads
         return heads * self.head_dim * self.itemsize
 

@@ -1,4 +1,4 @@
-"""Where the bytes of pages lie in one rank's memory, and the rows that are made of them.
+"""The places of pages' bytes in one rank's memory, and the rows that are made of them.
 
 A row is what travels and what the host tier keeps of a page: some heads of it in canonical order, which is (layer, K or
 V, token, head, head dimension), or with the head before the token where the geometry's layout is HND. However a rank
@@ -42,7 +42,7 @@ class RowMap:
 
     @property
     def fragments(self) -> int:
-        """Of a row."""
+        """The number of a row's fragments."""
         return len(self.offsets) * self.pieces
 
     @property
@@ -77,7 +77,7 @@ class RowMap:
         return ids
 
     def fragments_of(self, page_ids: Sequence[int] | Int64s) -> Int64s:
-        """(pages, fragments): where each begins. ValueError for a page that is not there."""
+        """The byte at which each fragment begins, (pages, fragments). ValueError for a page that is not there."""
         ids = self.check_ids(page_ids)
         tensors = self.offsets[None, :] + ids[:, None] * self.strides[None, :]
         pieces = np.arange(self.pieces, dtype=np.int64) * self.piece_stride
@@ -117,7 +117,7 @@ class RankStorage:
 
     @staticmethod
     def make(geometry: KVGeometry, order: StorageOrder, pages: int) -> RankStorage:
-        """Without gaps, from byte 0 on. ValueError: no pages."""
+        """A rank's memory without gaps, from byte 0 on. ValueError: no pages."""
         if pages < 1:
             raise ValueError(f"pages is {pages}; it must be at least 1")
         tensors = geometry.layers * geometry.tensors
@@ -133,7 +133,7 @@ class RankStorage:
 
     @property
     def nbytes(self) -> int:
-        """Of all pages together."""
+        """Bytes of all pages together."""
         return self.geometry.page_bytes * self.pages
 
     def rows(self, first_head: int = 0, heads: int | None = None) -> RowMap:

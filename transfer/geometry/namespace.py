@@ -1,4 +1,5 @@
-"""What two caches must share for their pages to be interchangeable, and the id that stands for it on the wire."""
+"""The facts that two caches must share for their pages to be interchangeable, and the id that stands for them on the
+wire."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from kvferry.transfer.geometry.rank_lanes import Lane, check_ranks, rank_geometr
 
 
 class RowShard(NamedTuple):
-    """A shard of a page in the host tier: a rank's whole row, from byte `start` of the host row on. It is spilled from
-    the first of `ranks` and restored to all of them."""
+    """A shard of a page in the host tier: a rank's whole row, from byte `start` of the tier's row on. It is spilled
+    from the first of `ranks` and restored to all of them."""
 
     ranks: tuple[int, ...]
     start: int
@@ -38,7 +38,7 @@ class PoolShape:
 
     @cached_property
     def rank_geometry(self) -> KVGeometry:
-        """Of what each rank holds."""
+        """The shape of each rank's part."""
         return rank_geometry(self.geometry, self.ranks)
 
     def storage_of(self, rank: int) -> RankStorage:
@@ -46,29 +46,29 @@ class PoolShape:
 
     @cached_property
     def storage(self) -> RankStorage:
-        """Of each rank, without gaps."""
+        """The memory of each rank, without gaps."""
         assert not self.places, "each rank has a place of its own"
         return RankStorage.make(self.rank_geometry, self.order, self.pages)
 
     @property
     def page_bytes(self) -> int:
-        """Of a page on all ranks together: more than a row's, where ranks hold the same heads."""
+        """Bytes of a page on all ranks together: more than a row's, where ranks hold the same heads."""
         return self.ranks * self.rank_geometry.page_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Of a page in the host tier: each head once."""
+        """Bytes of a page in the host tier: each head once."""
         return self.geometry.page_bytes
 
     @cached_property
     def row_shards(self) -> list[RowShard]:
-        """By `start`, without gaps: what the host tier's rows are made of."""
+        """The shards that make up the host tier's rows, by `start`, without gaps."""
         size = self.rank_geometry.page_bytes
         return [RowShard(shard.ranks, i * size) for i, shard in enumerate(shards_of(self.geometry, self.ranks))]
 
     @cached_property
     def whole_rows(self) -> list[RowMap]:
-        """Of each rank: what the host tier's shards are made of."""
+        """The rows of each rank, of which the host tier's shards are made."""
         return [self.storage_of(rank).rows() for rank in range(self.ranks)]
 
     def sending_rows(self, lanes: Sequence[Lane]) -> list[RowMap]:
@@ -81,5 +81,5 @@ class PoolShape:
 
 
 def page_bytes_of(geometry: KVGeometry, ranks: int) -> int:
-    """Of a page on all ranks together. ValueError where so many ranks cannot share the heads."""
+    """Bytes of a page on all ranks together. ValueError where so many ranks cannot share the heads."""
     return ranks * rank_geometry(geometry, ranks).page_bytes

@@ -33,7 +33,8 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Its number is its place in the list that `lanes_of` gives."""
+    """A way of some heads from a sending to a receiving rank. Its number is its place in the list that `lanes_of`
+    gives."""
 
     sender: int  # rank
     receiver: int  # rank
@@ -68,7 +69,7 @@ def shards_of(geometry: KVGeometry, ranks: int) -> list[Shard]:
 
 
 def heads_of(geometry: KVGeometry, ranks: int, rank: int) -> Heads:
-    """Those that a rank holds. ValueError as for `check_ranks`."""
+    """The heads that a rank holds. ValueError as for `check_ranks`."""
     for shard in shards_of(geometry, ranks):
         if rank in shard.ranks:
             return shard.heads
@@ -76,13 +77,13 @@ def heads_of(geometry: KVGeometry, ranks: int, rank: int) -> Heads:
 
 
 def rank_geometry(geometry: KVGeometry, ranks: int) -> KVGeometry:
-    """Of what one rank holds. ValueError as for `check_ranks`."""
+    """The shape of one rank's part. ValueError as for `check_ranks`."""
     return dataclasses.replace(geometry, kv_heads=heads_of(geometry, ranks, 0).count)
 
 
 def lanes_of(geometry: KVGeometry, senders: int, receivers: int) -> list[Lane]:
-    """By receiving rank, then by head. Where several ranks could send a range, receivers take different ones.
-    ValueError as for `check_ranks`, and where pages in an engine's own layout would have to be cut."""
+    """The lanes, by receiving rank, then by head. Where several ranks could send a range, receivers take different
+    ones. ValueError as for `check_ranks`, and where pages in an engine's own layout would have to be cut."""
     sending, receiving = shards_of(geometry, senders), shards_of(geometry, receivers)
     if geometry.layout is Layout.ENGINE and len(sending) != len(receiving):
         raise ValueError(

@@ -29,7 +29,7 @@ DAEMONS_FILE = re.compile(r"kvferry-[0-9a-f]{32}-")
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """In the daemon's folder of shared memory."""
+    """A file in the daemon's folder of shared memory."""
 
     name: str
 
@@ -66,7 +66,7 @@ class RegisteredRank:
     tensors: tuple[RegisteredTensor, ...]
 
     def storage(self, geometry: KVGeometry, order: StorageOrder, pages: int, addresses: Sequence[int]) -> RankStorage:
-        """Of a rank with this geometry of its own. `addresses`: where each memory begins."""
+        """The memory of a rank with this geometry of its own. `addresses`: where each memory begins."""
         starts = np.array([addresses[tensor.memory] + tensor.offset for tensor in self.tensors], np.int64)
         strides = np.array([tensor.page_stride for tensor in self.tensors], np.int64)
         inside = geometry.layers * geometry.tensors // len(self.tensors)  # K and V tensors of a layer in each
@@ -87,7 +87,8 @@ class Registration:
 
     @staticmethod
     def from_proto(message: wire.EnginePool, geometry: KVGeometry, ranks: int) -> Registration:
-        """Of a pool of the model's `geometry` over so many ranks. ValueError: field, its value and the bound."""
+        """Reads the registration of a pool of the model's `geometry` over so many ranks. ValueError: field, its value
+        and the bound."""
         storage = message.storage or common.STORAGE_PAGE_MAJOR
         if int(storage) not in {int(order) for order in StorageOrder}:
             raise ValueError(f"pool.storage is {storage}; it must be one of {[int(order) for order in StorageOrder]}")
@@ -196,7 +197,8 @@ def _memory(field: str, message: wire.EngineMemory) -> RegisteredMemory:
 
 
 def _check_apart(field: str, tensors: list[tuple[int, RegisteredTensor]], pages: int) -> None:
-    """Of one memory. Tensors whose ranges meet must be interleaved: of one stride, each in a part of it of its own."""
+    """Checks the tensors of one memory. Those whose ranges meet must be interleaved: of one stride, each in a part of
+    it of its own."""
     ordered = sorted(tensors, key=lambda each: each[1].offset)
     group: list[tuple[int, RegisteredTensor]] = []
     end = 0

@@ -1,4 +1,4 @@
-"""Which strategy moves pages between a GPU and the host tier, and a front that asks before each copy.
+"""The choice of the strategy that moves pages between a GPU and the host tier, and a front that asks before each copy.
 
 On the bus a copy engine needs long runs of bytes, and a call of the driver costs microseconds: pages in small fragments
 are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`). Beside kernels that hold every
@@ -10,7 +10,7 @@ small as a few KiB: where many copies are under way, those are staged all the sa
 their kernels wait. Rows that are short themselves go by a kernel which reads or writes host memory (`kernel`). Long
 fragments go as they are (`batch`). What a driver cannot do, the engine does otherwise, and counts it.
 
-A list of fragments that lie anywhere, on the host as well, has no rows: a kernel moves many small ones (`kernel`), or
+A list of fragments that lie anywhere, in host memory as well, has no rows: a kernel moves many small ones (`kernel`), or
 the driver does (`batch`, `loop`).
 """
 
@@ -57,8 +57,8 @@ def stays(fragment_bytes: int, fragments: int, pages: int) -> bool:
 def choose(
     fragment_bytes: int, fragments: int, pages: int, runs: int = 0, busy: bool = False, under_way: int = 0
 ) -> Strategy:
-    """For `pages` pages of `fragments` fragments in `runs` evenly spaced runs (0: none); busy: a kernel would wait;
-    under_way: bytes of copies in the same direction that have not ended."""
+    """The strategy for `pages` pages of `fragments` fragments in `runs` evenly spaced runs (0: none); busy: a kernel
+    would wait; under_way: bytes of copies in the same direction that have not ended."""
     if stays(fragment_bytes, fragments, pages):
         return "batch"
     row_bytes = fragment_bytes * fragments
@@ -76,7 +76,7 @@ def list_stays(nbytes: int, items: int) -> bool:
 
 
 def choose_for_list(nbytes: int, items: int, busy: bool = False) -> ListStrategy:
-    """For `items` items of `nbytes` bytes in all."""
+    """The strategy for a list of `items` items of `nbytes` bytes in all."""
     return "batch" if busy or list_stays(nbytes, items) else "kernel"
 
 
@@ -99,7 +99,7 @@ class GpuCopies:
         self.forced = strategy or from_environment()
 
     def plan(self, pages: GpuPages, count: int, under_way: Callable[[], int]) -> Strategy:
-        """For a copy of `count` of these pages; under_way: see `choose`."""
+        """The strategy for a copy of `count` of these pages; under_way: see `choose`."""
         if self.forced is not None:
             return self.forced
         shape = (pages.fragment_bytes, pages.fragments, count)
@@ -145,7 +145,7 @@ class GpuCopies:
         return self.engine.copy_pages_from_host(pages, ids, *source, stream, strategy, _order(stream))
 
     def plan_list(self, nbytes: int, items: int) -> ListStrategy:
-        """For a list of `items` items of `nbytes` bytes in all."""
+        """The strategy for a list of `items` items of `nbytes` bytes in all."""
         if self.forced is not None:
             return OF_LISTS[self.forced]
         return choose_for_list(nbytes, items, busy=not list_stays(nbytes, items) and self.engine.busy())
@@ -153,8 +153,8 @@ class GpuCopies:
     def list_to_host(
         self, dst_addresses: ArrayLike, src_addresses: ArrayLike, sizes: ArrayLike, stream: int | None = None
     ) -> GpuCopy:
-        """sizes[i] bytes of the device at src_addresses[i] to dst_addresses[i] of the host, all of them the caller's
-        word. Hold what they lie in, and the result, until it is done.
+        """Copies sizes[i] bytes of the device at src_addresses[i] to dst_addresses[i] of host memory, all of them the
+        caller's word. Hold what they lie in, and the result, until it is done.
         """
         lengths = _ids(sizes)
         strategy = self.plan_list(int(lengths.sum()), len(lengths))
@@ -169,7 +169,7 @@ class GpuCopies:
         return self.engine.copy_list_from_host(_ids(dst_addresses), _ids(src_addresses), lengths, stream, strategy)
 
     def statistics(self) -> CopyStatistics:
-        """Of all copies of pages by the engine; the fallbacks are also those of parts. Waits for no copy."""
+        """Counts of all copies of pages by the engine; the fallbacks are also those of parts. Waits for no copy."""
         told = self.engine.statistics()
         strategies: dict[str, StrategyCounts] = {name: StrategyCounts(**told[name]) for name in STRATEGIES}
         return CopyStatistics(strategies, told["fallbacks"], self.forced or AUTO)

@@ -27,8 +27,8 @@ def check_environment(environment: Mapping[str, str] = os.environ, *, on_gpus: b
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Strategy | None:
-    """What `KVFERRY_COPY` wants for every copy of a GPU; None if it is not set, or `auto`. ValueError: no strategy, or
-    none of a GPU."""
+    """The strategy that `KVFERRY_COPY` wants for every copy of a GPU; None if it is not set, or `auto`. ValueError: no
+    strategy, or none of a GPU."""
     check_environment(environment, on_gpus=True)
     name = _said(environment)
     return None if name == AUTO else cast(Strategy, name)
@@ -44,7 +44,7 @@ def _said(environment: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StrategyCounts:
-    """Of what was moved by one strategy, ever."""
+    """Counts of what was moved by one strategy, ever."""
 
     copies: int = 0
     descriptors: int = 0
@@ -59,7 +59,7 @@ class StrategyCounts:
 
 @dataclass(frozen=True, slots=True)
 class CopyStatistics:
-    """By strategy that moved the bytes in the end, and how often another one than was chosen did, by why."""
+    """Counts by the strategy that moved the bytes in the end, and how often another one than was chosen did, by why."""
 
     strategies: Mapping[str, StrategyCounts] = field(default_factory=dict)
     fallbacks: Mapping[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Which page of KV stands in which row of a host tier's file: the index that survives the daemon.
+"""The index of a host tier's file, which survives the daemon: the page of KV that stands in each row.
 
 The index is a header of `HEADER_BYTES` and then one entry of `ENTRY_BYTES` for each row, little endian. An entry counts
 only where its checksum fits, and that is seeded with the row: bytes that were damaged, or belong to another row, are a
@@ -70,7 +70,7 @@ class DropReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RecoveryReport:
-    """What became of the entries of the file that was found."""
+    """The fate of the entries of the file that was found."""
 
     entries_valid: int
     dropped: Mapping[DropReason, int]  # entries; only the reasons that occurred
@@ -98,7 +98,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the entries were written for."""
+    """The facts for which the entries were written."""
 
     page_bytes: int
     pages: int
@@ -132,7 +132,7 @@ class Header:
 
     @staticmethod
     def decode(data: bytes) -> Header | None:
-        """From the first bytes of a file; None where they are no header of this version."""
+        """Reads the first bytes of a file; None where they are no header of this version."""
         if len(data) < _FIELDS.size + _CHECKSUM.size:
             return None
         (checksum,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
@@ -163,7 +163,8 @@ class RowIndex:
         self._reserve(0)
 
     def clear(self, rows: Rows) -> None:
-        """Before the rows' bytes are overwritten. ValueError for rows that are not there; clearing twice is no harm."""
+        """Clears entries, before their rows' bytes are overwritten. ValueError for rows that are not there; clearing
+        twice is no harm."""
         at = as_rows(rows, len(self._entries))
         self._entries["state"][at] = 0
         self._entries["entry_checksum"][at] = 0
@@ -177,7 +178,7 @@ class RowIndex:
         checksums: NDArray[np.uint64],
         flags: int | NDArray[np.uint32] = 0,
     ) -> None:
-        """After the bytes of the n rows are in place.
+        """Writes entries, after the bytes of the n rows are in place.
 
         digests, parents: 32 * n bytes. checksums: (n,), of the rows' bytes. flags: one for all, or (n,).
         ValueError where a length differs, a row is not there, comes twice, or still has an entry; nothing is written.

@@ -147,7 +147,7 @@ class FileRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowsOpened:
-    """What opening the files came to."""
+    """The outcome of opening the files."""
 
     header: Header
     dropped: dict[DropReason, int]
@@ -249,7 +249,7 @@ def _unusable(rows_fd: int, index_fd: int, old: Header | None, wanted: Header) -
 
 
 def _entries_in_use(index_fd: int, first: int, last: int) -> int:
-    """Of the entries [first, last), as far as the file goes."""
+    """The number of entries of [first, last) in use, as far as the file goes."""
     count = 0
     for start in range(first, last, _COUNTED_AT_A_TIME):
         entries = min(_COUNTED_AT_A_TIME, last - start)

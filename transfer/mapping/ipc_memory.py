@@ -23,7 +23,7 @@ class IpcMemory:
         return self._mapping.__cuda_array_interface__
 
     def close(self) -> None:
-        """Nobody may use the memory any more. Idempotent."""
+        """Unmaps the memory: nobody may use it any more. Idempotent."""
         self._mapping.close()
 
 

@@ -111,7 +111,7 @@ class FileLock:
 
     @staticmethod
     def create_held(path: str) -> FileLock:
-        """As `create`, but nobody ever sees the file without its lock held."""
+        """Creates the file as `create` does, but nobody ever sees it without its lock held."""
         lock = FileLock.create(f"{path}{_UNFINISHED}")  # `reclaim_stale` leaves it alone while it is young
         acquired = lock.try_acquire()
         assert acquired, "a file that was just made is locked by another"
@@ -141,11 +141,11 @@ class FileLock:
         return found.st_dev, found.st_ino
 
     def keep(self) -> None:
-        """It stays held, where it is, to the end of this process: `close` does nothing any more."""
+        """Leaves the lock held, where it is, to the end of this process: `close` does nothing any more."""
         self._fd = -1
 
     def close(self) -> None:
-        """Releases it, too. Idempotent."""
+        """Releases the lock, too. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -199,7 +199,7 @@ def _remove_unfinished(path: str) -> bool:
 
 
 def owned_files(directory: str, owner: bytes) -> list[str]:
-    """Of the daemon of that incarnation, but for its lock file."""
+    """The paths of the files of the daemon of that incarnation, but for its lock file."""
     prefix = f"kvferry-{owner.hex()}-"
     names = [name for name in os.listdir(directory) if name.startswith(prefix) and name != f"{prefix}lock"]
     return [os.path.join(directory, name) for name in sorted(names)]
