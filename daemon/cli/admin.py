@@ -43,7 +43,7 @@ class AdminRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What cli.py asks a subcommand for. `act` prints what was done."""
+    """A subcommand, as main.py asks for one. `act` prints what was done."""
 
     name: str
     own_arguments: Callable[[argparse.ArgumentParser], None]

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def schema() -> dict[str, object]:
-    """Of the YAML file, where nothing is needed: the rest may come from variables and flags."""
+    """The JSON schema of the YAML file, where nothing is needed: the rest may come from variables and flags."""
     found: dict[str, object] = DaemonConfig.model_json_schema()
     found.pop("required", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}

@@ -47,7 +47,7 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """Of one run of the load."""
+    """The numbers of one run of the load."""
 
     requests: int
     seconds: float
@@ -138,7 +138,7 @@ def _run_once(args: argparse.Namespace, reuse: str, console: Console) -> RunOutc
 
 
 def _run_in(folder: str, model: str, args: argparse.Namespace, reuse: str, console: Console) -> RunOutcome:
-    """With the daemons' shared memory in `folder`."""
+    """Runs the load once, with the daemons' shared memory in `folder`."""
     both = ["--shm-dir", folder, "--host-bytes", args.host_bytes]
     prefill_device, decode_device = _devices(args)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
@@ -187,7 +187,7 @@ def _model(args: argparse.Namespace, console: Console) -> str:
 
 
 def _devices(args: argparse.Namespace) -> tuple[str, str]:
-    """Of prefill and decode. ConfigError, or DemoError where there is no such GPU."""
+    """The devices of prefill and decode. ConfigError, or DemoError where there is no such GPU."""
     found = parse_device(args.device)
     if not found:
         return "cpu", "cpu"
@@ -232,7 +232,8 @@ def _load(args: argparse.Namespace, system: System, console: Console) -> RunOutc
 
 
 def _watched(load: subprocess.Popen[str], system: System, console: Console, before: int, turns: int) -> str:
-    """What the load printed. Meanwhile counts turns where its own bar is not seen: it draws on terminals only."""
+    """Waits for the load's end: what it printed. Meanwhile counts turns where its own bar is not seen: it draws on
+    terminals only."""
     deadline, shown = time.monotonic() + LOAD_SECONDS, 0
     while True:
         try:
@@ -328,5 +329,5 @@ def _ratio(a: float, b: float) -> str:
 
 
 def _shared_memory() -> str | None:
-    """Where memory-backed files lie; None: the temporary folder."""
+    """The folder of memory-backed files; None: the temporary folder."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

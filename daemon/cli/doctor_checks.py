@@ -1,4 +1,4 @@
-"""What `kvferry doctor` looks at: each check gives findings of one line, with a remedy where something is amiss. Shell.
+"""The checks of `kvferry doctor`: each gives findings of one line, with a remedy where something is amiss. Shell.
 
 Nothing is changed and nothing is kept; NIXL's part runs in processes of their own, since it can crash.
 """
@@ -114,7 +114,7 @@ def _huge_pages(config: DaemonConfig) -> Finding:
 
 
 def nixl(config: DaemonConfig) -> Iterator[Finding]:
-    """What UCX finds on this machine, and whether a courier starts on the address and ports configured."""
+    """Checks what UCX finds on this machine, and whether a courier starts on the address and ports configured."""
     done = subprocess.run(
         [sys.executable, "-m", "kvferry.daemon.cli.doctor_ucx"], capture_output=True, text=True, timeout=60, check=False
     )

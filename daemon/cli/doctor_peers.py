@@ -1,4 +1,5 @@
-"""What `kvferry doctor` says of each --peer: whether it is reached, and whether a session with it can be. Shell."""
+"""The checks of `kvferry doctor` for each --peer: whether it is reached, and whether a session with it can be.
+Shell."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def _client_tls(config: DaemonConfig) -> ClientTls | None:
 
 
 def _tls_remedy(config: DaemonConfig, host: str, port: int) -> str:
-    """What a handshake says that gRPC's own message does not."""
+    """The cause that a handshake tells and gRPC's own message does not."""
     try:
         context = ssl.create_default_context(cafile=config.tls_ca)
         context.load_cert_chain(config.tls_cert, config.tls_key)

@@ -1,4 +1,4 @@
-"""Where the daemon of this machine listens for its operator."""
+"""The address on which the daemon of this machine listens for its operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ADDRESS_HELP = f"$KVFERRY_SOCKET, or the one socket where daemons make it withou
 
 
 class NoDaemon(Exception):
-    """There is none, or there are several."""
+    """No daemon is found, or several are."""
 
 
 def default_socket(role: str | None) -> str:
@@ -33,7 +33,8 @@ def default_socket(role: str | None) -> str:
 
 
 def default_address() -> str:
-    """Of questions that any of a daemon's addresses answers: its socket where there is one, else DEFAULT_ADDRESS."""
+    """The address for questions that any of a daemon's addresses answers: its socket where there is one, else
+    DEFAULT_ADDRESS."""
     try:
         return f"unix:{default_socket(None)}"
     except NoDaemon:

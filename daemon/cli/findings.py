@@ -1,4 +1,4 @@
-"""What a check of `kvferry doctor` found. Pure."""
+"""The findings of `kvferry doctor`'s checks. Pure."""
 
 from __future__ import annotations
 

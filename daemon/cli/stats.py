@@ -108,7 +108,7 @@ def render(reply: cache.StatsReply) -> Group:
 
 
 def _brief(peer: cache.PeerStats) -> str:
-    """Its error without its name, and of what gRPC says the last clause."""
+    """The peer's error without its name, and of what gRPC says the last clause."""
     error = peer.error.removeprefix(f"prefill daemon {peer.name!r} at {peer.address} ")
     before, found, grpcs = error.partition(": UNAVAILABLE: failed to connect to all addresses")
     if not found:

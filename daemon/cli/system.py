@@ -104,10 +104,10 @@ def _source(spec: SystemSpec) -> list[str]:
 
 
 def _on(device: str) -> list[str]:
-    """Of a daemon."""
+    """The flags of a daemon for its device."""
     return [] if device == "cpu" else ["--device", device]
 
 
 def _computing(spec: SystemSpec, device: str) -> list[str]:
-    """Of a worker."""
+    """The flags of a worker for its device."""
     return _on(device.partition(",")[0]) if spec.model or spec.random_weights else []

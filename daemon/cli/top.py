@@ -125,8 +125,9 @@ def _shoot(entry: tuple[str, grpc.Channel]) -> Shot:
 
 
 def frame(before: Sequence[Shot], now: Sequence[Shot], console: Console) -> Group:
-    """As wide as the console at most: a table with bars, else with shares in their place and as many columns as fit,
-    else a list for each daemon. Rates are of the time between the two; of one shot twice, over the daemon's life.
+    """A frame as wide as the console at most: a table with bars, else with shares in their place and as many columns
+    as fit, else a list for each daemon. Rates are of the time between the two; of one shot twice, over the daemon's
+    life.
     """
     errors = [Text(f"{shot.address}: {shot.error}", "bold red") for shot in now if shot.stats is None]
     title = f"kvferry top  {time.strftime('%H:%M:%S')}"
@@ -226,7 +227,7 @@ def _bar(pool: cache.PoolStats) -> Text:
 
 
 def _share(pool: cache.PoolStats) -> Text:
-    """Of the pool that is not free."""
+    """The share of the pool that is not free."""
     return Text(f"{1 - pool.free / pool.pages:.0%}" if pool.pages else "no worker yet")
 
 

@@ -1,1 +1,1 @@
-"""What a daemon is told: one model of all settings, where each value comes from, and what no two may be together."""
+"""The settings of a daemon: one model of all, where each value comes from, and which may not be together."""

@@ -1,4 +1,4 @@
-"""What no setting says alone: which values cannot be together."""
+"""Checks across settings: which values cannot be together."""
 
 from __future__ import annotations
 

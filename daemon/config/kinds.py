@@ -60,7 +60,7 @@ def _name(value: str) -> str:
 
 
 def _entries(value: object, what: str) -> dict[str, str]:
-    """Of a mapping, or of NAME=VALUE in a list or separated by commas."""
+    """The entries of a mapping, or of NAME=VALUE in a list or separated by commas."""
     if isinstance(value, dict):
         return {str(name): str(of) for name, of in value.items()}
     found: dict[str, str] = {}

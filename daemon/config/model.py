@@ -1,4 +1,4 @@
-"""What `kvferry serve` is told: one model of all settings, their defaults, bounds and meanings. The flags, the keys of
+"""The settings of `kvferry serve`: one model of them all, their defaults, bounds and meanings. The flags, the keys of
 the YAML file, the KVFERRY_* variables, `kvferry config` and the JSON schema are made from it. Sizes are bytes, times
 seconds.
 """
@@ -43,7 +43,7 @@ STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How a setting's flag differs from the setting: what stands for its value, a name of its own if it may be
+    """The differences of a setting's flag from the setting: what stands for its value, a name of its own if it may be
     repeated, and its default in words where it follows from other settings.
     """
 
@@ -67,7 +67,8 @@ METRICS_PORTS = {"decode": 9470, "prefill": 9471, "both": 9470}
 
 
 def _default_metrics(data: dict[str, Any]) -> str:
-    """On loopback whatever --listen says. Beside an address with any free port, any free port, too."""
+    """The default address, on loopback whatever --listen says. Beside an address with any free port, any free port,
+    too."""
     return f"127.0.0.1:{METRICS_PORTS[data['role']] if parse_address(data['listen'])[1] else 0}"
 
 

@@ -1,4 +1,4 @@
-"""What somebody may have meant."""
+"""Suggestions of what somebody may have meant."""
 
 from __future__ import annotations
 

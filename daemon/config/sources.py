@@ -1,4 +1,4 @@
-"""Where settings come from: defaults < the YAML file < KVFERRY_* < flags, and which of them gave each value."""
+"""The sources of settings: defaults < the YAML file < KVFERRY_* < flags, and which of them gave each value."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def _entry(entry: object) -> str:
 def load(
     args: argparse.Namespace, environ: Mapping[str, str] | None = None, otherwise: Mapping[str, str] | None = None
 ) -> Loaded:
-    """Of parsed flags, `environ` (the process's own unless given) and the YAML file that they name; `otherwise` comes
-    before the defaults. ConfigError.
+    """Loads the settings of parsed flags, `environ` (the process's own unless given) and the YAML file that they name;
+    `otherwise` comes before the defaults. ConfigError.
     """
     environ = os.environ if environ is None else environ
     path = getattr(args, "config", None) or environ.get(FILE_VARIABLE, "")

@@ -14,7 +14,7 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s,]+")
 
 
 def parse_tls_peers(value: object) -> tuple[str, ...]:
-    """Of a list, or of names separated by commas. ValueError names what is no name, and the bound."""
+    """The names in a list, or separated by commas. ValueError names what is no name, and the bound."""
     if isinstance(value, str):
         value = value.split(",")
     if not isinstance(value, list | tuple):
@@ -28,7 +28,8 @@ def parse_tls_peers(value: object) -> tuple[str, ...]:
 
 
 def normal_name(text: str) -> str:
-    """As names are compared: exact, but names of DNS in small letters and addresses as Python writes them."""
+    """The name in the form that is compared: exact, but names of DNS in small letters and addresses as Python writes
+    them."""
     if len(text) > MAX_TLS_NAME_CHARS:
         raise ValueError(f"name {text[:64]!r}... has {len(text)} characters; the bound is {MAX_TLS_NAME_CHARS}")
     if _URI.fullmatch(text):

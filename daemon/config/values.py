@@ -34,7 +34,7 @@ def parse_size(text: str) -> int:
 
 
 def size(nbytes: float) -> str:
-    """For people: 12.3 MiB."""
+    """The size for people: 12.3 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -43,7 +43,7 @@ def size(nbytes: float) -> str:
 
 
 def parse_device(text: str) -> tuple[int, ...]:
-    """As `flags.devices`. ConfigError."""
+    """GPU ids by rank, as `flags.devices` reads them. ConfigError."""
     try:
         return flags.devices(text)
     except ValueError as error:
@@ -64,7 +64,7 @@ def is_name(text: str) -> bool:
 
 
 def runtime_dir() -> str:
-    """Where sockets lie unless told otherwise: XDG_RUNTIME_DIR, else a folder of this user in the temporary one."""
+    """The folder of sockets unless told otherwise: XDG_RUNTIME_DIR, else one of this user in the temporary folder."""
     return os.environ.get("XDG_RUNTIME_DIR") or own_folder()
 
 
