@@ -1,1 +1,1 @@
-"""What others see of a daemon: statistics, metrics, health, KV events. Nothing here changes what it serves."""
+"""Views of a daemon for others: statistics, metrics, health, KV events. Nothing here changes what it serves."""

@@ -120,7 +120,7 @@ class EventPublisher:
 
     @property
     def replays_cut_off(self) -> Counter[str]:
-        """By reason, of event_replay.REASONS."""
+        """Replays that were cut off, by reason of event_replay.REASONS."""
         return self._replay.cut_off if self._replay is not None else Counter()
 
     def publish(self, events: Sequence[KvEvent]) -> None:

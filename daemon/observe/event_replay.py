@@ -74,7 +74,8 @@ class Replay:
         return len(self._cursors) >= MAX_REPLAYS
 
     def hear(self) -> None:
-        """Requests: (client, empty, first sequence number). One more of a client that has a replay moves its cursor."""
+        """Takes requests in: (client, empty, first sequence number). One more of a client that has a replay moves its
+        cursor."""
         for _ in range(REQUESTS):
             if self.full:
                 if not self._full_said:
@@ -149,7 +150,7 @@ class Replay:
             log.debug("a replay of KV events is cut off: %s", why)
 
     def _position(self, first: bytes) -> int:
-        """Of the first batch that is kept with this sequence number, or a later one."""
+        """The position of the first batch that is kept with this sequence number, or a later one."""
         low, high = self._first, self._next
         while low < high:
             middle = (low + high) // 2

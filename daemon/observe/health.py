@@ -54,11 +54,11 @@ class HealthWatch:
 
     @property
     def stalled(self) -> list[str]:
-        """Parts, and for how long."""
+        """The stalled parts, and for how long."""
         return [f"{part} for {seconds:.1f} s" for part, seconds in self.progress.stalled(self._time())]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watches until cancelled."""
         self._thread.start()
         serving: bool | None = None
         try:
@@ -162,7 +162,7 @@ class HealthWatch:
         return found
 
     def _watch_loop(self) -> None:
-        """In the thread: once for each time that the event loop stands still."""
+        """Watches the event loop in a thread: logs once for each time that it stands still."""
         stalled, looks, said = self.progress.stalled_seconds, 0, 0
         own = OwnTime(stalled / 4)
         since = own()
@@ -177,7 +177,7 @@ class HealthWatch:
 
 
 def _waits_of(pid: int) -> int | None:
-    """How often the process has waited; None where it is gone."""
+    """The number of times that the process has waited; None where it is gone."""
     try:
         with open(f"/proc/{pid}/status") as status:
             for line in status:

@@ -76,7 +76,7 @@ class MetricsServer:
         self._server.server_close()
 
     def _snapshot(self) -> cache.StatsReply:
-        """On a thread of the server. TimeoutError where the event loop does not answer."""
+        """Takes a snapshot, on a thread of the server. TimeoutError where the event loop does not answer."""
 
         async def taken() -> cache.StatsReply:
             return self._take()
@@ -146,7 +146,7 @@ class _Server(WSGIServer):
             super().process_request(request, client_address)
 
     def has_come(self, request: socket.socket) -> None:
-        """Its request was read: it has the time for an answer."""
+        """Gives a request that was read the time for an answer."""
         self._allow(request, ANSWER_SECONDS)
 
     def _allow(self, request: socket.socket, seconds: float) -> None:

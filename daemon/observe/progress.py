@@ -1,4 +1,4 @@
-"""Which parts of the daemon still move. Core: no I/O, time is passed in.
+"""The parts of the daemon that move, and those that are stalled. Core: no I/O, time is passed in.
 
 A part is what does work in a place of its own: the event loop, a copy worker, a courier's poller. Each ticks while it
 moves; one that has not for `stalled_seconds` is stalled, and the daemon serves no longer, whatever else it says.
@@ -13,11 +13,11 @@ class Progress:
         self._ticked: dict[str, float] = {}  # when, by part
 
     def tick(self, part: str, now: float) -> None:
-        """It moved; a part that is new begins so."""
+        """Notes that the part moved; one that is new begins so."""
         self._ticked[part] = now
 
     def keep(self, parts: set[str]) -> None:
-        """All that there are: others have ended, and may not be missed."""
+        """Forgets all parts but these: the others have ended, and may not be missed."""
         self._ticked = {part: when for part, when in self._ticked.items() if part in parts}
 
     def known(self, part: str) -> bool:

@@ -1,4 +1,4 @@
-"""How long gRPC calls take, by method and code. Unary calls only: a stream lasts as long as its session. Shell."""
+"""Times of gRPC calls, by method and code. Unary calls only: a stream lasts as long as its session. Shell."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ class RpcTimes(Interceptor):
 
 
 def _code(context: grpc.aio.ServicerContext[Any, Any], otherwise: grpc.StatusCode) -> grpc.StatusCode:
-    """What the handler set or aborted with; it answers with a number where nothing was set."""
+    """The code that the handler set or aborted with; it answers with a number where nothing was set."""
     code = context.code()
     return code if isinstance(code, grpc.StatusCode) and code is not grpc.StatusCode.OK else otherwise

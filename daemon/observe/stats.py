@@ -26,7 +26,7 @@ from kvferry.transfer.host_tier.copy_strategies import CopyStatistics
 
 
 class Snapshots:
-    """Of one daemon. `now` is a clock in seconds."""
+    """Snapshots of one daemon. `now` is a clock in seconds."""
 
     def __init__(
         self, name: str, sides: dict[str, AnySide], now: Callable[[], float], tls: TlsWatch | None = None
@@ -48,7 +48,7 @@ class Snapshots:
         )
 
     def take(self) -> cache.StatsReply:
-        """On the event loop's thread."""
+        """Takes one, on the event loop's thread."""
         return cache.StatsReply(
             daemon=self._name,
             uptime_seconds=self._now() - self._started,
@@ -70,7 +70,7 @@ def _tls(identity: Identity, broken: str) -> cache.TlsStats:
 
 
 def _nixl_version() -> str:
-    """Of the metapackage, or of one of the packages that it chooses from."""
+    """The version of the metapackage, or of one of the packages that it chooses from."""
     for package in ("nixl", "nixl-cu13", "nixl-cu12"):
         try:
             return metadata.version(package)
@@ -176,7 +176,7 @@ def _requests(side: AnySide, stats: cache.RequestStats) -> None:
 
 
 def oldest_of(side: AnySide) -> float | None:
-    """When the oldest request came that holds pages or locks; None: there is none."""
+    """The time at which the oldest request came that holds pages or locks; None: there is none."""
     if isinstance(side, DecodeSide):
         return min((lease.arrived_at for lease in side.ready_core.leases.values() if not lease.queued), default=None)
     assert isinstance(side, PrefillSide)

@@ -1,4 +1,4 @@
-"""What an operator may do to a running daemon: flush, pin, unpin, dump. On the Unix socket only. Shell."""
+"""An operator's commands to a running daemon: flush, pin, unpin, dump. On the Unix socket only. Shell."""
 
 from __future__ import annotations
 

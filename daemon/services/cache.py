@@ -17,7 +17,7 @@ NAMESPACE_BYTES = 32
 
 
 def most_digest_bytes(config: DaemonConfig) -> int:
-    """Those of the longest prompt."""
+    """Bytes of the longest prompt's digests."""
     return config.max_tokens // config.page_size * DIGEST_BYTES
 
 
@@ -34,7 +34,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return self._snapshots.take()
 
     async def Lookup(self, request: cache.LookupRequest, context: Context) -> cache.LookupReply:
-        """Of the decode side where there is one."""
+        """Looks a prompt up, on the decode side where there is one."""
         if len(request.namespace_id) != NAMESPACE_BYTES:
             bytes_ = len(request.namespace_id)
             await context.abort(

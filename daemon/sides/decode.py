@@ -43,7 +43,7 @@ class DecodeSide(Side[DecodeCore]):
         return link
 
     def remove_peer(self, name: str, error: RequestError) -> None:
-        """Its `run` has ended."""
+        """Forgets the peer; its link's `run` has ended."""
         del self.links[name]
         self.on_link_down(name, error)
 

@@ -27,17 +27,17 @@ class PoolOwner(Protocol):
     """A side, as far as its memory's end goes."""
 
     def end_sessions(self, reason: str) -> None:
-        """Idempotent; those that end are still `in_use`."""
+        """Ends all sessions. Idempotent; those that end are still `in_use`."""
 
     def drop_requests(self) -> None:
-        """What the core still holds of pages, with nobody to use them."""
+        """Drops what the core still holds of pages, with nobody to use them."""
 
     def in_use(self) -> str:
-        """What keeps the memory: sessions, requests, copies; empty: nothing does."""
+        """The sessions, requests or copies that keep the memory; empty: nothing does."""
 
 
 class EnginePool:
-    """Of one side. States: none, claimed (it is being mapped), owned by a worker, leaving."""
+    """The registered pool of one side. States: none, claimed (it is being mapped), owned by a worker, leaving."""
 
     def __init__(self, role: str, side: PoolOwner, unmap: Callable[[], Awaitable[None]]) -> None:
         self._role = role
@@ -50,8 +50,8 @@ class EnginePool:
         self._released.set()
 
     async def claim(self, worker: str) -> None:
-        """The memory of this one is about to be mapped. FAILED_PRECONDITION while another worker's is; UNAVAILABLE
-        while that of one that has left is, longer than RELEASE_SECONDS."""
+        """Claims the pool for the memory of this worker, which is about to be mapped. FAILED_PRECONDITION while another
+        worker's is; UNAVAILABLE while that of one that has left is, longer than RELEASE_SECONDS."""
         if not self._released.is_set():
             if not self._owner_left:
                 raise precondition(
@@ -71,18 +71,18 @@ class EnginePool:
         self._released.clear()
 
     def give_up(self) -> None:
-        """What was claimed could not be mapped."""
+        """Gives up the claim: the memory could not be mapped."""
         self._released.set()
 
     def own(self, number: int) -> None:
-        """The memory is mapped, and this worker's."""
+        """Makes this worker the owner: its memory is mapped."""
         self._owner = number
 
     def is_owner(self, number: int) -> bool:
         return self._owner == number and not self._released.is_set()
 
     def owner_leaves(self) -> None:
-        """Its stream has ended; the proof of its end may follow."""
+        """Notes that the owner's stream has ended; the proof of its end may follow."""
         self._owner_left = True
 
     async def released(self, seconds: float) -> bool:

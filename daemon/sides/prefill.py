@@ -122,7 +122,7 @@ class PrefillSide(Side[PrefillCore]):
             session.aux(effect.name, effect.blob)
 
     def _zero_tail(self, effect: ZeroTail) -> None:
-        """What gathers the page later is behind it, and need not wait for its end."""
+        """Clears a page's tail. What gathers the page later is behind that, and need not wait for its end."""
         if self.tiers.memory.shape.geometry.layout is Layout.ENGINE:
             self.ready_core.tail_zeroed(effect.name, self.now())  # only the engine knows where a token's bytes lie
             return
@@ -151,7 +151,7 @@ class PrefillSide(Side[PrefillCore]):
     # -- sessions (SendingEvents) --------------------------------------------------------------------------------
 
     def new_session(self, own: peer.PeerHello, hello: peer.PeerHello) -> SendingSession:
-        """For a decode daemon whose Hello was checked; `own` is the answer."""
+        """The session for a decode daemon whose Hello was checked; `own` is the answer."""
         config, memory, ranks = self.config, self.tiers.memory, ranks_of(hello)
         session = SendingSession(
             number=next(self._numbers),
@@ -173,7 +173,7 @@ class PrefillSide(Side[PrefillCore]):
         return session
 
     def session_over(self, session: SendingSession) -> None:
-        """After its `run`: no copy of it runs and its courier is reaped."""
+        """Forgets a session after its `run`: no copy of it runs and its courier is reaped."""
         if self.traces is not None:
             self.traces.session_ended(session.number)
         self.ready_core.session_down(session.number, self.now())

@@ -1,4 +1,4 @@
-"""How a worker comes to a side: what it says is judged, the tiers are made for it or fit it, it is welcome. Shell."""
+"""The way of a worker to a side: what it says is judged, the tiers are made for it or fit it, it is welcome. Shell."""
 
 from __future__ import annotations
 

@@ -76,12 +76,12 @@ class Side(Generic[CoreT]):
         raise AssertionError("a side has a role")
 
     def end_sessions(self, reason: str) -> None:
-        """All of them. Idempotent."""
+        """Ends all sessions. Idempotent."""
         raise AssertionError("a side has a role")
 
     @property
     def open_sessions(self) -> int:
-        """Those whose copies and courier may not have ended."""
+        """The number of sessions whose copies and courier may not have ended."""
         raise AssertionError("a side has a role")
 
     def effect_failed(self, effect: Effect, message: str) -> None:
@@ -233,7 +233,7 @@ class Side(Generic[CoreT]):
             self._effects.extend(self.core.take_effects())
 
     def on_copy_starts(self, started: CopyStarted) -> None:
-        """For traces."""
+        """Tells traces of a copy that starts."""
 
     def _copy_done(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> None:
         if self.traces is not None:
@@ -263,12 +263,12 @@ class Side(Generic[CoreT]):
 
     @property
     def orphaned_pages(self) -> int:
-        """That workers may still write whose requests have ended without their word."""
+        """The number of pages that workers may still write whose requests have ended without their word."""
         return self.store.pool.counts().orphaned
 
     @property
     def orphaned_bound(self) -> int:
-        """Of them, at which no request is taken; 0: at the first one."""
+        """The number of orphaned pages at which no request is taken; 0: at the first one."""
         return int(self.config.orphaned_share * self.store.pool.pages)
 
     def tell(self, number: int, event: wire.WorkerEvent) -> None:
@@ -293,7 +293,7 @@ class Side(Generic[CoreT]):
 
     @property
     def saves(self) -> bool:
-        """What is cached on the device can be copied to a host tier that the next daemon finds again."""
+        """Whether what is cached on the device can be copied to a host tier that the next daemon finds again."""
         return self.core is not None and self.tiers.host_survives and self.tiers.has_pool.is_set()
 
     async def spill_all(self, deadline: float) -> None:

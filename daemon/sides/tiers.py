@@ -35,10 +35,10 @@ class TiersOwner(Protocol):
     """A side, as far as its tiers go."""
 
     def new_store(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Cache:
-        """Of empty tiers, for a model. ValueError where they cannot be so."""
+        """Makes a cache of empty tiers, for a model. ValueError where they cannot be so."""
 
     def tiers_made(self, store: Cache) -> None:
-        """For the first time."""
+        """Called when tiers are there for the first time."""
 
     def flush(self) -> None:
         """Whoever is told what the tiers hold hears of a change."""
@@ -79,47 +79,47 @@ class SideTiers:
 
     @property
     def page_bytes(self) -> int:
-        """Of a page over all ranks."""
+        """Bytes of a page over all ranks."""
         assert self._shape is not None
         return self._shape.page_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Of a page in the host tier."""
+        """Bytes of a page in the host tier."""
         assert self._shape is not None
         return self._shape.row_bytes
 
     @property
     def unverified_pages(self) -> int:
-        """Of the host tier: found in its file, and never read since."""
+        """Pages of the host tier that were found in its file, and never read since."""
         return self._host.unverified if self._host is not None else 0
 
     @property
     def host_survives(self) -> bool:
-        """There is a host tier, and the next daemon finds again what it holds."""
+        """Whether there is a host tier, and the next daemon finds again what it holds."""
         return self._host is not None and self._host.survives
 
     def copy_statistics(self) -> CopyStatistics:
-        """Of the copies between them."""
+        """Counts of the copies between the tiers."""
         if self._memory is None:
             return self._copies_before
         return self._copies_before + self._memory.copy_statistics()
 
     def copy_workers(self) -> dict[str, Executor]:
-        """By name; none before the pool is made."""
+        """The threads that copy, by name; none before the pool is made."""
         workers = self._memory.workers if self._memory is not None else {}
         return workers | self._host.workers if self._host is not None else workers
 
     def late_copies(self, now: float) -> dict[str, float]:
-        """By name: see `PoolMemory.late_copies`."""
+        """Seconds for which the oldest copies run, by name: see `PoolMemory.late_copies`."""
         late = self._memory.late_copies(now) if self._memory is not None else {}
         return late | {"oldest copy between the tiers": self._host.oldest(now)} if self._host is not None else late
 
     # -- how they come to be -------------------------------------------------------------------------------------
 
     async def fit(self, facts: NamespaceFacts, registration: Registration | None = None) -> None:
-        """Makes them for the first worker's model; of later ones it must be the same. `registration`: of memory that
-        becomes the pool. RequestError.
+        """Makes the tiers for the first worker's model; of later ones it must be the same. `registration`: of memory
+        that becomes the pool. RequestError.
         """
         async with self._making:
             if self.facts is None:
@@ -193,7 +193,7 @@ class SideTiers:
             )
 
     def take(self, facts: NamespaceFacts, store: Cache, memory: PoolMemory, host: HostTier | None) -> None:
-        """They are this side's from now on."""
+        """Makes these tiers this side's own from now on."""
         self.facts, self._store, self._host = facts, store, host
         self._take_memory(memory)
 
@@ -203,7 +203,7 @@ class SideTiers:
     # -- an engine's memory goes, and another one comes ----------------------------------------------------------
 
     async def forget_pool(self) -> None:
-        """Nothing uses the memory: it is let go."""
+        """Lets the pool's memory go, which nothing uses."""
         self._copies_before = self.copy_statistics()
         memory, self._memory = self.memory, None
         forgotten = self.store.forget_device()
@@ -219,7 +219,7 @@ class SideTiers:
         )
 
     async def _replace_memory(self, facts: NamespaceFacts, registration: Registration) -> None:
-        """An engine has come again: of the tiers the host's has kept what it had."""
+        """Maps the memory of an engine that has come again; the host tier has kept what it had."""
         memory = await map_pool(self._config, facts.geometry, registration)
         try:
             if self._host is not None:
@@ -243,7 +243,7 @@ class SideTiers:
             self._host.halt()
 
     async def close(self) -> None:
-        """Waits for copies between them. One that cannot end well does not keep the other's memory."""
+        """Waits for copies between the tiers. One that cannot end well does not keep the other's memory."""
         try:
             if self._host is not None:
                 await self._host.close()
@@ -255,6 +255,6 @@ class SideTiers:
 
 
 async def _let_go(memory: PoolMemory) -> None:
-    """Nothing uses it. In a thread, since it may wait for its devices."""
+    """Lets memory go that nothing uses. In a thread, since it may wait for its devices."""
     memory.stop()
     await complete(asyncio.to_thread(memory.close))

@@ -48,14 +48,14 @@ class Worker:
     overflown: asyncio.Event = field(default_factory=asyncio.Event)
 
     def lets_go(self) -> bool:
-        """It has let its lock go and lives on, or its process has ended. Of one that cannot be seen, which maps no
-        memory of GPUs, the lock is all: the kernel lets that go behind the process's memory."""
+        """Whether the worker has let its lock go and lives on, or its process has ended. Of one that cannot be seen,
+        which maps no memory of GPUs, the lock is all: the kernel lets that go behind the process's memory."""
         if not self.lock.try_acquire():
             return False
         return self.holder is None or self.holder.lives_on() or self.holder.has_ended()
 
     def drop_lock(self) -> None:
-        """The session file goes, too."""
+        """Lets the lock and its session file go."""
         self.lock.close()
         self.lock.unlink()
         if self.holder is not None:
@@ -64,16 +64,17 @@ class Worker:
 
 
 class WorkerEnds(Protocol):
-    """Who is told how workers end: `worker_left`, then `worker_lost` unless it is gone already, then `worker_gone`."""
+    """A side as it is told how workers end: `worker_left`, then `worker_lost` unless it is gone already, then
+    `worker_gone`."""
 
     def worker_left(self, worker: Worker) -> None:
-        """Its stream has ended."""
+        """The worker's stream has ended."""
 
     def worker_lost(self, worker: Worker) -> None:
-        """It may still write."""
+        """The worker may still write."""
 
     def worker_gone(self, worker: Worker) -> None:
-        """It writes no more: that is proven."""
+        """The worker writes no more: that is proven."""
 
 
 class SideWorkers:
@@ -89,12 +90,12 @@ class SideWorkers:
 
     @property
     def may_write(self) -> int:
-        """How many: those that are here, and lost ones."""
+        """The number of workers that may write: those that are here, and lost ones."""
         return len(self.here) + len(self._lost)
 
     @property
     def lost(self) -> int:
-        """Whose stream broke, and whose end is not proven."""
+        """The number of workers whose stream broke, and whose end is not proven."""
         return len(self._lost)
 
     def new_number(self) -> int:
@@ -103,8 +104,8 @@ class SideWorkers:
         return number
 
     def make(self, name: str, namespace_id: bytes, pools: Sequence[wire.RankPool]) -> Worker:
-        """One with a session file, which is not here yet, and is to map these pools. RESOURCE_EXHAUSTED where the file
-        cannot be made."""
+        """A worker with a session file, which is not here yet, and is to map these pools. RESOURCE_EXHAUSTED where the
+        file cannot be made."""
         number = self.new_number()
         path = f"{self._path_prefix}{number}"
         try:
@@ -118,7 +119,7 @@ class SideWorkers:
         self.here[worker.number] = worker
 
     def attach(self, worker: Worker) -> None:
-        """The worker says that it holds its lock; it is looked at. FAILED_PRECONDITION."""
+        """Takes the worker's word that it holds its lock, which is looked at. FAILED_PRECONDITION."""
         if worker.attached:
             return
         if worker.lock.try_acquire():
@@ -133,7 +134,7 @@ class SideWorkers:
         worker.attached = True
 
     def leave(self, worker: Worker) -> None:
-        """Its stream has ended."""
+        """Takes the worker out of those that are here: its stream has ended."""
         del self.here[worker.number]
         self._ends.worker_left(worker)
         if worker.quiesced or not worker.attached:
@@ -146,7 +147,7 @@ class SideWorkers:
         self._tasks.start(self._await_proof(worker))
 
     async def _await_proof(self, worker: Worker) -> None:
-        """Until then the lost worker may still write."""
+        """Waits for the proof; until then the lost worker may still write."""
         while not worker.lets_go():
             await asyncio.sleep(PROOF_SECONDS)
         await awake(SETTLE_SECONDS)
@@ -159,6 +160,6 @@ class SideWorkers:
         self._ends.worker_gone(worker)
 
     def close(self) -> None:
-        """No stream is served, and no proof awaited any more."""
+        """Drops all locks: no stream is served, and no proof awaited any more."""
         for worker in [*self.here.values(), *self._lost.values()]:
             worker.drop_lock()
