@@ -10,8 +10,8 @@ small as a few KiB: where many copies are under way, those are staged all the sa
 their kernels wait. Rows that are short themselves go by a kernel which reads or writes host memory (`kernel`). Long
 fragments go as they are (`batch`). What a driver cannot do, the engine does otherwise, and counts it.
 
-A list of fragments that lie anywhere, in host memory as well, has no rows: a kernel moves many small ones (`kernel`), or
-the driver does (`batch`, `loop`).
+A list of fragments that lie anywhere, in host memory as well, has no rows: a kernel moves many small ones (`kernel`),
+or the driver does (`batch`, `loop`).
 """
 
 from __future__ import annotations
