@@ -1,4 +1,4 @@
-"""Every command in a block marked `console` of README and docs runs, against a real system whose addresses stand in for
+"""Every command in a block marked `console` of a page runs, against a real system whose addresses stand in for
 the default ones. `console nightly` runs with the long tests; `console not run: WHY` is listed as skipped.
 """
 
@@ -20,7 +20,7 @@ from kvferry.daemon.cli.stats import fetch
 from kvferry.daemon.cli.system import SystemSpec, start_system
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 COMMAND_SECONDS = 60.0
 NIGHTLY_SECONDS = 1200.0
 
@@ -113,10 +113,6 @@ def test_what_is_not_run_says_why(block: Block) -> None:
     pytest.skip(f"{block.where} {block.info}")
 
 
-def test_pages_have_commands_and_their_links_lead_somewhere() -> None:
+def test_pages_have_commands() -> None:
     assert len(RUN) >= 5
     assert LONG
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -23,7 +23,9 @@ SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".sh", ".proto", ".txt", 
 # A path from the repository's root, wherever it stands: in a sentence, a table, a command or a picture.
 PATH = re.compile(rf"(?<![\w./~-])(?:{'|'.join(map(re.escape, OURS))})[\w./*{{}},-]*")
 CODE = re.compile(r"`([^`\n]+)`")
-PLACE = re.compile(r"^([\w/.-]+\.(?:py|cpp|h|cu|cuh)):([A-Za-z_][\w.]*)$")  # file:function, file:Class.method
+PLACE = re.compile(
+    r"^([\w/.-]+\.(?:py|cpp|h|cu|cuh)):+([A-Za-z_][\w.]*)$"
+)  # file:function, file:Class.method, file::test
 METHOD = re.compile(r"^[A-Z]\w*[a-z]\w*\.[a-z_]\w*$")
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
