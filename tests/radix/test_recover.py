@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 
 import pytest
 
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import Lock, PagedRadixTree, Recovered
+from tests.radix.letters import chain, digest
 
 LEASED, ARRIVING, CACHED = PageState.LEASED, PageState.ARRIVING, PageState.CACHED
 NO_PARENT = bytes(32)
-
-
-def digest(path: str) -> bytes:
-    value = b"root"
-    for letter in path:
-        value = hashlib.sha256(value + letter.encode()).digest()
-    return value
-
-
-def chain(path: str) -> bytes:
-    return b"".join(digest(path[: n + 1]) for n in range(len(path)))
 
 
 class World:

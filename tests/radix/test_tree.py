@@ -1,75 +1,28 @@
-"""Radix tree: each verb, splits under locks, eviction order, arriving pages."""
+"""Radix tree: match and insert, locks and splits under them, eviction order."""
 
 from __future__ import annotations
-
-import hashlib
 
 import numpy as np
 import pytest
 
 from kvferry.radix.policy import Clock
 from kvferry.radix.pool import PagePool, PageState
-from kvferry.radix.tree import Lock, PagedRadixTree
+from kvferry.radix.tree import PagedRadixTree
+from tests.radix.letters import chain
+from tests.radix.one_tier import OneTier
 
-LEASED, ARRIVING, CACHED = PageState.LEASED, PageState.ARRIVING, PageState.CACHED
-
-
-def chain(path: str) -> bytes:
-    """One page a letter; chained."""
-    digests, parent = b"", b"root"
-    for letter in path:
-        parent = hashlib.sha256(parent + letter.encode()).digest()
-        digests += parent
-    return digests
-
-
-class World:
-    def __init__(self, pages: int = 32) -> None:
-        self.pool = PagePool(pages)
-        self.tree = PagedRadixTree(self.pool)
-
-    def put(self, path: str, *, start: int = 0) -> list[int]:
-        """Inserts LEASED pages; frees the duplicates. Returns the pages that stayed."""
-        pages = self.pool.allocate(len(path) - start)
-        result = self.tree.insert(chain(path), pages, start=start)
-        self.pool.free_pages(result.duplicates)
-        return pages[len(result.duplicates) :]
-
-    def hold(self, path: str) -> Lock:
-        return self.tree.lock(self.tree.match(chain(path)))
-
-    def arriving(self, path: str) -> tuple[Lock, list[int]]:
-        """What a request does: locks what is held, inserts the rest as ARRIVING, locks all."""
-        short = self.hold(path)
-        pages = self.pool.allocate(len(path) - short.pages, ARRIVING)
-        result = self.tree.insert(chain(path), pages, start=short.pages)
-        lock = self.tree.lock(result.match)
-        self.tree.unlock(short)
-        self.check()
-        return lock, pages
-
-    def evict(self, pages: int) -> list[int]:
-        evicted = self.tree.evict(pages)
-        assert evicted.spill is None
-        return evicted.freed
-
-    def matched(self, path: str) -> int:
-        return self.tree.match(chain(path)).pages
-
-    def check(self) -> None:
-        self.tree.check()
-        self.pool.check()
+LEASED, CACHED = PageState.LEASED, PageState.CACHED
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> OneTier:
+    return OneTier()
 
 
 # -- match and insert -----------------------------------------------------------------------------------------------
 
 
-def test_empty_tree(world: World) -> None:
+def test_empty_tree(world: OneTier) -> None:
     tree = world.tree
     assert tree.match(b"").pages == world.matched("abc") == 0
     assert (tree.pages, tree.cached, tree.nodes, tree.locks, tree.evictable) == (0, 0, 0, 0, 0)
@@ -81,21 +34,21 @@ def test_empty_tree(world: World) -> None:
 @pytest.mark.parametrize(
     ("path", "pages"), [("a", 1), ("abc", 3), ("abcdef", 6), ("abcdefgh", 6), ("abx", 2), ("xbc", 0), ("abcdex", 5)]
 )
-def test_match_is_the_longest_prefix_and_changes_nothing(world: World, path: str, pages: int) -> None:
+def test_match_is_the_longest_prefix_and_changes_nothing(world: OneTier, path: str, pages: int) -> None:
     world.put("abcdef")
     assert world.matched(path) == pages
     assert (world.tree.nodes, world.tree.pages) == (1, 6)
 
 
-def test_match_in_a_long_node(world: World) -> None:
-    world = World(300)
+def test_match_in_a_long_node(world: OneTier) -> None:
+    world = OneTier(300)
     path = "".join(chr(1000 + i) for i in range(257))
     world.put(path)
     for n in range(257):
         assert world.matched(path[:n]) == world.matched(path[:n] + "x") == world.matched(path[:n] + "xyz" * 90) == n
 
 
-def test_digests_in_any_form(world: World) -> None:
+def test_digests_in_any_form(world: OneTier) -> None:
     world.put("abc")
     data = chain("abx")
     array = np.frombuffer(data, np.uint8).reshape(-1, 32)
@@ -107,12 +60,12 @@ def test_digests_in_any_form(world: World) -> None:
 @pytest.mark.parametrize(
     "digests", [b"x" * 33, np.zeros((2, 31), np.uint8), np.zeros(32, np.uint8), np.zeros((1, 32), np.int64)]
 )
-def test_malformed_digests(world: World, digests: bytes) -> None:
+def test_malformed_digests(world: OneTier, digests: bytes) -> None:
     with pytest.raises(ValueError, match="digests"):
         world.tree.match(digests)
 
 
-def test_insert_keeps_the_page_that_is_there(world: World) -> None:
+def test_insert_keeps_the_page_that_is_there(world: OneTier) -> None:
     first = world.put("abcd")
     pages = world.pool.allocate(5)
     result = world.tree.insert(chain("abcxy"), pages)
@@ -125,7 +78,7 @@ def test_insert_keeps_the_page_that_is_there(world: World) -> None:
     world.check()
 
 
-def test_insert_of_what_is_held_changes_nothing(world: World) -> None:
+def test_insert_of_what_is_held_changes_nothing(world: OneTier) -> None:
     world.put("abcd")
     pages = world.pool.allocate(2)
     result = world.tree.insert(chain("ab"), pages)
@@ -136,7 +89,7 @@ def test_insert_of_what_is_held_changes_nothing(world: World) -> None:
     world.check()
 
 
-def test_insert_behind_start(world: World) -> None:
+def test_insert_behind_start(world: OneTier) -> None:
     first = world.put("ab")
     rest = world.put("abcd", start=2)
     assert world.tree.path_pages(world.hold("abcd")) == first + rest
@@ -144,7 +97,7 @@ def test_insert_behind_start(world: World) -> None:
     world.check()
 
 
-def test_insert_names_what_is_wrong(world: World) -> None:
+def test_insert_names_what_is_wrong(world: OneTier) -> None:
     world.put("ab")
     pages = world.pool.allocate(3)
     with pytest.raises(ValueError, match="start is 3; only 2 pages"):
@@ -165,7 +118,7 @@ def test_insert_names_what_is_wrong(world: World) -> None:
 # -- locks ----------------------------------------------------------------------------------------------------------
 
 
-def test_lock_splits_at_the_end_of_the_match(world: World) -> None:
+def test_lock_splits_at_the_end_of_the_match(world: OneTier) -> None:
     pages = world.put("abcdef")
     lock = world.hold("abcx")
     assert (lock.pages, world.tree.nodes, world.tree.evictable) == (3, 2, 3)
@@ -176,7 +129,7 @@ def test_lock_splits_at_the_end_of_the_match(world: World) -> None:
     world.check()
 
 
-def test_lock_survives_splits_of_its_path(world: World) -> None:
+def test_lock_survives_splits_of_its_path(world: OneTier) -> None:
     pages = world.put("abcdef")
     whole, middle, short = world.hold("abcdef"), world.hold("abcd"), world.hold("ab")
     world.put("abcxy")
@@ -188,7 +141,7 @@ def test_lock_survives_splits_of_its_path(world: World) -> None:
         world.check()
 
 
-def test_locked_pages_are_never_evicted(world: World) -> None:
+def test_locked_pages_are_never_evicted(world: OneTier) -> None:
     pages = world.put("abcdef")
     lock = world.hold("abc")
     world.put("xyz")
@@ -201,7 +154,7 @@ def test_locked_pages_are_never_evicted(world: World) -> None:
     world.check()
 
 
-def test_relock_goes_on_behind_its_end(world: World) -> None:
+def test_relock_goes_on_behind_its_end(world: OneTier) -> None:
     pages = world.put("ab")
     lock = world.hold("ab")
     pages += world.put("abcdef", start=2)
@@ -226,7 +179,7 @@ def test_relock_goes_on_behind_its_end(world: World) -> None:
     world.check()
 
 
-def test_root_can_be_locked(world: World) -> None:
+def test_root_can_be_locked(world: OneTier) -> None:
     world.put("abc")
     lock = world.hold("xyz")
     assert (lock.pages, world.tree.path_pages(lock), world.tree.evictable, world.tree.locks) == (0, [], 3, 1)
@@ -237,7 +190,7 @@ def test_root_can_be_locked(world: World) -> None:
     world.check()
 
 
-def test_released_lock_is_refused(world: World) -> None:
+def test_released_lock_is_refused(world: OneTier) -> None:
     world.put("abc")
     lock = world.hold("abc")
     world.tree.unlock(lock)
@@ -248,7 +201,7 @@ def test_released_lock_is_refused(world: World) -> None:
     world.check()
 
 
-def test_stale_match_is_refused(world: World) -> None:
+def test_stale_match_is_refused(world: OneTier) -> None:
     world.put("abcd")
     before = world.tree.match(chain("abcd"))
     world.hold("ab")  # splits
@@ -260,7 +213,7 @@ def test_stale_match_is_refused(world: World) -> None:
         world.tree.lock(before)
 
 
-def test_trees_of_one_pool_are_apart(world: World) -> None:
+def test_trees_of_one_pool_are_apart(world: OneTier) -> None:
     other = PagedRadixTree(world.pool)
     mine = world.put("abc")
     theirs = world.pool.allocate(3)
@@ -280,7 +233,7 @@ def test_trees_of_one_pool_are_apart(world: World) -> None:
 # -- eviction -------------------------------------------------------------------------------------------------------
 
 
-def test_least_recently_used_goes_first(world: World) -> None:
+def test_least_recently_used_goes_first(world: OneTier) -> None:
     pages = {path: world.put(path) for path in ("aa", "bb", "cc")}
     world.tree.unlock(world.hold("aa"))
     assert world.evict(2) == pages["bb"]
@@ -290,7 +243,7 @@ def test_least_recently_used_goes_first(world: World) -> None:
     world.check()
 
 
-def test_a_page_was_used_until_its_unlock(world: World) -> None:
+def test_a_page_was_used_until_its_unlock(world: OneTier) -> None:
     world.put("aa")
     lock = world.hold("aa")
     pages = world.put("bb")
@@ -299,7 +252,7 @@ def test_a_page_was_used_until_its_unlock(world: World) -> None:
     world.check()
 
 
-def test_leaves_go_before_their_parents(world: World) -> None:
+def test_leaves_go_before_their_parents(world: OneTier) -> None:
     world.put("abcd")
     world.put("abxy")
     gone = [world.evict(1)[0] for _ in range(6)]
@@ -308,7 +261,7 @@ def test_leaves_go_before_their_parents(world: World) -> None:
     world.check()
 
 
-def test_long_leaf_is_cut_at_its_tail(world: World) -> None:
+def test_long_leaf_is_cut_at_its_tail(world: OneTier) -> None:
     pages = world.put("abcdefgh")
     assert world.evict(3) == pages[5:]
     assert world.matched("abcdefgh") == 5
@@ -320,7 +273,7 @@ def test_long_leaf_is_cut_at_its_tail(world: World) -> None:
 
 
 @pytest.mark.parametrize("want", range(12))
-def test_evicts_exactly_what_is_asked(world: World, want: int) -> None:
+def test_evicts_exactly_what_is_asked(world: OneTier, want: int) -> None:
     for path in ("abcd", "abx", "abcy", "z", "zzz"):
         world.put(path)
     evictable = world.tree.evictable
@@ -341,118 +294,3 @@ def test_oldest_compares_trees_with_one_clock() -> None:
     trees[1].evict(1)
     later = trees[1].oldest()
     assert later is not None and later > keys[0]
-
-
-# -- arriving pages -------------------------------------------------------------------------------------------------
-
-
-def test_arriving_pages_become_cached(world: World) -> None:
-    world.put("ab")
-    lock, pages = world.arriving("abcde")
-    assert (world.tree.arriving, world.tree.cached, world.tree.evictable) == (3, 2, 0)
-    assert world.matched("abcde") == 5
-    follower = world.hold("abcd")  # splits the arriving node
-    world.check()
-    world.tree.arrived(pages[1:2])
-    world.tree.arrived([pages[2], pages[0]])
-    assert (world.tree.arriving, world.tree.cached) == (0, 5)
-    world.tree.unlock(lock)
-    assert world.tree.evictable == 1
-    world.tree.unlock(follower)
-    assert world.tree.evictable == 5
-    world.check()
-
-
-def test_fresh_arriving_pages_are_not_evictable(world: World) -> None:
-    world.put("ab")
-    pages = world.pool.allocate(2, ARRIVING)
-    result = world.tree.insert(chain("abcd"), pages, start=2)
-    assert world.evict(10) == []  # nor is what is above them
-    assert world.tree.evictable == 2
-    lock = world.tree.lock(result.match)
-    assert world.tree.evictable == 0
-    world.check()
-    assert world.tree.prune(lock, 2) == pages
-    assert world.tree.evictable == 2
-    world.check()
-
-
-def test_leased_and_arriving_pages_in_one_insert(world: World) -> None:
-    pages = world.pool.allocate(4)
-    world.pool.move(pages[1:3], LEASED, ARRIVING)
-    lock = world.tree.lock(world.tree.insert(chain("abcd"), pages).match)
-    assert list(world.pool.states(pages)) == [CACHED, ARRIVING, ARRIVING, CACHED]
-    assert (world.tree.arriving, world.tree.cached) == (2, 2)
-    world.check()
-    assert world.tree.prune(lock, 1) == pages[1:]
-    assert world.tree.evictable == 1
-    world.check()
-
-
-def test_last_lock_over_arriving_pages_is_not_unlocked(world: World) -> None:
-    lock, _ = world.arriving("abc")
-    with pytest.raises(AssertionError, match="ARRIVING"):
-        world.tree.unlock(lock)
-
-
-def test_prune_takes_only_what_no_other_lock_holds(world: World) -> None:
-    lock, pages = world.arriving("abcdef")
-    follower = world.hold("abcd")
-    assert world.tree.prune(lock, 1) == pages[4:]
-    world.pool.free_pages(pages[4:])
-    assert world.matched("abcdef") == 4
-    world.check()
-    world.tree.arrived(pages[:2])
-    assert world.tree.prune(follower, 2) == pages[2:4]
-    world.pool.free_pages(pages[2:4])
-    assert (world.matched("abcdef"), world.tree.evictable, world.tree.locks) == (2, 2, 0)
-    world.check()
-
-
-def test_prune_takes_what_hangs_below(world: World) -> None:
-    lock, first = world.arriving("abc")
-    longer, second = world.arriving("abcde")
-    branch = world.put("abxy", start=2)
-    world.tree.arrived(second)
-    world.tree.unlock(longer)
-    assert world.tree.evictable == 4
-    removed = world.tree.prune(lock, 0)
-    assert sorted(removed) == sorted([*first, *second, *branch])
-    assert removed[:2] == first[:2]
-    assert (world.tree.pages, world.tree.nodes, world.tree.evictable, world.tree.arriving) == (0, 0, 0, 0)
-    world.pool.free_pages(removed)
-    world.check()
-
-
-def test_prune_inside_a_node_and_at_its_end(world: World) -> None:
-    lock, pages = world.arriving("abcdef")
-    world.tree.arrived(pages[:4])
-    assert world.tree.prune(lock, 4) == pages[4:]
-    assert (world.matched("abcdef"), world.tree.evictable) == (4, 4)
-    world.check()
-    world.pool.free_pages(pages[4:])
-    lock = world.hold("abcd")
-    assert world.tree.prune(lock, 4) == []
-    assert world.tree.evictable == 4
-    with pytest.raises(AssertionError, match="start is 5"):
-        world.tree.prune(world.hold("abcd"), 5)
-
-
-def test_prune_of_readable_pages(world: World) -> None:
-    pages = world.put("abcd")
-    pages += world.put("abcdef", start=4)
-    assert sorted(world.tree.prune(world.hold("abcd"), 1)) == pages[1:]
-    assert (world.tree.pages, world.tree.evictable, world.tree.nodes) == (1, 1, 1)
-    world.check()
-
-
-def test_prune_refuses_to_leave_arriving_pages_behind(world: World) -> None:
-    lock, _ = world.arriving("abcd")
-    with pytest.raises(AssertionError, match="ARRIVING"):
-        world.tree.prune(lock, 2)
-
-
-def test_pages_of_another_tree_do_not_arrive(world: World) -> None:
-    page = world.pool.allocate(1, ARRIVING)
-    with pytest.raises(AssertionError, match="another tree"):
-        world.tree.arrived(page)

@@ -1,0 +1,79 @@
+"""Pools over ranks whose every byte the oracle of the flow's model knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.layouts import RowMap
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from tests.support.reshard import heads_of_rank
+
+POOL_PAGES = 24
+POISON = 0xAA
+
+
+class Violation(Exception):
+    """What the oracle saw."""
+
+
+def expect(holds: object, message: str) -> None:
+    if not holds:
+        raise Violation(message)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    geometry: KVGeometry
+    senders: int
+    receivers: int
+    source: StorageOrder
+    target: StorageOrder
+    capacity: int  # payload of a slot
+    slots: int  # of each receiving rank
+    send_slots: int  # of each sending rank
+
+
+class Pool:
+    """A pool over its ranks."""
+
+    def __init__(self, geometry: KVGeometry, ranks: int, order: StorageOrder) -> None:
+        self.geometry = geometry
+        self.shape = PoolShape(geometry, ranks, order, POOL_PAGES)
+        self.memories = [np.full(self.shape.storage.nbytes, POISON, np.uint8) for _ in range(ranks)]
+        self.views = [self.shape.storage.view(memory) for memory in self.memories]
+        self.heads = [heads_of_rank(geometry, ranks, rank) for rank in range(ranks)]
+
+    def store(self, page_id: int, row: bytes) -> None:
+        for view, heads in zip(self.views, self.heads, strict=True):
+            view[page_id] = self.by_head(row)[:, :, :, heads]
+
+    def holds(self, page_id: int, row: bytes) -> bool:
+        return all(
+            np.array_equal(view[page_id], self.by_head(row)[:, :, :, heads])
+            for view, heads in zip(self.views, self.heads, strict=True)
+        )
+
+    def fill(self, page_id: int, value: int) -> None:
+        for view in self.views:
+            view[page_id] = value
+
+    def is_filled(self, page_id: int, value: int) -> bool:
+        return all((view[page_id] == value).all() for view in self.views)
+
+    def by_head(self, row: bytes) -> np.ndarray:
+        shaped = np.frombuffer(row, np.uint8).reshape(*self.geometry.page_shape[:4], -1)
+        return shaped.transpose(0, 1, 3, 2, 4) if self.geometry.layout is Layout.PAGE_HND else shaped
+
+
+def read_part(memory: np.ndarray, rows: RowMap, ids: Sequence[int], byte_offset: int, nbytes: int) -> bytes:
+    runs = zip(*(each.tolist() for each in rows.part(ids, byte_offset, nbytes)), strict=True)
+    return b"".join(memory[at : at + size].tobytes() for at, _, size in runs)
+
+
+def write_part(memory: np.ndarray, rows: RowMap, ids: Sequence[int], byte_offset: int, payload: bytes) -> None:
+    for at, start, size in zip(*(each.tolist() for each in rows.part(ids, byte_offset, len(payload))), strict=True):
+        memory[at : at + size] = np.frombuffer(payload[start : start + size], np.uint8)
