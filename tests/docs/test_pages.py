@@ -26,6 +26,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 PLACE = re.compile(
     r"^([\w/.-]+\.(?:py|cpp|h|cu|cuh)):+([A-Za-z_][\w.]*)$"
 )  # file:function, file:Class.method, file::test
+MODULE = re.compile(r"\bkvferry\.(" + "|".join(PACKAGES) + r")((?:\.\w+)*)")  # and perhaps a name in it
 METHOD = re.compile(r"^[A-Z]\w*[a-z]\w*\.[a-z_]\w*$")
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
@@ -105,6 +106,14 @@ def test_functions_that_are_named_are_there(page: Path) -> None:
             assert name in set(defined(file)), f"{where(page)}: {code}: nothing there has that name"
         else:
             assert re.search(rf"\b{name.rpartition('.')[2]}\(", file.read_text()), f"{where(page)}: {code}: not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=where)
+def test_modules_that_are_named_are_there(page: Path) -> None:
+    for folder, rest in MODULE.findall(page.read_text()):
+        path = ROOT / folder / rest.replace(".", "/").lstrip("/")
+        inside = path.with_suffix(".py").exists() or path.is_dir()
+        assert inside or path.parent.with_suffix(".py").exists(), f"{where(page)}: kvferry.{folder}{rest}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=where)
