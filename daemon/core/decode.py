@@ -360,7 +360,7 @@ class DecodeCore(DecodeRequests):
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
         """A copy between the tiers is over; `failed` are the device ids of pages whose bytes are not right."""
-        ended = self.store.copy_ended(number, failed, mismatched, seconds)
+        ended = self.store.copies.ended(number, failed, mismatched, seconds)
         waiters = self._arrivals.arrived(ended.readable)
         heirs, stranded = self._arrivals.lost(ended.lost)
         self._holds.removed(ended.namespace, ended.removed)  # held by nobody: nobody waits for them either

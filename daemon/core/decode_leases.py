@@ -116,7 +116,7 @@ class DecodeRequests:
         self.store.clock.now = now
         self._supply.pump(now)
         self.store.settle()
-        self.store.write_through()
+        self.store.eviction.write_through()
         self.counters.overtaken = self._supply.queue.overtaken
         self._effects += tier_effects(self.store)
 

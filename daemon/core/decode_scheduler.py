@@ -76,7 +76,7 @@ class Supply:
             lease = self.reserved[0]
             if not self._holds.is_good(lease.hold):
                 fresh = None
-            elif (fresh := self._holds.claim(lease.hold)) is None and self._store.yielding:
+            elif (fresh := self._holds.claim(lease.hold)) is None and self._store.copies.yielding:
                 return
             self.reserved.popleft()
             if fresh is not None:
@@ -104,5 +104,5 @@ class Supply:
                 self._events.on_grown(lease, first)
             else:
                 stuck.append(namespace)
-                if not self._store.yielding:
+                if not self._store.copies.yielding:
                     self._events.on_short(lease, now)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvferry.daemon.core.cache import Cache, CopyStarted
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 
@@ -148,9 +149,9 @@ def zero_effects(store: Cache) -> list[Effect]:
 
 
 def tier_effects(store: Cache) -> list[Effect]:
-    """What the store has begun since the last time."""
+    """Copies that the cache has started and rows that it has freed since the last time."""
     effects: list[Effect] = []
     if forgotten := store.take_forgotten():
         effects.append(ForgetRows(forgotten))
-    effects += [StartCopy(started) for started in store.take_started()]
+    effects += [StartCopy(started) for started in store.copies.take_started()]
     return effects

@@ -110,7 +110,7 @@ class PrefillRequests:
             self._yield_pages(entry)
             self._supply.pump()
         self.store.settle()
-        self.store.write_through()
+        self.store.eviction.write_through()
         self.counters.overtaken = self._supply.queue.overtaken
         self._effects += tier_effects(self.store)
 

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue, StateOf
-from kvferry.daemon.core.cache import Cache, CopyEnded
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.namespaces import Namespace, quota_states
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals
+from kvferry.daemon.core.tier_copies import CopyEnded
 from kvferry.radix.pool import PageState
 
 
@@ -111,7 +112,7 @@ class PrefillSupply:
         self._returned.clear()
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> CopyEnded:
-        ended = self._store.copy_ended(number, failed, mismatched, seconds)
+        ended = self._store.copies.ended(number, failed, mismatched, seconds)
         waiters = self._arrivals.arrived(ended.readable)
         _, stranded = self._arrivals.lost(ended.lost)
         self.holds.removed(ended.namespace, ended.removed)
@@ -180,7 +181,7 @@ class PrefillSupply:
             assert prompt is not None
             if not self.holds.is_good(prompt.hold):
                 fresh = None
-            elif (fresh := self.holds.claim(prompt.hold)) is None and self._store.yielding:
+            elif (fresh := self.holds.claim(prompt.hold)) is None and self._store.copies.yielding:
                 return
             self._reserved.popleft()
             if fresh is not None:

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache, CacheLimits, CopyStarted
+from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache, CacheLimits
 from kvferry.daemon.core.namespaces import Quota
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.copy_threads import CopyThreads
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.radix.tree import RESTORE

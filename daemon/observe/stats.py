@@ -193,8 +193,8 @@ def load_of(side: AnySide) -> tuple[int, int]:
 
 def _device(store: Cache, page_bytes: int, stats: cache.PoolStats) -> None:
     _pages(store.pool, page_bytes, stats)
-    stats.evictable, stats.promised = store.evictable, store.promised
-    stats.locks, stats.tree_nodes = store.locks, store.nodes
+    stats.evictable, stats.promised, stats.locks = store.evictable, store.promised, store.locks
+    stats.tree_nodes = sum(namespace.tree.nodes for namespace in store.namespaces.values())
     stats.evicted, stats.zeroed = store.evicted, store.zeroed
 
 
@@ -223,9 +223,9 @@ def _tiers(side: AnySide, stats: cache.TierStats) -> None:
     stats.mismatched_pages = tiers.mismatched
     stats.dropped_pages, stats.host_evicted_pages = tiers.dropped, tiers.host_evicted
     stats.spill_seconds, stats.restore_seconds = tiers.spill_seconds, tiers.restore_seconds
-    stats.copies = store.copies
+    stats.copies = store.copies.running
     stats.recovered_pages, stats.discarded_entries = tiers.recovered, tiers.discarded_entries
-    stats.orphan_pages = store.orphans
+    stats.orphan_pages = sum(namespace.tree.orphans for namespace in store.namespaces.values())
     stats.unverified_pages = side.tiers.unverified_pages
 
 

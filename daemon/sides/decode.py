@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Cache, CopyStarted
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import Effect, SendDone, StartTransfer, StopTransfer
 from kvferry.daemon.core.errors import RequestError, precondition, unavailable
 from kvferry.daemon.core.limits import Name, check_priority, check_prompt, name_of
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.peers.dialing import Dial, dial_plainly
 from kvferry.daemon.peers.link import FoundPeerLink, PeerLink
 from kvferry.daemon.sides.side import Side

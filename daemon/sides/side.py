@@ -14,13 +14,14 @@ import numpy as np
 
 from kvferry import tracing
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Cache, CopyStarted
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.effects import Effect, ForgetRows, StartCopy, ToWorker, ZeroPages, tier_effects
 from kvferry.daemon.core.errors import RequestError, exhausted
 from kvferry.daemon.core.interface import Core
 from kvferry.daemon.core.kv_events import EventSink, TokenChain
 from kvferry.daemon.core.limits import Name, name_of
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.host_tier import store_limits
 from kvferry.daemon.peers.session import SessionBroken, report_invariant
 from kvferry.daemon.peers.traces import RequestTraces
@@ -176,7 +177,7 @@ class Side(Generic[CoreT]):
             "sessions": self.open_sessions,
             "requests": self.core.running + self.core.waiting_requests,
             "locks": self.store.locks,
-            "copies between the tiers": self.store.copies,
+            "copies between the tiers": self.store.copies.running,
             "clearing of pages": int(self._zeroing),
         }
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
@@ -300,9 +301,9 @@ class Side(Generic[CoreT]):
         """Copies what is cached on the device to the host tier's file, until `deadline`."""
         if not self.saves:
             return
-        store = self.store
+        store, copies = self.store, self.store.copies
         self.ready_core.pins.unpin(0)  # what an operator held is saved, too
-        while not self._halted and self.now() < deadline and (store.spill(SPILL_PAGES) or store.copies):
+        while not self._halted and self.now() < deadline and (store.eviction.spill(SPILL_PAGES) or copies.running):
             self._effects.extend(tier_effects(store))
             self.flush()
             await asyncio.sleep(0.002)

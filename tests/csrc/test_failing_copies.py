@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuError
-from kvferry.daemon.core.cache import CopyStarted
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.radix.tree import RESTORE, SPILL

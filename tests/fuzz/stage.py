@@ -19,8 +19,8 @@ from typing import Any, NoReturn, cast
 import grpc
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import CopyStarted
 from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.daemon.peers import session as session_module

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.daemon.core.cache import Cache, CacheLimits, CopyEnded, CopyStarted
+from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.daemon.core.pins import Pins
+from kvferry.daemon.core.tier_copies import CopyEnded, CopyStarted
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import BACKUP, RESTORE, Lock
 from tests.radix.cache_model import (
@@ -218,7 +219,7 @@ class World:
 
     def collect(self) -> None:
         """Copies that were begun since the last time: their targets are half written from now on."""
-        for started in self.store.take_started():
+        for started in self.store.copies.take_started():
             self.flights.append(self._flight(started))
 
     def _flight(self, started: CopyStarted) -> Flight:
@@ -277,7 +278,7 @@ class World:
         leaving = side.leaving([flight]) if not bad else set()
         if kind == RESTORE:
             side.let_go(flight.holds)
-        ended = self.store.copy_ended(flight.number, bad, len(bad), 0.001)
+        ended = self.store.copies.ended(flight.number, bad, len(bad), 0.001)
         self.store.pruned(ended.namespace, ended.removed)
         assert (ended.namespace, ended.kind) == (side.namespace, kind)
         if kind == RESTORE:
@@ -335,13 +336,13 @@ class World:
     def spill(self, pages: int) -> None:
         """For the host tier's sake."""
         self.settle()
-        going = self.store.spill(pages)
+        going = self.store.eviction.spill(pages)
         self.sync()
         self.collect()
         assert going <= pages
 
     def write_through(self) -> None:
-        self.store.write_through()
+        self.store.eviction.write_through()
         self.collect()
 
     # -- pins ----------------------------------------------------------------------------------------------------

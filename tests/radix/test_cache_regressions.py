@@ -15,8 +15,8 @@ def store_of(pages: int, host_pages: int, a: Quota, b: Quota, write_through_hits
 
 
 def end_copies(store: Cache) -> None:
-    for started in store.take_started():
-        ended = store.copy_ended(started.number, [], 0, 0.0)
+    for started in store.copies.take_started():
+        ended = store.copies.ended(started.number, [], 0, 0.0)
         store.pruned(ended.namespace, ended.removed)
 
 
@@ -25,7 +25,7 @@ def take(store: Cache, namespace: Namespace, pages: int) -> list[int]:
     assert store.fits(namespace, pages)
     namespace.promised += pages
     while (taken := store.take(namespace, pages)) is None:
-        assert store.copies, "pages were promised, are not there, and nothing is under way"
+        assert store.copies.running, "pages were promised, are not there, and nothing is under way"
         end_copies(store)
     namespace.promised -= pages
     return taken
@@ -70,7 +70,7 @@ def test_a_hard_quota_of_the_host_holds_for_write_through() -> None:
     a = store.namespace(A)
     put(store, a, (0,) * 5)
     a.tree.unlock(a.tree.lock(a.tree.match(chain((0,) * 5))))
-    store.write_through()
+    store.eviction.write_through()
     assert a.tree.host_pages <= 2
 
 

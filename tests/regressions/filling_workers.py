@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias, TypeVar
 
-from kvferry.daemon.core.cache import CopyStarted
 from kvferry.daemon.core.effects import StartCopy, StartTransfer, StopTransfer, ToWorker
 from kvferry.daemon.core.errors import RequestError, unavailable
 from kvferry.daemon.core.limits import Name, name_of
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
@@ -150,7 +150,7 @@ class World:
 
     def cache_is_spilled(self) -> None:
         """What nothing holds."""
-        self.side.store.spill(PAGES)
+        self.side.store.eviction.spill(PAGES)
         self.core.tick(self.now)
 
     def copy_ends(self) -> None:

@@ -6,13 +6,14 @@ import hashlib
 
 import pytest
 
-from kvferry.daemon.core.cache import Cache, CacheLimits, CopyStarted
+from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.effects import FailAsk, StartCopy, ToWorker
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.namespaces import Quota, slack
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.prefill_entries import REST_SECONDS
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire

@@ -160,8 +160,8 @@ def test_promised_host_pages_do_not_vanish_before_their_restore() -> None:
     decode.core.transfer_completed(1, 0.0)
     decode.core.aux("p", name(1), b"first token", 0.0)
     decode.core.finish(1, name(1), 4 * PAGE, b"", 0.0)
-    assert decode.store.spill(4) == 4
-    (spill,) = decode.store.take_started()
+    assert decode.store.eviction.spill(4) == 4
+    (spill,) = decode.store.copies.take_started()
     decode.core.copy_ended(spill.number, [], 0, 0.0, 0.0)
     tree = decode.store.namespaces[NAMESPACE].tree
     assert (tree.pages, tree.host_pages) == (0, 4)

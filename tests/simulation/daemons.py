@@ -135,8 +135,8 @@ class SimSide:
         """Nobody asks for anything: nothing is held."""
         store = cast(AnySide, self).store
         who = cast(AnySide, self).config.name
-        for name in ("locks", "copies", "promised"):
-            value = getattr(store, name)
+        held = {"locks": store.locks, "copies": store.copies.running, "promised": store.promised}
+        for name, value in held.items():
             expect(value == 0, f"{who}: {value} {name} leaked")
         counts = store.pool.counts()
         expect(counts.free + counts.cached == counts.total, f"{who}: pages leaked: {counts}")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
 from kvferry._core import part_checksum
-from kvferry.daemon.core.cache import Cache, CopyStarted
+from kvferry.daemon.core.cache import Cache
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.interface import CopyEnd, SummedEnd
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
 from kvferry.radix.pool import PageState

@@ -315,7 +315,7 @@ class CoreMachine(DecodeWorld):
             assert slack(store.pool.free, store.namespaces.values()) >= 0, "a promise cannot be kept"
             assert self.copies or self.effects or not self.growing, "growth waits for nothing"
         assert store.locks == len(held)
-        assert store.copies == len(self.copies) + sum(isinstance(effect, StartCopy) for effect in self.effects)
+        assert store.copies.running == len(self.copies) + sum(isinstance(effect, StartCopy) for effect in self.effects)
         private = [page for lease in held for page in lease.own]
         assert len(private) == len(set(private)), "two requests own a page"
         counts = store.pool.counts()

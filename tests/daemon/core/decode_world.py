@@ -8,7 +8,7 @@ from collections import deque
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
-from kvferry.daemon.core.cache import Cache, CacheLimits, CopyStarted
+from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import (
     Effect,
@@ -23,6 +23,7 @@ from kvferry.daemon.core.effects import (
 from kvferry.daemon.core.lease import LeaseState
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.namespaces import Quota
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
 

@@ -276,7 +276,7 @@ class PrefillMachine(PrefillWorld):
         for namespace in store.namespaces.values():
             namespace.tree.check()
         assert slack(store.pool.free, store.namespaces.values()) >= 0, "a promise cannot be kept"
-        assert store.copies == len(self.copies)
+        assert store.copies.running == len(self.copies)
         assert len(core.entries) <= TABLE
         prompts = [(entry, entry.prompt) for entry in core.entries.values() if entry.prompt is not None]
         held = [(entry, prompt) for entry, prompt in prompts if prompt.hold.lock is not None]

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
-from kvferry.daemon.core.cache import Cache, CopyStarted
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, SendAux, SendProgress, StartCopy, ToWorker, ZeroTail
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PageState

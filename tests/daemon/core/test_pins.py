@@ -41,14 +41,14 @@ class World:
         assert self.store.fits(namespace, pages)
         namespace.promised += pages
         while (taken := self.store.take(namespace, pages)) is None:
-            assert self.store.copies
+            assert self.store.copies.running
             self.end_copies()
         namespace.promised -= pages
         return taken
 
     def end_copies(self) -> None:
-        for started in self.store.take_started():
-            ended = self.store.copy_ended(started.number, [], 0, 0.0)
+        for started in self.store.copies.take_started():
+            ended = self.store.copies.ended(started.number, [], 0, 0.0)
             self.store.pruned(ended.namespace, ended.removed)
 
     def put(self, prompt: str) -> None:

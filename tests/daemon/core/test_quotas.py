@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.daemon.core.cache import Cache, CacheLimits, CopyStarted
+from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.namespaces import Namespace, Quota, slack
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE, Lock
 
@@ -34,8 +35,8 @@ def store_of(host_pages: int = 0, **quotas: Quota) -> Cache:
 
 
 def end_copies(store: Cache) -> None:
-    for started in store.take_started():
-        ended = store.copy_ended(started.number, [], 0, 0.0)
+    for started in store.copies.take_started():
+        ended = store.copies.ended(started.number, [], 0, 0.0)
         store.pruned(ended.namespace, ended.removed)
 
 
@@ -44,7 +45,7 @@ def take(store: Cache, namespace: Namespace, pages: int) -> list[int]:
     assert store.fits(namespace, pages)
     namespace.promised += pages
     while (taken := store.take(namespace, pages)) is None:
-        assert store.copies, "the promise cannot be kept"
+        assert store.copies.running, "the promise cannot be kept"
         end_copies(store)
     namespace.promised -= pages
     return taken
@@ -331,7 +332,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def write_through(self) -> None:
-        self.store.write_through()
+        self.store.eviction.write_through()
         self.collect()
 
     @precondition(lambda self: self.copies)
@@ -344,7 +345,7 @@ class StoreMachine(RuleBasedStateMachine):
     def end(self, index: int, failed: list[int]) -> None:
         started = self.copies.pop(index)
         device = started.copy.device
-        ended = self.store.copy_ended(started.number, failed, 0, 0.0)
+        ended = self.store.copies.ended(started.number, failed, 0, 0.0)
         self.store.pruned(ended.namespace, ended.removed)
         assert ended.namespace.id == started.namespace_id
         if started.copy.kind == RESTORE:
@@ -353,7 +354,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.collect()
 
     def collect(self) -> None:
-        self.copies += self.store.take_started()
+        self.copies += self.store.copies.take_started()
 
     # -- what always holds ---------------------------------------------------------------------------------------
 
@@ -370,7 +371,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.settle()
         assert slack(self.store.pool.free, self.namespaces) >= 0
         assert self.store.pool.free + sum(namespace.used for namespace in self.namespaces) == PAGES
-        assert self.store.copies == len(self.copies)
+        assert self.store.copies.running == len(self.copies)
         self.store.pool.check()
 
     def teardown(self) -> None:
@@ -383,7 +384,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.end(0, [])
         self.store.flush(self.namespaces)
         self.store.settle()
-        assert (self.store.pool.free, self.store.locks, self.store.nodes) == (PAGES, 0, 0)
+        nodes = sum(namespace.tree.nodes for namespace in self.store.namespaces.values())
+        assert (self.store.pool.free, self.store.locks, nodes) == (PAGES, 0, 0)
         assert self.store.host is None or self.store.host.free == self.store.host.pages
 
 

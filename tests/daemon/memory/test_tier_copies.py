@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvferry.daemon.core.cache import CopyStarted
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.sides.tiers import SideTiers
 from kvferry.radix.tree import RESTORE, SPILL
