@@ -172,7 +172,8 @@ class DaemonClient:
         return await self._wait(name, request.ready, request.deadline_s + ANSWER_SLACK_S, "Ready")
 
     def page_tokens(self, name: RequestName, first_token: int, tokens: Sequence[int]) -> None:
-        """`tokens` of the prompt's full pages from `Ready.page_tokens_from` on, where that is given."""
+        """Tells the daemon `tokens` of the prompt's full pages from `Ready.page_tokens_from` on, where that is
+        given."""
         self.check(name)
         told = worker_pb2.PageTokens(name=name.to_proto(), first_token=first_token, tokens=tokens)
         if (
@@ -181,8 +182,8 @@ class DaemonClient:
             self._send(worker_pb2.WorkerMessage(page_tokens=told))
 
     async def grow(self, name: RequestName, tokens: int) -> tuple[int, ...]:
-        """Room for `tokens` tokens in all, inside the promise of max_new_tokens. Returns the ids of the added pages, in
-        order; they follow those the request has. One call at a time for a request. Raises Retracted, too."""
+        """Asks for room for `tokens` tokens in all, inside the promise of max_new_tokens. Returns the ids of the added
+        pages, in order; they follow those the request has. One call at a time for a request. Raises Retracted, too."""
         request = self._of(name)
         assert request.grown is None, f"request {name} is already growing"
         if request.retracted:

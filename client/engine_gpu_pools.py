@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 class LayerTensors(RankPools):
-    """`layers[rank][layer]` is a uint8 tensor of shape (pages, tensors, page size, heads, bytes of a head), a view."""
+    """A pool of one tensor for each rank and layer: `layers[rank][layer]` is a uint8 tensor of shape (pages, tensors,
+    page size, heads, bytes of a head), a view."""
 
     def __init__(self, geometry: KVGeometry, order: StorageOrder, pages: int, layers: list[list[torch.Tensor]]) -> None:
         super().__init__(geometry, order, pages, [rank[0] for rank in layers])

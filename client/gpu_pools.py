@@ -17,7 +17,7 @@ from kvferry.transfer.mapping.ipc_memory import IpcMemory
 
 
 class GpuRankPools(RankPools):
-    """`memories` are tensors, uint8, on the rank's device."""
+    """The daemon's pool on GPUs: `memories` are tensors, uint8, on the rank's device."""
 
     def __init__(
         self, geometry: KVGeometry, order: StorageOrder, pages: int, pools: Sequence[worker_pb2.RankPool]

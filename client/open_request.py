@@ -66,7 +66,7 @@ class OpenRequest:
                 _refuse(future, error)
 
     def _new_pages(self, pages: Sequence[int], count: int, field_name: str) -> tuple[int, ...]:
-        """Checked here, because a wrong id would overwrite another request's memory."""
+        """Takes new pages, checked here because a wrong id would overwrite another request's memory."""
         if len(pages) != count:
             raise ValueError(f"{field_name} has {len(pages)} ids; the request needs {count}")
         for page in pages:

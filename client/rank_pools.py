@@ -22,7 +22,8 @@ Memory: TypeAlias = "Bytes | torch.Tensor"
 
 
 class RankPools:
-    """Pages 0..pages-1 of `geometry`. Only pages of the worker's living requests may be touched."""
+    """The ranks' memories of pages 0..pages-1 of `geometry`. Only pages of the worker's living requests may be
+    touched."""
 
     def __init__(self, geometry: KVGeometry, order: StorageOrder, pages: int, memories: Sequence[Memory]) -> None:
         """`memories`: of each rank. ValueError where so many ranks cannot share the heads."""
@@ -70,7 +71,7 @@ class RankPools:
         return found
 
     def write(self, rank: int, page: int, content: NDArray[np.generic]) -> None:
-        """The reverse. They are there when this returns."""
+        """Writes what `read` reads. It is there when this returns."""
         self._views[rank][page] = content
 
     def store(self, page: int, row: Bytes) -> None:

@@ -32,7 +32,7 @@ class Hop(NamedTuple):
 
 
 class GpuMover:
-    """`movers.Mover`, of the blocks that are on `device`."""
+    """The `movers.Mover` of blocks that are on `device`."""
 
     records = True
 

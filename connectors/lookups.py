@@ -51,7 +51,7 @@ class PinLookup:
 
 
 class PinLookups:
-    """All of one engine; `close` ends it. The methods may be called from one thread."""
+    """The look-ups of one engine; `close` ends them. The methods may be called from one thread."""
 
     def __init__(self, socket: str, role: common_pb2.Role, namespace_id: bytes, *, timeout_s: float) -> None:
         options = [
@@ -112,7 +112,7 @@ class PinLookups:
             ).add_done_callback(_ignore)
 
     def close(self) -> None:
-        """Pins that are left end by their time."""
+        """Ends the look-ups; pins that are left end by their time."""
         self._closed = True
         self._channel.close()
 

@@ -1,6 +1,6 @@
 """Messages between the halves of a connector. Block ids are the engine's, page ids the daemon's.
 
-Decode:  Load or Restore -> (reported received); at the end Store -> (reported sent)
+Decode:  Load or Restore -> (reported received); at the end StorePages -> (reported sent)
 Prefill: Begin -> (reported received, where it loads) -> Save* -> Release or Drop -> (reported sent)
 Cancel ends a load, of a Begin too: it is still reported received, once, when nothing touches the blocks any more; where
 that had been reported already, nothing is.

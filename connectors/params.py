@@ -26,14 +26,16 @@ def new_name() -> RequestName:
 
 
 def prefill_half(params: Mapping[str, object] | None) -> TransferParams | None:
-    """None: its pages are not to be sent. ValueError names the field, its value and the bound."""
+    """The params of a prefill half; None: its pages are not to be sent. ValueError names the field, its value and the
+    bound."""
     if not params or not params.get("do_remote_decode"):
         return None
     return TransferParams(_name(params) if "kvferry_request" in params else new_name())
 
 
 def decode_half(params: Mapping[str, object] | None, default_prefill: str) -> TransferParams | None:
-    """None: nobody prefills for it. ValueError names the field, its value and the bound."""
+    """The params of a decode half; None: nobody prefills for it. ValueError names the field, its value and the
+    bound."""
     if not params or not params.get("do_remote_prefill"):
         return None
     prefill = params.get("kvferry_prefill") or default_prefill

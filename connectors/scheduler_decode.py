@@ -14,7 +14,8 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeScheduler(SchedulerSide):
-    """Prompts come from a prefill daemon, or as far as they can from the daemon beside this engine."""
+    """The decode engine's part: prompts come from a prefill daemon, or as far as they can from the daemon beside this
+    engine."""
 
     def new_request(self, request: EngineRequest) -> None:
         tracked = self._track(request)

@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillScheduler(SchedulerSide):
-    """Prompts are computed here and pushed, chunk by chunk."""
+    """The prefill engine's part: prompts are computed here and pushed, chunk by chunk."""
 
     def new_request(self, request: EngineRequest) -> None:
         try:

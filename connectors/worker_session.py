@@ -50,8 +50,8 @@ def connector_of(
 
 
 class Sessions:
-    """One behind the other until `close`. `quiet` ends all that uses the one that is over; `changed` hears whether
-    there is one. All of it on one event loop."""
+    """The sessions, one behind the other until `close`. `quiet` ends all that uses the one that is over; `changed`
+    hears whether there is one. All of it on one event loop."""
 
     def __init__(
         self,

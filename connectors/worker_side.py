@@ -45,8 +45,8 @@ _T = TypeVar("_T")
 
 
 class WorkerSide:
-    """`start`, then orders and reports; `close` ends it. `connect` opens a session with the daemon, `mover` moves bytes
-    between its pages and `blocks`."""
+    """The worker's half: `start`, then orders and reports; `close` ends it. `connect` opens a session with the daemon,
+    `mover` moves bytes between its pages and `blocks`."""
 
     def __init__(self, settings: Settings, blocks: BlockMap, mover: Mover, connect: OpenSession) -> None:
         self.reports = Reports()

@@ -27,7 +27,7 @@ class _Body:
 
 
 class Bodies:
-    """Belongs to one event loop. Those that are read count as requests: no more are begun than may run.
+    """Reads request bodies, on one event loop. Those that are read count as requests: no more are begun than may run.
 
     Where they have too many bytes together the longest is refused, which has more than its share: many clients that
     send slowly, or stop, take nothing from those that come later.
@@ -44,7 +44,8 @@ class Bodies:
         return len(self._bodies)
 
     async def read(self, request: Request, running: int) -> bytes:
-        """BodyRefused 408, 413, 429 or, from who left, ClientDisconnect; `running` requests have their body."""
+        """Reads one. BodyRefused 408, 413, 429 or, from who left, ClientDisconnect; `running` requests have their
+        body."""
         if self.reading + running >= self._max_requests:
             raise BodyRefused(
                 HTTPStatus.TOO_MANY_REQUESTS,

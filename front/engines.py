@@ -222,7 +222,7 @@ async def _described(link: EngineLink) -> EngineFacts:
 
 
 class Engines:
-    """All servers. They are found, and found again, in the background.
+    """All servers of a front end. They are found, and found again, in the background.
 
     The model that is served is the one of which a prefill and a decode server were found first; it stays until the
     front end ends. Servers of another model, or of the same in another geometry, are not used.

@@ -79,7 +79,7 @@ Elsewhere = Callable[[EngineLink], "EngineLink | None"]
 async def run_legs(
     request: LegsRequest, decode: EngineLink, prefill: EngineLink | None, elsewhere: Elsewhere
 ) -> AsyncGenerator[LegEvent, None]:
-    """The request's events: Started, Generated or Paused..., Ended. Raises ApiError.
+    """The request's events: LegStarted, Generated or LegPaused..., LegEnded. Raises ApiError.
 
     Without a prefill server the decode server computes what it lacks. A prefill that fails before the prompt is ready
     is tried once elsewhere, as attempt 2: what has arrived stays with the decode server's daemon and is not sent again.

@@ -137,7 +137,7 @@ class ReplyMemory:
         return self._pushed_out.get(prompt)
 
     def account(self, key: ReplyKey) -> bool:
-        """True the first time that this reply could not be spliced: only then is it counted."""
+        """Whether this is the first time that this reply could not be spliced: only then is it counted."""
         first = key not in self._accounted
         self._accounted.put(key, None)
         return first
@@ -169,7 +169,7 @@ class ChatPrompt(NamedTuple):
 
 
 class ChatPrompts:
-    """Chats to token ids, with the replies that the memory knows spliced in."""
+    """Makes token ids of chats, with the replies that the memory knows spliced in."""
 
     def __init__(self, tokenizer: Tokenizer, memory: ReplyMemory) -> None:
         self._tokenizer = tokenizer

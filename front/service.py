@@ -101,8 +101,8 @@ class FrontService:
         self._prompts.shutdown()
 
     async def run(self, request: Request, request_id: bytes, traceparent: str = "") -> AsyncGenerator[Piece, None]:
-        """Opened, Delta..., Finished. Raises ApiError; closing the iterator before its end aborts the request.
-        `traceparent`: of the client's span, if it has one."""
+        """Runs a request: ReplyBegun, Delta..., Finished. Raises ApiError; closing the iterator before its end aborts
+        the request. `traceparent`: of the client's span, if it has one."""
         stats = self.stats
         if stats.running >= self.config.max_requests:
             raise overloaded(f"{stats.running} requests are running, the bound is {self.config.max_requests}")

@@ -113,7 +113,7 @@ class VllmFront:
     # -- one request -----------------------------------------------------------------------------------------------
 
     async def answer(self, path: str, body: Body, left: Callable[[], None], caller: Caller) -> StreamedReply:
-        """`left` is called once, when the request is over."""
+        """Answers a request. `left` is called once, when it is over."""
         self.counts.requests += 1
         stack = contextlib.AsyncExitStack()
         stack.callback(left)

@@ -139,7 +139,7 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
 
 
 def make_workload(args: argparse.Namespace, vocabulary: int | None) -> Workload:
-    """`vocabulary`: the server's, where it said one. Raises WorkloadError."""
+    """The workload of the flags. `vocabulary`: the server's, where it said one. Raises WorkloadError."""
     kind, seed, path = str(args.workload), int(args.seed), args.file
     ids = int(args.vocabulary or vocabulary or DEFAULT_VOCABULARY)
     needs_file = kind in WORKLOADS[2:]
@@ -184,7 +184,7 @@ def make_workload(args: argparse.Namespace, vocabulary: int | None) -> Workload:
 
 
 def make_loop(args: argparse.Namespace) -> Closed | Open:
-    """Raises WorkloadError."""
+    """The loop of the flags. Raises WorkloadError."""
     if args.speed is not None and (args.workload != "trace" or args.rate is not None):
         raise WorkloadError("--speed is for the times of a trace, without --rate")
     if args.rate is not None or args.speed is not None:

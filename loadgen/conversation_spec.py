@@ -23,7 +23,7 @@ MAX_TEXT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Messages(Distribution):
-    """Exchanges, of a number of messages that is at least 2 and rounded up to an even one."""
+    """Numbers of exchanges, of a number of messages that is at least 2 and rounded up to an even one."""
 
     messages: Distribution
 

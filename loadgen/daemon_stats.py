@@ -72,7 +72,7 @@ class Reading:
 
 
 async def read_daemons(addresses: Sequence[str], tls: ClientTls | None = None) -> tuple[Reading, ...]:
-    """Raises StatsError naming the daemon, ChannelError naming a file of `tls`."""
+    """Reads the daemons' counts. Raises StatsError naming the daemon, ChannelError naming a file of `tls`."""
     return tuple(await asyncio.gather(*(_read(address, tls) for address in addresses)))
 
 

@@ -69,7 +69,7 @@ def _common(generation: Generation, max_tokens: int) -> dict[str, object]:
 
 
 class ChatDialogue:
-    """Text, through /v1/chat/completions."""
+    """A conversation in text, through /v1/chat/completions."""
 
     path = "/v1/chat/completions"
 
@@ -95,7 +95,8 @@ class ChatDialogue:
 
 
 class TokenDialogue:
-    """Token ids, through /v1/completions: nothing is tokenised twice, so the whole history can be matched."""
+    """A conversation in token ids, through /v1/completions: nothing is tokenised twice, so the whole history can be
+    matched."""
 
     path = "/v1/completions"
 

@@ -35,7 +35,7 @@ def generator_for(sizes: Sequence[Distribution], seed: int, *purpose: str | int)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Raises ValueError, when made, naming the parameter, its value and its bound."""
+    """A distribution of numbers. Raises ValueError, when made, naming the parameter, its value and its bound."""
 
     FIELDS: ClassVar[Mapping[str, float | None]] = {}  # parameters, with the default of those that may be left out
 
@@ -43,7 +43,7 @@ class Distribution:
         raise NotImplementedError
 
     def count(self, source: np.random.Generator, least: int) -> int:
-        """Rounded, at least `least`."""
+        """A sample, rounded, at least `least`."""
         return max(least, round(self.sample(source)))
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Uniform(Distribution):
 
 @dataclass(frozen=True, slots=True)
 class Lognormal(Distribution):
-    """`mean` and `sigma` are those of the logarithm."""
+    """A lognormal distribution; `mean` and `sigma` are those of the logarithm."""
 
     FIELDS: ClassVar[Mapping[str, float | None]] = {"mean": None, "sigma": None, "max": LARGEST}
     mean: float
@@ -97,7 +97,7 @@ class Lognormal(Distribution):
 
     @classmethod
     def of_average(cls, average: float, ratio: float, largest: float) -> Lognormal:
-        """`ratio`: of the median to the average."""
+        """The distribution with this average. `ratio`: of the median to the average."""
         _bound("average", average, 1)
         if not 0 < ratio < 1:
             raise ValueError(f"ratio must be above 0 and below 1, got {ratio:g}")

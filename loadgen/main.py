@@ -73,7 +73,7 @@ class Measured:
 
     @property
     def complete(self) -> bool:
-        """Every request was answered, nothing ended the run, and all that was asked for is in the report."""
+        """Whether every request was answered, nothing ended the run, and all that was asked for is in the report."""
         return self.report.ok and not self.record.stopped and self.report.daemons_missing is None
 
 

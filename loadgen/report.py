@@ -110,7 +110,7 @@ class Report:
 
 
 def distribution(values: Iterable[float], scale: float = 1000.0) -> Summary:
-    """Times `scale`; by default of seconds in milliseconds."""
+    """The summary of the values times `scale`; by default of seconds in milliseconds."""
     array = np.fromiter(values, dtype=np.float64) * scale
     if not len(array):
         return Summary(0, *(0.0,) * 9)

@@ -60,7 +60,7 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """`clients` requests at a time, of `active` conversations that are open at a time."""
+    """A closed loop: `clients` requests at a time, of `active` conversations that are open at a time."""
 
     clients: int
     active: int
@@ -74,7 +74,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Conversations start at their times; at most `in_flight` requests at a time."""
+    """An open loop: conversations start at their times; at most `in_flight` requests at a time."""
 
     in_flight: int
 
@@ -95,9 +95,9 @@ async def run(
     seconds: float = float("inf"),
     stop: asyncio.Event | None = None,
 ) -> RunRecord:
-    """`on_turn` hears of every request that is over. What is meant to start after `seconds` is not sent and not waited
-    for. An open loop sends all that was meant to start before, however late; in a closed one that which waits for a
-    client is meant to start when it has one. `stop` ends those that run.
+    """Runs the conversations. `on_turn` hears of every request that is over. What is meant to start after `seconds` is
+    not sent and not waited for. An open loop sends all that was meant to start before, however late; in a closed one
+    that which waits for a client is meant to start when it has one. `stop` ends those that run.
     """
     run = _Run(client, on_turn, seconds, loop)
     waiting = iter(conversations)

@@ -67,10 +67,10 @@ class Workload(Protocol):
         """The conversation's start, in seconds from the run's start; None: the workload does not say."""
 
     def text(self, conversation: int) -> TextScript:
-        """Raises WorkloadError where it has no text."""
+        """The conversation's script in text. Raises WorkloadError where it has no text."""
 
     def tokens(self, conversation: int) -> TokenScript:
-        """Raises WorkloadError where it has no token ids."""
+        """The conversation's script in token ids. Raises WorkloadError where it has none."""
 
 
 def token_run(tokens: Sequence[int]) -> TokenRun:

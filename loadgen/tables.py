@@ -59,7 +59,7 @@ def print_tables(report: Report, console: Console) -> None:
 
 
 def print_comparison(names: tuple[str, str], reports: tuple[Report, Report], console: Console) -> None:
-    """Side by side, with B / A."""
+    """Prints two reports side by side, with B / A."""
     table = Table(title=f"A: {names[0]}\nB: {names[1]}", title_justify="left")
     table.add_column("")
     for column in ("A", "B", "B / A"):

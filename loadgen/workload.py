@@ -25,8 +25,8 @@ from kvferry.loadgen.words import WORDS
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Sizes are words of text, or as many token ids. A conversation begins with what all share, then with words of its
-    own, then with its first user's."""
+    """Conversations of several turns. Sizes are words of text, or as many token ids. A conversation begins with what
+    all share, then with words of its own, then with its first user's."""
 
     conversations: int
     turns_each: Distribution

@@ -128,7 +128,7 @@ class DigestChain:
 
     @property
     def pages(self) -> int:
-        """Full pages."""
+        """The number of full pages."""
         return len(self._digests) // DIGEST_BYTES
 
     def check_extra(self) -> None:

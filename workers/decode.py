@@ -77,14 +77,14 @@ class DecodeWorker:
         self._places = Places(max_running)
 
     async def close(self) -> None:
-        """No more waits for a modelled engine."""
+        """Ends all waits for a modelled engine."""
         self._pace.close()
 
     async def decode(self, order: DecodeOrder, emit: Emit) -> None:
-        """Emits Started, the output tokens (a stop token too), Paused where it was retracted, and Ending. Raises
-        RequestFailed, DaemonGone; whatever it raises, what it opened is over at the daemon and nothing of this worker
-        touches its pages. Cancelled once the prompt is readable, it leaves what it computed with the daemon, as at a
-        reply's end."""
+        """Emits DecodeStarted, the output tokens (a stop token too), DecodePaused where it was retracted, and Ending.
+        Raises RequestFailed, DaemonGone; whatever it raises, what it opened is over at the daemon and nothing of this
+        worker touches its pages. Cancelled once the prompt is readable, it leaves what it computed with the daemon, as
+        at a reply's end."""
         async with self._places.take(order.deadline_s) as left_s:
             await self._run(order._replace(deadline_s=left_s), emit)
 

@@ -35,7 +35,8 @@ class Jobs:
             )
 
     def start(self, name: RequestName, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Call `check` first. Raises NotOpened, with nothing of `work` done, while a job of this name runs."""
+        """Starts a job; call `check` first. Raises NotOpened, with nothing of `work` done, while a job of this name
+        runs."""
         assert not self._draining
         if name in self._tasks:
             work.close()

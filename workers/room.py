@@ -14,7 +14,7 @@ from kvferry.workers.orders import DecodeOrder
 
 @dataclass(slots=True)
 class Room:
-    """More pages are asked for half a page ahead."""
+    """The pages of a request that grows: more are asked for half a page ahead."""
 
     client: DaemonClient
     order: DecodeOrder

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """XDG_CACHE_HOME/kvferry, or ~/.cache/kvferry."""
+    """The folder XDG_CACHE_HOME/kvferry, or ~/.cache/kvferry."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "kvferry"
 

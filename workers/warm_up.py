@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 async def warm_up(worker: PrefillWorker | DecodeWorker, bounds: Bounds, count: int) -> None:
-    """`count` requests, one after the other. One that fails is the last, and no reason not to serve."""
+    """Runs `count` requests, one after the other. One that fails is the last, and no reason not to serve."""
     start = time.monotonic()
     try:
         for _ in range(count):

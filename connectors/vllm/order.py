@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 def name_of(vllm_config: Any, spec: Any) -> str:
-    """Engines whose names are equal keep equal bytes of a block in an equal order."""
+    """The name of a block's order: engines whose names are equal keep equal bytes of a block in an equal order."""
     cache = vllm_config.cache_config
     kind = "" if cache.cache_dtype == "auto" else f" {cache.cache_dtype}"  # else the model's, which is named elsewhere
     if vllm_config.device_config.device_type == "cpu":

@@ -275,7 +275,7 @@ def _show_chat(args: argparse.Namespace, system: System, console: Console) -> No
 
 
 def _printable(text: str) -> str:
-    """On one line; an untrained model's reply is hardly text."""
+    """The text on one line; an untrained model's reply is hardly text."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 3] + "..."
 

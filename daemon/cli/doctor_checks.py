@@ -297,7 +297,8 @@ CHECKS: tuple[Check, ...] = (memory, limits, daemon_socket, nixl, network, gpus,
 
 
 def _existing(path: Path) -> Path:
-    """It, or the nearest of its parents that can be seen. (Path.exists raises where a folder above may not be read.)"""
+    """The path, or the nearest of its parents that can be seen. (Path.exists raises where a folder above may not be
+    read.)"""
     return next(parent for parent in (path, *path.parents) if os.path.exists(parent))
 
 

@@ -15,7 +15,7 @@ class NoDaemon(Exception):
 
 
 def default_socket(role: str | None) -> str:
-    """KVFERRY_SOCKET, else that of `kvferry serve` without --socket."""
+    """The socket KVFERRY_SOCKET, else that of `kvferry serve` without --socket."""
     named = os.environ.get("KVFERRY_SOCKET")
     if named:
         return named

@@ -9,7 +9,7 @@ OK, NOTE, BAD = "ok", "note", "bad"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`level` bad: a daemon with these settings will not start, or not work; note: it could be better."""
+    """One finding. `level` bad: a daemon with these settings will not start, or not work; note: it could be better."""
 
     level: str
     what: str

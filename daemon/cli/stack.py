@@ -65,7 +65,7 @@ class Stack:
         environment: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
     ) -> Process:
-        """`kvferry WORDS` in a process of its own; `prefix` is a command that runs another one, like `nice`."""
+        """Starts `kvferry WORDS` in a process of its own; `prefix` is a command that runs another one, like `nice`."""
         log_path = os.path.join(self.folder, f"{name}-{len(self.processes)}.log")
         with open(log_path, "a") as log:  # what `_read` adds is not written over
             popen = subprocess.Popen(
@@ -99,7 +99,7 @@ class Stack:
                     raise StackError(f"{process.name} was not ready in {seconds:.0f} s:\n{process.tail()}") from None
 
     def stop(self, process: Process, seconds: float = STOP_SECONDS) -> int:
-        """SIGTERM, then SIGKILL after the deadline; returns the exit status."""
+        """Stops the process by SIGTERM, then SIGKILL after the deadline; returns the exit status."""
         if process.popen.poll() is None:
             process.popen.send_signal(signal.SIGTERM)
             try:

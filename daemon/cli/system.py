@@ -11,8 +11,9 @@ from kvferry.daemon.cli.stack import Process, Stack
 
 @dataclass(frozen=True, slots=True)
 class SystemSpec:
-    """`model` is a folder of a causal language model, `random_weights` the shape of an untrained one; both empty:
-    synthetic workers. Devices are those of `kvferry serve --device`, one for each rank; a worker computes on the first.
+    """A system to be started. `model` is a folder of a causal language model, `random_weights` the shape of an
+    untrained one; both empty: synthetic workers. Devices are those of `kvferry serve --device`, one for each rank; a
+    worker computes on the first.
     """
 
     model: str = ""

@@ -29,7 +29,8 @@ Given = Mapping[str, object]  # by setting, as it was written
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`origins`: by setting, the flag, variable or file that gave its value; none for a default."""
+    """The settings as loaded. `origins`: by setting, the flag, variable or file that gave its value; none for a
+    default."""
 
     config: DaemonConfig
     origins: Mapping[str, str]

@@ -124,7 +124,8 @@ class EventPublisher:
         return self._replay.cut_off if self._replay is not None else Counter()
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Never blocks; where there is no room the batch is dropped, its sequence number is not given again."""
+        """Publishes a batch. Never blocks; where there is no room the batch is dropped, its sequence number is not
+        given again."""
         if not events:
             return
         sequence = self.batches
@@ -166,7 +167,7 @@ class EventPublisher:
             self._context.destroy(linger=200)
 
     def _serve(self) -> None:
-        """Until `close`."""
+        """Publishes and answers until `close`."""
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         if self._router is not None:

@@ -18,7 +18,7 @@ _FLAGS = 6  # their field in a thread's `stat`, behind its name
 
 
 class LockHolder:
-    """Owns a descriptor of the process."""
+    """The process that holds a lock; owns a descriptor of it."""
 
     def __init__(self, pid: int) -> None:
         """OSError: it has ended, cannot be seen from here, or there is no pidfd_open."""
@@ -31,7 +31,7 @@ class LockHolder:
 
     @staticmethod
     def find(lock: FileLock) -> LockHolder | None:
-        """None where the lock is nobody's that can be seen from here."""
+        """The holder of the lock; None where that is nobody who can be seen from here."""
         with contextlib.suppress(OSError):
             device, inode = lock.identity()
             if (pid := _listed(device, inode)) is not None:
@@ -43,11 +43,11 @@ class LockHolder:
         return None
 
     def has_ended(self) -> bool:
-        """All its files are closed, a GPU's driver among them: no copy or kernel of it runs."""
+        """Whether all its files are closed, a GPU's driver among them: no copy or kernel of it runs."""
         return bool(self._end.poll(0))
 
     def lives_on(self) -> bool:
-        """It is not about to end: a lock that was found free before was let go of on purpose."""
+        """Whether it is not about to end: a lock that was found free before was let go of on purpose."""
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{self.pid}/task"):
                 with contextlib.suppress(OSError), open(f"/proc/{self.pid}/task/{thread}/stat") as stat:

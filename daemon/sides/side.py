@@ -121,7 +121,7 @@ class Side(Generic[CoreT]):
             self.core.tick(self.now())
             self.flush()
 
-    # -- its tiers (side_tiers.Using) ----------------------------------------------------------------------------
+    # -- its tiers (tiers.TiersOwner) ----------------------------------------------------------------------------
 
     def new_store(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Cache:
         store = Cache(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
@@ -133,7 +133,7 @@ class Side(Generic[CoreT]):
     def tiers_made(self, store: Cache) -> None:
         self.core = self.make_core(store)
 
-    # -- its workers (side_workers.WorkerEnds) -------------------------------------------------------------------
+    # -- its workers (workers.WorkerEnds) ------------------------------------------------------------------------
 
     async def register(self, hello: wire.WorkerHello) -> tuple[Worker, wire.Welcome]:
         """Takes a worker in, making the pool for the first one. RequestError where it does not fit."""
@@ -156,7 +156,7 @@ class Side(Generic[CoreT]):
             self.tiers.has_pool.clear()
             self.tasks.start(self._engine.let_go())
 
-    # -- the end of an engine's memory (engine_pool.Using) -------------------------------------------------------
+    # -- the end of an engine's memory (engine_pool.PoolOwner) ---------------------------------------------------
 
     async def memory_released(self, worker: Worker, seconds: float) -> bool:
         """Waits until memory that this worker registered, if it did, is mapped no more."""

@@ -78,7 +78,7 @@ class WorkerEnds(Protocol):
 
 
 class SideWorkers:
-    """`path_prefix`: of their session files, which a worker's number follows."""
+    """The workers of one side. `path_prefix`: of their session files, which a worker's number follows."""
 
     def __init__(self, path_prefix: str, ends: WorkerEnds, tasks: SideTasks) -> None:
         self.here: dict[int, Worker] = {}  # by number

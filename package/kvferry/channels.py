@@ -59,7 +59,7 @@ def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tls_of(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> ClientTls | None:
-    """None where no file is given. ChannelError where only some are."""
+    """The TLS of a client's flags; None where no file is given. ChannelError where only some are."""
     environ = os.environ if environ is None else environ
     found = {
         f"--tls-{word}": getattr(args, f"tls_{word}") or environ.get(f"KVFERRY_TLS_{word.upper()}", "")
@@ -77,7 +77,7 @@ def tls_of(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -
 
 
 def open_channel(address: str, tls: ClientTls | None, options: Options = ()) -> grpc.Channel:
-    """`address`: HOST:PORT, or unix:PATH. ChannelError."""
+    """A channel to `address`: HOST:PORT, or unix:PATH. ChannelError."""
     options = [*options, ("grpc.enable_http_proxy", 0)]
     if tls is None or address.startswith("unix:"):
         return grpc.insecure_channel(address, options)
@@ -85,7 +85,7 @@ def open_channel(address: str, tls: ClientTls | None, options: Options = ()) -> 
 
 
 def open_aio_channel(address: str, tls: ClientTls | None, options: Options = ()) -> grpc.aio.Channel:
-    """`address`: HOST:PORT, or unix:PATH. ChannelError."""
+    """A channel to `address`: HOST:PORT, or unix:PATH. ChannelError."""
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.credentials(), options=[*options, *expecting(tls.name)])

@@ -20,7 +20,7 @@ class Listen(NamedTuple):
 
 
 def listen(text: str) -> Listen:
-    """A type of flags, for argparse."""
+    """An address from a flag, for argparse."""
     try:
         return Listen(*addresses.split(text))
     except ValueError as error:

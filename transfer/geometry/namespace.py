@@ -116,7 +116,7 @@ class Difference:
 
 
 def differences(ours: NamespaceFacts, theirs: NamespaceFacts) -> list[Difference]:
-    """All fields in which they differ, in the order of the declaration."""
+    """All fields in which the two differ, in the order of the declaration."""
     pairs = zip(_flat(ours), _flat(theirs), strict=True)
     return [
         Difference(name, _shown(own), _shown(other), _REMEDIES.get(name, _SAME_MODEL))

@@ -66,7 +66,7 @@ class CopyStatistics:
     forced: str = AUTO
 
     def __add__(self, other: CopyStatistics) -> CopyStatistics:
-        """`forced` is the other's, which is the later one."""
+        """The sum of both; `forced` is the other's, which is the later one."""
         strategies, fallbacks = dict(self.strategies), dict(self.fallbacks)
         for name, counts in other.strategies.items():
             strategies[name] = strategies.get(name, StrategyCounts()) + counts

@@ -57,7 +57,8 @@ Rows = Sequence[int] | NDArray[np.int64]
 
 
 class DropReason(enum.Enum):
-    """Why entries were dropped. The first four concern the whole file, which is then replaced by a fresh one."""
+    """The reasons for which entries were dropped. The first four concern the whole file, which is then replaced by a
+    fresh one."""
 
     BAD_HEADER = "bad_header"
     PAGE_BYTES_DIFFERS = "page_bytes_differs"
@@ -262,7 +263,7 @@ class RowIndex:
 
 
 def as_rows(rows: Rows, pages: int) -> NDArray[np.int64]:
-    """(n,). ValueError for a row outside [0, pages)."""
+    """The rows as an array, (n,). ValueError for a row outside [0, pages)."""
     at = np.asarray(rows, np.int64)
     if at.ndim != 1:
         raise ValueError(f"rows has {at.ndim} dimensions; it must have 1")

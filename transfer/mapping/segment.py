@@ -125,7 +125,7 @@ class FileLock:
         return FileLock(path, os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
 
     def try_acquire(self) -> bool:
-        """False where another open file holds it."""
+        """Whether the lock is held now; False where another open file holds it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

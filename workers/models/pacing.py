@@ -50,7 +50,7 @@ class Pace(Protocol):
         """A sequence from its first step to its last."""
 
     def close(self) -> None:
-        """No more waits."""
+        """Ends all waits."""
 
 
 class Turn:
@@ -72,8 +72,8 @@ class Turn:
             self._held = False
 
     async def opening(self, begin: Awaitable[_T]) -> _T:
-        """`begin` is the daemon's answer that the prompt may be computed, with what it matches then. It may wait for
-        pages: the turn is not kept for that long."""
+        """Awaits `begin`, the daemon's answer that the prompt may be computed, with what it matches then. It may wait
+        for pages: the turn is not kept for that long."""
         if self._lock is None:
             return await begin
         task = asyncio.ensure_future(begin)
@@ -137,7 +137,7 @@ class Timeline:
     behind_s: float = 0.0  # this machine's, beyond the modelled time
 
     async def serve(self, seconds: float, since: float) -> None:
-        """`since`: from when on it waits, by time.monotonic()."""
+        """Waits until one has been served for so long. `since`: from when on it waits, by time.monotonic()."""
         end = max(self.free_at, since) + seconds / self.clock
         self.served += 1
         self.busy_s += seconds

@@ -79,7 +79,7 @@ def parse_shape(text: str) -> ModelShape:
 
 
 def random_model(shape: ModelShape, *, dtype: str, threads: int, device: str = "cpu") -> LoadedModel:
-    """RuntimeError when there is no such device, or no room on it."""
+    """A model with random weights. RuntimeError when there is no such device, or no room on it."""
     torch.set_num_threads(threads)
     config = LlamaConfig(
         num_hidden_layers=shape.layers,

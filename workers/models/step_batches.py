@@ -50,7 +50,7 @@ class StepBatches(NoPace):
         """Nothing is modelled."""
 
     async def compute(self, sequence: SequenceCompute, token: int, position: int) -> int:
-        """However this ends, cancelled too, the step is over or never starts."""
+        """Computes a step in a batch. However this ends, cancelled too, the step is over or never starts."""
         waiting = _Waiting(Step(sequence, token, position), asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._changed.set()

@@ -45,7 +45,7 @@ def page_content(digest: bytes, page_bytes: int) -> Bytes:
 
 
 def kept_contents(page_bytes: int) -> Callable[[bytes], Bytes]:
-    """`page_content` of pages of this size, read-only; the latest are kept."""
+    """A function that gives `page_content` of pages of this size, read-only; the latest are kept."""
 
     @lru_cache(maxsize=KEPT_BYTES // page_bytes)
     def content(digest: bytes) -> Bytes:

@@ -98,7 +98,7 @@ def load_model(folder: Path, *, dtype: str, threads: int, revision: str = "", de
 
 
 def loaded(network: Any, fingerprint: str, revision: str) -> LoadedModel:
-    """Facts of a model that is in memory."""
+    """The model with its facts, once it is in memory."""
     network.eval()
     config = network.config.get_text_config(decoder=True)
     return LoadedModel(
@@ -265,8 +265,8 @@ def settle(ranks: Sequence[RankView]) -> None:
 
 @contextmanager
 def settled(ranks: Sequence[RankView]) -> Iterator[None]:
-    """However the block ends, what it has begun to compute writes the pages no more when it is left: a request that
-    fails is given up at the daemon next, which gives its pages to others."""
+    """Settles the ranks however the block ends: what it has begun to compute writes the pages no more when it is left:
+    a request that fails is given up at the daemon next, which gives its pages to others."""
     try:
         yield
     finally:
