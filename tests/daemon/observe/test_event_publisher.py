@@ -255,7 +255,7 @@ def test_a_replay_is_not_cut_off_for_a_standstill(monkeypatch: pytest.MonkeyPatc
 def test_what_was_published_before_an_end_that_stands_still_is_sent() -> None:
     program = """
         import os, signal, time
-        from kvferry.daemon import event_publisher
+        from kvferry.daemon.observe import event_publisher
 
         event_publisher.STOP_SECONDS = 1.0
         serve = event_publisher.EventPublisher._serve

@@ -176,7 +176,7 @@ def test_idle_connections_blind_nobody(idle: int, seconds: float, monkeypatch: p
 def test_an_end_that_stands_still_leaves_no_thread_behind() -> None:
     program = """
         import asyncio, os, signal, time
-        from kvferry.daemon import metrics_server
+        from kvferry.daemon.observe import metrics_server
 
         metrics_server.STOP_SECONDS = 1.0
         watch = metrics_server._Server.watch
