@@ -57,7 +57,7 @@ class LegsRequest:
     stop_tokens: tuple[int, ...]
     first_token_s: float  # until the first token
     next_token_s: (
-        float  # from one word of the decode server to the next, after it; behind Paused at least first_token_s
+        float  # from one word of the decode server to the next, after it; behind LegPaused at least first_token_s
     )
     priority: int = 0  # smaller goes first
     warmup: bool = False  # it never enters the cache
