@@ -20,6 +20,7 @@ from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import common_pb2 as common
+from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_PRIORITY
 from tests.support.otlp_receiver import OtlpReceiver, SpanSeen
@@ -100,8 +101,8 @@ def test_a_decode_request_with_its_transfer_and_restore(collector: OtlpReceiver)
     now = time.monotonic()
     traces.looked_up(1, NAME, now)
     traces.hear(1, wire.WorkerEvent(admitted=wire.Admitted(name=NAME.to_proto(), matched_tokens=64)))
-    traces.restore_begins(7, 1, NAME, 4)
-    ask = traces.asked(5, NAME, 3)
+    traces.restore_begins(7, 4, lambda: (1, NAME))
+    ask = traces.asked(peer.Ask(transfer=5, name=NAME.to_proto(), pages=3))
     for part in range(3):
         traces.part(5, "scatter", now + part, now + part + 0.5)
     traces.part(99, "scatter", now, now)  # nobody's

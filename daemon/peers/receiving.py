@@ -15,7 +15,7 @@ from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name, name_of
 from kvferry.daemon.memory.interface import PartCopies, PoolMemory
 from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
-from kvferry.daemon.peers.traces import RequestTraces
+from kvferry.daemon.peers.traces import NO_TRACES, Traces
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.link import CourierConfig, CourierLink
 from kvferry.transfer.courier.messages import Notification, PostDone
@@ -58,7 +58,7 @@ class ReceivingSession(Session):
         events: ReceivingEvents,
         counters: TransferCounters,
         latencies: Latencies,
-        traces: RequestTraces | None = None,
+        traces: Traces = NO_TRACES,
     ) -> None:
         super().__init__(
             remote=remote,
@@ -150,8 +150,7 @@ class ReceivingSession(Session):
                 return
             copied = time.monotonic()
             self._latencies.add_stage("scatter", copied - begin)
-            if self._traces is not None:
-                self._traces.part(scatter.transfer, "scatter", begin, copied)
+            self._traces.part(scatter.transfer, "scatter", begin, copied)
             counts = self.receiver.counts
             parts, mismatched = counts.parts, counts.mismatched_parts
             result = self.receiver.scattered(slot, payload_sum)

@@ -16,7 +16,7 @@ from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.memory.interface import PartCopies, PoolMemory
 from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
-from kvferry.daemon.peers.traces import RequestTraces
+from kvferry.daemon.peers.traces import NO_TRACES, Traces
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.link import CourierConfig, CourierLink
 from kvferry.transfer.courier.messages import Notification, PostDone
@@ -58,7 +58,7 @@ class SendingSession(Session):
         events: SendingEvents,
         counters: TransferCounters,
         latencies: Latencies,
-        traces: RequestTraces | None = None,
+        traces: Traces = NO_TRACES,
     ) -> None:
         """send_slots: of each rank."""
         super().__init__(
@@ -143,8 +143,7 @@ class SendingSession(Session):
         if isinstance(event, PostDone):
             (posted, transfer), done = self._posted.pop(event.post_id), time.monotonic()
             self._latencies.add_stage("write", done - posted)
-            if self._traces is not None:
-                self._traces.part((self.number, transfer), "write", posted, done)
+            self._traces.part((self.number, transfer), "write", posted, done)
             self._sender().posted_done(event.post_id)
             self._pump()
         else:
@@ -187,8 +186,7 @@ class SendingSession(Session):
             self._gathering -= 1
             gathered = time.monotonic()
             self._latencies.add_stage("gather", gathered - begin)
-            if self._traces is not None:
-                self._traces.part((self.number, gather.transfer), "gather", begin, gathered)
+            self._traces.part((self.number, gather.transfer), "gather", begin, gathered)
             sender = self._sender()
             if problem:
                 sender.gather_failed(slot, problem)

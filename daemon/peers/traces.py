@@ -1,4 +1,5 @@
-"""Spans of one side's requests and transfers, seen from what the shell does: made only where tracing is on.
+"""Spans of one side's requests and transfers, seen from what the shell does. Where tracing is off the shell tells the
+same to `Traces`, which makes none.
 
 A request's span is from Admit or Begin until it is ended; under it `admission` (until its worker has pages), `lookup`,
 `restore` and its transfers. A transfer's span has one span a stage (gather, write, scatter) over all of its parts.
@@ -7,11 +8,12 @@ A request's span is from Admit or Begin until it is ended; under it `admission` 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from kvferry import tracing
-from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.limits import Name, name_of
+from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 
 Key = tuple[int, Name]  # worker and request
@@ -41,8 +43,54 @@ class _Request:
     transfers: set[Hashable] = field(default_factory=set)
 
 
-class RequestTraces:
-    """`what`: "decode" or "prefill". Of a worker that left, `left` ends everything; so does each request's end."""
+class Traces:
+    """What the shell tells; here nobody listens. Transfers are keys: decode's numbers, prefill's (session, number)."""
+
+    def opened(self, worker: int, name: Name, traceparent: str, tokens: int) -> None:
+        """A request has come."""
+
+    def looked_up(self, worker: int, name: Name, begin: float) -> None:
+        """The cache was searched for it since `begin`."""
+
+    def hear(self, worker: int, event: wire.WorkerEvent) -> None:
+        """A worker is told this."""
+
+    def left(self, worker: int) -> None:
+        """Ends all of a worker's requests."""
+
+    def asked(self, ask: peer.Ask) -> str:
+        """Decode: by one of its requests. The traceparent for this Ask; empty: none."""
+        return ""
+
+    def asked_for(self, session: int, transfer: int, traceparent: str, pages: int) -> None:
+        """Prefill: a transfer for a decode daemon."""
+
+    def part(self, transfer: Hashable, stage: str, begin: float, end: float) -> None:
+        """A part of it has gone through this stage."""
+
+    def transfer_ended(self, transfer: Hashable, error: str = "") -> None:
+        """Idempotent."""
+
+    def session_ended(self, session: int) -> None:
+        """Ends all of its transfers."""
+
+    def restore_begins(self, copy: int, pages: int, owner: Callable[[], Key | None]) -> None:
+        """A copy from the host tier. `owner` looks for the request that it is for."""
+
+    def restore_ends(self, copy: int, failed: int) -> None:
+        """`failed`: pages that came back wrong."""
+
+
+NO_TRACES = Traces()
+
+
+def traces_of(what: str) -> Traces:
+    """`what`: "decode" or "prefill"."""
+    return RequestTraces(what) if tracing.on() else NO_TRACES
+
+
+class RequestTraces(Traces):
+    """Makes spans. Of a worker that left, `left` ends everything; so does each request's end."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -65,7 +113,6 @@ class RequestTraces:
             tracing.record("lookup", found.span.traceparent, begin, time.monotonic())
 
     def hear(self, worker: int, event: wire.WorkerEvent) -> None:
-        """What its worker is told."""
         kind = event.WhichOneof("kind")
         if kind not in ("admitted", "begun", "ready", "failed", "ended", "retract"):
             return
@@ -97,24 +144,22 @@ class RequestTraces:
 
     # -- transfers -----------------------------------------------------------------------------------------------
 
-    def asked(self, transfer: int, name: Name, pages: int) -> str:
-        """Decode: for this request. The traceparent for the Ask."""
+    def asked(self, ask: peer.Ask) -> str:
+        name, transfer = name_of(ask.name), ask.transfer
         key = next((key for key in self._requests if key[1] == name), None)
         if key is None:
             return ""
         request = self._requests[key]
         request.transfers.add(transfer)
-        span = tracing.span("transfer", request.span.traceparent, "client", pages=pages)
+        span = tracing.span("transfer", request.span.traceparent, "client", pages=ask.pages)
         self._transfers[transfer] = _Transfer(span, key)
         return span.traceparent
 
     def asked_for(self, session: int, transfer: int, traceparent: str, pages: int) -> None:
-        """Prefill: by a decode daemon."""
         span = tracing.span("send", tracing.checked(traceparent), "server", pages=pages)
         self._transfers[session, transfer] = _Transfer(span, None)
 
     def part(self, transfer: Hashable, stage: str, begin: float, end: float) -> None:
-        """A part of it has gone through this stage."""
         if (found := self._transfers.get(transfer)) is not None:
             whole = found.stages.setdefault(stage, _Stage(begin, end))
             whole.begin, whole.end = min(whole.begin, begin), max(whole.end, end)
@@ -122,7 +167,6 @@ class RequestTraces:
             whole.parts += 1
 
     def transfer_ended(self, transfer: Hashable, error: str = "") -> None:
-        """Idempotent."""
         if (found := self._transfers.pop(transfer, None)) is None:
             return
         if found.of in self._requests:
@@ -138,8 +182,8 @@ class RequestTraces:
 
     # -- the host tier -------------------------------------------------------------------------------------------
 
-    def restore_begins(self, copy: int, worker: int, name: Name, pages: int) -> None:
-        if (found := self._requests.get((worker, name))) is not None:
+    def restore_begins(self, copy: int, pages: int, owner: Callable[[], Key | None]) -> None:
+        if (key := owner()) is not None and (found := self._requests.get(key)) is not None:
             self._restores[copy] = (found.span.traceparent, time.monotonic(), pages)
 
     def restore_ends(self, copy: int, failed: int) -> None:

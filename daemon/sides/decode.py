@@ -10,7 +10,7 @@ from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import Effect, SendDone, StartTransfer, StopTransfer
 from kvferry.daemon.core.errors import RequestError, precondition, unavailable
-from kvferry.daemon.core.limits import Name, check_priority, check_prompt, name_of
+from kvferry.daemon.core.limits import Name, check_priority, check_prompt
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.peers.dialing import Dial, dial_plainly
 from kvferry.daemon.peers.link import FoundPeerLink, PeerLink
@@ -104,8 +104,8 @@ class DecodeSide(Side[DecodeCore]):
         self.flush()
 
     def _admit(self, worker: Worker, name: Name, request: wire.Admit, now: float) -> None:
-        if self.traces is not None:  # first: whatever is refused below is answered with Failed, which ends a span
-            self.traces.opened(worker.number, name, request.traceparent, request.tokens)
+        # First: whatever is refused below is answered with Failed, which ends a span.
+        self.traces.opened(worker.number, name, request.traceparent, request.tokens)
         if self.draining and not self.ready_core.comes_back(worker.number, name):
             raise unavailable("the daemon is shutting down; send the request to another one")
         self.check_quarantine()
@@ -126,8 +126,7 @@ class DecodeSide(Side[DecodeCore]):
         deadline = self.deadline_of(request.deadline_ms)
         self.ready_core.admit(worker.number, worker.namespace_id, name, request, deadline, now)
         self.ready_core.latencies.add_stage("match", self.now() - now)
-        if self.traces is not None:
-            self.traces.looked_up(worker.number, name, now)
+        self.traces.looked_up(worker.number, name, now)
 
     # -- effects -------------------------------------------------------------------------------------------------
 
@@ -138,9 +137,7 @@ class DecodeSide(Side[DecodeCore]):
             if link is None:  # it was forgotten since the request was admitted
                 self.on_link_down(effect.prefill, unavailable(f"prefill daemon {effect.prefill!r} is gone"))
             else:
-                if self.traces is not None:
-                    ask, name = effect.ask, name_of(effect.ask.name)
-                    ask.traceparent = self.traces.asked(ask.transfer, name, ask.pages)
+                effect.ask.traceparent = self.traces.asked(effect.ask)
                 link.start_transfer(effect)
         elif isinstance(effect, StopTransfer):
             if link is None or link.stop_transfer(effect.transfer, effect.reason):
@@ -149,12 +146,14 @@ class DecodeSide(Side[DecodeCore]):
             link.send_done(effect.name)
 
     def on_copy_starts(self, started: CopyStarted) -> None:
-        if self.traces is None or started.copy.kind != RESTORE:
+        if started.copy.kind != RESTORE:
             return
-        page = started.copy.device[0]
-        lease = next((lease for lease in self.ready_core.leases.values() if page in lease.pages), None)
-        if lease is not None:
-            self.traces.restore_begins(started.number, lease.worker, lease.name, len(started.copy.device))
+        pages, leases = started.copy.device, self.ready_core.leases.values()
+
+        def owner() -> tuple[int, Name] | None:
+            return next(((lease.worker, lease.name) for lease in leases if pages[0] in lease.pages), None)
+
+        self.traces.restore_begins(started.number, len(pages), owner)
 
     def effect_failed(self, effect: Effect, message: str) -> None:
         assert isinstance(effect, StartTransfer | StopTransfer | SendDone)
@@ -193,8 +192,7 @@ class DecodeSide(Side[DecodeCore]):
         self.flush()
 
     def _transfer_over(self, transfer: int, error: str = "") -> None:
-        if self.traces is not None:
-            self.traces.transfer_ended(transfer, error)
+        self.traces.transfer_ended(transfer, error)
 
     def on_aux(self, prefill: str, name: Name, blob: bytes) -> None:
         self.ready_core.aux(prefill, name, blob, self.now())

@@ -72,8 +72,8 @@ class PrefillSide(Side[PrefillCore]):
         self.flush()
 
     def _begin(self, worker: Worker, name: Name, request: wire.Begin, now: float) -> None:
-        if self.traces is not None:  # first: whatever is refused below is answered with Failed, which ends a span
-            self.traces.opened(worker.number, name, request.traceparent, request.tokens)
+        # First: whatever is refused below is answered with Failed, which ends a span.
+        self.traces.opened(worker.number, name, request.traceparent, request.tokens)
         try:
             self._check_begin(request)
             deadline = self.deadline_of(request.deadline_ms)
@@ -81,8 +81,7 @@ class PrefillSide(Side[PrefillCore]):
         except RequestError as error:
             self.ready_core.begin_refused(name, error)
             raise
-        if self.traces is not None:
-            self.traces.looked_up(worker.number, name, now)
+        self.traces.looked_up(worker.number, name, now)
 
     def _check_begin(self, request: wire.Begin) -> None:
         if self.draining:
@@ -174,8 +173,7 @@ class PrefillSide(Side[PrefillCore]):
 
     def session_over(self, session: SendingSession) -> None:
         """Forgets a session after its `run`: no copy of it runs and its courier is reaped."""
-        if self.traces is not None:
-            self.traces.session_ended(session.number)
+        self.traces.session_ended(session.number)
         self.ready_core.session_down(session.number, self.now())
         self.flush()
         del self.sessions[session.number]
@@ -190,8 +188,7 @@ class PrefillSide(Side[PrefillCore]):
         if self.draining and name not in self.ready_core.entries:
             session.fail(ask.transfer, unavailable("the prefill daemon is shutting down"))
             return
-        if self.traces is not None:
-            self.traces.asked_for(session.number, ask.transfer, ask.traceparent, ask.pages)
+        self.traces.asked_for(session.number, ask.transfer, ask.traceparent, ask.pages)
         self.ready_core.ask(session.number, name, ask, self.deadline_of(ask.remaining_ms), self.now())
         self.flush()
 
@@ -209,8 +206,7 @@ class PrefillSide(Side[PrefillCore]):
         self.flush()
 
     def _send_over(self, session: SendingSession, transfer: int, error: str = "") -> None:
-        if self.traces is not None:
-            self.traces.transfer_ended((session.number, transfer), error)
+        self.traces.transfer_ended((session.number, transfer), error)
 
     def on_send_completed(self, session: SendingSession, transfer: int) -> None:
         self._send_over(session, transfer)

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from kvferry import tracing
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
@@ -24,7 +23,7 @@ from kvferry.daemon.core.limits import Name, name_of
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.host_tier import store_limits
 from kvferry.daemon.peers.session import SessionBroken, report_invariant
-from kvferry.daemon.peers.traces import RequestTraces
+from kvferry.daemon.peers.traces import traces_of
 from kvferry.daemon.sides.engine_pool import EnginePool
 from kvferry.daemon.sides.registering import Registering
 from kvferry.daemon.sides.tasks import SideTasks
@@ -54,7 +53,7 @@ class Side(Generic[CoreT]):
         self.now = now
         self.draining = False
         self.event_sink: EventSink | None = None  # set before the first worker comes
-        self.traces = RequestTraces(self.role) if tracing.on() else None
+        self.traces = traces_of(self.role)
         self.core: CoreT | None = None
         self.tasks = SideTasks(self.role)
         self.tiers = SideTiers(self.role, config, incarnation, self)
@@ -140,8 +139,7 @@ class Side(Generic[CoreT]):
         return await self._registering.register(hello)
 
     def worker_left(self, worker: Worker) -> None:
-        if self.traces is not None:
-            self.traces.left(worker.number)
+        self.traces.left(worker.number)
         if self._engine is not None and self._engine.is_owner(worker.number):
             self._engine.owner_leaves()
 
@@ -237,8 +235,7 @@ class Side(Generic[CoreT]):
         """Tells traces of a copy that starts."""
 
     def _copy_done(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> None:
-        if self.traces is not None:
-            self.traces.restore_ends(number, len(failed))
+        self.traces.restore_ends(number, len(failed))
         self.ready_core.copy_ended(number, failed, mismatched, seconds, self.now())
         self.flush()
 
@@ -273,8 +270,7 @@ class Side(Generic[CoreT]):
         return int(self.config.orphaned_share * self.store.pool.pages)
 
     def tell(self, number: int, event: wire.WorkerEvent) -> None:
-        if self.traces is not None:
-            self.traces.hear(number, event)
+        self.traces.hear(number, event)
         worker = self.workers.here.get(number)
         if worker is None:
             return

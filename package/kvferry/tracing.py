@@ -13,15 +13,13 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    from opentelemetry import trace
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span as SdkSpan
-    from opentelemetry.trace import Tracer
 
 HEADER = "traceparent"
 FLAG_HELP = "the OTLP/HTTP collector that traces go to (default: $OTEL_EXPORTER_OTLP_ENDPOINT, or none)"
@@ -39,15 +37,6 @@ log = logging.getLogger(__name__)
 
 class TracingError(ValueError):
     """The settings cannot be followed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tracing:
-    provider: TracerProvider
-    tracer: Tracer
-
-
-_tracing: _Tracing | None = None
 
 
 def endpoint_of(given: str) -> str:
@@ -87,21 +76,19 @@ def configure(service: str, given: str = "", **attributes: Value) -> None:
     provider = TracerProvider(resource=Resource.create({"service.name": name, **attributes}), shutdown_on_exit=False)
     # Its queue is bounded; where the collector is slow or away, spans are dropped and nobody waits.
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=timeout)))
-    _tracing = _Tracing(provider, provider.get_tracer("kvferry"))
+    _tracing = _OpenTelemetry(provider, provider.get_tracer("kvferry"))
     log.info("traces go to %s", endpoint)
 
 
 def shutdown() -> None:
     """Lets spans leave, for some seconds at most. Blocks."""
     global _tracing
-    tracing, _tracing = _tracing, None
-    if tracing is not None:
-        tracing.provider.force_flush(FLUSH_MS)
-        tracing.provider.shutdown()
+    tracing, _tracing = _tracing, _OFF
+    tracing.shutdown()
 
 
 def on() -> bool:
-    return _tracing is not None
+    return _tracing is not _OFF
 
 
 def checked(traceparent: str) -> str:
@@ -122,28 +109,21 @@ def metadata_of(traceparent: str) -> tuple[tuple[str, str], ...]:
 
 
 class Span:
-    """A context manager, too: it ends with its block, with the error that the block raised."""
+    """A context manager, too: it ends with its block, with the error that the block raised. This one goes nowhere."""
 
-    __slots__ = ("_span", "traceparent")
+    __slots__ = ("traceparent",)
 
-    def __init__(self, traceparent: str, span: SdkSpan | None) -> None:
+    def __init__(self, traceparent: str) -> None:
         self.traceparent = traceparent  # for spans under it
-        self._span = span
 
     def set(self, **attributes: Value) -> None:
-        if self._span is not None:
-            self._span.set_attributes({f"kvferry.{name}": value for name, value in attributes.items()})
+        pass
 
     def event(self, name: str) -> None:
-        if self._span is not None:
-            self._span.add_event(name)
+        pass
 
     def end(self, error: str = "") -> None:
         """Idempotent."""
-        span, self._span = self._span, None
-        if span is not None:
-            _fail(span, error)
-            span.end()
 
     def __enter__(self) -> Span:
         return self
@@ -158,38 +138,93 @@ class Span:
             self.end("" if error is None else str(error) or type(error).__name__)
 
 
+class _SdkSpan(Span):
+    __slots__ = ("_span",)
+
+    def __init__(self, span: trace.Span) -> None:
+        place = span.get_span_context()
+        super().__init__(f"00-{place.trace_id:032x}-{place.span_id:016x}-{place.trace_flags:02x}")
+        self._span = span
+
+    def set(self, **attributes: Value) -> None:
+        self._span.set_attributes(_attributes(attributes))
+
+    def event(self, name: str) -> None:
+        self._span.add_event(name)
+
+    def end(self, error: str = "") -> None:
+        from opentelemetry.trace import INVALID_SPAN
+
+        span, self._span = self._span, INVALID_SPAN
+        _fail(span, error)
+        span.end()
+
+
+class _Off:
+    """Passes traceparents on as they came."""
+
+    def span(self, name: str, parent: str, kind: Kind, attributes: dict[str, Value]) -> Span:
+        return Span(parent)
+
+    def record(
+        self, name: str, parent: str, begin: float, end: float, error: str, attributes: dict[str, Value]
+    ) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+class _OpenTelemetry(_Off):
+    def __init__(self, provider: TracerProvider, tracer: trace.Tracer) -> None:
+        self._provider = provider
+        self._tracer = tracer
+
+    def span(self, name: str, parent: str, kind: Kind, attributes: dict[str, Value]) -> Span:
+        return _SdkSpan(self._start(name, parent, kind, None, attributes))
+
+    def record(
+        self, name: str, parent: str, begin: float, end: float, error: str, attributes: dict[str, Value]
+    ) -> None:
+        offset = time.time() - time.monotonic()
+        started = self._start(name, parent, "internal", int((begin + offset) * 1e9), attributes)
+        _fail(started, error)
+        started.end(int((end + offset) * 1e9))
+
+    def shutdown(self) -> None:
+        self._provider.force_flush(FLUSH_MS)
+        self._provider.shutdown()
+
+    def _start(
+        self, name: str, parent: str, kind: Kind, begin_ns: int | None, attributes: dict[str, Value]
+    ) -> trace.Span:
+        from opentelemetry.trace import SpanKind
+
+        return self._tracer.start_span(
+            name,
+            context=_context(parent),
+            kind=SpanKind[kind.upper()],
+            attributes=_attributes(attributes),
+            start_time=begin_ns,
+        )
+
+
+_OFF = _Off()
+_tracing = _OFF
+
+
 def span(name: str, parent: str = "", kind: Kind = "internal", **attributes: Value) -> Span:
     """Begins now. `parent`: a traceparent; empty: it is the first of its trace."""
-    tracing = _tracing
-    if tracing is None:
-        return Span(parent, None)
-    started = _start(tracing, name, parent, kind, None, attributes)
-    return Span(_traceparent(started), started)
+    return _tracing.span(name, parent, kind, attributes)
 
 
 def record(name: str, parent: str, begin: float, end: float, error: str = "", **attributes: Value) -> None:
     """A span that is over; `begin` and `end` by the monotonic clock, in seconds."""
-    tracing = _tracing
-    if tracing is None:
-        return
-    offset = time.time() - time.monotonic()
-    started = _start(tracing, name, parent, "internal", int((begin + offset) * 1e9), attributes)
-    _fail(started, error)
-    started.end(int((end + offset) * 1e9))
+    _tracing.record(name, parent, begin, end, error, attributes)
 
 
-def _start(
-    tracing: _Tracing, name: str, parent: str, kind: Kind, start: int | None, attributes: dict[str, Value]
-) -> SdkSpan:
-    from opentelemetry.trace import SpanKind
-
-    return tracing.tracer.start_span(
-        name,
-        context=_context(parent),
-        kind=SpanKind[kind.upper()],
-        attributes={f"kvferry.{name}": value for name, value in attributes.items()},
-        start_time=start,
-    )
+def _attributes(attributes: dict[str, Value]) -> dict[str, Value]:
+    return {f"kvferry.{name}": value for name, value in attributes.items()}
 
 
 def _context(parent: str) -> Context:
@@ -203,12 +238,7 @@ def _context(parent: str) -> Context:
     return trace.set_span_in_context(trace.NonRecordingSpan(place), Context())
 
 
-def _traceparent(span: SdkSpan) -> str:
-    place = span.get_span_context()
-    return f"00-{place.trace_id:032x}-{place.span_id:016x}-{place.trace_flags:02x}"
-
-
-def _fail(span: SdkSpan, error: str) -> None:
+def _fail(span: trace.Span, error: str) -> None:
     if error:
         from opentelemetry.trace import Status, StatusCode
 
