@@ -8,26 +8,22 @@ import logging
 import os
 import resource
 import signal
-import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from kvferry.daemon import backstop
+from kvferry.daemon.capabilities import capabilities
 from kvferry.daemon.config.model import DaemonConfig, flag_of, new_incarnation
-from kvferry.daemon.config.values import ConfigError, parse_address
+from kvferry.daemon.config.values import ConfigError
+from kvferry.daemon.grpc_servers import GrpcServers, make_servers
 from kvferry.daemon.memory.capacity import lacks
 from kvferry.daemon.observe.health import HealthWatch
-from kvferry.daemon.observe.metrics_server import MetricsServer
 from kvferry.daemon.observe.stats import Snapshots
 from kvferry.daemon.peers.dialing import dialling
-from kvferry.daemon.peers.discovery import Discovery
-from kvferry.daemon.peers.gate import PeerGate
-from kvferry.daemon.peers.handshake import SERVER_OPTIONS
 from kvferry.daemon.peers.tls import TlsWatch, files_of
 from kvferry.daemon.services.admin import AdminService
 from kvferry.daemon.services.cache import CacheService
@@ -51,9 +47,6 @@ from kvferry.transfer.courier.link import CourierError
 from kvferry.transfer.mapping.segment import FileLock, owned_files, reclaim_stale
 from kvferry.waiting import within
 
-if TYPE_CHECKING:
-    from kvferry.daemon.observe.event_publisher import EventPublisher
-
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
@@ -64,8 +57,14 @@ POLL_SECONDS = 0.05  # between looks at what still runs
 TELLING_SECONDS = 1.0  # for those who watch the health to hear that it drains
 DESCRIPTORS_PER_PEER = 16  # stream, socket pair, log and slots of the courier, and while one is being replaced
 DESCRIPTORS_PER_WORKER = 4
-CALLS_PER_CLIENT = 4  # of a peer or a worker: its session, the one before it that still ends, its health and statistics
-MORE_CALLS = 4096  # of anybody: look-ups, statistics, health and watches of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """Parts that are there once the daemon serves."""
+
+    servers: GrpcServers
+    workers: WorkerService
 
 
 class Daemon:
@@ -79,19 +78,23 @@ class Daemon:
         self.address = ""  # HOST:PORT once it listens
         self._lock: FileLock | None = None
         self._socket: SocketFile | None = None
+        self._running: _Running | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
         files = files_of(config)
         self._tls = TlsWatch(files) if files is not None else None
-        self._dial = dialling(self._tls)
+        dial = dialling(self._tls)
         self.sides: dict[str, AnySide] = {}
         if "decode" in config.roles:
-            self.sides["decode"] = DecodeSide(config, self.incarnation, time.monotonic, self._dial)
+            self.sides["decode"] = DecodeSide(config, self.incarnation, time.monotonic, dial)
         if "prefill" in config.roles:
             self.sides["prefill"] = PrefillSide(config, self.incarnation, time.monotonic)
+        self._health = HealthServicer()
+        self._watch = HealthWatch(self.sides, config.stalled_seconds, self._announce)
         self._snapshots = Snapshots(config.name, self.sides, time.monotonic, self._tls)
-        self._metrics: MetricsServer | None = None
-        self._publisher: EventPublisher | None = None
+        self._snapshots.watch = self._watch
+        self._capabilities = capabilities(config, self.sides, self._snapshots, dial, self._watch_task)
 
     def stop(self) -> None:
         self._stop.set()
@@ -101,6 +104,8 @@ class Daemon:
             log.info("%s: draining, %d requests run", number.name, sum(side.busy for side in self.sides.values()))
         self.stop()
 
+    # -- its start -----------------------------------------------------------------------------------------------
+
     async def start(self) -> None:
         """Listens; ConfigError where it cannot."""
         config = self.config
@@ -108,6 +113,24 @@ class Daemon:
         loop.set_exception_handler(self._on_loop_error)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)  # before anybody hears that it is ready
+        self._look_at_the_machine()
+        for lack in await asyncio.to_thread(lacks, config):
+            log.warning("the first worker will be refused: %s", lack)
+        clear_socket(config.socket)
+        servers = make_servers(config, self._snapshots.rpcs, self._tls)
+        self.address = servers.bind_tcp(config.listen, self._tls)
+        workers = self._add_services(servers)
+        self._socket = servers.bind_unix(config.socket)
+        for capability in self._capabilities:
+            capability.start()
+        await servers.start()
+        os.chmod(config.socket, 0o600)
+        self._running = _Running(servers, workers)
+        self._start_tasks()
+
+    def _look_at_the_machine(self) -> None:
+        """ConfigError where it is not enough. From here on a lock says that this daemon's files are somebody's."""
+        config = self.config
         _check_descriptors(config)
         _check_host_dir(config)
         if config.pool == "engine" and (idle := sorted({"pool_bytes", "storage"} & config.model_fields_set)):
@@ -116,110 +139,46 @@ class Daemon:
         if reclaimed:
             log.warning("removed %d files that dead daemons left in %s", len(reclaimed), config.shm_dir)
         self._lock = FileLock.create_held(os.path.join(config.shm_dir, f"kvferry-{self.incarnation.hex()}-lock"))
-        for lack in await asyncio.to_thread(lacks, config):
-            log.warning("the first worker will be refused: %s", lack)
-        clear_socket(config.socket)
-        self._health = HealthServicer()
-        self._watch = self._snapshots.watch = HealthWatch(self.sides, config.stalled_seconds, self._announce)
-        timed = [self._snapshots.rpcs]
-        gated = timed if self._tls is None else [*timed, PeerGate(config.name, config.tls_peers)]
-        self._tcp, self._unix = (
-            grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS, maximum_concurrent_rpcs=most_calls(most))
-            for interceptors, most in ((gated, config.max_peers), (timed, config.max_workers))
-        )
-        host, port = parse_address(config.listen)
-        _check_free(config.listen)
-        try:
-            if self._tls is None:
-                bound = self._tcp.add_insecure_port(config.listen)
-            else:
-                bound = self._tcp.add_secure_port(config.listen, self._tls.server_credentials())
-        except RuntimeError as error:
-            raise ConfigError(f"--listen {config.listen}: {error}") from error
-        if port and bound != port:
-            raise ConfigError(f"--listen {config.listen}: the port is taken")
-        self.address = f"{host if ':' not in host else f'[{host}]'}:{bound}"
-        self._workers = WorkerService(self.sides, self.address)
-        worker_pb2_grpc.add_WorkerServicer_to_server(self._workers, self._unix)
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.sides), self._unix)
+
+    def _add_services(self, servers: GrpcServers) -> WorkerService:
+        """Workers and operators by the Unix socket, prefill's peers by TCP, look-ups and health by both."""
+        workers = WorkerService(self.sides, self.address)
+        worker_pb2_grpc.add_WorkerServicer_to_server(workers, servers.unix)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.sides), servers.unix)
         cache = CacheService(self.sides, self._snapshots)
         services = [cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name]
-        for server in (self._tcp, self._unix):
+        for server in (servers.tcp, servers.unix):
             cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         prefill = self.sides.get("prefill")
         if isinstance(prefill, PrefillSide):
-            peer_pb2_grpc.add_PeerServicer_to_server(PeerService(prefill), self._tcp)
+            peer_pb2_grpc.add_PeerServicer_to_server(PeerService(prefill), servers.tcp)
             services.append(peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name)
-        if config.reflection:
-            from grpc_reflection.v1alpha import reflection
-
+        if self.config.reflection:
             local = [
                 admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
                 worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name,
             ]
-            for server, more in ((self._tcp, []), (self._unix, local)):
-                reflection.enable_server_reflection([*services, *more, reflection.SERVICE_NAME], server)
-        before = os.umask(0o177)
-        try:
-            self._unix.add_insecure_port(f"unix:{config.socket}")
-        finally:
-            os.umask(before)
-        self._socket = SocketFile(config.socket)
-        if config.events:
-            self._publish_events()
-        if config.metrics:
-            self._metrics = self._serve_metrics()
-            self._snapshots.metrics = self._metrics.address
-            log.info("metrics: http://%s/metrics", self._metrics.address)
-        await self._tcp.start()
-        await self._unix.start()
-        os.chmod(config.socket, 0o600)
-        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._watch.run())]
+            servers.reflect(services, [*services, *local])
+        return workers
+
+    def _start_tasks(self) -> None:
+        loops = [self._tick(), self._watch.run()]
         if self._tls is not None:
-            self._tasks.append(asyncio.create_task(self._tls.run()))
+            loops.append(self._tls.run())
         decode = self.sides.get("decode")
         if isinstance(decode, DecodeSide):
-            self._tasks += [asyncio.create_task(link.run()) for link in decode.links.values()]
+            loops += [link.run() for link in decode.links.values()]
             if decode.links:
                 told = ", ".join(f"{link.name} at {link.address}" for link in decode.links.values())
                 log.info("peers: %s; they are dialled once the first decode worker is here", told)
-            if config.peer_service:
-                discovery = Discovery(config.peer_service, decode, self._watch_task, dial=self._dial)
-                self._tasks.append(asyncio.create_task(discovery.run()))
+        for capability in self._capabilities:
+            loops += capability.loops()
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
         for task in self._tasks:
             self._watch_task(task)
 
-    def _publish_events(self) -> None:
-        """ConfigError where the endpoint cannot be had, or what it needs is not installed."""
-        config = self.config
-        try:
-            from kvferry.daemon.observe.event_publisher import EventPublisher, PublisherSettings
-        except ImportError as error:
-            raise ConfigError(f"--events needs pip install 'kvferry[events]': {error}") from error
-        settings = PublisherSettings(
-            endpoint=config.events,
-            replay=config.events_replay,
-            topic=config.events_topic,
-            buffer=config.events_buffer,
-            page_size=config.page_size,
-        )
-        try:
-            self._publisher = self.sides["decode"].event_sink = EventPublisher(settings)
-        except OSError as error:
-            raise ConfigError(f"--events {config.events}, --events-replay {config.events_replay}: {error}") from error
-        log.info("KV events: %s, replay: %s", self._publisher.endpoint, self._publisher.replay or "none")
-
-    def _serve_metrics(self) -> MetricsServer:
-        """ConfigError where the address was asked for and cannot be had. The default one may be another daemon's."""
-        config, loop = self.config, asyncio.get_running_loop()
-        try:
-            return MetricsServer(config.metrics, self._snapshots.take, loop)
-        except ConfigError as error:
-            if "metrics" in config.model_fields_set:
-                raise
-            log.warning("%s; metrics are at any free port", error)
-            return MetricsServer("127.0.0.1:0", self._snapshots.take, loop)
+    # -- its end -------------------------------------------------------------------------------------------------
 
     def discard(self) -> None:
         """Leaves no file and no thread behind, whatever failed before."""
@@ -229,10 +188,8 @@ class Daemon:
                 ends.callback(self._unlink_lock, self._lock)
             if self._socket is not None:
                 ends.callback(self._socket.remove)
-            if self._publisher is not None:
-                ends.callback(self._publisher.close)
-            if self._metrics is not None:
-                ends.callback(self._metrics.close)
+            for capability in self._capabilities:
+                ends.callback(capability.close)
 
     def _unlink_lock(self, lock: FileLock) -> None:
         """Without it nobody would ever remove the files that are still there."""
@@ -301,12 +258,12 @@ class Daemon:
             for task in running:
                 task.cancel()
             await asyncio.wait(running, timeout=1.0)
-        if self._metrics is not None:
-            await self._metrics.stop()
-            self._metrics = None
+        for capability in reversed(self._capabilities):
+            await capability.end()
+        assert self._running is not None, "start() has returned"
         if self._fatal is None:
-            self._workers.end_sessions()
-        await asyncio.gather(self._unix.stop(0.5), self._tcp.stop(0.5))
+            self._running.workers.end_sessions()
+        await self._running.servers.stop(0.5)
         await asyncio.sleep(0)  # handlers that were cancelled have run their ends
         prefill = self.sides.get("prefill")
         if isinstance(prefill, PrefillSide):
@@ -353,24 +310,6 @@ class Daemon:
 async def _end_of_sessions(side: PrefillSide) -> None:
     while side.sessions:
         await asyncio.sleep(0.02)
-
-
-def _check_free(listen: str) -> None:
-    """ConfigError where nothing can listen there; gRPC would say so in lines of its own."""
-    host, port = parse_address(listen)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(found[0][4])
-            probe.listen()
-    except OSError as error:
-        raise ConfigError(f"--listen {listen}: {error.strerror or error}") from error
-
-
-def most_calls(clients: int) -> int:
-    """Calls of a server at a time, sessions among them; gRPC refuses more with RESOURCE_EXHAUSTED."""
-    return CALLS_PER_CLIENT * clients + MORE_CALLS
 
 
 def _check_descriptors(config: DaemonConfig) -> None:

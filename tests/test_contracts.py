@@ -86,7 +86,7 @@ LAYERS = {
 # The daemon's floors, top down: a module imports its own floor and those below it.
 FLOORS = (
     ("cli",),
-    ("server", "backstop", "socket_file"),
+    ("server", "backstop", "capabilities", "grpc_servers", "socket_file"),
     ("services",),
     ("observe",),
     ("sides",),

@@ -233,8 +233,6 @@ async def draining(folder: Path, monkeypatch: pytest.MonkeyPatch, *, saves: bool
     monkeypatch.setattr(server_module, "TELLING_SECONDS", 0.05)
     daemon, side = Daemon(config_of(folder, grace_seconds=GRACE)), Busy(clock, saves)
     daemon.sides = {"decode": cast(AnySide, side)}
-    daemon._tasks = []
-    daemon._health = server_module.HealthServicer()
     yield daemon, side
     await asyncio.gather(*daemon._tasks)
 

@@ -19,7 +19,7 @@ from kvferry.client.requests import HandshakeFailed, RequestName
 from kvferry.client.stream import MAX_RECEIVED_MESSAGE_BYTES
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
-from kvferry.daemon.server import most_calls
+from kvferry.daemon.grpc_servers import most_calls
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc, peer_pb2, peer_pb2_grpc
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_MESSAGE_BYTES, MAX_NAME_CHARS, MAX_REASON_CHARS

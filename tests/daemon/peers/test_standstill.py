@@ -321,8 +321,9 @@ def test_the_memory_of_sessions_stays_until_they_end_behind_a_standstill(
                 left.append(len(side.sessions))
                 await close()
 
-            side.close, daemon._workers.end_sessions = closes, end_sessions  # type: ignore[method-assign]
-            stop, daemon._tcp.stop = daemon._tcp.stop, stopped
+            running = cast(Any, daemon._running)
+            side.close, running.workers.end_sessions = closes, end_sessions
+            stop, running.servers.tcp.stop = running.servers.tcp.stop, stopped
             daemon.stop()
             await daemon.run_until_stopped()
             assert left == [0]
