@@ -147,7 +147,7 @@ class _Tier:
 
 
 class KvEventLog:
-    """Of one store; `take` gives the events since the last time. `chain` None: tokens are believed."""
+    """Events of one cache; `take` gives the events since the last time. `chain` None: tokens are believed."""
 
     def __init__(self, page_size: int, device: PagePool, host: PagePool | None, chain: TokenChain | None) -> None:
         self._page_size = page_size

@@ -23,7 +23,7 @@ def flush(world: World, sides: list[Side]) -> None:
         host += sum(path in side.host for path in going)
         skipped += len(every) - len(going)
         side.drop(going)
-    result = world.store.flush([side.namespace for side in sides])
+    result = world.cache.flush([side.namespace for side in sides])
     assert (result.device, result.host, result.skipped) == (device, host, skipped)
     world.sync()
 
@@ -45,7 +45,7 @@ def restart(world: World, keep: int, order: int, batches: int) -> None:
     for part in parts:
         for side in world.sides:
             _recover(world, side, [entry[1:] for entry in part if entry[0] == side.number])
-    assert world.store.tiers.recovered == len(found) and world.store.tiers.discarded_entries == 0
+    assert world.cache.tiers.recovered == len(found) and world.cache.tiers.discarded_entries == 0
     world.sync()
 
 
@@ -54,7 +54,7 @@ def _recover(world: World, side: Side, entries: list[tuple[Path, int, bool | Non
         return
     assert world.host is not None
     paths = [path for path, _, _ in entries]
-    world.store.recover(
+    world.cache.recover(
         side.namespace,
         b"".join(digest(path) for path in paths),
         b"".join(digest(path[:-1]) if len(path) > 1 else NO_PARENT for path in paths),

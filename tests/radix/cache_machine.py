@@ -226,7 +226,7 @@ class CacheMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         world = self.world
         world.now += seconds
-        world.store.clock.now = world.now
+        world.cache.clock.now = world.now
         world.pins.expire(world.now)
         assert all(pin.until > world.now for pin in world.pins.all())
         world.settle()
@@ -240,7 +240,7 @@ class CacheMachine(RuleBasedStateMachine):
     def press(self, side: int, pages: int, patient: bool) -> None:
         """Takes as many pages as can be had, for a moment: the others go, or to the host."""
         chosen = self.side(side)
-        pages = next((n for n in range(pages, 0, -1) if self.world.store.fits(chosen.namespace, n)), 0)
+        pages = next((n for n in range(pages, 0, -1) if self.world.cache.fits(chosen.namespace, n)), 0)
         request = Request(chosen, (), pages, *parts(0))
         self.requests.open(request)
         if request in self.requests.all:

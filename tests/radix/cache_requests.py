@@ -63,7 +63,7 @@ class Requests:
 
     def open(self, request: Request) -> None:
         """Unless it could never be had."""
-        if request.wanted + request.growth <= self.world.store.most(request.side.namespace):
+        if request.wanted + request.growth <= self.world.cache.most(request.side.namespace):
             self.all.append(request)
             self.advance(request)
 
@@ -77,10 +77,10 @@ class Requests:
         world, side = self.world, request.side
         match = side.matched_device(request.prompt)
         later = self._later(request.growth)
-        if not world.store.fits(side.namespace, request.wanted - match + later):
+        if not world.cache.fits(side.namespace, request.wanted - match + later):
             return
         lock = world.lock(side, request.prompt, request.priority)
-        if not world.store.fits(side.namespace, request.wanted - lock.device_pages + later):
+        if not world.cache.fits(side.namespace, request.wanted - lock.device_pages + later):
             world.give_up(side, lock)
             return
         request.lock = lock

@@ -1,6 +1,6 @@
-"""A store with its memory, and what shells and cores do with it: copies that end when they like, requests, pins.
+"""A cache with its memory, and what shells and cores do with it: copies that end when they like, requests, pins.
 
-Everything done here is done to the model too, and what the store answers is compared with it on the spot.
+Everything done here is done to the model too, and what the cache answers is compared with it on the spot.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class World:
         """A fresh process: only the host tier's bytes may have outlived the one before."""
         setup = self.setup
         self.device_memory = Memory(setup.pages)
-        self.store = Cache(setup.pages, 4, host_pages=setup.host_pages, limits=setup.limits)
-        self.pool, self.host = self.store.pool, self.store.host
-        self.sides = [Side(i, self.store.namespace(name)) for i, name in enumerate(setup.namespaces)]
-        self.pins = Pins(self.store, Unlocking(self))
+        self.cache = Cache(setup.pages, 4, host_pages=setup.host_pages, limits=setup.limits)
+        self.pool, self.host = self.cache.pool, self.cache.host
+        self.sides = [Side(i, self.cache.namespace(name)) for i, name in enumerate(setup.namespaces)]
+        self.pins = Pins(self.cache, Unlocking(self))
         self.flights, self.released, self.lock_paths = [], [], {}
 
     def side_of(self, namespace: Namespace) -> Side:
@@ -128,7 +128,7 @@ class World:
         assert sorted(removed) == sorted(expected)
         assert removed[0] == expected[0], "path order first"
         self.released += removed
-        self.store.pruned(side.namespace, removed)
+        self.cache.pruned(side.namespace, removed)
         self.sync()
 
     def take_out(self, side: Side, top: Path) -> list[int]:
@@ -156,8 +156,8 @@ class World:
     def take(self, side: Side, pages: int) -> list[int] | None:
         """Of a promise. None: copies must end first, and some are under way."""
         before = [(s, s.namespace.used - s.namespace.tree.spilling, s.namespace.tree.host_pages) for s in self.sides]
-        dropped = self.store.tiers.dropped
-        taken = self.store.take(side.namespace, pages)
+        dropped = self.cache.tiers.dropped
+        taken = self.cache.take(side.namespace, pages)
         self.released.clear()
         self.sync()
         self.collect()
@@ -168,7 +168,7 @@ class World:
                 assert left >= quota.soft, "another one's soft quota was broken"
             # What hangs below a dropped page goes with it; and room may be made for what then waits for a copy's end.
             host_left += namespace.tree.evictable - namespace.tree.spilling
-            if other is not side and host_left < host_pages and dropped == self.store.tiers.dropped:
+            if other is not side and host_left < host_pages and dropped == self.cache.tiers.dropped:
                 assert host_left >= quota.host_soft, "another one's soft quota of the host was broken"
         if taken is None:
             coming = any(flight.writes_host for flight in self.flights)
@@ -180,10 +180,10 @@ class World:
 
     def release(self, side: Side, pages: Sequence[int]) -> None:
         self.released += pages
-        self.store.release(side.namespace, pages)
+        self.cache.release(side.namespace, pages)
 
     def settle(self) -> None:
-        self.store.settle()
+        self.cache.settle()
         self.released.clear()
 
     def insert(
@@ -212,14 +212,14 @@ class World:
             tree.relock(lock, result.match)
             side.let_go(self.lock_paths.pop(lock)[1])
             self.register(side, path, lock)
-        self.store.publish(side.namespace, len(pages) - len(twice))
+        self.cache.publish(side.namespace, len(pages) - len(twice))
         self.release(side, twice)
 
     # -- copies --------------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
         """Copies that were begun since the last time: their targets are half written from now on."""
-        for started in self.store.copies.take_started():
+        for started in self.cache.copies.take_started():
             self.flights.append(self._flight(started))
 
     def _flight(self, started: CopyStarted) -> Flight:
@@ -250,7 +250,7 @@ class World:
     def restore(self, side: Side, lock: Lock, pages: list[int]) -> None:
         path = self.path_of(lock)
         missing = [prefix for prefix in prefixes(path) if prefix not in side.device]
-        self.store.restore(side.namespace, lock, pages)
+        self.cache.restore(side.namespace, lock, pages)
         for prefix, page in zip(missing, pages, strict=True):
             side.device[prefix] = place(self.pool, page)
         self.collect()
@@ -278,8 +278,8 @@ class World:
         leaving = side.leaving([flight]) if not bad else set()
         if kind == RESTORE:
             side.let_go(flight.holds)
-        ended = self.store.copies.ended(flight.number, bad, len(bad), 0.001)
-        self.store.pruned(ended.namespace, ended.removed)
+        ended = self.cache.copies.ended(flight.number, bad, len(bad), 0.001)
+        self.cache.pruned(ended.namespace, ended.removed)
         assert (ended.namespace, ended.kind) == (side.namespace, kind)
         if kind == RESTORE:
             self._restored(flight, set(bad), ended)
@@ -336,13 +336,13 @@ class World:
     def spill(self, pages: int) -> None:
         """For the host tier's sake."""
         self.settle()
-        going = self.store.eviction.spill(pages)
+        going = self.cache.eviction.spill(pages)
         self.sync()
         self.collect()
         assert going <= pages
 
     def write_through(self) -> None:
-        self.store.eviction.write_through()
+        self.cache.eviction.write_through()
         self.collect()
 
     # -- pins ----------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class World:
         try:
             pin = self.pins.pin(side.namespace, chain(path), until)
         except RequestError:
-            assert readable == 0 or not self.store.fits(side.namespace, 0) or self.would_not_fit(side, path[:readable])
+            assert readable == 0 or not self.cache.fits(side.namespace, 0) or self.would_not_fit(side, path[:readable])
             return
         assert readable > 0
         self.register(side, path[:readable], pin.lock)
@@ -383,6 +383,6 @@ class World:
 
     def would_not_fit(self, side: Side, path: Path) -> bool:
         lock = self.lock(side, path)
-        fits = self.store.fits(side.namespace, 0)
+        fits = self.cache.fits(side.namespace, 0)
         self.give_up(side, lock)
         return not fits

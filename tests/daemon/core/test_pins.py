@@ -31,33 +31,33 @@ def chain(prompt: str) -> bytes:
 
 class World:
     def __init__(self, host_pages: int = 0) -> None:
-        self.store = Cache(PAGES, 4, host_pages=host_pages)
-        self.namespace = self.store.namespace(bytes(32))
-        self.pins = Pins(self.store, Holds(self.store, Arrivals()))
+        self.cache = Cache(PAGES, 4, host_pages=host_pages)
+        self.namespace = self.cache.namespace(bytes(32))
+        self.pins = Pins(self.cache, Holds(self.cache, Arrivals()))
 
     def take(self, pages: int, namespace: Namespace | None = None) -> list[int]:
         """As an admitted request does, waiting for copies."""
         namespace = namespace or self.namespace
-        assert self.store.fits(namespace, pages)
+        assert self.cache.fits(namespace, pages)
         namespace.promised += pages
-        while (taken := self.store.take(namespace, pages)) is None:
-            assert self.store.copies.running
+        while (taken := self.cache.take(namespace, pages)) is None:
+            assert self.cache.copies.running
             self.end_copies()
         namespace.promised -= pages
         return taken
 
     def end_copies(self) -> None:
-        for started in self.store.copies.take_started():
-            ended = self.store.copies.ended(started.number, [], 0, 0.0)
-            self.store.pruned(ended.namespace, ended.removed)
+        for started in self.cache.copies.take_started():
+            ended = self.cache.copies.ended(started.number, [], 0, 0.0)
+            self.cache.pruned(ended.namespace, ended.removed)
 
     def put(self, prompt: str) -> None:
         """Finishes a request: its pages are cached."""
         digests, held = chain(prompt), self.held(prompt)
         pages = self.take(len(prompt))
         result = self.namespace.tree.insert(digests, pages)
-        self.store.publish(self.namespace, len(prompt) - len(result.duplicates))
-        self.store.release(self.namespace, result.duplicates)
+        self.cache.publish(self.namespace, len(prompt) - len(result.duplicates))
+        self.cache.release(self.namespace, result.duplicates)
         assert len(result.duplicates) == held
 
     def held(self, prompt: str) -> int:
@@ -69,8 +69,8 @@ def test_a_pin_holds_the_longest_held_prefix() -> None:
     world.put("abcd")
     pin = world.pins.pin(world.namespace, chain("abcdefg"), until=10.0)
     assert (pin.number, pin.pages, world.namespace.pinned_pages) == (1, 4, 4)
-    assert not world.store.fits(world.namespace, PAGES - 3)
-    world.store.release(world.namespace, world.take(PAGES - 4))
+    assert not world.cache.fits(world.namespace, PAGES - 3)
+    world.cache.release(world.namespace, world.take(PAGES - 4))
     assert world.held("abcd") == 4
     part = world.pins.pin(world.namespace, chain("abxyz"), until=10.0)
     assert (part.pages, len(world.pins)) == (2, 2)
@@ -82,7 +82,7 @@ def test_a_flush_leaves_what_is_pinned() -> None:
     world.put("abcd")
     world.put("xy")
     world.pins.pin(world.namespace, chain("ab"), until=10.0)
-    count = world.store.flush([world.namespace])
+    count = world.cache.flush([world.namespace])
     assert (count.device, count.host, count.skipped) == (4, 0, 2)
     assert (world.held("abcd"), world.held("xy")) == (2, 0)
 
@@ -96,9 +96,9 @@ def test_a_pin_expires() -> None:
     assert len(world.pins) == 2
     world.pins.expire(10.0)
     assert world.pins.all() == [later]
-    assert (world.namespace.pinned_pages, world.store.evictable) == (2, 2)
+    assert (world.namespace.pinned_pages, world.cache.evictable) == (2, 2)
     world.pins.expire(1e9)
-    assert (world.namespace.pinned_pages, world.store.evictable, world.store.locks) == (0, 4, 0)
+    assert (world.namespace.pinned_pages, world.cache.evictable, world.cache.locks) == (0, 4, 0)
 
 
 def test_unpin_one_or_all() -> None:
@@ -111,7 +111,7 @@ def test_unpin_one_or_all() -> None:
     assert world.pins.unpin(99) == 0
     assert world.pins.unpin(0) == 2
     assert world.pins.unpin(0) == 0
-    assert (world.store.locks, world.namespace.pinned_pages) == (0, 0)
+    assert (world.cache.locks, world.namespace.pinned_pages) == (0, 0)
     assert world.pins.pin(world.namespace, chain("a"), until=10.0).number == 4, "no number comes twice"
 
 
@@ -121,23 +121,23 @@ def test_nothing_held_is_not_found() -> None:
     with pytest.raises(RequestError) as refused:
         world.pins.pin(world.namespace, chain("xyz"), until=10.0)
     assert refused.value.code == common.ERROR_NOT_FOUND
-    assert (world.store.locks, len(world.pins)) == (0, 0)
+    assert (world.cache.locks, len(world.pins)) == (0, 0)
 
 
 def test_pages_on_their_way_are_not_pinned() -> None:
     world = World()
     world.put("ab")
     tree, pages = world.namespace.tree, world.take(3)
-    world.store.pool.move(pages, PageState.LEASED, PageState.ARRIVING)
+    world.cache.pool.move(pages, PageState.LEASED, PageState.ARRIVING)
     filler = tree.lock(tree.insert(chain("abcde"), pages, start=2).match)
-    world.store.publish(world.namespace, 3)
+    world.cache.publish(world.namespace, 3)
     tree.arrived(pages[:1])
     pin = world.pins.pin(world.namespace, chain("abcde"), until=10.0)
     assert pin.pages == 3
     with pytest.raises(RequestError):
         # Only the arriving part is asked for, as far as it differs.
         world.pins.pin(world.namespace, chain("x"), until=10.0)
-    world.store.pruned(world.namespace, tree.prune(filler, 3))
+    world.cache.pruned(world.namespace, tree.prune(filler, 3))
     assert world.held("abcde") == 3
     world.pins.unpin(0)
     tree.check()
@@ -146,7 +146,7 @@ def test_pages_on_their_way_are_not_pinned() -> None:
 def test_pages_of_the_host_tier_are_held_there() -> None:
     world = World(host_pages=8)
     world.put("abcd")
-    world.store.release(world.namespace, world.take(PAGES))
+    world.cache.release(world.namespace, world.take(PAGES))
     world.end_copies()
     tree = world.namespace.tree
     assert (tree.pages, tree.host_pages, tree.host_evictable) == (0, 4, 4)
@@ -160,13 +160,13 @@ def test_pages_of_the_host_tier_are_held_there() -> None:
 def test_a_pin_may_not_take_what_was_promised() -> None:
     world = World()
     world.put("abcdefgh")
-    assert world.store.fits(world.namespace, PAGES - 2)
+    assert world.cache.fits(world.namespace, PAGES - 2)
     world.namespace.promised += PAGES - 2
     assert world.pins.pin(world.namespace, chain("ab"), until=10.0).pages == 2
     with pytest.raises(RequestError, match="3 pages cannot be pinned") as refused:
         world.pins.pin(world.namespace, chain("abc"), until=10.0)
     assert refused.value.code == common.ERROR_RESOURCE_EXHAUSTED
-    assert (world.store.locks, world.namespace.pinned_pages, len(world.pins)) == (1, 2, 1)
+    assert (world.cache.locks, world.namespace.pinned_pages, len(world.pins)) == (1, 2, 1)
     world.namespace.promised -= 1
     assert world.pins.pin(world.namespace, chain("abc"), until=10.0).pages == 3
 

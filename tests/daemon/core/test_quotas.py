@@ -29,34 +29,34 @@ def chain(path: str) -> bytes:
     return digests
 
 
-def store_of(host_pages: int = 0, **quotas: Quota) -> Cache:
+def cache_of(host_pages: int = 0, **quotas: Quota) -> Cache:
     by_id = {{"a": A, "b": B, "c": C}[name]: quota for name, quota in quotas.items()}
     return Cache(PAGES, 4, host_pages=host_pages, limits=CacheLimits(quotas=by_id))
 
 
-def end_copies(store: Cache) -> None:
-    for started in store.copies.take_started():
-        ended = store.copies.ended(started.number, [], 0, 0.0)
-        store.pruned(ended.namespace, ended.removed)
+def end_copies(cache: Cache) -> None:
+    for started in cache.copies.take_started():
+        ended = cache.copies.ended(started.number, [], 0, 0.0)
+        cache.pruned(ended.namespace, ended.removed)
 
 
-def take(store: Cache, namespace: Namespace, pages: int) -> list[int]:
+def take(cache: Cache, namespace: Namespace, pages: int) -> list[int]:
     """As an admitted request does, waiting for copies."""
-    assert store.fits(namespace, pages)
+    assert cache.fits(namespace, pages)
     namespace.promised += pages
-    while (taken := store.take(namespace, pages)) is None:
-        assert store.copies.running, "the promise cannot be kept"
-        end_copies(store)
+    while (taken := cache.take(namespace, pages)) is None:
+        assert cache.copies.running, "the promise cannot be kept"
+        end_copies(cache)
     namespace.promised -= pages
     return taken
 
 
-def put(store: Cache, namespace: Namespace, path: str) -> None:
+def put(cache: Cache, namespace: Namespace, path: str) -> None:
     """Finishes a request: its pages are cached."""
-    pages = take(store, namespace, len(path))
+    pages = take(cache, namespace, len(path))
     result = namespace.tree.insert(chain(path), pages)
-    store.publish(namespace, len(path) - len(result.duplicates))
-    store.release(namespace, result.duplicates)
+    cache.publish(namespace, len(path) - len(result.duplicates))
+    cache.release(namespace, result.duplicates)
 
 
 def held(namespace: Namespace, path: str) -> int:
@@ -72,121 +72,121 @@ def test_quotas_that_cannot_be(quota: tuple[int, int]) -> None:
 
 
 def test_namespaces_do_not_match_each_other() -> None:
-    store = store_of()
-    a, b = store.namespace(A), store.namespace(B)
-    assert store.namespace(A) is a
-    put(store, a, "abcd")
+    cache = cache_of()
+    a, b = cache.namespace(A), cache.namespace(B)
+    assert cache.namespace(A) is a
+    put(cache, a, "abcd")
     assert (held(a, "abcd"), held(b, "abcd")) == (4, 0)
-    put(store, b, "ab")
-    assert (held(a, "abcd"), held(b, "abcd"), store.pool.free) == (4, 2, PAGES - 6), "pages are not shared"
-    store.flush([b])
+    put(cache, b, "ab")
+    assert (held(a, "abcd"), held(b, "abcd"), cache.pool.free) == (4, 2, PAGES - 6), "pages are not shared"
+    cache.flush([b])
     assert (held(a, "abcd"), held(b, "abcd")) == (4, 0)
 
 
 def test_without_quotas_the_least_recently_used_go_first() -> None:
-    store = store_of()
-    a, b = store.namespace(A), store.namespace(B)
-    put(store, a, "abcdefgh")
-    put(store, b, "abcdefgh")
-    put(store, a, "xy")
-    store.release(b, take(store, b, PAGES - 18 + 8))
+    cache = cache_of()
+    a, b = cache.namespace(A), cache.namespace(B)
+    put(cache, a, "abcdefgh")
+    put(cache, b, "abcdefgh")
+    put(cache, a, "xy")
+    cache.release(b, take(cache, b, PAGES - 18 + 8))
     assert (held(a, "abcdefgh"), held(b, "abcdefgh"), held(a, "xy")) == (0, 8, 2)
-    assert (a.evicted, b.evicted, store.evicted) == (8, 0, 8)
+    assert (a.evicted, b.evicted, cache.evicted) == (8, 0, 8)
 
 
 def test_a_hard_quota_bounds_what_a_namespace_uses() -> None:
-    store = store_of(a=Quota(hard=8))
-    a, b = store.namespace(A), store.namespace(B)
-    assert (store.most(a), store.most(b)) == (8, PAGES)
-    put(store, b, "abcd")
+    cache = cache_of(a=Quota(hard=8))
+    a, b = cache.namespace(A), cache.namespace(B)
+    assert (cache.most(a), cache.most(b)) == (8, PAGES)
+    put(cache, b, "abcd")
     for path in ("abcd", "efgh", "ijklmn", "opqrstuv", "w"):
-        put(store, a, path)
+        put(cache, a, path)
         assert a.used <= 8 and held(a, path) == len(path)
     assert held(b, "abcd") == 4, "others do not pay for it"
-    assert not store.fits(a, 9) and store.fits(a, 8)
+    assert not cache.fits(a, 9) and cache.fits(a, 8)
     lock = a.tree.lock(a.tree.match(chain("w")))
-    assert not store.fits(a, 8) and store.fits(a, 7)
+    assert not cache.fits(a, 8) and cache.fits(a, 7)
     a.promised += 3
-    assert not store.fits(a, 5) and store.fits(a, 4) and store.fits(b, PAGES - 1 - 3)
+    assert not cache.fits(a, 5) and cache.fits(a, 4) and cache.fits(b, PAGES - 1 - 3)
     a.promised -= 3
     a.tree.unlock(lock)
 
 
 def test_a_soft_quota_keeps_pages_from_the_others() -> None:
-    store = store_of(a=Quota(soft=8))
-    a, b = store.namespace(A), store.namespace(B)
-    put(store, a, "abcdefghijkl")
-    put(store, b, "abcd")
-    assert not store.fits(b, PAGES - 7) and store.fits(b, PAGES - 8)
-    put(store, b, "mnopqrstuvwxyzab")  # PAGES - 8
+    cache = cache_of(a=Quota(soft=8))
+    a, b = cache.namespace(A), cache.namespace(B)
+    put(cache, a, "abcdefghijkl")
+    put(cache, b, "abcd")
+    assert not cache.fits(b, PAGES - 7) and cache.fits(b, PAGES - 8)
+    put(cache, b, "mnopqrstuvwxyzab")  # PAGES - 8
     assert (a.used, held(a, "abcdefghijkl"), b.used) == (8, 8, 16)
-    put(store, b, "x" * 16)
+    put(cache, b, "x" * 16)
     assert (a.used, b.used) == (8, 16)
-    assert store.fits(a, PAGES) and store.available() == 16
-    put(store, a, "y" * PAGES)
+    assert cache.fits(a, PAGES) and cache.available() == 16
+    put(cache, a, "y" * PAGES)
     assert (a.used, b.used) == (PAGES, 0)
 
 
 def test_a_soft_quota_protects_no_more_than_is_cached() -> None:
-    store = store_of(a=Quota(soft=8))
-    a, b = store.namespace(A), store.namespace(B)
-    put(store, a, "ab")
-    assert store.fits(b, PAGES - 2) and not store.fits(b, PAGES - 1)
-    own = take(store, a, 8)  # of its own request: nobody evicts these, but its cached pages are above the quota now
-    assert store.fits(b, PAGES - 8)
-    store.release(a, own)
+    cache = cache_of(a=Quota(soft=8))
+    a, b = cache.namespace(A), cache.namespace(B)
+    put(cache, a, "ab")
+    assert cache.fits(b, PAGES - 2) and not cache.fits(b, PAGES - 1)
+    own = take(cache, a, 8)  # of its own request: nobody evicts these, but its cached pages are above the quota now
+    assert cache.fits(b, PAGES - 8)
+    cache.release(a, own)
 
 
 def test_promises_count_against_the_namespaces_own_pages_first() -> None:
-    store = store_of(a=Quota(soft=8))
-    a, b = store.namespace(A), store.namespace(B)
-    put(store, a, "abcdefgh")
-    assert store.fits(a, 8)
+    cache = cache_of(a=Quota(soft=8))
+    a, b = cache.namespace(A), cache.namespace(B)
+    put(cache, a, "abcdefgh")
+    assert cache.fits(a, 8)
     a.promised += 8
-    assert store.fits(b, PAGES - 8), "they can all be had from its own protected pages"
+    assert cache.fits(b, PAGES - 8), "they can all be had from its own protected pages"
     b.promised += PAGES - 8
-    assert not store.fits(a, 1) and not store.fits(b, 1)
+    assert not cache.fits(a, 1) and not cache.fits(b, 1)
     for namespace, pages in ((b, PAGES - 8), (a, 8)):
-        taken = store.take(namespace, pages)
+        taken = cache.take(namespace, pages)
         assert taken is not None
         namespace.promised -= pages
-        store.release(namespace, taken)
+        cache.release(namespace, taken)
 
 
 @pytest.mark.parametrize("first", [1, 2, 5, PAGES])
 def test_what_was_promised_can_be_taken_in_parts(first: int) -> None:
     """Whatever of its own pages are evicted, the rest of them is still its own to evict."""
-    store = store_of(b=Quota(soft=4))
-    b = store.namespace(B)
-    put(store, b, "abcd")
-    assert store.fits(b, PAGES)
+    cache = cache_of(b=Quota(soft=4))
+    b = cache.namespace(B)
+    put(cache, b, "abcd")
+    assert cache.fits(b, PAGES)
     b.promised = PAGES
     for pages in (first, PAGES - first):
-        assert store.take(b, pages) is not None
+        assert cache.take(b, pages) is not None
         b.promised -= pages
 
 
 def test_host_pages_under_the_soft_quota_are_kept_from_the_others() -> None:
-    store = store_of(host_pages=8, a=Quota(host_soft=4))
-    a, b = store.namespace(A), store.namespace(B)
-    put(store, a, "abcdef")
-    store.release(b, take(store, b, PAGES))
-    end_copies(store)
+    cache = cache_of(host_pages=8, a=Quota(host_soft=4))
+    a, b = cache.namespace(A), cache.namespace(B)
+    put(cache, a, "abcdef")
+    cache.release(b, take(cache, b, PAGES))
+    end_copies(cache)
     assert (a.tree.pages, a.tree.host_pages) == (0, 6)
-    put(store, b, "abcdefgh")
-    store.release(a, take(store, a, PAGES))
-    end_copies(store)
+    put(cache, b, "abcdefgh")
+    cache.release(a, take(cache, a, PAGES))
+    end_copies(cache)
     assert a.tree.host_pages == 4 and held(a, "abcdef") == 4
     assert b.tree.host_pages <= 4
 
 
 def test_a_hard_quota_bounds_the_host_pages() -> None:
-    store = store_of(host_pages=16, a=Quota(host_hard=4))
-    a, b = store.namespace(A), store.namespace(B)
+    cache = cache_of(host_pages=16, a=Quota(host_hard=4))
+    a, b = cache.namespace(A), cache.namespace(B)
     for path in ("abc", "def", "ghi"):
-        put(store, a, path)
-        store.release(b, take(store, b, PAGES))
-        end_copies(store)
+        put(cache, a, path)
+        cache.release(b, take(cache, b, PAGES))
+        end_copies(cache)
         assert a.tree.host_pages <= 4
 
 
@@ -224,8 +224,8 @@ class StoreMachine(RuleBasedStateMachine):
             evict_output_first=data.draw(st.booleans()),
             write_through_hits=data.draw(st.sampled_from([0, 2])),
         )
-        self.store = Cache(PAGES, 4, host_pages=data.draw(st.sampled_from([0, 5, 12, 40])), limits=limits)
-        self.namespaces = [self.store.namespace(namespace_id) for namespace_id in quotas]
+        self.cache = Cache(PAGES, 4, host_pages=data.draw(st.sampled_from([0, 5, 12, 40])), limits=limits)
+        self.namespaces = [self.cache.namespace(namespace_id) for namespace_id in quotas]
         self.requests: list[Request] = []
         self.locks: list[tuple[Namespace, Lock]] = []
         self.copies: list[CopyStarted] = []
@@ -233,10 +233,10 @@ class StoreMachine(RuleBasedStateMachine):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     @rule(which=shares, path=paths, data=st.data())
-    def cache(self, which: int, path: str, data: st.DataObject) -> None:
+    def serve(self, which: int, path: str, data: st.DataObject) -> None:
         """A whole request at once."""
         namespace = self.namespaces[which % 3]
-        if self.store.fits(namespace, len(path)):
+        if self.cache.fits(namespace, len(path)):
             namespace.promised += len(path)
             request = Request(namespace, len(path))
             self.requests.append(request)
@@ -246,7 +246,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(which=shares, pages=st.integers(0, 12) | st.integers(12, PAGES))
     def promise(self, which: int, pages: int) -> None:
         namespace = self.namespaces[which % 3]
-        if self.store.fits(namespace, pages):
+        if self.cache.fits(namespace, pages):
             namespace.promised += pages
             self.requests.append(Request(namespace, pages))
 
@@ -256,7 +256,7 @@ class StoreMachine(RuleBasedStateMachine):
         namespace = self.namespaces[which % 3]
         lock = namespace.tree.lock(namespace.tree.match(chain(path)))
         absent = lock.pages - lock.device_pages
-        if not self.store.fits(namespace, absent + more):
+        if not self.cache.fits(namespace, absent + more):
             namespace.tree.unlock(lock)
             return
         namespace.promised += absent + more
@@ -265,7 +265,7 @@ class StoreMachine(RuleBasedStateMachine):
         if absent:
             pages = self.taken(request, absent, data)
             assert lock.pages - lock.device_pages == absent
-            self.store.restore(namespace, lock, pages)
+            self.cache.restore(namespace, lock, pages)
             self.collect()
 
     @precondition(lambda self: any(request.promised for request in self.requests))
@@ -276,8 +276,8 @@ class StoreMachine(RuleBasedStateMachine):
         request.pages += self.taken(request, 1 + share % request.promised, data)
 
     def taken(self, request: Request, pages: int, data: st.DataObject) -> list[int]:
-        namespace, store = request.namespace, self.store
-        while (taken := store.take(namespace, pages)) is None:
+        namespace, cache = request.namespace, self.cache
+        while (taken := cache.take(namespace, pages)) is None:
             self.collect()
             assert self.copies, f"{pages} promised pages cannot be had, and no copy is under way"
             self.end_copy(data)
@@ -285,7 +285,7 @@ class StoreMachine(RuleBasedStateMachine):
         namespace.promised -= pages
         request.promised -= pages
         assert len(set(taken)) == pages
-        assert set(store.pool.states(taken)) <= {PageState.LEASED}
+        assert set(cache.pool.states(taken)) <= {PageState.LEASED}
         return taken
 
     @precondition(lambda self: self.requests)
@@ -293,7 +293,7 @@ class StoreMachine(RuleBasedStateMachine):
     def release(self, which: int, share: int) -> None:
         request = self.requests[which % len(self.requests)]
         cut = share % (len(request.pages) + 1)
-        self.store.release(request.namespace, request.pages[cut:])
+        self.cache.release(request.namespace, request.pages[cut:])
         del request.pages[cut:]
 
     @precondition(lambda self: self.requests)
@@ -304,8 +304,8 @@ class StoreMachine(RuleBasedStateMachine):
         namespace, pages = request.namespace, request.pages
         fresh = pages[: len(path)]
         result = namespace.tree.insert(chain(path[: len(fresh)]), fresh, 0, kind, priority)
-        self.store.publish(namespace, len(fresh) - len(result.duplicates))
-        self.store.release(namespace, [*result.duplicates, *pages[len(fresh) :]])
+        self.cache.publish(namespace, len(fresh) - len(result.duplicates))
+        self.cache.release(namespace, [*result.duplicates, *pages[len(fresh) :]])
         namespace.promised -= request.promised
         if request.lock is not None:
             namespace.tree.unlock(request.lock)
@@ -315,7 +315,7 @@ class StoreMachine(RuleBasedStateMachine):
         """A pin, or the lock of a request that was promised nothing."""
         namespace = self.namespaces[which % 3]
         lock = namespace.tree.lock(namespace.tree.match(chain(path)))
-        if self.store.fits(namespace, 0):
+        if self.cache.fits(namespace, 0):
             self.locks.append((namespace, lock))
         else:
             namespace.tree.unlock(lock)
@@ -328,11 +328,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=shares)
     def flush(self, which: int) -> None:
-        self.store.flush(self.namespaces[: 1 + which % 3])
+        self.cache.flush(self.namespaces[: 1 + which % 3])
 
     @rule()
     def write_through(self) -> None:
-        self.store.eviction.write_through()
+        self.cache.eviction.write_through()
         self.collect()
 
     @precondition(lambda self: self.copies)
@@ -345,8 +345,8 @@ class StoreMachine(RuleBasedStateMachine):
     def end(self, index: int, failed: list[int]) -> None:
         started = self.copies.pop(index)
         device = started.copy.device
-        ended = self.store.copies.ended(started.number, failed, 0, 0.0)
-        self.store.pruned(ended.namespace, ended.removed)
+        ended = self.cache.copies.ended(started.number, failed, 0, 0.0)
+        self.cache.pruned(ended.namespace, ended.removed)
         assert ended.namespace.id == started.namespace_id
         if started.copy.kind == RESTORE:
             assert set(ended.readable) | set(ended.lost) | set(ended.removed) <= set(device)
@@ -354,7 +354,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.collect()
 
     def collect(self) -> None:
-        self.copies += self.store.copies.take_started()
+        self.copies += self.cache.copies.take_started()
 
     # -- what always holds ---------------------------------------------------------------------------------------
 
@@ -368,11 +368,11 @@ class StoreMachine(RuleBasedStateMachine):
             assert not quota.host_hard or namespace.tree.host_pages <= quota.host_hard
             assert namespace.within_hard(0)
             namespace.tree.check()
-        self.store.settle()
-        assert slack(self.store.pool.free, self.namespaces) >= 0
-        assert self.store.pool.free + sum(namespace.used for namespace in self.namespaces) == PAGES
-        assert self.store.copies.running == len(self.copies)
-        self.store.pool.check()
+        self.cache.settle()
+        assert slack(self.cache.pool.free, self.namespaces) >= 0
+        assert self.cache.pool.free + sum(namespace.used for namespace in self.namespaces) == PAGES
+        assert self.cache.copies.running == len(self.copies)
+        self.cache.pool.check()
 
     def teardown(self) -> None:
         """Everything can be had again once all is over."""
@@ -382,11 +382,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.unlock(0)
         while self.copies:
             self.end(0, [])
-        self.store.flush(self.namespaces)
-        self.store.settle()
-        nodes = sum(namespace.tree.nodes for namespace in self.store.namespaces.values())
-        assert (self.store.pool.free, self.store.locks, nodes) == (PAGES, 0, 0)
-        assert self.store.host is None or self.store.host.free == self.store.host.pages
+        self.cache.flush(self.namespaces)
+        self.cache.settle()
+        nodes = sum(namespace.tree.nodes for namespace in self.cache.namespaces.values())
+        assert (self.cache.pool.free, self.cache.locks, nodes) == (PAGES, 0, 0)
+        assert self.cache.host is None or self.cache.host.free == self.cache.host.pages
 
 
 TestPromises = StoreMachine.TestCase
