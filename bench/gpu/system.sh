@@ -18,7 +18,7 @@ count=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)
 DEVICES=${TEST_DEVICES:-$([ "$count" -gt 1 ] && echo cuda:0,cuda:1 || echo cuda:0)}
 STORM_TESTS="tests/system/serving/test_tiers.py tests/system/serving/test_transfers.py tests/system/serving/test_admission.py tests/system/serving/test_failures.py"
 STORM_TESTS+=" tests/faults/test_processes.py tests/faults/test_lost_workers.py tests/faults/test_aborts.py tests/faults/test_cycles.py"
-STORM_TESTS+=" tests/connectors/test_worker_side.py"
+STORM_TESTS+=" tests/connectors/worker_side"
 # They import openai, msgspec and opentelemetry, which are not needed here: none of their tests has a GPU in it.
 NO_GPU_TESTS="--ignore=tests/system/serving/test_front.py --ignore=tests/system/operating/test_kv_events.py --ignore=tests/system/operating/test_traces.py"
 # Steps of run.sh.

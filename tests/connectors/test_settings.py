@@ -1,4 +1,4 @@
-"""What users may set, and what requests may say."""
+"""The connector's settings, and the fields of requests that users may set."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the fake device was given in no order, and who waited for it: see fake_gpu_orders.h."""
+"""Operations that the fake device was given in no order, and who waited for them (fake_gpu/orders.h)."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ case $kinds in
     preload=$(runtime tsan)
     export TSAN_OPTIONS="suppressions=$here/thread.supp,halt_on_error=1,exitcode=66,report_signal_unsafe=0,log_path=$build/report"
     run=(setarch "$(uname -m)" --addr-no-randomize)
-    tests=(tests/csrc/test_copy.py tests/csrc/test_host_pages.py tests/csrc/test_gpu_memory.py tests/csrc/test_gpu_parts.py
-      tests/csrc/test_cuda.py tests/csrc/test_gpu_backlog.py tests/csrc/test_engine_memory.py tests/radix/test_digests.py tests/transfer/host_tier/test_copy_plan.py
-      tests/transfer/geometry/test_layouts.py tests/transfer/host_tier/test_rows.py)
+    tests=(tests/csrc/test_copy.py tests/csrc/test_host_pages.py tests/csrc/test_engine_memory.py
+      tests/csrc/gpu/test_{memory,parts,rows,pitched,busy,refusals,backlog}.py tests/radix/test_digests.py
+      tests/transfer/host_tier/test_copy_plan.py tests/transfer/geometry/test_layouts.py tests/transfer/host_tier/test_rows.py)
     ;;
   *)
     preload="$(runtime asan) $(runtime ubsan) $(runtime stdc++)"

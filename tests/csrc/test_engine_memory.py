@@ -24,6 +24,7 @@ from kvferry.transfer.geometry.registration import (
     Registration,
 )
 from kvferry.transfer.host_tier.copy_strategies import STRATEGIES
+from tests.csrc.gpu.driver import calls
 
 GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=16)
 PAGES = 6
@@ -31,10 +32,6 @@ SIZE = GEOMETRY.page_bytes // 4  # of a page, of K or V
 STRIDE = SIZE + 64
 START = 4096  # of the first tensor in its allocation
 EXTENT = (PAGES - 1) * STRIDE + SIZE
-
-
-def calls(fake: ctypes.CDLL, name: str) -> int:
-    return int(fake.fake_calls(name.encode()))
 
 
 def handle_of(address: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What an engine issues, as the fake device's judge of orders knows it; and ends of copies that come late."""
+"""Operations of an engine, as the fake device's judge of orders knows them; and ends of copies that come late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of vLLM's configuration, and which engines are refused; the configurations here have just that."""
+"""Facts that are read of vLLM's configuration, and engines that are refused; the configurations here have just that."""
 
 from __future__ import annotations
 

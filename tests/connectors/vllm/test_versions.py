@@ -1,4 +1,4 @@
-"""Whether an installed vLLM has the interface that the connector uses."""
+"""Versions of vLLM: the interface that the connector uses is there, or the engine is refused."""
 
 import importlib.util
 

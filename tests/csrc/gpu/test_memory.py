@@ -16,14 +16,11 @@ from numpy.typing import NDArray
 
 from kvferry import _core
 from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable, PinnedBuffer
+from tests.csrc.gpu.driver import calls
 
 MIB = 1 << 20
 POISON = 0xA5
 Bytes = NDArray[np.uint8]
-
-
-def calls(fake: ctypes.CDLL, name: str) -> int:
-    return int(fake.fake_calls(name.encode()))
 
 
 def put(engine: GpuCopyEngine, address: int, data: bytes) -> None:

@@ -13,20 +13,13 @@ from numpy.typing import NDArray
 
 from kvferry._core import GpuCopyEngine, GpuError, PinnedBuffer
 from kvferry.transfer.host_tier.copy_plan import ENVIRONMENT, GpuCopies
+from tests.csrc.gpu.driver import answer, calls
 
 POISON = 0xA5
 Bytes = NDArray[np.uint8]
 PAGE = 4096
 PER_LAUNCH = 170
 Strategy = Literal["batch", "loop", "kernel"]
-
-
-def answer(fake: ctypes.CDLL, name: str, status: int) -> None:
-    fake.fake_answer(name.encode(), status)
-
-
-def calls(fake: ctypes.CDLL, name: str) -> int:
-    return int(fake.fake_calls(name.encode()))
 
 
 def fallbacks(engine: GpuCopyEngine) -> dict[str, int]:

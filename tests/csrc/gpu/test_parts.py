@@ -4,7 +4,6 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,172 +12,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvferry import _core
-from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuMemory, GpuPages, GpuWaiter
-
-POISON = 0xA5
-Bytes = NDArray[np.uint8]
-
-
-def calls(fake: ctypes.CDLL, name: str) -> int:
-    return int(fake.fake_calls(name.encode()))
-
-
-@dataclass(frozen=True)
-class Case:
-    tensors: int
-    pieces: int
-    fragment_bytes: int
-    padding: int  # between pages, between pieces, before a tensor
-    pages: int
-    ids: tuple[int, ...]
-    byte_offset: int
-    nbytes: int
-    slot_offset: int = 0
-
-    @property
-    def piece_stride(self) -> int:
-        return self.fragment_bytes + self.padding
-
-    @property
-    def stride(self) -> int:
-        return self.pieces * self.piece_stride + self.padding
-
-    @property
-    def row_bytes(self) -> int:
-        return self.tensors * self.pieces * self.fragment_bytes
-
-    @property
-    def size(self) -> int:
-        return self.tensors * (self.pages * self.stride + self.padding) + 16
-
-    def offsets(self) -> NDArray[np.int64]:
-        """Of tensors, the last first."""
-        return self.padding + np.arange(self.tensors, dtype=np.int64)[::-1] * (self.pages * self.stride + self.padding)
-
-    def row(self) -> NDArray[np.int64]:
-        """Where the bytes of page 0 lie, in the order of its row."""
-        pieces = np.arange(self.pieces)[None, :, None] * self.piece_stride
-        return (self.offsets()[:, None, None] + pieces + np.arange(self.fragment_bytes)).reshape(-1)
-
-    def part(self) -> NDArray[np.int64]:
-        where: NDArray[np.int64] = (np.array(self.ids, np.int64)[:, None] * self.stride + self.row()).reshape(-1)
-        return where[self.byte_offset : self.byte_offset + self.nbytes]
-
-
-def whole(tensors: int, pieces: int, fragment_bytes: int, padding: int, pages: int, ids: tuple[int, ...]) -> Case:
-    return Case(tensors, pieces, fragment_bytes, padding, pages, ids, 0, tensors * pieces * fragment_bytes * len(ids))
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    tensors, pieces, pages = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    unit = draw(st.sampled_from([1, 4, 16]))  # of all sizes
-    fragment_bytes = unit * draw(st.sampled_from([1, 2, 5, 16]))
-    ids = tuple(draw(st.permutations(range(pages)))[: draw(st.integers(1, pages))])
-    row_bytes = tensors * pieces * fragment_bytes
-    byte_offset = unit * draw(st.integers(0, row_bytes // unit - 1))
-    least = max((len(ids) - 1) * row_bytes - byte_offset + unit, unit)
-    nbytes = unit * draw(st.integers(least // unit, (len(ids) * row_bytes - byte_offset) // unit))
-    padding = unit * draw(st.sampled_from([0, 0, 1, 3]))
-    slot_offset = draw(st.sampled_from([0, 0, 64, unit, 1]))
-    return Case(tensors, pieces, fragment_bytes, padding, pages, ids, byte_offset, nbytes, slot_offset)
-
-
-class World:
-    """A pool and a slot on the device."""
-
-    def __init__(self, engine: GpuCopyEngine, case: Case) -> None:
-        self.engine, self.case = engine, case
-        self.pool = engine.allocate(case.size)
-        self.slot = engine.allocate(case.slot_offset + case.nbytes + 16)
-        self.pages: GpuPages = engine.pages(
-            self.pool.address + case.offsets(),
-            np.full(case.tensors, case.stride, np.int64),
-            case.fragment_bytes,
-            case.pages,
-            case.pieces,
-            case.piece_stride,
-        )
-        engine.check_pages(self.pages)
-        self.ids = np.array(case.ids, np.int64)
-        self.inside = slice(case.slot_offset, case.slot_offset + case.nbytes)
-
-    def get(self, memory: GpuMemory) -> Bytes:
-        bytes_: Bytes = np.zeros(len(memory), np.uint8)
-        to, source, sizes = np.array([bytes_.ctypes.data]), np.array([memory.address]), np.array([len(memory)])
-        self.engine.copy_list_to_host(to, source, sizes, strategy="loop").wait()
-        return bytes_
-
-    def put(self, memory: GpuMemory, bytes_: Bytes) -> None:
-        to, source, sizes = np.array([memory.address]), np.array([bytes_.ctypes.data]), np.array([len(memory)])
-        self.engine.copy_list_from_host(to, source, sizes, strategy="loop").wait()
-
-    def arguments(self) -> tuple[GpuPages, NDArray[np.int64], int, int, int]:
-        case = self.case
-        return self.pages, self.ids, case.byte_offset, case.nbytes, self.slot.address + case.slot_offset
-
-    def header(self, payload_sum: int | None) -> tuple[bytes, bytes]:
-        """As large as there is room for before the part: as it is given, and as it must be found."""
-        size = min(self.case.slot_offset, 64)
-        if payload_sum is None:
-            return 2 * (np.random.default_rng(3).bytes(size),)
-        if size < 8:
-            return b"", b""
-        front = np.random.default_rng(3).bytes(size - 8)
-        added = (payload_sum + (1 << 64) - 3) % (1 << 64)
-        return front + ((1 << 64) - 3).to_bytes(8, "little"), front + added.to_bytes(8, "little")
-
-    def check(self, summed: bool) -> None:
-        case, engine = self.case, self.engine
-        part = case.part()
-        pool: Bytes = np.random.default_rng(1).integers(0, 256, case.size, np.uint8)
-        self.put(self.pool, pool)
-        expected = np.full(len(self.slot), POISON, np.uint8)
-        self.put(self.slot, expected)
-        expected[self.inside] = pool[part]
-        header, written = self.header(_core.part_checksum(pool[part]) if summed else None)
-        expected[case.slot_offset - len(written) : case.slot_offset] = np.frombuffer(written, np.uint8)
-        copy = (engine.gather_part_summed if summed else engine.gather_part)(*self.arguments(), header=header)
-        assert copy.wait_for(20) and copy.done()
-        assert (self.get(self.slot) == expected).all()
-        assert (self.get(self.pool) == pool).all()
-        if summed:
-            assert copy.checksum() == _core.part_checksum(pool[part])
-
-        slot: Bytes = np.random.default_rng(2).integers(0, 256, len(self.slot), np.uint8)
-        self.put(self.slot, slot)
-        expected = np.full(case.size, POISON, np.uint8)
-        self.put(self.pool, expected)
-        expected[part] = slot[self.inside]
-        copy = (engine.scatter_part_summed if summed else engine.scatter_part)(*self.arguments())
-        copy.wait()
-        assert (self.get(self.pool) == expected).all()
-        assert (self.get(self.slot) == slot).all()
-        if summed:
-            total = _core.part_checksum(slot[self.inside])
-            assert copy.checksum() == total
-            again = engine.add_up(self.arguments()[-1], case.nbytes)
-            again.wait()
-            assert again.checksum() == total
-
-    def check_zeros(self, page: int, start: int, first_piece: int) -> None:
-        case = self.case
-        pool: Bytes = np.full(case.size, POISON, np.uint8)
-        self.put(self.pool, pool)
-        self.engine.zero_page_from(self.pages, page, start, first_piece).wait()
-        shape = (case.tensors, case.pieces, case.fragment_bytes)
-        pool[(page * case.stride + case.row()).reshape(shape)[:, first_piece:, start:].reshape(-1)] = 0
-        assert (self.get(self.pool) == pool).all()
-        self.engine.zero_pages(self.pages, self.ids).wait()
-        for id_ in case.ids:
-            pool[id_ * case.stride + case.row()] = 0
-        assert (self.get(self.pool) == pool).all()
+from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuWaiter
+from tests.csrc.gpu.driver import calls
+from tests.csrc.gpu.part_copies import Bytes, Case, PartCopies, cases, whole
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(), summed=st.booleans())
 def test_parts_over_the_fake(fake: ctypes.CDLL, library: str, case: Case, summed: bool) -> None:
-    World(GpuCopyEngine(0, library), case).check(summed)
+    PartCopies(GpuCopyEngine(0, library), case).check(summed)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -186,12 +28,12 @@ def test_parts_over_the_fake(fake: ctypes.CDLL, library: str, case: Case, summed
 def test_zeros_over_the_fake(fake: ctypes.CDLL, library: str, case: Case, data: st.DataObject) -> None:
     page = data.draw(st.integers(0, case.pages - 1))
     start, first_piece = data.draw(st.integers(0, case.fragment_bytes)), data.draw(st.integers(0, case.pieces))
-    World(GpuCopyEngine(0, library), case).check_zeros(page, start, first_piece)
+    PartCopies(GpuCopyEngine(0, library), case).check_zeros(page, start, first_piece)
 
 
 def test_more_pages_than_one_launch_takes(fake: ctypes.CDLL, library: str) -> None:
     ids = tuple(np.random.default_rng(3).permutation(2100)[:2000].tolist())
-    world = World(GpuCopyEngine(0, library), Case(2, 1, 16, 0, 2100, ids, 16, 2000 * 32 - 32))
+    world = PartCopies(GpuCopyEngine(0, library), Case(2, 1, 16, 0, 2100, ids, 16, 2000 * 32 - 32))
     world.check(summed=True)
     assert world.engine.statistics()["gathered"] == {"parts": 1, "launches": 3, "bytes": 2000 * 32 - 32}
     world.check(summed=False)
@@ -206,7 +48,7 @@ def test_without_kernels_the_driver_copies(fake: ctypes.CDLL, library: str, refu
     engine = GpuCopyEngine(0, library)
     assert not engine.has_kernels
     case = Case(3, 2, 64, 16, 5, (4, 0, 3), 32, 3 * 384 - 64)
-    world = World(engine, case)
+    world = PartCopies(engine, case)
     world.check(summed=False)
     world.check_zeros(1, 10, 1)
     of_batches = {"the driver refused a batch": 1, "the driver has no batch": 1} if refused else {}
@@ -235,7 +77,7 @@ def test_bad_parts_move_nothing(
     error: type[Exception],
     message: str,
 ) -> None:
-    world = World(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (0,)))
+    world = PartCopies(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (0,)))
     for copy in (world.engine.gather_part, world.engine.scatter_part_summed):
         with pytest.raises(error, match=message):
             copy(world.pages, *change)
@@ -258,7 +100,7 @@ def test_bad_parts_move_nothing(
 def test_bad_headers_move_nothing(
     fake: ctypes.CDLL, library: str, size: int, slot: int, summed: bool, message: str
 ) -> None:
-    world = World(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (0,)))
+    world = PartCopies(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (0,)))
     gather = world.engine.gather_part_summed if summed else world.engine.gather_part
     with pytest.raises(ValueError, match=message):
         gather(world.pages, world.ids, 0, 32, slot, header=bytes(size))
@@ -267,12 +109,12 @@ def test_bad_headers_move_nothing(
 
 def test_a_header_goes_by_the_driver_where_it_takes_no_kernels(fake: ctypes.CDLL, library: str) -> None:
     fake.fake_answer(b"module_load", 801)
-    World(GpuCopyEngine(0, library), Case(2, 1, 16, 0, 4, (0, 2), 0, 64, 64)).check(summed=False)
+    PartCopies(GpuCopyEngine(0, library), Case(2, 1, 16, 0, 4, (0, 2), 0, 64, 64)).check(summed=False)
     assert calls(fake, "set_bytes") == 64
 
 
 def test_a_failed_launch_leaves_no_copy_behind(fake: ctypes.CDLL, library: str) -> None:
-    world = World(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (2, 1)))
+    world = PartCopies(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (2, 1)))
     fake.fake_answer(b"launch", 1)
     waited = calls(fake, "event_synchronize")
     for copy in (world.engine.gather_part_summed, world.engine.scatter_part):
@@ -285,7 +127,7 @@ def test_a_failed_launch_leaves_no_copy_behind(fake: ctypes.CDLL, library: str) 
 
 def test_a_launch_that_is_not_supported_goes_by_the_driver_for_good(fake: ctypes.CDLL, library: str) -> None:
     engine = GpuCopyEngine(0, library)
-    world = World(engine, whole(2, 1, 16, 0, 4, (2, 1)))
+    world = PartCopies(engine, whole(2, 1, 16, 0, 4, (2, 1)))
     fake.fake_answer(b"launch", 801)
     world.check(summed=False)
     world.check_zeros(1, 3, 0)
@@ -303,7 +145,7 @@ def test_a_launch_that_is_not_supported_goes_by_the_driver_for_good(fake: ctypes
 def test_a_refused_batch_of_a_part_is_counted(fake: ctypes.CDLL, library: str, status: int) -> None:
     fake.fake_answer(b"module_load", 801)
     fake.fake_answer(b"copy_batch", status)
-    world = World(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (2, 1)))
+    world = PartCopies(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (2, 1)))
     for _ in range(3):
         world.engine.gather_part(*world.arguments())
     asked = {1: 3, 801: 1}[status]
@@ -317,7 +159,7 @@ def test_a_refused_batch_of_a_part_is_counted(fake: ctypes.CDLL, library: str, s
 
 
 def test_pages_of_another_device_are_refused(fake: ctypes.CDLL, library: str) -> None:
-    world = World(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (2, 1)))
+    world = PartCopies(GpuCopyEngine(0, library), whole(2, 1, 16, 0, 4, (2, 1)))
     other, same = GpuCopyEngine(1, library), GpuCopyEngine(0, library)
     rows = np.zeros(4096, np.uint8)
     ids = np.array([0, 1])
@@ -338,7 +180,7 @@ def test_pages_of_another_device_are_refused(fake: ctypes.CDLL, library: str) ->
 
 
 def test_sums_are_bounded_and_come_back(fake: ctypes.CDLL, library: str) -> None:
-    world = World(GpuCopyEngine(0, library), whole(1, 1, 16, 0, 2, (1,)))
+    world = PartCopies(GpuCopyEngine(0, library), whole(1, 1, 16, 0, 2, (1,)))
     held = [world.engine.gather_part_summed(*world.arguments()) for _ in range(1024)]
     with pytest.raises(GpuError, match="1024 sums of parts are under way or held"):
         world.engine.gather_part_summed(*world.arguments())
@@ -362,7 +204,7 @@ def test_sums_are_bounded_and_come_back(fake: ctypes.CDLL, library: str) -> None
 
 
 def test_waits(fake: ctypes.CDLL, library: str) -> None:
-    world = World(GpuCopyEngine(0, library), whole(1, 1, 16, 0, 2, (1,)))
+    world = PartCopies(GpuCopyEngine(0, library), whole(1, 1, 16, 0, 2, (1,)))
     copies = [world.engine.gather_part(*world.arguments()) for _ in range(3)]
     waiter = GpuWaiter()
     assert waiter.wait(0) == [] and waiter.wait(0.01) == []
@@ -396,7 +238,7 @@ def test_waits(fake: ctypes.CDLL, library: str) -> None:
 @pytest.mark.parametrize("ready_after", [0.6, 1.4], ids=["meanwhile", "soon after"])
 def test_a_wait_outlives_a_standstill(fake: ctypes.CDLL, library: str, ready_after: float) -> None:
     """Of 1.2 s behind a query that found the copy still running."""
-    world = World(GpuCopyEngine(0, library), whole(1, 1, 16, 0, 2, (1,)))
+    world = PartCopies(GpuCopyEngine(0, library), whole(1, 1, 16, 0, 2, (1,)))
     copy = world.engine.gather_part(*world.arguments())
     fake.fake_answer(b"event_query", 600)
     fake.fake_answer(b"event_query_pause_ms", 1200)
@@ -418,7 +260,7 @@ SMALL = (
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("case", SMALL)
 def test_small_parts_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine], case: Case, summed: bool) -> None:
-    world = World(gpu_engine(), case)
+    world = PartCopies(gpu_engine(), case)
     world.check(summed)
     world.check_zeros(case.pages - 1, case.fragment_bytes // 3, case.pieces - 1)
     assert world.engine.statistics()["fallbacks"] == {}
@@ -428,16 +270,16 @@ def test_small_parts_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine], case: Ca
 @pytest.mark.parametrize("summed", [False, True])
 def test_large_parts_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine], summed: bool) -> None:
     ids = tuple(np.random.default_rng(3).permutation(2100)[:2000].tolist())
-    World(gpu_engine(), Case(4, 1, 4096, 0, 2100, ids, 4096 + 16, 2000 * 16384 - 4096 - 48, 64)).check(summed)
+    PartCopies(gpu_engine(), Case(4, 1, 4096, 0, 2100, ids, 4096 + 16, 2000 * 16384 - 4096 - 48, 64)).check(summed)
     heads = tuple(np.random.default_rng(4).permutation(300)[:200].tolist())
-    World(gpu_engine(), Case(8, 16, 256, 256, 300, heads, 512, 200 * 32768 - 512)).check(summed)
-    World(gpu_engine(), Case(2, 1, 8192, 1, 64, tuple(range(0, 64, 3)), 5, 22 * 16384 - 5, 3)).check(summed)
+    PartCopies(gpu_engine(), Case(8, 16, 256, 256, 300, heads, 512, 200 * 32768 - 512)).check(summed)
+    PartCopies(gpu_engine(), Case(2, 1, 8192, 1, 64, tuple(range(0, 64, 3)), 5, 22 * 16384 - 5, 3)).check(summed)
 
 
 @pytest.mark.gpu
 def test_many_sums_and_waits_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine]) -> None:
     engine = gpu_engine()
-    world = World(engine, Case(8, 1, 4096, 0, 64, tuple(range(0, 64, 2)), 0, 32 * 8 * 4096))
+    world = PartCopies(engine, Case(8, 1, 4096, 0, 64, tuple(range(0, 64, 2)), 0, 32 * 8 * 4096))
     pool: Bytes = np.random.default_rng(7).integers(0, 256, world.case.size, np.uint8)
     world.put(world.pool, pool)
     expected = _core.part_checksum(pool[world.case.part()])

@@ -1,0 +1,19 @@
+"""The kernels that are kept compiled."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_kept_kernels_are_those_of_the_source() -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc to compile the kernels with")
+    made = subprocess.run(["bash", str(ROOT / "csrc/cuda/kernels/make.sh")], check=True, capture_output=True, text=True)
+    version = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
+    if "release 13.0," not in version:
+        pytest.skip("the kept kernels were compiled by nvcc 13.0; another release may order instructions otherwise")
+    assert made.stdout == (ROOT / "csrc/cuda/generated/kernels_ptx.cpp").read_text()
