@@ -1,4 +1,4 @@
-"""What may import what, and calls that nobody may make: read from the syntax trees of all our packages."""
+"""Contracts of the packages: what may import what, and calls that nobody may make; read from their syntax trees."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a flag takes, and how it refuses the rest."""
+"""Flags: the values that they take, and how they refuse the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which addresses fronts and workers listen on unasked, and what they say of others. Daemons': tests/daemon."""
+"""Addresses that fronts and workers listen on unasked, and what they say of others. Daemons': tests/daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What bench/gpu/proofs.py says of a claim that holds, of one that does not, and of what it expects; without a GPU."""
+"""Verdicts of bench/gpu/proofs.py on a claim that holds, on one that does not, and on what it expects; without a
+GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scripts of bench/vllm call met and missed; no server runs here."""
+"""Judges of bench/vllm: what they call met and missed; no server runs here."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The worker's client against a scripted daemon: requests from admission to their end, locks, failures, deadlines."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,4 @@
-"""How a daemon ends: what is being made is let go, what is left is found again, and nothing waits for ever."""
+"""The end of a daemon: what is being made is let go, what is left is found again, and nothing waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a daemon does not end, whatever it keeps: the process does, and the next daemon finds what it left."""
+"""The end of a daemon's process, whatever keeps parts of it: the next daemon finds what it left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a system came back from a fault: by its daemons' statistics, and by the turns that its clients completed."""
+"""Recovery from a fault, measured: by daemons' statistics, and by the turns that clients completed."""
 
 from __future__ import annotations
 

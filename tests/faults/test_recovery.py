@@ -1,4 +1,4 @@
-"""What the recovery from a fault is measured with."""
+"""The measures of the recovery from a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a machine may run out of is refused with a message that names it, and served again once it is there."""
+"""Resources that a machine runs out of: refused with a message that names them, and served again once they are
+there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a whole system uses, sample by sample, and whether it grows."""
+"""Use of a whole system, sample by sample, and whether it grows."""
 
 from __future__ import annotations
 

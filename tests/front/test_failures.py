@@ -1,4 +1,4 @@
-"""What clients are told when servers fail, are late or are not there, and what servers see of clients that leave."""
+"""Failures as clients see them, of servers that fail, are late or not there; and as servers see clients that leave."""
 
 from __future__ import annotations
 

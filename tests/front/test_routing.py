@@ -1,4 +1,4 @@
-"""Which server takes a request: the rule alone, and through the front end with real look-ups."""
+"""The server that takes a request: the rule alone, and through the front end with real look-ups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets these tests be imported as `tests.fuzz`, as `python -m tests.fuzz` has them."""
+"""Sessions that are watched and logs that are silent for every fuzz target."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a front end asks of a worker's Engine service: requests of any content, against every bound.
+"""Requests of a front end to a worker's Engine service: of any content, against every bound.
 
 A frame of tag 0 is a PrefillRequest, of tag 1 a DecodeRequest, of tag 2 the RequestName of an Abort. What is taken
 keeps within the worker's bounds; what is not is INVALID_ARGUMENT, and one that names the field.

@@ -1,4 +1,4 @@
-"""What a prefill daemon says to a decode daemon that has dialled it, and what it writes into the slots.
+"""Messages of a prefill daemon to a decode daemon that has dialled it, and what it writes into the slots.
 
 A frame of an even tag is a PeerMessage; of an odd one a part: a write into a slot and its notification, by numbers, or,
 of tag 3, of any bytes. The decode side has requests whose pages are awaited; in the end all are over, and nothing is

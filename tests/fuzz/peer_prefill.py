@@ -1,4 +1,4 @@
-"""What a decode daemon says to a prefill daemon: the whole service, from its Hello to the end of the session.
+"""Messages of a decode daemon to a prefill daemon: the whole service, from its Hello to the end of the session.
 
 Each frame is a PeerMessage. The prefill side has prompts that are computed, begun, and cached; in the end the peer and
 the worker are gone, and nothing is held.

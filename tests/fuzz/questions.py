@@ -1,4 +1,4 @@
-"""What anybody may ask a daemon, and what an operator may order: Lookup, Flush, Pin, Unpin, Dump.
+"""Questions that anybody may ask a daemon, and orders of operators: Lookup, Flush, Pin, Unpin, Dump.
 
 A frame's tag is the call; its bytes are the request. Afterwards the pins are taken away, and nothing is held.
 """

@@ -1,4 +1,4 @@
-"""What a worker registers with `--pool engine`: a WorkerHello with memory of its own, from its check to its mapping.
+"""Registrations of workers with `--pool engine`: a WorkerHello with memory of its own, from its check to its mapping.
 
 Each frame is a hello; its tag says whether the daemon has a GPU. What is taken says the same when it is written and
 read again; and what is mapped of a file is the pages, all of them and nothing else.

@@ -1,4 +1,4 @@
-"""What a daemon is told: a YAML file, KVFERRY_* variables and flags, of any content, from parser to settings.
+"""Settings of a daemon: a YAML file, KVFERRY_* variables and flags, of any content, from parser to settings.
 
 A frame of tag 0 is the file, of tag 1 a variable (NAME=VALUE), of tag 2 a word of the command line. What is taken can
 be shown, and is the same when it is read again; what is not is a ConfigError, whose message has a bound.

@@ -1,4 +1,4 @@
-"""How a prefill daemon ends the session of a decode daemon whose credits cannot be."""
+"""The end that a prefill daemon makes of a decode daemon's session whose credits cannot be."""
 
 from __future__ import annotations
 

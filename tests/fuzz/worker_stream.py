@@ -1,4 +1,4 @@
-"""What a worker says on its stream, to either role: the whole service, from hello to the end of the stream.
+"""Messages of a worker on its stream, to either role: the whole service, from hello to the end of the stream.
 
 Frames: the first one's tag is the role, and whether the pool is to be the engine's memory, of which there is none to be
 mapped; each is a WorkerMessage. In the end the worker is gone, and nothing is held.

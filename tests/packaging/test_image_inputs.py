@@ -1,4 +1,4 @@
-"""What the image is built from: the wheels' lists have all that pyproject.toml asks for, in versions that it allows."""
+"""Inputs of the image: the wheels' lists have all that pyproject.toml asks for, in versions that it allows."""
 
 from __future__ import annotations
 

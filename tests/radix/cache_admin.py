@@ -1,4 +1,4 @@
-"""What an operator does to a `World`: flush it, or start a new process over what its host tier has kept."""
+"""Orders of an operator to a `World`: a flush, and a new process over what its host tier has kept."""
 
 from __future__ import annotations
 

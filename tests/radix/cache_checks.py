@@ -1,4 +1,4 @@
-"""What must hold between any two steps."""
+"""Checks of a `World` against its model, made between any two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cache machine has found, each in as few steps as it takes."""
+"""Bugs that the cache machine has found, each in as few steps as it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where only one half of a request comes to the prefill daemon: the other's end is told, and takes nobody's place."""
+"""Requests of which one half alone comes to the prefill daemon: the other's end is told, and takes nobody's place."""
 
 from __future__ import annotations
 

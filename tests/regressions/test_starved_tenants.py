@@ -1,4 +1,4 @@
-"""What one tenant waits for, by its own quota or by others' quotas, holds up no other tenant."""
+"""Tenants that wait, by their own quota or by others' quotas, hold up no other tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets these tests be imported as `tests.simulation`, as `python -m tests.simulation` has them."""
+"""Keeps the daemons of a simulation silent: they warn of every fault."""
 
 import logging
 from collections.abc import Iterator

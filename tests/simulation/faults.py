@@ -1,4 +1,4 @@
-"""What goes wrong in a seed, and how often."""
+"""Faults of a seed, and how often each happens."""
 
 from __future__ import annotations
 

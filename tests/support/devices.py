@@ -1,4 +1,4 @@
-"""Where the pools of these tests' daemons are: in shared memory, or on the GPUs of the variable TEST_DEVICES.
+"""Devices of these tests' pools: shared memory, or the GPUs of the variable TEST_DEVICES.
 
 TEST_DEVICES=cuda:0,cuda:1 pytest tests/system tests/faults     prefill on the first, decode on the last
 """

@@ -1,3 +1,5 @@
+"""A worker's Engine service against a scripted daemon: prefill, decode, failures, readers that leave, bounds."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What a worker refuses without a word to its daemon, and what it makes of a daemon's errors."""
+"""Refusals of a worker without a word to its daemon, and what it makes of a daemon's errors."""
 
 from __future__ import annotations
 

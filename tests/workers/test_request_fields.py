@@ -1,4 +1,4 @@
-"""What a front end says of a request besides its tokens reaches the daemon, and the daemon's word comes back."""
+"""Fields of a request besides its tokens: the front end's reach the daemon, and the daemon's word comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a reply travel together."""
+"""The interval of a reply's stream: tokens that travel together."""
 
 from __future__ import annotations
 

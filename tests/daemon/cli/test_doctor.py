@@ -1,4 +1,4 @@
-"""What `kvferry doctor` says of machines that this one is not."""
+"""`kvferry doctor` on machines that this one is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where commands without an address look for the daemon of this machine."""
+"""The daemon of this machine, as commands without an address find it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands import that must begin quickly: probes run `kvferry health` every few seconds."""
+"""Imports of commands that must begin quickly: probes run `kvferry health` every few seconds."""
 
 from __future__ import annotations
 

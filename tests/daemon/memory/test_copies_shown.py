@@ -1,4 +1,4 @@
-"""How pages are moved between the tiers, as a daemon tells it; and a pool that cannot be made."""
+"""Ways of copying between the tiers, as a daemon tells them; and a pool that cannot be made."""
 
 from __future__ import annotations
 

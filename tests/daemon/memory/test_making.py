@@ -1,4 +1,4 @@
-"""What is made in a thread for somebody who has left meanwhile."""
+"""Memory that is made in a thread for somebody who has left meanwhile."""
 
 from __future__ import annotations
 

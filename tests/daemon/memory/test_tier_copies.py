@@ -1,4 +1,4 @@
-"""How many copies between the tiers run at a time, and for how long the oldest has."""
+"""Copies between the tiers: how many run at a time, and for how long the oldest has."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""When parts carry checksums: by both daemons' Hellos."""
+"""Checksums of parts: both daemons' Hellos say whether there are any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the decode daemon dials again. The loop's time jumps to the next timer."""
+"""The decode daemon's pauses before it dials again. The loop's time jumps to the next timer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators see of peers: those that nobody serves, and why a session is not to be had."""
+"""Peers as operators see them: those that nobody serves, and why a session is not to be had."""
 
 from __future__ import annotations
 

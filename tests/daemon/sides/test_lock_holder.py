@@ -1,5 +1,5 @@
-"""Whose a file's lock is, and when such a worker writes no more: one that is killed may still run behind its lock, and
-for a while behind its process."""
+"""The holder of a file's lock, and when such a worker writes no more: one that is killed may still run behind its
+lock, and for a while behind its process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who hears how workers end."""
+"""A listener to the ends of workers."""
 
 from __future__ import annotations
 

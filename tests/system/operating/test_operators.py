@@ -1,4 +1,4 @@
-"""What an operator asks of real daemons: health, doctor, top."""
+"""Operators' commands at real daemons: health, doctor, top."""
 
 from __future__ import annotations
 

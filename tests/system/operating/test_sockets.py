@@ -1,4 +1,4 @@
-"""Which sockets the processes of a system listen on: loopback only, in the ports that were given, and 0600."""
+"""Sockets that the processes of a system listen on: loopback only, in the ports that were given, and 0600."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stack keeps of its processes' words."""
+"""A stack's record of its processes' words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets pages when there are too few: overcommit and retraction, priorities, overtaking, warm-up."""
+"""Admission where pages are too few: overcommit and retraction, priorities, overtaking, warm-up."""
 
 from __future__ import annotations
 

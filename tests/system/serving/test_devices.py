@@ -1,4 +1,4 @@
-"""Where a command of these tests has its pool, and what the demo says of GPUs that are not there."""
+"""Devices of pools that commands of these tests start, and what the demo says of GPUs that are not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is lost is lost cleanly: workers, daemons and couriers end, the others serve on."""
+"""Clean losses: workers, daemons and couriers end, the others serve on."""
 
 from __future__ import annotations
 

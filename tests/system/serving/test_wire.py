@@ -1,4 +1,4 @@
-"""What a daemon says to those who do not keep the protocol; it serves on."""
+"""A daemon's words to those who do not keep the protocol; it serves on."""
 
 from __future__ import annotations
 

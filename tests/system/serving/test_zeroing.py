@@ -1,4 +1,4 @@
-"""What a worker finds in the pages that it is given, when other tenants had them before: nothing, with --zero-freed."""
+"""Pages as a worker is given them when other tenants had them before: nothing is left, with --zero-freed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What proves that nothing is written into a slot any more, with real NIXL: the writer's handle is DONE, or the
-receiving courier is reaped. A writer that is reaped proves less: what lay in its socket may still land, in its slot and
-nowhere else, and is never announced.
-"""
+"""Proofs that nothing is written into a slot any more, with real NIXL: the writer's handle is DONE, or the receiving
+courier is reaped. A writer that is reaped proves less: what lay in its socket may still land, in its slot and
+nowhere else, and is never announced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank holds which heads, and lanes: every head of every receiving rank comes once, from a rank that has it."""
+"""Ranks' heads, and lanes: every head of every receiving rank comes once, from a rank that has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine registers of its own memory: places of pages, and what is refused before a byte is mapped."""
+"""Registrations of an engine's own memory: places of pages, and what is refused before a byte is mapped."""
 
 from __future__ import annotations
 

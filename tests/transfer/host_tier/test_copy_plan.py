@@ -1,3 +1,5 @@
+"""The plan of copies between the tiers: the strategy that is chosen, its environment variables, and its statistics."""
+
 import pytest
 
 from kvferry.transfer.host_tier.copy_plan import (

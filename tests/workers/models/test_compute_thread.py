@@ -1,3 +1,5 @@
+"""The thread in which a worker computes: cancellation, errors, and work that is completed all the same."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Transformers' cache over pages: tokens, keys and values equal those of one process with the dynamic cache."""
+
 from __future__ import annotations
 
 import numpy as np

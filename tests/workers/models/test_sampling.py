@@ -1,3 +1,5 @@
+"""Sampling: greedy, seeds, frequencies, top-k and top-p, and refused values."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""The synthetic model: page content that follows from digests, and the check of every byte."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,3 +1,5 @@
+"""Real models: steps that fail, the facts of a saved model, and how its weights are found and loaded."""
+
 from __future__ import annotations
 
 import json
