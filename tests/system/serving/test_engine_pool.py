@@ -160,7 +160,8 @@ def test_requests_of_an_engine_that_is_killed_fail_and_may_be_tried_again(stack:
         prompts = [ids(rng, 400) for _ in range(3)]
         thread = threading.Thread(target=lambda: results.extend(engines.turns(prompts, 4, deadline_s=20)))
         thread.start()
-        wait_until(lambda: stats(decodes[0]).requests.running > 0, 15)
+        # All three are asked for: one that comes after the engine's end would find its name ended, ABORTED.
+        wait_until(lambda: stats(prefills[0]).transfers.active == 3, 15)
         stack.kill(prefills[0].worker)
         thread.join(30)
         assert not thread.is_alive()
