@@ -31,9 +31,8 @@ from numpy.typing import NDArray
 
 from kvferry import flags
 from kvferry.radix import DIGEST_BYTES
-from kvferry.radix.policy import Clock, Policy, policy_names
 from kvferry.radix.pool import PagePool
-from kvferry.radix.tree import Lock, PagedRadixTree
+from kvferry.radix.tree import Clock, Lock, PagedRadixTree, Policy, policy_names
 
 BLOCK_TOKENS = 512
 NEVER = 1 << 62

@@ -9,7 +9,6 @@ from kvferry.radix.digests import (
     root_digest,
     tail_digest,
 )
-from kvferry.radix.policy import Clock, Policy, policy_names
 from kvferry.radix.pool import PagePool, PageState, PoolCounts, PoolExhausted
 from kvferry.radix.tree import (
     BACKUP,
@@ -17,6 +16,7 @@ from kvferry.radix.tree import (
     PROMPT,
     RESTORE,
     SPILL,
+    Clock,
     Copy,
     Evicted,
     Finished,
@@ -26,7 +26,9 @@ from kvferry.radix.tree import (
     Match,
     NodeView,
     PagedRadixTree,
+    Policy,
     Recovered,
+    policy_names,
 )
 
 __all__ = [

@@ -1,5 +1,5 @@
 """A compressed radix tree of pages on two tiers, keyed by chained digests: its interface. The tree is C++
-(`csrc/radix/radix_tree.h`, `csrc/tree_*.cpp`); `_core.pyi` documents each method.
+(`csrc/radix/radix_tree.h`, `csrc/radix/tree_*.cpp`); `_core.pyi` documents each method.
 
 A node is a run of pages and splits only between pages. It has page ids on the device for all of them or none, and on
 the host for all or none, and at least one of both. Digests are chained, so equality at page i implies equality of all
@@ -34,6 +34,17 @@ it is spilled stays on the device. If `prune` takes a node from under its copy, 
 whose parent is not known are kept as orphans: first to be evicted, never matched, and linked when a page with their
 parent's digest comes.
 
+**Eviction.** A `Policy` names the order in which unlocked leaves go:
+
+lru       least recently used first; the default
+lfu       fewest locks first, then least recently used
+fifo      oldest first
+priority  least important first (the largest number), then least recently used
+learned   what is least likely to be used again soon, as learned from this cache's own past: `docs/eviction.md`
+
+Before all of these go orphans of the host tier, then output pages if the policy was made with `evict_output_first`. A
+policy is one small class (`csrc/radix/policy.h`); trees that share a pool share a policy and a clock, and so compare.
+
 Broken invariants are AssertionErrors, unknown ids IndexErrors, wrong shapes ValueErrors; nothing has changed when a
 call raises. Not thread-safe.
 """
@@ -48,6 +59,7 @@ from kvferry._core import (
     PROMPT,
     RESTORE,
     SPILL,
+    Clock,
     Copy,
     Evicted,
     Finished,
@@ -57,7 +69,9 @@ from kvferry._core import (
     Match,
     NodeView,
     PagedRadixTree,
+    Policy,
     Recovered,
+    policy_names,
 )
 
 if TYPE_CHECKING:
@@ -73,6 +87,7 @@ __all__ = [
     "PROMPT",
     "RESTORE",
     "SPILL",
+    "Clock",
     "Copy",
     "Digests",
     "Evicted",
@@ -83,5 +98,7 @@ __all__ = [
     "Match",
     "NodeView",
     "PagedRadixTree",
+    "Policy",
     "Recovered",
+    "policy_names",
 ]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvferry
-from kvferry.daemon.config.nearest import nearest
 
 # Module, or module:attribute, that has add_arguments and run.
 COMMANDS = {
@@ -45,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _load(where).add_arguments(command)
     args, unknown = parser.parse_known_args(words)
     if unknown:
+        from kvferry.daemon.config.values import nearest  # not at the top: `kvferry --help` begins without it
+
         usage = chosen.format_usage() if chosen is not None else ""
         flag = unknown[0].partition("=")[0]
         parser.error(f"{args.command}: {flag!r} is no flag of it{nearest(flag, re.findall('--[a-z][a-z-]*', usage))}")

@@ -12,7 +12,7 @@ from kvferry.daemon.config.values import ConfigError, is_name, parse_address, pa
 from kvferry.daemon.core.namespaces import Quota
 from kvferry.flags import is_whole
 from kvferry.proto.limits import MAX_NAME_CHARS
-from kvferry.radix.policy import policy_names
+from kvferry.radix.tree import policy_names
 
 MAX_TRANSPORTS = 16
 

@@ -30,7 +30,7 @@ from kvferry.daemon.config.kinds import (
 )
 from kvferry.daemon.config.values import parse_address, parse_device, runtime_dir
 from kvferry.daemon.core.admission_queue import OVERTAKES
-from kvferry.radix.policy import policy_names
+from kvferry.radix.tree import policy_names
 from kvferry.transfer.geometry.kv_geometry import StorageOrder
 from kvferry.transfer.geometry.rank_lanes import MAX_RANKS
 

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvferry.daemon.config.model import DaemonConfig, Flag, flag_of
-from kvferry.daemon.config.nearest import nearest
-from kvferry.daemon.config.values import ConfigError
+from kvferry.daemon.config.values import ConfigError, nearest
 from kvferry.transfer.host_tier.copy_strategies import ENVIRONMENT, check_environment
 
 PREFIX = "KVFERRY_"

@@ -4,10 +4,12 @@ settings, which takes long to import.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterable
 
 from kvferry import addresses, flags
 from kvferry.proto.limits import MAX_NAME_CHARS
@@ -91,3 +93,9 @@ def check_own_folder(folder: str) -> None:
     else:
         return
     raise ConfigError(f"{folder} {problem}: remove it, or name another place with --socket or XDG_RUNTIME_DIR")
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Words that name the valid name closest to this one; empty if none is close."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -17,9 +17,8 @@ from kvferry.daemon.core.eviction import Eviction
 from kvferry.daemon.core.kv_events import KvEventLog, TokenChain
 from kvferry.daemon.core.namespaces import Namespace, Quota, slack, soft_pages
 from kvferry.daemon.core.tier_copies import TierCopies
-from kvferry.radix.policy import Clock, Policy
 from kvferry.radix.pool import PagePool, PageState
-from kvferry.radix.tree import Lock, PagedRadixTree
+from kvferry.radix.tree import Clock, Lock, PagedRadixTree, Policy
 
 MAX_NAMESPACES = 64
 

@@ -10,7 +10,7 @@ from kvferry.daemon.core.lease import Lease, Transfer
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST
 from kvferry.proto import peer_pb2 as peer
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.radix.policy import Clock
+from kvferry.radix.tree import Clock
 
 MAX_OPEN_ASKS = MAX_ASKS_PER_REQUEST // 2  # of one request at a time; the prefill daemon's bound is the whole
 

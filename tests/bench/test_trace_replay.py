@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from kvferry.radix.policy import policy_names
+from kvferry.radix.tree import policy_names
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "trace_replay.py"
 

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 
 from kvferry.daemon.core.cache import CacheLimits
 from kvferry.daemon.core.namespaces import Quota
-from kvferry.radix.policy import policy_names
 from kvferry.radix.pool import PageState, PoolExhausted
+from kvferry.radix.tree import policy_names
 from tests.radix import cache_admin
 from tests.radix.cache_checks import check
 from tests.radix.cache_model import Path, Side, chain, prefixes

@@ -6,9 +6,8 @@ import hashlib
 
 import pytest
 
-from kvferry.radix.policy import Clock, Policy, policy_names
 from kvferry.radix.pool import PagePool
-from kvferry.radix.tree import OUTPUT, PROMPT, PagedRadixTree
+from kvferry.radix.tree import OUTPUT, PROMPT, Clock, PagedRadixTree, Policy, policy_names
 
 
 def digest(name: str) -> bytes:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.radix.policy import Clock
 from kvferry.radix.pool import PagePool, PageState
-from kvferry.radix.tree import PagedRadixTree
+from kvferry.radix.tree import Clock, PagedRadixTree
 from tests.radix.letters import chain
 from tests.radix.one_tier import OneTier
 

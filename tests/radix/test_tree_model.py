@@ -14,9 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvferry.radix.policy import Clock
 from kvferry.radix.pool import PagePool, PageState
-from kvferry.radix.tree import Lock, Match, PagedRadixTree
+from kvferry.radix.tree import Clock, Lock, Match, PagedRadixTree
 
 PAGES = 24
 

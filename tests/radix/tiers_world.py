@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
-from kvferry.radix.policy import Policy, policy_names
 from kvferry.radix.pool import PagePool, PageState
-from kvferry.radix.tree import RESTORE, SPILL, Copy, Lock, PagedRadixTree
+from kvferry.radix.tree import RESTORE, SPILL, Copy, Lock, PagedRadixTree, Policy, policy_names
 from tests.radix.cache_model import NO_PARENT, Path, chain, digest, prefixes
 
 PAGES, HOST_PAGES = 20, 12
