@@ -239,6 +239,14 @@ def daemon(stack: Stack, folder: Path, *words: str) -> tuple[Process, str]:
     return process, socket
 
 
+def tensor(message: worker_pb2.EnginePool, number: int) -> worker_pb2.EngineTensor:
+    return message.ranks[0].tensors[number]
+
+
+def name_of(message: worker_pb2.EnginePool, name: str) -> None:
+    message.ranks[0].memories[0].file.name = name
+
+
 def test_bad_registrations_are_refused_by_field_value_and_bound(stack: Stack, tmp_path: Path) -> None:
     _, socket = daemon(stack, tmp_path, *ENGINE)
     own = pools(tmp_path)
@@ -251,12 +259,6 @@ def test_bad_registrations_are_refused_by_field_value_and_bound(stack: Stack, tm
         assert callable(change)
         change(message)
         return message
-
-    def tensor(message: worker_pb2.EnginePool, number: int) -> worker_pb2.EngineTensor:
-        return message.ranks[0].tensors[number]
-
-    def name_of(message: worker_pb2.EnginePool, name: str) -> None:
-        message.ranks[0].memories[0].file.name = name
 
     (tmp_path / "folder").mkdir()
     os.symlink(own.message.ranks[0].memories[0].file.name, tmp_path / "link")
