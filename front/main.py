@@ -20,7 +20,19 @@ from kvferry.pauses import short_collections
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Help shows them in this order."""
     defaults = ServiceConfig(prefill=(), decode=())
+    _add_servers(parser)
+    _add_chat(parser, defaults)
+    parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
+    _add_deadlines(parser, defaults)
+    _add_reply_memory(parser, defaults)
+    _add_routing(parser, defaults)
+    add_tls_arguments(parser)
+
+
+def _add_servers(parser: argparse.ArgumentParser) -> None:
+    """Where it listens, and which servers it is before."""
     parser.add_argument(
         "--listen",
         type=listening.listen,
@@ -52,6 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="decode servers",
     )
+
+
+def _add_chat(parser: argparse.ArgumentParser, defaults: ServiceConfig) -> None:
+    """The model as clients see it, and bounds on their requests."""
     parser.add_argument("--model-name", help="as clients call the model (default: as the servers do)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the folder that the servers name")
     parser.add_argument(
@@ -68,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="at a time; more get 429 (default %(default)s)",
     )
-    parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
+
+
+def _add_deadlines(parser: argparse.ArgumentParser, defaults: ServiceConfig) -> None:
     waits = parser.add_argument_group("deadlines, in seconds")
     waits.add_argument(
         "--wait-seconds", type=flags.positive, default=60.0, help="for the servers at start (default 60)"
@@ -85,15 +103,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     waits.add_argument(
         "--grace", type=flags.positive, default=30.0, help="for running requests after SIGTERM (default 30)"
     )
+
+
+def _add_reply_memory(parser: argparse.ArgumentParser, defaults: ServiceConfig) -> None:
     memory = parser.add_argument_group("memory of replies, whose exact tokens later prompts of a chat get")
     memory.add_argument("--reply-memory-entries", type=flags.whole, default=defaults.reply_entries, metavar="N")
     memory.add_argument("--reply-memory-tokens", type=flags.whole, default=defaults.reply_tokens, metavar="N")
+
+
+def _add_routing(parser: argparse.ArgumentParser, defaults: ServiceConfig) -> None:
     routing = parser.add_argument_group(
         "routing: a decode server is passed over when its load is above FACTOR x the mean load + SLACK"
     )
     routing.add_argument("--load-factor", type=_at_least_one, default=defaults.rule.load_factor, metavar="FACTOR")
     routing.add_argument("--load-slack", type=flags.not_negative, default=defaults.rule.load_slack, metavar="SLACK")
-    add_tls_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,6 +36,17 @@ _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Help shows them in this order."""
+    _add_connection(parser)
+    _add_work(parser)
+    _add_process(parser)
+    _add_pool(parser)
+    _add_model(parser)
+    _add_synthetic(parser)
+
+
+def _add_connection(parser: argparse.ArgumentParser) -> None:
+    """Its role, its daemon, and who it is to both sides."""
     parser.add_argument("role", choices=sorted(_ROLES))
     parser.add_argument("--socket", required=True, metavar="PATH", help="the daemon's Unix socket")
     parser.add_argument(
@@ -44,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listening.add_insecure_argument(parser)
     parser.add_argument("--name", default="", help="for the daemon's logs (default: role and process id)")
     parser.add_argument("--tenant-salt", default="", help="caches are shared only between workers with the same salt")
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    """What it takes, computes and sends at a time."""
     parser.add_argument("--chunk-tokens", type=flags.whole, default=256, metavar="N", help="of a prompt at once")
     parser.add_argument("--max-tokens", type=flags.whole, metavar="N", help="prompt + output (default: the model's)")
     parser.add_argument("--max-requests", type=flags.whole, default=1024, metavar="N", help="at a time")
@@ -76,6 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stream-interval", type=flags.whole, default=1, metavar="N", help="decode: tokens that are sent together"
     )
+
+
+def _add_process(parser: argparse.ArgumentParser) -> None:
+    """Its start, its traces and its end."""
     parser.add_argument(
         "--connect-timeout", type=flags.positive, default=30.0, metavar="SECONDS", help="to wait for the daemon"
     )
@@ -89,6 +108,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
     parser.add_argument("--grace", type=flags.not_negative, default=30.0, metavar="SECONDS", help="after SIGTERM")
+
+
+def _add_pool(parser: argparse.ArgumentParser) -> None:
     pool = parser.add_argument_group("pool", "what a worker of a daemon with --pool engine allocates itself")
     pool.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose memory the KV pool is")
     pool.add_argument("--pool-pages", type=flags.whole, default=1024, metavar="N", help="in it")
@@ -99,6 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pool.add_argument("--ranks", type=flags.whole, metavar="N", help="the daemon's (default: one a device)")
     pool.add_argument("--storage", choices=tuple(STORAGES), default="layer", help="of each rank's memory")
     pool.add_argument("--shm-dir", default="/dev/shm", metavar="DIR", help="the daemon's")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     source = model.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="FOLDER", help="a causal language model as transformers saves it")
@@ -120,6 +145,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--revision", default="", help="of the weights, instead of a hash of their files")
     model.add_argument("--threads", type=flags.whole, default=1, metavar="N", help="that compute")
+
+
+def _add_synthetic(parser: argparse.ArgumentParser) -> None:
     synthetic = parser.add_argument_group("synthetic")
     synthetic.add_argument(
         "--engine-model", type=Path, metavar="FILE", help="wait as long as the engine of this JSON description would"

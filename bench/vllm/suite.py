@@ -26,6 +26,9 @@ from chat import Comparison, Load, Reply, chats, new_client, one_server
 from cluster import Cluster, Spec, machine
 from rich.console import Console
 
+CHAOS_TOKENS = 16  # of each answer
+PATIENT: dict[str, object] = {"deadline_seconds": 45.0}
+
 
 @dataclass(slots=True)
 class Reference:
@@ -84,7 +87,63 @@ def tell_greedy(log: Log, case: str, done: compare.Done, comparison: Comparison)
     )
 
 
-def main() -> int:
+class Cases:
+    """One after another, each on clusters of its own; every one gives how much of it was bad."""
+
+    def __init__(self, args: argparse.Namespace, load: Load, reference: Reference, logs: dict[str, Log]) -> None:
+        self.args = args
+        self.load = load
+        self.reference = reference
+        self.logs = logs
+        self.results: dict[tuple[str, str], compare.Result] = {}  # by case and system
+
+    def evicting(self) -> int:
+        """The decode daemon's pool is too small for all chats as well: what it evicts comes back from its host tier."""
+        args, reference = self.args, self.reference
+        with Cluster(Spec(decode_blocks=args.small_blocks, pool_bytes=args.small_pool, extra=PATIENT)) as cluster:
+            cluster.kvferry()
+            bad = self.served("evicting", cluster)
+            lines, failed = chaos.run_on(
+                cluster, reference.prompts, reference.answers, args.aborts, args.restarts, 4, CHAOS_TOKENS
+            )
+            self.logs["chaos"].add(*lines)
+        return bad + failed + self.compared("evicting", args.small_blocks)
+
+    def large(self) -> int:
+        args = self.args
+        with tempfile.TemporaryDirectory() as times:
+            os.environ["HOOK_TIMES"] = times
+            spec = Spec(connector_class="timed_connector:TimedConnector", extra=PATIENT)
+            with Cluster(spec) as cluster:
+                cluster.kvferry()
+                bad = self.served("large", cluster)
+                asyncio.run(hooks.load(cluster.front, Path(times), args.steps, args.prefill_steps, 4))
+            share, told = hooks.judge_both(Path(times), args.steps, args.prefill_steps)
+            self.logs["hooks"].add(*told)
+        return bad + (share > hooks.LIMIT) + self.compared("large", 0)
+
+    def served(self, case: str, cluster: Cluster) -> int:
+        result = asyncio.run(compare.drive(cluster, "kvferry", self.load, self.reference.said))
+        self.results[case, "kvferry"] = result
+        comparison = against(self.reference, result)
+        tell_greedy(self.logs["greedy"], case, result.done, comparison)
+        missed = compare.unused(case, result.done)
+        self.logs["greedy"].add(*missed)
+        return len(comparison.wrong) + len(missed)
+
+    def compared(self, case: str, blocks: int) -> int:
+        with Cluster(Spec(decode_blocks=blocks)) as cluster:
+            cluster.nixl()
+            self.results[case, "nixl"] = asyncio.run(compare.drive(cluster, "nixl", self.load, self.reference.said))
+        pair = [self.results[case, "nixl"], self.results[case, "kvferry"]]
+        console = Console(record=True, width=118, file=open(os.devnull, "w"))  # noqa: SIM115
+        console.print(compare.table(case, blocks, pair))
+        missed = compare.judge(case, *pair)
+        self.logs["compare"].add(console.export_text().rstrip(), *(missed or [f"{case}: every aim was met"]))
+        return len(missed)
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", default="bench/results")
     parser.add_argument("--conversations", type=int, default=4)
@@ -104,62 +163,26 @@ def main() -> int:
     cases = args.cases.split(",")
     if not cases or set(cases) - {"evicting", "large"}:
         parser.error(f"--cases is {args.cases!r}; it must be of evicting, large")
-    folder = Path(args.folder)
-    load = Load(args.conversations, args.turns, args.user_words, args.max_tokens, concurrency=2)
+    args.cases = cases
+    return args
+
+
+def main() -> int:
+    args = parse_args()
     kinds = (
         "greedy",
         "compare",
-        *(("chaos",) if "evicting" in cases else ()),
-        *(("hooks",) if "large" in cases else ()),
+        *(("chaos",) if "evicting" in args.cases else ()),
+        *(("hooks",) if "large" in args.cases else ()),
     )
-    logs = {name: Log(folder / f"vllm-{name}.txt") for name in kinds}
-    reference = refer(load, 16)
+    load = Load(args.conversations, args.turns, args.user_words, args.max_tokens, concurrency=2)
+    logs = {name: Log(Path(args.folder) / f"vllm-{name}.txt") for name in kinds}
+    cases = Cases(args, load, refer(load, CHAOS_TOKENS), logs)
     bad = 0
-    results: dict[tuple[str, str], compare.Result] = {}
-    patient: dict[str, object] = {"deadline_seconds": 45.0}
-
-    def served(case: str, cluster: Cluster) -> int:
-        results[case, "kvferry"] = result = asyncio.run(compare.drive(cluster, "kvferry", load, reference.said))
-        comparison = against(reference, result)
-        tell_greedy(logs["greedy"], case, result.done, comparison)
-        missed = compare.unused(case, result.done)
-        logs["greedy"].add(*missed)
-        return len(comparison.wrong) + len(missed)
-
-    def compared(case: str, blocks: int) -> int:
-        with Cluster(Spec(decode_blocks=blocks)) as cluster:
-            cluster.nixl()
-            results[case, "nixl"] = asyncio.run(compare.drive(cluster, "nixl", load, reference.said))
-        pair = [results[case, "nixl"], results[case, "kvferry"]]
-        console = Console(record=True, width=118, file=open(os.devnull, "w"))  # noqa: SIM115
-        console.print(compare.table(case, blocks, pair))
-        missed = compare.judge(case, *pair)
-        logs["compare"].add(console.export_text().rstrip(), *(missed or [f"{case}: every aim was met"]))
-        return len(missed)
-
-    if "evicting" in cases:
-        # The decode daemon's pool is too small for all chats as well: what it evicts comes back from its host tier.
-        with Cluster(Spec(decode_blocks=args.small_blocks, pool_bytes=args.small_pool, extra=patient)) as cluster:
-            cluster.kvferry()
-            bad += served("evicting", cluster)
-            lines, failed = chaos.run_on(
-                cluster, reference.prompts, reference.answers, args.aborts, args.restarts, 4, 16
-            )
-            logs["chaos"].add(*lines)
-            bad += failed
-        bad += compared("evicting", args.small_blocks)
-    if "large" in cases:
-        with tempfile.TemporaryDirectory() as times:
-            os.environ["HOOK_TIMES"] = times
-            spec = Spec(connector_class="timed_connector:TimedConnector", extra=patient)
-            with Cluster(spec) as cluster:
-                cluster.kvferry()
-                bad += served("large", cluster)
-                asyncio.run(hooks.load(cluster.front, Path(times), args.steps, args.prefill_steps, 4))
-            share, told = hooks.judge_both(Path(times), args.steps, args.prefill_steps)
-            logs["hooks"].add(*told)
-            bad += share > hooks.LIMIT
-        bad += compared("large", 0)
+    if "evicting" in args.cases:
+        bad += cases.evicting()
+    if "large" in args.cases:
+        bad += cases.large()
     return 1 if bad else 0
 
 
