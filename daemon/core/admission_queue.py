@@ -49,26 +49,6 @@ StateOf = Callable[[object], Hashable]
 """Of a namespace: all that decides which of its requests are over its quota, or kept out by what others' protect."""
 
 
-@dataclass(slots=True)
-class _Look(Generic[WaitingT]):
-    """How far one namespace's requests were looked at in this step."""
-
-    queue: SortedKeyList[WaitingT, _Rank]
-    at: int = 0  # the next one
-    own: list[WaitingT] = field(default_factory=list)  # over their namespace's quota
-    protected: int = 0  # kept out by what others' soft quotas protect
-    others: int = 0  # taken, or without room
-
-    @property
-    def rank(self) -> _Rank:
-        return _rank(self.queue[self.at])
-
-    @property
-    def is_over(self) -> bool:
-        bound = len(self.own) >= LOOK_AHEAD or self.protected >= PROTECTED_LOOK_AHEAD
-        return bound or self.at == len(self.queue)
-
-
 class AdmissionQueue(Generic[WaitingT]):
     """`states`, in each step, gives what namespaces are judged by: one where nobody got on is not looked at again
     before that, or who waits there, has changed.
@@ -104,34 +84,25 @@ class AdmissionQueue(Generic[WaitingT]):
         if not queue:
             del self._waiting[request.scope]
 
-    def admit(self, try_admit: Callable[[WaitingT], Admission]) -> None:
-        """Offers the waiting to `try_admit`, in order. One that is taken leaves the queue."""
-        passed: list[WaitingT] = []  # without room: over these only so many go, of whatever namespace
+    def walk(self) -> QueueWalk[WaitingT]:
+        """A walk over who waits, in order. Until it ends the queue changes by it alone."""
         state_of = self._states() if self._states is not None else None
-        looks: list[_Look[WaitingT]] = [_Look(self._waiting[scope]) for scope in self._changed(state_of)]
-        turns = [(look.rank, number) for number, look in enumerate(looks)]
-        heapq.heapify(turns)
-        while turns and len(passed) < LOOK_AHEAD and not self._is_due(passed):
-            _, number = heapq.heappop(turns)
-            look = looks[number]
-            request = look.queue[look.at]
-            admission = try_admit(request)
-            if admission is Admission.TAKEN:
-                look.others += 1
-                self._take(request, [*passed, *look.own])
-            else:
-                look.at += 1
-                if admission is Admission.NO_ROOM:
-                    look.others += 1
-                    passed.append(request)
-                elif admission is Admission.OVER_QUOTA:
-                    look.own.append(request)
-                else:
-                    look.protected += 1
-            if not look.is_over and not self._is_due(look.own):
-                heapq.heappush(turns, (look.rank, number))
-            elif state_of is not None and not look.others:
-                self._judged[request.scope] = state_of(request.scope)
+        return QueueWalk(self, [self._waiting[scope] for scope in self._changed(state_of)], state_of)
+
+    def take(self, request: WaitingT, passed: list[WaitingT]) -> None:
+        """It leaves the queue before those that it passes."""
+        self.remove(request)
+        for other in passed:
+            other.overtaken += 1
+        self.overtaken += len(passed)
+
+    def judged(self, scope: object, state: Hashable) -> None:
+        """Nobody of that namespace, which is in that state, got on."""
+        self._judged[scope] = state
+
+    def is_due(self, passed: list[WaitingT]) -> bool:
+        """One of them may not be overtaken any more."""
+        return any(other.overtaken >= self.overtakes for other in passed)
 
     def _changed(self, state_of: StateOf | None) -> list[object]:
         """Namespaces that are to be looked at."""
@@ -139,15 +110,77 @@ class AdmissionQueue(Generic[WaitingT]):
             return list(self._waiting)
         return [scope for scope in self._waiting if scope not in self._judged or self._judged[scope] != state_of(scope)]
 
-    def _take(self, request: WaitingT, passed: list[WaitingT]) -> None:
-        self.remove(request)
-        for other in passed:
-            other.overtaken += 1
-        self.overtaken += len(passed)
 
-    def _is_due(self, passed: list[WaitingT]) -> bool:
-        """One of them may not be overtaken any more."""
-        return any(other.overtaken >= self.overtakes for other in passed)
+class QueueWalk(Generic[WaitingT]):
+    """One walk over the queue: `judge` says what became of the request that `next` gave."""
+
+    def __init__(
+        self,
+        queue: AdmissionQueue[WaitingT],
+        waiting: list[SortedKeyList[WaitingT, _Rank]],
+        state_of: StateOf | None,
+    ) -> None:
+        self._queue = queue
+        self._state_of = state_of
+        self._tenants: list[_Tenant[WaitingT]] = [_Tenant(each) for each in waiting]
+        self._turns = [(tenant.rank, number) for number, tenant in enumerate(self._tenants)]
+        heapq.heapify(self._turns)
+        self._number = -1  # of the tenant whose turn it is
+        self._passed: list[WaitingT] = []  # without room: over these only so many go, of whatever namespace
+
+    def next(self) -> WaitingT | None:
+        """Who is to be judged now; None at the end."""
+        if not self._turns or len(self._passed) >= LOOK_AHEAD or self._queue.is_due(self._passed):
+            return None
+        _, self._number = heapq.heappop(self._turns)
+        return self._tenants[self._number].first
+
+    def judge(self, admission: Admission) -> None:
+        """One that is taken leaves the queue."""
+        tenant = self._tenants[self._number]
+        request = tenant.first
+        if admission is Admission.TAKEN:
+            tenant.others += 1
+            self._queue.take(request, [*self._passed, *tenant.own])
+        else:
+            tenant.at += 1
+            if admission is Admission.NO_ROOM:
+                tenant.others += 1
+                self._passed.append(request)
+            elif admission is Admission.OVER_QUOTA:
+                tenant.own.append(request)
+            else:
+                tenant.protected += 1
+        if not tenant.is_over and not self._queue.is_due(tenant.own):
+            heapq.heappush(self._turns, (tenant.rank, self._number))
+        elif self._state_of is not None and not tenant.others:
+            self._queue.judged(request.scope, self._state_of(request.scope))
+
+
+@dataclass(slots=True)
+class _Tenant(Generic[WaitingT]):
+    """How far one namespace's requests were looked at."""
+
+    queue: SortedKeyList[WaitingT, _Rank]
+    at: int = 0  # the next one
+    own: list[WaitingT] = field(default_factory=list)  # over their namespace's quota
+    protected: int = 0  # kept out by what others' soft quotas protect
+    others: int = 0  # taken, or without room
+
+    @property
+    def first(self) -> WaitingT:
+        """Whose turn it is."""
+        first: WaitingT = self.queue[self.at]
+        return first
+
+    @property
+    def rank(self) -> _Rank:
+        return _rank(self.first)
+
+    @property
+    def is_over(self) -> bool:
+        bound = len(self.own) >= LOOK_AHEAD or self.protected >= PROTECTED_LOOK_AHEAD
+        return bound or self.at == len(self.queue)
 
 
 def _rank(request: Waiting) -> _Rank:

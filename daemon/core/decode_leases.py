@@ -87,7 +87,7 @@ class DecodeRequests:
     @property
     def reserved(self) -> int:
         """Of the running ones, those that wait for pages to be spilled."""
-        return len(self._supply.reserved)
+        return self._supply.reserved
 
     @property
     def active_transfers(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from kvferry.daemon.core.admission_loop import AdmissionLoop
 from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.lease import Lease, LeaseState
@@ -38,54 +39,44 @@ class Growth:
 class Supply:
     def __init__(self, store: Cache, holds: Holds, overtakes: int, events: SupplyEvents) -> None:
         self.queue: AdmissionQueue[Lease] = AdmissionQueue(overtakes, partial(quota_states, store.namespaces.values()))
-        self.reserved: deque[Lease] = deque()
         self.growing: deque[Growth] = deque()
-        self._returned: list[Lease] = []
+        self._loop: AdmissionLoop[Lease] = AdmissionLoop(self.queue, store, holds, self)
         self._store = store
         self._holds = holds
         self._events = events
+
+    @property
+    def reserved(self) -> int:
+        return len(self._loop.reserved)
 
     def remove(self, lease: Lease) -> None:
         """It waits for nothing more."""
         if lease.state is LeaseState.WAITING:
             self.queue.remove(lease)
         elif lease.state is LeaseState.RESERVED:
-            self.reserved.remove(lease)
+            self._loop.reserved.remove(lease)
             self._holds.drop(lease.hold, [])
 
     def pump(self, now: float) -> None:
         self._grow(now)
-        self._claim(now)
-        self.queue.admit(lambda lease: self._reserve(lease, now))
-        for lease in self._returned:
+        for lease in self._loop.run(now):
             self.queue.push(lease)
-        self._returned.clear()
 
-    def _reserve(self, lease: Lease, now: float) -> Admission:
+    def reserve(self, lease: Lease, now: float) -> Admission:
+        """(AdmissionRules)"""
         admission = self._holds.reserve(lease.hold)
-        if admission is not Admission.TAKEN:
-            return admission
-        lease.state = LeaseState.RESERVED
-        lease.admitted_at = now
-        self.reserved.append(lease)
-        self._claim(now)
+        if admission is Admission.TAKEN:
+            lease.state, lease.admitted_at = LeaseState.RESERVED, now
         return admission
 
-    def _claim(self, now: float) -> None:
-        while self.reserved:
-            lease = self.reserved[0]
-            if not self._holds.is_good(lease.hold):
-                fresh = None
-            elif (fresh := self._holds.claim(lease.hold)) is None and self._store.copies.yielding:
-                return
-            self.reserved.popleft()
-            if fresh is not None:
-                self._events.on_claimed(lease, fresh, now)
-                continue
-            # What it matched was lost, or what was promised is used up by growth: it waits for its turn again.
-            self._holds.drop(lease.hold, [])
-            lease.state, lease.waiting_since = LeaseState.WAITING, now
-            self._returned.append(lease)
+    def on_claimed(self, lease: Lease, fresh: list[int], now: float) -> None:
+        """(AdmissionRules)"""
+        self._events.on_claimed(lease, fresh, now)
+
+    def on_lost(self, lease: Lease, now: float) -> None:
+        """(AdmissionRules)"""
+        self._holds.drop(lease.hold, [])
+        lease.state, lease.waiting_since = LeaseState.WAITING, now
 
     def _grow(self, now: float) -> None:
         """In order; a namespace whose first growth must wait holds up no other."""

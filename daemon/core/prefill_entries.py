@@ -105,10 +105,10 @@ class PrefillRequests:
 
     def _pump(self, now: float) -> None:
         self.store.clock.now = now
-        self._supply.pump()
+        self._supply.pump(now)
         while (entry := self._resting(now)) is not None:
             self._yield_pages(entry)
-            self._supply.pump()
+            self._supply.pump(now)
         self.store.settle()
         self.store.eviction.write_through()
         self.counters.overtaken = self._supply.queue.overtaken

@@ -89,11 +89,14 @@ class Entry:
         return False
 
     @property
-    def scope(self) -> object:
+    def hold(self) -> Hold:
         assert self.prompt is not None
-        return self.prompt.hold.namespace
+        return self.prompt.hold
+
+    @property
+    def scope(self) -> object:
+        return self.hold.namespace
 
     @property
     def priority(self) -> int:
-        assert self.prompt is not None
-        return self.prompt.hold.priority + (0 if self.asked else UNASKED)
+        return self.hold.priority + (0 if self.asked else UNASKED)

@@ -9,10 +9,11 @@ deadline.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from kvferry.daemon.core.admission_loop import AdmissionLoop
 from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue, StateOf
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.namespaces import Namespace, quota_states
@@ -33,8 +34,7 @@ class PrefillSupply:
         self._store = store
         self._on_begun = on_begun
         self._parked: set[Entry] = set()  # larger than what nobody asks for may be
-        self._reserved: deque[Entry] = deque()
-        self._returned: list[Entry] = []
+        self._loop: AdmissionLoop[Entry] = AdmissionLoop(self.queue, store, self.holds, self)
         self._asked_waiting = 0
         # Of this step, who keeps others without pages: namespaces of which one that was asked for is over their quota,
         # and whether one has no room.
@@ -48,7 +48,7 @@ class PrefillSupply:
 
     @property
     def reserved(self) -> int:
-        return len(self._reserved)
+        return len(self._loop.reserved)
 
     def first_asked(self) -> list[Hold]:
         """Of each namespace, the first of those that a decode daemon asked for and that wait for pages, in order; not
@@ -98,18 +98,15 @@ class PrefillSupply:
         """The prompt's hold on the cache ends, however far it has come."""
         prompt = entry.prompt
         assert prompt is not None
-        if not self._leave_queue(entry) and entry in self._reserved:
-            self._reserved.remove(entry)
+        if not self._leave_queue(entry) and entry in self._loop.reserved:
+            self._loop.reserved.remove(entry)
         self._return(entry)
 
-    def pump(self) -> None:
-        self._claim()
+    def pump(self, now: float) -> None:
         self._asked_over.clear()
         self._asked_short = False
-        self.queue.admit(self._reserve)
-        for entry in self._returned:
+        for entry in self._loop.run(now):
             self.add(entry)
-        self._returned.clear()
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> CopyEnded:
         ended = self._store.copies.ended(number, failed, mismatched, seconds)
@@ -137,16 +134,14 @@ class PrefillSupply:
         self._asked_waiting -= entry.asked
         return True
 
-    def _reserve(self, entry: Entry) -> Admission:
+    def reserve(self, entry: Entry, now: float) -> Admission:
+        """(AdmissionRules)"""
         prompt = entry.prompt
         assert prompt is not None
         admission = self._reserve_asked(prompt.hold) if entry.asked else self._reserve_unasked(prompt)
-        if admission is not Admission.TAKEN:
-            return admission
-        prompt.queued = False
-        self._asked_waiting -= entry.asked
-        self._reserved.append(entry)
-        self._claim()
+        if admission is Admission.TAKEN:
+            prompt.queued = False
+            self._asked_waiting -= entry.asked
         return admission
 
     def _reserve_asked(self, hold: Hold) -> Admission:
@@ -174,24 +169,10 @@ class PrefillSupply:
             self._unasked[namespace.id] += wanted
         return admission
 
-    def _claim(self) -> None:
-        while self._reserved:
-            entry = self._reserved[0]
-            prompt = entry.prompt
-            assert prompt is not None
-            if not self.holds.is_good(prompt.hold):
-                fresh = None
-            elif (fresh := self.holds.claim(prompt.hold)) is None and self._store.copies.yielding:
-                return
-            self._reserved.popleft()
-            if fresh is not None:
-                self._claimed(entry, prompt, fresh)
-                continue
-            # What it matched was lost, or nothing comes by itself: it waits for its turn again.
-            self._return(entry)
-            self._returned.append(entry)
-
-    def _claimed(self, entry: Entry, prompt: BegunPrompt, fresh: list[int]) -> None:
+    def on_claimed(self, entry: Entry, fresh: list[int], now: float) -> None:
+        """(AdmissionRules)"""
+        prompt = entry.prompt
+        assert prompt is not None
         prompt.private = fresh
         path = prompt.pages[: prompt.hold.matched]
         assert PageState.ARRIVING not in self._store.pool.states(path), "a matched page was never written"
@@ -200,6 +181,10 @@ class PrefillSupply:
         for page in coming:
             self._arrivals.follow(page, entry)
         self._check_begun(entry)
+
+    def on_lost(self, entry: Entry, now: float) -> None:
+        """(AdmissionRules)"""
+        self._return(entry)
 
     def _check_begun(self, entry: Entry) -> None:
         prompt = entry.prompt

@@ -40,7 +40,9 @@ def admitted(queue: AdmissionQueue[Request], room: int, over_quota: tuple[str, .
         taken.append(request.order)
         return Admission.TAKEN
 
-    queue.admit(try_admit)
+    walk = queue.walk()
+    while (request := walk.next()) is not None:
+        walk.judge(try_admit(request))
     return taken
 
 
