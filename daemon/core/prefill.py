@@ -25,7 +25,7 @@ from kvferry.daemon.core.errors import (
 )
 from kvferry.daemon.core.limits import Name, pages_for
 from kvferry.daemon.core.prefill_entries import PrefillLimits, PrefillRequests
-from kvferry.daemon.core.prefill_entry import BegunPrompt
+from kvferry.daemon.core.prefill_entry import BegunPrompt, EntryState
 from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
@@ -43,7 +43,7 @@ class PrefillCore(PrefillRequests):
         self, worker: int, namespace_id: bytes, name: Name, request: wire.Begin, deadline: float, now: float
     ) -> None:
         entry = self.entries.get(name)
-        if entry is not None and (entry.prompt is not None or entry.yielded):
+        if entry is not None and entry.state not in (EntryState.EXPECTED, EntryState.OVER):
             raise precondition(f"name {name} is already in use; a new try takes the next attempt number")
         namespace = self.store.namespace(namespace_id)
         most = self.store.most(namespace)
@@ -75,17 +75,17 @@ class PrefillCore(PrefillRequests):
     def begin_refused(self, name: Name, error: RequestError) -> None:
         """Whoever asked for it is told at once: nothing else would end those asks before their deadline."""
         entry = self.entries.get(name)
-        if entry is not None and entry.prompt is None and not entry.yielded:
+        if entry is not None and entry.state in (EntryState.EXPECTED, EntryState.OVER):
             self._fail_asks(entry, error)
             self._drop(entry)
 
     def progress(self, worker: int, name: Name, tokens: int, now: float) -> None:
         entry, prompt = self._prompt_of(worker, name)
-        if prompt.told_failed:
+        if entry.told:
             return
-        if prompt.worker_done:
+        if entry.worker_done:
             raise precondition(f"name {name} is out of the worker's hands: progress comes before aux or abort")
-        if not prompt.begun or not prompt.computed <= tokens <= prompt.tokens:
+        if entry.queued or not prompt.computed <= tokens <= prompt.tokens:
             self._fail(
                 entry, invalid(f"tokens is {tokens}; it must be {prompt.computed} to {prompt.tokens}, after Begun")
             )
@@ -112,18 +112,18 @@ class PrefillCore(PrefillRequests):
     def aux(self, worker: int, name: Name, blob: bytes, now: float) -> None:
         """The worker's last word on the request: it touches the pages no more."""
         entry, prompt = self._prompt_of(worker, name)
-        if prompt.told_failed:
+        if entry.told:
             self.abort(worker, name, now)  # it crossed Failed on the way
             return
-        if prompt.worker_done:
+        if entry.worker_done:
             raise precondition(f"name {name} is out of the worker's hands: aux comes once, and not behind abort")
         if len(blob) > MAX_AUX_BYTES:
             self._fail(entry, invalid(f"blob has {len(blob)} bytes; the bound is {MAX_AUX_BYTES}"))
-        elif not prompt.begun or prompt.computed != prompt.tokens:
+        elif entry.queued or prompt.computed != prompt.tokens:
             self._fail(entry, precondition(f"aux follows progress to {prompt.tokens} tokens, not {prompt.computed}"))
         else:
             prompt.aux = blob
-            prompt.worker_done = True
+            entry.move(EntryState.COMPUTED)
             self._open_asks(entry)
             self._send_aux(entry)
             self._settle(entry)
@@ -134,24 +134,26 @@ class PrefillCore(PrefillRequests):
         if entry is None or entry.prompt is None:
             self._tell_ended(worker, name)
             return
-        _, prompt = self._prompt_of(worker, name)
-        if not (prompt.told_failed or entry.acknowledge):  # acknowledge: it was aborted before, and a gather still runs
+        self._prompt_of(worker, name)
+        if not (entry.told or entry.acknowledge):  # acknowledge: it was aborted before, and a gather still runs
             self.counters.aborted += 1
-        self._withdraw(entry, aborted("the prefill worker aborted the request"))
-        entry.failed = entry.acknowledge = True
-        prompt.worker_done = True
+        self._worker_ended(entry, aborted("the prefill worker aborted the request"))
+        entry.acknowledge = True
         self._settle(entry)
         self._pump(now)
 
     def worker_lost(self, worker: int, now: float) -> None:
         """Its stream broke: it may still write; its pages are orphaned until `worker_gone`."""
         for entry, prompt in self._of_worker(worker):
-            if prompt.worker_done:
+            if entry.worker_done:
                 continue  # it had said its last word: the pages can still be sent
             if not entry.done:
                 self.counters.aborted += 1
-            self._withdraw(entry, unavailable("the prefill worker is gone"))
-            entry.failed = prompt.told_failed = True
+                self._withdraw(
+                    entry,
+                    unavailable("the prefill worker is gone"),
+                    EntryState.ABORTED if entry.queued else EntryState.FAILED,
+                )
             leased = self.store.pool.those(prompt.private, PageState.LEASED)
             self.store.pool.move(leased, PageState.LEASED, PageState.ORPHANED)
             self._settle(entry)
@@ -159,12 +161,11 @@ class PrefillCore(PrefillRequests):
 
     def worker_gone(self, worker: int, now: float) -> None:
         """Proof that it writes no more."""
-        for entry, prompt in self._of_worker(worker):
-            if not prompt.worker_done:
+        for entry, _ in self._of_worker(worker):
+            if not entry.worker_done:
                 if not entry.done:
                     self.counters.aborted += 1
-                self._withdraw(entry, unavailable("the prefill worker is gone"))
-                entry.failed = prompt.worker_done = True
+                self._worker_ended(entry, unavailable("the prefill worker is gone"))
             self._settle(entry)
         self._pump(now)
 
@@ -175,8 +176,9 @@ class PrefillCore(PrefillRequests):
             if entry.prompt is None or entry.done:
                 continue
             self._fail(entry, unavailable("the engine whose memory the pool is has ended"))
-            entry.prompt.worker_done = True
-            self._settle(entry)
+            if entry.state is EntryState.FAILED:
+                entry.move(EntryState.FAILED_ENDING)
+                self._settle(entry)
         self._pump(now)
 
     # -- the decode daemon's words -------------------------------------------------------------------------------
@@ -229,17 +231,18 @@ class PrefillCore(PrefillRequests):
         entry = self.entries.get(name)
         if entry is None or entry.session not in (None, session):
             return
-        if entry.yielded:
+        if entry.state is EntryState.YIELDED:
             self._drop(entry)
-        elif entry.prompt is None:
-            self._keep_name(entry)  # so that a worker that comes late is told
+        elif entry.state is EntryState.EXPECTED:
+            entry.move(EntryState.OVER)
+            self._over[name] = None  # so that a worker that comes late is told
             self._effects += [EndSend(session, ask.transfer) for ask in entry.asks]
             entry.asks.clear()
-        elif entry.prompt.aux is None and not entry.done:
-            self._fail(entry, aborted("the decode daemon ended the request before it was computed"))
-        else:
-            entry.done = True  # what it still has open it has received, or ends with AskEnd
+        elif entry.state in (EntryState.COMPUTED, EntryState.SERVED):
+            entry.move(EntryState.RECEIVED)  # what it still has open it has received, or ends with AskEnd
             self._settle(entry)
+        elif not entry.done:
+            self._fail(entry, aborted("the decode daemon ended the request before it was computed"))
         self._pump(now)
 
     def session_down(self, session: int, now: float) -> None:

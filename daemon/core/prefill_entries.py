@@ -31,7 +31,7 @@ from kvferry.daemon.core.errors import (
 )
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
 from kvferry.daemon.core.pins import Pins
-from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry
+from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
 from kvferry.daemon.core.prefill_scheduler import PrefillSupply
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
@@ -136,14 +136,14 @@ class PrefillRequests:
     def _yield_pages(self, entry: Entry) -> None:
         """Whoever asks for some of it again is told to try anew. The name stays until Done or its deadline."""
         prompt = entry.prompt
-        assert prompt is not None and prompt.worker_done and entry.rests
+        assert prompt is not None and entry.rests
         del self._rested[entry]
         self._supply.drop(entry)
         self.counters.finished += 1
         self._tell_ended(prompt.worker, entry.name)
         entry.prompt = None
-        entry.yielded = True
-        self._keep_name(entry)
+        entry.move(EntryState.YIELDED)
+        self._yielded[entry.name] = None
 
     def _on_begun(self, entry: Entry) -> None:
         prompt = entry.prompt
@@ -191,7 +191,7 @@ class PrefillRequests:
             if length > DIGEST_BYTES:
                 return invalid(f"{field_name} has {length} bytes; the bound is {DIGEST_BYTES}")
         if entry is not None:
-            if entry.yielded:
+            if entry.state is EntryState.YIELDED:
                 return unavailable(f"the pages of name {name} were sent, and then given to others; try again")
             if entry.done:
                 return aborted(f"name {name} has ended")
@@ -232,9 +232,10 @@ class PrefillRequests:
 
     def _open_asks(self, entry: Entry) -> None:
         """Those of no pages stay until the aux blob is there: who waits for it alone is told if it will not come."""
-        prompt = entry.prompt
-        if prompt is None or not prompt.begun or entry.done:
+        if entry.state not in (EntryState.COMPUTING, EntryState.COMPUTED, EntryState.SERVED):
             return
+        prompt = entry.prompt
+        assert prompt is not None
         waiting: list[peer.Ask] = []
         for ask in entry.asks:
             if ask.pages == 0 and prompt.aux is None:
@@ -250,9 +251,9 @@ class PrefillRequests:
 
     def _send_aux(self, entry: Entry) -> None:
         prompt = entry.prompt
-        if prompt is not None and prompt.aux is not None and entry.asked and not entry.aux_sent and not entry.done:
-            assert entry.session is not None
-            entry.aux_sent = True
+        if entry.state is EntryState.COMPUTED and entry.session is not None:
+            assert prompt is not None and prompt.aux is not None
+            entry.move(EntryState.SERVED)
             self._rested[entry] = self.store.clock.now
             self._effects.append(SendAux(entry.session, entry.name, prompt.aux))
 
@@ -277,29 +278,39 @@ class PrefillRequests:
 
     def _fail(self, entry: Entry, error: RequestError) -> None:
         self._tell_failed(entry, error)
-        self._withdraw(entry, error)
+        # The worker's Abort is awaited before its pages go, unless it had said its last word or knows none.
+        self._withdraw(
+            entry, error, EntryState.FAILED if entry.state is EntryState.COMPUTING else EntryState.FAILED_ENDING
+        )
         self._settle(entry)
 
     def _tell_failed(self, entry: Entry, error: RequestError) -> None:
-        """The worker's Abort is awaited before its pages go, unless it had said its last word or holds none."""
         prompt = entry.prompt
         assert prompt is not None
         self.counters.fail(error.code)
-        entry.failed, entry.failure = True, reason_of(error.code)
+        entry.failure = reason_of(error.code)
         failed = wire.Failed(name=entry.name.to_proto(), error=error.to_proto())
         self._effects.append(ToWorker(prompt.worker, wire.WorkerEvent(failed=failed)))
-        prompt.told_failed = True
 
-    def _withdraw(self, entry: Entry, error: RequestError) -> None:
-        """Nothing more is sent for it."""
-        if entry.done:
-            return
-        entry.done = True
+    def _withdraw(self, entry: Entry, error: RequestError, state: EntryState) -> None:
+        """Nothing more is sent for it; it is in `state` from now on."""
+        assert not entry.done
         self._fail_asks(entry, error)
         for number in sorted(entry.sends):
             assert entry.session is not None
             self._effects.append(FailAsk(entry.session, number, error))
         self._end_sends(entry)
+        self._supply.leave(entry)
+        entry.move(state)
+
+    def _worker_ended(self, entry: Entry, error: RequestError) -> None:
+        """Its worker gave it up, or is proven gone: it touches the pages no more."""
+        if entry.state is EntryState.FAILED:
+            entry.move(EntryState.FAILED_ENDING)
+        elif entry.state is EntryState.RECEIVED:
+            entry.move(EntryState.ABORTED)
+        elif not entry.done:
+            self._withdraw(entry, error, EntryState.ABORTED)
 
     def _end_sends(self, entry: Entry) -> None:
         for number in sorted(entry.sends):
@@ -318,11 +329,10 @@ class PrefillRequests:
 
     def _settle(self, entry: Entry) -> None:
         """Gives the pages back once nothing is wanted, no copy of it runs and the worker is done."""
+        if not entry.ending or self.copies_run(entry):
+            return
         prompt = entry.prompt
-        if not entry.done or self.copies_run(entry) or prompt is None or entry.name not in self.entries:
-            return
-        if prompt.begun and not prompt.worker_done:
-            return
+        assert prompt is not None
         self._supply.drop(entry)
         if not entry.failed:
             self.counters.finished += 1
@@ -335,11 +345,6 @@ class PrefillRequests:
         self._over.pop(entry.name, None)
         self._yielded.pop(entry.name, None)
         self._rested.pop(entry, None)
-
-    def _keep_name(self, entry: Entry) -> None:
-        """It is over and holds nothing; until its deadline, or until its place is needed, who comes late is told."""
-        entry.done = True
-        (self._yielded if entry.yielded else self._over)[entry.name] = None
 
     def _new_entry(self, name: Name, deadline: float, now: float) -> Entry:
         entry = self.entries[name] = Entry(name, deadline, now, self._next_order)

@@ -17,7 +17,7 @@ from kvferry.daemon.core.admission_loop import AdmissionLoop
 from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue, StateOf
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.namespaces import Namespace, quota_states
-from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry
+from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.daemon.core.tier_copies import CopyEnded
@@ -33,7 +33,7 @@ class PrefillSupply:
         self.holds = Holds(store, self._arrivals)
         self._store = store
         self._on_begun = on_begun
-        self._parked: set[Entry] = set()  # larger than what nobody asks for may be
+        self._parked = 0
         self._loop: AdmissionLoop[Entry] = AdmissionLoop(self.queue, store, self.holds, self)
         self._asked_waiting = 0
         # Of this step, who keeps others without pages: namespaces of which one that was asked for is over their quota,
@@ -44,7 +44,7 @@ class PrefillSupply:
 
     @property
     def waiting(self) -> int:
-        return len(self.queue) + len(self._parked)
+        return len(self.queue) + self._parked
 
     @property
     def reserved(self) -> int:
@@ -76,13 +76,13 @@ class PrefillSupply:
         return max(0, shared if namespace is None else min(shared, self._store.most(namespace))) // 2
 
     def add(self, entry: Entry) -> None:
-        prompt = entry.prompt
-        assert prompt is not None and not prompt.queued
-        if not entry.asked and prompt.hold.wanted > self.most_unasked(prompt.hold.namespace):
-            self._parked.add(entry)
+        """It waits from now on."""
+        if not entry.asked and entry.hold.wanted > self.most_unasked(entry.hold.namespace):
+            entry.move(EntryState.PARKED)
+            self._parked += 1
             return
+        entry.move(EntryState.WAITING)
         self._asked_waiting += entry.asked
-        prompt.queued = True
         self.queue.push(entry)
 
     def asked(self, entry: Entry, session: int) -> None:
@@ -94,13 +94,20 @@ class PrefillSupply:
         if entry.prompt is not None:
             self._count_asked(entry.prompt)
 
+    def leave(self, entry: Entry) -> None:
+        """It waits for nothing more."""
+        if entry.state is EntryState.RESERVED:
+            self._loop.reserved.remove(entry)
+        self._leave_queue(entry)
+
     def drop(self, entry: Entry) -> None:
-        """The prompt's hold on the cache ends, however far it has come."""
+        """The prompt's hold on the cache ends."""
         prompt = entry.prompt
         assert prompt is not None
-        if not self._leave_queue(entry) and entry in self._loop.reserved:
-            self._loop.reserved.remove(entry)
-        self._return(entry)
+        self._arrivals.leave(entry)
+        self.holds.drop(prompt.hold, prompt.private)
+        prompt.private = []
+        self._count_asked(prompt)
 
     def pump(self, now: float) -> None:
         self._asked_over.clear()
@@ -115,7 +122,7 @@ class PrefillSupply:
         self.holds.removed(ended.namespace, ended.removed)
         for entry in stranded:
             # Its worker was told nothing yet: it is admitted once more, with what is readable then.
-            self._return(entry)
+            self.drop(entry)
             self.add(entry)
         for entry in waiters:
             if entry not in stranded:
@@ -124,13 +131,12 @@ class PrefillSupply:
 
     def _leave_queue(self, entry: Entry) -> bool:
         """Whether it waited."""
-        if entry in self._parked:
-            self._parked.remove(entry)
+        if entry.state is EntryState.PARKED:
+            self._parked -= 1
             return True
-        if entry.prompt is None or not entry.prompt.queued:
+        if entry.state is not EntryState.WAITING:
             return False
         self.queue.remove(entry)
-        entry.prompt.queued = False
         self._asked_waiting -= entry.asked
         return True
 
@@ -140,7 +146,7 @@ class PrefillSupply:
         assert prompt is not None
         admission = self._reserve_asked(prompt.hold) if entry.asked else self._reserve_unasked(prompt)
         if admission is Admission.TAKEN:
-            prompt.queued = False
+            entry.move(EntryState.RESERVED)
             self._asked_waiting -= entry.asked
         return admission
 
@@ -173,6 +179,7 @@ class PrefillSupply:
         """(AdmissionRules)"""
         prompt = entry.prompt
         assert prompt is not None
+        entry.move(EntryState.RESTORING)
         prompt.private = fresh
         path = prompt.pages[: prompt.hold.matched]
         assert PageState.ARRIVING not in self._store.pool.states(path), "a matched page was never written"
@@ -184,22 +191,12 @@ class PrefillSupply:
 
     def on_lost(self, entry: Entry, now: float) -> None:
         """(AdmissionRules)"""
-        self._return(entry)
+        self.drop(entry)
 
     def _check_begun(self, entry: Entry) -> None:
-        prompt = entry.prompt
-        assert prompt is not None
-        if not entry.missing and not prompt.begun:
-            prompt.begun = True
+        if not entry.missing:
+            entry.move(EntryState.COMPUTING)
             self._on_begun(entry)
-
-    def _return(self, entry: Entry) -> None:
-        prompt = entry.prompt
-        assert prompt is not None
-        self._arrivals.leave(entry)
-        self.holds.drop(prompt.hold, prompt.private)
-        prompt.private = []
-        self._count_asked(prompt)
 
     def _count_asked(self, prompt: BegunPrompt) -> None:
         self._unasked[prompt.namespace_id] -= prompt.unasked

@@ -181,7 +181,7 @@ def oldest_of(side: AnySide) -> float | None:
         return min((lease.arrived_at for lease in side.ready_core.leases.values() if not lease.queued), default=None)
     assert isinstance(side, PrefillSide)
     entries = side.ready_core.entries.values()
-    return min((e.arrived_at for e in entries if e.prompt is not None and e.prompt.begun), default=None)
+    return min((e.arrived_at for e in entries if e.prompt is not None and not e.queued), default=None)
 
 
 def load_of(side: AnySide) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.effects import EndSend, FailAsk, StartTransfer
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.prefill_entries import REST_SECONDS
+from kvferry.daemon.core.prefill_entry import EntryState
 from kvferry.daemon.peers.sending import SendingSession
 from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.daemon.sides.workers import Worker
@@ -61,7 +62,7 @@ def test_a_yielded_name_is_not_running() -> None:
     assert (side.core.running, side.core.waiting_requests) == (1, 1)
     side.core.tick(REST_SECONDS)
     side.take()
-    assert side.core.entries[name(1)].yielded
+    assert side.core.entries[name(1)].state is EntryState.YIELDED
     assert (side.core.running, side.core.waiting_requests) == (1, 0)
     assert side.told("begun")
 
@@ -91,7 +92,7 @@ def test_a_yielded_name_makes_room_only_behind_those_that_were_done() -> None:
     side.begin(name(22), "y", 2)
     side.ask(name(22), 2, "y", 2)
     side.core.tick(REST_SECONDS)
-    assert side.core.entries[name(21)].yielded
+    assert side.core.entries[name(21)].state is EntryState.YIELDED
     for number in range(3, TABLE + 1):
         side.ask(name(number), number, "z", 1)
         side.core.done(1, name(number), 0.0)

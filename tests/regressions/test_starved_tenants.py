@@ -9,6 +9,7 @@ from kvferry.daemon.core.effects import StopTransfer
 from kvferry.daemon.core.lease import LeaseState
 from kvferry.daemon.core.namespaces import Namespace, Quota
 from kvferry.daemon.core.prefill_entries import REST_SECONDS
+from kvferry.daemon.core.prefill_entry import EntryState
 from kvferry.daemon.core.reservations import Holds
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
@@ -65,7 +66,7 @@ def test_prompts_that_rest_yield_to_the_tenant_behind_one_over_its_quota() -> No
     assert side.core.waiting_requests == 2
     side.core.tick(1.5 * REST_SECONDS)
     side.take()
-    assert side.core.entries[name(2)].yielded
+    assert side.core.entries[name(2)].state is EntryState.YIELDED
     assert [event.begun.name.request_id for event in side.told("begun")] == [name(4).request_id]
 
 
@@ -181,8 +182,7 @@ def test_prompts_that_cannot_fit_beside_soft_quotas_hold_up_nobody_of_their_own_
         assert bool(side.told("begun")) is not bool(resting)
         side.core.tick(1.1 * REST_SECONDS)
         side.take()
-        prompt = side.core.entries[LATE].prompt
-        assert prompt is not None and prompt.begun
+        assert side.core.entries[LATE].state is EntryState.COMPUTING
 
 
 def test_running_requests_whose_pages_will_be_free_are_not_protected() -> None:

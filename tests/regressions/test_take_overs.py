@@ -14,6 +14,7 @@ from kvferry.daemon.core.effects import FailAsk, OpenSend, StartTransfer, StopTr
 from kvferry.daemon.core.errors import unavailable
 from kvferry.daemon.core.lease import LeaseState
 from kvferry.daemon.core.prefill_entries import REST_SECONDS
+from kvferry.daemon.core.prefill_entry import EntryState
 from kvferry.daemon.core.take_over import MAX_TAKE_OVERS, PATIENCE_SECONDS, STALL_SECONDS
 from kvferry.daemon.sides.decode import DecodeSide
 from tests.regressions.request_cores import PAGE, Decode, Prefill, name
@@ -211,7 +212,7 @@ def test_pages_that_were_coming_go_back_where_the_takers_prefill_daemon_has_them
     prefill.begin(C, "other", 6)
     prefill.ask(C, 10, "other", 6)
     prefill.core.tick(1.1 * REST_SECONDS)
-    assert prefill.core.entries[B].yielded
+    assert prefill.core.entries[B].state is EntryState.YIELDED
     side.tick(0.4 + STALL_SECONDS)
     (stop,) = side.of(StopTransfer)
     side.core.transfer_drained(stop.transfer, 2.5)
