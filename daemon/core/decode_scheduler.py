@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kvferry.daemon.core.admission_loop import AdmissionLoop
 from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.lease import Lease, LeaseState
 from kvferry.daemon.core.limits import pages_for
 from kvferry.daemon.core.namespaces import Namespace, quota_states
-from kvferry.daemon.core.reservations import Holds
+from kvferry.daemon.core.reservations import AdmissionLoop, Holds
 
 
 class SupplyEvents(Protocol):

@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from kvferry.daemon.core.admission_loop import AdmissionLoop
 from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue, StateOf
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.namespaces import Namespace, quota_states
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
-from kvferry.daemon.core.reservations import Hold, Holds
+from kvferry.daemon.core.reservations import AdmissionLoop, Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.daemon.core.tier_copies import CopyEnded
 from kvferry.radix.pool import PageState
