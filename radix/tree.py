@@ -1,5 +1,7 @@
-"""A compressed radix tree of pages on two tiers, keyed by chained digests: its interface. The tree is C++
-(`csrc/radix/radix_tree.h`, `csrc/radix/tree_*.cpp`); `_core.pyi` documents each method.
+"""A compressed radix tree of pages on two tiers, keyed by chained digests: how it works as a whole.
+
+The tree is C++: `csrc/radix/README.md` says where. What each call takes, does and returns is in its docstring
+(`kvferry._core`, from `csrc/bindings/tree.cpp`).
 
 A node is a run of pages and splits only between pages. It has page ids on the device for all of them or none, and on
 the host for all or none, and at least one of both. Digests are chained, so equality at page i implies equality of all
@@ -8,19 +10,17 @@ before it: a node is compared by its last digest, and by bisection where the pat
 **Paths.** A node on the device has its parent on the device: a path is device nodes, then host-only ones. A device leaf
 has no child on the device; a host leaf is host-only and has no child. Each tier evicts its own unlocked leaves.
 
-**Locks.** `match` changes nothing. `lock` splits at the match's end and counts on the node and all its ancestors, so a
-locked node is never evicted or freed. A split makes a new upper node with the same count and leaves the lower part its
-identity: the end of a lock always is the end of a node. `insert` adds children and never lengthens a node, so what a
-lock covers never changes, but by `relock`, which moves its end on. `Lock.device_pages` grows when what it covers is
-restored.
+**Locks.** `lock` splits at the match's end and counts on the node and all its ancestors, so a locked node is never
+evicted or freed. A split makes a new upper node with the same count and leaves the lower part its identity: the end of
+a lock always is the end of a node. `insert` adds children and never lengthens a node, so what a lock covers never
+changes, but by `relock`, which moves its end on. `Lock.device_pages` grows when what it covers is restored.
 
 **Arriving pages.** Device pages of an unlocked node are CACHED, or SPILLING under a copy. ARRIVING ones stand in locked
 nodes only:
 
 * `insert` of ARRIVING pages makes a node that is not evictable, to be locked before the caller's step ends;
 * `unlock` of the last lock over an ARRIVING page is an assertion; that lock is given up by `prune(lock, start)`;
-* `prune` releases the lock and removes of its path, from page index `start` on, what no other lock holds, with all
-  that hangs below. Pages that other locks hold stay, also ARRIVING ones: they go when their last holder prunes.
+* pages that other locks hold stay when one prunes, also ARRIVING ones: they go when their last holder prunes.
 
 Device pages that go by `evict` or `flush` are FREE when it returns. Those that go by `prune` keep their state and are
 the caller's to free, since copies of the caller's may still name them.
@@ -30,9 +30,9 @@ the caller, and ended by `finish_copy`. Until then a copy belongs to its nodes, 
 and locked, but not evicted or copied again. A restore holds its path by a lock of its own. A node that is locked while
 it is spilled stays on the device. If `prune` takes a node from under its copy, its pages are freed when the copy ends.
 
-**Recovery.** `recover` puts pages of a host tier that outlived the tree back, linked by their parents' digests. Pages
-whose parent is not known are kept as orphans: first to be evicted, never matched, and linked when a page with their
-parent's digest comes.
+**Recovery.** Pages of a host tier that outlived the tree come back by `recover`, linked by their parents' digests.
+Those whose parent is not known are kept as orphans: first to be evicted, never matched, and linked when a page with
+their parent's digest comes.
 
 **Eviction.** A `Policy` names the order in which unlocked leaves go:
 

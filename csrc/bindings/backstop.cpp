@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "bindings/bindings.h"
-#include "cuda/wait_pace.h"
+#include "wait_pace.h"
 
 namespace nb = nanobind;
 
@@ -31,7 +31,9 @@ void end_process_later(int64_t milliseconds, int signal) {
 
 void bind_backstop(nb::module_& m) {
   using namespace nb::literals;
-  m.def("end_process_later", &end_process_later, "milliseconds"_a, "signal"_a);
+  m.def("end_process_later", &end_process_later, "milliseconds"_a, "signal"_a, R"(
+        For good: after so long a thread that needs nothing of the interpreter raises the signal, whose handler may say
+        something, and ends the process with status 1. A standstill of the process counts for an eighth of it at most.)");
 }
 
 }  // namespace kvferry

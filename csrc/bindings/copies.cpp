@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/types.h"
 #include "copies/copy_pages.h"
 #include "copies/host_pages.h"
 
@@ -16,7 +17,6 @@ namespace kvferry {
 namespace {
 
 using Access = Buffer::Access;
-using Addresses = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using AnyIds = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr int64_t kMaxThreads = 64;
@@ -141,7 +141,7 @@ Done scatter(nb::handle dst, nb::handle page_ids, int64_t page_bytes, int64_t by
   return run(pool, range, in);
 }
 
-void gather_plain(nb::handle dst, int64_t dst_offset, nb::handle src, nb::handle page_ids, int64_t page_bytes,
+void gather_plain(BufferArgument dst, int64_t dst_offset, BufferArgument src, IdsArgument page_ids, int64_t page_bytes,
                   int64_t byte_offset, int64_t nbytes, int64_t threads) {
   gather<void>(dst, dst_offset, src, page_ids, page_bytes, byte_offset, nbytes, threads,
                [&](const Buffer& pool, const PageRange& range, uint8_t* out) {
@@ -151,7 +151,7 @@ void gather_plain(nb::handle dst, int64_t dst_offset, nb::handle src, nb::handle
                });
 }
 
-uint64_t gather_summed(nb::handle dst, int64_t dst_offset, nb::handle src, nb::handle page_ids, int64_t page_bytes,
+uint64_t gather_summed(BufferArgument dst, int64_t dst_offset, BufferArgument src, IdsArgument page_ids, int64_t page_bytes,
                        int64_t byte_offset, int64_t nbytes, int64_t threads) {
   return gather<uint64_t>(dst, dst_offset, src, page_ids, page_bytes, byte_offset, nbytes, threads,
                           [&](const Buffer& pool, const PageRange& range, uint8_t* out) {
@@ -162,7 +162,7 @@ uint64_t gather_summed(nb::handle dst, int64_t dst_offset, nb::handle src, nb::h
                           });
 }
 
-void scatter_plain(nb::handle dst, nb::handle page_ids, int64_t page_bytes, int64_t byte_offset, nb::handle src,
+void scatter_plain(BufferArgument dst, IdsArgument page_ids, int64_t page_bytes, int64_t byte_offset, BufferArgument src,
                    int64_t src_offset, int64_t nbytes, int64_t threads) {
   scatter<void>(dst, page_ids, page_bytes, byte_offset, src, src_offset, nbytes, threads,
                 [&](const Buffer& pool, const PageRange& range, const uint8_t* in) {
@@ -172,7 +172,7 @@ void scatter_plain(nb::handle dst, nb::handle page_ids, int64_t page_bytes, int6
                 });
 }
 
-uint64_t scatter_summed(nb::handle dst, nb::handle page_ids, int64_t page_bytes, int64_t byte_offset, nb::handle src,
+uint64_t scatter_summed(BufferArgument dst, IdsArgument page_ids, int64_t page_bytes, int64_t byte_offset, BufferArgument src,
                         int64_t src_offset, int64_t nbytes, int64_t threads) {
   return scatter<uint64_t>(dst, page_ids, page_bytes, byte_offset, src, src_offset, nbytes, threads,
                            [&](const Buffer& pool, const PageRange& range, const uint8_t* in) {
@@ -189,7 +189,7 @@ void check_address(const char* field, size_t i, int64_t address, int64_t size) {
          " bytes is no memory of a process");
 }
 
-void copy_items(const Addresses& dst, const Addresses& src, const Addresses& sizes, int64_t threads) {
+void copy_items(const Integers& dst, const Integers& src, const Integers& sizes, int64_t threads) {
   check_range("threads", threads, 1, kMaxThreads);
   const size_t n = sizes.size();
   if (dst.size() != n || src.size() != n) {
@@ -211,7 +211,7 @@ void copy_items(const Addresses& dst, const Addresses& src, const Addresses& siz
   copy_list(dst.data(), src.data(), sizes.data(), n, unsigned(threads));
 }
 
-void zero(nb::handle dst, int64_t offset, int64_t fragments, int64_t stride, int64_t fragment_bytes, int64_t start) {
+void zero(BufferArgument dst, int64_t offset, int64_t fragments, int64_t stride, int64_t fragment_bytes, int64_t start) {
   const Buffer target(dst, "dst", Access::kWrite);
   const int64_t size = int64_t(target.size());
   check_range("offset", offset, 0, size);
@@ -234,15 +234,27 @@ void zero(nb::handle dst, int64_t offset, int64_t fragments, int64_t stride, int
 void bind_copies(nb::module_& m) {
   using namespace nb::literals;
   m.def("gather_pages", &gather_plain, "dst"_a, "dst_offset"_a, "src"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a,
-        "nbytes"_a, "threads"_a = 1);
-  m.def("gather_pages_summed", &gather_summed, "dst"_a, "dst_offset"_a, "src"_a, "page_ids"_a, "page_bytes"_a,
-        "byte_offset"_a, "nbytes"_a, "threads"_a = 1);
-  m.def("scatter_pages_summed", &scatter_summed, "dst"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a, "src"_a,
-        "src_offset"_a, "nbytes"_a, "threads"_a = 1);
+        "nbytes"_a, "threads"_a = 1, R"(
+        Pool to slot: the pages of `src` named by page_ids, one behind the other, are a virtual byte string; its
+        [byte_offset, byte_offset + nbytes) goes to dst[dst_offset:]. GIL released.
+
+        IndexError (page id) or ValueError (any other bound, or dst overlaps a page) before a byte has moved.)");
   m.def("scatter_pages", &scatter_plain, "dst"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a, "src"_a, "src_offset"_a,
-        "nbytes"_a, "threads"_a = 1);
-  m.def("copy_list", &copy_items, "dst_addresses"_a, "src_addresses"_a, "sizes"_a, "threads"_a = 1);
-  m.def("zero_ranges", &zero, "dst"_a, "offset"_a, "fragments"_a, "stride"_a, "fragment_bytes"_a, "start"_a);
+        "nbytes"_a, "threads"_a = 1,
+        "Slot to pool, the reverse of `gather_pages`; a page named twice is a ValueError as well.");
+  m.def("gather_pages_summed", &gather_summed, "dst"_a, "dst_offset"_a, "src"_a, "page_ids"_a, "page_bytes"_a,
+        "byte_offset"_a, "nbytes"_a, "threads"_a = 1, R"(
+        `gather_pages`, and the `part_checksum` of what it gathered, made on the way: nearly as fast where page_bytes and
+        byte_offset are multiples of 8.)");
+  m.def("scatter_pages_summed", &scatter_summed, "dst"_a, "page_ids"_a, "page_bytes"_a, "byte_offset"_a, "src"_a,
+        "src_offset"_a, "nbytes"_a, "threads"_a = 1,
+        "`scatter_pages`, and the `part_checksum` of what it scattered. The bytes are in the pages when it is known.");
+  m.def("copy_list", &copy_items, "dst_addresses"_a, "src_addresses"_a, "sizes"_a, "threads"_a = 1, R"(
+        Copies sizes[i] bytes from src_addresses[i] to dst_addresses[i]; GIL released. Addresses are the caller's word.
+
+        No item may overlap another item's destination. ValueError: lengths differ, negative size, an item over itself.)");
+  m.def("zero_ranges", &zero, "dst"_a, "offset"_a, "fragments"_a, "stride"_a, "fragment_bytes"_a, "start"_a, R"(
+        Zeroes bytes [start, fragment_bytes) of each fragment; fragment f begins at offset + f * stride. GIL released.)");
 }
 
 }  // namespace kvferry

@@ -94,7 +94,10 @@ bool wait_for(const Copying& copy, double seconds) {
   return copy.end->wait_for(time);
 }
 
-nb::dict statistics(Engine& engine) {
+using Counts = nb::typed<nb::dict, std::string, int>;
+using Statistics = nb::typed<nb::dict, std::string, Counts>;
+
+Statistics statistics(Engine& engine) {
   nb::dict result, fallbacks;
   const auto counts = engine.get().counts();
   for (size_t i = 0; i < kStrategies; ++i) {
@@ -181,34 +184,57 @@ SmallReads& Engine::small() {
 
 void bind_cuda(nb::module_& m) {
   using namespace nb::literals;
-  nb::exception<GpuUnavailable>(m, "GpuUnavailable", PyExc_RuntimeError);
-  nb::exception<GpuError>(m, "GpuError", PyExc_RuntimeError);
+  nb::exception<GpuUnavailable>(m, "GpuUnavailable", PyExc_RuntimeError).doc() =
+      "No driver, a driver that lacks what is needed, or no device.";
+  nb::exception<GpuError>(m, "GpuError", PyExc_RuntimeError).doc() =
+      "A call of the driver failed; no copy of the call that raised it runs on.";
 
-  nb::class_<OwnedPages>(m, "GpuPages")
-      .def_prop_ro("fragments", [](const OwnedPages& self) { return self->layout().fragments(); })
+  nb::class_<OwnedPages>(m, "GpuPages", R"(
+      Where the fragments of pages lie on the device; see `GpuCopyEngine.pages`. Its end may wait for the device; GIL
+      released.)")
+      .def_prop_ro("fragments", [](const OwnedPages& self) { return self->layout().fragments(); },
+                   "Fragments of a page.")
       .def_prop_ro("fragment_bytes", [](const OwnedPages& self) { return self->layout().fragment_bytes; })
-      .def_prop_ro("runs", [](const OwnedPages& self) { return self->runs().size(); })
-      .def_prop_ro("row_bytes", [](const OwnedPages& self) { return self->layout().row_bytes(); })
+      .def_prop_ro("runs", [](const OwnedPages& self) { return self->runs().size(); },
+                   "Copies of a page by `pitched`; 0: its fragments lie too far apart.")
+      .def_prop_ro("row_bytes", [](const OwnedPages& self) { return self->layout().row_bytes(); }, "Bytes of a page.")
       .def_prop_ro("pages", [](const OwnedPages& self) { return self->layout().pages; });
 
-  nb::class_<Copying>(m, "GpuCopy")
-      .def_prop_ro("strategy", [](const Copying& self) { return self.strategy; })
-      .def("done", [](const Copying& self) { return self.end->done(); })
-      .def("wait", [](const Copying& self) { self.end->wait(); }, nb::call_guard<nb::gil_scoped_release>())
-      .def("wait_for", &wait_for, "seconds"_a)
+  nb::class_<Copying>(m, "GpuCopy", "A copy that was issued. Hold it until it is done: it keeps alive what the copy uses.")
+      .def_prop_ro("strategy", [](const Copying& self) { return self.strategy; },
+                   nb::sig("def strategy(self) -> CopyStrategy"),
+                   "The strategy that moves the bytes, which may be another than was asked for.")
+      .def("done", [](const Copying& self) { return self.end->done(); },
+           "GpuError: the copy, or anything on the device before it, failed.")
+      .def("wait", [](const Copying& self) { self.end->wait(); }, nb::call_guard<nb::gil_scoped_release>(),
+           "The thread sleeps, without the GIL, until it is done.")
+      .def("wait_for", &wait_for, "seconds"_a,
+           "False: it was not done after so long. Looks for some microseconds, then sleeps in between; GIL released.")
       .def("checksum",
            [](const Copying& self) {
              if (self.sum == nullptr) refuse("checksum: the copy was not one that adds up its bytes");
              if (!self.end->done()) refuse("checksum: the copy is not done");
              return self.sum->sum();
-           })
-      .def("hold", [](const Copying& self, int64_t stream) { self.end->hold(any_stream_at(stream)); }, "stream"_a);
+           },
+           "The `part_checksum` of a `_summed` part or of `add_up`. ValueError: another copy, or not done.")
+      .def("hold", [](const Copying& self, int64_t stream) { self.end->hold(any_stream_at(stream)); }, "stream"_a,
+           "What is issued to `stream` (0: the default one) from now on runs after the copy.");
 
-  nb::class_<Engine> engine(m, "GpuCopyEngine");
+  nb::class_<Engine> engine(m, "GpuCopyEngine", R"(
+      Copies between one device and host memory that is pinned (other memory works, slowly and not asynchronously).
+
+      A stream is a handle of the driver's; None: the engine's own; the default streams are refused. Each copy runs
+      after what was issued to its stream before it, but for copies of pages of order `none`: only who waits for one, or
+      `hold`s a stream until its end, knows that it is done.
+      Copies issue in microseconds and never wait for the device, GIL released.
+      A copy from the host may read its source before the stream gets there: nothing may be writing to it any more.
+      A stream of another device is a GpuError, pages of another device's engine a ValueError; nothing has moved then.
+      What the driver does not support, or does not take, goes by other ways, and is counted: `statistics`. Which
+      strategy suits a layout: `kvferry.transfer.host_tier.copy_plan`.)");
   engine
       .def(
           "__init__",
-          [](Engine* self, int64_t device, const std::string& library, const std::string& api, int64_t buffer_bytes,
+          [](Engine* self, int64_t device, const std::string& library, const GpuApiArgument& api, int64_t buffer_bytes,
              int64_t buffers, int64_t deep_buffer_bytes, int64_t deep_buffers, int64_t deep_piece_bytes,
              int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
              int64_t batch_descriptors, int64_t batch_flags, int64_t apart_percent, int64_t pitched_bytes,
@@ -253,46 +279,62 @@ void bind_cuda(nb::module_& m) {
           "staging_blocks"_a = CopyTuning().staging_blocks, "bus_blocks"_a = CopyTuning().bus_blocks,
           "batch_descriptors"_a = CopyTuning().batch_descriptors, "batch_flags"_a = CopyTuning().batch_flags,
           "apart_percent"_a = CopyTuning().apart_percent, "pitched_bytes"_a = CopyTuning().pitched_bytes,
-          "part_blocks"_a = PartTuning().blocks, "part_threads"_a = PartTuning().threads)
+          "part_blocks"_a = PartTuning().blocks, "part_threads"_a = PartTuning().threads, R"(
+          GpuUnavailable or GpuError. The numbers are those of CopyTuning in csrc/cuda/engine.h and of PartTuning in
+          csrc/cuda/parts.h.)")
       .def("pages", &pages_of, "bases"_a, "strides"_a, "fragment_bytes"_a, "pages"_a, "pieces"_a = 1,
-           "piece_stride"_a = 0)
+           "piece_stride"_a = 0, R"(
+           A pool of `pages` pages: fragment tensor * pieces + piece of page p is the fragment_bytes at bases[tensor] +
+           p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. The addresses are
+           the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.)")
       .def("copy_pages_to_host",
-           [](Engine& self, const OwnedPages& pages, const Integers& page_ids, nb::handle rows, int64_t row_stride,
-              const Integers& row_ids, std::optional<int64_t> stream, const std::string& strategy,
-              const std::string& order) {
+           [](Engine& self, const OwnedPages& pages, const Integers& page_ids, BufferArgument rows, int64_t row_stride,
+              const Integers& row_ids, std::optional<int64_t> stream, const CopyStrategyArgument& strategy,
+              const CopyOrderArgument& order) {
              return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToHost, stream, strategy, order);
            },
            "pages"_a, "page_ids"_a, "rows"_a, "row_stride"_a, "row_ids"_a, "stream"_a = nb::none(), "strategy"_a = "staged",
-           "order"_a = "stream", nb::keep_alive<0, 1>())
+           "order"_a = "stream", nb::keep_alive<0, 1>(), R"(
+           Page page_ids[i] to the row that begins at row_ids[i] * row_stride. order `none`, of a copy without a stream:
+           in no order with what is not done yet, so that it overlaps copies before it. IndexError: an id out of bounds;
+           ValueError: any other bound, or a row named twice; nothing has moved then.)")
       .def("copy_pages_from_host",
-           [](Engine& self, const OwnedPages& pages, const Integers& page_ids, nb::handle rows, int64_t row_stride,
-              const Integers& row_ids, std::optional<int64_t> stream, const std::string& strategy,
-              const std::string& order) {
+           [](Engine& self, const OwnedPages& pages, const Integers& page_ids, BufferArgument rows, int64_t row_stride,
+              const Integers& row_ids, std::optional<int64_t> stream, const CopyStrategyArgument& strategy,
+              const CopyOrderArgument& order) {
              return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToDevice, stream, strategy, order);
            },
            "pages"_a, "page_ids"_a, "rows"_a, "row_stride"_a, "row_ids"_a, "stream"_a = nb::none(), "strategy"_a = "staged",
-           "order"_a = "stream", nb::keep_alive<0, 1>())
+           "order"_a = "stream", nb::keep_alive<0, 1>(), "The reverse of `copy_pages_to_host`; a page named twice is a ValueError.")
       .def("copy_list_to_host",
            [](Engine& self, const Integers& dst, const Integers& src, const Integers& sizes, std::optional<int64_t> stream,
-              const std::string& strategy) {
+              const ListStrategyArgument& strategy) {
              return copy_list(self, dst, src, sizes, CopyDirection::kToHost, stream, strategy);
            },
            "dst_addresses"_a, "src_addresses"_a, "sizes"_a, "stream"_a = nb::none(), "strategy"_a = "batch",
-           nb::keep_alive<0, 1>())
+           nb::keep_alive<0, 1>(), R"(
+           sizes[i] bytes from src_addresses[i] to dst_addresses[i]. The addresses are the caller's word. No item may
+           overlap another item's destination; nobody checks it. `kernel` reads or writes pinned host memory itself: from
+           an item on that is not pinned, what is left goes by `batch`.)")
       .def("copy_list_from_host",
            [](Engine& self, const Integers& dst, const Integers& src, const Integers& sizes, std::optional<int64_t> stream,
-              const std::string& strategy) {
+              const ListStrategyArgument& strategy) {
              return copy_list(self, dst, src, sizes, CopyDirection::kToDevice, stream, strategy);
            },
            "dst_addresses"_a, "src_addresses"_a, "sizes"_a, "stream"_a = nb::none(), "strategy"_a = "batch",
-           nb::keep_alive<0, 1>())
-      .def("can", [](Engine& self, const std::string& strategy) { return self.get().can(strategy_named(strategy)); },
-           "strategy"_a)
-      .def("busy", [](Engine& self) { return self.get().busy(); }, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("under_way_to_host", [](Engine& self) { return self.get().backlog(CopyDirection::kToHost).bytes(); })
+           nb::keep_alive<0, 1>(), "The reverse of `copy_list_to_host`.")
+      .def("can", [](Engine& self, const CopyStrategyArgument& strategy) { return self.get().can(strategy_named(strategy)); },
+           "strategy"_a, "Whether the driver takes this strategy.")
+      .def("busy", [](Engine& self) { return self.get().busy(); }, nb::call_guard<nb::gil_scoped_release>(), R"(
+           Whether a kernel would have to wait now for others to end. Takes some microseconds, at most about 30.)")
+      .def_prop_ro("under_way_to_host", [](Engine& self) { return self.get().backlog(CopyDirection::kToHost).bytes(); },
+                   "Bytes of copies of pages that were issued and have not ended; of 256 at most.")
       .def_prop_ro("under_way_from_host", [](Engine& self) { return self.get().backlog(CopyDirection::kToDevice).bytes(); })
-      .def_prop_ro("stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.get().stream()); })
-      .def("statistics", &statistics);
+      .def_prop_ro("stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.get().stream()); },
+                   "The stream of the engine's own.")
+      .def("statistics", &statistics, R"(
+           By strategy that was used: copies, descriptors, bytes; under `gathered` and `scattered`: parts, launches,
+           bytes; under `zeroed`: pages; under `fallbacks`, how often for what reason.)");
   bind_gpu_memory(m, engine);
   bind_gpu_parts(m, engine);
   bind_gpu_waiter(m);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/types.h"
 #include "digests/digest_chain.h"
 #include "digests/sha256.h"
 #include "digests/tokens.h"
@@ -131,7 +132,7 @@ nb::bytes narrow_tokens(const TokenView& view, int64_t begin, int64_t end) {
   return made;
 }
 
-size_t common_tokens(const TokenView& view, int64_t begin, nb::handle held) {
+size_t common_tokens(const TokenView& view, int64_t begin, BufferArgument held) {
   const Tokens tokens = view.part(begin, int64_t(view.size()));
   const Buffer buffer(held, "held", Buffer::Access::kRead);
   const ReleaseForTokens release(tokens.count);
@@ -151,7 +152,7 @@ const Sha256& choose(const std::string& implementation) {
   refuse("implementation: '" + implementation + "', must be 'auto' or one of sha256_implementations()");
 }
 
-nb::bytes sha256(nb::handle data, const std::string& implementation) {
+nb::bytes sha256(BufferArgument data, const Sha256Argument& implementation) {
   const Sha256& hash = choose(implementation);
   const Buffer buffer(data, "data", Buffer::Access::kRead);
   uint8_t digest[kDigestBytes];
@@ -174,9 +175,12 @@ const uint8_t* checked_parent(const nb::bytes& parent) {
   return content(parent);
 }
 
-nb::tuple chain(const TokenView& view, const nb::bytes& partial, int64_t page_size, const nb::bytes& parent,
-                const nb::bytes& extra, const nb::dict& page_extras, int64_t first_page,
-                const std::string& implementation) {
+using PageExtras = nb::typed<nb::dict, int64_t, nb::bytes>;
+using DigestsAndRest = nb::typed<nb::tuple, nb::bytes, nb::bytes>;
+
+DigestsAndRest chain(const TokenView& view, const nb::bytes& partial, int64_t page_size, const nb::bytes& parent,
+                     const nb::bytes& extra, const PageExtras& page_extras, int64_t first_page,
+                     const Sha256Argument& implementation) {
   const Sha256& hash = choose(implementation);
   check_range("page_size", page_size, 1, kMaxPageSize);
   const uint8_t* root = checked_parent(parent);
@@ -228,19 +232,28 @@ void bind_digests(nb::module_& m) {
   using namespace nb::literals;
   m.attr("MAX_PAGE_SIZE") = kMaxPageSize;
   m.def("sha256_implementations", &implementations, "Names of the SHA-256 forms this processor can run, fastest first.");
-  m.def("sha256", &sha256, "data"_a, "implementation"_a = "auto");
-  nb::class_<TokenView>(m, "TokenView", "A caller's tokens as they are; nothing is copied but a list's or tuple's items.")
-      .def_static("of", &TokenView::of, "tokens"_a.none(),
-                  "None: not a contiguous buffer of 32 or 64-bit integers, nor a list or tuple of ints in [0, 2**32).")
+  m.def("sha256", &sha256, "data"_a, "implementation"_a = "auto",
+        "The digest (32 bytes). ValueError: an implementation that this processor lacks.");
+  nb::class_<TokenView>(m, "TokenView", R"(
+      A caller's tokens as they are: a buffer, held as long as this lives, or a copy of a list's or tuple's items.)")
+      .def_static("of", &TokenView::of, "tokens"_a.none(), nb::sig("def of(tokens: object) -> TokenView | None"), R"(
+                  None: not a one-dimensional contiguous buffer of native 32 or 64-bit integers, nor a list or tuple of
+                  ints in [0, 2**32).)")
       .def("__len__", &TokenView::size)
-      .def("narrow", &narrow_tokens, "begin"_a, "end"_a, "Tokens [begin, end) as uint32; ValueError names a bad one.")
+      .def("narrow", &narrow_tokens, "begin"_a, "end"_a,
+           "Tokens [begin, end) as uint32. ValueError names the first that is not in [0, 2**32).")
       .def("common", &common_tokens, "begin"_a, "held"_a,
-           "How many tokens from `begin` on are the same as the uint32 in the buffer `held`.");
+           "How many tokens from `begin` on are the same as those of `held` (uint32, aligned); a bad one never is.");
   m.def("chain_digests", &chain, "tokens"_a, "partial"_a, "page_size"_a, "parent"_a, "extra"_a, "page_extras"_a,
-        "first_page"_a, "implementation"_a = "auto",
-        "Digests of the full pages of `partial` (uint32) + `tokens`, and the tokens behind them (uint32). `extra` is the "
-        "third item of each page, as CBOR, but for the pages named in `page_extras`; this call begins at `first_page`.");
-  m.def("page_digest", &page_digest, "tokens"_a, "parent"_a, "extra"_a, "Digest of one page of any length, of uint32.");
+        "first_page"_a, "implementation"_a = "auto", R"(
+        Digests (32 bytes each) of the full pages of partial + tokens, and the tokens behind the last of them.
+
+        partial, and what is returned: uint32 in the machine's order. extra: third item of each page, encoded as CBOR;
+        page_extras: the same for single pages, where this call's first page has index first_page. The GIL is released
+        when the tokens are many. ValueError: bad token, page_size or parent out of bounds, implementation that this
+        processor lacks.)");
+  m.def("page_digest", &page_digest, "tokens"_a, "parent"_a, "extra"_a,
+        "Digest of one page of 1 to MAX_PAGE_SIZE tokens (uint32 in the machine's order).");
 }
 
 }  // namespace kvferry

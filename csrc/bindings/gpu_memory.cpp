@@ -37,7 +37,7 @@ void check_memory(int64_t address, int64_t nbytes) {
 }
 
 // What torch and others map without a copy.
-nb::dict array_interface(GpuAddress address, size_t size) {
+nb::typed<nb::dict, std::string, nb::object> array_interface(GpuAddress address, size_t size) {
   nb::dict interface;
   interface["shape"] = nb::make_tuple(size);
   interface["typestr"] = "|u1";
@@ -96,7 +96,7 @@ void hold_for(Engine& engine, const GpuIpcEvent& event, std::optional<int64_t> s
 // to seconds, without the GIL.
 class PinnedBuffer {
  public:
-  PinnedBuffer(Engine& engine, nb::handle object) : buffer_(object, "buffer", Buffer::Access::kWrite) {
+  PinnedBuffer(Engine& engine, BufferArgument object) : buffer_(object, "buffer", Buffer::Access::kWrite) {
     const nb::gil_scoped_release release;
     range_.emplace(engine.device(), buffer_.data(), buffer_.size());
   }
@@ -112,7 +112,7 @@ class PinnedBuffer {
   std::optional<PinnedRange> range_;
 };
 
-int64_t find_ordinal(const nb::bytes& uuid, const std::string& library, const std::string& api) {
+int64_t find_ordinal(const nb::bytes& uuid, const std::string& library, const GpuApiArgument& api) {
   const auto wanted = read_value<GpuUuid>("uuid", uuid);
   const auto driver = driver_of(library, api);
   const int count = device_count(*driver);
@@ -126,15 +126,17 @@ int64_t find_ordinal(const nb::bytes& uuid, const std::string& library, const st
 void bind_devices(nb::module_& m) {
   using namespace nb::literals;
   m.def("gpu_device_count",
-        [](const std::string& library, const std::string& api) { return device_count(*driver_of(library, api)); },
-        "library"_a = "libcuda.so.1", "api"_a = "cuda");
+        [](const std::string& library, const GpuApiArgument& api) { return device_count(*driver_of(library, api)); },
+        "library"_a = "libcuda.so.1", "api"_a = "cuda", "GpuUnavailable: no driver, or no device.");
   m.def("gpu_device_uuid",
-        [](int64_t ordinal, const std::string& library, const std::string& api) {
+        [](int64_t ordinal, const std::string& library, const GpuApiArgument& api) {
           check_range("ordinal", ordinal, 0, 1023);
           return bytes_of(device_uuid(*driver_of(library, api), int(ordinal)));
         },
-        "ordinal"_a, "library"_a = "libcuda.so.1", "api"_a = "cuda");
-  m.def("gpu_device_ordinal", &find_ordinal, "uuid"_a, "library"_a = "libcuda.so.1", "api"_a = "cuda");
+        "ordinal"_a, "library"_a = "libcuda.so.1", "api"_a = "cuda",
+        "16 bytes, the same in every process, whatever devices it sees.");
+  m.def("gpu_device_ordinal", &find_ordinal, "uuid"_a, "library"_a = "libcuda.so.1", "api"_a = "cuda",
+        "Number of the device in this process. ValueError: this process does not see it.");
 }
 
 void bind_engine(nb::class_<Engine>& engine) {
@@ -145,15 +147,19 @@ void bind_engine(nb::class_<Engine>& engine) {
              check_range("nbytes", nbytes, 1, kMaxInt64 - int64_t(kShareableBlock));
              return std::make_unique<OwnedMemory>(self.device(), size_t(nbytes), kShareableBlock);
            },
-           "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
+           "nbytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Whole blocks of 2 MiB, of which nobody else has a part: their handle shows others nothing else.")
       .def("export_memory",
            [](Engine& self, int64_t address, int64_t nbytes) {
              check_memory(address, nbytes);
              check_range_of(*self.device(), "address", address, nbytes);
              const ExportedMemory exported = export_memory(*self.device(), GpuAddress(address));
-             return nb::make_tuple(bytes_of(exported.handle), GpuAddress(address) - exported.range.base);
+             return std::pair(bytes_of(exported.handle), GpuAddress(address) - exported.range.base);
            },
-           "address"_a, "nbytes"_a)
+           "address"_a, "nbytes"_a, R"(
+           The handle of the allocation that these bytes lie in, whoever made it, and their offset in it: others open
+           offset + nbytes of it. ValueError: not in one allocation. GpuError: one that cannot be exported (mapped piece
+           by piece, as torch's expandable segments are).)")
       .def("open_ipc",
            [](Engine& self, const nb::bytes& handle, int64_t nbytes) {
              check_range("nbytes", nbytes, 1, kMaxInt64);
@@ -161,60 +167,87 @@ void bind_engine(nb::class_<Engine>& engine) {
              nb::gil_scoped_release release;
              return std::make_unique<OwnedMapping>(self.device(), name, size_t(nbytes));
            },
-           "handle"_a, "nbytes"_a)
+           "handle"_a, "nbytes"_a, R"(
+           The first nbytes of another process's allocation, on any device that this one's can reach. GpuError: fewer
+           bytes, a handle of this process, or one whose memory or process is gone.)")
       .def("address_range",
            [](Engine& self, int64_t address) {
              check_range("address", address, 1, kMaxInt64);
              const AddressRange range = address_range(*self.device(), GpuAddress(address));
              return std::pair(range.base, range.size);
            },
-           "address"_a)
+           "address"_a, "Base and size of the allocation, or of the mapping, that it lies in. GpuError: in none.")
       .def("check_range",
            [](Engine& self, int64_t address, int64_t nbytes) {
              check_memory(address, nbytes);
              check_range_of(*self.device(), "address", address, nbytes);
            },
-           "address"_a, "nbytes"_a)
-      .def("check_pages", &check_pages, "pages"_a)
-      .def("device_uuid", [](Engine& self) { return bytes_of(self.device()->uuid()); })
-      .def("device_memory_info", [](Engine& self) { return self.device()->memory_info(); })
-      .def("read", &read, "address"_a, "nbytes"_a)
+           "address"_a, "nbytes"_a, "ValueError: the bytes do not lie in one allocation, which is named.")
+      .def("check_pages", &check_pages, "pages"_a, "`check_range` of every tensor: bases[t] to the end of its last page.")
+      .def("device_uuid", [](Engine& self) { return bytes_of(self.device()->uuid()); },
+           "16 bytes, the same in every process.")
+      .def("device_memory_info", [](Engine& self) { return self.device()->memory_info(); },
+           "Bytes free on the device, and all it has.")
+      .def("read", &read, "address"_a, "nbytes"_a, R"(
+           At most 4096 bytes of the device, at once: it waits for nothing that was issued before. GpuError: not done in
+           10 s. GIL released. The address is the caller's word.)")
       .def("make_ipc_event", [](Engine& self) { return std::make_unique<GpuIpcEvent>(self.device()); })
       .def("open_ipc_event",
            [](Engine& self, const nb::bytes& handle) {
              return std::make_unique<GpuIpcEvent>(self.device(), read_value<GpuIpcHandle>("handle", handle));
            },
-           "handle"_a)
-      .def("hold", &hold_for, "event"_a, "stream"_a = nb::none());
+           "handle"_a,
+           "Another process's. GpuError: this process's own. That of a process which has ended may open, as done.")
+      .def("hold", &hold_for, "event"_a, "stream"_a = nb::none(), R"(
+           What is issued to `stream` from now on runs after the event's last record; None: to any of the engine's own
+           streams. The host does not wait.)");
 }
 
 }  // namespace
 
 void bind_gpu_memory(nb::module_& m, nb::class_<Engine>& engine) {
   using namespace nb::literals;
-  nb::class_<OwnedMemory>(m, "GpuMemory")
+  nb::class_<OwnedMemory>(m, "GpuMemory", R"(
+      A plain allocation on the device, freed with this object. What it holds at first is anything.
+      `torch.as_tensor(memory, device=...)` is a tensor of uint8 over it, which keeps it.)")
       .def_prop_ro("address", [](const OwnedMemory& self) { return self->address(); })
       .def("__len__", [](const OwnedMemory& self) { return self->size(); })
-      .def("leave", [](const OwnedMemory& self) { self->leave(); })
+      .def("leave", [](const OwnedMemory& self) { self->leave(); }, R"(
+           It stays until this process ends, also without this object. Others that were given its handle may have it
+           mapped, and under them it must not be freed. Idempotent.)")
       .def("ipc_handle",
-           [](const OwnedMemory& self) { return bytes_of(export_memory(*self->device(), self->address()).handle); })
+           [](const OwnedMemory& self) { return bytes_of(export_memory(*self->device(), self->address()).handle); },
+           "64 bytes by which other processes map it (`GpuCopyEngine.open_ipc`), as long as it is here.")
       .def_prop_ro("__cuda_array_interface__",
-                   [](const OwnedMemory& self) { return array_interface(self->address(), self->size()); });
+                   [](const OwnedMemory& self) { return array_interface(self->address(), self->size()); },
+                   "uint8, one dimension, version 3.");
 
-  nb::class_<OwnedMapping>(m, "GpuMapping")
-      .def_prop_ro("address", [](const OwnedMapping& self) { return open_one(self).address(); })
+  nb::class_<OwnedMapping>(m, "GpuMapping", R"(
+      Memory of another process, mapped until it is closed or this object ends. The exporter's end does not end it.)")
+      .def_prop_ro("address", [](const OwnedMapping& self) { return open_one(self).address(); },
+                   "ValueError: it is closed.")
       .def_prop_ro("closed", [](const OwnedMapping& self) { return self->closed(); })
-      .def("__len__", [](const OwnedMapping& self) { return self->size(); })
-      .def("close", [](const OwnedMapping& self) { self->close(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def("__len__", [](const OwnedMapping& self) { return self->size(); }, "As many bytes as were asked for.")
+      .def("close", [](const OwnedMapping& self) { self->close(); }, nb::call_guard<nb::gil_scoped_release>(),
+           "Nobody may use the address any more: no copy under way, no tensor over it.")
       .def_prop_ro("__cuda_array_interface__",
-                   [](const OwnedMapping& self) { return array_interface(open_one(self).address(), self->size()); });
+                   [](const OwnedMapping& self) { return array_interface(open_one(self).address(), self->size()); },
+                   "As that of GpuMemory.");
 
-  nb::class_<GpuIpcEvent>(m, "GpuIpcEvent")
-      .def_prop_ro("handle", [](const GpuIpcEvent& self) { return bytes_of(self.handle()); })
-      .def("record", [](GpuIpcEvent& self, int64_t stream) { self.record(any_stream_at(stream)); }, "stream"_a)
-      .def("done", &GpuIpcEvent::done);
+  nb::class_<GpuIpcEvent>(m, "GpuIpcEvent", R"(
+      A point in the work of a stream that other processes' streams wait for (`GpuCopyEngine.hold`). The process that
+      made it must outlive its use. An event stands for the record that was last when a wait was issued: who waits must
+      know (by a message) that `record` has returned.)")
+      .def_prop_ro("handle", [](const GpuIpcEvent& self) { return bytes_of(self.handle()); },
+                   "64 bytes by which other processes open it.")
+      .def("record", [](GpuIpcEvent& self, int64_t stream) { self.record(any_stream_at(stream)); }, "stream"_a,
+           "After what was issued to `stream` (0: the default one) until now.")
+      .def("done", &GpuIpcEvent::done, "Whether the last record's point was reached; True if there is none.");
 
-  nb::class_<PinnedBuffer>(m, "PinnedBuffer").def(nb::init<Engine&, nb::handle>(), "engine"_a, "buffer"_a);
+  nb::class_<PinnedBuffer>(m, "PinnedBuffer", R"(
+      A writable buffer, pinned and exported as long as this lives: anonymous or shared memory (/dev/shm, memfd).
+      GpuError says why it cannot be pinned. To pin and to unpin takes up to seconds; GIL released.)")
+      .def(nb::init<Engine&, BufferArgument>(), "engine"_a, "buffer"_a);
   bind_engine(engine);
   bind_devices(m);
 }

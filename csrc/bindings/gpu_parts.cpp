@@ -54,7 +54,7 @@ PartLabel checked_label(nb::handle object, int64_t slot, int64_t least) {
 
 template <bool kSummed>
 std::unique_ptr<Copying> gather_part(Engine& engine, const OwnedPages& pages, const Integers& ids, int64_t byte_offset,
-                                     int64_t nbytes, int64_t slot, std::optional<int64_t> stream, nb::handle header) {
+                                     int64_t nbytes, int64_t slot, std::optional<int64_t> stream, BufferArgument header) {
   check_device(engine, *pages);
   const PartRange part = checked_part(pages->layout(), ids, byte_offset, nbytes);
   const PartLabel label = checked_label(header, slot, kSummed ? sizeof(uint64_t) : 1);
@@ -112,25 +112,42 @@ std::unique_ptr<Copying> zero_page_from(Engine& engine, const OwnedPages& pages,
 void bind_gpu_parts(nb::module_&, nb::class_<Engine>& engine) {
   using namespace nb::literals;
   constexpr auto kGather = PartDirection::kGather, kScatter = PartDirection::kScatter;
-  const auto gather = [&](const char* name, auto function) {
+  const auto gather = [&](const char* name, auto function, const char* doc) {
     engine.def(name, function, "pages"_a, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot_address"_a,
-               "stream"_a = nb::none(), "header"_a = nb::bytes("", 0), nb::keep_alive<0, 1>());
+               "stream"_a = nb::none(), "header"_a.sig("b''") = nb::bytes("", 0), nb::keep_alive<0, 1>(), doc);
   };
-  const auto scatter = [&](const char* name, auto function) {
+  const auto scatter = [&](const char* name, auto function, const char* doc) {
     engine.def(name, function, "pages"_a, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot_address"_a,
-               "stream"_a = nb::none(), nb::keep_alive<0, 1>());
+               "stream"_a = nb::none(), nb::keep_alive<0, 1>(), doc);
   };
-  gather("gather_part", &gather_part<false>);
-  gather("gather_part_summed", &gather_part<true>);
-  scatter("scatter_part", &scatter_part<false>);
-  scatter("scatter_part_summed", &scatter_part<true>);
+  gather("gather_part", &gather_part<false>, R"(
+         Pool to slot on one device, or devices that reach each other: the rows of page_ids laid end to end; their
+         [byte_offset, byte_offset + nbytes), which touches every page named (so byte_offset < row_bytes), goes to
+         slot_address, and the header, at most 64 bytes, right before it. stream None: `gather_stream`. Fast where all
+         addresses and sizes are multiples of 16.
+
+         IndexError (page id) or ValueError (any other bound) before a byte has moved.)");
+  gather("gather_part_summed", &gather_part<true>, R"(
+         `gather_part`, and adds up: `GpuCopy.checksum`, which is also added to the last 8 bytes of a header, a
+         little-endian number. GpuError: the driver takes no kernels, or 1024 sums are held.)");
+  scatter("scatter_part", &scatter_part<false>,
+          "The reverse of `gather_part`, on `scatter_stream`; a page named twice is a ValueError as well.");
+  scatter("scatter_part_summed", &scatter_part<true>,
+          "`scatter_part`, and adds up: `GpuCopy.checksum`. GpuError as of `gather_part_summed`.");
   engine
-      .def("add_up", &add_up, "address"_a, "nbytes"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>())
-      .def("zero_pages", &zero_pages, "pages"_a, "page_ids"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>())
+      .def("add_up", &add_up, "address"_a, "nbytes"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>(),
+           "The `part_checksum` of device memory, as `GpuCopy.checksum`; on `scatter_stream`.")
+      .def("zero_pages", &zero_pages, "pages"_a, "page_ids"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>(),
+           "All bytes of these pages become zero; on `scatter_stream`.")
       .def("zero_page_from", &zero_page_from, "pages"_a, "page_id"_a, "start"_a, "first_piece"_a = 0,
-           "stream"_a = nb::none(), nb::keep_alive<0, 1>())
-      .def("prepare_sums", [](Engine& self) { self.parts().sums(); }, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("has_kernels", [](Engine& self) { return self.parts().has_kernels(); })
+           "stream"_a = nb::none(), nb::keep_alive<0, 1>(), R"(
+           In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero; on
+           `scatter_stream`.)")
+      .def("prepare_sums", [](Engine& self) { self.parts().sums(); }, nb::call_guard<nb::gil_scoped_release>(), R"(
+           Makes the places of sums, so that no `_summed` part does: it may wait for the device; GIL released. GpuError:
+           the driver takes no kernels, or memory cannot be had or pinned. Idempotent.)")
+      .def_prop_ro("has_kernels", [](Engine& self) { return self.parts().has_kernels(); },
+                   "Otherwise parts move by the driver's copies, which is slow, and nothing is added up.")
       .def_prop_ro("gather_stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.parts().stream(kGather)); })
       .def_prop_ro("scatter_stream", [](Engine& self) { return reinterpret_cast<int64_t>(self.parts().stream(kScatter)); });
 }

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "bindings/cuda.h"
-#include "cuda/wait_pace.h"
+#include "wait_pace.h"
 
 namespace nb = nanobind;
 
@@ -17,7 +17,7 @@ namespace {
 // Lock order: the GIL, then mutex_. wait() asks for the GIL only when it has let go of mutex_.
 class GpuWaiter {
  public:
-  void add(nb::handle copy) {
+  void add(nb::typed<nb::handle, Copying> copy) {
     const Copying& copying = nb::cast<const Copying&>(copy);
     const std::lock_guard<std::mutex> hold(mutex_);
     if (entries_.size() >= kMost) refuse("copy: " + std::to_string(kMost) + " are waited for already");
@@ -37,7 +37,7 @@ class GpuWaiter {
     return entries_.size();
   }
 
-  nb::list wait(double seconds) {
+  nb::typed<nb::list, Copying> wait(double seconds) {
     const auto time = checked_seconds(seconds);
     std::vector<Entry> ended;
     {
@@ -100,12 +100,16 @@ class GpuWaiter {
 
 void bind_gpu_waiter(nb::module_& m) {
   using namespace nb::literals;
-  nb::class_<GpuWaiter>(m, "GpuWaiter")
+  nb::class_<GpuWaiter>(m, "GpuWaiter", R"(
+      One thread waits for many copies: it sleeps while there are none, and learns of an end within some 20 us.)")
       .def(nb::init<>())
-      .def("add", &GpuWaiter::add, "copy"_a)
-      .def("wait", &GpuWaiter::wait, "seconds"_a)
-      .def("wake", &GpuWaiter::wake)
-      .def("__len__", &GpuWaiter::size);
+      .def("add", &GpuWaiter::add, "copy"_a,
+           "From any thread; a `wait` that runs includes it. ValueError: 65536 are waited for already.")
+      .def("wait", &GpuWaiter::wait, "seconds"_a, R"(
+           Those that ended, well or not (`done` tells), at least one unless the time is up or `wake` was called; no
+           other `wait` returns them. GIL released.)")
+      .def("wake", &GpuWaiter::wake, "The `wait` that runs, or else the next one, returns at once.")
+      .def("__len__", &GpuWaiter::size, "Copies that no `wait` has returned.");
 }
 
 }  // namespace kvferry

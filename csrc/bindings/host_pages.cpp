@@ -1,6 +1,5 @@
 // Pages in a buffer of host memory: every bound is checked before a byte moves, and copies run with the GIL released.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include <memory>
@@ -19,7 +18,7 @@ constexpr int64_t kMaxThreads = 64;
 
 class HostPages {
  public:
-  HostPages(nb::handle buffer, const Integers& offsets, const Integers& strides, int64_t pieces, int64_t piece_stride,
+  HostPages(BufferArgument buffer, const Integers& offsets, const Integers& strides, int64_t pieces, int64_t piece_stride,
             int64_t fragment_bytes, int64_t pages)
       : buffer_(std::make_unique<Buffer>(buffer, "buffer", Buffer::Access::kWrite)),
         layout_(checked_layout("offsets", offsets, 0, strides, fragment_bytes, pages, pieces, piece_stride)) {
@@ -115,7 +114,7 @@ void zero_from(HostPages& pages, int64_t page_id, int64_t start, int64_t first_p
   zero_page(layout, page_id, uint32_t(first_piece), uint32_t(start));
 }
 
-uint64_t checksum(nb::handle object) {
+uint64_t checksum(BufferArgument object) {
   const Buffer buffer(object, "buffer", Buffer::Access::kRead);
   nb::gil_scoped_release release;
   return part_sum(sum_words(buffer.data(), buffer.size(), 0), buffer.size());
@@ -125,33 +124,60 @@ uint64_t checksum(nb::handle object) {
 
 void bind_host_pages(nb::module_& m) {
   using namespace nb::literals;
-  nb::class_<HostPages> pages(m, "HostPages");
+  nb::class_<HostPages> pages(m, "HostPages", R"(
+      Pages in a buffer of host memory: fragment tensor * pieces + piece of page p is the fragment_bytes at
+      offsets[tensor] + p * strides[tensor] + piece * piece_stride; a page's row is its fragments one behind the other.
+
+      So page-major pools are one tensor of one piece, layer-major ones a tensor for each layer's K and V, and a range of
+      heads of NHD pages is pieces = tokens, piece_stride = a token's bytes, fragment_bytes = those of the heads. The
+      buffer is writable, and stays exported until `close`. ValueError, names the field: the buffer is too small, or any
+      other bound.)");
   pages
-      .def(nb::init<nb::handle, const Integers&, const Integers&, int64_t, int64_t, int64_t, int64_t>(), "buffer"_a,
+      .def(nb::init<BufferArgument, const Integers&, const Integers&, int64_t, int64_t, int64_t, int64_t>(), "buffer"_a,
            "offsets"_a, "strides"_a, "pieces"_a, "piece_stride"_a, "fragment_bytes"_a, "pages"_a)
-      .def_prop_ro("fragments", [](const HostPages& self) { return self.layout().fragments(); })
+      .def_prop_ro("fragments", [](const HostPages& self) { return self.layout().fragments(); }, "Fragments of a page.")
       .def_prop_ro("fragment_bytes", [](const HostPages& self) { return self.layout().fragment_bytes; })
-      .def_prop_ro("row_bytes", [](const HostPages& self) { return self.layout().row_bytes(); })
-      .def_prop_ro("pages", [](const HostPages& self) { return self.layout().pages; })
-      .def("zero_page_from", &zero_from, "page_id"_a, "start"_a, "first_piece"_a = 0)
-      .def("close", &HostPages::close);
-  const auto part = [&](const char* name, auto function) {
-    pages.def(name, function, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot"_a, "slot_offset"_a = 0, "threads"_a = 1);
+      .def_prop_ro("row_bytes", [](const HostPages& self) { return self.layout().row_bytes(); }, "Bytes of a page.")
+      .def_prop_ro("pages", [](const HostPages& self) { return self.layout().pages; });
+  const auto part = [&](const char* name, auto function, const char* doc) {
+    pages.def(name, function, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot"_a, "slot_offset"_a = 0, "threads"_a = 1, doc);
   };
   using Part = int64_t;
-  part("gather_part", [](HostPages& self, const Integers& ids, Part at, Part nbytes, nb::handle slot, Part offset, Part threads) {
-    gather<void>(self, ids, at, nbytes, slot, offset, threads, gather_part);
-  });
-  part("gather_part_summed", [](HostPages& self, const Integers& ids, Part at, Part nbytes, nb::handle slot, Part offset, Part threads) {
-    return gather<uint64_t>(self, ids, at, nbytes, slot, offset, threads, gather_part_summed);
-  });
-  part("scatter_part", [](HostPages& self, const Integers& ids, Part at, Part nbytes, nb::handle slot, Part offset, Part threads) {
-    scatter<void>(self, ids, at, nbytes, slot, offset, threads, scatter_part);
-  });
-  part("scatter_part_summed", [](HostPages& self, const Integers& ids, Part at, Part nbytes, nb::handle slot, Part offset, Part threads) {
-    return scatter<uint64_t>(self, ids, at, nbytes, slot, offset, threads, scatter_part_summed);
-  });
-  m.def("part_checksum", &checksum, "buffer"_a);
+  part("gather_part",
+       [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
+         gather<void>(self, ids, at, nbytes, slot, offset, threads, gather_part);
+       },
+       R"(
+       The rows of page_ids laid end to end; their [byte_offset, byte_offset + nbytes), which touches every page
+       named (so byte_offset < row_bytes), goes to slot[slot_offset:]. GIL released.
+
+       IndexError (page id) or ValueError (any other bound, or the slot lies in the pages) before a byte has moved.)");
+  part("gather_part_summed",
+       [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
+         return gather<uint64_t>(self, ids, at, nbytes, slot, offset, threads, gather_part_summed);
+       },
+       "`gather_part`, and the `part_checksum` of the part.");
+  part("scatter_part",
+       [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
+         scatter<void>(self, ids, at, nbytes, slot, offset, threads, scatter_part);
+       },
+       "The reverse of `gather_part`; a page named twice is a ValueError as well.");
+  part("scatter_part_summed",
+       [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
+         return scatter<uint64_t>(self, ids, at, nbytes, slot, offset, threads, scatter_part_summed);
+       },
+       "`scatter_part`, and the `part_checksum` of the part.");
+  pages
+      .def("zero_page_from", &zero_from, "page_id"_a, "start"_a, "first_piece"_a = 0,
+           "In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero.")
+      .def("close", &HostPages::close,
+           "Lets go of the buffer; later calls are ValueErrors. ValueError: a call is running in another thread.");
+  m.def("part_checksum", &checksum, "buffer"_a, R"(
+        A 64-bit sum over the bytes, the same that the `_summed` copies make of a part here and on a GPU. GIL released.
+
+        Finds every change within one aligned group of 4 bytes; anything else is missed with a chance near 2**-64 as
+        long as nobody looks for bytes with the same sum (csrc/copies/part_sum.h has the details): accidents, not
+        attacks.)");
 }
 
 }  // namespace kvferry

@@ -61,8 +61,8 @@ PageIds read_page_ids(nb::handle object, const PagePool& pool) {
   return ids;
 }
 
-nb::list list_of(const PageIds& pages) {
-  nb::list list = nb::steal<nb::list>(PyList_New(Py_ssize_t(pages.size())));
+IntList list_of(const PageIds& pages) {
+  IntList list = nb::steal<nb::list>(PyList_New(Py_ssize_t(pages.size())));
   if (!list.is_valid()) throw nb::python_error();
   for (size_t i = 0; i < pages.size(); ++i) {
     PyObject* id = PyLong_FromUnsignedLong(pages[i]);

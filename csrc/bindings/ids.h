@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "bindings/types.h"
 #include "radix/page_pool.h"
 
 namespace kvferry {
@@ -16,7 +17,7 @@ uint32_t checked_page_id(int64_t id, const PagePool& pool);
 // A sequence of integers, or a buffer of 32 or 64 bit ones, each checked.
 PageIds read_page_ids(nanobind::handle object, const PagePool& pool);
 
-nanobind::list list_of(const PageIds& pages);
+IntList list_of(const PageIds& pages);
 
 // n * 32 bytes, or a (n, 32) array of uint8, held for the length of a call; copied only if it is not contiguous.
 class DigestBuffer {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -11,11 +10,10 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/types.h"
 #include "copies/page_layout.h"
 
 namespace kvferry {
-
-using Integers = nanobind::ndarray<const int64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 
 constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMaxRowBytes = int64_t(1) << 30;

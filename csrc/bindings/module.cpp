@@ -3,7 +3,7 @@
 #include "bindings/bindings.h"
 
 NB_MODULE(_core, m) {
-  m.doc() = "kvferry's C++ core: the digest chain, the copy engine, page pools and the radix tree";
+  m.doc() = "kvferry's C++ core: digests, copies, page pools and the radix tree";
   nanobind::set_leak_warnings(false);  // a daemon ends with its trees; the process's end frees them
   kvferry::bind_backstop(m);
   kvferry::bind_digests(m);

@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "cuda/kernels/copy_kernels.h"
-#include "cuda/wait_pace.h"
+#include "wait_pace.h"
 
 namespace kvferry {
 

@@ -1,10 +1,6 @@
-// A compressed radix tree of pages on two tiers, keyed by chained digests.
-//
-// A node is a run of pages with page ids on the device, on the host, or both, and splits only between pages. A node on the
-// device has its parent on the device, so a path is device nodes and then host-only ones. A lock counts on the node where
-// it ends and on all above it; such nodes are never evicted. Splits make a new upper node and leave the lower part its
-// identity, so the end of a lock always is the end of a node. Copies between the tiers belong to nodes: those may be
-// locked and split meanwhile, but neither evicted nor copied again before the copy ends.
+// The radix tree's one class and what its calls return; above each group of methods, the file that has them. How the tree
+// works as a whole: the docstring of radix/tree.py. What each call does and what the results' members mean: the docstrings
+// in bindings/tree.cpp, which has the same names. Here is what Python does not see.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +16,11 @@
 
 namespace kvferry {
 
-// The longest held prefix of a list of digests. Good until the tree's next change of structure.
 struct Match {
   Node* node;
   uint32_t offset;  // pages of `node` that match
   uint32_t pages, device_pages;
-  uint64_t version;
+  uint64_t version;  // of the tree's structure
 };
 
 struct Lock {
@@ -36,14 +31,14 @@ struct Lock {
 };
 
 struct Inserted {
-  uint32_t existing;   // leading pages of the whole list that had a device page before
-  PageIds duplicates;  // of the caller's pages, those that were not needed
-  Match match;         // of the whole list
+  uint32_t existing;
+  PageIds duplicates;
+  Match match;
 };
 
 enum class CopyKind : uint8_t { kSpill, kBackup, kRestore };
 
-// What a copy is to move, page by page.
+// As Python gets it: `Copy`.
 struct CopyPlan {
   uint64_t id;
   CopyKind kind;
@@ -58,11 +53,11 @@ struct CopyRecord {
   Node* end = nullptr;       // of the lock that a restore holds
 };
 
-enum class WhenHostIsFull { kDrop, kStop };
+enum class WhenHostIsFull { kDrop, kStop };  // kStop: `evict_with_room`
 
 struct Evicted {
   PageIds freed;
-  uint32_t dropped = 0;  // of them, those that had no host page: what they held is lost
+  uint32_t dropped = 0;
   std::optional<CopyPlan> spill;
 };
 
@@ -79,7 +74,7 @@ struct Recovered {
 };
 
 struct NextOut {
-  int group;  // -1: a host copy of what is on the device
+  int group;
   double value;
 };
 

@@ -55,5 +55,5 @@ esac
 export PYTHONMALLOC=malloc # each object is an allocation that the runtime knows
 echo "== $kinds: ${tests[*]}"
 LD_PRELOAD="$preload" "${run[@]}" "$build/venv/bin/python" -c 'import kvferry._core as core; print("== the module:", core.__file__)'
-LD_PRELOAD="$preload" "${run[@]}" "$build/venv/bin/python" -m pytest -q -m 'not nightly' -k 'not kept_kernels' --timeout=900 -p no:cacheprovider "$@" \
+LD_PRELOAD="$preload" "${run[@]}" "$build/venv/bin/python" -m pytest -q -m 'not nightly' -k 'not kept_kernels and not kept_stub' --timeout=900 -p no:cacheprovider "$@" \
   $(test $# -gt 0 && [[ $* == *tests/* ]] || echo "${tests[@]}")

@@ -1,5 +1,5 @@
 // A driver whose device is this process: everything is done when a call returns. It has CUDA's names and HIP's. In which
-// order a device might have done it is for fake_gpu_orders.h to judge.
+// order a device might have done it is for orders.h to judge.
 #include <atomic>
 #include <chrono>
 #include <cstdlib>

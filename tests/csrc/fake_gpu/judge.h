@@ -1,4 +1,4 @@
-// What actors know of each other, and who last read and wrote which bytes: see fake_gpu_orders.h.
+// What actors know of each other, and who last read and wrote which bytes: see orders.h.
 #pragma once
 
 #include <algorithm>
