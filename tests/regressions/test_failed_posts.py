@@ -130,6 +130,69 @@ def run(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(story, 20))
 
 
+def session_of(owner: Owner) -> SendingSession:
+    return SendingSession(
+        number=1,
+        remote="d",
+        courier=CourierConfig(slot_bytes=SLOT_BYTES, receive_slots=0, send_slots=SLOTS),
+        memory=cast(PoolMemory, Memory()),
+        lanes=LANES,
+        remote_ranks=1,
+        checksums=False,
+        times=SessionTimes(60.0, 60.0),
+        send_slots=SLOTS,
+        remote_epoch=7,
+        events=cast(Any, owner),
+        counters=TransferCounters(),
+        latencies=Latencies(),
+    )
+
+
+async def send_pages(owner: Owner, courier: Courier, stream: Stream) -> None:
+    """Until a write stands in each slot."""
+    for message in (
+        peer.PeerMessage(courier_up=peer.CourierUp(metadata=b"x", slot_bytes=SLOT_BYTES, receive_slots=PAGES)),
+        peer.PeerMessage(courier_connected=peer.CourierConnected()),
+    ):
+        stream.heard.put_nowait(message)
+    await until(lambda: owner.session.up)
+    credits = [peer.Credit(slot=slot, generation=1) for slot in range(PAGES)]
+    owner.session._dispatch(peer.PeerMessage(credits=peer.Credits(credits=credits)))
+
+    owner.begin(name(1), "x", PAGES)
+    owner.compute(name(1), PAGES)
+    owner.ask(name(1), 1, "x", PAGES)
+    (send,) = owner.of(OpenSend)
+    owner.session.open(send)
+    await until(lambda: len(courier.posts) == SLOTS)
+    assert sorted(slot for _, slot in courier.posts) == list(range(SLOTS))
+
+
+async def one_fails(owner: Owner, courier: Courier, failing: int, late: bool, running: asyncio.Task[None]) -> None:
+    """Nothing is given back, whatever the other writes report."""
+    failed, *others = [courier.posts[(failing + i) % SLOTS][0] for i in range(SLOTS)]
+    if not late:  # one of those that go on
+        courier.hear(PostDone(others.pop()))
+        await until(lambda: len(courier.posts) == SLOTS + 1)
+    posted = list(courier.posts)
+    slot_of = dict(posted)[failed]
+    courier.hear(PostFailed(failed, "the peer is gone"))
+    if late:
+        for post in others:
+            courier.hear(PostDone(post))
+    await settle()
+    filled_again = [slot for _, slot in courier.posts[len(posted) :]]
+    assert slot_of not in filled_again, "the slot of the write that failed was filled again"
+    for post in [post for post, _ in courier.posts if post != failed]:
+        courier.hear(PostDone(post))  # too late: the session is over
+    await settle()
+    assert courier.stopping.is_set() and not running.done(), "the session ends, and waits for its courier"
+    assert owner.completed == owner.ended == 0 and owner.store.locks == 1 and owner.core.entries
+    owner.session.progress(1, PAGES)
+    await settle()
+    assert len(courier.posts) == len(posted) + len(filled_again), "a session that is over posts nothing"
+
+
 @pytest.mark.parametrize("failing", range(SLOTS))
 @pytest.mark.parametrize("late", [False, True])
 def test_one_failed_post_of_three_gives_nothing_back_before_the_courier_is_reaped(
@@ -145,62 +208,11 @@ def test_one_failed_post_of_three_gives_nothing_back_before_the_courier_is_reape
             return courier
 
         monkeypatch.setattr(sessions.CourierLink, "start", start)
-        session = owner.session = SendingSession(
-            number=1,
-            remote="d",
-            courier=CourierConfig(slot_bytes=SLOT_BYTES, receive_slots=0, send_slots=SLOTS),
-            memory=cast(PoolMemory, Memory()),
-            lanes=LANES,
-            remote_ranks=1,
-            checksums=False,
-            times=SessionTimes(60.0, 60.0),
-            send_slots=SLOTS,
-            remote_epoch=7,
-            events=cast(Any, owner),
-            counters=TransferCounters(),
-            latencies=Latencies(),
-        )
-        running = asyncio.create_task(session.run(stream))
+        owner.session = session_of(owner)
+        running = asyncio.create_task(owner.session.run(stream))
         try:
-            for message in (
-                peer.PeerMessage(courier_up=peer.CourierUp(metadata=b"x", slot_bytes=SLOT_BYTES, receive_slots=PAGES)),
-                peer.PeerMessage(courier_connected=peer.CourierConnected()),
-            ):
-                stream.heard.put_nowait(message)
-            await until(lambda: session.up)
-            credits = [peer.Credit(slot=slot, generation=1) for slot in range(PAGES)]
-            session._dispatch(peer.PeerMessage(credits=peer.Credits(credits=credits)))
-
-            owner.begin(name(1), "x", PAGES)
-            owner.compute(name(1), PAGES)
-            owner.ask(name(1), 1, "x", PAGES)
-            (send,) = owner.of(OpenSend)
-            session.open(send)
-            await until(lambda: len(courier.posts) == SLOTS)
-            assert sorted(slot for _, slot in courier.posts) == list(range(SLOTS))
-
-            failed, *others = [courier.posts[(failing + i) % SLOTS][0] for i in range(SLOTS)]
-            if not late:  # one of those that go on
-                courier.hear(PostDone(others.pop()))
-                await until(lambda: len(courier.posts) == SLOTS + 1)
-            posted = list(courier.posts)
-            slot_of = dict(posted)[failed]
-            courier.hear(PostFailed(failed, "the peer is gone"))
-            if late:
-                for post in others:
-                    courier.hear(PostDone(post))
-            await settle()
-            filled_again = [slot for _, slot in courier.posts[len(posted) :]]
-            assert slot_of not in filled_again, "the slot of the write that failed was filled again"
-            for post in [post for post, _ in courier.posts if post != failed]:
-                courier.hear(PostDone(post))  # too late: the session is over
-            await settle()
-            assert courier.stopping.is_set() and not running.done(), "the session ends, and waits for its courier"
-            assert owner.completed == owner.ended == 0 and owner.store.locks == 1 and owner.core.entries
-            session.progress(1, PAGES)
-            await settle()
-            assert len(courier.posts) == len(posted) + len(filled_again), "a session that is over posts nothing"
-
+            await send_pages(owner, courier, stream)
+            await one_fails(owner, courier, failing, late, running)
             courier.may_be_reaped.set()
             with pytest.raises(SessionBroken, match="a write failed: the peer is gone"):
                 await running
