@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,17 +11,10 @@ from tempfile import mkdtemp
 import pytest
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonGone, HandshakeFailed, RequestFailed, RequestName, Retracted
+from kvferry.client.requests import DaemonGone, HandshakeFailed, RequestFailed, Retracted
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from tests.client.requests import FACTS, GEOMETRY, admit, name
 from tests.support.fake_daemon import FakeDaemon
-
-GEOMETRY = KVGeometry(layers=2, kv_heads=1, head_dim=4, dtype="float32", page_size=4, layout=Layout.PAGE_NHD)
-FACTS = common_pb2.NamespaceFacts(model="m", geometry=GEOMETRY.to_proto())
-
-
-def name() -> RequestName:
-    return RequestName(os.urandom(16), 1)
 
 
 def session(folder: Path, scenario: Callable[[FakeDaemon, DaemonClient], Awaitable[None]]) -> None:
@@ -35,14 +27,6 @@ def session(folder: Path, scenario: Callable[[FakeDaemon, DaemonClient], Awaitab
                 await client.close()
 
     asyncio.run(run())
-
-
-async def admit(client: DaemonClient, request: RequestName, tokens: int = 9) -> tuple[int, ...]:
-    digests = bytes(32 * (tokens // 4))
-    admitted = await client.admit(
-        request, digests=digests, tokens=tokens, tail_digest=bytes(32), prefill="p", max_new_tokens=8, deadline_s=5
-    )
-    return admitted.pages
 
 
 def test_decode_request_from_admit_to_finish(tmp_path: Path) -> None:

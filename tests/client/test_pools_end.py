@@ -29,7 +29,7 @@ from kvferry.transfer.geometry.kv_geometry import StorageOrder
 from kvferry.transfer.mapping.segment import FileLock
 from kvferry.workers.models import transformer as model
 from kvferry.workers.models.paged_cache import RankView
-from tests.client.test_client import FACTS, GEOMETRY
+from tests.client.requests import FACTS, GEOMETRY
 from tests.support.fake_daemon import Event, FakeDaemon, Message
 
 PAGES = 64

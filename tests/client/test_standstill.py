@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.client.client import DaemonClient
 from kvferry.proto import common_pb2
-from tests.client.test_client import FACTS, GEOMETRY, admit, name
+from tests.client.requests import FACTS, GEOMETRY, admit, name
 from tests.support.fake_daemon import Event, FakeDaemon, Message
 from tests.support.standstill import StandStill, jumping_clock
 

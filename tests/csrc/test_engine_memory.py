@@ -15,42 +15,9 @@ import pytest
 
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.observe.health import HealthWatch
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
-from kvferry.transfer.geometry.registration import (
-    GpuAllocation,
-    RegisteredMemory,
-    RegisteredRank,
-    RegisteredTensor,
-    Registration,
-)
 from kvferry.transfer.host_tier.copy_strategies import STRATEGIES
+from tests.csrc.engine_allocations import GEOMETRY, NBYTES, PAGES, SIZE, START, STRIDE, registered
 from tests.csrc.gpu.driver import calls
-
-GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=16)
-PAGES = 6
-SIZE = GEOMETRY.page_bytes // 4  # of a page, of K or V
-STRIDE = SIZE + 64
-START = 4096  # of the first tensor in its allocation
-EXTENT = (PAGES - 1) * STRIDE + SIZE
-
-
-def handle_of(address: int) -> bytes:
-    """As the fake makes them."""
-    return address.to_bytes(8, "little") + bytes([0x5A] * 56)
-
-
-def registered(addresses: list[int], nbytes: int, uuid: bytes = bytes(16)) -> Registration:
-    """K and V of a layer in an allocation, a layer in each."""
-    memories = tuple(RegisteredMemory(GpuAllocation(handle_of(address), uuid), nbytes) for address in addresses)
-    tensors = tuple(
-        RegisteredTensor(layer, START + tensor * PAGES * STRIDE, STRIDE, SIZE)
-        for layer in range(2)
-        for tensor in range(2)
-    )
-    return Registration(PAGES, StorageOrder.LAYER_MAJOR, (RegisteredRank(memories, tensors),))
-
-
-NBYTES = START + PAGES * STRIDE + EXTENT
 
 
 def test_pages_of_several_allocations_are_spilled_and_restored(fake: ctypes.CDLL, on_the_fake: None) -> None:

@@ -28,9 +28,9 @@ from kvferry.transfer.geometry.kv_geometry import StorageOrder
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.geometry.pool_shape import PoolShape
 from kvferry.transfer.host_tier.rows import AnonymousRows
+from tests.csrc.engine_allocations import NBYTES, registered
 from tests.csrc.gpu_orders import Orders
 from tests.csrc.gpu_pool import GEOMETRY, MOST, RANKS, Daemon, Pool
-from tests.csrc.test_engine_memory import NBYTES, registered
 
 NOT_SUPPORTED = 801
 FACTS = NamespaceFacts("model", "1", GEOMETRY, "sha256_cbor", root_digest(b"waits"), b"")

@@ -18,7 +18,7 @@ import yaml
 from kvferry.daemon.observe.metrics import families
 from kvferry.daemon.observe.metrics_table import rows as table_rows
 from kvferry.proto import cache_pb2 as cache
-from tests.daemon.observe.test_metrics import snapshot
+from tests.daemon.observe.snapshots import snapshot
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "kvferry.rules.yaml"

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from tests.faults.outcome import finish, write_table
 from tests.faults.storm import Storm
-from tests.faults.test_processes import finish, write_table
 from tests.faults.usage import Usage, table, trends, usage_of
 from tests.support.engines import stats
 from tests.support.stacks import running_stack

@@ -15,8 +15,7 @@ import pytest
 
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
-from tests.support.engines import settled, stats, wait_until
-from tests.system.serving.test_failures import describe
+from tests.support.engines import describe, settled, stats, wait_until
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(90)

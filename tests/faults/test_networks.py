@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.faults.networks import DelayedNetworks, Networks
+from tests.faults.outcome import SHORT_DEADLINE_S, finish, write_table
 from tests.faults.recovery import PEER_SEEN_S, Row, late
 from tests.faults.storm import Storm
-from tests.faults.test_processes import SHORT_DEADLINE_S, finish, write_table
 from tests.support.engines import settled
 from tests.support.stacks import running_stack
 

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from pathlib import Path
-
 import pytest
 
-from tests.faults.recovery import COLUMNS, PEER_SEEN_S, WORKER_SEEN_S, Row, late
-from tests.faults.storm import Storm, table_of
-from tests.support.engines import settled
+from tests.faults.outcome import SHORT_DEADLINE_S, finish, write_table
+from tests.faults.recovery import PEER_SEEN_S, WORKER_SEEN_S, Row, late
+from tests.faults.storm import Storm
 from tests.support.stacks import running_stack
-
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
-
-
-def finish(storm: Storm) -> None:
-    print(f"\n{storm.table()}")
-    assert not storm.wrong, storm.wrong
-    storm.calm()
-    for name in ("decode-0", "prefill-0", "prefill-1"):
-        settled(storm.replica(name), 30)
-
 
 FAULTS = (
     ("SIGKILL", "kill", 0.0),
@@ -30,7 +15,6 @@ FAULTS = (
     ("SIGSTOP 1 s", "stop", 1.0),
     ("SIGSTOP 5 s", "stop", 5.0),
 )
-SHORT_DEADLINE_S = 3.0  # of a turn; for so long a prompt is kept that was computed for a decode daemon that is gone
 SHORT = (("SIGTERM decode-0", "terminate", 0.0, "decode-0"), ("SIGSTOP 1 s prefill-0", "stop", 1.0, "prefill-0"))
 
 
@@ -84,14 +68,3 @@ def test_every_process_and_every_fault() -> None:
         finish(storm)
         write_table(storm.rows, "faults.txt", "every_process")
     assert not found, "\n".join(found)
-
-
-def write_table(rows: Sequence[Row], name: str, test: str, below: str = "") -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
-    (RESULTS / name).write_text(
-        f"python -m pytest tests/faults -m nightly -k {test}\n"
-        f"{model}, {os.cpu_count()} cores, Linux {os.uname().release}, load average {os.getloadavg()[0]:.1f}\n"
-        f"{COLUMNS if rows else ''}\n{table_of(rows) if rows else ''}\n{below}"
-    )

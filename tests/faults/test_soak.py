@@ -12,8 +12,8 @@ import time
 import grpc
 import pytest
 
+from tests.faults.outcome import SHORT_DEADLINE_S, finish, write_table
 from tests.faults.storm import DEADLINE_S, Pace, Storm, among_flips
-from tests.faults.test_processes import SHORT_DEADLINE_S, finish, write_table
 from tests.faults.usage import Usage, table, trends, usage_of
 from tests.support.engines import stats
 from tests.support.stacks import running_stack

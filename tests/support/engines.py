@@ -205,3 +205,8 @@ def courier_pids(daemon: int) -> list[int]:
             except (OSError, ValueError):
                 continue
     return found
+
+
+def describe(replica: Replica) -> engine_pb2.DescribeReply:
+    with grpc.insecure_channel(replica.worker_address, OPTIONS) as channel:
+        return EngineStub(channel).Describe(engine_pb2.DescribeRequest(), timeout=5)

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from tests.support.engines import OPTIONS, Engines, courier_pids, settled, standing_still, stats, wait_until
-from tests.system.serving.test_failures import client_with_pages
+from tests.system.clients import client_with_pages
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(90)

@@ -16,7 +16,7 @@ from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from tests.support.engines import Engines, settled, stats, wait_until
 from tests.support.stacks import running_stack
-from tests.system.serving.test_failures import client_with_pages
+from tests.system.clients import client_with_pages
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16

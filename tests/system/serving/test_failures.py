@@ -11,14 +11,10 @@ import time
 import grpc
 import pytest
 
-from kvferry.client.client import DaemonClient
-from kvferry.client.requests import RequestName
 from kvferry.daemon.cli.stack import Stack, StackError
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
-from kvferry.proto import common_pb2, engine_pb2
-from kvferry.proto.engine_pb2_grpc import EngineStub
-from kvferry.radix.digests import prompt_digests
-from tests.support.engines import OPTIONS, Engines, Turn, courier_pids, settled, standing_still, stats, wait_until
+from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from tests.support.engines import Engines, Turn, courier_pids, settled, standing_still, stats, wait_until
+from tests.system.clients import client_with_pages
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(60)
@@ -63,24 +59,6 @@ def test_a_killed_worker_frees_its_leases(stack: Stack) -> None:
     assert side.requests.aborted == 1
     assert side.pool.cached == 6  # what arrived stays
     settled(prefills[0])
-
-
-async def client_with_pages(replica: Replica) -> DaemonClient:
-    """A worker of a decode daemon with a request of 100 tokens, in 7 pages."""
-    client = await DaemonClient.connect(replica.socket, common_pb2.ROLE_DECODE, describe(replica).facts, "test")
-    prompt = prompt_digests(list(range(100)), page_size=PAGE)
-    name = RequestName(os.urandom(16), 1)
-    await client.admit(
-        name,
-        digests=prompt.digests,
-        tokens=100,
-        tail_digest=prompt.tail,
-        prefill="",
-        max_new_tokens=5,
-        deadline_s=10,
-    )
-    await client.ready(name)
-    return client
 
 
 def test_a_worker_with_a_broken_stream_keeps_its_pages_until_its_lock_is_released(stack: Stack) -> None:
@@ -150,11 +128,6 @@ def test_client_that_leaves_aborts_both_halves(stack: Stack) -> None:
     assert all(turn.error is not None for turn in turns)
     settled(decodes[0])
     settled(prefills[0])
-
-
-def describe(replica: Replica) -> engine_pb2.DescribeReply:
-    with grpc.insecure_channel(replica.worker_address, OPTIONS) as channel:
-        return EngineStub(channel).Describe(engine_pb2.DescribeRequest(), timeout=5)
 
 
 def test_a_silent_prefill_daemon_costs_its_requests_only(stack: Stack) -> None:

@@ -19,8 +19,8 @@ from kvferry.workers.models.transformer import kv_shape
 from tests.support import tiny_models
 from tests.support.devices import need
 from tests.support.engines import Engines, settled
-from tests.system.serving.test_engine_pool import again, met_again, on_engines
-from tests.system.serving.test_ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
+from tests.system.serving.engine_pools import again, met_again, on_engines
+from tests.system.serving.ranks import PAGE, Case, chat_over_both_tiers, ids, spec_of
 
 pytestmark = pytest.mark.gpu
 

@@ -4,40 +4,13 @@ workers write and check every byte on every rank."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import pytest
 
 from kvferry.daemon.cli.stack import Stack, StackError
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
-from kvferry.proto.cache_pb2 import SideStats
+from kvferry.daemon.cli.system import start_replicas
 from tests.support.engines import Engines, settled, stats
-
-PAGE = 16
-HEAD_BYTES = 2 * 2 * PAGE * 16 * 4  # of a page: layers, K and V, tokens, elements of float32
-HEADS = 4
-SLOTS = 4
-
-
-@dataclass(frozen=True)
-class Case:
-    prefill: int  # ranks
-    decode: int
-    storages: tuple[str, str]
-    layout: str = "nhd"
-    heads: int = HEADS
-    tensors: int = 2
-    slot_bytes: int = 8 << 20
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a page, each head once."""
-        return HEAD_BYTES * self.heads * self.tensors // 2
-
-    def page_bytes(self, ranks: int) -> int:
-        """Of a page on all of them."""
-        return self.row_bytes * (ranks if self.tensors == 1 else max(1, ranks // self.heads))
-
+from tests.system.serving.ranks import SLOTS, Case, chat_over_both_tiers, ids, spec_of
 
 CASES = {
     "1 to 2": Case(1, 2, ("page", "layer")),
@@ -54,26 +27,6 @@ NIGHTLY = {
 }
 
 
-def ids(rng: random.Random, n: int) -> list[int]:
-    return [rng.randrange(32_000) for _ in range(n)]
-
-
-def spec_of(case: Case, decode_pages: int = 40) -> SystemSpec:
-    both = ["--slots", str(SLOTS), "--slot-bytes", str(case.slot_bytes), "--checksums", "on"]
-    host = ["--host-bytes", str(1000 * case.row_bytes)]
-    return SystemSpec(
-        page_size=PAGE,
-        decode_pool_bytes=decode_pages * case.page_bytes(case.decode),
-        prefill_pool_bytes=decode_pages * case.page_bytes(case.prefill),
-        prefill_flags=[*both, *host, "--ranks", str(case.prefill), "--storage", case.storages[0]],
-        decode_flags=[*both, *host, "--ranks", str(case.decode), "--storage", case.storages[1]],
-        worker_flags=[
-            *("--synthetic-kv-heads", str(case.heads), "--synthetic-tensors", str(case.tensors)),
-            *("--synthetic-layout", case.layout),
-        ],
-    )
-
-
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name) for name, case in CASES.items()]
@@ -88,42 +41,6 @@ def test_chats_between_ranks_over_both_tiers(stack: Stack, case: Case) -> None:
         assert [(peer.slots, peer.free_credits) for peer in side.peers] == [(SLOTS * case.decode, SLOTS * case.decode)]
     assert (decode.pool.pages, decode.pool.page_bytes) == (40, case.page_bytes(case.decode))
     assert (prefill.pool.pages, prefill.pool.page_bytes) == (40, case.page_bytes(case.prefill))
-
-
-def chat_over_both_tiers(prefill: Replica, decode: Replica, case: Case) -> tuple[SideStats, SideStats]:
-    """Chats that pools of `spec_of` cannot hold; what they moved, spilled and restored. Both sides' statistics."""
-    rng = random.Random(1)
-    histories = [ids(rng, 90) for _ in range(8)]
-    left = [0] * len(histories)
-    pages = 0
-    with Engines(prefill, decode) as engines:
-        for _ in range(2):
-            for i, history in enumerate(histories):
-                turn = engines.turn(history, 20)
-                assert turn.error is None, turn.details
-                assert turn.matched == left[i] // PAGE * PAGE
-                assert turn.delta_pages == -(-len(history) // PAGE) - turn.matched // PAGE
-                assert turn.delta_bytes == turn.delta_pages * case.page_bytes(case.decode)
-                pages += turn.delta_pages
-                left[i] = len(history) + 19
-                histories[i] = history + turn.output + ids(rng, 30)
-        together = engines.turns([ids(rng, 100) for _ in range(6)], 3)  # transfers take turns on every lane
-        assert [turn.details for turn in together if turn.error] == []
-        pages += sum(turn.delta_pages for turn in together)
-    sides = settled(prefill), settled(decode)
-    for side in sides:
-        check_transfers(side, pages, case.page_bytes(case.decode))
-        assert side.tiers.restored_pages > 0
-        assert side.tiers.mismatched_pages == side.tiers.restore_failed_pages == side.tiers.spill_failed_pages == 0
-    return sides
-
-
-def check_transfers(side: SideStats, pages: int, page_bytes: int) -> None:
-    transfers = side.transfers
-    assert transfers.delta_pages == pages
-    assert transfers.delta_bytes == pages * page_bytes
-    assert transfers.wire_bytes == pages * page_bytes + 64 * transfers.parts
-    assert transfers.asked_again == transfers.dropped_parts == transfers.failed == 0
 
 
 @pytest.mark.nightly
