@@ -6,7 +6,6 @@ is counted anew each time.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -16,25 +15,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import Clock, Lock, Match, PagedRadixTree
+from tests.radix.cache_model import Path, chain, prefixes
 
 PAGES = 24
 
-Path = tuple[int, ...]
-
 paths = st.lists(st.integers(0, 2), max_size=7).map(tuple)
 sides = st.integers(0, 1)
-
-
-def chain(path: Path) -> bytes:
-    digests, parent = b"", b"root"
-    for symbol in path:
-        parent = hashlib.sha256(parent + bytes([symbol])).digest()
-        digests += parent
-    return digests
-
-
-def prefixes(path: Path) -> list[Path]:
-    return [path[:n] for n in range(1, len(path) + 1)]
 
 
 @dataclass

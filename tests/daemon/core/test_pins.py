@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 
 from kvferry.daemon.core import pins as pins_module
@@ -15,18 +13,10 @@ from kvferry.daemon.core.reservations import Holds
 from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PageState
+from tests.radix.letters import chain
 
 PAGES = 16
 DIGEST = 32
-
-
-def chain(prompt: str) -> bytes:
-    """One page a letter."""
-    digests, parent = b"", b"root"
-    for letter in prompt:
-        parent = hashlib.sha256(parent + letter.encode()).digest()
-        digests += parent
-    return digests
 
 
 class World:

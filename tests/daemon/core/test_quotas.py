@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -15,18 +14,10 @@ from kvferry.daemon.core.namespaces import Namespace, Quota, slack
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE, Lock
+from tests.radix.letters import chain
 
 PAGES = 24
 A, B, C = (bytes([n]) * 32 for n in (1, 2, 3))
-
-
-def chain(path: str) -> bytes:
-    """One page a letter."""
-    digests, parent = b"", b"root"
-    for letter in path:
-        parent = hashlib.sha256(parent + letter.encode()).digest()
-        digests += parent
-    return digests
 
 
 def cache_of(host_pages: int = 0, **quotas: Quota) -> Cache:
