@@ -14,7 +14,6 @@ from kvferry.daemon.core.effects import StartTransfer
 from kvferry.daemon.core.errors import RequestError, precondition, unavailable
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.peers.handshake import (
-    HEADER_ROOM,
     check_hello,
     courier_config,
     hello_of,
@@ -23,7 +22,7 @@ from kvferry.daemon.peers.handshake import (
 )
 from kvferry.daemon.peers.log_throttle import Said
 from kvferry.daemon.peers.receiving import ReceivingSession
-from kvferry.daemon.peers.session import SessionBroken, SessionTimes
+from kvferry.daemon.peers.session import SessionBroken, SessionMeters, SessionSetup, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.peer_pb2_grpc import PeerStub
 from kvferry.transfer.courier.link import CourierError
@@ -188,23 +187,25 @@ class PeerLink:
             if not side.tiers.has_pool.is_set() or side.tiers.epoch != epoch:
                 raise SessionBroken("the engine whose memory the pool was has ended")
             config, memory, ranks = side.config, side.tiers.memory, ranks_of(hello)
-            lanes = lanes_of(memory.shape.geometry, ranks, config.ranks)
-            session = ReceivingSession(
+            counters = side.ready_core.transfer_counters
+            setup = SessionSetup(
                 remote=hello.daemon,
                 courier=courier_config(config, receive_slots=config.slots, send_slots=0),
                 memory=memory,
-                lanes=lanes,
+                lanes=lanes_of(memory.shape.geometry, ranks, config.ranks),
                 remote_ranks=ranks,
                 checksums=part_checksums(own, hello),
                 times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
-                receiver=Receiver(
-                    epoch=side.tiers.epoch, lanes=lanes, slot_bytes=config.slot_bytes + HEADER_ROOM, slots=config.slots
-                ),
-                events=self,
-                counters=side.ready_core.transfer_counters,
-                latencies=side.ready_core.latencies,
-                traces=side.traces,
             )
+            receiver = Receiver(
+                epoch=side.tiers.epoch,
+                lanes=setup.lanes,
+                slot_bytes=setup.courier.slot_bytes,
+                slots=config.slots,
+                counts=counters,
+            )
+            meters = SessionMeters(counters, side.ready_core.latencies, side.traces)
+            session = ReceivingSession(setup, meters, receiver=receiver, events=self)
             self.session = session
             self._asked.clear()
             try:

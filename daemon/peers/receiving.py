@@ -10,19 +10,16 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvferry.daemon.core.counters import Latencies, TransferCounters
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name, name_of
-from kvferry.daemon.memory.interface import PartCopies, PoolMemory
-from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
-from kvferry.daemon.peers.traces import NO_TRACES, Traces
+from kvferry.daemon.memory.interface import PartCopies
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionMeters, SessionSetup
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier.link import CourierConfig, CourierLink
+from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.courier.messages import Notification, PostDone
-from kvferry.transfer.geometry.rank_lanes import Lane
 from kvferry.transfer.protocol.credit_groups import CreditGroups
 from kvferry.transfer.protocol.receiver import Receiver, Regrant, Scatter, ScatterResult, TransferBroken
-from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit
+from kvferry.transfer.protocol.slots import Credit
 
 
 class ReceivingEvents(Protocol):
@@ -45,35 +42,14 @@ class ReceivingEvents(Protocol):
 
 class ReceivingSession(Session):
     def __init__(
-        self,
-        *,
-        remote: str,
-        courier: CourierConfig,
-        memory: PoolMemory,
-        lanes: Sequence[Lane],
-        remote_ranks: int,
-        checksums: bool,
-        times: SessionTimes,
-        receiver: Receiver,
-        events: ReceivingEvents,
-        counters: TransferCounters,
-        latencies: Latencies,
-        traces: Traces = NO_TRACES,
+        self, setup: SessionSetup, meters: SessionMeters, *, receiver: Receiver, events: ReceivingEvents
     ) -> None:
-        super().__init__(
-            remote=remote,
-            courier=courier,
-            memory=memory,
-            lanes=lanes,
-            remote_ranks=remote_ranks,
-            checksums=checksums,
-            times=times,
-        )
+        super().__init__(setup)
         self.receiver = receiver
         self._events = events
-        self._counters = counters
-        self._latencies = latencies
-        self._traces = traces
+        self._counters = meters.counters
+        self._latencies = meters.latencies
+        self._traces = meters.traces
         self._asked: dict[int, float] = {}  # transfers without a part yet
         self._credits = CreditGroups(receiver.slots, receiver.ranks)
 
@@ -125,11 +101,7 @@ class ReceivingSession(Session):
 
     def on_courier(self, event: PostDone | Notification) -> None:
         assert isinstance(event, Notification), "a receiving session posts nothing"
-        counts = self.receiver.counts
-        dropped, stale = counts.dropped_parts, counts.stale_notifications
         actions = self.receiver.notification(event.payload, lambda slot: event.header or self.parts.read_header(slot))
-        self._counters.dropped_parts += counts.dropped_parts - dropped
-        self._counters.stale_notifications += counts.stale_notifications - stale
         for action in actions:
             if isinstance(action, Scatter):
                 self._scatter(action)
@@ -151,15 +123,7 @@ class ReceivingSession(Session):
             copied = time.monotonic()
             self._latencies.add_stage("scatter", copied - begin)
             self._traces.part(scatter.transfer, "scatter", begin, copied)
-            counts = self.receiver.counts
-            parts, mismatched = counts.parts, counts.mismatched_parts
-            result = self.receiver.scattered(slot, payload_sum)
-            self._counters.mismatched_parts += counts.mismatched_parts - mismatched
-            if counts.parts > parts:
-                self._counters.parts += 1
-                self._counters.payload_bytes += scatter.nbytes
-                self._counters.wire_bytes += scatter.nbytes + HEADER_BYTES
-            self._scattered(result)
+            self._scattered(self.receiver.scattered(slot, payload_sum))
             self._latencies.add_stage("publish", time.monotonic() - copied)
 
         self.copy_begins()

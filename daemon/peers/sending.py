@@ -7,20 +7,16 @@ part `gather`, the copy, and `write`, from the post until the courier says that 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Protocol
 
-from kvferry.daemon.core.counters import Latencies, TransferCounters
 from kvferry.daemon.core.effects import OpenSend
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name
-from kvferry.daemon.memory.interface import PartCopies, PoolMemory
-from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
-from kvferry.daemon.peers.traces import NO_TRACES, Traces
+from kvferry.daemon.memory.interface import PartCopies
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionMeters, SessionSetup
 from kvferry.proto import peer_pb2 as peer
-from kvferry.transfer.courier.link import CourierConfig, CourierLink
+from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.courier.messages import Notification, PostDone
-from kvferry.transfer.geometry.rank_lanes import Lane
 from kvferry.transfer.protocol.sender import Completed, Failed, Gather, Sender, TransferEnded
 from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit
 
@@ -44,39 +40,23 @@ class SendingEvents(Protocol):
 class SendingSession(Session):
     def __init__(
         self,
+        setup: SessionSetup,
+        meters: SessionMeters,
         *,
         number: int,
-        remote: str,
-        courier: CourierConfig,
-        memory: PoolMemory,
-        lanes: Sequence[Lane],
-        remote_ranks: int,
-        checksums: bool,
-        times: SessionTimes,
         send_slots: int,
         remote_epoch: int,
         events: SendingEvents,
-        counters: TransferCounters,
-        latencies: Latencies,
-        traces: Traces = NO_TRACES,
     ) -> None:
         """send_slots: of each rank."""
-        super().__init__(
-            remote=remote,
-            courier=courier,
-            memory=memory,
-            lanes=lanes,
-            remote_ranks=remote_ranks,
-            checksums=checksums,
-            times=times,
-        )
+        super().__init__(setup)
         self.number = number
         self._send_slots = send_slots
         self._remote_epoch = remote_epoch
         self._events = events
-        self._counters = counters
-        self._latencies = latencies
-        self._traces = traces
+        self._counters = meters.counters
+        self._latencies = meters.latencies
+        self._traces = meters.traces
         self._asked: dict[int, float] = {}  # transfers of which nothing was gathered yet
         self._posted: dict[int, tuple[float, int]] = {}  # posts in flight: since when, and their transfers
         self._gathering = 0  # gathers that run

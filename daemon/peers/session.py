@@ -16,7 +16,9 @@ from typing import Any, Protocol
 
 import grpc
 
+from kvferry.daemon.core.counters import Latencies, TransferCounters
 from kvferry.daemon.memory.interface import PartCopies, PoolMemory
+from kvferry.daemon.peers.traces import NO_TRACES, Traces
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_METADATA_BYTES
@@ -76,31 +78,43 @@ class SessionTimes:
     lost: float
 
 
+@dataclass(frozen=True, slots=True)
+class SessionSetup:
+    """The terms of a session: those of the two Hellos, and what it uses of its daemon."""
+
+    remote: str  # the other daemon's name
+    courier: CourierConfig
+    memory: PoolMemory
+    lanes: Sequence[Lane]
+    remote_ranks: int
+    checksums: bool  # with each part, as the Hellos agreed
+    times: SessionTimes
+
+
+@dataclass(frozen=True, slots=True)
+class SessionMeters:
+    """The side's totals, stage times and spans, to which a session adds its own."""
+
+    counters: TransferCounters
+    latencies: Latencies
+    traces: Traces = NO_TRACES
+
+
 class Session:
     """What is common to both ends. Subclasses handle the messages of their direction."""
 
-    def __init__(
-        self,
-        *,
-        remote: str,
-        courier: CourierConfig,
-        memory: PoolMemory,
-        lanes: Sequence[Lane],
-        remote_ranks: int,
-        checksums: bool,
-        times: SessionTimes,
-    ) -> None:
-        self.remote = remote  # the other daemon's name
-        self.lanes = lanes
-        self.checksums = checksums  # of parts, as the Hellos agreed
+    def __init__(self, setup: SessionSetup) -> None:
+        self.remote = setup.remote
+        self.lanes = setup.lanes
+        self.checksums = setup.checksums
         self.up = False
         self.closed = False
-        self._courier_config = courier
-        self._memory = memory
+        self._courier_config = setup.courier
+        self._memory = setup.memory
         self._opening: asyncio.Future[PartCopies] | None = None  # in a thread
         self._parts: PartCopies | None = None  # once they are opened
-        self._remote_ranks = remote_ranks
-        self._times = times
+        self._remote_ranks = setup.remote_ranks
+        self._times = setup.times
         self._link: CourierLink | None = None
         self._outgoing: asyncio.Queue[peer.PeerMessage] = asyncio.Queue(OUTGOING)
         self._outgoing_bytes = 0

@@ -14,7 +14,7 @@ from kvferry.daemon.core.limits import Name, check_priority, check_prompt, name_
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.peers.handshake import courier_config, part_checksums, ranks_of
 from kvferry.daemon.peers.sending import SendingSession
-from kvferry.daemon.peers.session import SessionTimes
+from kvferry.daemon.peers.session import SessionMeters, SessionSetup, SessionTimes
 from kvferry.daemon.sides.side import Side
 from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import peer_pb2 as peer
@@ -152,8 +152,7 @@ class PrefillSide(Side[PrefillCore]):
     def new_session(self, own: peer.PeerHello, hello: peer.PeerHello) -> SendingSession:
         """The session for a decode daemon whose Hello was checked; `own` is the answer."""
         config, memory, ranks = self.config, self.tiers.memory, ranks_of(hello)
-        session = SendingSession(
-            number=next(self._numbers),
+        setup = SessionSetup(
             remote=hello.daemon,
             courier=courier_config(config, receive_slots=0, send_slots=config.slots),
             memory=memory,
@@ -161,12 +160,14 @@ class PrefillSide(Side[PrefillCore]):
             remote_ranks=ranks,
             checksums=part_checksums(own, hello),
             times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
+        )
+        session = SendingSession(
+            setup,
+            SessionMeters(self.ready_core.transfer_counters, self._latencies, self.traces),
+            number=next(self._numbers),
             send_slots=config.slots,
             remote_epoch=hello.epoch,
             events=self,
-            counters=self.ready_core.transfer_counters,
-            latencies=self._latencies,
-            traces=self.traces,
         )
         self.sessions[session.number] = session
         return session

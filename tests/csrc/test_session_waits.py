@@ -21,7 +21,7 @@ from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.peers import session as session_module
 from kvferry.daemon.peers.receiving import ReceivingSession
 from kvferry.daemon.peers.sending import SendingSession
-from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionMeters, SessionSetup, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.messages import Connected
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
@@ -75,22 +75,21 @@ class Stream:
 
 
 def session_of(pool: Pool, kind: type[Session], lanes: Sequence[Lane]) -> Session:
-    own: dict[str, Any] = {
-        "remote": "peer",
-        "courier": SimpleNamespace(receive_slots=RANKS * SLOTS, slot_bytes=SLOT_BYTES),
-        "memory": pool.memory,
-        "lanes": lanes,
-        "remote_ranks": RANKS,
-        "checksums": True,
-        "times": SessionTimes(1.0, 30.0),
-        "events": SimpleNamespace(on_session_up=lambda: None),
-        "counters": TransferCounters(),
-        "latencies": Latencies(),
-    }
+    setup = SessionSetup(
+        remote="peer",
+        courier=cast(Any, SimpleNamespace(receive_slots=RANKS * SLOTS, slot_bytes=SLOT_BYTES)),
+        memory=pool.memory,
+        lanes=lanes,
+        remote_ranks=RANKS,
+        checksums=True,
+        times=SessionTimes(1.0, 30.0),
+    )
+    meters = SessionMeters(TransferCounters(), Latencies())
+    events = cast(Any, SimpleNamespace(on_session_up=lambda: None))
     if kind is SendingSession:
-        return SendingSession(number=1, send_slots=SLOTS, remote_epoch=1, **own)
-    receiver = Receiver(epoch=1, lanes=lanes, slot_bytes=SLOT_BYTES, slots=SLOTS)
-    return ReceivingSession(receiver=receiver, **own)
+        return SendingSession(setup, meters, number=1, send_slots=SLOTS, remote_epoch=1, events=events)
+    receiver = Receiver(epoch=1, lanes=lanes, slot_bytes=SLOT_BYTES, slots=SLOTS, counts=TransferCounters())
+    return ReceivingSession(setup, meters, receiver=receiver, events=events)
 
 
 async def until(true: Callable[[], object]) -> None:

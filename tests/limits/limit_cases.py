@@ -11,6 +11,7 @@ from typing import Any, cast
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.tls_names import MAX_TLS_NAME_CHARS, MAX_TLS_PEERS, parse_tls_peers
 from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache
+from kvferry.daemon.core.counters import TransferCounters
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import FailAsk, ToWorker
 from kvferry.daemon.core.errors import RequestError
@@ -18,7 +19,7 @@ from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, check_priorit
 from kvferry.daemon.core.pins import MAX_PINS
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.peers.handshake import check_hello
-from kvferry.daemon.peers.session import Session, SessionTimes
+from kvferry.daemon.peers.session import Session, SessionSetup, SessionTimes
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
@@ -208,7 +209,7 @@ def pins(count: int) -> None:
 def courier_up(**fields: Any) -> None:
     async def hear() -> None:
         config = CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1)
-        session = Session(
+        setup = SessionSetup(
             remote="p",
             courier=config,
             memory=cast(Any, None),
@@ -217,6 +218,7 @@ def courier_up(**fields: Any) -> None:
             checksums=False,
             times=SessionTimes(0.5, 3.0),
         )
+        session = Session(setup)
         up = {"metadata": b"m", "slot_bytes": 4096, "receive_slots": 1, **fields}
         session._dispatch(peer.PeerMessage(courier_up=peer.CourierUp(**up)))
 
@@ -249,7 +251,7 @@ class CreditOf:
 
 
 def notified(slot: int = 0, nbytes: int = NOTICE_BYTES) -> None:
-    receiver = Receiver(epoch=1, lanes=lanes_of(GEOMETRY, 1, 1), slot_bytes=128, slots=4)
+    receiver = Receiver(epoch=1, lanes=lanes_of(GEOMETRY, 1, 1), slot_bytes=128, slots=4, counts=TransferCounters())
     payload = PartNotice(2, 1, slot, 1).pack() if nbytes == NOTICE_BYTES else bytes(nbytes)
     receiver.notification(payload, lambda slot: bytes(64))
 

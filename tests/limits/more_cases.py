@@ -15,7 +15,7 @@ from kvferry.daemon.core.decode import MAX_GROWTHS, MAX_RETRACTED
 from kvferry.daemon.core.errors import MAX_MESSAGE_CHARS, RequestError
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.peers import discovery, session
-from kvferry.daemon.peers.session import Session, SessionTimes
+from kvferry.daemon.peers.session import Session, SessionSetup, SessionTimes
 from kvferry.front.engines import MAX_ADDRESS_CHARS, MAX_PATH_CHARS, EngineFacts
 from kvferry.front.openai_types import (
     MAX_MESSAGES,
@@ -102,7 +102,7 @@ def credits(count: int) -> None:
 
 def waiting_for_peer(messages: int, message: peer.PeerMessage) -> str | None:
     async def told() -> str | None:
-        waiting = Session(
+        setup = SessionSetup(
             remote="p",
             courier=CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1),
             memory=cast(Any, None),
@@ -111,6 +111,7 @@ def waiting_for_peer(messages: int, message: peer.PeerMessage) -> str | None:
             checksums=False,
             times=SessionTimes(0.5, 3.0),
         )
+        waiting = Session(setup)
         for _ in range(messages):
             waiting.send(message)
         return waiting._broken.result() if waiting._broken.done() else None

@@ -15,7 +15,7 @@ from kvferry.daemon.core.effects import EndSend, OpenSend
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.daemon.peers import session as sessions
 from kvferry.daemon.peers.sending import SendingSession
-from kvferry.daemon.peers.session import SessionBroken, SessionTimes
+from kvferry.daemon.peers.session import SessionBroken, SessionMeters, SessionSetup, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.config import CourierConfig
 from kvferry.transfer.courier.messages import Connected, CourierEvent, PostDone, PostFailed
@@ -131,8 +131,7 @@ def run(story: Coroutine[Any, Any, None]) -> None:
 
 
 def session_of(owner: Owner) -> SendingSession:
-    return SendingSession(
-        number=1,
+    setup = SessionSetup(
         remote="d",
         courier=CourierConfig(slot_bytes=SLOT_BYTES, receive_slots=0, send_slots=SLOTS),
         memory=cast(PoolMemory, Memory()),
@@ -140,12 +139,9 @@ def session_of(owner: Owner) -> SendingSession:
         remote_ranks=1,
         checksums=False,
         times=SessionTimes(60.0, 60.0),
-        send_slots=SLOTS,
-        remote_epoch=7,
-        events=cast(Any, owner),
-        counters=TransferCounters(),
-        latencies=Latencies(),
     )
+    meters = SessionMeters(TransferCounters(), Latencies())
+    return SendingSession(setup, meters, number=1, send_slots=SLOTS, remote_epoch=7, events=cast(Any, owner))
 
 
 async def send_pages(owner: Owner, courier: Courier, stream: Stream) -> None:

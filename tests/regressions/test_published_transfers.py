@@ -7,8 +7,9 @@ from typing import cast
 
 import pytest
 
+from kvferry.daemon.core.counters import TransferCounters
 from kvferry.daemon.memory.interface import PoolMemory
-from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionSetup, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.config import CourierConfig
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
@@ -25,8 +26,7 @@ SLOT_BYTES = HEADER_BYTES + PAGE_BYTES
 
 def new_session(config: CourierConfig) -> Session:
     memory, lanes = cast(PoolMemory, None), lanes_of(GEOMETRY, 1, 1)
-    times = SessionTimes(0.5, 3.0)
-    return Session(remote="p", courier=config, memory=memory, lanes=lanes, remote_ranks=1, checksums=False, times=times)
+    return Session(SessionSetup("p", config, memory, lanes, 1, checksums=False, times=SessionTimes(0.5, 3.0)))
 
 
 class Pair:
@@ -35,7 +35,9 @@ class Pair:
     def __init__(self, slots: int = 4) -> None:
         lanes = lanes_of(GEOMETRY, 1, 1)
         self.sender = Sender(lanes=lanes, slot_bytes=SLOT_BYTES, send_slots=slots, remote_slots=slots, epoch=EPOCH)
-        self.receiver = Receiver(epoch=EPOCH, lanes=lanes, slot_bytes=SLOT_BYTES, slots=slots)
+        self.receiver = Receiver(
+            epoch=EPOCH, lanes=lanes, slot_bytes=SLOT_BYTES, slots=slots, counts=TransferCounters()
+        )
         self.slots = [bytearray(SLOT_BYTES) for _ in range(slots)]
         self.headers = [b""] * slots  # of sending slots
         self.sender.credits(self.receiver.initial_credits())

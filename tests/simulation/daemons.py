@@ -14,6 +14,7 @@ from kvferry.daemon.core.namespaces import Quota, slack
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.session import SessionMeters, SessionSetup
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.daemon.sides.side import AnySide
@@ -202,8 +203,7 @@ class SimPrefill(SimSide, PrefillSide):
 
     def take_session(self, decode: SimDecode, courier: CourierConfig, checksums: bool) -> SimSending:
         """As new_session, over the simulation's network."""
-        session = SimSending(
-            number=next(self._numbers),
+        setup = SessionSetup(
             remote=decode.config.name,
             courier=courier,
             memory=self.tiers.memory,
@@ -211,11 +211,14 @@ class SimPrefill(SimSide, PrefillSide):
             remote_ranks=1,
             checksums=checksums,
             times=TIMES,
+        )
+        session = SimSending(
+            setup,
+            SessionMeters(self.ready_core.transfer_counters, self.latencies),
+            number=next(self._numbers),
             send_slots=courier.send_slots,
             remote_epoch=decode.tiers.epoch,
             events=self,
-            counters=self.ready_core.transfer_counters,
-            latencies=self.latencies,
         )
         self.sessions[session.number] = session
         return session

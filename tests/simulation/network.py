@@ -14,7 +14,7 @@ from kvferry.daemon.core.errors import RequestError, unavailable
 from kvferry.daemon.peers.link import PeerLink
 from kvferry.daemon.peers.receiving import ReceivingSession
 from kvferry.daemon.peers.sending import SendingSession
-from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionMeters, SessionSetup, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.link import CourierConfig, CourierLink
 from kvferry.transfer.courier.messages import Connected, Notification, PostDone, PostFailed
@@ -201,9 +201,13 @@ class Wire:
         lanes = lanes_of(GEOMETRY, 1, 1)
         checksums = decode.setting.checksums or prefill.setting.checksums
         self.receiver = Receiver(
-            epoch=decode.tiers.epoch, lanes=lanes, slot_bytes=setting.slot_bytes, slots=setting.slots
+            epoch=decode.tiers.epoch,
+            lanes=lanes,
+            slot_bytes=setting.slot_bytes,
+            slots=setting.slots,
+            counts=decode.ready_core.transfer_counters,
         )
-        self.receiving = SimReceiving(
+        setup = SessionSetup(
             remote=prefill.config.name,
             courier=_config(setting.slot_bytes, setting.slots, 0),
             memory=decode.tiers.memory,
@@ -211,11 +215,9 @@ class Wire:
             remote_ranks=1,
             checksums=checksums,
             times=TIMES,
-            receiver=self.receiver,
-            events=peering.link,
-            counters=decode.ready_core.transfer_counters,
-            latencies=decode.ready_core.latencies,
         )
+        meters = SessionMeters(decode.ready_core.transfer_counters, decode.ready_core.latencies)
+        self.receiving = SimReceiving(setup, meters, receiver=self.receiver, events=peering.link)
         self.sending = prefill.take_session(decode, _config(setting.slot_bytes, 0, setting.send_slots), checksums)
         for session, receive, send in (
             (self.receiving, setting.slots, 0),

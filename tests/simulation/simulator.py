@@ -125,10 +125,9 @@ class Simulation:
             self.counts["cached pages checked"] += sum(side.check_cache(t, self.prompts[t]) for t in (0, 1))
         for peering in self.peerings:
             peering.check_idle()
-            wire = peering.wire
-            if wire is not None:
-                self.counts["stale notifications"] += wire.receiver.counts.stale_notifications
-                self.counts["dropped parts"] += wire.receiver.counts.dropped_parts
+        for side in self.decodes:
+            self.counts["stale notifications"] += side.ready_core.transfer_counters.stale_notifications
+            self.counts["dropped parts"] += side.ready_core.transfer_counters.dropped_parts
         for side in sides:
             side.check_empty()
 

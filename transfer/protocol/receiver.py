@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvferry.transfer.geometry.rank_lanes import Lane
 from kvferry.transfer.protocol.coverage import Coverage
@@ -88,16 +89,15 @@ class ScatterResult:
     broken: TransferBroken | None = None
 
 
-@dataclass(slots=True)
-class ReceiverCounts:
-    """Of the session so far; bytes are counted when their copy is done."""
+class ReceiverCounts(Protocol):
+    """Totals to which a receiver adds; parts and bytes are counted when their copy is done."""
 
-    parts: int = 0
-    payload_bytes: int = 0
-    wire_bytes: int = 0
-    mismatched_parts: int = 0  # copied out, with another checksum than their header's
-    dropped_parts: int = 0  # of transfers that were not open, or refused for their range
-    stale_notifications: int = 0  # of another epoch, or a credit that is not out: repeated, late, or made up
+    parts: int
+    payload_bytes: int
+    wire_bytes: int
+    mismatched_parts: int  # copied out, with another checksum than their header's
+    dropped_parts: int  # of transfers that were not open, or refused for their range
+    stale_notifications: int  # of another epoch, or a credit that is not out: repeated, late, or made up
 
 
 class _Incoming:
@@ -148,10 +148,12 @@ class Receiver:
     """One per session and direction. Not thread-safe: one owner calls it.
 
     epoch: of the own pool. lanes: between both sides' ranks. slot_bytes: of a receive slot, header included. slots:
-    receive slots of each rank; numbered from 0, rank by rank.
+    receive slots of each rank; numbered from 0, rank by rank. counts: the owner's.
     """
 
-    def __init__(self, *, epoch: int, lanes: Sequence[Lane], slot_bytes: int, slots: int) -> None:
+    def __init__(
+        self, *, epoch: int, lanes: Sequence[Lane], slot_bytes: int, slots: int, counts: ReceiverCounts
+    ) -> None:
         if not 1 <= len(lanes) <= MAX_LANES or min(lane.row_bytes for lane in lanes) < 1:
             raise ValueError(f"lanes has {len(lanes)}, must have 1 to {MAX_LANES}, with row_bytes of at least 1")
         if slot_bytes <= HEADER_BYTES:
@@ -166,7 +168,7 @@ class Receiver:
         self._transfers: dict[int, _Incoming] = {}
         self._newest_transfer = -1
         self._running: dict[int, _Running] = {}  # by slot
-        self.counts = ReceiverCounts()
+        self.counts = counts
 
     @property
     def slots(self) -> int:

@@ -87,15 +87,6 @@ class Failed:
 SenderEvent = Completed | TransferEnded | Failed
 
 
-@dataclass(slots=True)
-class SenderCounts:
-    """Of the session so far; bytes are counted when they are posted."""
-
-    parts: int = 0
-    payload_bytes: int = 0
-    wire_bytes: int = 0
-
-
 class Sender:
     """One per session and direction. Not thread-safe: one owner calls it.
 
@@ -132,7 +123,6 @@ class Sender:
         self._rounds: list[deque[int]] = [deque() for _ in lanes]
         self._turn = 0  # the lane whose turn it is
         self._events: list[SenderEvent] = []
-        self.counts = SenderCounts()
 
     @property
     def free_credits(self) -> int:
@@ -239,9 +229,6 @@ class Sender:
         self._posted[post_id] = (send_slot, gather.transfer)
         outgoing.posted += 1
         outgoing.parts += 1
-        self.counts.parts += 1
-        self.counts.payload_bytes += gather.nbytes
-        self.counts.wire_bytes += gather.nbytes + HEADER_BYTES
         return PostPart(
             post_id=post_id,
             transfer=gather.transfer,

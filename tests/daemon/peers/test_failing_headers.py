@@ -15,7 +15,7 @@ from kvferry.daemon.memory.interface import CopyEnd, PoolMemory
 from kvferry.daemon.peers import session as session_module
 from kvferry.daemon.peers.receiving import ReceivingSession
 from kvferry.daemon.peers.sending import SendingSession
-from kvferry.daemon.peers.session import SessionBroken, SessionTimes
+from kvferry.daemon.peers.session import SessionBroken, SessionMeters, SessionSetup, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.config import CourierConfig
 from kvferry.transfer.courier.messages import Connected, Notification
@@ -124,20 +124,18 @@ def header(generation: int) -> bytes:
     return told.pack()
 
 
-def common(receive_slots: int, send_slots: int, events: Events) -> dict[str, Any]:
-    courier = CourierConfig(slot_bytes=SLOT_BYTES, receive_slots=receive_slots, send_slots=send_slots)
-    return {
-        "remote": "other",
-        "courier": courier,
-        "memory": cast(PoolMemory, Memory()),
-        "lanes": LANES,
-        "remote_ranks": 1,
-        "checksums": False,
-        "times": TIMES,
-        "events": cast(Any, events),
-        "counters": TransferCounters(),
-        "latencies": Latencies(),
-    }
+def common(receive_slots: int, send_slots: int, events: Events, times: SessionTimes = TIMES) -> dict[str, Any]:
+    setup = SessionSetup(
+        remote="other",
+        courier=CourierConfig(slot_bytes=SLOT_BYTES, receive_slots=receive_slots, send_slots=send_slots),
+        memory=cast(PoolMemory, Memory()),
+        lanes=LANES,
+        remote_ranks=1,
+        checksums=False,
+        times=times,
+    )
+    meters = SessionMeters(TransferCounters(), Latencies())
+    return {"setup": setup, "meters": meters, "events": cast(Any, events)}
 
 
 def test_a_part_that_cannot_be_gathered_fails_its_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +172,7 @@ def test_a_header_that_did_not_come_or_is_another_ends_the_session(
     monkeypatch.setattr(session_module, "CourierLink", Link)
 
     async def story() -> None:
-        receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2)
+        receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2, counts=TransferCounters())
         session = ReceivingSession(receiver=receiver, **common(2, 0, Events(told)))
         with pytest.raises(SessionBroken, match=said):
             await asyncio.wait_for(session.run(Stream(met(0))), 20)
@@ -189,7 +187,7 @@ def test_a_part_whose_header_came_with_its_notification_is_copied_out(monkeypatc
     monkeypatch.setattr(session_module, "CourierLink", Link)
 
     async def story() -> None:
-        receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2)
+        receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2, counts=TransferCounters())
         receiver.open(1, first_page=0, pages=1, page_ids=[0])
         events = Events(header(1))
         session = ReceivingSession(receiver=receiver, **common(2, 0, events))

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.peers import session as session_module
-from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
+from kvferry.daemon.peers.session import Session, SessionBroken, SessionSetup, SessionTimes
 from kvferry.daemon.services import peer as peer_service
 from kvferry.daemon.services.peer import PeerService
 from kvferry.proto import common_pb2 as common
@@ -101,13 +101,15 @@ async def end_of_a_session(monkeypatch: pytest.MonkeyPatch, starting: Starting) 
     monkeypatch.setattr(session_module, "CourierLink", starting)
     unused = cast(Any, None)
     session = Session(
-        remote="peer",
-        courier=unused,
-        memory=unused,
-        lanes=(),
-        remote_ranks=1,
-        checksums=False,
-        times=SessionTimes(1.0, 5.0),
+        SessionSetup(
+            remote="peer",
+            courier=unused,
+            memory=unused,
+            lanes=(),
+            remote_ranks=1,
+            checksums=False,
+            times=SessionTimes(1.0, 5.0),
+        )
     )
     with pytest.raises(SessionBroken, match="peer closed the stream"):
         await asyncio.wait_for(session.run(cast(Any, Closed())), 10)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvferry.daemon.core.counters import TransferCounters
 from kvferry.daemon.peers import session as session_module
 from kvferry.daemon.peers.receiving import ReceivingSession
 from kvferry.daemon.peers.sending import SendingSession
@@ -54,13 +55,13 @@ def sending() -> Session:
 
 
 def receiving() -> Session:
-    receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2)
+    receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2, counts=TransferCounters())
     return ReceivingSession(receiver=receiver, **words(2, 0))
 
 
 def words(receive_slots: int, send_slots: int) -> dict[str, Any]:
     times = SessionTimes(heartbeat=60.0, lost=LOST_SECONDS)
-    return common(receive_slots, send_slots, cast(Any, Quiet())) | {"times": times}
+    return common(receive_slots, send_slots, cast(Any, Quiet()), times)
 
 
 @pytest.mark.parametrize(("make", "slots"), [(sending, 2), (receiving, 0)])

@@ -75,10 +75,8 @@ async def later() -> None:
 
 
 def session_of(lost: float = 10 * LONG) -> Session:
-    times = {"times": SessionTimes(heartbeat=0.05, lost=lost)}
-    return SendingSession(
-        number=1, send_slots=2, remote_epoch=EPOCH, **common(0, 2, cast(Any, Events())) | cast(Any, times)
-    )
+    own = common(0, 2, cast(Any, Events()), SessionTimes(heartbeat=0.05, lost=lost))
+    return SendingSession(number=1, send_slots=2, remote_epoch=EPOCH, **own)
 
 
 def test_a_session_comes_up_behind_a_standstill(monkeypatch: pytest.MonkeyPatch, stand_still: StandStill) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvferry.daemon.core.counters import TransferCounters
 from kvferry.transfer.geometry.rank_lanes import Heads, Lane
 from kvferry.transfer.protocol.receiver import Receiver, Regrant, Scatter, TransferBroken
 from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
@@ -21,7 +22,9 @@ class Bench:
     """A receiver of pages of 100 bytes through slots of 64 + 250, and a peer that writes what it is told."""
 
     def __init__(self, slots: int = 4) -> None:
-        self.receiver = Receiver(epoch=EPOCH, lanes=[LANE], slot_bytes=HEADER_BYTES + 250, slots=slots)
+        self.receiver = Receiver(
+            epoch=EPOCH, lanes=[LANE], slot_bytes=HEADER_BYTES + 250, slots=slots, counts=TransferCounters()
+        )
         self.credits = self.receiver.initial_credits()
         self.headers: dict[int, bytes] = {}
 
@@ -294,10 +297,13 @@ def test_bad_calls_name_the_field() -> None:
         (lambda: receiver.open(1 << 64, first_page=0, pages=1, page_ids=[1]), "transfer is 18446744073709551616"),
         (lambda: receiver.scattered(2), "slot is 2, must be one of the 0 being scattered"),
         (lambda: receiver.scatter_failed(2, ""), "slot is 2"),
-        (lambda: Receiver(epoch=1, lanes=[], slot_bytes=99, slots=1), "lanes has 0"),
-        (lambda: Receiver(epoch=1, lanes=[LANE], slot_bytes=64, slots=1), "slot_bytes is 64, must be greater than"),
-        (lambda: Receiver(epoch=-1, lanes=[LANE], slot_bytes=99, slots=1), "epoch is -1"),
-        (lambda: Receiver(epoch=1, lanes=[LANE], slot_bytes=99, slots=0), "slots is 0"),
+        (lambda: Receiver(epoch=1, lanes=[], slot_bytes=99, slots=1, counts=TransferCounters()), "lanes has 0"),
+        (
+            lambda: Receiver(epoch=1, lanes=[LANE], slot_bytes=64, slots=1, counts=TransferCounters()),
+            "slot_bytes is 64, must be greater than",
+        ),
+        (lambda: Receiver(epoch=-1, lanes=[LANE], slot_bytes=99, slots=1, counts=TransferCounters()), "epoch is -1"),
+        (lambda: Receiver(epoch=1, lanes=[LANE], slot_bytes=99, slots=0, counts=TransferCounters()), "slots is 0"),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):

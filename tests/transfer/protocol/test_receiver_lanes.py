@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.daemon.core.counters import TransferCounters
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.rank_lanes import lanes_of
 from kvferry.transfer.protocol.receiver import Receiver, ReceiverAction, Scatter, TransferBroken
@@ -17,7 +18,7 @@ class Bench:
 
     def __init__(self, senders: int, receivers: int) -> None:
         lanes = lanes_of(GEOMETRY, senders, receivers)
-        self.receiver = Receiver(epoch=1, lanes=lanes, slot_bytes=HEADER_BYTES + 64, slots=2)
+        self.receiver = Receiver(epoch=1, lanes=lanes, slot_bytes=HEADER_BYTES + 64, slots=2, counts=TransferCounters())
         self.generations = {credit.slot: credit.generation for credit in self.receiver.initial_credits()}
 
     def write(self, slot: int, lane: int, first_page: int, byte_offset: int, nbytes: int) -> list[ReceiverAction]:
@@ -92,5 +93,7 @@ def test_a_slot_takes_only_its_ranks_lanes(slot: int, lane: int, message: str) -
 
 
 def test_each_rank_has_its_slots() -> None:
-    receiver = Receiver(epoch=1, lanes=lanes_of(GEOMETRY, 1, 2), slot_bytes=HEADER_BYTES + 1, slots=3)
+    receiver = Receiver(
+        epoch=1, lanes=lanes_of(GEOMETRY, 1, 2), slot_bytes=HEADER_BYTES + 1, slots=3, counts=TransferCounters()
+    )
     assert receiver.initial_credits() == [Credit(slot, 1) for slot in range(6)]
