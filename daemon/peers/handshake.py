@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import is_name, parse_address
-from kvferry.daemon.core.errors import precondition, unavailable
+from kvferry.daemon.core.errors import RequestError, precondition
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import (
@@ -32,6 +33,8 @@ LANES = "lanes"
 PART_SUMS = "part-sums"
 HEADER_ROOM = 256  # of a slot, beside the pages: its header, and payloads that begin at multiples of 64 bytes
 CAPABILITIES = ("ask-again", "aux", LANES)
+REFUSAL = "kvferry-refusal"  # key in the trailing metadata of a refused stream, as proto/peer.proto says
+NOT_READY = "not-ready"  # its value where a Hello cannot be answered yet
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -48,12 +51,25 @@ CHANNEL_OPTIONS = [
 SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)]
 
 
+class NotReady(RequestError):
+    """UNAVAILABLE: the side has no worker yet, or no pool, and no Hello of its own until then."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(common.ERROR_UNAVAILABLE, message)
+
+
+def says_not_ready(trailing: Iterable[object]) -> bool:
+    """Whether a peer that refused the stream answers and only waits for its worker. A daemon of a release without the
+    key never says so: its refusal counts as one whose reason is not known."""
+    return (REFUSAL, NOT_READY) in list(trailing)  # of pairs; Metadata itself would look for a key
+
+
 def hello_of(side: AnySide) -> peer.PeerHello:
-    """The side's own Hello. UNAVAILABLE before its first worker, and while no engine's memory is the pool."""
+    """The side's own Hello. NotReady before its first worker, and while no engine's memory is the pool."""
     if side.tiers.facts is None:
-        raise unavailable(f"daemon {side.config.name!r} has no {side.role} worker yet, so its model is not known")
+        raise NotReady(f"daemon {side.config.name!r} has no {side.role} worker yet, so its model is not known")
     if not side.tiers.has_pool.is_set():
-        raise unavailable(f"daemon {side.config.name!r} has no pool: its {side.role} engine is gone, and its memory")
+        raise NotReady(f"daemon {side.config.name!r} has no pool: its {side.role} engine is gone, and its memory")
     return peer.PeerHello(
         protocol=PROTOCOL,
         protocol_min=PROTOCOL_MIN,

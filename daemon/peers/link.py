@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from kvferry.daemon.peers.handshake import (
     hello_of,
     part_checksums,
     ranks_of,
+    says_not_ready,
 )
 from kvferry.daemon.peers.log_throttle import Said
 from kvferry.daemon.peers.receiving import ReceivingSession
@@ -38,16 +38,15 @@ log = logging.getLogger(__name__)
 BACKOFF_SECONDS = (0.1, 5.0)  # between tries: at least, even where an ask waits, and at most
 HELLO_SECONDS = 5.0
 WAITS = "waits for a worker"  # of this side, since a Hello names its model: nothing is dialled
-NOT_READY = re.compile(r"^daemon '[^']*' has no (prefill worker yet|pool: )")  # as handshake.hello_of says it
 REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED)
 
 
-class _NotReady(Exception):
-    """It answers, and has no pool yet."""
+class _PeerWaits(Exception):
+    """The peer answers, and has no pool yet."""
 
 
-def _answers(failed: grpc.aio.AioRpcError) -> bool:
-    return failed.code() is grpc.StatusCode.UNAVAILABLE and NOT_READY.search(str(failed.details())) is not None
+def _peer_waits(failed: grpc.aio.AioRpcError) -> bool:
+    return failed.code() is grpc.StatusCode.UNAVAILABLE and says_not_ready(failed.trailing_metadata())
 
 
 class PeerLink:
@@ -113,7 +112,7 @@ class PeerLink:
             try:
                 await self._connect_and_serve()
                 error = unavailable(f"prefill daemon {self.name!r} at {self.address}: the session ended")
-            except _NotReady as waits:
+            except _PeerWaits as waits:
                 error, level = unavailable(str(waits)), logging.INFO
             except SessionBroken as broken:
                 error = unavailable(f"prefill daemon {self.name!r} at {self.address}: {broken}")
@@ -121,7 +120,7 @@ class PeerLink:
                 error = refused
             except grpc.aio.AioRpcError as failed:
                 error = self._refusal(failed)
-                level = logging.INFO if _answers(failed) else logging.WARNING
+                level = logging.INFO if _peer_waits(failed) else logging.WARNING
             except (asyncio.TimeoutError, OSError, ValueError, CourierError) as problem:
                 what = str(problem) or "no answer in time"
                 error = unavailable(f"prefill daemon {self.name!r} at {self.address} cannot be reached: {what}")
@@ -150,7 +149,7 @@ class PeerLink:
     def _refusal(self, failed: grpc.aio.AioRpcError) -> RequestError:
         if failed.code() in REFUSED:
             return self._refused(str(failed.details()))
-        if _answers(failed):
+        if _peer_waits(failed):
             return unavailable(self._waits(failed.details()))
         return unavailable(
             f"prefill daemon {self.name!r} at {self.address} cannot be reached: "
@@ -178,8 +177,10 @@ class PeerLink:
                 details = await within(HELLO_SECONDS, call.details())
                 if code in REFUSED:
                     raise self._refused(details)
-                if code is grpc.StatusCode.UNAVAILABLE and NOT_READY.search(str(details)):
-                    raise _NotReady(self._waits(details))
+                if code is grpc.StatusCode.UNAVAILABLE and says_not_ready(
+                    await within(HELLO_SECONDS, call.trailing_metadata())
+                ):
+                    raise _PeerWaits(self._waits(details))
                 raise SessionBroken(f"no hello came: {code.name}: {details}")
             hello = answer.hello
             check_hello(side, hello, self.address)

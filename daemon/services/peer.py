@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvferry.daemon.core.errors import MAX_MESSAGE_CHARS, RequestError, exhausted, unavailable
-from kvferry.daemon.peers.handshake import check_hello, hello_of
+from kvferry.daemon.peers.handshake import NOT_READY, REFUSAL, NotReady, check_hello, hello_of
 from kvferry.daemon.peers.log_throttle import Said
 from kvferry.daemon.peers.session import SessionBroken
 from kvferry.daemon.services.worker import HELLO_SECONDS, status_of
@@ -47,6 +47,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             check_hello(side, message.hello, context.peer())
             if len(side.sessions) >= (bound := side.config.max_peers):
                 raise exhausted(f"{bound} peers are connected; --max-peers is {bound}")
+        except NotReady as waits:
+            await context.abort(status_of(waits), waits.message, ((REFUSAL, NOT_READY),))
         except RequestError as error:
             self._warn(message.hello.daemon[:MAX_NAME_CHARS], error)
             await context.abort(status_of(error), error.message)
@@ -66,7 +68,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             await context.abort(status_of(end), end.message)
 
     def _warn(self, daemon: str, error: RequestError) -> None:
-        """But not of what passes: no worker yet, an end that has begun."""
+        """But not of what passes, as an end that has begun."""
         said = f"refuses a session to decode daemon {daemon!r}: {error.message[:MAX_MESSAGE_CHARS]}"
         if error.code != common.ERROR_UNAVAILABLE and self._said.due(said, self._side.now()):
             log.warning("%s", said)

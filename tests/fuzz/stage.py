@@ -121,7 +121,7 @@ class Call:
         self.answers.append(message)
         self.on_answer(message)
 
-    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing: object = ()) -> NoReturn:
         if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
             self._findings.note(f"{code.name}: {details}")
         raise Refused(f"{code.name}: {details}")

@@ -19,6 +19,7 @@ from kvferry.daemon.services.peer import PeerService
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import peer_pb2_grpc
 
 
 def test_a_text_is_due_when_it_is_new_and_once_a_minute() -> None:
@@ -110,3 +111,54 @@ def test_the_prefill_side_warns_of_what_it_refuses(
         r"refuses a session to decode daemon 'd\n0': page_size: 16 and 32",
         r"refuses a session to decode daemon 'd\n0': 64 peers are connected",
     ]
+
+
+class Older(peer_pb2_grpc.PeerServicer):
+    """A prefill daemon of a release without the key; its words are those of today's."""
+
+    async def Session(self, request_iterator: object, context: Any) -> None:
+        del request_iterator
+        await context.read()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, WAITS)
+
+
+WAITS = "daemon 'p' has no prefill worker yet, so its model is not known"
+
+
+@pytest.mark.parametrize(
+    ("older", "said", "level"),
+    [
+        (False, "waits for prefill daemon 'p0' at {}: " + WAITS, logging.INFO),
+        (True, "prefill daemon 'p0' at {}{}: UNAVAILABLE: " + WAITS, logging.WARNING),
+    ],
+)
+def test_a_peer_that_waits_for_its_worker_says_so_by_a_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, older: bool, said: str, level: int
+) -> None:
+    """Without the key it is as unreachable as for any other reason, whatever its message."""
+
+    async def story() -> tuple[str, str]:
+        server = grpc.aio.server()
+        prefill = PrefillSide(DaemonConfig(role="prefill", name="p"), bytes(16), lambda: 0.0)
+        peer_pb2_grpc.add_PeerServicer_to_server(Older() if older else PeerService(prefill), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        side = DecodeSide(DaemonConfig(role="decode", peers={"p0": address}), bytes(16), lambda: 0.0)
+        side.tiers.has_pool.set()
+        monkeypatch.setattr(peer_link, "hello_of", lambda side: peer.PeerHello(daemon="d"))
+        link = side.links["p0"]
+        running = asyncio.create_task(link.run())
+        while not link.error:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await side.close()
+        await prefill.close()
+        await server.stop(None)
+        return address, link.error
+
+    with caplog.at_level(logging.INFO):
+        address, error = asyncio.run(asyncio.wait_for(story(), 20))
+    assert error in (said.format(address, how) for how in (" cannot be reached", ": no hello came"))
+    assert [record.levelno for record in caplog.records if record.getMessage() == error] == [level]
