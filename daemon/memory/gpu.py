@@ -24,7 +24,7 @@ from kvferry._core import (
 )
 from kvferry.daemon.memory.gpu_completions import CopyEnds
 from kvferry.daemon.memory.gpu_ranks import MappedRank, OwnRank, RankMemory, run_all
-from kvferry.daemon.memory.interface import CopyEnd, SummedEnd
+from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier.link import CourierLink, GpuSlot
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
@@ -58,6 +58,7 @@ class GpuPartCopies:
         self._slot_of = slot_of
         self._gathers_at_once = GATHERS * len(ranks)
         self._ends = ends
+        self._sums = False
         try:
             self._lanes = [(ranks[rank].parts, ranks[rank].pages(rows)) for rank, rows in lanes]
         except GpuError as error:
@@ -67,48 +68,41 @@ class GpuPartCopies:
     def gathers_at_once(self) -> int:
         return self._gathers_at_once
 
-    def prepare_sums(self) -> None:
+    def begin_sums(self) -> None:
         try:
             for engine in {engine for engine, _ in self._lanes}:
                 engine.prepare_sums()
         except GpuError as error:
             raise OSError(f"places of sums: {error}") from error
+        self._sums = True
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot = self._slot_of(gather.send_slot)
         engine, rows = self._lanes[gather.lane]
         payload, ids = _payload(slot, gather.nbytes), np.asarray(gather.page_ids, np.int64)
-        part, header = (gather.byte_offset, gather.nbytes, payload), gather.header.pack()
-        issue(self._ends, lambda: engine.gather_part(rows, ids, *part, header=header), done)
+        if self._sums:  # the GPU adds the sum to the header: nobody here has to wait for it first
+            copy, header = engine.gather_part_summed, gather.header.with_sum(0).pack()
+        else:
+            copy, header = engine.gather_part, gather.header.pack()
+        part = rows, ids, gather.byte_offset, gather.nbytes, payload
+        issue(self._ends, lambda: copy(*part, header=header), done)
 
-    def gather_summed(self, gather: Gather, done: CopyEnd) -> None:
-        """The GPU adds the sum to the header: nobody here has to wait for it first."""
-        slot = self._slot_of(gather.send_slot)
-        engine, rows = self._lanes[gather.lane]
-        payload, ids = _payload(slot, gather.nbytes), np.asarray(gather.page_ids, np.int64)
-        part, header = (gather.byte_offset, gather.nbytes, payload), gather.header.with_sum(0).pack()
-        issue(self._ends, lambda: engine.gather_part_summed(rows, ids, *part, header=header), done)
-
-    def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
+    def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
         slot = self._slot_of(scatter.slot)
         engine, rows = self._lanes[scatter.lane]
         payload, ids = _payload(slot, scatter.nbytes), np.asarray(scatter.page_ids, np.int64)
-        part = scatter.byte_offset, scatter.nbytes, payload
-        issue(self._ends, lambda: engine.scatter_part(rows, ids, *part), done)
-
-    def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
-        slot = self._slot_of(scatter.slot)
-        engine, rows = self._lanes[scatter.lane]
-        payload, ids = _payload(slot, scatter.nbytes), np.asarray(scatter.page_ids, np.int64)
-        part = scatter.byte_offset, scatter.nbytes, payload
+        part = rows, ids, scatter.byte_offset, scatter.nbytes, payload
+        if not self._sums:
+            issue(self._ends, lambda: engine.scatter_part(*part), lambda problem: done(problem, None))
+            return
         copies: list[GpuCopy] = []
 
         def copy() -> GpuCopy:
-            copies.append(engine.scatter_part_summed(rows, ids, *part))
+            copies.append(engine.scatter_part_summed(*part))
             return copies[0]
 
         def ended(problem: str) -> None:
-            payload_sum = 0
+            payload_sum = None
             if not problem:
                 try:
                     payload_sum = copies[0].checksum()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvferry import _core
 from kvferry.daemon.memory.copy_threads import CopyThreads, attempt
-from kvferry.daemon.memory.interface import CopyEnd, SummedEnd
+from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
@@ -45,53 +45,42 @@ class HostPartCopies:
         self._link = link
         self._lanes = lanes
         self._threads = threads
+        self._sums = False
 
     @property
     def gathers_at_once(self) -> int:
         return self._threads.count + 1
 
-    def prepare_sums(self) -> None:
-        """They have no places of their own."""
+    def begin_sums(self) -> None:
+        self._sums = True
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot, rows = self._link.send_slot(gather.send_slot), self._lanes[gather.lane]
 
         def copy() -> None:
-            ids = np.asarray(gather.page_ids, np.int64)
-            rows.gather_part(ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES)
-            slot[:HEADER_BYTES] = gather.header.pack()
+            ids, header = np.asarray(gather.page_ids, np.int64), gather.header
+            part = ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES
+            if self._sums:
+                header = header.with_sum(rows.gather_part_summed(*part))
+            else:
+                rows.gather_part(*part)
+            slot[:HEADER_BYTES] = header.pack()
 
         self._run(copy, gather.nbytes, done)
 
-    def gather_summed(self, gather: Gather, done: CopyEnd) -> None:
-        slot, rows = self._link.send_slot(gather.send_slot), self._lanes[gather.lane]
-
-        def copy() -> None:
-            ids = np.asarray(gather.page_ids, np.int64)
-            payload_sum = rows.gather_part_summed(ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES)
-            slot[:HEADER_BYTES] = gather.header.with_sum(payload_sum).pack()
-
-        self._run(copy, gather.nbytes, done)
-
-    def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
+    def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
         slot, rows = self._link.receive_slot(scatter.slot), self._lanes[scatter.lane]
+        payload_sum: int | None = None
 
         def copy() -> None:
-            ids = np.asarray(scatter.page_ids, np.int64)
-            rows.scatter_part(ids, scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES)
+            nonlocal payload_sum
+            part = np.asarray(scatter.page_ids, np.int64), scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES
+            if self._sums:
+                payload_sum = rows.scatter_part_summed(*part)
+            else:
+                rows.scatter_part(*part)
 
-        self._run(copy, scatter.nbytes, done)
-
-    def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
-        slot, rows = self._link.receive_slot(scatter.slot), self._lanes[scatter.lane]
-
-        sums: list[int] = []
-
-        def copy() -> None:
-            ids = np.asarray(scatter.page_ids, np.int64)
-            sums.append(rows.scatter_part_summed(ids, scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES))
-
-        self._run(copy, scatter.nbytes, lambda problem: done(problem, sums[0] if sums else 0))
+        self._run(copy, scatter.nbytes, lambda problem: done(problem, payload_sum))
 
     def read_header(self, receive_slot: int) -> bytes:
         return self._link.read_header(receive_slot, HEADER_BYTES)

@@ -23,32 +23,28 @@ from kvferry.transfer.protocol.slots import Buffer
 CopyEnd: TypeAlias = Callable[[str], None]
 """Called with "" or what went wrong, on the event loop's thread, and never before the call that it ends returns."""
 
-SummedEnd: TypeAlias = Callable[[str, int], None]
-"""Likewise, with the `part_checksum` of the bytes that were copied; 0 where something went wrong."""
+ScatterEnd: TypeAlias = Callable[[str, int | None], None]
+"""Likewise, with the `part_checksum` of the bytes that were copied; None where the session's parts have no sums, or
+something went wrong."""
 
 
 class PartCopies(Protocol):
-    """The copies of one session. All methods but `prepare_sums` are called on the event loop's thread, and none after
-    `close`."""
+    """The copies of one session, all with sums or all without. All methods but `begin_sums` are called on the event
+    loop's thread, and none after `close`."""
 
     @property
     def gathers_at_once(self) -> int:
         """More of them would wait for each other."""
 
-    def prepare_sums(self) -> None:
-        """Before the first summed part, on the thread that made them: it may wait for devices. OSError."""
+    def begin_sums(self) -> None:
+        """Every part has a sum. Before the first one, on the thread that made the copies: it may wait for devices.
+        OSError."""
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
-        """The gather's header, and pages behind it -> sending slot."""
+        """The gather's header, with the sum if there are sums, and pages behind it -> sending slot."""
 
-    def gather_summed(self, gather: Gather, done: CopyEnd) -> None:
-        """The same, with the sum of what it copies in the header."""
-
-    def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
+    def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
         """From behind the receiving slot's header -> pages."""
-
-    def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
-        """The same, adding up what it copies."""
 
     def read_header(self, receive_slot: int) -> Buffer:
         """The first HEADER_BYTES of a slot in host memory that was written; the courier tells those of slots on GPUs,

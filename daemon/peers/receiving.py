@@ -115,7 +115,7 @@ class ReceivingSession(Session):
         if (asked := self._asked.pop(scatter.transfer, None)) is not None:
             self._latencies.add_stage("first_part", begin - asked)
 
-        def done(problem: str, payload_sum: int | None = None) -> None:
+        def done(problem: str, payload_sum: int | None) -> None:
             self.copy_ends()
             if problem:
                 self._scattered(self.receiver.scatter_failed(slot, problem))
@@ -127,10 +127,7 @@ class ReceivingSession(Session):
             self._latencies.add_stage("publish", time.monotonic() - copied)
 
         self.copy_begins()
-        if self.checksums:
-            self.parts.scatter_summed(scatter, done)
-        else:
-            self.parts.scatter(scatter, done)
+        self.parts.scatter(scatter, done)
 
     def _scattered(self, result: ScatterResult) -> None:
         # Credits go first: the sender can refill the slots while the pages are published.

@@ -182,7 +182,4 @@ class SendingSession(Session):
 
         self.copy_begins()
         self._gathering += 1
-        if self.checksums:
-            self.parts.gather_summed(gather, done)
-        else:
-            self.parts.gather(gather, done)
+        self.parts.gather(gather, done)

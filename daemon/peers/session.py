@@ -224,7 +224,7 @@ class Session:
         def opened() -> PartCopies:
             parts = self.open_parts(link)
             if self.checksums:
-                parts.prepare_sums()
+                parts.begin_sums()
             return parts
 
         self._opening = asyncio.get_running_loop().run_in_executor(None, opened)

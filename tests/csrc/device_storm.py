@@ -63,7 +63,8 @@ class Storm:
         self.slots = Slots(self.slot_memory.address)
         lanes = lanes_of(GEOMETRY, 1, 1)
         self.parts: PartCopies = self.memory.sending(cast(CourierLink, self.slots), lanes)
-        self.parts.prepare_sums()
+        self.summing: PartCopies = self.memory.sending(cast(CourierLink, self.slots), lanes)
+        self.summing.begin_sums()
         self.host = mmap.mmap(-1, ROWS * ROW)
         self.memory.attach_rows(memoryview(self.host))
         # What is written has no zero: those are from clearings.
@@ -171,7 +172,7 @@ class Storm:
         gather = Gather(self.left, slot, Credit(slot, 1), pages, 0, 0, len(pages) * ROW, header)
         if self.random.random() < 0.5:
             header = header.with_sum(part_checksum(np.concatenate(rows)))
-            await self.ended(lambda done: self.parts.gather_summed(gather, done))
+            await self.ended(lambda done: self.summing.gather(gather, done))
         else:
             await self.ended(lambda done: self.parts.gather(gather, done))
         start = self.slots.send_gpu_slot(slot).address
@@ -205,13 +206,11 @@ class Storm:
 
     async def summed(self, scatter: Scatter) -> int | None:
         """Of half of them; None: it was not added up."""
-        if self.random.random() < 0.5:
-            await self.ended(lambda done: self.parts.scatter(scatter, done))
-            return None
-        sums: list[int] = []
+        parts = self.parts if self.random.random() < 0.5 else self.summing
+        sums: list[int | None] = []
 
         def scattered(done: CopyEnd) -> None:
-            self.parts.scatter_summed(scatter, lambda problem, total: (sums.append(total), done(problem)))
+            parts.scatter(scatter, lambda problem, total: (sums.append(total), done(problem)))
 
         await self.ended(scattered)
         return sums[0]

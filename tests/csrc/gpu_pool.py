@@ -48,9 +48,9 @@ class Pool:
         link: Any = SimpleNamespace(send_gpu_slot=self.slots.send_slot, receive_gpu_slot=self.slots.receive_slot)
         self.lanes = lanes_of(GEOMETRY, RANKS, RANKS)
         self.sending, self.receiving = self.memory.sending(link, self.lanes), self.memory.receiving(link, self.lanes)
+        self.summing = self.memory.sending(link, self.lanes)
         if self.memory.can_sum:
-            self.sending.prepare_sums()
-            self.receiving.prepare_sums()
+            self.summing.begin_sums()
 
     def of_pages(self, touch: Callable[[str, int, int], None], who: str, pages: Pages) -> None:
         """All bytes of the pages, on all ranks."""
@@ -181,9 +181,8 @@ class Daemon:
         nbytes = len(pages) * row_bytes
         header = PartHeader(0, 0, slot, 0, lane, 0, 0, nbytes)
         what = Gather(0, slot, Credit(0, 0), pages, 0, 0, nbytes, header, lane)
-        summed = self.sums and self.random.integers(2)
-        gather = self.pool.sending.gather_summed if summed else self.pool.sending.gather
-        await self.ended("gather", lambda done: gather(what, done))
+        parts = self.pool.summing if self.sums and self.random.integers(2) else self.pool.sending
+        await self.ended("gather", lambda done: parts.gather(what, done))
         self.orders.tells(COURIER)
         self.courier(self.orders.reads, self.pool.slots.send_slot(slot))
         self.orders.told_by(COURIER)
@@ -197,7 +196,7 @@ class Daemon:
         self.courier(self.orders.writes, self.pool.slots.receive_slot(slot))
         self.orders.told_by(COURIER)
         what = Scatter(slot, 0, pages, 0, 0, len(pages) * row_bytes, lane)
-        await self.ended("scatter", lambda done: self.pool.receiving.scatter(what, done))
+        await self.ended("scatter", lambda done: self.pool.receiving.scatter(what, lambda problem, _: done(problem)))
         self.receive_slots[rank].append(number)
 
     def courier(self, touch: Callable[[str, int, int], None], slot: GpuSlot) -> None:

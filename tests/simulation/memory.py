@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from kvferry._core import part_checksum
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
-from kvferry.daemon.memory.interface import CopyEnd, SummedEnd
+from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
@@ -25,7 +25,7 @@ from kvferry.transfer.geometry.rank_lanes import Lane
 from kvferry.transfer.host_tier.copy_strategies import CopyStatistics, StrategyCounts
 from kvferry.transfer.protocol.receiver import Scatter
 from kvferry.transfer.protocol.sender import Gather
-from kvferry.transfer.protocol.slots import HEADER_BYTES, Buffer, PartHeader
+from kvferry.transfer.protocol.slots import HEADER_BYTES, Buffer
 from tests.simulation.clock import Clock, expect
 
 PAGE = 4  # tokens
@@ -124,29 +124,21 @@ class SimParts:
     def __init__(self, clock: Clock, memory: Memory, failing: float, link: CourierLink) -> None:
         self._clock, self._memory, self._failing, self._link = clock, memory, failing, link
         self._pool = memory.pool
+        self._sums = False
+
+    def begin_sums(self) -> None:
+        self._sums = True
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
-        self._gather(gather, lambda _: gather.header, done)
-
-    def gather_summed(self, gather: Gather, done: CopyEnd) -> None:
-        self._gather(gather, lambda data: gather.header.with_sum(part_checksum(data)), done)
-
-    def _gather(self, gather: Gather, header_of: Callable[[bytes], PartHeader], done: CopyEnd) -> None:
         """Behind the clearing of a tail that was begun before."""
         memory = self._memory
         states = self._pool.states(gather.page_ids)
         expect(PageState.FREE not in states, f"{memory.who}: a gather names the free page in {gather.page_ids}")
         begins = max(memory.zeroed_at.get(page, 0.0) for page in gather.page_ids)
         delay = max(0.0, begins - self._clock.now) + self._clock.between(0.00002, 0.001)
-        self._clock.after(delay, self._gathered, gather, memory.generations(gather.page_ids), header_of, done)
+        self._clock.after(delay, self._gathered, gather, memory.generations(gather.page_ids), done)
 
-    def _gathered(
-        self,
-        gather: Gather,
-        generations: Sequence[int],
-        header_of: Callable[[bytes], PartHeader],
-        done: CopyEnd,
-    ) -> None:
+    def _gathered(self, gather: Gather, generations: Sequence[int], done: CopyEnd) -> None:
         memory = self._memory
         memory.check_kept(gather.page_ids, generations, "a gather ran")
         if self._clock.chance(self._failing):
@@ -156,13 +148,11 @@ class SimParts:
         data = b"".join(memory.read(page) for page in gather.page_ids)[gather.byte_offset :][: gather.nbytes]
         slot = self._link.send_slot(gather.send_slot)
         slot[HEADER_BYTES : HEADER_BYTES + gather.nbytes] = data
-        slot[:HEADER_BYTES] = header_of(data).pack()
+        header = gather.header.with_sum(part_checksum(data)) if self._sums else gather.header
+        slot[:HEADER_BYTES] = header.pack()
         done("")
 
-    def scatter(self, scatter: Scatter, done: CopyEnd) -> None:
-        self.scatter_summed(scatter, lambda problem, payload_sum: done(problem))
-
-    def scatter_summed(self, scatter: Scatter, done: SummedEnd) -> None:
+    def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
         states = set(self._pool.states(scatter.page_ids))
         expect(
             states <= set(_SCATTERED),
@@ -171,7 +161,7 @@ class SimParts:
         generations = self._memory.generations(scatter.page_ids)
         self._clock.after(self._clock.between(0.00002, 0.001), self._scattered, scatter, generations, done)
 
-    def _scattered(self, scatter: Scatter, generations: Sequence[int], done: SummedEnd) -> None:
+    def _scattered(self, scatter: Scatter, generations: Sequence[int], done: ScatterEnd) -> None:
         memory, nbytes = self._memory, scatter.nbytes
         memory.check_kept(scatter.page_ids, generations, "a scatter ran")
         failed = self._clock.chance(self._failing)
@@ -179,7 +169,7 @@ class SimParts:
             nbytes //= 2
         slot = self._link.receive_slot(scatter.slot)
         at, left = scatter.byte_offset, bytes(slot[HEADER_BYTES : HEADER_BYTES + nbytes])
-        payload_sum = part_checksum(left)
+        payload_sum = part_checksum(left) if self._sums else None
         for page in scatter.page_ids:
             room = PAGE_BYTES - at
             start = page * PAGE_BYTES + at

@@ -152,6 +152,8 @@ class SimSession(Session):
         """The courier is up; the other side's is, too."""
         self._link = cast(CourierLink, self.courier)
         self._parts = self.open_parts(self._link)
+        if self.checksums:
+            self._parts.begin_sums()
         self.clock.after(self.clock.between(0.001, 0.02), self.courier._hear, Connected())
 
     def break_off(self, reason: str) -> None:

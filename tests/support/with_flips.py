@@ -1,7 +1,8 @@
 """`python with_flips.py COMMAND ...`: kvferry's command line in this process, in which a bit of some received parts
-flips in the slot, after NIXL has written it and before it is copied out. The environment's FLIP_EVERY says which: one
-of so many, by chance, all with 1. Not by count: transfers with that many parts left would lose the same one each time.
-A command is `PYTHON -m kvferry WORDS`, as `Stack.start` puts it behind a prefix.
+flips in the slot, after NIXL has written it and before it is copied out; in sessions with checksums alone. The
+environment's FLIP_EVERY says which: one of so many, by chance, all with 1. Not by count: transfers with that many parts
+left would lose the same one each time. A command is `PYTHON -m kvferry WORDS`, as `Stack.start` puts it behind a
+prefix.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from kvferry.daemon.memory.gpu import GpuPartCopies
 from kvferry.daemon.memory.host import HostPartCopies
-from kvferry.daemon.memory.interface import SummedEnd
+from kvferry.daemon.memory.interface import ScatterEnd
 from kvferry.transfer.protocol.receiver import Scatter
 from kvferry.transfer.protocol.slots import HEADER_BYTES
 
@@ -34,24 +35,24 @@ def flip_on_gpu(copies: GpuPartCopies, scatter: Scatter) -> None:
     engine.copy_list_from_host(np.array([address]), source, np.ones(1, np.int64), strategy="loop").wait()
 
 
-host_scatter, gpu_scatter = HostPartCopies.scatter_summed, GpuPartCopies.scatter_summed
+host_scatter, gpu_scatter = HostPartCopies.scatter, GpuPartCopies.scatter
 
 
-def on_host(copies: HostPartCopies, scatter: Scatter, done: SummedEnd) -> None:
-    if chance.randrange(EVERY) == 0:
+def on_host(copies: HostPartCopies, scatter: Scatter, done: ScatterEnd) -> None:
+    if copies._sums and chance.randrange(EVERY) == 0:
         flip_on_host(copies, scatter)
     host_scatter(copies, scatter, done)
 
 
-def on_gpu(copies: GpuPartCopies, scatter: Scatter, done: SummedEnd) -> None:
-    if chance.randrange(EVERY) == 0:
+def on_gpu(copies: GpuPartCopies, scatter: Scatter, done: ScatterEnd) -> None:
+    if copies._sums and chance.randrange(EVERY) == 0:
         flip_on_gpu(copies, scatter)
     gpu_scatter(copies, scatter, done)
 
 
 if __name__ == "__main__":
-    HostPartCopies.scatter_summed = on_host  # type: ignore[method-assign]
-    GpuPartCopies.scatter_summed = on_gpu  # type: ignore[method-assign]
+    HostPartCopies.scatter = on_host  # type: ignore[method-assign]
+    GpuPartCopies.scatter = on_gpu  # type: ignore[method-assign]
     from kvferry.daemon.cli.main import main
 
     words = sys.argv[1:]

@@ -65,8 +65,8 @@ async def ended(start: Callable[[Callable[[str], None]], None]) -> str:
     return await asyncio.wait_for(done, 10)
 
 
-async def summed(start: Callable[[Callable[[str, int], None]], None]) -> tuple[str, int]:
-    done: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+async def scattered(start: Callable[[Callable[[str, int | None], None]], None]) -> tuple[str, int | None]:
+    done: asyncio.Future[tuple[str, int | None]] = asyncio.get_running_loop().create_future()
     start(lambda problem, payload_sum: done.set_result((problem, payload_sum)))
     assert not done.done(), "it ends after the call"
     return await asyncio.wait_for(done, 10)
@@ -83,6 +83,9 @@ async def move(source: HostPoolMemory, target: HostPoolMemory, pages: list[int],
     part = max(1, 2 * max(lane.row_bytes for lane in lanes) // 3)
     slots = cast(CourierLink, Slots(1, HEADER_BYTES + part))
     sending, receiving = source.sending(slots, lanes), target.receiving(slots, lanes)
+    summing, checking = source.sending(slots, lanes), target.receiving(slots, lanes)
+    summing.begin_sums()
+    checking.begin_sums()
     for number, lane in enumerate(lanes):
         total = lane.row_bytes * len(pages)
         for start in range(0, total, part):
@@ -94,16 +97,16 @@ async def move(source: HostPoolMemory, target: HostPoolMemory, pages: list[int],
             assert await ended(lambda done, gather=gather: sending.gather(gather, done)) == ""
             assert receiving.read_header(0) == header.pack()
             scatter = Scatter(0, 1, to[first : last + 1], first, offset, nbytes, number)
-            assert await ended(lambda done, scatter=scatter: receiving.scatter(scatter, done)) == ""
+            assert await scattered(lambda done, scatter=scatter: receiving.scatter(scatter, done)) == ("", None)
             payload = bytes(slots.send_slot(0)[HEADER_BYTES : HEADER_BYTES + nbytes])
             payload_sum = part_checksum(payload)
-            assert await ended(lambda done, gather=gather: sending.gather_summed(gather, done)) == ""
+            assert await ended(lambda done, gather=gather: summing.gather(gather, done)) == ""
             assert receiving.read_header(0) == header.with_sum(payload_sum).pack()
-            found = await summed(lambda done, scatter=scatter: receiving.scatter_summed(scatter, done))
+            found = await scattered(lambda done, scatter=scatter: checking.scatter(scatter, done))
             assert found == ("", payload_sum)
             assert slots.send_slot(0)[HEADER_BYTES : HEADER_BYTES + nbytes] == payload
-    sending.close()
-    receiving.close()
+    for parts in (sending, receiving, summing, checking):
+        parts.close()
 
 
 @pytest.mark.parametrize(("senders", "receivers"), PAIRS)
@@ -190,12 +193,15 @@ def test_a_part_that_does_not_fit_is_an_error_of_its_copy(tmp_path: Path) -> Non
 
     async def scenario() -> None:
         lanes = lanes_of(geometry, 1, 2)
-        receiving = memory.receiving(cast(CourierLink, Slots(1, HEADER_BYTES + 10)), lanes)
+        slots = cast(CourierLink, Slots(1, HEADER_BYTES + 10))
+        receiving, checking = memory.receiving(slots, lanes), memory.receiving(slots, lanes)
+        checking.begin_sums()
         for scatter in (Scatter(0, 1, [0], 0, 0, 11, 1), Scatter(0, 1, [PAGES], 0, 0, 1, 0)):
-            problem = await ended(lambda done, scatter=scatter: receiving.scatter(scatter, done))
-            assert problem.startswith(("ValueError", "IndexError"))
-            assert await summed(lambda done, s=scatter: receiving.scatter_summed(s, done)) == (problem, 0)
+            problem, payload_sum = await scattered(lambda done, scatter=scatter: receiving.scatter(scatter, done))
+            assert problem.startswith(("ValueError", "IndexError")) and payload_sum is None
+            assert await scattered(lambda done, s=scatter: checking.scatter(s, done)) == (problem, None)
         receiving.close()
+        checking.close()
 
     asyncio.run(scenario())
     memory.close()

@@ -11,7 +11,7 @@ import pytest
 from kvferry.daemon.core.counters import Latencies, TransferCounters
 from kvferry.daemon.core.effects import OpenSend
 from kvferry.daemon.memory.gpu import GpuPartCopies
-from kvferry.daemon.memory.interface import CopyEnd, PoolMemory
+from kvferry.daemon.memory.interface import CopyEnd, PoolMemory, ScatterEnd
 from kvferry.daemon.peers import session as session_module
 from kvferry.daemon.peers.receiving import ReceivingSession
 from kvferry.daemon.peers.sending import SendingSession
@@ -191,7 +191,7 @@ def test_a_part_whose_header_came_with_its_notification_is_copied_out(monkeypatc
         receiver.open(1, first_page=0, pages=1, page_ids=[0])
         events = Events(header(1))
         session = ReceivingSession(receiver=receiver, **common(2, 0, events))
-        copied: asyncio.Future[tuple[Scatter, CopyEnd]] = asyncio.get_running_loop().create_future()
+        copied: asyncio.Future[tuple[Scatter, ScatterEnd]] = asyncio.get_running_loop().create_future()
         monkeypatch.setattr(Parts, "scatter", lambda self, scatter, done: copied.set_result((scatter, done)))
         running = asyncio.create_task(session.run(Stream(met(0))))
         await asyncio.wait({copied, running}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
@@ -199,7 +199,7 @@ def test_a_part_whose_header_came_with_its_notification_is_copied_out(monkeypatc
         scatter, done = copied.result()
         assert (scatter.slot, scatter.transfer, scatter.nbytes) == (0, 1, 16)
         assert (receiver.busy_slots, receiver.scatters_running) == (1, 1)
-        done("")
+        done("", None)
         assert (receiver.busy_slots, receiver.scatters_running) == (0, 0)
         assert (events.arrived, events.complete) == ([(1, [0])], [1])
         running.cancel()
