@@ -173,7 +173,7 @@ class Sender(Daemon):
             if not work.fragment:
                 self.post(slot, remote, part, 0)
                 continue
-            address = self.link.send_gpu_slot(slot).address + HEADER
+            address = self.link.gpu_slots.send_slot(slot).address + HEADER
             gather = self.engine.gather_part_summed if work.summed else self.engine.gather_part
             header = struct.pack("<Q", part).ljust(HEADER, b"\0") if work.headers else b""
             begun = now()
@@ -219,7 +219,7 @@ class Receiver(Daemon):
         if not work.fragment:
             self.credit(slot)
             return
-        where = self.link.receive_gpu_slot(slot)
+        where = self.link.gpu_slots.receive_slot(slot)
         if work.headers:
             begun = now()
             self.wrong += struct.unpack_from("<Q", self.engine.read(where.address, HEADER))[0] != part

@@ -26,7 +26,8 @@ from kvferry.daemon.memory.gpu_completions import CopyEnds
 from kvferry.daemon.memory.gpu_ranks import MappedRank, OwnRank, RankMemory, run_all
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.courier.link import CourierLink, GpuSlot
+from kvferry.transfer.courier.gpu_slots import GpuSlot
+from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.layouts import Int64s, RowMap
 from kvferry.transfer.geometry.pool_shape import PoolShape
@@ -210,12 +211,12 @@ class GpuPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.sending_rows(lanes)
         own = [(lane.sender, each) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link.send_gpu_slot, self._ranks, own, self._ends)
+        return GpuPartCopies(link.gpu_slots.send_slot, self._ranks, own, self._ends)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.receiving_rows(lanes)
         own = [(lane.receiver, each) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link.receive_gpu_slot, self._ranks, own, self._ends)
+        return GpuPartCopies(link.gpu_slots.receive_slot, self._ranks, own, self._ends)
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
         ended = _when_all(len(self._ranks), done)

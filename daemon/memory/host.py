@@ -17,6 +17,7 @@ from kvferry import _core
 from kvferry.daemon.memory.copy_threads import CopyThreads, attempt
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.courier.host_slots import HostSlots
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.layouts import Int64s, RankStorage, RowMap
@@ -41,8 +42,8 @@ def host_pages(pool: memoryview, rows: RowMap) -> _core.HostPages:
 class HostPartCopies:
     """Of one session."""
 
-    def __init__(self, link: CourierLink, lanes: list[_core.HostPages], threads: CopyThreads) -> None:
-        self._link = link
+    def __init__(self, slots: HostSlots, lanes: list[_core.HostPages], threads: CopyThreads) -> None:
+        self._slots = slots
         self._lanes = lanes
         self._threads = threads
         self._sums = False
@@ -55,7 +56,7 @@ class HostPartCopies:
         self._sums = True
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
-        slot, rows = self._link.send_slot(gather.send_slot), self._lanes[gather.lane]
+        slot, rows = self._slots.send_slot(gather.send_slot), self._lanes[gather.lane]
 
         def copy() -> None:
             ids, header = np.asarray(gather.page_ids, np.int64), gather.header
@@ -69,7 +70,7 @@ class HostPartCopies:
         self._run(copy, gather.nbytes, done)
 
     def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
-        slot, rows = self._link.receive_slot(scatter.slot), self._lanes[scatter.lane]
+        slot, rows = self._slots.receive_slot(scatter.slot), self._lanes[scatter.lane]
         payload_sum: int | None = None
 
         def copy() -> None:
@@ -83,7 +84,7 @@ class HostPartCopies:
         self._run(copy, scatter.nbytes, lambda problem: done(problem, payload_sum))
 
     def read_header(self, receive_slot: int) -> bytes:
-        return self._link.read_header(receive_slot, HEADER_BYTES)
+        return bytes(self._slots.receive_slot(receive_slot)[:HEADER_BYTES])
 
     def close(self) -> None:
         for rows in self._lanes:
@@ -176,12 +177,12 @@ class HostPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
         rows = zip(lanes, self.shape.sending_rows(lanes), strict=True)
         ranks = [host_pages(self._segments[lane.sender].buffer, each) for lane, each in rows]
-        return HostPartCopies(link, ranks, self._threads)
+        return HostPartCopies(link.host_slots, ranks, self._threads)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
         rows = zip(lanes, self.shape.receiving_rows(lanes), strict=True)
         ranks = [host_pages(self._segments[lane.receiver].buffer, each) for lane, each in rows]
-        return HostPartCopies(link, ranks, self._threads)
+        return HostPartCopies(link.host_slots, ranks, self._threads)
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
         for planes in self._planes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -206,7 +205,7 @@ class PeerLink:
                 counts=counters,
             )
             meters = SessionMeters(counters, side.ready_core.latencies, side.traces)
-            session = ReceivingSession(setup, meters, receiver=receiver, events=self)
+            session = ReceivingSession(setup, meters, receiver=receiver, events=self, pages=side)
             self.session = session
             self._asked.clear()
             try:
@@ -229,15 +228,9 @@ class PeerLink:
         for effect in pending.values():
             self._ask(self.session, effect)
 
-    def on_pages(self, transfer: int, prompt_pages: Sequence[int]) -> None:
-        self._side.on_pages(transfer, prompt_pages)
-
     def on_complete(self, transfer: int) -> None:
         self._copying.pop(transfer, None)
         self._side.on_complete(transfer)
-
-    def on_drained(self, transfer: int) -> None:
-        self._side.on_drained(transfer)
 
     def on_broken(self, transfer: int, message: str) -> None:
         log.warning("transfer %d from %s is broken: %s", transfer, self.name, message)

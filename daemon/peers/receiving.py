@@ -22,16 +22,20 @@ from kvferry.transfer.protocol.receiver import Receiver, Regrant, Scatter, Scatt
 from kvferry.transfer.protocol.slots import Credit
 
 
-class ReceivingEvents(Protocol):
-    """Who owns the transfers."""
-
-    def on_session_up(self) -> None: ...
+class ReceivedPages(Protocol):
+    """The owner of the pages."""
 
     def on_pages(self, transfer: int, prompt_pages: Sequence[int]) -> None: ...
 
-    def on_complete(self, transfer: int) -> None: ...
-
     def on_drained(self, transfer: int) -> None: ...
+
+
+class ReceivingEvents(Protocol):
+    """The owner of the session and its transfers."""
+
+    def on_session_up(self) -> None: ...
+
+    def on_complete(self, transfer: int) -> None: ...
 
     def on_broken(self, transfer: int, message: str) -> None: ...
 
@@ -42,11 +46,18 @@ class ReceivingEvents(Protocol):
 
 class ReceivingSession(Session):
     def __init__(
-        self, setup: SessionSetup, meters: SessionMeters, *, receiver: Receiver, events: ReceivingEvents
+        self,
+        setup: SessionSetup,
+        meters: SessionMeters,
+        *,
+        receiver: Receiver,
+        events: ReceivingEvents,
+        pages: ReceivedPages,
     ) -> None:
         super().__init__(setup)
         self.receiver = receiver
         self._events = events
+        self._pages = pages
         self._counters = meters.counters
         self._latencies = meters.latencies
         self._traces = meters.traces
@@ -134,14 +145,14 @@ class ReceivingSession(Session):
         self._give_back(result.credit)
         self._counters.pages += len(result.arrived)
         if result.arrived:
-            self._events.on_pages(result.transfer, result.arrived)
+            self._pages.on_pages(result.transfer, result.arrived)
         if result.broken is not None:
             self._events.on_broken(result.transfer, result.broken.message)
         if result.complete:
             self._events.on_complete(result.transfer)
             self._expect()
         if result.drained:
-            self._events.on_drained(result.transfer)
+            self._pages.on_drained(result.transfer)
 
     def _give_back(self, credit: Credit) -> None:
         if group := self._credits.add(credit):

@@ -165,7 +165,7 @@ class DecodeSide(Side[DecodeCore]):
         lease = self.ready_core.leases.get(name)
         return 0 if lease is None else max(1, int((lease.deadline - self.now()) * 1000))
 
-    # -- the links' events (ReceivingEvents) ---------------------------------------------------------------------
+    # -- the links' events (ReceivedPages) -----------------------------------------------------------------------
 
     def on_pages(self, transfer: int, prompt_pages: Sequence[int]) -> None:
         self.ready_core.pages_arrived(transfer, prompt_pages, self.now())

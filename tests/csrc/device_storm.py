@@ -43,11 +43,12 @@ class Slots:
 
     def __init__(self, address: int) -> None:
         self._address = address
+        self.gpu_slots = self
 
-    def send_gpu_slot(self, slot: int) -> GpuSlot:
+    def send_slot(self, slot: int) -> GpuSlot:
         return GpuSlot(0, 0, self._address + slot * SLOT_BYTES, SLOT_BYTES)
 
-    receive_gpu_slot = send_gpu_slot
+    receive_slot = send_slot
 
 
 class Storm:
@@ -175,7 +176,7 @@ class Storm:
             await self.ended(lambda done: self.summing.gather(gather, done))
         else:
             await self.ended(lambda done: self.parts.gather(gather, done))
-        start = self.slots.send_gpu_slot(slot).address
+        start = self.slots.send_slot(slot).address
         found = await self.read(np.array([start]), HEADER_BYTES + len(pages) * ROW)
         assert bytes(found[:HEADER_BYTES]) == header.pack(), "the header is wrong"
         self.expect(found[HEADER_BYTES:].reshape(-1, ROW), rows, f"a slot gathered from pages {pages}")

@@ -45,7 +45,7 @@ class Pool:
         slots = [RankSlots(*receiving, *sending) for receiving, sending in named]
         engines = [GpuCopyEngine(rank, library) for rank in range(RANKS)]
         self.slots = MappedSlots(range(RANKS), slots, (RANKS * SLOTS, RANKS * SLOTS), SLOT_BYTES, engines.__getitem__)
-        link: Any = SimpleNamespace(send_gpu_slot=self.slots.send_slot, receive_gpu_slot=self.slots.receive_slot)
+        link: Any = SimpleNamespace(gpu_slots=self.slots)
         self.lanes = lanes_of(GEOMETRY, RANKS, RANKS)
         self.sending, self.receiving = self.memory.sending(link, self.lanes), self.memory.receiving(link, self.lanes)
         self.summing = self.memory.sending(link, self.lanes)

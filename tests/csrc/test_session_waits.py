@@ -42,7 +42,7 @@ class Link:
     metadata, receive_address, receive_ranks, oldest_post, pid = b"own", 1, (), None, 1
 
     def __init__(self, pool: Pool, on_event: Callable[[object], None]) -> None:
-        self.send_gpu_slot, self.receive_gpu_slot = pool.slots.send_slot, pool.slots.receive_slot
+        self.gpu_slots = pool.slots
         self._on_event = on_event
         self.stopped = False
 
@@ -89,7 +89,7 @@ def session_of(pool: Pool, kind: type[Session], lanes: Sequence[Lane]) -> Sessio
     if kind is SendingSession:
         return SendingSession(setup, meters, number=1, send_slots=SLOTS, remote_epoch=1, events=events)
     receiver = Receiver(epoch=1, lanes=lanes, slot_bytes=SLOT_BYTES, slots=SLOTS, counts=TransferCounters())
-    return ReceivingSession(setup, meters, receiver=receiver, events=events)
+    return ReceivingSession(setup, meters, receiver=receiver, events=events, pages=events)
 
 
 async def until(true: Callable[[], object]) -> None:
@@ -203,7 +203,7 @@ def a_pool_of_four_heads() -> GpuPoolMemory:
 
 def test_a_table_is_made_once_and_kept(fake: ctypes.CDLL, on_the_fake: None) -> None:
     """For each range of heads that lanes share, whatever the number of sessions."""
-    link: Any = SimpleNamespace(send_gpu_slot=None, receive_gpu_slot=None)
+    link: Any = SimpleNamespace(gpu_slots=SimpleNamespace(send_slot=None, receive_slot=None))
     memory = a_pool_of_four_heads()
     made = []
     for ranks in (1, 2, 4, 2, 1, 4, 64):
@@ -237,7 +237,7 @@ def test_a_table_is_behind_no_spill(orders: Orders, fake: ctypes.CDLL, on_the_fa
     spilling = threading.Thread(target=spill)
     spilling.start()
     time.sleep(0.2)
-    link: Any = SimpleNamespace(send_gpu_slot=None)
+    link: Any = SimpleNamespace(gpu_slots=SimpleNamespace(send_slot=None))
     memory.sending(link, lanes_of(FOUR_HEADS, 1, 2))
     assert not spilled.wait(0.3), "the host would have seen the spill's end, too"
     orders.release()

@@ -286,6 +286,7 @@ class Link:
         self._config, self.on_event = config, on_event
         self._receive = [bytearray(config.slot_bytes) for _ in range(config.receive_slots)]
         self._send = [bytearray(config.slot_bytes) for _ in range(config.send_slots)]
+        self.host_slots = self
         self._remote: Connect | None = None
         Stage.current.link = self
 

@@ -17,6 +17,7 @@ from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
+from kvferry.transfer.courier.host_slots import HostSlots
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 from kvferry.transfer.geometry.layouts import Int64s
@@ -121,8 +122,8 @@ class SimParts:
 
     gathers_at_once = 64
 
-    def __init__(self, clock: Clock, memory: Memory, failing: float, link: CourierLink) -> None:
-        self._clock, self._memory, self._failing, self._link = clock, memory, failing, link
+    def __init__(self, clock: Clock, memory: Memory, failing: float, slots: HostSlots) -> None:
+        self._clock, self._memory, self._failing, self._slots = clock, memory, failing, slots
         self._pool = memory.pool
         self._sums = False
 
@@ -146,7 +147,7 @@ class SimParts:
             done("injected")
             return
         data = b"".join(memory.read(page) for page in gather.page_ids)[gather.byte_offset :][: gather.nbytes]
-        slot = self._link.send_slot(gather.send_slot)
+        slot = self._slots.send_slot(gather.send_slot)
         slot[HEADER_BYTES : HEADER_BYTES + gather.nbytes] = data
         header = gather.header.with_sum(part_checksum(data)) if self._sums else gather.header
         slot[:HEADER_BYTES] = header.pack()
@@ -167,7 +168,7 @@ class SimParts:
         failed = self._clock.chance(self._failing)
         if failed:
             nbytes //= 2
-        slot = self._link.receive_slot(scatter.slot)
+        slot = self._slots.receive_slot(scatter.slot)
         at, left = scatter.byte_offset, bytes(slot[HEADER_BYTES : HEADER_BYTES + nbytes])
         payload_sum = part_checksum(left) if self._sums else None
         for page in scatter.page_ids:
@@ -180,7 +181,7 @@ class SimParts:
         done("injected" if failed else "", payload_sum)
 
     def read_header(self, receive_slot: int) -> Buffer:
-        return self._link.receive_slot(receive_slot)[:HEADER_BYTES]
+        return self._slots.receive_slot(receive_slot)[:HEADER_BYTES]
 
     def close(self) -> None:
         pass
@@ -196,10 +197,10 @@ class SimPoolMemory:
         self.can_sum = True
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
-        return SimParts(self._clock, self._memory, self._failing, link)
+        return SimParts(self._clock, self._memory, self._failing, link.host_slots)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
-        return SimParts(self._clock, self._memory, self._failing, link)
+        return SimParts(self._clock, self._memory, self._failing, link.host_slots)
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         self._clock.after(self._clock.between(0.00002, 0.002), self._zeroed, pages.tolist(), done)

@@ -41,6 +41,7 @@ class SimCourier:
         self.session: Session | None = None
         self.remote: SimCourier | None = None
         self.reaped = False
+        self.host_slots = self
 
     def receive_slot(self, slot: int) -> memoryview:
         return memoryview(self._receive[slot])
@@ -219,7 +220,7 @@ class Wire:
             times=TIMES,
         )
         meters = SessionMeters(decode.ready_core.transfer_counters, decode.ready_core.latencies)
-        self.receiving = SimReceiving(setup, meters, receiver=self.receiver, events=peering.link)
+        self.receiving = SimReceiving(setup, meters, receiver=self.receiver, events=peering.link, pages=decode)
         self.sending = prefill.take_session(decode, _config(setting.slot_bytes, 0, setting.send_slots), checksums)
         for session, receive, send in (
             (self.receiving, setting.slots, 0),

@@ -24,7 +24,7 @@ chance = random.Random(EVERY)
 
 
 def flip_on_host(copies: HostPartCopies, scatter: Scatter) -> None:
-    copies._link.receive_slot(scatter.slot)[HEADER_BYTES + scatter.nbytes // 2] ^= 0x10
+    copies._slots.receive_slot(scatter.slot)[HEADER_BYTES + scatter.nbytes // 2] ^= 0x10
 
 
 def flip_on_gpu(copies: GpuPartCopies, scatter: Scatter) -> None:

@@ -20,6 +20,7 @@ class HostSlots:
         self._view = memoryview(self._memory)
 
     def receive_slot(self, slot: int) -> memoryview:
+        """The slot's bytes, writable. MessageError for one that is not there, as the other."""
         check_range("receive slot", slot, 0, self._config.receive_slots - 1)
         return self._slot(slot)
 
@@ -29,9 +30,6 @@ class HostSlots:
 
     def _slot(self, index: int) -> memoryview:
         return self._view[index * self._config.slot_bytes : (index + 1) * self._config.slot_bytes]
-
-    def read_header(self, receive_slot: int, nbytes: int) -> bytes:
-        return bytes(self.receive_slot(receive_slot)[:nbytes])
 
     def close(self) -> None:
         self._view.release()

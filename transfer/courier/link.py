@@ -23,7 +23,7 @@ from kvferry.transfer.courier.config import (
     courier_environment,
     make_slot_memory,
 )
-from kvferry.transfer.courier.gpu_slots import GpuOf, GpuSlot, MappedSlots, gpu
+from kvferry.transfer.courier.gpu_slots import GpuOf, MappedSlots, gpu
 from kvferry.transfer.courier.host_slots import HostSlots
 from kvferry.transfer.courier.messages import (
     MAX_EXPECTED,
@@ -48,7 +48,7 @@ from kvferry.transfer.courier.messages import (
 from kvferry.transfer.courier.process import CourierProcess
 from kvferry.waiting import is_done, within
 
-__all__ = ["CourierConfig", "CourierError", "CourierLink", "GpuSlot", "RemoteRank"]
+__all__ = ["CourierConfig", "CourierError", "CourierLink", "RemoteRank"]
 
 log = logging.getLogger(__name__)
 
@@ -180,39 +180,24 @@ class CourierLink:
         assert self._process is not None, "the courier was not started"
         return self._process.pid
 
-    def receive_slot(self, slot: int) -> memoryview:
-        """The slot's bytes in host memory, writable. Not to be used after `stop`."""
-        return self._host_slots().receive_slot(slot)
-
-    def send_slot(self, slot: int) -> memoryview:
-        """The slot's bytes in host memory, writable; not to be written while a post of the slot is in flight, or after
-        `stop`."""
-        return self._host_slots().send_slot(slot)
-
-    def receive_gpu_slot(self, slot: int) -> GpuSlot:
-        """The slot where this process maps it. No copy may use it once `stop` was called."""
-        return self._gpu_slots().receive_slot(slot)
-
-    def send_gpu_slot(self, slot: int) -> GpuSlot:
-        """As `receive_gpu_slot`; what is written there must have ended before the slot is posted."""
-        return self._gpu_slots().send_slot(slot)
-
-    def read_header(self, receive_slot: int, nbytes: int) -> bytes:
-        """The first bytes of a receive slot in host memory; those on GPUs come with the notification."""
-        return self._host_slots().read_header(receive_slot, nbytes)
-
     def _any_slots(self) -> HostSlots | MappedSlots:
         if self._slots is None:
             raise CourierError("the courier was stopped, and its slots with it")
         return self._slots
 
-    def _host_slots(self) -> HostSlots:
+    @property
+    def host_slots(self) -> HostSlots:
+        """The slots in host memory: not to be used after `stop`, and a send slot not to be written while a post of it
+        is in flight. CourierError where they are on GPUs, or the courier was stopped."""
         slots = self._any_slots()
         if isinstance(slots, MappedSlots):
             raise CourierError("its slots are on GPUs")
         return slots
 
-    def _gpu_slots(self) -> MappedSlots:
+    @property
+    def gpu_slots(self) -> MappedSlots:
+        """The slots on GPUs, where this process maps them: no copy may use one once `stop` was called, and what is
+        written to a send slot must have ended before it is posted. CourierError as for `host_slots`."""
         slots = self._any_slots()
         if isinstance(slots, HostSlots):
             raise CourierError("its slots are in host memory")
@@ -327,7 +312,7 @@ class CourierLink:
             return
         if isinstance(event, CourierStarted):
             if self._started.done():
-                raise MessageError("event", "CourierStarted", "any other after the first")
+                raise MessageError("event", "Started", "any other after the first")
             self._started.set_result(event)
             return
         if isinstance(event, PostDone | PostFailed):

@@ -39,14 +39,12 @@ class Slots:
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slots = [bytearray(slot_bytes) for _ in range(slots)]
+        self.host_slots = self
 
     def send_slot(self, slot: int) -> memoryview:
         return memoryview(self.slots[slot])
 
     receive_slot = send_slot
-
-    def read_header(self, slot: int, nbytes: int) -> bytes:
-        return bytes(self.slots[slot][:nbytes])
 
 
 def pool(

@@ -173,7 +173,8 @@ def test_a_header_that_did_not_come_or_is_another_ends_the_session(
 
     async def story() -> None:
         receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2, counts=TransferCounters())
-        session = ReceivingSession(receiver=receiver, **common(2, 0, Events(told)))
+        events = Events(told)
+        session = ReceivingSession(receiver=receiver, pages=cast(Any, events), **common(2, 0, events))
         with pytest.raises(SessionBroken, match=said):
             await asyncio.wait_for(session.run(Stream(met(0))), 20)
         assert Link.now.stopped
@@ -190,7 +191,7 @@ def test_a_part_whose_header_came_with_its_notification_is_copied_out(monkeypatc
         receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2, counts=TransferCounters())
         receiver.open(1, first_page=0, pages=1, page_ids=[0])
         events = Events(header(1))
-        session = ReceivingSession(receiver=receiver, **common(2, 0, events))
+        session = ReceivingSession(receiver=receiver, pages=cast(Any, events), **common(2, 0, events))
         copied: asyncio.Future[tuple[Scatter, ScatterEnd]] = asyncio.get_running_loop().create_future()
         monkeypatch.setattr(Parts, "scatter", lambda self, scatter, done: copied.set_result((scatter, done)))
         running = asyncio.create_task(session.run(Stream(met(0))))

@@ -56,7 +56,7 @@ def sending() -> Session:
 
 def receiving() -> Session:
     receiver = Receiver(epoch=EPOCH, lanes=LANES, slot_bytes=SLOT_BYTES, slots=2, counts=TransferCounters())
-    return ReceivingSession(receiver=receiver, **words(2, 0))
+    return ReceivingSession(receiver=receiver, pages=cast(Any, Quiet()), **words(2, 0))
 
 
 def words(receive_slots: int, send_slots: int) -> dict[str, Any]:

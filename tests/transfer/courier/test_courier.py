@@ -21,11 +21,11 @@ def test_bytes_before_notification_and_neighbours_intact() -> None:
         async with ends(receiving, sending) as (receiver, sender):
             whole, part = os.urandom(slot_bytes), os.urandom(5000)
             for slot in range(3):
-                receiver.link.receive_slot(slot)[:] = b"\xa5" * slot_bytes
-            sender.link.send_slot(0)[:] = whole
-            sender.link.send_slot(1)[: len(part)] = part
+                receiver.link.host_slots.receive_slot(slot)[:] = b"\xa5" * slot_bytes
+            sender.link.host_slots.send_slot(0)[:] = whole
+            sender.link.host_slots.send_slot(1)[: len(part)] = part
             seen: asyncio.Queue[tuple[CourierEvent, bytes]] = asyncio.Queue()
-            receiver.handler = lambda event: seen.put_nowait((event, bytes(receiver.link.receive_slot(1))))
+            receiver.handler = lambda event: seen.put_nowait((event, bytes(receiver.link.host_slots.receive_slot(1))))
             receiver.link.expect(1)
 
             sender.link.post(7, 0, 1, slot_bytes, b"whole")
@@ -40,7 +40,7 @@ def test_bytes_before_notification_and_neighbours_intact() -> None:
             assert landed == part + whole[len(part) :]
             assert await sender.next() == PostDone(8)
             for slot in (0, 2):
-                assert receiver.link.receive_slot(slot) == b"\xa5" * slot_bytes
+                assert receiver.link.host_slots.receive_slot(slot) == b"\xa5" * slot_bytes
 
     run(test())
 
@@ -54,10 +54,10 @@ def test_posts_back_and_forth() -> None:
                 sender, receiver = pair[number % 2], pair[(number + 1) % 2]
                 slot, remote, notification = number // 2 % 2, number // 4 % 2, b"%d" % number
                 data = os.urandom(SLOT - number)
-                sender.link.send_slot(slot)[: len(data)] = data
+                sender.link.host_slots.send_slot(slot)[: len(data)] = data
                 sender.link.post(number, slot, remote, len(data), notification)
                 assert await receiver.next() == Notification(notification)
-                assert receiver.link.receive_slot(remote)[: len(data)] == data
+                assert receiver.link.host_slots.receive_slot(remote)[: len(data)] == data
                 assert await sender.next() == PostDone(number)
 
     run(test())
@@ -68,14 +68,14 @@ def test_many_posts_in_flight_are_each_answered() -> None:
         slots = 16
         async with ends({"receive_slots": slots}, {"send_slots": slots}) as (receiver, sender):
             for slot in range(slots):
-                sender.link.send_slot(slot)[:] = bytes([slot + 1]) * SLOT
+                sender.link.host_slots.send_slot(slot)[:] = bytes([slot + 1]) * SLOT
                 sender.link.post(100 + slot, slot, slots - 1 - slot, SLOT, bytes([slot]))
             done = [await sender.next() for _ in range(slots)]
             heard = [await receiver.next() for _ in range(slots)]  # without expect: slower, never lost
             assert {event.post_id for event in done if isinstance(event, PostDone)} == set(range(100, 100 + slots))
             assert {event.payload[0] for event in heard if isinstance(event, Notification)} == set(range(slots))
             for slot in range(slots):
-                assert receiver.link.receive_slot(slots - 1 - slot) == bytes([slot + 1]) * SLOT
+                assert receiver.link.host_slots.receive_slot(slots - 1 - slot) == bytes([slot + 1]) * SLOT
 
     run(test())
 
@@ -103,9 +103,9 @@ def test_orders_are_checked() -> None:
             with pytest.raises(MessageError, match="send_slot"):
                 receiver.link.post(1, 0, 0, SLOT, b"x")
             with pytest.raises(MessageError, match="receive slot is 2"):
-                receiver.link.receive_slot(2)
+                receiver.link.host_slots.receive_slot(2)
             with pytest.raises(MessageError, match="send slot is 2"):
-                sender.link.send_slot(2)
+                sender.link.host_slots.send_slot(2)
             with pytest.raises(MessageError, match="called once"):
                 sender.connect(receiver)
             with pytest.raises(MessageError, match="active is -1"):

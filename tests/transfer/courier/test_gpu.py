@@ -78,23 +78,23 @@ class End:
         for offset in range(0, len(data), 4096):
             piece = data[offset : offset + 4096]
             if self.config.devices:
-                place = self.link.send_gpu_slot(slot)
+                place = self.link.gpu_slots.send_slot(slot)
                 put(self.engine(place.rank), place.address + offset, piece)
             else:
-                self.link.send_slot(slot)[offset : offset + len(piece)] = piece
+                self.link.host_slots.send_slot(slot)[offset : offset + len(piece)] = piece
 
     def poison(self, slot: int) -> None:
         for offset in range(0, SLOT, 4096):
             if self.config.devices:
-                place = self.link.receive_gpu_slot(slot)
+                place = self.link.gpu_slots.receive_slot(slot)
                 put(self.engine(place.rank), place.address + offset, POISON)
             else:
-                self.link.receive_slot(slot)[offset : offset + 4096] = POISON
+                self.link.host_slots.receive_slot(slot)[offset : offset + 4096] = POISON
 
     def read(self, slot: int) -> bytes:
         if not self.config.devices:
-            return bytes(self.link.receive_slot(slot))
-        place = self.link.receive_gpu_slot(slot)
+            return bytes(self.link.host_slots.receive_slot(slot))
+        place = self.link.gpu_slots.receive_slot(slot)
         of = self.engine(place.rank)
         return b"".join(of.read(place.address + offset, 4096) for offset in range(0, SLOT, 4096))
 
@@ -179,15 +179,15 @@ def test_transports_that_take_no_gpu_memory() -> None:
 def test_slots_are_rank_major_and_checked() -> None:
     async def test() -> None:
         async with ends({"devices": (0, LAST)}, {"devices": (0,)}) as (two, _):
-            places = [two.link.receive_gpu_slot(slot) for slot in range(4)]
+            places = [two.link.gpu_slots.receive_slot(slot) for slot in range(4)]
             assert [place.rank for place in places] == [0, 0, 1, 1]
             assert [place.device for place in places] == [0, 0, LAST, LAST]
             assert places[1].address - places[0].address == places[3].address - places[2].address == SLOT
             for bad in (-1, 4):
                 with pytest.raises(MessageError, match="receive slot is"):
-                    two.link.receive_gpu_slot(bad)
+                    two.link.gpu_slots.receive_slot(bad)
             with pytest.raises(CourierError, match="on GPUs"):
-                two.link.receive_slot(0)
+                two.link.host_slots.receive_slot(0)
 
     run(test())
 
@@ -208,10 +208,10 @@ def test_the_memory_of_a_killed_courier_comes_back() -> None:
             held, _ = of.device_memory_info()
             os.kill(receiver.link.pid, signal.SIGKILL)
             assert isinstance(await receiver.next(), CourierDied)
-            put(of, receiver.link.receive_gpu_slot(0).address, b"mapped still")
+            put(of, receiver.link.gpu_slots.receive_slot(0).address, b"mapped still")
             await receiver.link.stop(SECONDS)
             with pytest.raises(CourierError, match="stopped"):
-                receiver.link.receive_gpu_slot(0)
+                receiver.link.gpu_slots.receive_slot(0)
             assert sender.link.pid
         return lambda: held
 

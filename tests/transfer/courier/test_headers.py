@@ -159,7 +159,7 @@ def test_a_header_that_cannot_be_read_ends_the_courier() -> None:
 
 ENDING = """
 import socket, sys
-from kvferry.transfer import courier
+from kvferry.transfer.courier import main as courier
 
 class Held:
     def __del__(self):

@@ -91,13 +91,13 @@ def test_stop_delivers_nothing_more_and_is_idempotent() -> None:
                 sender.link.post(slot, slot, slot, SLOT, b"x")
             stops = [end.link.stop(SECONDS) for end in (receiver, sender, receiver)]
             said = receiver.events.qsize() + sender.events.qsize()
-            held = sender.link.send_slot(0)
+            held = sender.link.host_slots.send_slot(0)
             await asyncio.gather(*stops)
             await receiver.link.stop(SECONDS)
             assert receiver.events.qsize() + sender.events.qsize() == said
             held[0] = 1  # a view that is still held is memory still
             with pytest.raises(CourierError, match="was stopped"):
-                sender.link.send_slot(0)
+                sender.link.host_slots.send_slot(0)
             sender.link.expect(1)
 
     run(test())

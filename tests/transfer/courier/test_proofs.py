@@ -80,7 +80,7 @@ async def some_landed(slot: memoryview, byte: int) -> bool:
 def test_a_handle_that_is_done() -> None:
     async def test() -> None:
         async with couriers() as (receiver, sender):
-            slot, source = receiver.link.receive_slot(0), sender.link.send_slot(0)
+            slot, source = receiver.link.host_slots.receive_slot(0), sender.link.host_slots.send_slot(0)
             for round_ in range(1, 4):
                 fill(source, round_)
                 sender.link.post(round_, 0, 0, BIG, b"x")
@@ -96,8 +96,8 @@ def test_a_handle_that_is_done() -> None:
 def test_a_receiving_courier_that_is_reaped_in_the_midst_of_a_write() -> None:
     async def test() -> None:
         async with couriers() as (receiver, sender):
-            slot = receiver.link.receive_slot(0)
-            fill(sender.link.send_slot(0), 7)
+            slot = receiver.link.host_slots.receive_slot(0)
+            fill(sender.link.host_slots.send_slot(0), 7)
             os.kill(receiver.link.pid, signal.SIGSTOP)
             sender.link.post(1, 0, 0, BIG, b"x")
             await asyncio.sleep(0.1)
@@ -115,9 +115,9 @@ def test_a_receiving_courier_that_is_reaped_in_the_midst_of_a_write() -> None:
 def test_a_writer_that_is_reaped_proves_nothing_to_a_receiver_that_stood_still() -> None:
     async def test() -> None:
         async with couriers() as (receiver, sender):
-            slot, neighbour = receiver.link.receive_slot(0), receiver.link.receive_slot(1)
+            slot, neighbour = receiver.link.host_slots.receive_slot(0), receiver.link.host_slots.receive_slot(1)
             fill(neighbour, 9)
-            fill(sender.link.send_slot(0), 7)
+            fill(sender.link.host_slots.send_slot(0), 7)
             os.kill(receiver.link.pid, signal.SIGSTOP)
             sender.link.post(1, 0, 0, BIG, b"x")
             await asyncio.sleep(0.1)
