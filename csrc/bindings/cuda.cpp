@@ -98,7 +98,8 @@ using Counts = nb::typed<nb::dict, std::string, int>;
 using Statistics = nb::typed<nb::dict, std::string, Counts>;
 
 Statistics statistics(Engine& engine) {
-  nb::dict result, fallbacks;
+  Statistics result;
+  Counts fallbacks;
   const auto counts = engine.get().counts();
   for (size_t i = 0; i < kStrategies; ++i) {
     nb::dict of;

@@ -212,7 +212,7 @@ DigestsAndRest chain(const TokenView& view, const nb::bytes& partial, int64_t pa
     }
   }
   if (wrong != kNoToken) view.refuse_token(0, wrong);
-  return nb::make_tuple(std::move(digests), std::move(rest));
+  return nb::borrow<DigestsAndRest>(nb::make_tuple(std::move(digests), std::move(rest)));
 }
 
 nb::bytes page_digest(const nb::bytes& tokens, const nb::bytes& parent, const nb::bytes& extra) {

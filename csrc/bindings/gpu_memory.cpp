@@ -36,9 +36,11 @@ void check_memory(int64_t address, int64_t nbytes) {
   check_range("nbytes", nbytes, 1, kMaxInt64 - address);
 }
 
+using ArrayInterface = nb::typed<nb::dict, std::string, nb::object>;
+
 // What torch and others map without a copy.
-nb::typed<nb::dict, std::string, nb::object> array_interface(GpuAddress address, size_t size) {
-  nb::dict interface;
+ArrayInterface array_interface(GpuAddress address, size_t size) {
+  ArrayInterface interface;
   interface["shape"] = nb::make_tuple(size);
   interface["typestr"] = "|u1";
   interface["data"] = nb::make_tuple(address, false);

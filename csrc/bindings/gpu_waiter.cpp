@@ -44,7 +44,7 @@ class GpuWaiter {
       nb::gil_scoped_release release;
       ended = wait_without_gil(std::chrono::steady_clock::now() + time);
     }
-    nb::list result;
+    nb::typed<nb::list, Copying> result;
     for (Entry& entry : ended) result.append(entry.copy);
     return result;
   }

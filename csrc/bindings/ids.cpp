@@ -62,7 +62,7 @@ PageIds read_page_ids(nb::handle object, const PagePool& pool) {
 }
 
 IntList list_of(const PageIds& pages) {
-  IntList list = nb::steal<nb::list>(PyList_New(Py_ssize_t(pages.size())));
+  IntList list = nb::steal<IntList>(PyList_New(Py_ssize_t(pages.size())));
   if (!list.is_valid()) throw nb::python_error();
   for (size_t i = 0; i < pages.size(); ++i) {
     PyObject* id = PyLong_FromUnsignedLong(pages[i]);

@@ -40,9 +40,11 @@ struct TreeObject {
   RadixTree tree;
 };
 
+using TreeReference = nb::typed<nb::object, TreeObject>;
+
 struct LockObject {
   Lock lock;
-  nb::typed<nb::object, TreeObject> tree;  // lives as long as its locks
+  TreeReference tree;  // lives as long as its locks
 
   const RadixTree& core() const { return nb::inst_ptr<TreeObject>(tree)->tree; }
 };
@@ -60,10 +62,12 @@ struct CopyObject {
   nb::bytes digests, parents, outputs;
 };
 
+using MaybeCopy = nb::typed<nb::object, std::optional<CopyObject>>;
+
 struct EvictedObject {
   IntList freed;
   uint32_t dropped;
-  nb::typed<nb::object, std::optional<CopyObject>> spill;
+  MaybeCopy spill;
 };
 
 struct FinishedObject {
@@ -106,7 +110,7 @@ Match match(const TreeObject& self, DigestsArgument digests) {
 }
 
 LockObject lock(nb::handle self, const Match& match, int32_t priority) {
-  return {nb::cast<TreeObject&>(self).tree.lock(match, priority), nb::borrow(self)};
+  return {nb::cast<TreeObject&>(self).tree.lock(match, priority), nb::borrow<TreeReference>(self)};
 }
 
 InsertObject insert(TreeObject& self, DigestsArgument digests, PagesArgument pages, int64_t start, int64_t kind,
@@ -135,7 +139,7 @@ template <WhenHostIsFull kThen>
 EvictedObject evict(TreeObject& self, int64_t pages, std::optional<int64_t> host_room) {
   const uint32_t room = count_of("host_room", host_room.value_or(kMaxCount));
   const Evicted done = self.tree.evict(count_of("pages", pages), room, kThen);
-  return {list_of(done.freed), done.dropped, nb::cast(copy_object(done.spill))};
+  return {list_of(done.freed), done.dropped, nb::borrow<MaybeCopy>(nb::cast(copy_object(done.spill)))};
 }
 
 FinishedObject finish_copy(TreeObject& self, uint64_t copy_id, PagesArgument failed) {
