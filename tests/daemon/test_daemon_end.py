@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 
 from kvferry.daemon import server as server_module
-from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.peers.dialing import dial_plainly
 from kvferry.daemon.server import Daemon
 from kvferry.daemon.sides import side as side_module
@@ -25,13 +24,7 @@ from kvferry.daemon.socket_file import SocketFile
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.mapping.segment import reclaim_stale
-
-PAGE = 16
-
-
-def config_of(folder: Path, **fields: Any) -> DaemonConfig:
-    values = {"role": "decode", "shm_dir": str(folder), "page_size": PAGE, "pool_bytes": 1 << 20, "metrics": ""}
-    return DaemonConfig(**{**values, "listen": "127.0.0.1:0", "socket": str(folder / "d.sock"), **fields})
+from tests.daemon.daemons import PAGE, config_of, started
 
 
 def hello() -> worker_pb2.WorkerHello:
@@ -98,18 +91,6 @@ def test_a_side_that_ends_while_its_tiers_are_made_leaves_nothing(
 
 
 # -- what is left --------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def started(config: DaemonConfig) -> AsyncIterator[Daemon]:
-    """Ended by its user."""
-    daemon = Daemon(config)
-    try:
-        await daemon.start()
-        yield daemon
-    finally:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(None)
 
 
 def test_a_side_whose_end_fails_keeps_neither_the_other_nor_its_own_files_for_ever(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvferry.daemon.peers.sending import SendingSession
 from kvferry.daemon.peers.session import Session, SessionBroken, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.protocol.receiver import Receiver
-from tests.daemon.peers.test_failing_headers import EPOCH, LANES, SLOT_BYTES, Link, common, met
+from tests.daemon.peers.played_sessions import EPOCH, LANES, SLOT_BYTES, Link, common, met
 
 LOST_SECONDS = 0.5
 BEAT = peer.PeerMessage(heartbeat=peer.Heartbeat(sequence=1))

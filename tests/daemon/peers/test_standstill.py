@@ -23,8 +23,8 @@ from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.engine_pool import EnginePool
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
-from tests.daemon.peers.test_failing_headers import EPOCH, Link, common, met
-from tests.daemon.test_daemon_end import config_of, started
+from tests.daemon.daemons import config_of, started
+from tests.daemon.peers.played_sessions import EPOCH, Link, common, met
 from tests.support.standstill import StandStill, jumping_clock
 
 LONG = 1000.0  # of a standstill
