@@ -6,7 +6,7 @@ import asyncio
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.errors import exhausted, invalid, precondition
-from kvferry.daemon.memory.pool_making import registration_of
+from kvferry.daemon.memory.making import registration_of
 from kvferry.daemon.sides.engine_pool import EnginePool
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.daemon.sides.tiers import SideTiers

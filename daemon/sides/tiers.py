@@ -19,8 +19,7 @@ from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import exhausted, precondition
 from kvferry.daemon.memory.host_tier import HostTier, open_tier
 from kvferry.daemon.memory.interface import PoolMemory
-from kvferry.daemon.memory.making import make_in_thread
-from kvferry.daemon.memory.pool_making import make_pool, map_pool
+from kvferry.daemon.memory.making import make_in_thread, make_pool, map_pool
 from kvferry.transfer.geometry.kv_geometry import Layout, StorageOrder
 from kvferry.transfer.geometry.namespace import NamespaceFacts, differences
 from kvferry.transfer.geometry.pool_shape import PoolShape, page_bytes_of

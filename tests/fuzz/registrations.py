@@ -14,7 +14,7 @@ from typing import Any
 
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.memory.host import HostPoolMemory
-from kvferry.daemon.memory.pool_making import registration_of
+from kvferry.daemon.memory.making import registration_of
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry.kv_geometry import KVGeometry

@@ -13,7 +13,7 @@ from kvferry.daemon.cli.stats import render
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.memory.host import HostPoolMemory
-from kvferry.daemon.memory.pool_making import make_pool
+from kvferry.daemon.memory.making import make_pool
 from kvferry.daemon.observe.stats import side_stats
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.proto import cache_pb2 as cache
