@@ -26,8 +26,8 @@ def pools(config: DaemonConfig) -> int:
 
 def in_shm(config: DaemonConfig) -> int:
     """Of them and of the host tier, bytes that will be in shared memory."""
-    host = 0 if config.host_dir else config.host_bytes * len(config.roles)
-    return host if config.devices else pools(config) + host
+    tier = 0 if config.host_dir else config.host_bytes * len(config.roles)
+    return tier if config.devices else pools(config) + tier
 
 
 def shared_words(config: DaemonConfig) -> str:

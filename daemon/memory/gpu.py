@@ -248,7 +248,7 @@ class GpuPoolMemory:
         for shard in self.shape.row_shards:
             rank = self._ranks[shard.ranks[0]]
             to = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
-            issues.append(partial(rank.spills.to_host, rank.whole, pages, self._host_rows, rows, **to))
+            issues.append(partial(rank.spills.to_host, rank.whole, pages, self._tier_rows, rows, **to))
         run_all(issues)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
@@ -257,7 +257,7 @@ class GpuPoolMemory:
             source = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
             for each in shard.ranks:
                 rank = self._ranks[each]
-                issues.append(partial(rank.restores.from_host, rank.whole, pages, self._host_rows, rows, **source))
+                issues.append(partial(rank.restores.from_host, rank.whole, pages, self._tier_rows, rows, **source))
         run_all(issues)
 
     def copy_statistics(self) -> CopyStatistics:
@@ -278,6 +278,6 @@ class GpuPoolMemory:
         self._ranks.clear()
 
     @property
-    def _host_rows(self) -> memoryview:
+    def _tier_rows(self) -> memoryview:
         assert self._rows is not None, "there is no host tier"
         return self._rows

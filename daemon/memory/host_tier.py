@@ -27,7 +27,7 @@ from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.radix.tree import RESTORE
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.host_tier.index import OUTPUT_PAGE, Recovered, layout_fingerprint
-from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
+from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, TierRows, checksum_rows, verify_rows
 from kvferry.waiting import complete
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class _Outcome:
 class HostTier:
     """Completions run on the event loop's thread."""
 
-    def __init__(self, memory: PoolMemory, rows: HostRows, pages: int, *, checksums: bool) -> None:
+    def __init__(self, memory: PoolMemory, rows: TierRows, pages: int, *, checksums: bool) -> None:
         self._rows = rows
         self._memory: PoolMemory | None = None
         self.attach(memory)
@@ -119,15 +119,15 @@ class HostTier:
 
     def start(self, started: CopyStarted, done: CopyDone) -> None:
         copy = started.copy
-        device, host = np.asarray(copy.device, np.int64), np.asarray(copy.host, np.int64)
+        device, rows = np.asarray(copy.device, np.int64), np.asarray(copy.host, np.int64)
         restore = copy.kind == RESTORE
         if not restore:
             self.forget(copy.host)  # before a byte of them changes
-        known = self._verify[host].copy() if restore else None
+        known = self._verify[rows].copy() if restore else None
         if self._closing or self._halted:
             return
         threads = self._restores if restore else self._spills
-        future = threads.submit(partial(self._copy, device, host, known))
+        future = threads.submit(partial(self._copy, device, rows, known))
         self._running.add(future)
 
         def finished(result: asyncio.Future[_Outcome]) -> None:
@@ -137,7 +137,7 @@ class HostTier:
             if self._halted:
                 result.exception()  # marked as seen
                 return
-            outcome = self._outcome(started, host, result)
+            outcome = self._outcome(started, rows, result)
             if not self._closing:
                 done(started.number, outcome.failed, outcome.mismatched, outcome.seconds)
 
@@ -195,7 +195,7 @@ class HostTier:
             log.error("copy of %d pages between the tiers: %s: %s", len(rows), type(error).__name__, error)
             return _Outcome(list(started.copy.device), 0, 0.0)
 
-    def _copy(self, device: NDArray[np.int64], host: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
+    def _copy(self, device: NDArray[np.int64], rows: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
         """On a copy thread. `known`: a restore, and which of its rows have a checksum."""
         began = time.perf_counter()
         memory = self._memory
@@ -204,14 +204,14 @@ class HostTier:
         failed: list[int] = []
         sums: NDArray[np.uint64] | None = None
         if known is None:
-            memory.spill(device, host)
+            memory.spill(device, rows)
             if self._checksums or self._file is not None:
-                sums = checksum_rows(self._rows.buffer, host, size)
+                sums = checksum_rows(self._rows.buffer, rows, size)
         else:
-            memory.restore(device, host)
+            memory.restore(device, rows)
             if known.any():
-                wrong = verify_rows(self._rows.buffer, host[known], size, self._sums[host[known]])
-                failed = device[np.isin(host, np.asarray(wrong, np.int64))].tolist()
+                wrong = verify_rows(self._rows.buffer, rows[known], size, self._sums[rows[known]])
+                failed = device[np.isin(rows, np.asarray(wrong, np.int64))].tolist()
         return _Outcome(failed, len(failed), time.perf_counter() - began, sums)
 
     def _restored(self, rows: Sequence[int], outcome: _Outcome) -> None:
@@ -233,11 +233,11 @@ class HostTier:
 def open_tier(
     config: DaemonConfig, role: str, incarnation: bytes, facts: NamespaceFacts, memory: PoolMemory, store: Cache
 ) -> HostTier:
-    """The memory of the store's host pool, and in the trees what its file holds. OSError, ValueError."""
+    """The host tier of the store, and in the trees what its file holds. OSError, ValueError."""
     shape = memory.shape
     assert store.host is not None
     page_bytes, pages = shape.row_bytes, store.host.pages
-    rows: HostRows
+    rows: TierRows
     if config.host_dir:
         layout = layout_fingerprint(shape.geometry, len(shape.row_shards))
         rows = FileRows.open(config.host_dir, pages=pages, page_bytes=page_bytes, layout=layout, role=role)

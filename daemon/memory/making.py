@@ -10,8 +10,8 @@ from typing import TypeVar
 from kvferry.daemon.config.model import STORAGES, DaemonConfig
 from kvferry.daemon.core.errors import exhausted, invalid, precondition
 from kvferry.daemon.memory.gpu import GpuPoolMemory
-from kvferry.daemon.memory.host import HostPoolMemory
 from kvferry.daemon.memory.interface import PoolMemory
+from kvferry.daemon.memory.shared import SharedPoolMemory
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.pool_shape import PoolShape
@@ -55,7 +55,7 @@ async def map_pool(config: DaemonConfig, geometry: KVGeometry, registration: Reg
     def work() -> PoolMemory:
         if config.devices:
             return GpuPoolMemory.map(registration, geometry, config.devices)
-        return HostPoolMemory.map(registration, geometry, config.shm_dir, config.copy_threads)
+        return SharedPoolMemory.map(registration, geometry, config.shm_dir, config.copy_threads)
 
     try:
         return await make_in_thread(work, lambda memory: memory.close())
@@ -73,7 +73,7 @@ async def make_pool(config: DaemonConfig, geometry: KVGeometry, pages: int, name
         # The kernel clears the memory, which takes seconds for a large pool.
         if config.devices:
             return GpuPoolMemory.create(shape, config.devices)
-        return HostPoolMemory.create(shape, config.shm_dir, name, config.copy_threads)
+        return SharedPoolMemory.create(shape, config.shm_dir, name, config.copy_threads)
 
     try:
         shape = PoolShape(geometry, config.ranks, STORAGES[config.storage], pages)

@@ -13,8 +13,8 @@ from random import Random
 from typing import Any
 
 from kvferry.daemon.core.errors import RequestError
-from kvferry.daemon.memory.host import HostPoolMemory
 from kvferry.daemon.memory.making import registration_of
+from kvferry.daemon.memory.shared import SharedPoolMemory
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
@@ -38,7 +38,7 @@ def one_input(data: bytes) -> None:
             _register(hello, frame.tag % 2)
 
 
-async def _clear(memory: HostPoolMemory, pages: int) -> None:
+async def _clear(memory: SharedPoolMemory, pages: int) -> None:
     for page in range(pages):
         memory.zero_tail(page, 0, lambda problem: None)
 
@@ -58,7 +58,7 @@ def _register(hello: Any, which: int) -> None:
     with open(PATH, "wb") as file:
         file.write(OTHER * FILE_BYTES)
     try:
-        memory = HostPoolMemory.map(registration, geometry, FOLDER, 1)
+        memory = SharedPoolMemory.map(registration, geometry, FOLDER, 1)
     except (OSError, ValueError):
         return
     try:

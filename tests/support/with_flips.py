@@ -14,8 +14,8 @@ import sys
 import numpy as np
 
 from kvferry.daemon.memory.gpu import GpuPartCopies
-from kvferry.daemon.memory.host import HostPartCopies
 from kvferry.daemon.memory.interface import ScatterEnd
+from kvferry.daemon.memory.shared import SharedPartCopies
 from kvferry.transfer.protocol.receiver import Scatter
 from kvferry.transfer.protocol.slots import HEADER_BYTES
 
@@ -23,7 +23,7 @@ EVERY = int(os.environ.get("FLIP_EVERY", "3"))
 chance = random.Random(EVERY)
 
 
-def flip_on_host(copies: HostPartCopies, scatter: Scatter) -> None:
+def flip_in_shared_memory(copies: SharedPartCopies, scatter: Scatter) -> None:
     copies._slots.receive_slot(scatter.slot)[HEADER_BYTES + scatter.nbytes // 2] ^= 0x10
 
 
@@ -35,13 +35,13 @@ def flip_on_gpu(copies: GpuPartCopies, scatter: Scatter) -> None:
     engine.copy_list_from_host(np.array([address]), source, np.ones(1, np.int64), strategy="loop").wait()
 
 
-host_scatter, gpu_scatter = HostPartCopies.scatter, GpuPartCopies.scatter
+shared_scatter, gpu_scatter = SharedPartCopies.scatter, GpuPartCopies.scatter
 
 
-def on_host(copies: HostPartCopies, scatter: Scatter, done: ScatterEnd) -> None:
+def in_shared_memory(copies: SharedPartCopies, scatter: Scatter, done: ScatterEnd) -> None:
     if copies._sums and chance.randrange(EVERY) == 0:
-        flip_on_host(copies, scatter)
-    host_scatter(copies, scatter, done)
+        flip_in_shared_memory(copies, scatter)
+    shared_scatter(copies, scatter, done)
 
 
 def on_gpu(copies: GpuPartCopies, scatter: Scatter, done: ScatterEnd) -> None:
@@ -51,7 +51,7 @@ def on_gpu(copies: GpuPartCopies, scatter: Scatter, done: ScatterEnd) -> None:
 
 
 if __name__ == "__main__":
-    HostPartCopies.scatter = on_host  # type: ignore[method-assign]
+    SharedPartCopies.scatter = in_shared_memory  # type: ignore[method-assign]
     GpuPartCopies.scatter = on_gpu  # type: ignore[method-assign]
     from kvferry.daemon.cli.main import main
 

@@ -51,7 +51,7 @@ GpuOf = Callable[[int], SlotGpu]
 @functools.cache
 def gpu(device: int) -> SlotGpu:
     """One engine a device and process. Raises GpuUnavailable, a RuntimeError."""
-    from kvferry._core import GpuCopyEngine  # couriers of host slots go without it
+    from kvferry._core import GpuCopyEngine  # couriers of slots in host memory go without it
 
     return cast(SlotGpu, GpuCopyEngine(device))
 

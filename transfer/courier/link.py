@@ -363,7 +363,7 @@ class CourierLink:
 
     async def stop(self, deadline_s: float) -> None:
         """Ends the courier: SIGKILL, reaped within `deadline_s` (CourierError if not), its slots unmapped. After it
-        nothing of it lands any more, and nothing lands in host slots. No event is delivered once this was called.
+        nothing of it lands any more, nor anything in slots in host memory. No event is delivered once this was called.
         Idempotent."""
         self._stopped = True
         self._close_orders()

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 MAX_METADATA_BYTES = 64 * 1024
 MAX_NOTIFICATION_BYTES = 256
-HEADER_BYTES = 64  # as in slots.py, which couriers of host slots do not import
+HEADER_BYTES = 64  # as in slots.py, which couriers of slots in host memory do not import
 MAX_MESSAGE_BYTES = 4096  # of an error's text, UTF-8
 MAX_RANKS = 64
 IPC_HANDLE_BYTES = 64

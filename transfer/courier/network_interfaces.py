@@ -19,7 +19,7 @@ _IF_INET6 = Path("/proc/net/if_inet6")
 
 
 class InterfaceError(ValueError):
-    """No interface of this host has the address."""
+    """No interface of this machine has the address."""
 
 
 def interface_of(address: Address) -> str:
@@ -34,7 +34,7 @@ def interface_of(address: Address) -> str:
 
 
 def interface_addresses() -> dict[Address, str]:
-    """Every address of this host's interfaces that are up, secondary ones too, and the interface that owns it."""
+    """Every address of this machine's interfaces that are up, secondary ones too, and the interface that owns it."""
     return {**_ipv4_addresses(), **_ipv6_addresses()}
 
 

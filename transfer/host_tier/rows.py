@@ -38,7 +38,7 @@ _ROLE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 _COUNTED_AT_A_TIME = 1 << 13  # entries
 
 
-class HostRows(Protocol):
+class TierRows(Protocol):
     """Memory of a host tier."""
 
     @property

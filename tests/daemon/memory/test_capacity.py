@@ -93,7 +93,7 @@ def test_a_refused_worker_is_logged_and_told_the_flags(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(making.HostPoolMemory, "create", full)
+    monkeypatch.setattr(making.SharedPoolMemory, "create", full)
     geometry = common_pb2.Geometry(layers=2, kv_heads=1, head_dim=16, dtype="float32")
     facts = common_pb2.NamespaceFacts(
         model="synthetic", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=root_digest()

@@ -12,8 +12,8 @@ from rich.console import Console
 from kvferry.daemon.cli.stats import render
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.errors import RequestError
-from kvferry.daemon.memory.host import HostPoolMemory
 from kvferry.daemon.memory.making import make_pool
+from kvferry.daemon.memory.shared import SharedPoolMemory
 from kvferry.daemon.observe.stats import side_stats
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.proto import cache_pb2 as cache
@@ -100,10 +100,10 @@ def test_an_engines_memory_is_closed_though_its_end_is_cancelled(monkeypatch: py
 
 
 def test_a_pool_that_cannot_be_made_is_a_refusal_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def create(*words: object) -> HostPoolMemory:
+    def create(*words: object) -> SharedPoolMemory:
         raise ValueError("KVFERRY_COPY is 'dma'")
 
-    monkeypatch.setattr(HostPoolMemory, "create", create)
+    monkeypatch.setattr(SharedPoolMemory, "create", create)
     with pytest.raises(RequestError, match="pool: this daemon cannot make it: KVFERRY_COPY is 'dma'") as refused:
         asyncio.run(make_pool(DaemonConfig(role="decode"), GEOMETRY, 4, "name"))
     assert refused.value.code == common.ERROR_FAILED_PRECONDITION

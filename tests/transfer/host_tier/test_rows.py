@@ -19,7 +19,7 @@ import pytest
 import xxhash
 
 from kvferry.transfer.host_tier.index import ENTRY_BYTES, HEADER_BYTES
-from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, HostRows, checksum_rows, verify_rows
+from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, TierRows, checksum_rows, verify_rows
 
 PAGE, PAGES = 512, 16
 LAYOUT = b"l" * 32
@@ -213,7 +213,7 @@ def test_others_run_while_a_row_is_read() -> None:
 
 
 def test_anonymous_rows_have_no_name_and_reserve_their_memory(tmp_path: Path) -> None:
-    rows: HostRows = AnonymousRows(str(tmp_path), "kvferry-host", PAGES, PAGE)
+    rows: TierRows = AnonymousRows(str(tmp_path), "kvferry-host", PAGES, PAGE)
     assert os.listdir(tmp_path) == []
     assert len(rows.buffer) == PAGES * PAGE
     rows.buffer[PAGE : PAGE + 3] = b"abc"
@@ -230,7 +230,7 @@ def test_anonymous_rows_have_no_name_and_reserve_their_memory(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["kvferry-taken"]
 
 
-def test_file_rows_are_host_rows(tmp_path: Path) -> None:
-    rows: HostRows = open_rows(tmp_path)
+def test_file_rows_are_tier_rows(tmp_path: Path) -> None:
+    rows: TierRows = open_rows(tmp_path)
     assert len(rows.buffer) == PAGES * PAGE
     rows.close()

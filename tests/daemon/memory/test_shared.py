@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry._core import part_checksum
-from kvferry.daemon.memory.host import INLINE_BYTES, HostPoolMemory
+from kvferry.daemon.memory.shared import INLINE_BYTES, SharedPoolMemory
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.geometry.pool_shape import PoolShape
@@ -49,9 +49,9 @@ class Slots:
 
 def pool(
     path: Path, name: str, geometry: KVGeometry, ranks: int, order: StorageOrder
-) -> tuple[HostPoolMemory, list[np.ndarray]]:
+) -> tuple[SharedPoolMemory, list[np.ndarray]]:
     """And its ranks' memory as another process maps it."""
-    memory = HostPoolMemory.create(PoolShape(geometry, ranks, order, PAGES), str(path), name, 2)
+    memory = SharedPoolMemory.create(PoolShape(geometry, ranks, order, PAGES), str(path), name, 2)
     segments = [Segment.open(found.segment, found.nbytes) for found in memory.rank_pools()]
     return memory, [np.frombuffer(segment.buffer, np.uint8) for segment in segments]
 
@@ -70,11 +70,11 @@ async def scattered(start: Callable[[Callable[[str, int | None], None]], None]) 
     return await asyncio.wait_for(done, 10)
 
 
-async def ended_of_tail(memory: HostPoolMemory, page: int, tokens: int) -> str:
+async def ended_of_tail(memory: SharedPoolMemory, page: int, tokens: int) -> str:
     return await ended(lambda done: memory.zero_tail(page, tokens, done))
 
 
-async def move(source: HostPoolMemory, target: HostPoolMemory, pages: list[int], to: list[int]) -> None:
+async def move(source: SharedPoolMemory, target: SharedPoolMemory, pages: list[int], to: list[int]) -> None:
     """All rows of these pages, lane by lane, in parts of any size."""
     geometry = source.shape.geometry
     lanes = lanes_of(geometry, source.shape.ranks, target.shape.ranks)

@@ -39,7 +39,7 @@ def host_pages(pool: memoryview, rows: RowMap) -> _core.HostPages:
     return _core.HostPages(pool, rows.offsets, rows.strides, *bounds)
 
 
-class HostPartCopies:
+class SharedPartCopies:
     """Of one session."""
 
     def __init__(self, slots: HostSlots, lanes: list[_core.HostPages], threads: CopyThreads) -> None:
@@ -98,7 +98,7 @@ class HostPartCopies:
             self._threads.run(copy).add_done_callback(lambda finished: done(finished.result()))
 
 
-class HostPoolMemory:
+class SharedPoolMemory:
     """See `kvferry.daemon.memory.interface.PoolMemory`."""
 
     def __init__(self, shape: PoolShape, segments: list[Segment], threads: int) -> None:
@@ -109,20 +109,20 @@ class HostPoolMemory:
         self._planes = [
             host_pages(segment.buffer, shape.storage_of(rank).planes()) for rank, segment in enumerate(segments)
         ]
-        self._host: NDArray[np.uint8] | None = None
+        self._tier_rows: NDArray[np.uint8] | None = None
         self._threads = CopyThreads(threads)
         self._counts = StrategyCounts()
         self._counting = threading.Lock()  # a spill and a restore may run at the same time
 
     @staticmethod
-    def create(shape: PoolShape, directory: str, stem: str, threads: int) -> HostPoolMemory:
+    def create(shape: PoolShape, directory: str, stem: str, threads: int) -> SharedPoolMemory:
         """Segments `stem`, or `stem`-RANK for more than one rank. OSError where there is too little memory."""
         segments: list[Segment] = []
         try:
             for rank in range(shape.ranks):
                 name = f"{stem}-{rank}" if shape.ranks > 1 else stem
                 segments.append(Segment.create(directory, name, shape.storage.nbytes))
-            return HostPoolMemory(shape, segments, threads)
+            return SharedPoolMemory(shape, segments, threads)
         except BaseException:
             for segment in segments:
                 segment.unlink()
@@ -130,7 +130,7 @@ class HostPoolMemory:
             raise
 
     @staticmethod
-    def map(registration: Registration, geometry: KVGeometry, directory: str, threads: int) -> HostPoolMemory:
+    def map(registration: Registration, geometry: KVGeometry, directory: str, threads: int) -> SharedPoolMemory:
         """An engine's files in `directory`. OSError where one cannot be mapped, ValueError where one is not what it
         must be: they name the field.
         """
@@ -148,7 +148,7 @@ class HostPoolMemory:
                     raise kind(f"pool.ranks[{i}].memories[0].file.name {memory.source.name!r}: {error}") from error
                 places.append(rank.storage(own, registration.order, registration.pages, [0]))
             shape = PoolShape(geometry, len(segments), registration.order, registration.pages, tuple(places))
-            return HostPoolMemory(shape, segments, threads)
+            return SharedPoolMemory(shape, segments, threads)
         except BaseException:
             for segment in segments:
                 segment.close()
@@ -174,15 +174,15 @@ class HostPoolMemory:
             return []  # the engine's own
         return [wire.RankPool(segment=segment.path, nbytes=segment.nbytes) for segment in self._segments]
 
-    def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
+    def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SharedPartCopies:
         rows = zip(lanes, self.shape.sending_rows(lanes), strict=True)
         ranks = [host_pages(self._segments[lane.sender].buffer, each) for lane, each in rows]
-        return HostPartCopies(link.host_slots, ranks, self._threads)
+        return SharedPartCopies(link.host_slots, ranks, self._threads)
 
-    def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> HostPartCopies:
+    def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> SharedPartCopies:
         rows = zip(lanes, self.shape.receiving_rows(lanes), strict=True)
         ranks = [host_pages(self._segments[lane.receiver].buffer, each) for lane, each in rows]
-        return HostPartCopies(link.host_slots, ranks, self._threads)
+        return SharedPartCopies(link.host_slots, ranks, self._threads)
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
         for planes in self._planes:
@@ -203,22 +203,22 @@ class HostPoolMemory:
                 planes.zero_page_from(page, 0)
 
     def attach_rows(self, rows: memoryview) -> None:
-        self._host = np.frombuffer(rows, np.uint8)
+        self._tier_rows = np.frombuffer(rows, np.uint8)
 
     def detach_rows(self) -> None:
-        self._host = None
+        self._tier_rows = None
 
     def spill(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:
-            host, sizes = self._host_runs(shard, shard.ranks[0], rows)
-            _core.copy_list(host, self._pool_runs(shard.ranks[0], pages), sizes, self._threads.count)
+            tier, sizes = self._tier_runs(shard, shard.ranks[0], rows)
+            _core.copy_list(tier, self._pool_runs(shard.ranks[0], pages), sizes, self._threads.count)
             self._count(sizes)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:
             for rank in shard.ranks:
-                host, sizes = self._host_runs(shard, rank, rows)
-                _core.copy_list(self._pool_runs(rank, pages), host, sizes, self._threads.count)
+                tier, sizes = self._tier_runs(shard, rank, rows)
+                _core.copy_list(self._pool_runs(rank, pages), tier, sizes, self._threads.count)
                 self._count(sizes)
 
     def copy_statistics(self) -> CopyStatistics:
@@ -244,16 +244,16 @@ class HostPoolMemory:
             segment.close()
         self._segments.clear()
 
-    def _host_runs(self, shard: RowShard, rank: int, rows: Int64s) -> tuple[Int64s, Int64s]:
+    def _tier_runs(self, shard: RowShard, rank: int, rows: Int64s) -> tuple[Int64s, Int64s]:
         """Addresses and sizes, in these rows, of the shard's fragments as the rank has them."""
-        assert self._host is not None, "there is no host tier"
-        count = len(self._host) // self.shape.row_bytes
+        assert self._tier_rows is not None, "there is no host tier"
+        count = len(self._tier_rows) // self.shape.row_bytes
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count):
             raise ValueError(f"rows are {int(rows.min())} to {int(rows.max())}; they must be 0 to {count - 1}")
         whole = self.shape.whole_rows[rank]
         size = whole.fragment_bytes
         fragments = np.arange(whole.fragments, dtype=np.int64) * size
-        starts = self._host.ctypes.data + rows * self.shape.row_bytes + shard.start
+        starts = self._tier_rows.ctypes.data + rows * self.shape.row_bytes + shard.start
         at = (starts[:, None] + fragments).ravel()
         return at, np.full(len(at), size, np.int64)
 
