@@ -131,6 +131,7 @@ class Session:
     """What the shell says to one."""
 
     def __init__(self) -> None:
+        self.number = 1
         self.failed: list[tuple[int, common.ErrorCode]] = []
 
     def fail(self, transfer: int, error: RequestError) -> None:
