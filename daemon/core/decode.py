@@ -13,25 +13,104 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.daemon.core.decode_leases import DecodeLimits, DecodeRequests
+from kvferry.daemon.core.cache import Cache
+from kvferry.daemon.core.counters import TransferCounters
+from kvferry.daemon.core.decode_leases import DecodeLimits, LeaseKeeper
 from kvferry.daemon.core.decode_scheduler import Growth
+from kvferry.daemon.core.effects import Effect, Outbox
 from kvferry.daemon.core.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
 from kvferry.daemon.core.lease import Lease, LeaseState
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
-from kvferry.daemon.core.reservations import Hold
+from kvferry.daemon.core.pins import Pins
+from kvferry.daemon.core.reservations import Holds
+from kvferry.daemon.core.single_flight import Arrivals
+from kvferry.daemon.core.take_over import TakeOvers
+from kvferry.daemon.core.transfers import Asks
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_AUX_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
-from kvferry.radix.tree import OUTPUT, PROMPT
 
 __all__ = ["DecodeCore", "DecodeLimits"]
 
 MAX_GROWTHS = 4  # of one request, waiting for pages
-MAX_RETRACTED = 4096  # retracted requests that keep their place in the queue until they come back
 
 
-class DecodeCore(DecodeRequests):
+class DecodeCore:
+    def __init__(self, store: Cache, limits: DecodeLimits) -> None:
+        self.store = store
+        self.limits = limits
+        self._outbox = Outbox(store)
+        self._arrivals: Arrivals[Lease] = Arrivals()
+        self._holds = Holds(store, self._arrivals)
+        self._asks = Asks(store.page_size, store.clock, self._outbox.put)
+        self._take_overs = TakeOvers(self._arrivals, self._asks)
+        self._keeper = LeaseKeeper(store, limits, self._outbox, self._arrivals, self._holds, self._asks)
+        self._supply = self._keeper.supply
+        self.leases = self._keeper.leases
+        self.counters = self._keeper.counters
+        self.latencies = self._keeper.latencies
+        self.pins = Pins(store, self._holds)
+
+    # -- what the shells ask -------------------------------------------------------------------------------------
+
+    def take_effects(self) -> list[Effect]:
+        return self._outbox.take()
+
+    def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
+        """Read-only: how much of the prompt is in the tree, arriving pages too."""
+        namespace = self.store.namespaces.get(namespace_id)
+        if namespace is None or self.limits.reuse == "off":
+            return 0
+        return namespace.tree.match(digests).pages * self.store.page_size
+
+    @property
+    def running(self) -> int:
+        return len(self.leases) - self.waiting_requests
+
+    @property
+    def failed_requests(self) -> int:
+        """Of the running ones, those that have failed: they wait for their worker's last word or its proven end."""
+        return sum(lease.state is LeaseState.FAILED for lease in self.leases.values())
+
+    @property
+    def waiting_requests(self) -> int:
+        return len(self._supply.queue)
+
+    @property
+    def reserved(self) -> int:
+        """Of the running ones, those that wait for pages to be spilled."""
+        return self._supply.reserved
+
+    @property
+    def active_transfers(self) -> int:
+        return len(self._asks)
+
+    @property
+    def draining_transfers(self) -> int:
+        """Of the active ones, those that were ended while copies into their pages may run."""
+        return self._asks.draining
+
+    @property
+    def transfer_counters(self) -> TransferCounters:
+        return self._asks.counters
+
+    @property
+    def asked_again(self) -> int:
+        return self._asks.asked_again
+
+    def comes_back(self, worker: int, name: Name) -> bool:
+        """It was retracted: its place is kept, and it is accepted work."""
+        return self._keeper.comes_back(worker, name)
+
+    def _pump(self, now: float) -> None:
+        self.store.clock.now = now
+        self._supply.pump(now)
+        self.store.settle()
+        self.store.eviction.write_through()
+        self.counters.overtaken = self._supply.queue.overtaken
+        self._outbox.end_step()
+
     # -- worker's words ------------------------------------------------------------------------------------------
 
     def admit(
@@ -51,7 +130,6 @@ class DecodeCore(DecodeRequests):
                 f"at most the prompt's {request.tokens}"
             )
         namespace = self.store.namespace(namespace_id)
-        prompt = pages_for(request.tokens, self.store.page_size)
         need = pages_for(request.tokens + request.max_new_tokens - 1, self.store.page_size)
         if need > self.store.most(namespace):
             self.counters.refused += 1
@@ -64,64 +142,27 @@ class DecodeCore(DecodeRequests):
         if self.waiting_requests >= self.limits.queue and not comes_back:
             self.counters.refused += 1
             raise exhausted(f"{self.waiting_requests} requests wait for admission; the bound is {self.limits.queue}")
-        order = self._retracted.pop(name)[1] if comes_back else None
-        keep = self.limits.reuse == "on" and not request.warmup
-        lease = Lease(
-            name=name,
-            worker=worker,
-            hold=Hold(
-                namespace,
-                digests=self._matchable(request) if keep else b"",
-                wanted=prompt,
-                growth=need - prompt,
-                priority=request.priority,
-                readable_only=request.prefill == "",
-                overcommit=self.limits.overcommit if order is None else 1.0,
-            ),
-            digests=request.digests,
-            tokens=request.tokens,
-            tail_digest=request.tail_digest,
-            prefill=request.prefill,
-            max_new_tokens=request.max_new_tokens,
-            arrived_at=now,
-            waiting_since=now,
-            deadline=deadline,
-            order=self._next_order if order is None else order,
-            keep=keep,
-            held_pages=request.held_tokens // self.store.page_size,
-            resumed=order is not None,
-            # What the worker only hands in says nothing about what was found.
-            looked_up=order is not None or (request.prefill == "" and request.held_tokens == request.tokens),
-        )
-        self._next_order += 1
-        self.leases[name] = lease
-        self._supply.queue.push(lease)
+        self._keeper.admit(worker, namespace, name, request, deadline, now)
         self._pump(now)
-
-    def _matchable(self, request: wire.Admit) -> bytes:
-        if request.prefill or request.held_tokens == request.tokens:
-            return request.digests
-        # At least one token is left to compute, for its logits.
-        return request.digests[: (request.tokens - 1) // self.store.page_size * DIGEST_BYTES]
 
     def filled(self, worker: int, name: Name, tokens: int, now: float) -> None:
         """The worker has filled the pages of what it holds itself, which nobody is asked for."""
-        lease = self._lease_of(worker, name)
+        lease = self._keeper.lease_of(worker, name)
         if lease.state is LeaseState.FAILED:
             return  # it crossed Failed on the way
         held = lease.held_pages * self.store.page_size
         own = lease.to_fill
         if lease.state is not LeaseState.FILLING or lease.local or tokens != held or not lease.filling.issuperset(own):
-            self._fail(
+            self._keeper.fail(
                 lease, invalid(f"tokens is {tokens}; a decode worker says held_tokens, {held}, once, when admitted")
             )
         else:
-            self._readable(lease, own, now)
+            self._keeper.readable(lease, own, now)
         self._pump(now)
 
     def page_tokens(self, worker: int, name: Name, first_token: int, tokens: Sequence[int], now: float) -> None:
         """Of the prompt's full pages that were not announced when the request became ready."""
-        lease = self._lease_of(worker, name)
+        lease = self._keeper.lease_of(worker, name)
         if lease.state is LeaseState.FAILED:
             return  # it crossed Failed on the way
         full = len(lease.digests) // DIGEST_BYTES
@@ -129,7 +170,7 @@ class DecodeCore(DecodeRequests):
         if error is None and (lease.local or not lease.decoding):
             error = precondition(f"page_tokens of name {name}: not ready, or its prompt is the worker's to compute")
         if error is not None:
-            self._fail(lease, error)
+            self._keeper.fail(lease, error)
         else:
             assert self.store.events is not None
             first = first_token // self.store.page_size
@@ -149,18 +190,18 @@ class DecodeCore(DecodeRequests):
         return None
 
     def grow(self, worker: int, name: Name, tokens: int, now: float) -> None:
-        lease = self._lease_of(worker, name)
+        lease = self._keeper.lease_of(worker, name)
         if lease.state in (LeaseState.FAILED, LeaseState.RETRACTING):
             return  # the worker has not read what it was told yet
         extra = pages_for(tokens, self.store.page_size) - len(lease.pages)
         if lease.state is not LeaseState.READY or extra > lease.hold.growth:
             bound = len(lease.pages) + lease.hold.growth
-            self._fail(
+            self._keeper.fail(
                 lease,
                 invalid(f"tokens {tokens} needs {extra + len(lease.pages)} pages; the promise is {bound}, once ready"),
             )
         elif sum(growth.lease is lease for growth in self._supply.growing) >= MAX_GROWTHS:
-            self._fail(lease, exhausted(f"{MAX_GROWTHS} Grow messages wait already; the bound is {MAX_GROWTHS}"))
+            self._keeper.fail(lease, exhausted(f"{MAX_GROWTHS} Grow messages wait already; the bound is {MAX_GROWTHS}"))
         else:
             self._supply.growing.append(Growth(lease, tokens, now + self.limits.growth_seconds))
         self._pump(now)
@@ -176,7 +217,7 @@ class DecodeCore(DecodeRequests):
         page_tokens: wire.PageTokens | None = None,
     ) -> None:
         """`continues`: it was retracted and will come back (a Retract may also have crossed its last Finish)."""
-        lease = self._lease_of(worker, name)
+        lease = self._keeper.lease_of(worker, name)
         if lease.state is LeaseState.FAILED:
             self.abort(worker, name, now)  # it crossed Failed on the way
             return
@@ -185,50 +226,38 @@ class DecodeCore(DecodeRequests):
         want = (full - lease.tokens // page_size) * DIGEST_BYTES
         last = min(lease.tokens + lease.max_new_tokens - 1, len(lease.pages) * page_size)
         if not lease.decoding:
-            self._fail(lease, precondition(f"name {name} is not ready; only a ready request finishes"))
+            self._keeper.fail(lease, precondition(f"name {name} is not ready; only a ready request finishes"))
         elif not lease.tokens <= tokens <= last:
-            self._fail(lease, invalid(f"tokens is {tokens}; it must be {lease.tokens} to {last}"))
+            self._keeper.fail(lease, invalid(f"tokens is {tokens}; it must be {lease.tokens} to {last}"))
         elif len(digests) != want:
-            self._fail(lease, invalid(f"digests has {len(digests)} bytes; {tokens} tokens need {want}"))
+            self._keeper.fail(lease, invalid(f"digests has {len(digests)} bytes; {tokens} tokens need {want}"))
         elif page_tokens is not None and (
             error := self._wrong_page_tokens(lease, page_tokens.first_token, len(page_tokens.tokens), full)
         ):
-            self._fail(lease, error)
+            self._keeper.fail(lease, error)
         else:
             if lease.state is LeaseState.RETRACTING and continues:
-                self._remember_retracted(lease)
+                self._keeper.remember_retracted(lease)
             else:
                 self.counters.finished += 1
             if lease.keep:
-                self._keep(lease, lease.tokens // page_size, PROMPT, lease.digests)
-                self._keep(lease, full, OUTPUT, lease.digests + digests)
-                if page_tokens is not None and self.store.events is not None:
-                    first = page_tokens.first_token // page_size
-                    self.store.events.announce(
-                        lease.hold.namespace.id, lease.digests + digests, first, page_tokens.tokens
-                    )
+                self._keeper.keep_all(lease, full, lease.digests + digests, page_tokens)
             lease.acknowledge = True
-            self._end(lease)
+            self._keeper.end(lease)
         self._pump(now)
-
-    def _remember_retracted(self, lease: Lease) -> None:
-        self.counters.retracted += 1
-        self._retracted[lease.name] = (lease.worker, lease.order)
-        while len(self._retracted) > MAX_RETRACTED:
-            self._retracted.popitem(last=False)
 
     def abort(self, worker: int, name: Name, now: float) -> None:
         """Idempotent: an unknown name is answered with Ended."""
         lease = self.leases.get(name)
         if lease is None:
-            self._tell(worker, wire.WorkerEvent(ended=wire.Ended(name=name.to_proto())))
+            self._outbox.tell_ended(worker, name)
             return
         if lease.worker != worker:
             raise precondition(f"name {name} belongs to another worker")
         if lease.state is not LeaseState.FAILED and lease.state is not LeaseState.ENDING:
             self.counters.aborted += 1
         lease.acknowledge = True
-        self._end(lease)
+        self._keeper.end(lease)
         self._pump(now)
 
     def worker_lost(self, worker: int, now: float) -> None:
@@ -236,18 +265,18 @@ class DecodeCore(DecodeRequests):
         lost = [lease for lease in self.leases.values() if lease.worker == worker]
         for lease in lost:
             if lease.queued:
-                self._end(lease)
+                self._keeper.end(lease)
                 self.counters.aborted += 1
                 continue
             if lease.live:
                 self.counters.aborted += 1
-                self._withdraw(lease)
+                self._keeper.withdraw(lease)
             if lease.state is not LeaseState.ENDING:
                 lease.state = LeaseState.FAILED
             own = self.store.pool.those(lease.own, PageState.LEASED)
             self.store.pool.move(own, PageState.LEASED, PageState.ORPHANED)
         for lease in lost:
-            self._settle(lease)
+            self._keeper.settle(lease)
         self._pump(now)
 
     def worker_gone(self, worker: int, now: float) -> None:
@@ -255,7 +284,7 @@ class DecodeCore(DecodeRequests):
         for lease in [lease for lease in self.leases.values() if lease.worker == worker]:
             if lease.live or lease.queued:
                 self.counters.aborted += 1
-            self._end(lease)
+            self._keeper.end(lease)
         self._pump(now)
 
     def pool_leaves(self, now: float) -> None:
@@ -270,12 +299,12 @@ class DecodeCore(DecodeRequests):
         if lease is None or lease.state is not LeaseState.FILLING or lease.local or lease.prefill != prefill:
             return
         if len(blob) > MAX_AUX_BYTES:
-            self._fail(lease, invalid(f"aux has {len(blob)} bytes; the bound is {MAX_AUX_BYTES}"))
+            self._keeper.fail(lease, invalid(f"aux has {len(blob)} bytes; the bound is {MAX_AUX_BYTES}"))
         else:
             lease.aux = blob
             lease.aux_at = now
             lease.served_at = lease.served_at or now
-            self._check_ready(lease, now)
+            self._keeper.check_ready(lease, now)
         self._pump(now)
 
     def pages_arrived(self, transfer: int, prompt_pages: Sequence[int], now: float) -> None:
@@ -289,7 +318,7 @@ class DecodeCore(DecodeRequests):
         lease.brings, lease.quiet_since = True, now
         if prompt_pages and prompt_pages[-1] >= lease.matched:  # prompts are computed from their beginning on
             lease.served_at = lease.served_at or now
-        self._readable(lease, pages, now)
+        self._keeper.readable(lease, pages, now)
         self._pump(now)
 
     def transfer_completed(self, transfer: int, now: float) -> None:
@@ -297,7 +326,7 @@ class DecodeCore(DecodeRequests):
         moving = self._asks.pop(transfer)
         if moving is not None:
             self.transfer_counters.completed += 1
-            self._settle(moving.lease)
+            self._keeper.settle(moving.lease)
             self._pump(now)
 
     def transfer_broken(self, transfer: int, message: str, now: float) -> None:
@@ -319,13 +348,13 @@ class DecodeCore(DecodeRequests):
         elif moving.lease.state is not LeaseState.FILLING:
             self._asks.stop(moving, error.message)
         elif not self._take_overs.give_back(moving):
-            self._fail(moving.lease, error.marked_of_prefill())
+            self._keeper.fail(moving.lease, error.marked_of_prefill())
         self._pump(now)
 
     def _prompt_failed(self, lease: Lease | None, error: RequestError) -> None:
         """Of a lease whose pages another brings now: its aux blob will not come."""
         if lease is not None and lease.state is LeaseState.FILLING and lease.aux is None:
-            self._fail(lease, error.marked_of_prefill())
+            self._keeper.fail(lease, error.marked_of_prefill())
 
     def transfer_drained(self, transfer: int, now: float) -> None:
         """After StopTransfer: no copy into its pages runs, and none will."""
@@ -337,25 +366,25 @@ class DecodeCore(DecodeRequests):
         if moving.taker is not None and lease.state is LeaseState.FILLING:
             self.transfer_counters.abort("taken_over")
             if error := self._take_overs.drained(moving):
-                self._fail(lease, error.marked_of_prefill())
+                self._keeper.fail(lease, error.marked_of_prefill())
         elif moving.retry and lease.state is LeaseState.FILLING:
             self.transfer_counters.fail("wrong_parts")
             still = [page for page in moving.page_ids if page in lease.filling]
             if lease.asks >= MAX_ASKS_PER_REQUEST:
                 bound = f"pages were asked for {lease.asks} times; the bound is {MAX_ASKS_PER_REQUEST}"
-                self._fail(lease, exhausted(f"{bound}; at last: {moving.problem}"))
+                self._keeper.fail(lease, exhausted(f"{bound}; at last: {moving.problem}"))
             elif still:
                 self._asks.ask_again(lease, still)
         else:
             self.transfer_counters.abort(lease.failure or "request_ended")
-        self._settle(lease)
+        self._keeper.settle(lease)
         self._pump(now)
 
     def prefill_down(self, prefill: str, error: RequestError, now: float) -> None:
         """No session to that daemon: its requests fail, what arrived stays."""
         for lease in list(self.leases.values()):
             if lease.prefill == prefill and lease.state is LeaseState.FILLING:
-                self._fail(lease, error.marked_of_prefill())
+                self._keeper.fail(lease, error.marked_of_prefill())
         self._pump(now)
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
@@ -368,7 +397,7 @@ class DecodeCore(DecodeRequests):
             self.pins.shorten(ended.namespace)
         for heir, pages in heirs.items():
             if heir.asks >= MAX_ASKS_PER_REQUEST:
-                self._fail(
+                self._keeper.fail(
                     heir, exhausted(f"pages were asked for {heir.asks} times; the bound is {MAX_ASKS_PER_REQUEST}")
                 )
             else:
@@ -379,7 +408,7 @@ class DecodeCore(DecodeRequests):
             lease.state, lease.tree_pages, lease.waiting_since = LeaseState.WAITING, 0, now
             self._supply.queue.push(lease)
         for waiter in waiters:
-            self._check_ready(waiter, now)
+            self._keeper.check_ready(waiter, now)
         self._pump(now)
 
     def stood_still(self, seconds: float, now: float) -> None:
@@ -403,14 +432,14 @@ class DecodeCore(DecodeRequests):
             if deadline <= now and (lease.queued or lease.state is LeaseState.FILLING):
                 waited = now - lease.arrived_at
                 what = "admission" if lease.queued else f"{len(lease.missing)} pages or the aux blob"
-                self._fail(lease, deadline_exceeded(f"waited {waited:.3f} s for {what}; the deadline is passed"))
+                self._keeper.fail(lease, deadline_exceeded(f"waited {waited:.3f} s for {what}; the deadline is passed"))
         for lease in [lease for lease in self.leases.values() if lease.state is LeaseState.RETRACTING]:
             if lease.deadline <= now:
-                self._fail(lease, deadline_exceeded("no Finish came after Retract; the deadline is passed"))
+                self._keeper.fail(lease, deadline_exceeded("no Finish came after Retract; the deadline is passed"))
         for growth in [growth for growth in self._supply.growing if growth.deadline <= now]:
             lease = growth.lease
             if lease.state is LeaseState.READY:
-                self._fail(
+                self._keeper.fail(
                     lease,
                     exhausted(
                         f"tokens {growth.tokens} need more than the {len(lease.pages)} pages held; waited "

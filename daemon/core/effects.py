@@ -142,12 +142,6 @@ Effect: TypeAlias = (
 )
 
 
-def zero_effects(store: Cache) -> list[Effect]:
-    """What comes before all other effects of the step that took the pages."""
-    unclean = store.take_unclean()
-    return [ZeroPages(unclean)] if unclean else []
-
-
 def tier_effects(store: Cache) -> list[Effect]:
     """Copies that the cache has started and rows that it has freed since the last time."""
     effects: list[Effect] = []
@@ -155,3 +149,30 @@ def tier_effects(store: Cache) -> list[Effect]:
         effects.append(ForgetRows(forgotten))
     effects += [StartCopy(started) for started in store.copies.take_started()]
     return effects
+
+
+class Outbox:
+    """The effects that a core leaves, in order, until its shell takes them."""
+
+    def __init__(self, store: Cache) -> None:
+        self._store = store
+        self._effects: list[Effect] = []
+
+    def put(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def tell(self, worker: int, event: wire.WorkerEvent) -> None:
+        self._effects.append(ToWorker(worker, event))
+
+    def tell_ended(self, worker: int, name: Name) -> None:
+        self.tell(worker, wire.WorkerEvent(ended=wire.Ended(name=name.to_proto())))
+
+    def end_step(self) -> None:
+        """Adds what the cache has begun in the step."""
+        self._effects += tier_effects(self._store)
+
+    def take(self) -> list[Effect]:
+        """All of them; the clearing of pages that the steps took comes first."""
+        effects, self._effects = self._effects, []
+        unclean = self._store.take_unclean()
+        return [ZeroPages(unclean), *effects] if unclean else effects

@@ -1,7 +1,7 @@
 """The prefill daemon's requests: the rendezvous of a worker's Begin with a decode daemon's Ask, and what is sent. Core:
 no I/O, time is passed in.
 
-Whichever comes first waits in a bounded table until its deadline. Who gets pages when is `prefill_supply`'s. A
+Whichever comes first waits in a bounded table until its deadline. Who gets pages when is decided by `PrefillSupply`. A
 request's whole path stays locked until its Done.
 """
 
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvferry.daemon.core.cache import Cache
+from kvferry.daemon.core.counters import TransferCounters
 from kvferry.daemon.core.effects import (
+    Effect,
     EndSend,
     FailAsk,
+    Outbox,
     SendProgress,
     ZeroTail,
 )
@@ -24,8 +28,9 @@ from kvferry.daemon.core.errors import (
     unavailable,
 )
 from kvferry.daemon.core.limits import Name, pages_for
-from kvferry.daemon.core.prefill_entries import PrefillLimits, PrefillRequests
-from kvferry.daemon.core.prefill_entry import BegunPrompt, EntryState
+from kvferry.daemon.core.pins import Pins
+from kvferry.daemon.core.prefill_entries import EntryKeeper, PrefillLimits, PrefillSends
+from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState, Rendezvous
 from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
@@ -36,7 +41,69 @@ from kvferry.radix.pool import PageState
 __all__ = ["PrefillCore", "PrefillLimits"]
 
 
-class PrefillCore(PrefillRequests):
+class PrefillCore:
+    def __init__(self, store: Cache, limits: PrefillLimits) -> None:
+        self.store = store
+        self.limits = limits
+        self._outbox = Outbox(store)
+        self._table = Rendezvous(limits.table)
+        self._sends = PrefillSends(store.page_size, self._outbox)
+        self._keeper = EntryKeeper(store, limits, self._outbox, self._table, self._sends)
+        self._supply = self._keeper.supply
+        self.entries = self._table.entries
+        self.counters = self._keeper.counters
+        self.pins = Pins(store, self._supply.holds)
+
+    # -- what the shells ask -------------------------------------------------------------------------------------
+
+    def take_effects(self) -> list[Effect]:
+        return self._outbox.take()
+
+    def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
+        namespace = self.store.namespaces.get(namespace_id)
+        return 0 if namespace is None else namespace.tree.match(digests).pages * self.store.page_size
+
+    @property
+    def running(self) -> int:
+        return len(self.entries) - self._table.kept - self.waiting_requests
+
+    @property
+    def failed_requests(self) -> int:
+        """Of the running ones, those that have failed: they wait for their worker's last word or its proven end."""
+        return sum(entry.failed for entry in self.entries.values())
+
+    @property
+    def waiting_requests(self) -> int:
+        return self._supply.waiting
+
+    @property
+    def reserved(self) -> int:
+        """Of the running ones, those that wait for pages to be spilled."""
+        return self._supply.reserved
+
+    @property
+    def transfer_counters(self) -> TransferCounters:
+        return self._sends.counters
+
+    @property
+    def active_transfers(self) -> int:
+        return len(self._sends.open)
+
+    @property
+    def draining_transfers(self) -> int:
+        """Of the active ones, those of requests that have ended: gathers from their pages may run."""
+        return sum(entry.done for entry in self._sends.open.values())
+
+    def _pump(self, now: float) -> None:
+        self.store.clock.now = now
+        self._supply.pump(now)
+        while self._keeper.yield_pages(now):
+            self._supply.pump(now)
+        self.store.settle()
+        self.store.eviction.write_through()
+        self.counters.overtaken = self._supply.queue.overtaken
+        self._outbox.end_step()
+
     # -- worker's words ------------------------------------------------------------------------------------------
 
     def begin(
@@ -53,7 +120,7 @@ class PrefillCore(PrefillRequests):
             self.begin_refused(name, error)
             raise error
         if entry is None:
-            entry = self._new_entry(name, deadline, now)
+            entry = self._table.add(name, deadline, now)
         entry.deadline = max(entry.deadline, deadline)
         keep = self.limits.reuse == "on" and not request.warmup
         # The last token's logits are needed, so at least one token is computed.
@@ -69,24 +136,32 @@ class PrefillCore(PrefillRequests):
         )
         entry.prompt = BegunPrompt(worker, hold, request.digests, request.tokens, request.tail_digest, keep)
         self._supply.add(entry)
-        self._check_asks(entry)
+        self._sends.check_asks(entry)
         self._pump(now)
+
+    def _refusal(self, entry: Entry | None, name: Name, tokens: int, most: int) -> RequestError | None:
+        need = pages_for(tokens, self.store.page_size)
+        if need > most:
+            return invalid(f"prompt of {tokens} tokens needs {need} pages; its namespace may have {most}")
+        if entry is None:
+            return self._table.make_room()
+        return aborted(f"name {name} was ended by the decode daemon") if entry.done else None
 
     def begin_refused(self, name: Name, error: RequestError) -> None:
         """Whoever asked for it is told at once: nothing else would end those asks before their deadline."""
         entry = self.entries.get(name)
         if entry is not None and entry.state in (EntryState.EXPECTED, EntryState.OVER):
-            self._fail_asks(entry, error)
-            self._drop(entry)
+            self._sends.fail_asks(entry, error)
+            self._table.drop(entry)
 
     def progress(self, worker: int, name: Name, tokens: int, now: float) -> None:
-        entry, prompt = self._prompt_of(worker, name)
+        entry, prompt = self._table.prompt_of(worker, name)
         if entry.told:
             return
         if entry.worker_done:
             raise precondition(f"name {name} is out of the worker's hands: progress comes before aux or abort")
         if entry.queued or not prompt.computed <= tokens <= prompt.tokens:
-            self._fail(
+            self._keeper.fail(
                 entry, invalid(f"tokens is {tokens}; it must be {prompt.computed} to {prompt.tokens}, after Begun")
             )
             self._pump(now)
@@ -99,74 +174,76 @@ class PrefillCore(PrefillRequests):
             ready += 1
             if ready > prompt.pages_ready:
                 entry.zeroing = True
-                self._effects.append(ZeroTail(name, prompt.pages[full], partial))
+                self._outbox.put(ZeroTail(name, prompt.pages[full], partial))
         if prompt.keep:
-            self._publish(prompt, full)
+            self._keeper.publish(prompt, full)
         if ready > prompt.pages_ready:
             prompt.pages_ready = ready
             for number in sorted(entry.sends):
                 assert entry.session is not None
-                self._effects.append(SendProgress(entry.session, number, ready))
+                self._outbox.put(SendProgress(entry.session, number, ready))
         self._pump(now)
 
     def aux(self, worker: int, name: Name, blob: bytes, now: float) -> None:
         """The worker's last word on the request: it touches the pages no more."""
-        entry, prompt = self._prompt_of(worker, name)
+        entry, prompt = self._table.prompt_of(worker, name)
         if entry.told:
             self.abort(worker, name, now)  # it crossed Failed on the way
             return
         if entry.worker_done:
             raise precondition(f"name {name} is out of the worker's hands: aux comes once, and not behind abort")
         if len(blob) > MAX_AUX_BYTES:
-            self._fail(entry, invalid(f"blob has {len(blob)} bytes; the bound is {MAX_AUX_BYTES}"))
+            self._keeper.fail(entry, invalid(f"blob has {len(blob)} bytes; the bound is {MAX_AUX_BYTES}"))
         elif entry.queued or prompt.computed != prompt.tokens:
-            self._fail(entry, precondition(f"aux follows progress to {prompt.tokens} tokens, not {prompt.computed}"))
+            self._keeper.fail(
+                entry, precondition(f"aux follows progress to {prompt.tokens} tokens, not {prompt.computed}")
+            )
         else:
             prompt.aux = blob
             entry.move(EntryState.COMPUTED)
-            self._open_asks(entry)
-            self._send_aux(entry)
-            self._settle(entry)
+            self._sends.open_asks(entry)
+            self._keeper.send_aux(entry)
+            self._keeper.settle(entry)
         self._pump(now)
 
     def abort(self, worker: int, name: Name, now: float) -> None:
         entry = self.entries.get(name)
         if entry is None or entry.prompt is None:
-            self._tell_ended(worker, name)
+            self._outbox.tell_ended(worker, name)
             return
-        self._prompt_of(worker, name)
+        self._table.prompt_of(worker, name)
         if not (entry.told or entry.acknowledge):  # acknowledge: it was aborted before, and a gather still runs
             self.counters.aborted += 1
-        self._worker_ended(entry, aborted("the prefill worker aborted the request"))
+        self._keeper.worker_ended(entry, aborted("the prefill worker aborted the request"))
         entry.acknowledge = True
-        self._settle(entry)
+        self._keeper.settle(entry)
         self._pump(now)
 
     def worker_lost(self, worker: int, now: float) -> None:
         """Its stream broke: it may still write; its pages are orphaned until `worker_gone`."""
-        for entry, prompt in self._of_worker(worker):
+        for entry, prompt in self._table.of_worker(worker):
             if entry.worker_done:
                 continue  # it had said its last word: the pages can still be sent
             if not entry.done:
                 self.counters.aborted += 1
-                self._withdraw(
+                self._keeper.withdraw(
                     entry,
                     unavailable("the prefill worker is gone"),
                     EntryState.ABORTED if entry.queued else EntryState.FAILED,
                 )
             leased = self.store.pool.those(prompt.private, PageState.LEASED)
             self.store.pool.move(leased, PageState.LEASED, PageState.ORPHANED)
-            self._settle(entry)
+            self._keeper.settle(entry)
         self._pump(now)
 
     def worker_gone(self, worker: int, now: float) -> None:
         """Proof that it writes no more."""
-        for entry, _ in self._of_worker(worker):
+        for entry, _ in self._table.of_worker(worker):
             if not entry.worker_done:
                 if not entry.done:
                     self.counters.aborted += 1
-                self._worker_ended(entry, unavailable("the prefill worker is gone"))
-            self._settle(entry)
+                self._keeper.worker_ended(entry, unavailable("the prefill worker is gone"))
+            self._keeper.settle(entry)
         self._pump(now)
 
     def pool_leaves(self, now: float) -> None:
@@ -175,10 +252,10 @@ class PrefillCore(PrefillRequests):
         for entry in list(self.entries.values()):
             if entry.prompt is None or entry.done:
                 continue
-            self._fail(entry, unavailable("the engine whose memory the pool is has ended"))
+            self._keeper.fail(entry, unavailable("the engine whose memory the pool is has ended"))
             if entry.state is EntryState.FAILED:
                 entry.move(EntryState.FAILED_ENDING)
-                self._settle(entry)
+                self._keeper.settle(entry)
         self._pump(now)
 
     # -- the decode daemon's words -------------------------------------------------------------------------------
@@ -186,42 +263,44 @@ class PrefillCore(PrefillRequests):
     def ask(self, session: int, name: Name, request: peer.Ask, deadline: float, now: float) -> None:
         """An Ask under a well-formed name. What is wrong with it fails the ask, never the session."""
         entry = self.entries.get(name)
-        error = self._ask_refusal(session, entry, name, request)
-        self._newest[session] = max(request.transfer, self._newest.get(session, -1))
+        error = self._sends.refusal(session, entry, name, request)
+        if error is None and entry is None:
+            error = self._table.make_room()
+        self._sends.used(session, request.transfer)
         if error is not None:
-            self._effects.append(FailAsk(session, request.transfer, error))
+            self._outbox.put(FailAsk(session, request.transfer, error))
             return
         if entry is None:
-            entry = self._new_entry(name, deadline, now)
+            entry = self._table.add(name, deadline, now)
         if entry.session is None:
             self._supply.asked(entry, session)
         entry.deadline = max(entry.deadline, deadline)
         entry.asks.append(request)
-        self._check_asks(entry)
-        self._open_asks(entry)
-        self._send_aux(entry)
+        self._sends.check_asks(entry)
+        self._sends.open_asks(entry)
+        self._keeper.send_aux(entry)
         self._pump(now)
 
     def ask_end(self, session: int, transfer: int) -> None:
         """Idempotent. Of an unknown transfer nothing is sent, so it has ended."""
-        entry = self._sends.get((session, transfer))
+        entry = self._sends.open.get((session, transfer))
         if entry is not None:
-            self._effects.append(EndSend(session, transfer))
+            self._outbox.put(EndSend(session, transfer))
             return
         for waiting in self.entries.values():
             if waiting.session == session:
                 waiting.asks = [ask for ask in waiting.asks if ask.transfer != transfer]
-        self._effects.append(EndSend(session, transfer))
+        self._outbox.put(EndSend(session, transfer))
 
     def send_completed(self, session: int, transfer: int, now: float) -> None:
         """Every part of it has reached the other side; no gather of it runs."""
-        if self._send_closed(session, transfer) is not None:
+        if self._keeper.send_closed(session, transfer) is not None:
             self.transfer_counters.completed += 1
         self._pump(now)
 
     def send_ended(self, session: int, transfer: int, now: float) -> None:
         """After EndSend: no gather of it runs."""
-        entry = self._send_closed(session, transfer)
+        entry = self._keeper.send_closed(session, transfer)
         if entry is not None:
             self.transfer_counters.abort(entry.failure or "request_ended")
         self._pump(now)
@@ -232,39 +311,38 @@ class PrefillCore(PrefillRequests):
         if entry is None or entry.session not in (None, session):
             return
         if entry.state is EntryState.YIELDED:
-            self._drop(entry)
+            self._table.drop(entry)
         elif entry.state is EntryState.EXPECTED:
-            entry.move(EntryState.OVER)
-            self._over[name] = None  # so that a worker that comes late is told
-            self._effects += [EndSend(session, ask.transfer) for ask in entry.asks]
+            self._table.keep_name(entry, EntryState.OVER)  # so that a worker that comes late is told
+            for waiting in entry.asks:
+                self._outbox.put(EndSend(session, waiting.transfer))
             entry.asks.clear()
         elif entry.state in (EntryState.COMPUTED, EntryState.SERVED):
             entry.move(EntryState.RECEIVED)  # what it still has open it has received, or ends with AskEnd
-            self._settle(entry)
+            self._keeper.settle(entry)
         elif not entry.done:
-            self._fail(entry, aborted("the decode daemon ended the request before it was computed"))
+            self._keeper.fail(entry, aborted("the decode daemon ended the request before it was computed"))
         self._pump(now)
 
     def session_down(self, session: int, now: float) -> None:
         """The session is over and its sender with it; requests that it had asked for end."""
-        self._newest.pop(session, None)
+        self._sends.session_down(session)
         for entry in [entry for entry in self.entries.values() if entry.session == session]:
             entry.asks.clear()
             if entry.prompt is None:
-                self._drop(entry)
+                self._table.drop(entry)
                 continue
             if not entry.done:
-                self._fail(entry, unavailable("the session to the decode daemon broke"))
-            self._end_sends(entry)
+                self._keeper.fail(entry, unavailable("the session to the decode daemon broke"))
+            self._sends.end(entry)
         self._pump(now)
 
     def tail_zeroed(self, name: Name, now: float) -> None:
         """After ZeroTail: it runs no more. Until then the page is not given to anybody else."""
         entry = self.entries[name]
         entry.zeroing = False
-        if entry.rests:
-            self._rested[entry] = now
-        self._settle(entry)
+        self._keeper.look_at_rest(entry, now)
+        self._keeper.settle(entry)
         self._pump(now)
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
@@ -276,7 +354,7 @@ class PrefillCore(PrefillRequests):
 
     def stood_still(self, seconds: float, now: float) -> None:
         """This daemon did, for so long, and has not read what came meanwhile: nothing has rested longer by that."""
-        self._rested = {entry: min(since + seconds, now) for entry, since in self._rested.items()}
+        self._keeper.stood_still(seconds, now)
 
     def tick(self, now: float) -> None:
         self.pins.expire(now)
@@ -285,9 +363,9 @@ class PrefillCore(PrefillRequests):
                 continue
             if entry.done:
                 if entry.prompt is None:
-                    self._drop(entry)
+                    self._table.drop(entry)
                 else:
-                    self._end_sends(entry)  # of a decode daemon that said Done and grants no credit for the rest
+                    self._sends.end(entry)  # of a decode daemon that said Done and grants no credit for the rest
                 continue
             who = (
                 "worker began it"
@@ -296,7 +374,7 @@ class PrefillCore(PrefillRequests):
                 if not entry.asked
                 else "end came"
             )
-            self._expire(
+            self._keeper.expire(
                 entry, deadline_exceeded(f"waited {now - entry.arrived_at:.3f} s and no {who}; the deadline is passed")
             )
         self._pump(now)

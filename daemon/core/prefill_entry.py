@@ -1,10 +1,11 @@
-"""One request in the prefill daemon's rendezvous table, and the prompt that its worker began."""
+"""The prefill daemon's rendezvous table: its requests, their states, the prompts that workers began. Core: no I/O."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
 
+from kvferry.daemon.core.errors import RequestError, exhausted, precondition
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import peer_pb2 as peer
@@ -163,3 +164,56 @@ class Entry:
     @property
     def priority(self) -> int:
         return self.hold.priority + (0 if self.asked else UNASKED)
+
+
+class Rendezvous:
+    """All requests by name, from either side, at most `bound` of them."""
+
+    def __init__(self, bound: int) -> None:
+        self.entries: dict[Name, Entry] = {}
+        self._bound = bound
+        # Of them, those kept for who comes late, oldest first: ended by Done, and yielded.
+        self._over: dict[Name, None] = {}
+        self._yielded: dict[Name, None] = {}
+        self._next_order = 1
+
+    @property
+    def kept(self) -> int:
+        """Names whose requests are over."""
+        return len(self._over) + len(self._yielded)
+
+    def make_room(self) -> RequestError | None:
+        """For one more, in the place of a name that is only kept if need be; RESOURCE_EXHAUSTED where there is none."""
+        kept = self._over or self._yielded  # who asks again for what was yielded waits, and is to hear of it at once
+        if len(self.entries) >= self._bound and kept:
+            self.drop(self.entries[next(iter(kept))])
+        if len(self.entries) < self._bound:
+            return None
+        return exhausted(f"{len(self.entries)} requests are in the rendezvous table; the bound is {self._bound}")
+
+    def add(self, name: Name, deadline: float, now: float) -> Entry:
+        entry = self.entries[name] = Entry(name, deadline, now, self._next_order)
+        self._next_order += 1
+        return entry
+
+    def keep_name(self, entry: Entry, state: EntryState) -> None:
+        """It is over and holds nothing; until its deadline, or until its place is needed, who comes late is told."""
+        entry.move(state)
+        (self._yielded if state is EntryState.YIELDED else self._over)[entry.name] = None
+
+    def drop(self, entry: Entry) -> None:
+        del self.entries[entry.name]
+        self._over.pop(entry.name, None)
+        self._yielded.pop(entry.name, None)
+
+    def of_worker(self, worker: int) -> list[tuple[Entry, BegunPrompt]]:
+        return [(e, e.prompt) for e in self.entries.values() if e.prompt is not None and e.prompt.worker == worker]
+
+    def prompt_of(self, worker: int, name: Name) -> tuple[Entry, BegunPrompt]:
+        """Raises FAILED_PRECONDITION unless that worker began it."""
+        entry = self.entries.get(name)
+        if entry is None or entry.prompt is None:
+            raise precondition(f"name {name} is not a running request")
+        if entry.prompt.worker != worker:
+            raise precondition(f"name {name} belongs to another worker")
+        return entry, entry.prompt

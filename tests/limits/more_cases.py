@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from kvferry import tracing
 from kvferry.daemon.config import sources as config_sources
-from kvferry.daemon.core.decode import MAX_GROWTHS, MAX_RETRACTED
+from kvferry.daemon.core.decode import MAX_GROWTHS
+from kvferry.daemon.core.decode_leases import MAX_RETRACTED
 from kvferry.daemon.core.errors import MAX_MESSAGE_CHARS, RequestError
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.peers import discovery, session
@@ -78,7 +79,9 @@ def growths(count: int) -> str | None:
 def retracted(count: int) -> str | None:
     core = Decoding().core
     for number in range(count):
-        core._remember_retracted(cast(Any, SimpleNamespace(name=Name(bytes(16), number), worker=1, order=number)))
+        core._keeper.remember_retracted(
+            cast(Any, SimpleNamespace(name=Name(bytes(16), number), worker=1, order=number))
+        )
     return None if core.comes_back(1, Name(bytes(16), 0)) else "the oldest is forgotten"
 
 

@@ -130,6 +130,8 @@ def test_only_names_that_are_over_make_room() -> None:
 class Session:
     """What the shell says to one."""
 
+    number = 1
+
     def __init__(self) -> None:
         self.number = 1
         self.failed: list[tuple[int, common.ErrorCode]] = []

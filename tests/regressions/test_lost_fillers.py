@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.daemon.core.decode import DecodeCore
+from kvferry.daemon.core.decode_leases import LeaseKeeper
 from kvferry.daemon.core.lease import Lease
 from kvferry.daemon.core.transfers import Asks
 from tests.regressions.filling_workers import Harm, run
@@ -54,7 +55,7 @@ def test_lost_fillers_harm_nobody_in_many_seeds(capsys: pytest.CaptureFixture[st
         run_all(10_000)
 
 
-def share_at_once(core: DecodeCore, lease: Lease) -> bool:
+def share_at_once(keeper: LeaseKeeper, lease: Lease) -> bool:
     return lease.keep
 
 
@@ -70,7 +71,7 @@ def ask_before_it_has_drained(asks: Asks, taker: Lease, lease: Lease, pages: set
 @pytest.mark.parametrize(
     ("owner", "method", "mutant"),
     [
-        (DecodeCore, "shares_while_filling", share_at_once),
+        (LeaseKeeper, "shares_while_filling", share_at_once),
         (DecodeCore, "worker_lost", free_at_once),
         (Asks, "give_to", ask_before_it_has_drained),
     ],

@@ -10,6 +10,7 @@ import pytest
 from kvferry.daemon.core.admission_queue import Admission
 from kvferry.daemon.core.decode import DecodeCore
 from kvferry.daemon.core.prefill import PrefillCore
+from kvferry.daemon.core.prefill_entries import EntryKeeper
 from kvferry.daemon.core.prefill_entry import Entry
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals, WaiterT
@@ -48,7 +49,7 @@ def promise_the_locked(holds: Holds, hold: Hold, lock: Lock) -> Admission | None
     return None
 
 
-def clear_without_a_look(core: PrefillCore, entry: Entry) -> bool:
+def clear_without_a_look(keeper: EntryKeeper, entry: Entry) -> bool:
     return bool(entry.sends)
 
 
@@ -88,7 +89,7 @@ GUARDS = {
     "orphaned pages, prefill": Guard(PrefillCore, "worker_lost", free_at_once, CRASHES),
     "lock before promise": Guard(Holds, "refusal_once_locked", promise_the_locked, Faults()),
     "single-flight takeover": Guard(Arrivals, "hand_over", nobody_takes_over, Faults(aborts=0.3)),
-    "tails being cleared": Guard(PrefillCore, "copies_run", clear_without_a_look, Faults(aborts=0.3)),
+    "tails being cleared": Guard(EntryKeeper, "copies_run", clear_without_a_look, Faults(aborts=0.3)),
     "order of proofs": Guard(Receiver, "end", drained_at_once, Faults(aborts=0.9)),
 }
 

@@ -305,9 +305,11 @@ class PrefillMachine(PrefillWorld):
             assert core.reserved == 0, "pages are reserved, but nothing will free them"
         for entry in core.entries.values():
             assert len(entry.asks) + len(entry.sends) <= MAX_ASKS_PER_REQUEST
-            assert all((entry.session, number) in core._sends for number in entry.sends)
+            assert all((entry.session, number) in core._sends.open for number in entry.sends)
         assert core.active_transfers == sum(len(entry.sends) for entry in core.entries.values())
-        assert {key for key in self.sends if key not in core._sends} == set(), "the sender has what the core forgot"
+        assert {key for key in self.sends if key not in core._sends.open} == set(), (
+            "the sender has what the core forgot"
+        )
 
     @invariant()
     def open_sends_keep_their_pages(self) -> None:

@@ -86,7 +86,7 @@ class PrefillWorld(RuleBasedStateMachine):
                 if isinstance(effect, OpenSend):
                     key = (effect.session, effect.transfer)
                     assert effect.session in self.sessions and key not in self.sends
-                    name = self.core._sends[key].name
+                    name = self.core._sends.open[key].name
                     assert effect.first_page >= 0 and effect.pages_ready >= 0
                     assert effect.first_page + len(effect.page_ids) <= len(self.jobs[name].whole)
                     self.sends[key] = Send(name, effect.first_page, effect.page_ids, effect.pages_ready)
@@ -228,4 +228,4 @@ class PrefillWorld(RuleBasedStateMachine):
             del self.sends[key]
         self.core.session_down(session, self.now)
         self.run_effects()
-        assert not any(key[0] == session for key in self.core._sends), "a send outlives its session"
+        assert not any(key[0] == session for key in self.core._sends.open), "a send outlives its session"
