@@ -63,6 +63,9 @@ class _Frames(Call):
     async def details(self) -> str:
         return "closed"
 
+    async def trailing_metadata(self) -> grpc.aio.Metadata:
+        return grpc.aio.Metadata()
+
 
 def land(stage: Stage, frame: Frame) -> None:
     """The write, whole or not, and its notification."""
