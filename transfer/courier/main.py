@@ -343,7 +343,7 @@ def serve(orders: socket.socket, memory_fd: int | None) -> NoReturn:
         raise OrdersEnded
     setup = decode_order(packet)
     if not isinstance(setup, CourierSetup):
-        raise MessageError("first order", type(setup).__name__, "CourierSetup")
+        raise MessageError("first order", type(setup).__name__, "Setup")
     die_with_parent(setup.parent)
     if (memory_fd is None) != bool(setup.devices):
         raise MessageError("devices", setup.devices, "given where no memory file is, and only there")

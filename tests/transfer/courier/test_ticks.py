@@ -16,8 +16,8 @@ from kvferry.daemon.observe.health import _waits_of
 # Its agent has news in every round, and what it watches can be read in every round: no select() waits.
 SPINNING = """
 import socket, sys
-from kvferry.transfer import courier
-from kvferry.transfer.courier.messages import Setup
+from kvferry.transfer.courier import main as courier
+from kvferry.transfer.courier.messages import CourierSetup
 
 class Agent:
     def get_new_notifs(self):
@@ -28,7 +28,7 @@ orders, daemon = socket.socketpair()
 readable, other = socket.socketpair()
 other.send(b"x")
 orders.setblocking(False)
-made = courier.Courier(orders, None, Setup(4096, 2, 2, 0, devices), Agent())
+made = courier.Courier(orders, None, CourierSetup(4096, 2, 2, 0, devices), Agent())
 made._expected = 1
 made._event_sets = [readable.fileno()]
 print("runs", flush=True)
