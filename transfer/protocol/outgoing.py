@@ -14,7 +14,6 @@ class Outgoing:
         "first_page",
         "gathers",
         "page_ids",
-        "parts",
         "posted",
         "queued",
         "ready",
@@ -28,7 +27,6 @@ class Outgoing:
         self.unsent = lanes  # lanes whose cursor is not at the run's end
         self.ready = 0  # pages from the run's start that are final in the pool
         self.sent = [0] * lanes  # the cursors: bytes from the run's start given to gathers
-        self.parts = 0
         self.gathers = 0  # running
         self.posted = 0  # posts in flight
         self.queued = [False] * lanes  # whether it stands in the lane's round

@@ -63,9 +63,6 @@ class Completed:
     """Every byte of the transfer is in the peer's slots. The transfer is forgotten."""
 
     transfer: int
-    parts: int
-    payload_bytes: int
-    wire_bytes: int  # payload and headers
     pages: int
 
 
@@ -106,7 +103,6 @@ class Sender:
             raise ValueError(f"send_slots is {send_slots}, must be at least 1")
         check_unsigned("epoch", epoch, 64)
         self._lanes = list(lanes)
-        self._row_bytes = sum(lane.row_bytes for lane in lanes)
         self._cuts = [_cut_bytes(lane.row_bytes, slot_bytes - HEADER_BYTES) for lane in lanes]
         self._epoch = epoch
         self._purse = CreditPurse(remote_slots, 1 + max(lane.receiver for lane in lanes))
@@ -163,7 +159,7 @@ class Sender:
         if len(page_ids) != pages:
             raise ValueError(f"page_ids has {len(page_ids)} entries, must have pages = {pages}")
         if pages == 0:
-            self._events.append(Completed(transfer, 0, 0, 0, 0))
+            self._events.append(Completed(transfer, 0))
             return
         self._transfers[transfer] = Outgoing(first_page, list(page_ids), len(self._lanes))
 
@@ -228,7 +224,6 @@ class Sender:
         self._next_post += 1
         self._posted[post_id] = (send_slot, gather.transfer)
         outgoing.posted += 1
-        outgoing.parts += 1
         return PostPart(
             post_id=post_id,
             transfer=gather.transfer,
@@ -258,10 +253,7 @@ class Sender:
         outgoing.posted -= 1
         if outgoing.unsent == 0 and outgoing.gathers == 0 and outgoing.posted == 0 and not outgoing.closed:
             del self._transfers[transfer]
-            pages = len(outgoing.page_ids)
-            nbytes = pages * self._row_bytes
-            wire_bytes = nbytes + outgoing.parts * HEADER_BYTES
-            self._events.append(Completed(transfer, outgoing.parts, nbytes, wire_bytes, pages))
+            self._events.append(Completed(transfer, len(outgoing.page_ids)))
 
     def poll_events(self) -> list[SenderEvent]:
         """What happened since the last call, in order."""

@@ -315,10 +315,8 @@ class Loop:
             if isinstance(event, Completed):
                 expect(not m.sender_over, "completed after its end")
                 payload = len(m.source) * self.row_bytes
-                expect(event.payload_bytes == payload == sum(end - start for _, start, end in m.posted), "payload")
+                expect(payload == sum(end - start for _, start, end in m.posted), "payload")
                 expect(event.pages == len(m.source), "pages")
-                expect(event.parts == len(m.posted), "parts")
-                expect(event.wire_bytes == payload + event.parts * HEADER_BYTES, "wire bytes")
             if not m.sender_over:
                 m.sender_over = True
                 for page_id in m.source:  # the pages are somebody else's now
