@@ -64,6 +64,9 @@ class AdmissionQueue(Generic[WaitingT]):
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
     def __iter__(self) -> Iterator[WaitingT]:
         return heapq.merge(*self._waiting.values(), key=_rank)
 

@@ -30,27 +30,28 @@ class EntryState(enum.Enum):
     YIELDED = "yielded"  # it was computed and sent, and others got its pages: only the name is kept
 
 
-_ENDS = {EntryState.FAILED_ENDING, EntryState.ABORTED}
-_MOVES = {
-    EntryState.EXPECTED: {EntryState.PARKED, EntryState.WAITING, EntryState.OVER},
-    EntryState.PARKED: {EntryState.WAITING, *_ENDS},
+# Tuples: an enum's member is found in them faster than in a set.
+_ENDS = (EntryState.FAILED_ENDING, EntryState.ABORTED)
+_MOVES: dict[EntryState, tuple[EntryState, ...]] = {
+    EntryState.EXPECTED: (EntryState.PARKED, EntryState.WAITING, EntryState.OVER),
+    EntryState.PARKED: (EntryState.WAITING, *_ENDS),
     # To itself: asked for meanwhile, it goes before all that nobody asked for.
-    EntryState.WAITING: {EntryState.WAITING, EntryState.RESERVED, *_ENDS},
-    EntryState.RESERVED: {EntryState.PARKED, EntryState.WAITING, EntryState.RESTORING, *_ENDS},
-    EntryState.RESTORING: {EntryState.PARKED, EntryState.WAITING, EntryState.COMPUTING, *_ENDS},
-    EntryState.COMPUTING: {EntryState.COMPUTED, EntryState.FAILED, EntryState.ABORTED},
-    EntryState.COMPUTED: {EntryState.SERVED, EntryState.RECEIVED, *_ENDS},
-    EntryState.SERVED: {EntryState.RECEIVED, EntryState.YIELDED, *_ENDS},
-    EntryState.RECEIVED: {EntryState.ABORTED},
-    EntryState.FAILED: {EntryState.FAILED_ENDING},
-    EntryState.FAILED_ENDING: set(),
-    EntryState.ABORTED: set(),
-    EntryState.OVER: set(),
-    EntryState.YIELDED: set(),
+    EntryState.WAITING: (EntryState.WAITING, EntryState.RESERVED, *_ENDS),
+    EntryState.RESERVED: (EntryState.PARKED, EntryState.WAITING, EntryState.RESTORING, *_ENDS),
+    EntryState.RESTORING: (EntryState.PARKED, EntryState.WAITING, EntryState.COMPUTING, *_ENDS),
+    EntryState.COMPUTING: (EntryState.COMPUTED, EntryState.FAILED, EntryState.ABORTED),
+    EntryState.COMPUTED: (EntryState.SERVED, EntryState.RECEIVED, *_ENDS),
+    EntryState.SERVED: (EntryState.RECEIVED, EntryState.YIELDED, *_ENDS),
+    EntryState.RECEIVED: (EntryState.ABORTED,),
+    EntryState.FAILED: (EntryState.FAILED_ENDING,),
+    EntryState.FAILED_ENDING: (),
+    EntryState.ABORTED: (),
+    EntryState.OVER: (),
+    EntryState.YIELDED: (),
 }
-_QUEUED = {EntryState.PARKED, EntryState.WAITING, EntryState.RESERVED, EntryState.RESTORING}
-_ENDING = {EntryState.RECEIVED, EntryState.FAILED_ENDING, EntryState.ABORTED}
-_DONE = {EntryState.FAILED, EntryState.OVER, EntryState.YIELDED, *_ENDING}
+_QUEUED = (EntryState.PARKED, EntryState.WAITING, EntryState.RESERVED, EntryState.RESTORING)
+_ENDING = (EntryState.RECEIVED, EntryState.FAILED_ENDING, EntryState.ABORTED)
+_DONE = (EntryState.FAILED, EntryState.OVER, EntryState.YIELDED, *_ENDING)
 
 
 @dataclass(slots=True, eq=False)

@@ -227,6 +227,8 @@ class AdmissionLoop(Generic[ReservingT]):
     def run(self, now: float) -> list[ReservingT]:
         """One step. Returns those whose reservations were of no use, which are to wait again."""
         lost = self._claim(now)
+        if not self._queue:
+            return lost
         walk = self._queue.walk()
         while (request := walk.next()) is not None:
             admission = self._rules.reserve(request, now)
