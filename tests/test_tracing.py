@@ -153,9 +153,9 @@ async def used_again(role: str, incarnation: bytes) -> None:
     """A request that runs; its name is used once more, for what is refused before the core sees it."""
     config = DaemonConfig.model_validate({"role": role, "peers": {"p": "127.0.0.1:1"} if role == "decode" else {}})
     side: Any = (DecodeSide if role == "decode" else PrefillSide)(config, incarnation, time.monotonic)
-    store = Cache(8, config.page_size)
+    cache = Cache(8, config.page_size)
     side.core = (
-        DecodeCore(store, DecodeLimits(config.max_tokens, 64, 30.0, 8)) if role == "decode" else side.make_core(store)
+        DecodeCore(cache, DecodeLimits(config.max_tokens, 64, 30.0, 8)) if role == "decode" else side.make_core(cache)
     )
     worker = Worker(1, "w", bytes(32), cast(Any, None), asyncio.Queue(64))
     side.workers.enter(worker)

@@ -37,20 +37,20 @@ MAX_GROWTHS = 4  # of one request, waiting for pages
 
 
 class DecodeCore:
-    def __init__(self, store: Cache, limits: DecodeLimits) -> None:
-        self.store = store
+    def __init__(self, cache: Cache, limits: DecodeLimits) -> None:
+        self.cache = cache
         self.limits = limits
-        self._outbox = Outbox(store)
+        self._outbox = Outbox(cache)
         self._arrivals: Arrivals[Lease] = Arrivals()
-        self._holds = Holds(store, self._arrivals)
-        self._asks = Asks(store.page_size, store.clock, self._outbox.put)
+        self._holds = Holds(cache, self._arrivals)
+        self._asks = Asks(cache.page_size, cache.clock, self._outbox.put)
         self._take_overs = TakeOvers(self._arrivals, self._asks)
-        self._keeper = LeaseKeeper(store, limits, self._outbox, self._arrivals, self._holds, self._asks)
+        self._keeper = LeaseKeeper(cache, limits, self._outbox, self._arrivals, self._holds, self._asks)
         self._supply = self._keeper.supply
         self.leases = self._keeper.leases
         self.counters = self._keeper.counters
         self.latencies = self._keeper.latencies
-        self.pins = Pins(store, self._holds)
+        self.pins = Pins(cache, self._holds)
 
     # -- what the shells ask -------------------------------------------------------------------------------------
 
@@ -59,10 +59,10 @@ class DecodeCore:
 
     def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
         """Read-only: how much of the prompt is in the tree, arriving pages too."""
-        namespace = self.store.namespaces.get(namespace_id)
+        namespace = self.cache.namespaces.get(namespace_id)
         if namespace is None or self.limits.reuse == "off":
             return 0
-        return namespace.tree.match(digests).pages * self.store.page_size
+        return namespace.tree.match(digests).pages * self.cache.page_size
 
     @property
     def running(self) -> int:
@@ -104,10 +104,10 @@ class DecodeCore:
         return self._keeper.comes_back(worker, name)
 
     def _pump(self, now: float) -> None:
-        self.store.clock.now = now
+        self.cache.clock.now = now
         self._supply.pump(now)
-        self.store.settle()
-        self.store.eviction.write_through()
+        self.cache.settle()
+        self.cache.eviction.write_through()
         self.counters.overtaken = self._supply.queue.overtaken
         self._outbox.end_step()
 
@@ -124,19 +124,19 @@ class DecodeCore:
                 f"max_new_tokens is {request.max_new_tokens}; with {request.tokens} prompt tokens it must be 1 to "
                 f"{self.limits.max_tokens - request.tokens}"
             )
-        if request.held_tokens % self.store.page_size or request.held_tokens > request.tokens:
+        if request.held_tokens % self.cache.page_size or request.held_tokens > request.tokens:
             raise invalid(
-                f"held_tokens is {request.held_tokens}; it must be a multiple of {self.store.page_size}, "
+                f"held_tokens is {request.held_tokens}; it must be a multiple of {self.cache.page_size}, "
                 f"at most the prompt's {request.tokens}"
             )
-        namespace = self.store.namespace(namespace_id)
-        need = pages_for(request.tokens + request.max_new_tokens - 1, self.store.page_size)
-        if need > self.store.most(namespace):
+        namespace = self.cache.namespace(namespace_id)
+        need = pages_for(request.tokens + request.max_new_tokens - 1, self.cache.page_size)
+        if need > self.cache.most(namespace):
             self.counters.refused += 1
             quota = f"; its namespace may use {namespace.quota.hard}" if namespace.quota.hard else ""
             raise invalid(
                 f"prompt of {request.tokens} + max_new_tokens {request.max_new_tokens} needs {need} pages; "
-                f"the pool has {self.store.pool.pages}{quota}"
+                f"the pool has {self.cache.pool.pages}{quota}"
             )
         comes_back = self.comes_back(worker, name)
         if self.waiting_requests >= self.limits.queue and not comes_back:
@@ -150,7 +150,7 @@ class DecodeCore:
         lease = self._keeper.lease_of(worker, name)
         if lease.state is LeaseState.FAILED:
             return  # it crossed Failed on the way
-        held = lease.held_pages * self.store.page_size
+        held = lease.held_pages * self.cache.page_size
         own = lease.to_fill
         if lease.state is not LeaseState.FILLING or lease.local or tokens != held or not lease.filling.issuperset(own):
             self._keeper.fail(
@@ -172,20 +172,20 @@ class DecodeCore:
         if error is not None:
             self._keeper.fail(lease, error)
         else:
-            assert self.store.events is not None
-            first = first_token // self.store.page_size
-            self.store.events.announce(lease.hold.namespace.id, lease.digests, first, tokens)
+            assert self.cache.events is not None
+            first = first_token // self.cache.page_size
+            self.cache.events.announce(lease.hold.namespace.id, lease.digests, first, tokens)
         self._pump(now)
 
     def _wrong_page_tokens(self, lease: Lease, first: int, tokens: int, full: int) -> RequestError | None:
         """Of the first `full` pages."""
-        if self.store.events is None or not lease.keep:
+        if self.cache.events is None or not lease.keep:
             return precondition(f"page_tokens of name {lease.name}: Ready did not ask for them")
-        end = full * self.store.page_size
-        if first % self.store.page_size or first > end or tokens != end - first:
+        end = full * self.cache.page_size
+        if first % self.cache.page_size or first > end or tokens != end - first:
             return invalid(
                 f"page_tokens has {tokens} tokens from first_token {first} on; they must begin at a multiple of "
-                f"{self.store.page_size} and end at {end}"
+                f"{self.cache.page_size} and end at {end}"
             )
         return None
 
@@ -193,7 +193,7 @@ class DecodeCore:
         lease = self._keeper.lease_of(worker, name)
         if lease.state in (LeaseState.FAILED, LeaseState.RETRACTING):
             return  # the worker has not read what it was told yet
-        extra = pages_for(tokens, self.store.page_size) - len(lease.pages)
+        extra = pages_for(tokens, self.cache.page_size) - len(lease.pages)
         if lease.state is not LeaseState.READY or extra > lease.hold.growth:
             bound = len(lease.pages) + lease.hold.growth
             self._keeper.fail(
@@ -221,7 +221,7 @@ class DecodeCore:
         if lease.state is LeaseState.FAILED:
             self.abort(worker, name, now)  # it crossed Failed on the way
             return
-        page_size = self.store.page_size
+        page_size = self.cache.page_size
         full = tokens // page_size
         want = (full - lease.tokens // page_size) * DIGEST_BYTES
         last = min(lease.tokens + lease.max_new_tokens - 1, len(lease.pages) * page_size)
@@ -273,8 +273,8 @@ class DecodeCore:
                 self._keeper.withdraw(lease)
             if lease.state is not LeaseState.ENDING:
                 lease.state = LeaseState.FAILED
-            own = self.store.pool.those(lease.own, PageState.LEASED)
-            self.store.pool.move(own, PageState.LEASED, PageState.ORPHANED)
+            own = self.cache.pool.those(lease.own, PageState.LEASED)
+            self.cache.pool.move(own, PageState.LEASED, PageState.ORPHANED)
         for lease in lost:
             self._keeper.settle(lease)
         self._pump(now)
@@ -389,7 +389,7 @@ class DecodeCore:
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
         """A copy between the tiers is over; `failed` are the device ids of pages whose bytes are not right."""
-        ended = self.store.copies.ended(number, failed, mismatched, seconds)
+        ended = self.cache.copies.ended(number, failed, mismatched, seconds)
         waiters = self._arrivals.arrived(ended.readable)
         heirs, stranded = self._arrivals.lost(ended.lost)
         self._holds.removed(ended.namespace, ended.removed)  # held by nobody: nobody waits for them either

@@ -46,7 +46,7 @@ class LeaseKeeper:
 
     def __init__(
         self,
-        store: Cache,
+        cache: Cache,
         limits: DecodeLimits,
         outbox: Outbox,
         arrivals: Arrivals[Lease],
@@ -56,8 +56,8 @@ class LeaseKeeper:
         self.leases: dict[Name, Lease] = {}
         self.counters = RequestCounters()
         self.latencies = Latencies()
-        self.supply = Supply(store, holds, limits.overtakes, self)
-        self._store = store
+        self.supply = Supply(cache, holds, limits.overtakes, self)
+        self._cache = cache
         self._limits = limits
         self._outbox = outbox
         self._arrivals = arrivals
@@ -72,8 +72,8 @@ class LeaseKeeper:
         self, worker: int, namespace: Namespace, name: Name, request: wire.Admit, deadline: float, now: float
     ) -> None:
         """A lease of a checked Admit: it waits from now on."""
-        need = pages_for(request.tokens + request.max_new_tokens - 1, self._store.page_size)
-        prompt = pages_for(request.tokens, self._store.page_size)
+        need = pages_for(request.tokens + request.max_new_tokens - 1, self._cache.page_size)
+        prompt = pages_for(request.tokens, self._cache.page_size)
         order = self._retracted.pop(name)[1] if self.comes_back(worker, name) else None
         keep = self._limits.reuse == "on" and not request.warmup
         lease = Lease(
@@ -98,7 +98,7 @@ class LeaseKeeper:
             deadline=deadline,
             order=self._next_order if order is None else order,
             keep=keep,
-            held_pages=request.held_tokens // self._store.page_size,
+            held_pages=request.held_tokens // self._cache.page_size,
             resumed=order is not None,
             # What the worker only hands in says nothing about what was found.
             looked_up=order is not None or (request.prefill == "" and request.held_tokens == request.tokens),
@@ -111,7 +111,7 @@ class LeaseKeeper:
         if request.prefill or request.held_tokens == request.tokens:
             return request.digests
         # At least one token is left to compute, for its logits.
-        return request.digests[: (request.tokens - 1) // self._store.page_size * DIGEST_BYTES]
+        return request.digests[: (request.tokens - 1) // self._cache.page_size * DIGEST_BYTES]
 
     def comes_back(self, worker: int, name: Name) -> bool:
         """It was retracted: its place is kept, and it is accepted work."""
@@ -131,11 +131,11 @@ class LeaseKeeper:
         hold = lease.hold
         lease.state, lease.tree_pages = LeaseState.FILLING, hold.matched
         path = lease.pages[: hold.matched]
-        coming = self._store.pool.those(path, PageState.RESTORING)
+        coming = self._cache.pool.those(path, PageState.RESTORING)
         self._arrivals.restoring(page for page in coming if page not in self._arrivals)
         adopted = [p for p in path if p in self._arrivals and self._arrivals.follow(p, lease)]
         if not lease.looked_up:
-            hit, host = hold.matched * self._store.page_size, hold.host_matched * self._store.page_size
+            hit, host = hold.matched * self._cache.page_size, hold.host_matched * self._cache.page_size
             self.counters.lookup(lease.tokens, hit, host)
             hold.namespace.looked_up(lease.tokens, hit, host)
             self.counters.saved_pages += hold.matched
@@ -171,7 +171,7 @@ class LeaseKeeper:
         self._outbox.tell(youngest.worker, wire.WorkerEvent(retract=wire.Retract(name=youngest.name.to_proto())))
 
     def _admitted(self, lease: Lease) -> wire.Admitted:
-        page_size = self._store.page_size
+        page_size = self._cache.page_size
         matched = lease.matched * page_size
         return wire.Admitted(
             name=lease.name.to_proto(),
@@ -190,7 +190,7 @@ class LeaseKeeper:
         full = len(lease.digests) // DIGEST_BYTES
         if self.shares_while_filling(lease) and full > lease.matched:
             coming = lease.pages[lease.matched : full]
-            self._store.pool.move(coming, PageState.LEASED, PageState.ARRIVING)
+            self._cache.pool.move(coming, PageState.LEASED, PageState.ARRIVING)
             duplicates = self._holds.extend(lease.hold, lease.digests, coming, lease.matched, PROMPT)
             assert not duplicates, "pages behind a full match were in the tree"
             lease.tree_pages = full
@@ -209,7 +209,7 @@ class LeaseKeeper:
     def readable(self, lease: Lease, pages: list[int], now: float) -> None:
         """The bytes of these pages, which the lease was to bring, are there."""
         namespace = lease.hold.namespace
-        namespace.tree.arrived(self._store.pool.those(pages, PageState.ARRIVING))
+        namespace.tree.arrived(self._cache.pool.those(pages, PageState.ARRIVING))
         namespace.arrivals += 1
         for waiter in self._arrivals.arrived(pages):
             self.check_ready(waiter, now)
@@ -243,9 +243,9 @@ class LeaseKeeper:
             delta_bytes=lease.delta_pages * self._limits.page_bytes,
             elapsed_us=int(elapsed * 1e6),
         )
-        if self._store.events is not None and lease.keep:
+        if self._cache.events is not None and lease.keep:
             ready.page_tokens_from = (
-                self._store.events.wanted_from(lease.hold.namespace.id, lease.digests) * self._store.page_size
+                self._cache.events.wanted_from(lease.hold.namespace.id, lease.digests) * self._cache.page_size
             )
         self._outbox.tell(lease.worker, wire.WorkerEvent(ready=ready))
         self._asks.complete_empty(lease)
@@ -263,7 +263,7 @@ class LeaseKeeper:
 
     def keep_all(self, lease: Lease, full: int, digests: bytes, page_tokens: wire.PageTokens | None) -> None:
         """All `full` pages of prompt and output enter the tree, which `digests` names; `page_tokens` are announced."""
-        page_size, events = self._store.page_size, self._store.events
+        page_size, events = self._cache.page_size, self._cache.events
         self._keep(lease, lease.tokens // page_size, PROMPT, lease.digests)
         self._keep(lease, full, OUTPUT, digests)
         if page_tokens is not None and events is not None:
@@ -274,7 +274,7 @@ class LeaseKeeper:
         fresh = lease.pages[lease.tree_pages : full]
         if fresh:
             duplicates = self._holds.extend(lease.hold, digests, fresh, lease.tree_pages, kind)
-            self._store.release(lease.hold.namespace, duplicates)
+            self._cache.release(lease.hold.namespace, duplicates)
             lease.tree_pages = full
 
     def fail(self, lease: Lease, error: RequestError) -> None:
@@ -291,7 +291,7 @@ class LeaseKeeper:
         unfilled = [page for page in lease.to_fill if page in lease.filling]
         self.withdraw(lease)
         lease.state = LeaseState.FAILED
-        self._store.pool.move(unfilled, PageState.LEASED, PageState.ORPHANED)  # its worker may write them yet
+        self._cache.pool.move(unfilled, PageState.LEASED, PageState.ORPHANED)  # its worker may write them yet
         self.settle(lease)
 
     def _leave_queue(self, lease: Lease) -> None:

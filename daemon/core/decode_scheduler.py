@@ -36,11 +36,11 @@ class Growth:
 
 
 class Supply:
-    def __init__(self, store: Cache, holds: Holds, overtakes: int, events: SupplyEvents) -> None:
-        self.queue: AdmissionQueue[Lease] = AdmissionQueue(overtakes, partial(quota_states, store.namespaces.values()))
+    def __init__(self, cache: Cache, holds: Holds, overtakes: int, events: SupplyEvents) -> None:
+        self.queue: AdmissionQueue[Lease] = AdmissionQueue(overtakes, partial(quota_states, cache.namespaces.values()))
         self.growing: deque[Growth] = deque()
-        self._loop: AdmissionLoop[Lease] = AdmissionLoop(self.queue, store, holds, self)
-        self._store = store
+        self._loop: AdmissionLoop[Lease] = AdmissionLoop(self.queue, cache, holds, self)
+        self._cache = cache
         self._holds = holds
         self._events = events
 
@@ -86,7 +86,7 @@ class Supply:
             if namespace in stuck:
                 continue
             first = len(lease.pages)
-            extra = pages_for(growth.tokens, self._store.page_size) - first
+            extra = pages_for(growth.tokens, self._cache.page_size) - first
             if lease.state is not LeaseState.READY:
                 self.growing.remove(growth)  # it ended meanwhile
             elif extra <= 0 or self._holds.grow(lease.hold, extra):
@@ -94,5 +94,5 @@ class Supply:
                 self._events.on_grown(lease, first)
             else:
                 stuck.append(namespace)
-                if not self._store.copies.yielding:
+                if not self._cache.copies.yielding:
                     self._events.on_short(lease, now)

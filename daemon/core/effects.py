@@ -142,20 +142,20 @@ Effect: TypeAlias = (
 )
 
 
-def tier_effects(store: Cache) -> list[Effect]:
+def tier_effects(cache: Cache) -> list[Effect]:
     """Copies that the cache has started and rows that it has freed since the last time."""
     effects: list[Effect] = []
-    if forgotten := store.take_forgotten():
+    if forgotten := cache.take_forgotten():
         effects.append(ForgetRows(forgotten))
-    effects += [StartCopy(started) for started in store.copies.take_started()]
+    effects += [StartCopy(started) for started in cache.copies.take_started()]
     return effects
 
 
 class Outbox:
     """The effects that a core leaves, in order, until its shell takes them."""
 
-    def __init__(self, store: Cache) -> None:
-        self._store = store
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
         self._effects: list[Effect] = []
 
     def put(self, effect: Effect) -> None:
@@ -169,10 +169,10 @@ class Outbox:
 
     def end_step(self) -> None:
         """Adds what the cache has begun in the step."""
-        self._effects += tier_effects(self._store)
+        self._effects += tier_effects(self._cache)
 
     def take(self) -> list[Effect]:
         """All of them; the clearing of pages that the steps took comes first."""
         effects, self._effects = self._effects, []
-        unclean = self._store.take_unclean()
+        unclean = self._cache.take_unclean()
         return [ZeroPages(unclean), *effects] if unclean else effects

@@ -14,7 +14,7 @@ from kvferry.daemon.core.pins import Pins
 class Core(Protocol):
     """What both roles' state machines have."""
 
-    store: Cache
+    cache: Cache
     counters: RequestCounters
     pins: Pins
 

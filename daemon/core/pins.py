@@ -37,8 +37,8 @@ class Unlocking(Protocol):
 
 
 class Pins:
-    def __init__(self, store: Cache, holds: Unlocking) -> None:
-        self._store = store
+    def __init__(self, cache: Cache, holds: Unlocking) -> None:
+        self._cache = cache
         self._holds = holds
         self._pins: dict[int, Pin] = {}
         self._next = 1
@@ -57,7 +57,7 @@ class Pins:
             raise exhausted(f"{len(self._pins)} pins are held; the bound is {MAX_PINS}")
         tree = namespace.tree
         lock = tree.lock(tree.match(digests))
-        states = self._store.pool.states(tree.path_pages(lock))
+        states = self._cache.pool.states(tree.path_pages(lock))
         readable = next((i for i, state in enumerate(states) if state not in _READABLE), lock.pages)
         if readable < lock.pages:
             shorter = tree.lock(tree.match(digests[: readable * DIGEST_BYTES]))
@@ -66,14 +66,14 @@ class Pins:
         if lock.pages == 0:
             tree.unlock(lock)
             raise not_found(
-                f"nothing of this prompt is held; digests must be of pages of {self._store.page_size} tokens"
+                f"nothing of this prompt is held; digests must be of pages of {self._cache.page_size} tokens"
             )
-        if not self._store.fits(namespace, 0):
+        if not self._cache.fits(namespace, 0):
             pages = lock.pages
             tree.unlock(lock)
             raise exhausted(
-                f"{pages} pages cannot be pinned: {self._store.promised} are promised to running requests, and only "
-                f"{self._store.available()} more can be had"
+                f"{pages} pages cannot be pinned: {self._cache.promised} are promised to running requests, and only "
+                f"{self._cache.available()} more can be had"
             )
         pin = Pin(self._next, namespace, lock, until, lock.pages, digests[: lock.pages * DIGEST_BYTES])
         self._next += 1

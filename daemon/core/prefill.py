@@ -42,17 +42,17 @@ __all__ = ["PrefillCore", "PrefillLimits"]
 
 
 class PrefillCore:
-    def __init__(self, store: Cache, limits: PrefillLimits) -> None:
-        self.store = store
+    def __init__(self, cache: Cache, limits: PrefillLimits) -> None:
+        self.cache = cache
         self.limits = limits
-        self._outbox = Outbox(store)
+        self._outbox = Outbox(cache)
         self._table = Rendezvous(limits.table)
-        self._sends = PrefillSends(store.page_size, self._outbox)
-        self._keeper = EntryKeeper(store, limits, self._outbox, self._table, self._sends)
+        self._sends = PrefillSends(cache.page_size, self._outbox)
+        self._keeper = EntryKeeper(cache, limits, self._outbox, self._table, self._sends)
         self._supply = self._keeper.supply
         self.entries = self._table.entries
         self.counters = self._keeper.counters
-        self.pins = Pins(store, self._supply.holds)
+        self.pins = Pins(cache, self._supply.holds)
 
     # -- what the shells ask -------------------------------------------------------------------------------------
 
@@ -60,8 +60,8 @@ class PrefillCore:
         return self._outbox.take()
 
     def matched_tokens(self, namespace_id: bytes, digests: bytes) -> int:
-        namespace = self.store.namespaces.get(namespace_id)
-        return 0 if namespace is None else namespace.tree.match(digests).pages * self.store.page_size
+        namespace = self.cache.namespaces.get(namespace_id)
+        return 0 if namespace is None else namespace.tree.match(digests).pages * self.cache.page_size
 
     @property
     def running(self) -> int:
@@ -95,12 +95,12 @@ class PrefillCore:
         return sum(entry.done for entry in self._sends.open.values())
 
     def _pump(self, now: float) -> None:
-        self.store.clock.now = now
+        self.cache.clock.now = now
         self._supply.pump(now)
         while self._keeper.yield_pages(now):
             self._supply.pump(now)
-        self.store.settle()
-        self.store.eviction.write_through()
+        self.cache.settle()
+        self.cache.eviction.write_through()
         self.counters.overtaken = self._supply.queue.overtaken
         self._outbox.end_step()
 
@@ -112,8 +112,8 @@ class PrefillCore:
         entry = self.entries.get(name)
         if entry is not None and entry.state not in (EntryState.EXPECTED, EntryState.OVER):
             raise precondition(f"name {name} is already in use; a new try takes the next attempt number")
-        namespace = self.store.namespace(namespace_id)
-        most = self.store.most(namespace)
+        namespace = self.cache.namespace(namespace_id)
+        most = self.cache.most(namespace)
         error = self._refusal(entry, name, request.tokens, most)
         if error is not None:
             self.counters.refused += 1
@@ -124,11 +124,11 @@ class PrefillCore:
         entry.deadline = max(entry.deadline, deadline)
         keep = self.limits.reuse == "on" and not request.warmup
         # The last token's logits are needed, so at least one token is computed.
-        matchable = (request.tokens - 1) // self.store.page_size if keep else 0
+        matchable = (request.tokens - 1) // self.cache.page_size if keep else 0
         hold = Hold(
             namespace,
             digests=request.digests[: matchable * DIGEST_BYTES],
-            wanted=pages_for(request.tokens, self.store.page_size),
+            wanted=pages_for(request.tokens, self.cache.page_size),
             growth=0,
             priority=request.priority,
             readable_only=True,
@@ -140,7 +140,7 @@ class PrefillCore:
         self._pump(now)
 
     def _refusal(self, entry: Entry | None, name: Name, tokens: int, most: int) -> RequestError | None:
-        need = pages_for(tokens, self.store.page_size)
+        need = pages_for(tokens, self.cache.page_size)
         if need > most:
             return invalid(f"prompt of {tokens} tokens needs {need} pages; its namespace may have {most}")
         if entry is None:
@@ -167,7 +167,7 @@ class PrefillCore:
             self._pump(now)
             return
         prompt.computed = tokens
-        page_size = self.store.page_size
+        page_size = self.cache.page_size
         full, partial = divmod(tokens, page_size)
         ready = full
         if tokens == prompt.tokens and partial:
@@ -231,8 +231,8 @@ class PrefillCore:
                     unavailable("the prefill worker is gone"),
                     EntryState.ABORTED if entry.queued else EntryState.FAILED,
                 )
-            leased = self.store.pool.those(prompt.private, PageState.LEASED)
-            self.store.pool.move(leased, PageState.LEASED, PageState.ORPHANED)
+            leased = self.cache.pool.those(prompt.private, PageState.LEASED)
+            self.cache.pool.move(leased, PageState.LEASED, PageState.ORPHANED)
             self._keeper.settle(entry)
         self._pump(now)
 

@@ -159,11 +159,11 @@ class EntryKeeper:
     """How requests begin, rest, yield their pages, fail and end."""
 
     def __init__(
-        self, store: Cache, limits: PrefillLimits, outbox: Outbox, table: Rendezvous, sends: PrefillSends
+        self, cache: Cache, limits: PrefillLimits, outbox: Outbox, table: Rendezvous, sends: PrefillSends
     ) -> None:
         self.counters = RequestCounters()
-        self.supply = PrefillSupply(store, limits.overtakes, self._on_begun)
-        self._store = store
+        self.supply = PrefillSupply(cache, limits.overtakes, self._on_begun)
+        self._cache = cache
         self._outbox = outbox
         self._table = table
         self._sends = sends
@@ -211,7 +211,7 @@ class EntryKeeper:
     def _on_begun(self, entry: Entry) -> None:
         prompt = entry.prompt
         assert prompt is not None
-        hold, page_size = prompt.hold, self._store.page_size
+        hold, page_size = prompt.hold, self._cache.page_size
         prompt.tree_pages = prompt.pages_ready = hold.matched
         prompt.computed = hold.matched * page_size
         host = hold.host_matched * page_size
@@ -230,7 +230,7 @@ class EntryKeeper:
         namespace = prompt.hold.namespace
         digests = prompt.digests[: full * DIGEST_BYTES]
         theirs = namespace.tree.match(digests).device_pages - prompt.tree_pages
-        if theirs > 0 and not self._store.fits(namespace, theirs):
+        if theirs > 0 and not self._cache.fits(namespace, theirs):
             return
         fresh = prompt.pages[prompt.tree_pages : full]
         duplicates = self.supply.holds.extend(prompt.hold, digests, fresh, prompt.tree_pages, PROMPT)
@@ -246,7 +246,7 @@ class EntryKeeper:
         if entry.state is EntryState.COMPUTED and entry.session is not None:
             assert prompt is not None and prompt.aux is not None
             entry.move(EntryState.SERVED)
-            self._rested[entry] = self._store.clock.now
+            self._rested[entry] = self._cache.clock.now
             self._outbox.put(SendAux(entry.session, entry.name, prompt.aux))
 
     def send_closed(self, session: int, transfer: int) -> Entry | None:
@@ -254,7 +254,7 @@ class EntryKeeper:
         entry = self._sends.close(session, transfer)
         if entry is not None:
             self.settle(entry)
-            self.look_at_rest(entry, self._store.clock.now)
+            self.look_at_rest(entry, self._cache.clock.now)
         return entry
 
     def look_at_rest(self, entry: Entry, now: float) -> None:

@@ -26,14 +26,14 @@ from kvferry.radix.pool import PageState
 class PrefillSupply:
     """`on_begun`: every page of the prompt is there, and its matched ones are readable."""
 
-    def __init__(self, store: Cache, overtakes: int, on_begun: Callable[[Entry], None]) -> None:
+    def __init__(self, cache: Cache, overtakes: int, on_begun: Callable[[Entry], None]) -> None:
         self.queue: AdmissionQueue[Entry] = AdmissionQueue(overtakes, self._states)
         self._arrivals: Arrivals[Entry] = Arrivals()
-        self.holds = Holds(store, self._arrivals)
-        self._store = store
+        self.holds = Holds(cache, self._arrivals)
+        self._cache = cache
         self._on_begun = on_begun
         self._parked = 0
-        self._loop: AdmissionLoop[Entry] = AdmissionLoop(self.queue, store, self.holds, self)
+        self._loop: AdmissionLoop[Entry] = AdmissionLoop(self.queue, cache, self.holds, self)
         self._asked_waiting = 0
         # Of this step, who keeps others without pages: namespaces of which one that was asked for is over their quota,
         # and whether one has no room.
@@ -56,7 +56,7 @@ class PrefillSupply:
         if not self._asked_waiting:
             return []
         first: dict[Namespace, Hold] = {}
-        reachable = self._store.reachable_by_each()
+        reachable = self._cache.reachable_by_each()
         for entry in self.queue:
             assert entry.prompt is not None
             hold = entry.prompt.hold
@@ -71,8 +71,8 @@ class PrefillSupply:
 
     def most_unasked(self, namespace: Namespace | None = None) -> int:
         """Guard: the bound of them, of one namespace or of all; prompts that were asked for need the rest."""
-        shared = self._store.pool.pages - sum(each.quota.soft for each in self._store.namespaces.values())
-        return max(0, shared if namespace is None else min(shared, self._store.most(namespace))) // 2
+        shared = self._cache.pool.pages - sum(each.quota.soft for each in self._cache.namespaces.values())
+        return max(0, shared if namespace is None else min(shared, self._cache.most(namespace))) // 2
 
     def add(self, entry: Entry) -> None:
         """It waits from now on."""
@@ -115,7 +115,7 @@ class PrefillSupply:
             self.add(entry)
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> CopyEnded:
-        ended = self._store.copies.ended(number, failed, mismatched, seconds)
+        ended = self._cache.copies.ended(number, failed, mismatched, seconds)
         waiters = self._arrivals.arrived(ended.readable)
         _, stranded = self._arrivals.lost(ended.lost)
         self.holds.removed(ended.namespace, ended.removed)
@@ -158,7 +158,7 @@ class PrefillSupply:
         return admission
 
     def _states(self) -> StateOf:
-        quotas = quota_states(self._store.namespaces.values())
+        quotas = quota_states(self._cache.namespaces.values())
         return lambda namespace: (quotas(namespace), self.unasked_pages, self._unasked[cast(Namespace, namespace).id])
 
     def _reserve_unasked(self, prompt: BegunPrompt) -> Admission:
@@ -181,8 +181,8 @@ class PrefillSupply:
         entry.move(EntryState.RESTORING)
         prompt.private = fresh
         path = prompt.pages[: prompt.hold.matched]
-        assert PageState.ARRIVING not in self._store.pool.states(path), "a matched page was never written"
-        coming = self._store.pool.those(path, PageState.RESTORING)
+        assert PageState.ARRIVING not in self._cache.pool.states(path), "a matched page was never written"
+        coming = self._cache.pool.those(path, PageState.RESTORING)
         self._arrivals.restoring(page for page in coming if page not in self._arrivals)
         for page in coming:
             self._arrivals.follow(page, entry)

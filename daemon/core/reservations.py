@@ -63,15 +63,15 @@ class Abandoned(Protocol):
 
 
 class Holds:
-    def __init__(self, store: Cache, arriving: Abandoned) -> None:
-        self._store = store
+    def __init__(self, cache: Cache, arriving: Abandoned) -> None:
+        self._cache = cache
         self._arriving = arriving
 
     def reserve(self, hold: Hold) -> Admission:
         """Locks the longest match and promises the rest, if that can be kept; else nothing has changed."""
         namespace = hold.namespace
         total = hold.wanted + hold.growth
-        if hold.wanted + self._later(hold) > self._store.reachable(namespace):
+        if hold.wanted + self._later(hold) > self._cache.reachable(namespace):
             return Admission.PROTECTED  # whatever it matches: that is in the pool, too
         match = namespace.tree.match(hold.digests)
         if refusal := self._refusal(hold, hold.wanted - match.device_pages):
@@ -90,7 +90,7 @@ class Holds:
         assert hold.lock is not None
         if not hold.readable_only:
             return True
-        return PageState.ARRIVING not in self._store.pool.states(hold.namespace.tree.path_pages(hold.lock))
+        return PageState.ARRIVING not in self._cache.pool.states(hold.namespace.tree.path_pages(hold.lock))
 
     def claim(self, hold: Hold) -> list[int] | None:
         """The pages behind the matched ones, and a restore of the matched ones that are on the host. None: not yet."""
@@ -102,13 +102,13 @@ class Holds:
             hold.lock = longer
         lock = hold.lock
         hold.promise(hold.wanted - lock.device_pages, hold.growth)
-        taken = self._store.take(namespace, hold.wanted - lock.device_pages)
+        taken = self._cache.take(namespace, hold.wanted - lock.device_pages)
         if taken is None:
             return None
         hold.host_matched = lock.pages - lock.device_pages
         fresh = taken[hold.host_matched :]
         if hold.host_matched:
-            self._store.restore(namespace, lock, taken[: hold.host_matched])
+            self._cache.restore(namespace, lock, taken[: hold.host_matched])
         hold.matched = lock.pages
         hold.pages = tree.path_pages(lock) + fresh
         hold.promise(0, hold.growth)
@@ -117,7 +117,7 @@ class Holds:
     def grow(self, hold: Hold, extra: int) -> bool:
         """`extra` pages of the promised growth. False: not yet."""
         hold.promise(extra, hold.growth - extra)
-        taken = self._store.take(hold.namespace, extra)
+        taken = self._cache.take(hold.namespace, extra)
         if taken is None:
             return False
         hold.growth -= extra
@@ -129,7 +129,7 @@ class Holds:
         """The end of it: `own` of its pages are freed, the path is unlocked, what nobody brings is taken out."""
         hold.promise(0, 0)
         self._arriving.forget(own)
-        self._store.release(hold.namespace, own)
+        self._cache.release(hold.namespace, own)
         if hold.lock is not None:
             self.unlock(hold.namespace, hold.lock)
         hold.lock, hold.pages, hold.matched, hold.host_matched = None, [], 0, 0
@@ -149,7 +149,7 @@ class Holds:
     def removed(self, namespace: Namespace, removed: list[int]) -> None:
         """Pages that are out of the tree now, by whatever step: freed."""
         self._arriving.forget(removed)
-        self._store.pruned(namespace, removed)
+        self._cache.pruned(namespace, removed)
 
     def extend(self, hold: Hold, digests: bytes, own: list[int], start: int, kind: int) -> list[int]:
         """Its pages `own`, behind `start` held ones of `digests`, enter the tree, and the lock is moved over them.
@@ -157,10 +157,10 @@ class Holds:
         """
         tree = hold.namespace.tree
         assert hold.lock is not None
-        self._store.name(hold.namespace, own, digests[start * DIGEST_BYTES :])
+        self._cache.name(hold.namespace, own, digests[start * DIGEST_BYTES :])
         result = tree.insert(digests, own, start, kind, hold.priority)
         tree.relock(hold.lock, result.match)
-        self._store.publish(hold.namespace, len(own) - len(result.duplicates))
+        self._cache.publish(hold.namespace, len(own) - len(result.duplicates))
         return result.duplicates
 
     def refusal_once_locked(self, hold: Hold, lock: Lock) -> Admission | None:
@@ -169,7 +169,7 @@ class Holds:
 
     def _refusal(self, hold: Hold, now: int) -> Admission | None:
         pages = max(0, now) + self._later(hold)
-        if self._store.fits(hold.namespace, pages):
+        if self._cache.fits(hold.namespace, pages):
             return None
         return Admission.NO_ROOM if hold.namespace.within_hard(pages) else Admission.OVER_QUOTA
 
@@ -182,7 +182,7 @@ class Holds:
         lock = tree.lock(tree.match(hold.digests), hold.priority)
         if not hold.readable_only:
             return lock
-        end = self._store.pool.states(tree.path_pages(lock)).find(PageState.ARRIVING)
+        end = self._cache.pool.states(tree.path_pages(lock)).find(PageState.ARRIVING)
         if end < 0:
             return lock
         shorter = tree.lock(tree.match(hold.digests[: end * DIGEST_BYTES]), hold.priority)
@@ -216,11 +216,11 @@ class AdmissionRules(Protocol[_ReservingT]):
 
 class AdmissionLoop(Generic[ReservingT]):
     def __init__(
-        self, queue: AdmissionQueue[ReservingT], store: Cache, holds: Holds, rules: AdmissionRules[ReservingT]
+        self, queue: AdmissionQueue[ReservingT], cache: Cache, holds: Holds, rules: AdmissionRules[ReservingT]
     ) -> None:
         self.reserved: deque[ReservingT] = deque()
         self._queue = queue
-        self._store = store
+        self._cache = cache
         self._holds = holds
         self._rules = rules
 
@@ -246,7 +246,7 @@ class AdmissionLoop(Generic[ReservingT]):
             fresh = None
             if self._holds.is_good(request.hold):
                 fresh = self._holds.claim(request.hold)
-                if fresh is None and self._store.copies.yielding:
+                if fresh is None and self._cache.copies.yielding:
                     break
             self.reserved.popleft()
             if fresh is None:

@@ -81,7 +81,7 @@ class HostTier:
     def unverified(self) -> int:
         return len(self._unverified)
 
-    def recover(self, store: Cache, first: bytes, max_namespaces: int) -> Recovered | None:
+    def recover(self, cache: Cache, first: bytes, max_namespaces: int) -> Recovered | None:
         """Puts what the file holds into the trees of their namespaces: that of `first`, then those written last; what
         is of more than `max_namespaces` is discarded.
         """
@@ -90,7 +90,7 @@ class HostTier:
         found = self._file.recover()
         # A file whose header is wrong cannot say how many it held: it counts as one.
         dropped = sum(found.report.dropped.values())
-        store.tiers.discarded_entries += dropped or int(found.report.replaced is not None)
+        cache.tiers.discarded_entries += dropped or int(found.report.replaced is not None)
         ids, of_row = np.unique(found.namespace_ids, axis=0, return_inverse=True)
         newest = np.zeros(len(ids), np.uint64)
         np.maximum.at(newest, of_row.ravel(), found.generations)
@@ -101,14 +101,14 @@ class HostTier:
             rows = found.rows[mine]
             if rank >= max_namespaces:
                 self._file.clear(rows)
-                store.tiers.discarded_entries += len(rows)
+                cache.tiers.discarded_entries += len(rows)
                 continue
             self._sums[rows] = found.checksums[mine]
             self._verify[rows] = True
             self._unverified.update(rows.tolist())
             outputs = (found.flags[mine] & OUTPUT_PAGE).astype(np.uint8).tobytes()
             digests, parents = found.digests[mine].tobytes(), found.parents[mine].tobytes()
-            store.recover(store.namespace(namespace_id.tobytes()), digests, parents, rows.tolist(), outputs)
+            cache.recover(cache.namespace(namespace_id.tobytes()), digests, parents, rows.tolist(), outputs)
         return found
 
     def forget(self, rows: Sequence[int]) -> None:
@@ -231,12 +231,12 @@ class HostTier:
 
 
 def open_tier(
-    config: DaemonConfig, role: str, incarnation: bytes, facts: NamespaceFacts, memory: PoolMemory, store: Cache
+    config: DaemonConfig, role: str, incarnation: bytes, facts: NamespaceFacts, memory: PoolMemory, cache: Cache
 ) -> HostTier:
-    """The host tier of the store, and in the trees what its file holds. OSError, ValueError."""
+    """The host tier of the cache, and in the trees what its file holds. OSError, ValueError."""
     shape = memory.shape
-    assert store.host is not None
-    page_bytes, pages = shape.row_bytes, store.host.pages
+    assert cache.host is not None
+    page_bytes, pages = shape.row_bytes, cache.host.pages
     rows: TierRows
     if config.host_dir:
         layout = layout_fingerprint(shape.geometry, len(shape.row_shards))
@@ -248,10 +248,10 @@ def open_tier(
     except BaseException:
         rows.close()
         raise
-    store.host.log_frees = True
+    cache.host.log_frees = True
     # One place is left for the worker's own namespace, should it not be among those of the file.
     try:
-        found = tier.recover(store, facts.id, MAX_NAMESPACES - 1)
+        found = tier.recover(cache, facts.id, MAX_NAMESPACES - 1)
     except BaseException:
         tier.discard()
         raise
@@ -264,7 +264,7 @@ def open_tier(
     return tier
 
 
-def store_limits(config: DaemonConfig) -> CacheLimits:
+def cache_limits(config: DaemonConfig) -> CacheLimits:
     return CacheLimits(
         policy=config.policy,
         evict_output_first=config.evict_output_first,

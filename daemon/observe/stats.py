@@ -19,7 +19,7 @@ from kvferry.daemon.peers.tls import Identity, TlsWatch
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.daemon.sides.side import AnySide
-from kvferry.proto import cache_pb2 as cache
+from kvferry.proto import cache_pb2 as wire
 from kvferry.proto import common_pb2 as common
 from kvferry.radix.pool import PagePool
 from kvferry.transfer.host_tier.copy_strategies import CopyStatistics
@@ -40,23 +40,23 @@ class Snapshots:
         self._now = now
         self._tls = tls
         self._started = now()
-        self._build = cache.BuildInfo(
+        self._build = wire.BuildInfo(
             version=kvferry.__version__,
             protocol=PROTOCOL,
             nixl=_nixl_version(),
             python=platform.python_version(),
         )
 
-    def take(self) -> cache.StatsReply:
+    def take(self) -> wire.StatsReply:
         """Takes one, on the event loop's thread."""
-        return cache.StatsReply(
+        return wire.StatsReply(
             daemon=self._name,
             uptime_seconds=self._now() - self._started,
             sides=[side_stats(side) for side in self._sides.values()],
             build=self._build,
             loop_lag=_histogram(self.loop_lag),
             rpcs=[
-                cache.RpcStats(method=method, code=code, seconds=_histogram(histogram))
+                wire.RpcStats(method=method, code=code, seconds=_histogram(histogram))
                 for (method, code), histogram in sorted(self.rpcs.histograms.items())
             ],
             metrics=self.metrics,
@@ -65,8 +65,8 @@ class Snapshots:
         )
 
 
-def _tls(identity: Identity, broken: str) -> cache.TlsStats:
-    return cache.TlsStats(expires=identity.expires, broken=broken)
+def _tls(identity: Identity, broken: str) -> wire.TlsStats:
+    return wire.TlsStats(expires=identity.expires, broken=broken)
 
 
 def _nixl_version() -> str:
@@ -79,30 +79,30 @@ def _nixl_version() -> str:
     return "none"
 
 
-def _histogram(histogram: Histogram) -> cache.Histogram:
-    return cache.Histogram(bounds=BOUNDS, counts=histogram.counts, sum=histogram.sum)
+def _histogram(histogram: Histogram) -> wire.Histogram:
+    return wire.Histogram(bounds=BOUNDS, counts=histogram.counts, sum=histogram.sum)
 
 
-def _reasons(counts: Counter[str]) -> Iterable[cache.ReasonCount]:
-    return [cache.ReasonCount(reason=reason, count=count) for reason, count in sorted(counts.items())]
+def _reasons(counts: Counter[str]) -> Iterable[wire.ReasonCount]:
+    return [wire.ReasonCount(reason=reason, count=count) for reason, count in sorted(counts.items())]
 
 
-def side_stats(side: AnySide) -> cache.SideStats:
+def side_stats(side: AnySide) -> wire.SideStats:
     """Zeros before the first worker has come, but for the peers."""
-    stats = cache.SideStats(role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL)
+    stats = wire.SideStats(role=common.ROLE_DECODE if side.role == "decode" else common.ROLE_PREFILL)
     stats.workers = side.workers.may_write
     _digests(side, stats.digests)
     _peers(side, stats)
     if side.core is None:
         return stats
-    side.store.settle()
+    side.cache.settle()
     _requests(side, stats.requests)
-    _device(side.store, side.tiers.page_bytes, stats.pool)
-    _host(side.store, side.tiers.row_bytes, stats.host)
+    _device(side.cache, side.tiers.page_bytes, stats.pool)
+    _host(side.cache, side.tiers.row_bytes, stats.host)
     _tiers(side, stats.tiers)
     _copies(side.tiers.copy_statistics(), stats.copies)
-    _namespaces(side.store, stats)
-    stats.policy = side.store.limits.policy
+    _namespaces(side.cache, stats)
+    stats.policy = side.cache.limits.policy
     _transfers(side, stats.transfers)
     _events(side, stats.events)
     stats.quarantine.orphaned_pages = side.orphaned_pages
@@ -120,7 +120,7 @@ def side_stats(side: AnySide) -> cache.SideStats:
     return stats
 
 
-def _events(side: AnySide, stats: cache.KvEventStats) -> None:
+def _events(side: AnySide, stats: wire.KvEventStats) -> None:
     sink = side.event_sink
     if sink is None:
         return
@@ -133,7 +133,7 @@ def _events(side: AnySide, stats: cache.KvEventStats) -> None:
         stats.blocks.add(event=event, medium=medium, count=count)
 
 
-def _peers(side: AnySide, stats: cache.SideStats) -> None:
+def _peers(side: AnySide, stats: wire.SideStats) -> None:
     if isinstance(side, DecodeSide):
         for link in side.links.values():
             peer = stats.peers.add(name=link.name, address=link.address, state=link.state, error=link.error)
@@ -151,7 +151,7 @@ def _peers(side: AnySide, stats: cache.SideStats) -> None:
                 peer.free_credits = session.sender.free_credits
 
 
-def _digests(side: AnySide, stats: cache.DigestFacts) -> None:
+def _digests(side: AnySide, stats: wire.DigestFacts) -> None:
     stats.page_size = side.config.page_size
     facts = side.tiers.facts
     if facts is not None:
@@ -159,7 +159,7 @@ def _digests(side: AnySide, stats: cache.DigestFacts) -> None:
         stats.digest_tokens = facts.digest_tokens
 
 
-def _requests(side: AnySide, stats: cache.RequestStats) -> None:
+def _requests(side: AnySide, stats: wire.RequestStats) -> None:
     counters = side.ready_core.counters
     stats.admitted, stats.finished = counters.admitted, counters.finished
     stats.aborted, stats.failed, stats.refused = counters.aborted, counters.failed, counters.refused
@@ -191,23 +191,23 @@ def load_of(side: AnySide) -> tuple[int, int]:
     return 0, 0
 
 
-def _device(store: Cache, page_bytes: int, stats: cache.PoolStats) -> None:
-    _pages(store.pool, page_bytes, stats)
-    stats.evictable, stats.promised, stats.locks = store.evictable, store.promised, store.locks
-    stats.tree_nodes = sum(namespace.tree.nodes for namespace in store.namespaces.values())
-    stats.evicted, stats.zeroed = store.evicted, store.zeroed
+def _device(cache: Cache, page_bytes: int, stats: wire.PoolStats) -> None:
+    _pages(cache.pool, page_bytes, stats)
+    stats.evictable, stats.promised, stats.locks = cache.evictable, cache.promised, cache.locks
+    stats.tree_nodes = sum(namespace.tree.nodes for namespace in cache.namespaces.values())
+    stats.evicted, stats.zeroed = cache.evicted, cache.zeroed
 
 
-def _host(store: Cache, page_bytes: int, stats: cache.PoolStats) -> None:
+def _host(cache: Cache, page_bytes: int, stats: wire.PoolStats) -> None:
     """Zeros where there is none. Locks and nodes are those of the trees: the device pool's statistics have them."""
     stats.SetInParent()
-    if store.host is not None:
-        _pages(store.host, page_bytes, stats)
-        stats.evictable = sum(namespace.tree.host_evictable for namespace in store.namespaces.values())
-        stats.evicted = store.tiers.host_evicted
+    if cache.host is not None:
+        _pages(cache.host, page_bytes, stats)
+        stats.evictable = sum(namespace.tree.host_evictable for namespace in cache.namespaces.values())
+        stats.evicted = cache.tiers.host_evicted
 
 
-def _pages(pool: PagePool, page_bytes: int, stats: cache.PoolStats) -> None:
+def _pages(pool: PagePool, page_bytes: int, stats: wire.PoolStats) -> None:
     counts = pool.counts()
     stats.pages, stats.page_bytes = pool.pages, page_bytes
     stats.free, stats.leased, stats.arriving = counts.free, counts.leased, counts.arriving
@@ -215,21 +215,21 @@ def _pages(pool: PagePool, page_bytes: int, stats: cache.PoolStats) -> None:
     stats.restoring, stats.orphaned = counts.restoring, counts.orphaned
 
 
-def _tiers(side: AnySide, stats: cache.TierStats) -> None:
-    store: Cache = side.store
-    tiers = store.tiers
+def _tiers(side: AnySide, stats: wire.TierStats) -> None:
+    cache: Cache = side.cache
+    tiers = cache.tiers
     stats.spilled_pages, stats.restored_pages, stats.backup_pages = tiers.spilled, tiers.restored, tiers.backed_up
     stats.spill_failed_pages, stats.restore_failed_pages = tiers.spill_failed, tiers.restore_failed
     stats.mismatched_pages = tiers.mismatched
     stats.dropped_pages, stats.host_evicted_pages = tiers.dropped, tiers.host_evicted
     stats.spill_seconds, stats.restore_seconds = tiers.spill_seconds, tiers.restore_seconds
-    stats.copies = store.copies.running
+    stats.copies = cache.copies.running
     stats.recovered_pages, stats.discarded_entries = tiers.recovered, tiers.discarded_entries
-    stats.orphan_pages = sum(namespace.tree.orphans for namespace in store.namespaces.values())
+    stats.orphan_pages = sum(namespace.tree.orphans for namespace in cache.namespaces.values())
     stats.unverified_pages = side.tiers.unverified_pages
 
 
-def _copies(copies: CopyStatistics, stats: cache.CopyStats) -> None:
+def _copies(copies: CopyStatistics, stats: wire.CopyStats) -> None:
     stats.forced = copies.forced
     for strategy, counts in copies.strategies.items():
         stats.strategies.add(
@@ -239,8 +239,8 @@ def _copies(copies: CopyStatistics, stats: cache.CopyStats) -> None:
         stats.fallbacks.add(reason=reason, count=count)
 
 
-def _namespaces(store: Cache, stats: cache.SideStats) -> None:
-    for namespace in store.namespaces.values():
+def _namespaces(cache: Cache, stats: wire.SideStats) -> None:
+    for namespace in cache.namespaces.values():
         stats.namespaces.add(
             namespace_id=namespace.id,
             device_pages=namespace.used,
@@ -257,7 +257,7 @@ def _namespaces(store: Cache, stats: cache.SideStats) -> None:
         )
 
 
-def _transfers(side: AnySide, stats: cache.TransferStats) -> None:
+def _transfers(side: AnySide, stats: wire.TransferStats) -> None:
     counters = side.ready_core.transfer_counters
     stats.completed, stats.failed, stats.aborted = counters.completed, counters.failed, counters.aborted
     stats.delta_pages, stats.delta_bytes, stats.wire_bytes = counters.pages, counters.payload_bytes, counters.wire_bytes

@@ -56,7 +56,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             return admin.FlushReply()
         if request.strict:
             _check_nothing_held(chosen)
-        count = side.store.flush(chosen)
+        count = side.cache.flush(chosen)
         side.tick()  # the rows' entries go with them, and who waits may have the pages
         return admin.FlushReply(device_pages=count.device, host_pages=count.host, skipped_pages=count.skipped)
 
@@ -76,7 +76,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise not_found(f"no {side.role} worker has come yet, so nothing is held")
         pin = side.ready_core.pins.pin(chosen[0], request.digests, side.now() + request.seconds)
         side.flush()
-        return admin.PinReply(pin=pin.number, pinned_tokens=pin.pages * side.store.page_size)
+        return admin.PinReply(pin=pin.number, pinned_tokens=pin.pages * side.cache.page_size)
 
     def _unpin(self, request: admin.UnpinRequest) -> admin.UnpinReply:
         side = self._side(request.role)
@@ -95,7 +95,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         chosen = _chosen(side, request.namespace_id)
         if chosen is None:
             return reply
-        clock = side.store.clock.now
+        clock = side.cache.clock.now
         for namespace in chosen:
             reply.total_nodes += namespace.tree.nodes
             if left:
@@ -123,7 +123,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 reply.pins.add(
                     pin=pin.number,
                     namespace_id=pin.namespace.id,
-                    tokens=pin.pages * side.store.page_size,
+                    tokens=pin.pages * side.cache.page_size,
                     seconds_left=max(0.0, pin.until - side.now()),
                 )
         return reply
@@ -164,8 +164,8 @@ def _chosen(side: AnySide, namespace_id: bytes) -> list[Namespace] | None:
     if not side.tiers.has_pool.is_set():
         return None
     if not namespace_id:
-        return list(side.store.namespaces.values())
-    found = side.store.namespaces.get(namespace_id)
+        return list(side.cache.namespaces.values())
+    found = side.cache.namespaces.get(namespace_id)
     if found is None:
         raise not_found(f"namespace_id {namespace_id.hex()[:16]}... is none that this daemon's {side.role} role has")
     return [found]

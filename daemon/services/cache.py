@@ -9,7 +9,7 @@ import grpc
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.observe.stats import Snapshots, load_of
 from kvferry.daemon.sides.side import AnySide
-from kvferry.proto import cache_pb2 as cache
+from kvferry.proto import cache_pb2 as wire
 from kvferry.proto import cache_pb2_grpc
 from kvferry.radix.digests import DIGEST_BYTES
 
@@ -30,10 +30,10 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._sides = sides
         self._snapshots = snapshots
 
-    async def Stats(self, request: cache.StatsRequest, context: Context) -> cache.StatsReply:
+    async def Stats(self, request: wire.StatsRequest, context: Context) -> wire.StatsReply:
         return self._snapshots.take()
 
-    async def Lookup(self, request: cache.LookupRequest, context: Context) -> cache.LookupReply:
+    async def Lookup(self, request: wire.LookupRequest, context: Context) -> wire.LookupReply:
         """Looks a prompt up, on the decode side where there is one."""
         if len(request.namespace_id) != NAMESPACE_BYTES:
             bytes_ = len(request.namespace_id)
@@ -48,12 +48,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 f"digests has {len(request.digests)} bytes; it must have {DIGEST_BYTES} for every page, "
                 f"and at most {most}",
             )
-        reply = cache.LookupReply()
+        reply = wire.LookupReply()
         if not side.tiers.has_pool.is_set():
             return reply
-        core, store = side.ready_core, side.store
+        core, cache = side.ready_core, side.cache
         reply.matched_tokens = core.matched_tokens(request.namespace_id, request.digests)
         reply.waiting, reply.running = load_of(side)
-        reply.free_pages = store.available()
-        reply.pages = store.pool.pages
+        reply.free_pages = cache.available()
+        reply.pages = cache.pool.pages
         return reply

@@ -48,7 +48,7 @@ class DecodeSide(Side[DecodeCore]):
         del self.links[name]
         self.on_link_down(name, error)
 
-    def make_core(self, store: Cache) -> DecodeCore:
+    def make_core(self, cache: Cache) -> DecodeCore:
         limits = DecodeLimits(
             max_tokens=self.config.max_tokens,
             admission_seconds=self.config.admission_seconds,
@@ -59,7 +59,7 @@ class DecodeSide(Side[DecodeCore]):
             overcommit=self.config.overcommit,
             growth_seconds=self.config.transfer_seconds,
         )
-        return DecodeCore(store, limits)
+        return DecodeCore(cache, limits)
 
     @property
     def latencies(self) -> Latencies:

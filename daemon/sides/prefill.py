@@ -32,9 +32,9 @@ class PrefillSide(Side[PrefillCore]):
         self._numbers = itertools.count(1)
         self._latencies = Latencies()
 
-    def make_core(self, store: Cache) -> PrefillCore:
+    def make_core(self, cache: Cache) -> PrefillCore:
         limits = PrefillLimits(table=self.config.queue, reuse=self.config.reuse, overtakes=self.config.overtakes)
-        return PrefillCore(store, limits)
+        return PrefillCore(cache, limits)
 
     @property
     def latencies(self) -> Latencies:

@@ -63,7 +63,7 @@ class Registering:
         worker: Worker | None = None
         try:
             await asyncio.shield(making)
-            self._tiers.store.namespace(facts.id)
+            self._tiers.cache.namespace(facts.id)
             pools = self._tiers.memory.rank_pools()
             worker = self._workers.make(hello.worker, facts.id, pools)
             welcome = self._welcome(worker, facts, pools)
@@ -122,11 +122,11 @@ class Registering:
             namespace_id=facts.id,
             geometry=facts.geometry.to_proto(),
             epoch=tiers.epoch,
-            pages=tiers.store.pool.pages,
+            pages=tiers.cache.pool.pages,
             segment=pools[0].segment if plain else "",
             session_file=worker.lock.path,
             max_tokens=self._config.max_tokens,
             rank_pools=pools,
             storage=common.Storage.Name(int(storage)),
-            page_tokens=tiers.store.events is not None,
+            page_tokens=tiers.cache.events is not None,
         )

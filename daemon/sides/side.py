@@ -21,7 +21,7 @@ from kvferry.daemon.core.interface import Core
 from kvferry.daemon.core.kv_events import EventSink, TokenChain
 from kvferry.daemon.core.limits import Name, name_of
 from kvferry.daemon.core.tier_copies import CopyStarted
-from kvferry.daemon.memory.host_tier import store_limits
+from kvferry.daemon.memory.host_tier import cache_limits
 from kvferry.daemon.peers.session import SessionBroken, report_invariant
 from kvferry.daemon.peers.traces import traces_of
 from kvferry.daemon.sides.engine_pool import EnginePool
@@ -69,7 +69,7 @@ class Side(Generic[CoreT]):
 
     # -- what the roles differ in --------------------------------------------------------------------------------
 
-    def make_core(self, store: Cache) -> CoreT:
+    def make_core(self, cache: Cache) -> CoreT:
         raise AssertionError("a side has a role")
 
     def perform(self, effect: Effect) -> None:
@@ -109,8 +109,8 @@ class Side(Generic[CoreT]):
         return 0 if core is None else core.running + core.waiting_requests - core.failed_requests
 
     @property
-    def store(self) -> Cache:
-        return self.ready_core.store
+    def cache(self) -> Cache:
+        return self.ready_core.cache
 
     def tick(self, late: float = 0.0) -> None:
         """Lets deadlines pass. `late`: seconds by which this comes later than it was to."""
@@ -122,15 +122,15 @@ class Side(Generic[CoreT]):
 
     # -- its tiers (tiers.TiersOwner) ----------------------------------------------------------------------------
 
-    def new_store(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Cache:
-        store = Cache(pages, self.config.page_size, host_pages=host_pages, limits=store_limits(self.config))
-        store.clock.now = self.now()
+    def new_cache(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Cache:
+        cache = Cache(pages, self.config.page_size, host_pages=host_pages, limits=cache_limits(self.config))
+        cache.clock.now = self.now()
         if self.event_sink is not None:
-            store.log_events(TokenChain.of(facts))
-        return store
+            cache.log_events(TokenChain.of(facts))
+        return cache
 
-    def tiers_made(self, store: Cache) -> None:
-        self.core = self.make_core(store)
+    def tiers_made(self, cache: Cache) -> None:
+        self.core = self.make_core(cache)
 
     # -- its workers (workers.WorkerEnds) ------------------------------------------------------------------------
 
@@ -174,8 +174,8 @@ class Side(Generic[CoreT]):
         counts = {
             "sessions": self.open_sessions,
             "requests": self.core.running + self.core.waiting_requests,
-            "locks": self.store.locks,
-            "copies between the tiers": self.store.copies.running,
+            "locks": self.cache.locks,
+            "copies between the tiers": self.cache.copies.running,
             "clearing of pages": int(self._zeroing),
         }
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
@@ -208,8 +208,8 @@ class Side(Generic[CoreT]):
                     except (ValueError, SessionBroken) as error:
                         self.effect_failed(effect, str(error))
                 self._take_effects()
-            if self.event_sink is not None and self.core is not None and self.store.events is not None:
-                self.event_sink.publish(self.store.events.take())
+            if self.event_sink is not None and self.core is not None and self.cache.events is not None:
+                self.event_sink.publish(self.cache.events.take())
         finally:
             self._flushing = False
 
@@ -262,12 +262,12 @@ class Side(Generic[CoreT]):
     @property
     def orphaned_pages(self) -> int:
         """The number of pages that workers may still write whose requests have ended without their word."""
-        return self.store.pool.counts().orphaned
+        return self.cache.pool.counts().orphaned
 
     @property
     def orphaned_bound(self) -> int:
         """The number of orphaned pages at which no request is taken; 0: at the first one."""
-        return int(self.config.orphaned_share * self.store.pool.pages)
+        return int(self.config.orphaned_share * self.cache.pool.pages)
 
     def tell(self, number: int, event: wire.WorkerEvent) -> None:
         self.traces.hear(number, event)
@@ -297,13 +297,13 @@ class Side(Generic[CoreT]):
         """Copies what is cached on the device to the host tier's file, until `deadline`."""
         if not self.saves:
             return
-        store, copies = self.store, self.store.copies
+        cache, copies = self.cache, self.cache.copies
         self.ready_core.pins.unpin(0)  # what an operator held is saved, too
-        while not self._halted and self.now() < deadline and (store.eviction.spill(SPILL_PAGES) or copies.running):
-            self._effects.extend(tier_effects(store))
+        while not self._halted and self.now() < deadline and (cache.eviction.spill(SPILL_PAGES) or copies.running):
+            self._effects.extend(tier_effects(cache))
             self.flush()
             await asyncio.sleep(0.002)
-        log.info("%s: %d pages are in the host tier's file", self.role, store.host_pages)
+        log.info("%s: %d pages are in the host tier's file", self.role, cache.host_pages)
 
     def halt(self) -> None:
         """An invariant is broken: nothing more is saved, since the next daemon would hand it out."""

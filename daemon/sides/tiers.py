@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 class TiersOwner(Protocol):
     """A side, as far as its tiers go."""
 
-    def new_store(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Cache:
+    def new_cache(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Cache:
         """Makes a cache of empty tiers, for a model. ValueError where they cannot be so."""
 
-    def tiers_made(self, store: Cache) -> None:
+    def tiers_made(self, cache: Cache) -> None:
         """Called when tiers are there for the first time."""
 
     def flush(self) -> None:
@@ -53,7 +53,7 @@ class SideTiers:
         self._incarnation = incarnation
         self._side = side
         self._making = asyncio.Lock()
-        self._store: Cache | None = None
+        self._cache: Cache | None = None
         self._memory: PoolMemory | None = None
         self._shape: PoolShape | None = None  # of the memory that is, or was last
         self._host: HostTier | None = None
@@ -62,9 +62,9 @@ class SideTiers:
     # -- what they are -------------------------------------------------------------------------------------------
 
     @property
-    def store(self) -> Cache:
-        assert self._store is not None, "no worker has come yet"
-        return self._store
+    def cache(self) -> Cache:
+        assert self._cache is not None, "no worker has come yet"
+        return self._cache
 
     @property
     def memory(self) -> PoolMemory:
@@ -141,9 +141,9 @@ class SideTiers:
             memory = await make_pool(self._config, facts.geometry, pages, name)
         host: HostTier | None = None
         try:
-            store = self._side.new_store(facts, pages, host_pages)
+            cache = self._side.new_cache(facts, pages, host_pages)
             if host_pages:
-                opening = partial(open_tier, self._config, self._role, self._incarnation, facts, memory, store)
+                opening = partial(open_tier, self._config, self._role, self._incarnation, facts, memory, cache)
                 host = await make_in_thread(opening, HostTier.discard)
         except BaseException as error:
             await _let_go(memory)
@@ -154,8 +154,8 @@ class SideTiers:
             log.warning("%s", message)
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG)
             raise (exhausted(message) if full else precondition(message)) from error
-        self.take(facts, store, memory, host)
-        self._side.tiers_made(store)
+        self.take(facts, cache, memory, host)
+        self._side.tiers_made(cache)
         self.has_pool.set()
         log.info(
             "%s pool: %d pages, host tier: %d pages, of %d bytes for %s on %d ranks",
@@ -191,9 +191,9 @@ class SideTiers:
                 "cannot be taken apart: it takes --ranks 1 --storage page"
             )
 
-    def take(self, facts: NamespaceFacts, store: Cache, memory: PoolMemory, host: HostTier | None) -> None:
+    def take(self, facts: NamespaceFacts, cache: Cache, memory: PoolMemory, host: HostTier | None) -> None:
         """Makes these tiers this side's own from now on."""
-        self.facts, self._store, self._host = facts, store, host
+        self.facts, self._cache, self._host = facts, cache, host
         self._take_memory(memory)
 
     def _take_memory(self, memory: PoolMemory) -> None:
@@ -205,7 +205,7 @@ class SideTiers:
         """Lets the pool's memory go, which nothing uses."""
         self._copies_before = self.copy_statistics()
         memory, self._memory = self.memory, None
-        forgotten = self.store.forget_device()
+        forgotten = self.cache.forget_device()
         self._side.flush()  # routers hear of it
         try:
             if self._host is not None:
@@ -214,7 +214,7 @@ class SideTiers:
             await _let_go(memory)
         log.info(
             "%s pool: the engine's memory is unmapped; %d pages are forgotten, %d are in the host tier",
-            *(self._role, forgotten, self.store.host_pages),
+            *(self._role, forgotten, self.cache.host_pages),
         )
 
     async def _replace_memory(self, facts: NamespaceFacts, registration: Registration) -> None:
@@ -230,7 +230,7 @@ class SideTiers:
             finally:
                 await _let_go(memory)
             raise
-        self.store.resize(registration.pages)
+        self.cache.resize(registration.pages)
         self.epoch = secrets.randbits(63)
         self._take_memory(memory)
         self.has_pool.set()

@@ -69,9 +69,9 @@ class Side(PrefillSide):
         self.shape = PoolShape(GEOMETRY, 1, StorageOrder.LAYER_MAJOR, POOL)
         self.memory = GpuPoolMemory.create(self.shape, [0])
         self.rows = AnonymousRows(str(folder), "rows", host_pages, ROW)
-        store = Cache(POOL, GEOMETRY.page_size, host_pages=host_pages)
-        self.tiers.take(FACTS, store, self.memory, HostTier(self.memory, self.rows, host_pages, checksums=False))
-        self.tiers_made(store)
+        cache = Cache(POOL, GEOMETRY.page_size, host_pages=host_pages)
+        self.tiers.take(FACTS, cache, self.memory, HostTier(self.memory, self.rows, host_pages, checksums=False))
+        self.tiers_made(cache)
         self.other, self.names = other, 0
 
     def begin(self, digests: bytes, tokens: int, *, warmup: bool = False) -> Request:
@@ -159,7 +159,7 @@ async def pages_are_restored(side: Side, rows: list[Bytes]) -> int:
     """Likewise, by copies from the host tier."""
     digests = b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(len(rows)))
     first = bytes(len(digests))
-    side.store.recover(side.store.namespace(FACTS.id), digests, first, list(range(len(rows))), bytes(len(rows)))
+    side.cache.recover(side.cache.namespace(FACTS.id), digests, first, list(range(len(rows))), bytes(len(rows)))
     memory = np.frombuffer(side.rows.buffer, np.uint8).reshape(len(rows), ROW)
     memory[:] = rows
     wrong = 0

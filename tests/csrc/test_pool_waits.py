@@ -118,8 +118,8 @@ def test_the_loop_turns_while_the_gpus_stand_still(
 def tiers_of(memory: GpuPoolMemory, folder: Path) -> SideTiers:
     rows = AnonymousRows(str(folder), "rows", 4, memory.shape.row_bytes)
     tiers = SideTiers("decode", DaemonConfig(role="decode"), bytes(16), cast(Any, SimpleNamespace(flush=lambda: None)))
-    store = Cache(memory.shape.pages, GEOMETRY.page_size, host_pages=4)
-    tiers.take(FACTS, store, memory, HostTier(memory, rows, 4, checksums=False))
+    cache = Cache(memory.shape.pages, GEOMETRY.page_size, host_pages=4)
+    tiers.take(FACTS, cache, memory, HostTier(memory, rows, 4, checksums=False))
     return tiers
 
 

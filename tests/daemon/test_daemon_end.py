@@ -245,12 +245,12 @@ def test_nothing_waits_once_an_invariant_is_broken(tmp_path: Path, monkeypatch: 
 def cache_pages(side: AnySide, pages: int) -> None:
     """Each of a prompt of its own."""
     assert side.tiers.facts is not None
-    namespace = side.store.namespace(side.tiers.facts.id)
+    namespace = side.cache.namespace(side.tiers.facts.id)
     for number in range(pages):
-        taken = side.store.take(namespace, 1)
+        taken = side.cache.take(namespace, 1)
         assert taken is not None
         namespace.tree.insert(number.to_bytes(32, "big"), taken)
-        side.store.publish(namespace, 1)
+        side.cache.publish(namespace, 1)
 
 
 @pytest.mark.parametrize("breaks", [False, True])

@@ -99,19 +99,19 @@ def _look() -> None:
             if kept is not None and (found.rows.tolist() != kept or found.report.dropped):
                 raise Finding(f"found again: {found.rows.tolist()} of {kept}, {found.report}")
             kept = found.rows.tolist()
-            store = Cache(8, GEOMETRY.page_size, host_pages=PAGES)
-            assert store.host is not None
-            store.host.log_frees = True
+            cache = Cache(8, GEOMETRY.page_size, host_pages=PAGES)
+            assert cache.host is not None
+            cache.host.log_frees = True
             for space in {one.tobytes() for one in found.namespace_ids}:
-                if len(store.namespaces) >= MAX_NAMESPACES - 1:
+                if len(cache.namespaces) >= MAX_NAMESPACES - 1:
                     break
                 mine = [index for index, one in enumerate(found.namespace_ids) if one.tobytes() == space]
                 outputs = (found.flags[mine] & 1).astype(np.uint8).tobytes()
                 digests, parents = found.digests[mine].tobytes(), found.parents[mine].tobytes()
-                namespace = store.namespace(space)
-                store.recover(namespace, digests, parents, found.rows[mine].tolist(), outputs)
+                namespace = cache.namespace(space)
+                cache.recover(namespace, digests, parents, found.rows[mine].tolist(), outputs)
                 namespace.tree.check()
-            store.host.check()
+            cache.host.check()
             wrong = verify_rows(rows.buffer, found.rows.tolist(), PAGE_BYTES, found.checksums)
             real = checksum_rows(rows.buffer, found.rows.tolist(), PAGE_BYTES)
             if wrong != [row for row, one, other in zip(kept, real, found.checksums, strict=True) if one != other]:

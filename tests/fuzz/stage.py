@@ -173,7 +173,7 @@ class _Furnished(SimSide):
         side = cast(AnySide, self)
         side.tiers.epoch = EPOCH
         memory = cast(PoolMemory, Pools(clock, self.pages_memory, 0.0))
-        side.tiers.take(FACTS, side.store, memory, cast(HostTier, Tier(clock)))
+        side.tiers.take(FACTS, side.cache, memory, cast(HostTier, Tier(clock)))
         side.tiers.has_pool.set()
 
 

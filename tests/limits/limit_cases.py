@@ -77,10 +77,10 @@ class Decoding:
     """A decode core with a ready request of 2 pages that may have 8 new tokens."""
 
     def __init__(self, queue: int = 8, events: bool = False) -> None:
-        store = Cache(16, PAGE)
+        cache = Cache(16, PAGE)
         if events:
-            store.log_events()
-        self.core = DecodeCore(store, DecodeLimits(MAX_TOKENS, 64, 30.0, queue))
+            cache.log_events()
+        self.core = DecodeCore(cache, DecodeLimits(MAX_TOKENS, 64, 30.0, queue))
         self.admit(NAME, 8, 8)
         self.core.aux("p", NAME, b"", 0.0)
         self.core.pages_arrived(1, [0, 1], 0.0)
@@ -132,7 +132,7 @@ def decode_aux(nbytes: int) -> str | None:
 def waiting(count: int) -> None:
     """Requests for which there is no page."""
     decoding = Decoding(queue=8)
-    decoding.core.store.pool.allocate(decoding.core.store.pool.free)
+    decoding.core.cache.pool.allocate(decoding.core.cache.pool.free)
     for number in range(count):
         decoding.admit(Name(bytes(16), 3 + number), 39, 1)
 
@@ -194,14 +194,14 @@ def asked(**fields: Any) -> str | None:
 
 
 def namespaces(count: int) -> None:
-    store = Cache(4, PAGE)
+    cache = Cache(4, PAGE)
     for number in range(count):
-        store.namespace(number.to_bytes(32, "big"))
+        cache.namespace(number.to_bytes(32, "big"))
 
 
 def pins(count: int) -> None:
     decoding = Decoding()
-    namespace = decoding.core.store.namespace(NAMESPACE)
+    namespace = decoding.core.cache.namespace(NAMESPACE)
     for _ in range(count):
         decoding.core.pins.pin(namespace, digests(2), 60.0)
 

@@ -70,7 +70,7 @@ def growths(count: int) -> str | None:
     decoding, younger = Decoding(), Name(bytes(16), 2)
     decoding.admit(younger, 8, 8)
     decoding.core.aux("p", younger, b"", 0.0)
-    decoding.core.store.pool.allocate(decoding.core.store.pool.free)
+    decoding.core.cache.pool.allocate(decoding.core.cache.pool.free)
     for _ in range(count):
         decoding.core.grow(1, NAME, 15, 0.0)
     return decoding.failure()

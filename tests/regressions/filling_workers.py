@@ -57,7 +57,7 @@ class World:
         self.random = Random(seed)
         self.side = Decode(PAGES, host_pages=self.random.choice([0, PAGES, PAGES, PAGES]))
         self.core = self.side.core
-        self.pool = self.side.store.pool
+        self.pool = self.side.cache.pool
         self.workers = [1, 2, 3]
         self.lost: list[int] = []
         self.requests: dict[Name, Request] = {}
@@ -69,7 +69,7 @@ class World:
         self.memory: dict[int, bytes] = {}
         self.host_memory: dict[int, bytes] = {}
         self.met: Counter[str] = Counter()
-        if self.side.store.host is not None:
+        if self.side.cache.host is not None:
             self.recover()
 
     def recover(self) -> None:
@@ -78,7 +78,7 @@ class World:
         rows = list(range(PROMPT_PAGES - first))
         self.host_memory.update(zip(rows, shared[first:], strict=True))
         own, parents = b"".join(shared[first:]), b"".join(shared[first - 1 : -1])
-        self.side.store.recover(self.side.store.namespace(NAMESPACE), own, parents, rows, bytes(len(rows)))
+        self.side.cache.recover(self.side.cache.namespace(NAMESPACE), own, parents, rows, bytes(len(rows)))
 
     def one_of(self, things: Iterable[ThingT]) -> list[ThingT]:
         among = list(things)
@@ -150,7 +150,7 @@ class World:
 
     def cache_is_spilled(self) -> None:
         """What nothing holds."""
-        self.side.store.eviction.spill(PAGES)
+        self.side.cache.eviction.spill(PAGES)
         self.core.tick(self.now)
 
     def copy_ends(self) -> None:
@@ -251,7 +251,7 @@ class World:
 
     def check(self) -> None:
         self.pool.check()
-        for namespace in self.side.store.namespaces.values():
+        for namespace in self.side.cache.namespaces.values():
             namespace.tree.check()
         own = [page for lease in self.core.leases.values() for page in lease.own]
         counts = self.pool.counts()
@@ -300,8 +300,8 @@ class World:
             self.run_effects()
         self.check()
         counts = self.pool.counts()
-        assert not self.core.leases and self.side.store.locks == 0 and counts.free + counts.cached == PAGES, "a leak"
-        self.side.store.flush(self.side.store.namespaces.values())
+        assert not self.core.leases and self.side.cache.locks == 0 and counts.free + counts.cached == PAGES, "a leak"
+        self.side.cache.flush(self.side.cache.namespaces.values())
         for follower in range(2):  # nor is anything withheld any more
             self.side.admit(name(10_000 + follower), "whole", PAGES)
             asked = [len(start.page_ids) for start in self.side.of(StartTransfer)]

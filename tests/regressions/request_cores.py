@@ -47,9 +47,9 @@ class Decode(Effects):
         self, pages: int, host_pages: int = 0, *, queue: int = 8, quotas: Mapping[bytes, Quota] | None = None
     ) -> None:
         super().__init__()
-        self.store = Cache(pages, PAGE, host_pages=host_pages, limits=CacheLimits(quotas=quotas))
+        self.cache = Cache(pages, PAGE, host_pages=host_pages, limits=CacheLimits(quotas=quotas))
         limits = DecodeLimits(max_tokens=400, page_bytes=64, admission_seconds=30.0, queue=queue)
-        self.core = DecodeCore(self.store, limits)
+        self.core = DecodeCore(self.cache, limits)
 
     def admit(
         self,
@@ -93,8 +93,8 @@ class Decode(Effects):
 class Prefill(Effects):
     def __init__(self, pages: int = 16, *, table: int = 8, quotas: Mapping[bytes, Quota] | None = None) -> None:
         super().__init__()
-        self.store = Cache(pages, PAGE, limits=CacheLimits(quotas=quotas))
-        self.core = PrefillCore(self.store, PrefillLimits(table=table))
+        self.cache = Cache(pages, PAGE, limits=CacheLimits(quotas=quotas))
+        self.core = PrefillCore(self.cache, PrefillLimits(table=table))
 
     def begin(self, number: Name, prompt: str, pages: int, *, namespace: bytes = NAMESPACE) -> None:
         begin = wire.Begin(name=number.to_proto(), digests=digests(prompt, pages), tokens=pages * PAGE)

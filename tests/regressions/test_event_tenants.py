@@ -37,7 +37,7 @@ class Events(Decode):
 
     def __init__(self, chain: TokenChain | None) -> None:
         super().__init__(32)
-        self.store.log_events(chain)
+        self.cache.log_events(chain)
         self.transfers = 0
         assert len(self.events()) == 1, "Cleared"
 
@@ -68,11 +68,11 @@ class Events(Decode):
         assert self.told("ended")
 
     def events(self) -> list[KvEvent]:
-        assert self.store.events is not None
-        return self.store.events.take()
+        assert self.cache.events is not None
+        return self.cache.events.take()
 
     def flush(self, namespace: bytes) -> None:
-        self.store.flush([self.store.namespace(namespace)])
+        self.cache.flush([self.cache.namespace(namespace)])
 
 
 def told_to_other(*, after_one: bool) -> list[tuple[int, int]]:

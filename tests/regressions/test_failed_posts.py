@@ -183,7 +183,7 @@ async def one_fails(owner: Owner, courier: Courier, failing: int, late: bool, ru
         courier.hear(PostDone(post))  # too late: the session is over
     await settle()
     assert courier.stopping.is_set() and not running.done(), "the session ends, and waits for its courier"
-    assert owner.completed == owner.ended == 0 and owner.store.locks == 1 and owner.core.entries
+    assert owner.completed == owner.ended == 0 and owner.cache.locks == 1 and owner.core.entries
     owner.session.progress(1, PAGES)
     await settle()
     assert len(courier.posts) == len(posted) + len(filled_again), "a session that is over posts nothing"
@@ -212,11 +212,11 @@ def test_one_failed_post_of_three_gives_nothing_back_before_the_courier_is_reape
             courier.may_be_reaped.set()
             with pytest.raises(SessionBroken, match="a write failed: the peer is gone"):
                 await running
-            assert owner.completed == owner.ended == 0 and owner.store.locks == 1
+            assert owner.completed == owner.ended == 0 and owner.cache.locks == 1
             owner.core.session_down(1, 0.0)
             owner.core.abort(1, name(1), 0.0)
             owner.carry_out()
-            assert owner.ended and owner.store.locks == 0 and not owner.core.entries
+            assert owner.ended and owner.cache.locks == 0 and not owner.core.entries
         finally:
             courier.may_be_reaped.set()  # else a failed test waits for it
 

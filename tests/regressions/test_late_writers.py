@@ -16,7 +16,7 @@ from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.effects import EndSend, OpenSend, StartTransfer
 from kvferry.daemon.core.errors import unavailable
 from kvferry.daemon.core.namespaces import Namespace
-from kvferry.daemon.memory.host_tier import store_limits
+from kvferry.daemon.memory.host_tier import cache_limits
 from kvferry.radix.pool import PageState
 from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Decode, Prefill, name
 
@@ -72,7 +72,7 @@ def test_pages_that_a_worker_fills_go_to_nobody_before_it_lets_go(
     side.core.transfer_drained(1, 1.5)
     side.take()
     assert not side.of(StartTransfer)
-    assert set(side.store.pool.states(pages[:4])) == {int(PageState.ORPHANED)}
+    assert set(side.cache.pool.states(pages[:4])) == {int(PageState.ORPHANED)}
     side.admit(name(3), "x", 7, worker=FOLLOWER)
     assert [start.page_ids for start in side.of(StartTransfer)] == [()], "one brings them for both"
     side.core.pages_arrived(start.ask.transfer, range(7), 1.5)
@@ -81,32 +81,32 @@ def test_pages_that_a_worker_fills_go_to_nobody_before_it_lets_go(
     side.take()
     assert len(side.told("ready")) == 2
     lets_go(side)
-    side.store.settle()
-    assert set(side.store.pool.states(pages)) == {int(PageState.FREE)}
+    side.cache.settle()
+    assert set(side.cache.pool.states(pages)) == {int(PageState.FREE)}
     assert set(side.core.leases) == {name(2), name(3)}
-    side.store.pool.check()
-    side.store.namespace(NAMESPACE).tree.check()
+    side.cache.pool.check()
+    side.cache.namespace(NAMESPACE).tree.check()
 
 
-def taken(store: Cache, pages: int) -> tuple[int, ...]:
+def taken(cache: Cache, pages: int) -> tuple[int, ...]:
     """What of `pages` pages must be cleared first."""
-    namespace: Namespace = store.namespace(NAMESPACE)
-    got = store.take(namespace, pages)
+    namespace: Namespace = cache.namespace(NAMESPACE)
+    got = cache.take(namespace, pages)
     assert got is not None and len(got) == pages
-    unclean = store.take_unclean()
-    store.release(namespace, got)
-    store.settle()
+    unclean = cache.take_unclean()
+    cache.release(namespace, got)
+    cache.settle()
     return unclean
 
 
 def test_an_engines_memory_is_cleared_at_its_first_use_whatever_its_size() -> None:
-    store = Cache(4, PAGE, limits=CacheLimits(zero_freed=True, used_before=True))
-    assert len(taken(store, 4)) == 4, "it holds what the engine had there"
+    cache = Cache(4, PAGE, limits=CacheLimits(zero_freed=True, used_before=True))
+    assert len(taken(cache, 4)) == 4, "it holds what the engine had there"
     for pages in (9, 2):
-        store.forget_device()
-        store.resize(pages)
-        assert len(taken(store, pages)) == pages
-        assert len(taken(store, pages)) == pages
+        cache.forget_device()
+        cache.resize(pages)
+        assert len(taken(cache, pages)) == pages
+        assert len(taken(cache, pages)) == pages
     own = Cache(4, PAGE, limits=CacheLimits(zero_freed=True))
     assert not taken(own, 4) and len(taken(own, 4)) == 4, "new memory of the daemon's is clean"
     off = Cache(4, PAGE, limits=CacheLimits(used_before=True))
@@ -118,7 +118,7 @@ def test_an_engines_memory_is_cleared_at_its_first_use_whatever_its_size() -> No
     ("settings", "before"), [({}, False), ({"pool": "engine"}, True), ({"device": "cuda:0"}, True)]
 )
 def test_only_new_memory_of_the_kernels_is_taken_for_clear(settings: dict[str, str], before: bool) -> None:
-    limits = store_limits(DaemonConfig(role="decode", zero_freed="on", **settings))
+    limits = cache_limits(DaemonConfig(role="decode", zero_freed="on", **settings))
     assert limits.zero_freed and limits.used_before is before
 
 

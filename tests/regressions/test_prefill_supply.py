@@ -27,10 +27,10 @@ class Prefill:
     """A core with one worker and one session."""
 
     def __init__(self, pages: int, *, host_pages: int = 0, quotas: dict[bytes, Quota] | None = None) -> None:
-        self.store = Cache(pages, PAGE, host_pages=host_pages, limits=CacheLimits(quotas=quotas))
-        self.core = PrefillCore(self.store, PrefillLimits(table=64))
+        self.cache = Cache(pages, PAGE, host_pages=host_pages, limits=CacheLimits(quotas=quotas))
+        self.core = PrefillCore(self.cache, PrefillLimits(table=64))
         for namespace in (NAMESPACE, OTHER):
-            self.store.namespace(namespace)
+            self.cache.namespace(namespace)
         self.begun: set[Name] = set()
         self.ended: list[Name] = []
         self.failed_asks: list[FailAsk] = []
@@ -90,7 +90,7 @@ class Prefill:
             self.hear()
 
     def spare(self) -> int:
-        return slack(self.store.pool.free, self.store.namespaces.values())
+        return slack(self.cache.pool.free, self.cache.namespaces.values())
 
 
 def test_pages_that_are_promised_are_not_locked_by_who_publishes_the_same_ones() -> None:
@@ -116,8 +116,8 @@ def test_prompts_that_nobody_asks_for_leave_room_beside_soft_quotas() -> None:
     rest. Else a prefill pool full of unasked prompts and a decode pool full of asked ones wait for each other.
     """
     side = Prefill(48, quotas={OTHER: Quota(8, 40)})
-    theirs = side.store.namespace(OTHER)
-    protected = side.store.pool.allocate(8)
+    theirs = side.cache.namespace(OTHER)
+    protected = side.cache.pool.allocate(8)
     digests = b"".join(hashlib.sha256(f"o{i}".encode()).digest() for i in range(8))
     theirs.tree.insert(digests, protected)
     side.begin(1, "a", 14, asked=False)

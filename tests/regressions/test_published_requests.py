@@ -27,7 +27,7 @@ def test_a_writer_that_reports_completion_proves_nothing_to_a_stopped_receiver()
     side.begin(name(1), "x", 4)
     side.compute(name(1), 4)
     side.core.send_completed(1, 1, 0.0)
-    assert side.store.locks == 1
+    assert side.cache.locks == 1
     side.begin(name(2), "y", 5)
     assert not side.told("begun"), "its pages were given to another prompt"
     side.ask(name(1), 2, "x", 4, first=2)
@@ -85,19 +85,19 @@ def test_a_lost_acknowledgement_of_an_abort_is_asked_for_again() -> None:
     decode.core.transfer_drained(1, 0.0)
     decode.core.abort(1, name(1), 0.0)
     decode.take()
-    assert decode.told("ended") and decode.store.locks == 0
+    assert decode.told("ended") and decode.cache.locks == 0
 
 
 def test_a_tenant_cannot_unlock_what_another_one_holds() -> None:
     """Locks are of a request, requests of a worker, and each worker's namespace comes from its own salt."""
     decode = Decode(16)
     decode.admit(name(1), "x", 3)
-    locks, held = decode.store.locks, decode.core.leases[name(1)].pages
+    locks, held = decode.cache.locks, decode.core.leases[name(1)].pages
     for act in (decode.core.abort, lambda w, n, now: decode.core.finish(w, n, 12, b"", now)):
         with pytest.raises(RequestError, match="another worker") as refused:
             act(2, name(1), 0.0)
         assert code(refused.value) == "ERROR_FAILED_PRECONDITION"
-    assert decode.store.locks == locks
+    assert decode.cache.locks == locks
     decode.admit(name(2), "x", 3, namespace=OTHER_TENANT)
     assert decode.core.leases[name(2)].matched == 0
     assert not set(decode.core.leases[name(2)].pages) & set(held)
@@ -160,16 +160,16 @@ def test_promised_host_pages_do_not_vanish_before_their_restore() -> None:
     decode.core.transfer_completed(1, 0.0)
     decode.core.aux("p", name(1), b"first token", 0.0)
     decode.core.finish(1, name(1), 4 * PAGE, b"", 0.0)
-    assert decode.store.eviction.spill(4) == 4
-    (spill,) = decode.store.copies.take_started()
+    assert decode.cache.eviction.spill(4) == 4
+    (spill,) = decode.cache.copies.take_started()
     decode.core.copy_ended(spill.number, [], 0, 0.0, 0.0)
-    tree = decode.store.namespaces[NAMESPACE].tree
+    tree = decode.cache.namespaces[NAMESPACE].tree
     assert (tree.pages, tree.host_pages) == (0, 4)
     decode.admit(name(2), "x", 4)  # it has matched, and its restore runs or waits
     assert tree.evict_host(4) == 0
     decode.take() if not decode.of(StartCopy) else None
     (restore,) = decode.of(StartCopy)
-    assert [decode.store.host.state(row) for row in restore.started.copy.host] == [PageState.RESTORING] * 4  # type: ignore[union-attr]
+    assert [decode.cache.host.state(row) for row in restore.started.copy.host] == [PageState.RESTORING] * 4  # type: ignore[union-attr]
     assert tree.evict_host(4) == 0
     decode.core.copy_ended(restore.started.number, [], 0, 0.0, 0.0)
     decode.core.aux("p", name(2), b"first token", 0.0)
@@ -194,7 +194,7 @@ def test_a_prefill_that_is_not_wanted_any_more_is_let_go() -> None:
     side.compute(name(2), 4)
     side.core.done(1, name(2), 0.0)
     side.take()
-    assert side.told("ended") and side.store.locks == 0 and not side.core.entries
+    assert side.told("ended") and side.cache.locks == 0 and not side.core.entries
 
 
 def test_what_arrived_for_a_failed_attempt_is_not_asked_for_again() -> None:

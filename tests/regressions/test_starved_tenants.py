@@ -95,7 +95,7 @@ def test_who_cannot_fit_beside_soft_quotas_is_passed_uncounted_by_who_needs_only
     assert large.queued and large.overtaken == 0
     side.tick(29.9)
     assert large.queued, "it is not refused before its time"
-    side.store.flush([side.store.namespace(OTHER_TENANT)])
+    side.cache.flush([side.cache.namespace(OTHER_TENANT)])
     side.tick(29.95)
     assert large.state is LeaseState.FILLING, "it is let in when nothing is protected any more"
 
@@ -138,7 +138,7 @@ def protected_pages(side: Decode) -> None:
     side.admit(name(1), "o", 16, namespace=OTHER_TENANT, prefill="")
     side.core.finish(1, name(1), 16 * PAGE, b"", 0.0)
     side.take()
-    assert side.store.namespaces[OTHER_TENANT].soft_pages == 16
+    assert side.cache.namespaces[OTHER_TENANT].soft_pages == 16
 
 
 @pytest.mark.parametrize("waiting", [8, 40])

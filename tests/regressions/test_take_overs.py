@@ -337,7 +337,7 @@ def test_a_standstill_is_nobodys_lateness() -> None:
 def test_a_standstill_takes_no_growth_and_no_retracted_request_for_late() -> None:
     side = Decode(8)
     limits = DecodeLimits(max_tokens=400, page_bytes=64, admission_seconds=30.0, queue=8, overcommit=4.0)
-    side.core = DecodeCore(side.store, limits)
+    side.core = DecodeCore(side.cache, limits)
     side.admit(A, "x", 3, prefill="", new=17)
     side.admit(B, "y", 3, prefill="", new=17, worker=2)
     side.core.grow(1, A, 5 * PAGE, 1.0)

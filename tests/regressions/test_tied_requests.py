@@ -68,19 +68,19 @@ def test_pages_of_a_hung_worker_are_orphaned_until_its_word_or_the_proof_of_its_
     side.arrive(start.ask.transfer, range(2, 4), 1.0)
     side.core.transfer_completed(start.ask.transfer, 1.0)
     side.tick(5.0)
-    assert side.told("failed") and set(side.store.pool.states(unfilled)) == {int(PageState.ORPHANED)}
-    assert side.store.namespace(NAMESPACE).tree.pages == 0
+    assert side.told("failed") and set(side.cache.pool.states(unfilled)) == {int(PageState.ORPHANED)}
+    assert side.cache.namespace(NAMESPACE).tree.pages == 0
     side.admit(B, "x", PAGES - 4, worker=OTHER, now=5.0)
     assert not set(side.core.leases[B].pages) & set(unfilled)
     if end == "abort":
         side.core.abort(HUNG, A, 6.0)
     else:
         side.core.worker_lost(HUNG, 6.0)
-        assert set(side.store.pool.states(unfilled)) == {int(PageState.ORPHANED)}
+        assert set(side.cache.pool.states(unfilled)) == {int(PageState.ORPHANED)}
         side.core.worker_gone(HUNG, 7.0)
-    side.store.settle()
-    assert set(side.store.pool.states(unfilled)) == {int(PageState.FREE)}
-    side.store.pool.check()
+    side.cache.settle()
+    assert set(side.cache.pool.states(unfilled)) == {int(PageState.FREE)}
+    side.cache.pool.check()
 
 
 def test_what_a_worker_has_filled_is_shared_once_its_request_is_ready() -> None:
@@ -93,7 +93,7 @@ def test_what_a_worker_has_filled_is_shared_once_its_request_is_ready() -> None:
     side.admit(B, "x", 6, worker=OTHER)
     assert side.core.leases[B].matched == 4 and side.core.leases[B].pages[:4] == side.core.leases[A].pages
     side.core.finish(HUNG, A, 4 * PAGE, b"", 1.0)
-    side.store.namespace(NAMESPACE).tree.check()
+    side.cache.namespace(NAMESPACE).tree.check()
 
 
 def test_what_a_worker_has_filled_stays_its_own_where_others_were_first() -> None:
@@ -106,11 +106,11 @@ def test_what_a_worker_has_filled_stays_its_own_where_others_were_first() -> Non
     bring(side, A, range(2, 4))
     own = side.core.leases[A].pages
     assert side.core.leases[A].state is LeaseState.READY
-    assert set(side.store.pool.states(own)) == {int(PageState.LEASED)}
+    assert set(side.cache.pool.states(own)) == {int(PageState.LEASED)}
     side.core.finish(HUNG, A, 4 * PAGE, b"", 1.0)
-    side.store.settle()
-    assert set(side.store.pool.states(own)) == {int(PageState.FREE)}
-    assert side.store.namespace(NAMESPACE).tree.pages == 4
+    side.cache.settle()
+    assert set(side.cache.pool.states(own)) == {int(PageState.FREE)}
+    assert side.cache.namespace(NAMESPACE).tree.pages == 4
 
 
 def test_orphaned_pages_are_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

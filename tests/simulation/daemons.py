@@ -86,17 +86,17 @@ class SimSide:
             quotas={TENANTS[1].id: setting.quota} if setting.quota is not None else None,
             zero_freed=setting.zero_freed,
         )
-        store = Cache(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
-        store.clock.now = clock.now
-        self.pages_memory = Memory(store, side.config.name)
+        cache = Cache(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
+        cache.clock.now = clock.now
+        self.pages_memory = Memory(cache, side.config.name)
         memory, tier = SimPoolMemory(clock, self.pages_memory, faults.copies_fail), None
-        if store.host is not None:
-            store.host.log_frees = True
+        if cache.host is not None:
+            cache.host.log_frees = True
             tier = SimTier(clock, self.pages_memory, setting.host_pages, faults.tier_fails)
-        side.tiers.take(TENANTS[0], store, cast(PoolMemory, memory), cast("HostTier | None", tier))
-        side.tiers_made(store)
+        side.tiers.take(TENANTS[0], cache, cast(PoolMemory, memory), cast("HostTier | None", tier))
+        side.tiers_made(cache)
         for facts in TENANTS:
-            store.namespace(facts.id)
+            cache.namespace(facts.id)
 
     def enter(self, tenant: int, events: object) -> Worker:
         side = cast(AnySide, self)
@@ -121,35 +121,35 @@ class SimSide:
 
     def check(self) -> None:
         """At any moment."""
-        store = cast(AnySide, self).store
+        cache = cast(AnySide, self).cache
         who = cast(AnySide, self).config.name
-        counts = store.pool.counts()
-        expect(counts.total == store.pool.pages, f"{who}: {counts} are not {store.pool.pages} pages")
+        counts = cache.pool.counts()
+        expect(counts.total == cache.pool.pages, f"{who}: {counts} are not {cache.pool.pages} pages")
         if self.setting.overcommit == 1.0:
-            left = slack(store.pool.free, store.namespaces.values())
+            left = slack(cache.pool.free, cache.namespaces.values())
             expect(left >= 0, f"{who}: {-left} more pages are promised than can be had")
-        for namespace in store.namespaces.values():
+        for namespace in cache.namespaces.values():
             used, hard = namespace.used, namespace.quota.hard
             expect(not hard or used <= hard, f"{who}: a tenant uses {used} pages; its quota is {hard}")
 
     def check_idle(self) -> None:
         """Nobody asks for anything: nothing is held."""
-        store = cast(AnySide, self).store
+        cache = cast(AnySide, self).cache
         who = cast(AnySide, self).config.name
-        held = {"locks": store.locks, "copies": store.copies.running, "promised": store.promised}
+        held = {"locks": cache.locks, "copies": cache.copies.running, "promised": cache.promised}
         for name, value in held.items():
             expect(value == 0, f"{who}: {value} {name} leaked")
-        counts = store.pool.counts()
+        counts = cache.pool.counts()
         expect(counts.free + counts.cached == counts.total, f"{who}: pages leaked: {counts}")
-        for namespace in store.namespaces.values():
+        for namespace in cache.namespaces.values():
             expect(namespace.own == 0, f"{who}: {namespace.own} pages of requests leaked")
             namespace.tree.check()
-        store.pool.check()
+        cache.pool.check()
 
     def check_cache(self, tenant: int, prompts: Iterable[Prompt]) -> int:
         """Every page that the tree has on the device for these prompts; how many."""
-        store = cast(AnySide, self).store
-        tree = store.namespaces[TENANTS[tenant].id].tree
+        cache = cast(AnySide, self).cache
+        tree = cache.namespaces[TENANTS[tenant].id].tree
         seen = 0
         for prompt in prompts:
             lock = tree.lock(tree.match(prompt.digests))
@@ -161,11 +161,11 @@ class SimSide:
 
     def check_empty(self) -> None:
         """After the cache was flushed."""
-        store = cast(AnySide, self).store
+        cache = cast(AnySide, self).cache
         who = cast(AnySide, self).config.name
-        store.flush(store.namespaces.values())
-        expect(store.pool.free == store.pool.pages, f"{who}: pages leaked: {store.pool.counts()}")
-        host = store.host
+        cache.flush(cache.namespaces.values())
+        expect(cache.pool.free == cache.pool.pages, f"{who}: pages leaked: {cache.pool.counts()}")
+        host = cache.host
         expect(host is None or host.free == host.pages, f"{who}: host rows leaked")
 
 

@@ -76,12 +76,12 @@ class Prompt:
 class Memory:
     """Of one pool, as its owner, its workers and copies see it."""
 
-    def __init__(self, store: Cache, who: str) -> None:
-        self.pool = store.pool
+    def __init__(self, cache: Cache, who: str) -> None:
+        self.pool = cache.pool
         self.who = who
-        self.clean = store.limits.zero_freed  # who is given a page finds nothing in it
+        self.clean = cache.limits.zero_freed  # who is given a page finds nothing in it
         self.zeroed_at: dict[int, float] = {}  # by page whose tail is being cleared: when that is done
-        self.bytes = bytearray((bytes(PAGE_BYTES) if self.clean else GARBAGE) * store.pool.pages)
+        self.bytes = bytearray((bytes(PAGE_BYTES) if self.clean else GARBAGE) * cache.pool.pages)
 
     def generations(self, pages: Iterable[int]) -> list[int]:
         generation = self.pool.generation

@@ -90,10 +90,10 @@ class Simulation:
         self._wind_up()
         counts = self.counts
         for side in (*self.decodes, *self.prefills):
-            store = side.store
-            counts["evicted pages"] += store.evicted
-            counts["host pages evicted"] += store.tiers.host_evicted
-            counts["pages dropped without a copy"] += store.tiers.dropped
+            cache = side.cache
+            counts["evicted pages"] += cache.evicted
+            counts["host pages evicted"] += cache.tiers.host_evicted
+            counts["pages dropped without a copy"] += cache.tiers.dropped
         for decode in self.decodes:
             counts["asked again"] += decode.ready_core.asked_again
             counts["parts with a wrong checksum"] += decode.ready_core.transfer_counters.mismatched_parts

@@ -299,12 +299,12 @@ class CoreMachine(DecodeWorld):
 
     @invariant()
     def consistent(self) -> None:
-        core, store = self.core, self.core.store
-        store.pool.check()
-        if store.host is not None:
-            store.host.check()
+        core, cache = self.core, self.core.cache
+        cache.pool.check()
+        if cache.host is not None:
+            cache.host.check()
         held = [lease for lease in core.leases.values() if lease.state is not LeaseState.WAITING]
-        for namespace in store.namespaces.values():
+        for namespace in cache.namespaces.values():
             namespace.tree.check()
             mine = [lease for lease in held if lease.hold.namespace is namespace]
             assert namespace.promised == sum(lease.hold.counted for lease in mine)
@@ -312,19 +312,19 @@ class CoreMachine(DecodeWorld):
             if namespace.quota.hard:
                 assert namespace.used <= namespace.quota.hard
         if self.overcommit == 1:
-            assert slack(store.pool.free, store.namespaces.values()) >= 0, "a promise cannot be kept"
+            assert slack(cache.pool.free, cache.namespaces.values()) >= 0, "a promise cannot be kept"
             assert self.copies or self.effects or not self.growing, "growth waits for nothing"
-        assert store.locks == len(held)
-        assert store.copies.running == len(self.copies) + sum(isinstance(effect, StartCopy) for effect in self.effects)
+        assert cache.locks == len(held)
+        assert cache.copies.running == len(self.copies) + sum(isinstance(effect, StartCopy) for effect in self.effects)
         private = [page for lease in held for page in lease.own]
         assert len(private) == len(set(private)), "two requests own a page"
-        counts = store.pool.counts()
+        counts = cache.pool.counts()
         assert counts.leased + counts.orphaned == len(private)
         brought = {page for _, _, pages in self.transfers.values() for page in pages}
         for name, pages in self.writable.items():
             assert brought.isdisjoint(pages), "a page is brought that somebody else may still write"
             owned = {int(PageState.LEASED), int(PageState.ORPHANED)}
-            assert owned.issuperset(store.pool.states(pages)), "a page was given on that a worker may still write"
+            assert owned.issuperset(cache.pool.states(pages)), "a page was given on that a worker may still write"
             others = [lease for lease in held if lease.name != name]
             assert all(lease.missing.isdisjoint(pages) for lease in others), "a request waits for what may never come"
         for name, pages in self.ready.items():
@@ -350,12 +350,12 @@ class CoreMachine(DecodeWorld):
         while self.copies:
             self.core.copy_ended(self.copies.pop().number, [], 0, 0.001, self.now)
             self.run_effects()
-        store = self.core.store
-        counts = store.pool.counts()
+        cache = self.core.cache
+        counts = cache.pool.counts()
         assert not self.core.leases
-        assert store.locks == 0
+        assert cache.locks == 0
         assert counts.free + counts.cached == PAGES, "pages leaked"
         assert self.core.active_transfers == 0
-        store.flush(store.namespaces.values())
-        assert store.pool.free == PAGES, "pages leaked"
-        assert store.host is None or store.host.free == store.host.pages, "host pages leaked"
+        cache.flush(cache.namespaces.values())
+        assert cache.pool.free == PAGES, "pages leaked"
+        assert cache.host is None or cache.host.free == cache.host.pages, "host pages leaked"

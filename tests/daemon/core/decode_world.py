@@ -105,7 +105,7 @@ class DecodeWorld(RuleBasedStateMachine):
 
     def run_effect(self, effect: Effect) -> None:
         if isinstance(effect, ZeroPages):
-            assert self.core.store.limits.zero_freed
+            assert self.core.cache.limits.zero_freed
             self.zeroing = effect.pages
         elif isinstance(effect, StartTransfer):
             name = Name(effect.ask.name.request_id, effect.ask.name.attempt)
@@ -132,7 +132,7 @@ class DecodeWorld(RuleBasedStateMachine):
             assert isinstance(effect, SendDone)
 
     def assert_clean(self, pages: list[int]) -> None:
-        if self.core.store.limits.zero_freed:
+        if self.core.cache.limits.zero_freed:
             assert all(self.content.get(page, CLEAN) == CLEAN for page in pages), "a worker sees what others left"
 
     def hear(self, effect: ToWorker) -> None:
@@ -220,7 +220,7 @@ class DecodeWorld(RuleBasedStateMachine):
     def end_copy(self, number: int, failed: list[int]) -> None:
         started = self.copies.pop(number)
         copy = started.copy
-        states = set(self.core.store.pool.states(copy.device))
+        states = set(self.core.cache.pool.states(copy.device))
         wanted = PageState.RESTORING if copy.kind == RESTORE else PageState.SPILLING
         assert states == {wanted}, "a page was reused while a copy runs"
         for page, row in zip(copy.device, copy.host, strict=True):
@@ -239,7 +239,7 @@ class DecodeWorld(RuleBasedStateMachine):
         indexes = list(range(first + done, first + upto))
         for index in indexes:
             # A copy may run although the transfer was stopped: it must not hit a page that was given to someone else.
-            assert self.core.store.pool.state(pages[index - first]) in (
+            assert self.core.cache.pool.state(pages[index - first]) in (
                 PageState.LEASED,
                 PageState.ARRIVING,
                 PageState.ORPHANED,
@@ -263,7 +263,7 @@ class DecodeWorld(RuleBasedStateMachine):
         del self.writable[name]
         digests, _, _ = self.prompts[name]
         for index in range(lease.matched, lease.held_pages):
-            assert self.core.store.pool.state(lease.pages[index]) in (PageState.LEASED, PageState.ARRIVING)
+            assert self.core.cache.pool.state(lease.pages[index]) in (PageState.LEASED, PageState.ARRIVING)
             self.content[lease.pages[index]] = digests[index]
         self.core.filled(lease.worker, name, lease.held_pages * PAGE, self.now)
         self.run_effects()

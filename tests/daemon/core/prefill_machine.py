@@ -269,22 +269,22 @@ class PrefillMachine(PrefillWorld):
 
     @invariant()
     def consistent(self) -> None:
-        core, store = self.core, self.core.store
-        store.pool.check()
-        if store.host is not None:
-            store.host.check()
-        for namespace in store.namespaces.values():
+        core, cache = self.core, self.core.cache
+        cache.pool.check()
+        if cache.host is not None:
+            cache.host.check()
+        for namespace in cache.namespaces.values():
             namespace.tree.check()
-        assert slack(store.pool.free, store.namespaces.values()) >= 0, "a promise cannot be kept"
-        assert store.copies.running == len(self.copies)
+        assert slack(cache.pool.free, cache.namespaces.values()) >= 0, "a promise cannot be kept"
+        assert cache.copies.running == len(self.copies)
         assert len(core.entries) <= TABLE
         prompts = [(entry, entry.prompt) for entry in core.entries.values() if entry.prompt is not None]
         held = [(entry, prompt) for entry, prompt in prompts if prompt.hold.lock is not None]
-        assert store.locks == len(held)
-        assert store.promised == sum(prompt.hold.counted for _, prompt in prompts)
+        assert cache.locks == len(held)
+        assert cache.promised == sum(prompt.hold.counted for _, prompt in prompts)
         private = [page for _, prompt in held for page in prompt.private]
         assert len(private) == len(set(private)), "two requests own a page"
-        counts = store.pool.counts()
+        counts = cache.pool.counts()
         assert counts.leased + counts.orphaned == len(private)
         in_tree = counts.cached + counts.spilling + counts.restoring + counts.arriving
         assert counts.free + in_tree + len(private) == PAGES
@@ -300,7 +300,7 @@ class PrefillMachine(PrefillWorld):
         if asked and asked[0].prompt is not None:
             hold = asked[0].prompt.hold
             tree = hold.namespace.tree
-            assert not store.fits(hold.namespace, hold.wanted - tree.match(hold.digests).device_pages) or tree.evictable
+            assert not cache.fits(hold.namespace, hold.wanted - tree.match(hold.digests).device_pages) or tree.evictable
         if not self.copies:
             assert core.reserved == 0, "pages are reserved, but nothing will free them"
         for entry in core.entries.values():
@@ -313,7 +313,7 @@ class PrefillMachine(PrefillWorld):
 
     @invariant()
     def open_sends_keep_their_pages(self) -> None:
-        pool = self.core.store.pool
+        pool = self.core.cache.pool
         for send in self.sends.values():
             states = {pool.state(page) for page in send.page_ids}
             assert PageState.FREE not in states, "a page was freed while a send of it is open"
@@ -343,11 +343,11 @@ class PrefillMachine(PrefillWorld):
         while self.copies:
             self.core.copy_ended(self.copies.pop().number, [], 0, 0.001, self.now)
             self.run_effects()
-        store = self.core.store
-        assert store.locks == 0
-        store.flush(store.namespaces.values())
-        assert store.pool.free == PAGES, "pages leaked"
-        assert store.host is None or store.host.free == store.host.pages, "host pages leaked"
+        cache = self.core.cache
+        assert cache.locks == 0
+        cache.flush(cache.namespaces.values())
+        assert cache.pool.free == PAGES, "pages leaked"
+        assert cache.host is None or cache.host.free == cache.host.pages, "host pages leaked"
         assert self.core.active_transfers == self.core.waiting_requests == self.core._supply.unasked_pages == 0
         counters = self.core.transfer_counters
         assert counters.opened == counters.completed + counters.failed + counters.aborted

@@ -119,7 +119,7 @@ class PrefillWorld(RuleBasedStateMachine):
         assert len(owners) == 1 and effect.tokens == owners[0].tokens % PAGE
         assert self.content[effect.page] == b"unclean " + owners[0].tail
         self.content[effect.page] = owners[0].tail
-        self.zeroing[effect] = self.core.store.pool.generation(effect.page)
+        self.zeroing[effect] = self.core.cache.pool.generation(effect.page)
 
     def hear(self, effect: ToWorker) -> None:
         kind = effect.event.WhichOneof("kind")
@@ -147,7 +147,7 @@ class PrefillWorld(RuleBasedStateMachine):
 
     def zeroed(self, effect: ZeroTail) -> None:
         generation = self.zeroing.pop(effect)
-        assert self.core.store.pool.generation(effect.page) == generation, "a page was given on while it was cleared"
+        assert self.core.cache.pool.generation(effect.page) == generation, "a page was given on while it was cleared"
         self.core.tail_zeroed(effect.name, self.now)
         self.run_effects()
 
@@ -156,7 +156,7 @@ class PrefillWorld(RuleBasedStateMachine):
         copy = started.copy
         restore = copy.kind == RESTORE
         wanted = PageState.RESTORING if restore else PageState.SPILLING
-        assert set(self.core.store.pool.states(copy.device)) == {wanted}, "a page was reused while a copy runs"
+        assert set(self.core.cache.pool.states(copy.device)) == {wanted}, "a page was reused while a copy runs"
         for page, row in zip(copy.device, copy.host, strict=True):
             if restore:
                 self.content[page] = b"garbage" if page in failed else self.host_content[row]
@@ -180,7 +180,7 @@ class PrefillWorld(RuleBasedStateMachine):
         assert job.pages is not None
         for index in range(job.computed // PAGE, -(-upto // PAGE)):
             page = job.pages[index]
-            assert self.core.store.pool.state(page) in (PageState.LEASED, PageState.ORPHANED), "not the writer's page"
+            assert self.core.cache.pool.state(page) in (PageState.LEASED, PageState.ORPHANED), "not the writer's page"
             clean = index < len(job.digests) and (index + 1) * PAGE <= upto
             self.content[page] = job.whole[index] if clean else b"unclean " + job.whole[index]
 

@@ -75,8 +75,8 @@ class EventMachine(CoreMachine):
 
     def read(self) -> None:
         """As a router does, from the events alone."""
-        assert self.core.store.events is not None
-        for event in self.core.store.events.take():
+        assert self.core.cache.events is not None
+        for event in self.core.cache.events.take():
             if isinstance(event, Cleared):
                 assert not self.device and not self.host
                 continue
@@ -101,14 +101,14 @@ class EventMachine(CoreMachine):
 
     @invariant()
     def events_tell_the_truth(self) -> None:
-        store = self.core.store
-        if store.events is None:  # nothing has happened yet
-            assert store.pool.free == store.pool.pages
-            store.log_events()
+        cache = self.core.cache
+        if cache.events is None:  # nothing has happened yet
+            assert cache.pool.free == cache.pool.pages
+            cache.log_events()
         self.read()
-        assert self.device <= self.readable(store.pool, self.content, PageState.SPILLING)
-        if store.host is not None:
-            assert self.host == self.readable(store.host, self.host_content, PageState.RESTORING)
+        assert self.device <= self.readable(cache.pool, self.content, PageState.SPILLING)
+        if cache.host is not None:
+            assert self.host == self.readable(cache.host, self.host_content, PageState.RESTORING)
         for name in self.able():
             lease = self.core.leases[name]
             if lease.keep and not lease.local:

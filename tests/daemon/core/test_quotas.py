@@ -1,4 +1,4 @@
-"""Namespaces of one store: what each may use, what it keeps from the others, and that promises are kept."""
+"""Namespaces of one cache: what each may use, what it keeps from the others, and that promises are kept."""
 
 from __future__ import annotations
 
