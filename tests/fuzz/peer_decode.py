@@ -12,6 +12,7 @@ import contextlib
 import struct
 from collections.abc import Sequence
 from random import Random
+from unittest import mock
 
 import grpc
 
@@ -125,15 +126,15 @@ async def _serve(stage: Stage, frames: Sequence[Frame]) -> None:
     honest.admit(NAMES[2], PROMPTS[3], new=3)
     over = asyncio.Event()
     link = side.links["p"]
-    peer_link.PeerStub = _Stub(_Frames(frames, stage), over)  # type: ignore[misc, assignment]
-    dialling = asyncio.ensure_future(link.run())
-    while link.state != "down" or not link.error:  # what comes then is the wait before it dials again
-        if dialling.done():
-            break
-        await asyncio.sleep(0)
-    dialling.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await dialling
+    with mock.patch.object(peer_link, "PeerStub", _Stub(_Frames(frames, stage), over)):
+        dialling = asyncio.ensure_future(link.run())
+        while link.state != "down" or not link.error:  # what comes then is the wait before it dials again
+            if dialling.done():
+                break
+            await asyncio.sleep(0)
+        dialling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await dialling
     for name in NAMES[:3]:
         with contextlib.suppress(KeyError):
             honest.say("abort", name)
