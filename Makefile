@@ -2,6 +2,7 @@
 # make nightly   the long tests                            make lint types proto stub wheel clean
 # make image     the container image (VARIANT=cpu|cuda)    make image-test  two of its root file systems under load
 # make fuzz      each fuzzing target for FUZZ_SECONDS      make sanitize  the extension's tests under three sanitizers
+# make mutants   breaks one guard at a time, and says which test notices
 # make aiperf    AIPerf against the front end              make published   the published workload, rehearsed
 # make e2e       one benchmark a claim, off and on         make trace TRACE=FILE   a whole trace through the system
 # make demo-vllm the same with two vLLM servers on this machine's CPU, in an environment of their own
@@ -33,7 +34,7 @@ TYPED := build/typed
 
 VLLM_VENV ?= build/vllm-venv
 
-.PHONY: all venv demo demo-vllm test nightly fuzz sanitize aiperf published e2e trace lint types proto proto-check stub wheel wheels image image-test clean
+.PHONY: all venv demo demo-vllm test nightly mutants fuzz sanitize aiperf published e2e trace lint types proto proto-check stub wheel wheels image image-test clean
 all: venv
 
 venv: $(STAMP)
@@ -76,6 +77,9 @@ nightly: venv
 	@mkdir -p bench/results
 	@{ date -u '+%Y-%m-%d %H:%M UTC'; echo "commit $$(git rev-parse --short HEAD 2>/dev/null || echo unknown), $$(nproc) cores"; } > bench/results/nightly.txt
 	$(BIN)/python -m pytest -m nightly --no-header --timeout=3600 $(PYTEST_FLAGS) 2>&1 | tee -a bench/results/nightly.txt
+
+mutants: venv
+	$(BIN)/python -m tests.mutants --table bench/results/mutants.txt
 
 fuzz: venv
 	$(BIN)/python -m tests.fuzz all --seconds $(FUZZ_SECONDS)

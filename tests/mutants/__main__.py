@@ -1,0 +1,104 @@
+"""python -m tests.mutants [--only WORD] [--table FILE]: breaks guards one at a time, and runs the tests of their room.
+
+Each line says whether a test failed ("killed", and which one) or none did ("SURVIVED"). The run fails where a guard
+survives without a written reason, is not in the code any more, or where the tests fail with every guard whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.guard import Guard, NoLongerApplies
+from tests.mutants.guards import GUARDS
+from tests.mutants.tree import Tree
+
+TEST_SECONDS = 600.0
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one guard's mutant."""
+
+    word: str  # killed, SURVIVED, survived (with a reason), or why there is none
+    detail: str
+    good: bool
+
+
+def run_tests(tree: Tree, tests: tuple[str, ...]) -> tuple[int, str]:
+    """pytest's exit status, -1 for a run that took too long, and what it printed."""
+    command = [str(tree.python), "-m", "pytest", "-x", "-q", "-m", "not nightly", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=tree.root, capture_output=True, text=True, timeout=TEST_SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return -1, ""
+    return done.returncode, done.stdout
+
+
+def judged(tree: Tree, guard: Guard) -> Verdict:
+    """Breaks the guard, runs its tests and makes it whole again."""
+    try:
+        tree.apply(guard)
+        code, said = run_tests(tree, guard.tests)
+    except NoLongerApplies as error:
+        return Verdict("does not apply", str(error), good=False)
+    except subprocess.CalledProcessError as error:
+        return Verdict("does not build", error.stdout.decode()[-300:], good=False)
+    finally:
+        tree.restore(guard)
+    found = FAILED.search(said)
+    if code == 1 and found:
+        return Verdict("killed", found[1], good=True)
+    if code == -1:
+        return Verdict("killed", f"its tests did not end within {TEST_SECONDS:g} s", good=True)
+    if code == 0:
+        return Verdict("survived" if guard.reason else "SURVIVED", guard.reason, good=bool(guard.reason))
+    return Verdict("does not run", f"pytest ended with {code}: {said[-300:]}", good=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="guards whose name or file has this word")
+    parser.add_argument("--table", type=Path, help="write the table there, too")
+    args = parser.parse_args()
+    chosen = [guard for guard in GUARDS if args.only in guard.name or args.only in guard.file]
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    with tempfile.TemporaryDirectory(prefix="kvferry-mutants-") as folder:
+        tree = Tree(Path(folder))
+        tests = tuple(dict.fromkeys(test for guard in chosen for test in guard.tests))
+        code, said = run_tests(tree, tests)
+        if code != 0:
+            print(said[-3000:], f"the tests fail with every guard whole (exit status {code})", sep="\n")
+            return 1
+        verdicts = []
+        for guard in sorted(chosen, key=lambda guard: guard.compiled):
+            began = time.monotonic()
+            verdict = judged(tree, guard)
+            verdicts.append(verdict)
+            seconds = time.monotonic() - began
+            say(f"{verdict.word:<14} {guard.name:<60} {guard.file}:{guard.symbol}  {verdict.detail}  {seconds:.0f} s")
+    killed = sum(verdict.word == "killed" for verdict in verdicts)
+    say(f"{len(verdicts)} guards: {killed} killed, {sum(not verdict.good for verdict in verdicts)} to be looked at")
+    if args.table is not None:
+        args.table.write_text("\n".join(["python -m tests.mutants", *lines]) + "\n")
+    return 0 if all(verdict.good for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
