@@ -34,11 +34,11 @@ class Waiting(Protocol):
 
     @property
     def order(self) -> int:
-        """Grows with each request."""
+        """The request's order; grows with each request."""
 
     @property
     def scope(self) -> object:
-        """Its namespace."""
+        """The request's namespace."""
 
     overtaken: int
 
@@ -50,8 +50,8 @@ StateOf = Callable[[object], Hashable]
 
 
 class AdmissionQueue(Generic[WaitingT]):
-    """`states`, in each step, gives what namespaces are judged by: one where nobody got on is not looked at again
-    before that, or who waits there, has changed.
+    """The waiting requests by priority and order. `states`, in each step, gives what namespaces are judged by: one
+    where nobody got on is not looked at again before that, or who waits there, has changed.
     """
 
     def __init__(self, overtakes: int = OVERTAKES, states: Callable[[], StateOf] | None = None) -> None:
@@ -93,18 +93,18 @@ class AdmissionQueue(Generic[WaitingT]):
         return QueueWalk(self, [self._waiting[scope] for scope in self._changed(state_of)], state_of)
 
     def take(self, request: WaitingT, passed: list[WaitingT]) -> None:
-        """It leaves the queue before those that it passes."""
+        """Takes the request out of the queue before those that it passes."""
         self.remove(request)
         for other in passed:
             other.overtaken += 1
         self.overtaken += len(passed)
 
     def judged(self, scope: object, state: Hashable) -> None:
-        """Nobody of that namespace, which is in that state, got on."""
+        """Notes that nobody of that namespace, which is in that state, got on."""
         self._judged[scope] = state
 
     def is_due(self, passed: list[WaitingT]) -> bool:
-        """One of them may not be overtaken any more."""
+        """Whether one of them may not be overtaken any more."""
         return any(other.overtaken >= self.overtakes for other in passed)
 
     def _changed(self, state_of: StateOf | None) -> list[object]:
@@ -132,7 +132,7 @@ class QueueWalk(Generic[WaitingT]):
         self._passed: list[WaitingT] = []  # without room: over these only so many go, of whatever namespace
 
     def next(self) -> WaitingT | None:
-        """Who is to be judged now; None at the end."""
+        """The request to be judged now; None at the end."""
         if not self._turns or len(self._passed) >= LOOK_AHEAD or self._queue.is_due(self._passed):
             return None
         _, self._number = heapq.heappop(self._turns)
@@ -162,7 +162,7 @@ class QueueWalk(Generic[WaitingT]):
 
 @dataclass(slots=True)
 class _Tenant(Generic[WaitingT]):
-    """How far one namespace's requests were looked at."""
+    """The state of looking at one namespace's requests."""
 
     queue: SortedKeyList[WaitingT, _Rank]
     at: int = 0  # the next one
@@ -172,7 +172,7 @@ class _Tenant(Generic[WaitingT]):
 
     @property
     def first(self) -> WaitingT:
-        """Whose turn it is."""
+        """The request whose turn it is."""
         first: WaitingT = self.queue[self.at]
         return first
 

@@ -36,7 +36,7 @@ class CacheLimits:
 
 @dataclass(frozen=True, slots=True)
 class FlushCount:
-    """Pages: freed of each tier, and left because something holds them."""
+    """Counts of a flush: pages freed of each tier, and left because something holds them."""
 
     device: int
     host: int
@@ -66,8 +66,8 @@ class Cache:
         self._released: list[int] = []
 
     def log_events(self, chain: TokenChain | None = None) -> None:
-        """From the start, before anything is held: `events` says what enters and leaves each tier. `chain`: of the
-        digests, where tokens are to be judged by them.
+        """Logs events from the start, before anything is held: `events` says what enters and leaves each tier. `chain`:
+        of the digests, where tokens are to be judged by them.
         """
         self.events = self.copies.events = KvEventLog(self.page_size, self.pool, self.host, chain)
 
@@ -133,7 +133,7 @@ class Cache:
         return self.pool.pages - soft_pages(self.namespaces.values()) + namespace.soft_pages
 
     def reachable_by_each(self) -> dict[Namespace, int]:
-        """As `reachable`, of all namespaces, with one sum over them."""
+        """The `reachable` pages of each namespace, with one sum over all of them."""
         unprotected = self.pool.pages - soft_pages(self.namespaces.values())
         return {namespace: unprotected + namespace.soft_pages for namespace in self.namespaces.values()}
 
@@ -143,8 +143,8 @@ class Cache:
     # -- pages of requests ---------------------------------------------------------------------------------------
 
     def take(self, namespace: Namespace, pages: int) -> list[int] | None:
-        """`pages` LEASED pages for a request that was promised them; the caller lowers its promise. None: not yet. If
-        then no copy is under way, nothing will change by itself.
+        """Takes `pages` LEASED pages for a request that was promised them; the caller lowers its promise. None: not
+        yet. If then no copy is under way, nothing will change by itself.
         """
         self.settle()
         if not self.eviction.make_room(namespace, pages):
@@ -177,7 +177,7 @@ class Cache:
             self.pool.free_pages(released)
 
     def name(self, namespace: Namespace, pages: list[int], digests: bytes) -> None:
-        """These device pages are about to be inserted into its tree."""
+        """Names these device pages, which are about to be inserted into the namespace's tree."""
         if self.events is not None:
             self.events.name_device(namespace.id, pages, digests)
 
@@ -225,13 +225,13 @@ class Cache:
         return forgotten
 
     def resize(self, pages: int) -> None:
-        """Another memory, of so many pages. None may be in use."""
+        """Takes another memory, of so many pages. None may be in use."""
         self.pool.resize(pages)
         assert not self._unclean, f"{len(self._unclean)} pages were taken and not cleared"
         self._used = self._used_at_first(pages)
 
     def recover(self, namespace: Namespace, digests: bytes, parents: bytes, rows: list[int], outputs: bytes) -> None:
-        """Pages of the host tier's file, found again at the start."""
+        """Takes in the pages of the host tier's file, found again at the start."""
         assert self.host is not None
         self.host.claim(rows, PageState.LEASED)
         if self.events is not None:

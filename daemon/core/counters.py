@@ -32,7 +32,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class TierCounters:
-    """Pages, ever."""
+    """Counts of pages between the tiers, ever."""
 
     spilled: int = 0
     restored: int = 0
@@ -87,7 +87,8 @@ class RequestCounters:
 
 @dataclass(slots=True)
 class TransferCounters:
-    """Of one side: `opened` = active + completed + failed + aborted. Bytes and parts are those over NIXL."""
+    """Counts of one side's transfers: `opened` = active + completed + failed + aborted. Bytes and parts are those over
+    NIXL."""
 
     opened: int = 0
     completed: int = 0

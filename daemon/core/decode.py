@@ -70,7 +70,7 @@ class DecodeCore:
 
     @property
     def failed_requests(self) -> int:
-        """Of the running ones, those that have failed: they wait for their worker's last word or its proven end."""
+        """The number of running requests that have failed: they wait for their worker's last word or its proven end."""
         return sum(lease.state is LeaseState.FAILED for lease in self.leases.values())
 
     @property
@@ -79,7 +79,7 @@ class DecodeCore:
 
     @property
     def reserved(self) -> int:
-        """Of the running ones, those that wait for pages to be spilled."""
+        """The number of running requests that wait for pages to be spilled."""
         return self._supply.reserved
 
     @property
@@ -88,7 +88,7 @@ class DecodeCore:
 
     @property
     def draining_transfers(self) -> int:
-        """Of the active ones, those that were ended while copies into their pages may run."""
+        """The number of active transfers that were ended while copies into their pages may run."""
         return self._asks.draining
 
     @property
@@ -100,7 +100,7 @@ class DecodeCore:
         return self._asks.asked_again
 
     def comes_back(self, worker: int, name: Name) -> bool:
-        """It was retracted: its place is kept, and it is accepted work."""
+        """Whether the request was retracted: its place is kept, and it is accepted work."""
         return self._keeper.comes_back(worker, name)
 
     def _pump(self, now: float) -> None:
@@ -161,7 +161,7 @@ class DecodeCore:
         self._pump(now)
 
     def page_tokens(self, worker: int, name: Name, first_token: int, tokens: Sequence[int], now: float) -> None:
-        """Of the prompt's full pages that were not announced when the request became ready."""
+        """Takes tokens of the prompt's full pages that were not announced when the request became ready."""
         lease = self._keeper.lease_of(worker, name)
         if lease.state is LeaseState.FAILED:
             return  # it crossed Failed on the way
@@ -178,7 +178,7 @@ class DecodeCore:
         self._pump(now)
 
     def _wrong_page_tokens(self, lease: Lease, first: int, tokens: int, full: int) -> RequestError | None:
-        """Of the first `full` pages."""
+        """The objection to these tokens of the first `full` pages; None: none."""
         if self.cache.events is None or not lease.keep:
             return precondition(f"page_tokens of name {lease.name}: Ready did not ask for them")
         end = full * self.cache.page_size
@@ -216,7 +216,8 @@ class DecodeCore:
         continues: bool = False,
         page_tokens: wire.PageTokens | None = None,
     ) -> None:
-        """`continues`: it was retracted and will come back (a Retract may also have crossed its last Finish)."""
+        """Ends the request. `continues`: it was retracted and will come back (a Retract may also have crossed its last
+        Finish)."""
         lease = self._keeper.lease_of(worker, name)
         if lease.state is LeaseState.FAILED:
             self.abort(worker, name, now)  # it crossed Failed on the way
@@ -247,7 +248,7 @@ class DecodeCore:
         self._pump(now)
 
     def abort(self, worker: int, name: Name, now: float) -> None:
-        """Idempotent: an unknown name is answered with Ended."""
+        """Ends the request. Idempotent: an unknown name is answered with Ended."""
         lease = self.leases.get(name)
         if lease is None:
             self._outbox.tell_ended(worker, name)
@@ -261,7 +262,7 @@ class DecodeCore:
         self._pump(now)
 
     def worker_lost(self, worker: int, now: float) -> None:
-        """Its stream broke: it may still write. Its pages are orphaned until `worker_gone`."""
+        """The worker's stream broke: it may still write. Its pages are orphaned until `worker_gone`."""
         lost = [lease for lease in self.leases.values() if lease.worker == worker]
         for lease in lost:
             if lease.queued:
@@ -280,7 +281,7 @@ class DecodeCore:
         self._pump(now)
 
     def worker_gone(self, worker: int, now: float) -> None:
-        """Proof that it writes no more."""
+        """The worker's end is proven: it writes no more."""
         for lease in [lease for lease in self.leases.values() if lease.worker == worker]:
             if lease.live or lease.queued:
                 self.counters.aborted += 1
@@ -322,7 +323,7 @@ class DecodeCore:
         self._pump(now)
 
     def transfer_completed(self, transfer: int, now: float) -> None:
-        """Every page of it has arrived; the receiver knows it no more."""
+        """Every page of the transfer has arrived; the receiver knows it no more."""
         moving = self._asks.pop(transfer)
         if moving is not None:
             self.transfer_counters.completed += 1
@@ -330,7 +331,7 @@ class DecodeCore:
             self._pump(now)
 
     def transfer_broken(self, transfer: int, message: str, now: float) -> None:
-        """Parts of it were wrong or lost: what is missing is asked for again once no copy of it runs."""
+        """Parts of the transfer were wrong or lost: what is missing is asked for again once no copy of it runs."""
         moving = self._asks.get(transfer)
         if moving is None or moving.draining:
             return
@@ -352,12 +353,12 @@ class DecodeCore:
         self._pump(now)
 
     def _prompt_failed(self, lease: Lease | None, error: RequestError) -> None:
-        """Of a lease whose pages another brings now: its aux blob will not come."""
+        """Fails a lease whose pages another brings now: its aux blob will not come."""
         if lease is not None and lease.state is LeaseState.FILLING and lease.aux is None:
             self._keeper.fail(lease, error.marked_of_prefill())
 
     def transfer_drained(self, transfer: int, now: float) -> None:
-        """After StopTransfer: no copy into its pages runs, and none will."""
+        """Called after StopTransfer: no copy into the transfer's pages runs, and none will."""
         moving = self._asks.pop(transfer)
         if moving is None:
             return
@@ -412,7 +413,7 @@ class DecodeCore:
         self._pump(now)
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This daemon did, for so long, and has not read what came meanwhile: by that alone nobody is late."""
+        """This daemon stood still for so long, and has not read what came meanwhile: by that alone nobody is late."""
         for lease in self.leases.values():
             lease.quiet_since = min(lease.quiet_since + seconds, now)
             if lease.served_at is not None:

@@ -114,11 +114,11 @@ class LeaseKeeper:
         return request.digests[: (request.tokens - 1) // self._cache.page_size * DIGEST_BYTES]
 
     def comes_back(self, worker: int, name: Name) -> bool:
-        """It was retracted: its place is kept, and it is accepted work."""
+        """Whether the request was retracted: its place is kept, and it is accepted work."""
         return self._retracted.get(name, (None, 0))[0] == worker
 
     def remember_retracted(self, lease: Lease) -> None:
-        """It keeps its place until it comes back."""
+        """Keeps the lease's place until it comes back."""
         self.counters.retracted += 1
         self._retracted[lease.name] = (lease.worker, lease.order)
         while len(self._retracted) > MAX_RETRACTED:
@@ -253,8 +253,8 @@ class LeaseKeeper:
             self._outbox.put(SendDone(lease.prefill, lease.name))
 
     def _share(self, lease: Lease) -> None:
-        """What its worker has filled itself enters the tree once all of the prompt is there, if nothing of it has come
-        there meanwhile: then its own pages stay its own to its end.
+        """Moves what the lease's worker has filled itself into the tree once all of the prompt is there, if nothing of
+        it has come there meanwhile: then its own pages stay its own to its end.
         """
         if lease.local or not lease.keep or not lease.to_fill:
             return
@@ -270,7 +270,7 @@ class LeaseKeeper:
             events.announce(lease.hold.namespace.id, digests, page_tokens.first_token // page_size, page_tokens.tokens)
 
     def _keep(self, lease: Lease, full: int, kind: int, digests: bytes) -> None:
-        """Its first `full` pages enter the tree, as far as they are not there."""
+        """Moves the lease's first `full` pages into the tree, as far as they are not there."""
         fresh = lease.pages[lease.tree_pages : full]
         if fresh:
             duplicates = self._holds.extend(lease.hold, digests, fresh, lease.tree_pages, kind)
@@ -295,7 +295,8 @@ class LeaseKeeper:
         self.settle(lease)
 
     def _leave_queue(self, lease: Lease) -> None:
-        """It has asked for nothing; still its prefill daemon, which may have computed it, need not wait."""
+        """Takes the lease out of the queue. It has asked for nothing; still its prefill daemon, which may have computed
+        it, need not wait."""
         self.supply.remove(lease)
         if not lease.local:
             self._outbox.put(SendDone(lease.prefill, lease.name))
@@ -321,8 +322,8 @@ class LeaseKeeper:
         self.settle(lease)
 
     def settle(self, lease: Lease) -> None:
-        """Once no copy of its transfers runs: others take over what it was to bring, and if its worker is done its
-        pages go.
+        """Settles the lease once no copy of its transfers runs: others take over what it was to bring, and if its
+        worker is done its pages go.
         """
         if lease.live or lease.transfers:
             return

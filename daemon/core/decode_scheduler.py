@@ -1,4 +1,4 @@
-"""Who of the decode requests gets pages next: growth first, then what is reserved, then the admission queue. Core: no
+"""The order in which decode requests get pages: growth first, then what is reserved, then the admission queue. Core: no
 I/O, time is passed in.
 """
 
@@ -19,10 +19,10 @@ from kvferry.daemon.core.reservations import AdmissionLoop, Holds
 
 class SupplyEvents(Protocol):
     def on_claimed(self, lease: Lease, fresh: list[int], now: float) -> None:
-        """It has its pages; `fresh` are those behind the matched ones."""
+        """The lease has its pages; `fresh` are those behind the matched ones."""
 
     def on_grown(self, lease: Lease, first_page: int) -> None:
-        """Its pages from index `first_page` on are new."""
+        """The lease's pages from index `first_page` on are new."""
 
     def on_short(self, lease: Lease, now: float) -> None:
         """No page can be had for its growth, and no copy is under way that would free one."""
@@ -49,7 +49,7 @@ class Supply:
         return len(self._loop.reserved)
 
     def remove(self, lease: Lease) -> None:
-        """It waits for nothing more."""
+        """Forgets a lease that waits for nothing more."""
         if lease.state is LeaseState.WAITING:
             self.queue.remove(lease)
         elif lease.state is LeaseState.RESERVED:
@@ -78,7 +78,7 @@ class Supply:
         lease.state, lease.waiting_since = LeaseState.WAITING, now
 
     def _grow(self, now: float) -> None:
-        """In order; a namespace whose first growth must wait holds up no other."""
+        """Grows requests in order; a namespace whose first growth must wait holds up no other."""
         stuck: list[Namespace] = []
         for growth in list(self.growing):
             lease = growth.lease

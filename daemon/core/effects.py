@@ -1,4 +1,4 @@
-"""What a core wants done: the only way out of it. The shells carry effects out in the order given."""
+"""Orders of a core to the shells: the only way out of it. They are carried out in the order given."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class ZeroPages:
 
 @dataclass(frozen=True, slots=True)
 class ForgetRows:
-    """These rows of the host tier were freed: what its file says of them is void."""
+    """Forget these rows of the host tier, which were freed: what its file says of them is void."""
 
     rows: tuple[int, ...]
 

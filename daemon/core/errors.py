@@ -20,7 +20,7 @@ class RequestError(Exception):
 
     @staticmethod
     def from_proto(error: common.Error) -> RequestError:
-        """Of a peer: a code that is none becomes INTERNAL, a long message is cut."""
+        """The error of a peer: a code that is none becomes INTERNAL, a long message is cut."""
         known = error.code in common.ErrorCode.values() and error.code != common.ERROR_UNSPECIFIED
         return RequestError(error.code if known else common.ERROR_INTERNAL, error.message[:MAX_MESSAGE_CHARS])
 

@@ -1,7 +1,7 @@
-"""Who gives pages back when a pool is full, and which of them are copied to the host tier. Core: no I/O.
+"""Eviction: who gives pages back when a pool is full, and which of them are copied to the host tier. Core: no I/O.
 
 Leaves are evicted in the policy's order over all namespaces whose quota allows it. One that must be spilled first gives
-its pages when its copy ends. Nodes that are hit often are copied to the host before they must go (write-through).
+its pages when its copy ends. Nodes that are hit often are copied to the host tier before they must go (write-through).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvferry.radix.pool import PagePool
 from kvferry.radix.tree import BACKUP, Evicted
 
 MIXED_CHUNK = 16  # pages evicted from one tree before the next one is compared, where several are candidates
-MAX_COPY_PAGES = 256  # of one copy to the host: pages are free as it ends
+MAX_COPY_PAGES = 256  # of one copy to the host tier: pages are free as it ends
 
 
 class Eviction:
@@ -134,7 +134,7 @@ class Eviction:
         return max(0, hard - namespace.tree.host_pages) if hard else self._pool.pages
 
     def _make_host_room(self, host: PagePool, namespace: Namespace, pages: int) -> None:
-        """So that `pages` of this namespace could be spilled: frees host pages of its own where its hard quota is
+        """Makes room for `pages` of this namespace to be spilled: frees host pages of its own where its hard quota is
         reached, else in the policy's order over all namespaces whose host quota allows it.
         """
         over = pages - self._host_quota_left(namespace)

@@ -1,4 +1,4 @@
-"""What a side asks of its state machine, whatever its role. Core: no I/O."""
+"""The interface of a side's state machine, whatever its role. Core: no I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.daemon.core.pins import Pins
 
 
 class Core(Protocol):
-    """What both roles' state machines have."""
+    """The interface that both roles' state machines have."""
 
     cache: Cache
     counters: RequestCounters
@@ -29,7 +29,7 @@ class Core(Protocol):
 
     @property
     def failed_requests(self) -> int:
-        """Of the running ones, those that have failed: they wait for their worker's last word or its proven end."""
+        """The number of running requests that have failed: they wait for their worker's last word or its proven end."""
 
     @property
     def waiting_requests(self) -> int: ...
@@ -53,6 +53,6 @@ class Core(Protocol):
     def tick(self, now: float) -> None: ...
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This daemon did, for so long, and has not read what came meanwhile: by that alone nobody is late."""
+        """This daemon stood still for so long, and has not read what came meanwhile: by that alone nobody is late."""
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None: ...

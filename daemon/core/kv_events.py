@@ -1,4 +1,4 @@
-"""What enters and leaves each tier, as events for routers that know where prefixes are cached. Core: no I/O.
+"""Events of what enters and leaves each tier, for routers that know where prefixes are cached. Core: no I/O.
 
 A page counts from the moment it is readable until it is freed, as its pool says (`PagePool.take_readable`); its digest
 is known by `name_device` or `name_host`, said whenever a page comes into a tree. Two namespaces may hold the same
@@ -30,7 +30,8 @@ CHECKED_ALGORITHM = "sha256_cbor"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Pages in prompt order, behind `parent` (None: the prompt's first). `tokens`: all of theirs; none on the host."""
+    """Pages that became readable, in prompt order, behind `parent` (None: the prompt's first). `tokens`: all of theirs;
+    none in the host tier."""
 
     medium: Medium
     digests: tuple[bytes, ...]
@@ -53,7 +54,7 @@ KvEvent: TypeAlias = Stored | Removed | Cleared
 
 
 class EventSink(Protocol):
-    """Who is told what enters and leaves the tiers."""
+    """The receiver of events on what enters and leaves the tiers."""
 
     endpoint: str
     replay: str
@@ -64,14 +65,14 @@ class EventSink(Protocol):
 
     @property
     def replays_cut_off(self) -> Counter[str]:
-        """By reason: "stalled" or "gone"."""
+        """Replays that were cut off, by reason: "stalled" or "gone"."""
 
     def publish(self, events: Sequence[KvEvent]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChain:
-    """How the digests of a daemon's pages come from tokens. Pages with keys beside them (LoRA, images) do not fit."""
+    """The way from tokens to the digests of a daemon's pages. Pages with keys beside them (LoRA, images) do not fit."""
 
     root: bytes  # parent of first pages
     page_size: int
@@ -79,14 +80,14 @@ class TokenChain:
 
     @staticmethod
     def of(facts: NamespaceFacts) -> TokenChain | None:
-        """None where the algorithm is not known here."""
+        """The chain of these facts; None where the algorithm is not known here."""
         if facts.digest_algorithm != CHECKED_ALGORITHM:
             return None
         page_size = facts.geometry.page_size
         return TokenChain(facts.root_digest, page_size, facts.digest_tokens or page_size)
 
     def fitting(self, path: Sequence[bytes], parent: bytes | None, tokens: Sequence[int]) -> int:
-        """How many pages of `path`, from its first on, have these tokens' digests."""
+        """The number of pages of `path`, from its first on, that have these tokens' digests."""
         chained = chain_digests(tokens, page_size=self.digest_tokens, parent=parent or self.root)
         each = self.page_size // self.digest_tokens
         own = _split(chained[each - 1 :: each].tobytes())
@@ -160,7 +161,7 @@ class KvEventLog:
         self._events: list[KvEvent] = [Cleared()]
 
     def name_device(self, namespace: bytes, pages: Iterable[int], digests: bytes) -> None:
-        """These pages come into a tree, and will be readable then or later."""
+        """Names these pages, which come into a tree and will be readable then or later."""
         self._sync()  # what is said of these ids by now was said of their former digests
         self._device.name(namespace, pages, digests)
 
@@ -222,7 +223,8 @@ class KvEventLog:
         return events
 
     def _sync(self) -> None:
-        """What moved to the host is stored there before it is removed from the device."""
+        """Brings the events up to date. What moved to the host tier is stored there before it is removed from the
+        device."""
         host_gone: list[bytes] = []
         if self._host is not None:
             came, host_gone = self._host.changes()

@@ -73,7 +73,7 @@ class Lease:
 
     @property
     def queued(self) -> bool:
-        """Its worker knows no page of it."""
+        """Whether it waits still: its worker knows no page of it."""
         return self.state in (LeaseState.WAITING, LeaseState.RESERVED)
 
     @property
@@ -98,7 +98,7 @@ class Lease:
 
     @property
     def pages(self) -> list[int]:
-        """Of prompt and output, in order."""
+        """Pages of prompt and output, in order."""
         return self.hold.pages
 
     @property
@@ -136,7 +136,7 @@ class Transfer:
     refusal: RequestError | None = None  # the prefill daemon's, while it drains for its taker
 
     def pool_pages(self, prompt_pages: Sequence[int]) -> Sequence[int]:
-        """Where these prompt pages, ascending, are to lie."""
+        """The pool's pages in which these prompt pages, ascending, are to lie."""
         first = self.first_page
         if prompt_pages and prompt_pages[-1] - prompt_pages[0] + 1 == len(prompt_pages):  # no gap, as almost always
             return self.page_ids[prompt_pages[0] - first : prompt_pages[-1] - first + 1]

@@ -1,4 +1,4 @@
-"""What a namespace may use of a pool, and what may be promised to whom. Core: no I/O.
+"""The pages that a namespace may use of a pool, and those that may be promised to whom. Core: no I/O.
 
 A promise holds when its pages can be had without breaking another's. A namespace's evictable pages under its soft
 quota are its own only (`protected`); what is above it, and every free page, anybody may have. So all promises can be
@@ -20,7 +20,8 @@ from kvferry.radix.tree import PagedRadixTree
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Pages of one namespace. 0: no quota. Soft: what others may not evict; hard: what it may use at most."""
+    """The quota of one namespace, in pages. 0: no quota. Soft: what others may not evict; hard: what it may use at
+    most."""
 
     soft: int = 0
     hard: int = 0
@@ -49,7 +50,7 @@ class Namespace:
 
     @property
     def used(self) -> int:
-        """Device pages."""
+        """Device pages in use."""
         return self.tree.pages + self.own
 
     @property
@@ -88,8 +89,8 @@ def soft_pages(namespaces: Iterable[Namespace]) -> int:
 
 
 def quota_states(namespaces: Iterable[Namespace]) -> Callable[[object], Hashable]:
-    """Of a namespace, in this step: what decides which of its requests are over its hard quota or kept out by the soft
-    ones of others. What they match changes with the pages that it uses and that become readable, but for a page in
+    """For each namespace, in this step: what decides which of its requests are over its hard quota or kept out by the
+    soft ones of others. What they match changes with the pages that it uses and that become readable, but for a page in
     place of another.
     """
     soft = soft_pages(namespaces)
@@ -112,8 +113,8 @@ def slack(free: int, namespaces: Iterable[Namespace]) -> int:
 
 
 def own_share(namespace: Namespace, pages: int, left: int) -> int:
-    """Of the next `pages` (promised) pages of `namespace`, how many must come from its own tree, so that its hard quota
-    and, `left` being the slack, all other promises hold.
+    """The number of the next `pages` (promised) pages of `namespace` that must come from its own tree, so that its hard
+    quota and, `left` being the slack, all other promises hold.
     """
     hard = namespace.quota.hard
     over = max(0, namespace.used + pages - hard) if hard else 0

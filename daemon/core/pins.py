@@ -29,7 +29,7 @@ class Pin:
 
 
 class Unlocking(Protocol):
-    """How locks are given up (`Holds`)."""
+    """The way in which locks are given up (`Holds`)."""
 
     def abandoned(self, namespace: Namespace, lock: Lock) -> int | None: ...
 
@@ -82,7 +82,7 @@ class Pins:
         return pin
 
     def unpin(self, number: int) -> int:
-        """0: all. Returns how many there were."""
+        """Lets one pin go, by its number; 0: all. Returns how many there were."""
         chosen = list(self._pins.values()) if number == 0 else [p for p in (self._pins.get(number),) if p]
         for pin in chosen:
             del self._pins[pin.number]

@@ -69,7 +69,7 @@ class PrefillCore:
 
     @property
     def failed_requests(self) -> int:
-        """Of the running ones, those that have failed: they wait for their worker's last word or its proven end."""
+        """The number of running requests that have failed: they wait for their worker's last word or its proven end."""
         return sum(entry.failed for entry in self.entries.values())
 
     @property
@@ -78,7 +78,7 @@ class PrefillCore:
 
     @property
     def reserved(self) -> int:
-        """Of the running ones, those that wait for pages to be spilled."""
+        """The number of running requests that wait for pages to be spilled."""
         return self._supply.reserved
 
     @property
@@ -91,7 +91,7 @@ class PrefillCore:
 
     @property
     def draining_transfers(self) -> int:
-        """Of the active ones, those of requests that have ended: gathers from their pages may run."""
+        """The number of active transfers of requests that have ended: gathers from their pages may run."""
         return sum(entry.done for entry in self._sends.open.values())
 
     def _pump(self, now: float) -> None:
@@ -220,7 +220,7 @@ class PrefillCore:
         self._pump(now)
 
     def worker_lost(self, worker: int, now: float) -> None:
-        """Its stream broke: it may still write; its pages are orphaned until `worker_gone`."""
+        """The worker's stream broke: it may still write; its pages are orphaned until `worker_gone`."""
         for entry, prompt in self._table.of_worker(worker):
             if entry.worker_done:
                 continue  # it had said its last word: the pages can still be sent
@@ -237,7 +237,7 @@ class PrefillCore:
         self._pump(now)
 
     def worker_gone(self, worker: int, now: float) -> None:
-        """Proof that it writes no more."""
+        """The worker's end is proven: it writes no more."""
         for entry, _ in self._table.of_worker(worker):
             if not entry.worker_done:
                 if not entry.done:
@@ -282,7 +282,7 @@ class PrefillCore:
         self._pump(now)
 
     def ask_end(self, session: int, transfer: int) -> None:
-        """Idempotent. Of an unknown transfer nothing is sent, so it has ended."""
+        """Ends an ask. Idempotent. Of an unknown transfer nothing is sent, so it has ended."""
         entry = self._sends.open.get((session, transfer))
         if entry is not None:
             self._outbox.put(EndSend(session, transfer))
@@ -293,13 +293,13 @@ class PrefillCore:
         self._outbox.put(EndSend(session, transfer))
 
     def send_completed(self, session: int, transfer: int, now: float) -> None:
-        """Every part of it has reached the other side; no gather of it runs."""
+        """Every part of the transfer has reached the other side; no gather of it runs."""
         if self._keeper.send_closed(session, transfer) is not None:
             self.transfer_counters.completed += 1
         self._pump(now)
 
     def send_ended(self, session: int, transfer: int, now: float) -> None:
-        """After EndSend: no gather of it runs."""
+        """Called after EndSend: no gather of the transfer runs."""
         entry = self._keeper.send_closed(session, transfer)
         if entry is not None:
             self.transfer_counters.abort(entry.failure or "request_ended")
@@ -338,7 +338,7 @@ class PrefillCore:
         self._pump(now)
 
     def tail_zeroed(self, name: Name, now: float) -> None:
-        """After ZeroTail: it runs no more. Until then the page is not given to anybody else."""
+        """Called after ZeroTail: the clearing runs no more. Until then the page is not given to anybody else."""
         entry = self.entries[name]
         entry.zeroing = False
         self._keeper.look_at_rest(entry, now)
@@ -353,7 +353,8 @@ class PrefillCore:
         self._pump(now)
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This daemon did, for so long, and has not read what came meanwhile: nothing has rested longer by that."""
+        """This daemon stood still for so long, and has not read what came meanwhile: nothing has rested longer by
+        that."""
         self._keeper.stood_still(seconds, now)
 
     def tick(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What the prefill daemon sends of its requests, and how these begin, yield and end. Core: no I/O."""
+"""The requests of the prefill daemon: what it sends of them, and how they begin, yield and end. Core: no I/O."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class PrefillSends:
         self._newest.pop(session, None)
 
     def check_asks(self, entry: Entry) -> None:
-        """Both sides must speak of the same tokens, else nothing is sent."""
+        """Checks that both sides speak of the same tokens, else nothing is sent."""
         prompt = entry.prompt
         if prompt is None:
             return
@@ -110,7 +110,8 @@ class PrefillSends:
             self._outbox.put(FailAsk(entry.session, ask.transfer, error))
 
     def open_asks(self, entry: Entry) -> None:
-        """Those of no pages stay until the aux blob is there: who waits for it alone is told if it will not come."""
+        """Opens sends for the entry's asks. Those of no pages stay until the aux blob is there: who waits for it alone
+        is told if it will not come."""
         if entry.state not in (EntryState.COMPUTING, EntryState.COMPUTED, EntryState.SERVED):
             return
         prompt = entry.prompt
@@ -129,14 +130,14 @@ class PrefillSends:
         entry.asks = waiting
 
     def close(self, session: int, transfer: int) -> Entry | None:
-        """No gather of it runs. Whose it was; None where it was over."""
+        """Closes a send, of which no gather runs: its entry; None where it was over."""
         entry = self.open.pop((session, transfer), None)
         if entry is not None:
             entry.sends.discard(transfer)
         return entry
 
     def withdraw(self, entry: Entry, error: RequestError) -> None:
-        """Nothing more is sent for it."""
+        """Ends all that is sent for the request."""
         self.fail_asks(entry, error)
         for number in sorted(entry.sends):
             assert entry.session is not None
@@ -156,7 +157,7 @@ class PrefillSends:
 
 
 class EntryKeeper:
-    """How requests begin, rest, yield their pages, fail and end."""
+    """Keeps requests: how they begin, rest, yield their pages, fail and end."""
 
     def __init__(
         self, cache: Cache, limits: PrefillLimits, outbox: Outbox, table: Rendezvous, sends: PrefillSends
@@ -172,7 +173,7 @@ class EntryKeeper:
     # -- pages ---------------------------------------------------------------------------------------------------
 
     def _resting(self, now: float) -> Entry | None:
-        """Of those that have rested for REST_SECONDS the youngest whose pages one that was asked for waits for and may
+        """The youngest of those that have rested for REST_SECONDS whose pages one that was asked for waits for and may
         have, where nothing moves that would give pages back. Where pages are to be asked for again the decode daemon
         turns to the oldest first.
 
@@ -291,14 +292,14 @@ class EntryKeeper:
         self._outbox.tell(prompt.worker, wire.WorkerEvent(failed=failed))
 
     def withdraw(self, entry: Entry, error: RequestError, state: EntryState) -> None:
-        """Nothing more is sent for it; it is in `state` from now on."""
+        """Ends all that is sent for the request, which is in `state` from now on."""
         assert not entry.done
         self._sends.withdraw(entry, error)
         self.supply.leave(entry)
         entry.move(state)
 
     def worker_ended(self, entry: Entry, error: RequestError) -> None:
-        """Its worker gave it up, or is proven gone: it touches the pages no more."""
+        """The entry's worker gave it up, or is proven gone: it touches the pages no more."""
         if entry.state is EntryState.FAILED:
             entry.move(EntryState.FAILED_ENDING)
         elif entry.state is EntryState.RECEIVED:

@@ -83,7 +83,7 @@ class BegunPrompt:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Either half may be missing."""
+    """One request of the rendezvous; either half may be missing."""
 
     name: Name
     deadline: float
@@ -111,12 +111,12 @@ class Entry:
 
     @property
     def queued(self) -> bool:
-        """Its worker has begun it, and knows no page of it."""
+        """Whether its worker has begun it, and knows no page of it."""
         return self.state in _QUEUED
 
     @property
     def told(self) -> bool:
-        """Its worker was told Failed, or is lost: what it says crosses that."""
+        """Whether its worker was told Failed, or is lost: what it says crosses that."""
         return self.state is EntryState.FAILED or self.state is EntryState.FAILED_ENDING
 
     @property
@@ -125,27 +125,27 @@ class Entry:
 
     @property
     def worker_done(self) -> bool:
-        """Its worker touches the pages no more."""
+        """Whether its worker touches the pages no more."""
         return self.ending or self.state is EntryState.COMPUTED or self.state is EntryState.SERVED
 
     @property
     def ending(self) -> bool:
-        """It waits only for copies of its pages."""
+        """Whether it waits only for copies of its pages."""
         return self.state in _ENDING
 
     @property
     def done(self) -> bool:
-        """Nothing more is wanted of it."""
+        """Whether nothing more is wanted of it."""
         return self.state in _DONE
 
     @property
     def rests(self) -> bool:
-        """All that was asked for is sent: it keeps its pages only in case some of it is asked for again."""
+        """Whether all that was asked for is sent: it keeps its pages only in case some of it is asked for again."""
         return self.state is EntryState.SERVED and not (self.asks or self.sends or self.zeroing)
 
     @property
     def moves(self) -> bool:
-        """It is asked for and restored, computed or sent, which waits for nobody else's pages."""
+        """Whether it is asked for and restored, computed or sent, which waits for nobody else's pages."""
         computed = self.state is EntryState.RESTORING or self.state is EntryState.COMPUTING
         return bool(self.sends) or (self.asked and computed)
 
@@ -184,7 +184,8 @@ class Rendezvous:
         return len(self._over) + len(self._yielded)
 
     def make_room(self) -> RequestError | None:
-        """For one more, in the place of a name that is only kept if need be; RESOURCE_EXHAUSTED where there is none."""
+        """Makes room for one more, in the place of a name that is only kept if need be; RESOURCE_EXHAUSTED where there
+        is none."""
         kept = self._over or self._yielded  # who asks again for what was yielded waits, and is to hear of it at once
         if len(self.entries) >= self._bound and kept:
             self.drop(self.entries[next(iter(kept))])
@@ -198,7 +199,8 @@ class Rendezvous:
         return entry
 
     def keep_name(self, entry: Entry, state: EntryState) -> None:
-        """It is over and holds nothing; until its deadline, or until its place is needed, who comes late is told."""
+        """Keeps the name of a request that is over and holds nothing; until its deadline, or until its place is needed,
+        who comes late is told."""
         entry.move(state)
         (self._yielded if state is EntryState.YIELDED else self._over)[entry.name] = None
 

@@ -1,4 +1,4 @@
-"""Which of the begun prompts gets its pages next. Core: no I/O.
+"""The choice of the begun prompt that gets its pages next. Core: no I/O.
 
 Requests that no decode daemon has asked for hold at most half of what the namespaces' soft quotas leave of the pool
 and of their namespace's hard quota, and get no pages while one that was asked for waits for room: for that of all, or,
@@ -24,7 +24,8 @@ from kvferry.radix.pool import PageState
 
 
 class PrefillSupply:
-    """`on_begun`: every page of the prompt is there, and its matched ones are readable."""
+    """The supply of begun prompts with pages. `on_begun`: every page of the prompt is there, and its matched ones are
+    readable."""
 
     def __init__(self, cache: Cache, overtakes: int, on_begun: Callable[[Entry], None]) -> None:
         self.queue: AdmissionQueue[Entry] = AdmissionQueue(overtakes, self._states)
@@ -50,8 +51,8 @@ class PrefillSupply:
         return len(self._loop.reserved)
 
     def first_asked(self) -> list[Hold]:
-        """Of each namespace, the first of those that a decode daemon asked for and that wait for pages, in order; not
-        those that only others' soft quotas keep out, whom nobody's pages would help.
+        """For each namespace the first of the requests that a decode daemon asked for and that wait for pages, in
+        order; not those that only others' soft quotas keep out, whom nobody's pages would help.
         """
         if not self._asked_waiting:
             return []
@@ -66,7 +67,7 @@ class PrefillSupply:
 
     @property
     def unasked_pages(self) -> int:
-        """Reserved for or held by prompts that nobody asked for."""
+        """Pages reserved for or held by prompts that nobody asked for."""
         return self._unasked.total()
 
     def most_unasked(self, namespace: Namespace | None = None) -> int:
@@ -75,7 +76,7 @@ class PrefillSupply:
         return max(0, shared if namespace is None else min(shared, self._cache.most(namespace))) // 2
 
     def add(self, entry: Entry) -> None:
-        """It waits from now on."""
+        """Lets the entry wait from now on."""
         if not entry.asked and entry.hold.wanted > self.most_unasked(entry.hold.namespace):
             entry.move(EntryState.PARKED)
             self._parked += 1
@@ -94,7 +95,7 @@ class PrefillSupply:
             self._count_asked(entry.prompt)
 
     def leave(self, entry: Entry) -> None:
-        """It waits for nothing more."""
+        """Forgets an entry that waits for nothing more."""
         if entry.state is EntryState.RESERVED:
             self._loop.reserved.remove(entry)
         self._leave_queue(entry)
@@ -162,7 +163,8 @@ class PrefillSupply:
         return lambda namespace: (quotas(namespace), self.unasked_pages, self._unasked[cast(Namespace, namespace).id])
 
     def _reserve_unasked(self, prompt: BegunPrompt) -> Admission:
-        """What was asked for was looked at before it in this step: it goes first."""
+        """Reserves for a prompt that nobody asked for. What was asked for was looked at before it in this step: it goes
+        first."""
         namespace, wanted = prompt.hold.namespace, prompt.hold.wanted
         if self._asked_short or self.unasked_pages + wanted > self.most_unasked():
             return Admission.NO_ROOM

@@ -1,7 +1,7 @@
-"""How a request comes to its pages: a reservation (locks and a promise), then the pages themselves. Core: no I/O.
+"""The way of a request to its pages: a reservation (locks and a promise), then the pages themselves. Core: no I/O.
 
 A reservation is made only if the promise can be kept; the pages may come later, when evicted ones have been spilled.
-What of the locked path is only on the host is restored into pages of the same promise.
+What of the locked path is only in the host tier is restored into pages of the same promise.
 
 `AdmissionLoop` leads both roles' requests that way: whoever the queue lets go first is reserved, and in the order of
 their reservations they claim their pages as these become free. One that loses what it matched, or whose promise was
@@ -26,7 +26,8 @@ from kvferry.radix.tree import Lock
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """`wanted` pages now and up to `growth` more later, for a prompt whose first pages `digests` names."""
+    """A request's hold on the pool: `wanted` pages now and up to `growth` more later, for a prompt whose first pages
+    `digests` names."""
 
     namespace: Namespace
     digests: bytes  # of the pages that may be matched
@@ -37,7 +38,7 @@ class Hold:
     overcommit: float
     lock: Lock | None = None
     matched: int = 0  # pages
-    host_matched: int = 0  # of them, those that were only on the host
+    host_matched: int = 0  # of them, those that were only in the host tier
     pages: list[int] = field(default_factory=list)  # device ids, once claimed
     counted: int = 0  # its part of the namespace's promised pages
 
@@ -46,20 +47,20 @@ class Hold:
         return bool(self.pages)
 
     def promise(self, now: int, later: int) -> None:
-        """From here on: `now` pages that are wanted, `later` that it may grow by."""
+        """Promises from here on `now` pages that are wanted, and `later` that it may grow by."""
         counted = now + math.ceil(later / self.overcommit)
         self.namespace.promised += counted - self.counted
         self.counted = counted
 
 
 class Abandoned(Protocol):
-    """What is known of pages on their way."""
+    """The record of pages on their way, as far as it is needed here."""
 
     def abandoned(self, path: Sequence[int]) -> int | None:
         """Index of the first page of the path that nobody brings."""
 
     def forget(self, pages: Sequence[int]) -> None:
-        """They are gone."""
+        """Forgets pages that are gone."""
 
 
 class Holds:
@@ -86,14 +87,15 @@ class Holds:
         return Admission.TAKEN
 
     def is_good(self, hold: Hold) -> bool:
-        """What it reserved can still be read by it: no restore of it has failed meanwhile."""
+        """Whether what the hold reserved can still be read by it: no restore of it has failed meanwhile."""
         assert hold.lock is not None
         if not hold.readable_only:
             return True
         return PageState.ARRIVING not in self._cache.pool.states(hold.namespace.tree.path_pages(hold.lock))
 
     def claim(self, hold: Hold) -> list[int] | None:
-        """The pages behind the matched ones, and a restore of the matched ones that are on the host. None: not yet."""
+        """Claims the pages behind the matched ones, and a restore of those that are in the host tier alone. None: not
+        yet."""
         namespace, tree = hold.namespace, hold.namespace.tree
         assert hold.lock is not None and not hold.pages
         if tree.match(hold.digests).pages > hold.lock.pages:  # more has come since it was reserved
@@ -115,7 +117,7 @@ class Holds:
         return fresh
 
     def grow(self, hold: Hold, extra: int) -> bool:
-        """`extra` pages of the promised growth. False: not yet."""
+        """Takes `extra` pages of the promised growth. False: not yet."""
         hold.promise(extra, hold.growth - extra)
         taken = self._cache.take(hold.namespace, extra)
         if taken is None:
@@ -139,7 +141,7 @@ class Holds:
         return self._arriving.abandoned(namespace.tree.path_pages(lock))
 
     def unlock(self, namespace: Namespace, lock: Lock) -> None:
-        """Whatever has become of its pages."""
+        """Gives the lock up, whatever has become of its pages."""
         abandoned = self.abandoned(namespace, lock)
         if abandoned is None:
             namespace.tree.unlock(lock)
@@ -147,12 +149,12 @@ class Holds:
         self.removed(namespace, namespace.tree.prune(lock, abandoned))
 
     def removed(self, namespace: Namespace, removed: list[int]) -> None:
-        """Pages that are out of the tree now, by whatever step: freed."""
+        """Frees pages that are out of the tree now, by whatever step."""
         self._arriving.forget(removed)
         self._cache.pruned(namespace, removed)
 
     def extend(self, hold: Hold, digests: bytes, own: list[int], start: int, kind: int) -> list[int]:
-        """Its pages `own`, behind `start` held ones of `digests`, enter the tree, and the lock is moved over them.
+        """Moves the hold's pages `own`, behind `start` held ones of `digests`, into the tree, and the lock over them.
         Returns those that another request had brought first: they stay its own.
         """
         tree = hold.namespace.tree
@@ -202,16 +204,16 @@ _ReservingT = TypeVar("_ReservingT", bound=Reserving, contravariant=True)
 
 
 class AdmissionRules(Protocol[_ReservingT]):
-    """What the roles do in ways of their own."""
+    """The rules of admission that the roles have in ways of their own."""
 
     def reserve(self, request: _ReservingT, now: float) -> Admission:
         """Locks and promises, if the rules and the pool allow it."""
 
     def on_claimed(self, request: _ReservingT, fresh: list[int], now: float) -> None:
-        """It has its pages; `fresh` are those behind the matched ones."""
+        """The request has its pages; `fresh` are those behind the matched ones."""
 
     def on_lost(self, request: _ReservingT, now: float) -> None:
-        """Its reservation is of no use: it is given back."""
+        """The request's reservation is of no use: it is given back."""
 
 
 class AdmissionLoop(Generic[ReservingT]):
@@ -239,7 +241,7 @@ class AdmissionLoop(Generic[ReservingT]):
         return lost
 
     def _claim(self, now: float) -> list[ReservingT]:
-        """As far as pages are free."""
+        """Claims the pages of reserved requests, as far as pages are free."""
         lost: list[ReservingT] = []
         while self.reserved:
             request = self.reserved[0]

@@ -17,11 +17,11 @@ class Waiter(Hashable, Protocol):
 
     @property
     def order(self) -> int:
-        """Grows with each request."""
+        """The waiter's order; grows with each request."""
 
     @property
     def can_ask(self) -> bool:
-        """There is somebody whom it can ask for pages."""
+        """Whether there is somebody whom it can ask for pages."""
 
 
 WaiterT = TypeVar("WaiterT", bound=Waiter)
@@ -47,7 +47,7 @@ class Arrivals(Generic[WaiterT]):
         return page in self._filler
 
     def expect(self, page: int, filler: WaiterT) -> None:
-        """`page` is new and brought by `filler`, which waits for it."""
+        """Expects `page`, which is new and brought by `filler`, which waits for it."""
         assert page not in self._filler, f"page {page} is already arriving"
         self._filler[page] = filler
         filler.filling.add(page)
@@ -72,7 +72,7 @@ class Arrivals(Generic[WaiterT]):
         return False
 
     def of(self, pages: Iterable[int]) -> list[int]:
-        """Those of them that are on their way."""
+        """Those of these pages that are on their way."""
         return [*filter(self._filler.__contains__, pages)]
 
     def arrived(self, pages: Sequence[int]) -> list[WaiterT]:
@@ -92,7 +92,8 @@ class Arrivals(Generic[WaiterT]):
         return sorted(waiters, key=lambda waiter: waiter.order)
 
     def leave(self, waiter: WaiterT) -> None:
-        """It waits no more. It stays the filler of its pages until `hand_over`, since they may still be written."""
+        """Takes out a waiter that waits no more. It stays the filler of its pages until `hand_over`, since they may
+        still be written."""
         for page in self._followers.keys() & waiter.missing:
             self._followers[page].pop(waiter, None)
             if not self._followers[page]:
@@ -110,8 +111,8 @@ class Arrivals(Generic[WaiterT]):
         return self._pass_on(pages, waiter)
 
     def take_over(self, pages: Iterable[int], old: WaiterT, new: WaiterT) -> None:
-        """`new`, which waits for these pages, brings them in place of `old`, no copy of which runs into them any more
-        and which goes on waiting for them.
+        """Lets `new`, which waits for these pages, bring them in place of `old`, no copy of which runs into them any
+        more and which goes on waiting for them.
         """
         for page in pages:
             assert self._filler[page] is old and page in new.missing, f"page {page} cannot be taken over"
@@ -121,12 +122,13 @@ class Arrivals(Generic[WaiterT]):
             self._followers[page][old] = None
 
     def followers(self, page: int) -> Iterable[WaiterT]:
-        """Who waits for this arriving page that another brings, in order of admission but for who brought it before."""
+        """Those who wait for this arriving page that another brings, in order of admission but for who brought it
+        before."""
         return self._followers.get(page, ())
 
     def lost(self, pages: Iterable[int]) -> tuple[dict[WaiterT, list[int]], list[WaiterT]]:
-        """Their restore failed. Returns new filler -> pages to ask for, and the waiters that cannot ask, which wait no
-        more and must be looked at again.
+        """Passes on pages whose restore failed. Returns new filler -> pages to ask for, and the waiters that cannot
+        ask, which wait no more and must be looked at again.
         """
         lost = list(pages)
         stranded = {w: None for page in lost for w in self._followers.get(page, ()) if not w.can_ask}
@@ -142,7 +144,7 @@ class Arrivals(Generic[WaiterT]):
         return next((i for i, page in enumerate(path) if page in filler and filler[page] is None), None)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Pages that were pruned or freed; nobody may wait for them."""
+        """Forgets pages that were pruned or freed; nobody may wait for them."""
         for page in pages:
             if page in self._filler:
                 filler = self._filler.pop(page)

@@ -1,5 +1,5 @@
-"""Who brings pages in another's place, where single flight would tie a request to a prefill daemon that may never
-answer. Core: no I/O, time is passed in.
+"""Takers that bring pages in another's place, where single flight would tie a request to a prefill daemon that may
+never answer. Core: no I/O, time is passed in.
 
 A follower whose own prefill daemon has computed the pages takes them over from a filler that has brought none for
 PATIENCE_SECONDS. From one that has brought some, which was only slow, it takes them after STALL_SECONDS, and twice as
@@ -27,7 +27,7 @@ class TakeOvers:
         self._asks = asks
 
     def look(self, leases: Iterable[Lease], now: float) -> None:
-        """At each tick."""
+        """Looks for pages to be taken over, at each tick."""
         for filler in leases:
             quiet = filler.state is LeaseState.FILLING and now - filler.quiet_since >= PATIENCE_SECONDS
             if quiet and self._asks.waits(filler):
@@ -93,7 +93,7 @@ class TakeOvers:
 
 
 def _delivers(lease: Lease) -> bool:
-    """Its own prefill daemon has brought something of it."""
+    """Whether the lease's own prefill daemon has brought something of it."""
     return lease.brings or lease.served_at is not None
 
 

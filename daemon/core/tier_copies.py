@@ -12,7 +12,7 @@ from kvferry.daemon.core.kv_events import KvEventLog
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.tree import RESTORE, SPILL, Copy
 
-MAX_COPIES = 64  # to the host, under way at once; more pages wait
+MAX_COPIES = 64  # to the host tier, under way at once; more pages wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TierCopies:
 
     @property
     def full(self) -> bool:
-        """Whether no further copy to the host may start."""
+        """Whether no further copy to the host tier may start."""
         return self.yielding >= MAX_COPIES
 
     def start(self, namespace: Namespace, copy: Copy) -> None:

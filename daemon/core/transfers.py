@@ -16,7 +16,7 @@ MAX_OPEN_ASKS = MAX_ASKS_PER_REQUEST // 2  # of one request at a time; the prefi
 
 
 class Asks:
-    """`emit` takes the effects, in order."""
+    """The asks of all leases and their transfers. `emit` takes the effects, in order."""
 
     def __init__(self, page_size: int, clock: Clock, emit: Callable[[Effect], None]) -> None:
         self.counters = TransferCounters()
@@ -70,7 +70,8 @@ class Asks:
         self.ask_on(lease, pages)
 
     def ask_on(self, lease: Lease, pages: list[int]) -> None:
-        """As `ask_again`, for what another was asking for, or the rest of what it was itself: no round of its own."""
+        """Asks as `ask_again` does, for what another was asking for, or the rest of what it was itself: no round of its
+        own."""
         self._queue_runs(lease, set(pages))
         self._issue(lease)
 
@@ -91,7 +92,7 @@ class Asks:
             self._ask(lease, *lease.runs.popleft())
 
     def stop(self, transfer: Transfer, reason: str) -> None:
-        """It drains from now on. Idempotent."""
+        """Stops the transfer: it drains from now on. Idempotent."""
         if not transfer.draining:
             transfer.draining = True
             self._emit(StopTransfer(transfer.lease.prefill, transfer.number, reason))
@@ -110,8 +111,8 @@ class Asks:
         return min(first, default=len(lease.pages))
 
     def give_to(self, taker: Lease, lease: Lease, pages: set[int]) -> list[int]:
-        """What the lease's transfers bring of these pages (pool ids) `taker` is to ask for once they have drained.
-        Returns those that the lease has not asked for yet, and now will not."""
+        """Gives what the lease's transfers bring of these pages (pool ids) to `taker`, which is to ask for it once they
+        have drained. Returns those that the lease has not asked for yet, and now will not."""
         for number in sorted(lease.transfers):
             transfer = self._transfers[number]
             if not transfer.draining and not pages.isdisjoint(transfer.page_ids):
@@ -127,7 +128,7 @@ class Asks:
         self.stop(transfer, "another prefill daemon has computed it")
 
     def given_up_by(self, number: int) -> Lease | None:
-        """Who had asked for a transfer that is over since another one took over its pages."""
+        """The lease that had asked for a transfer that is over since another one took over its pages."""
         return self._given_up.get(number)
 
     def stop_all(self, lease: Lease, reason: str) -> None:
