@@ -29,7 +29,7 @@ SHOWS = signal.SIGUSR2  # by which the second has it written where all threads s
 
 
 def arm(seconds: float, leave: Callable[[int], None], shm_dir: str, incarnation: bytes) -> None:
-    """For good: the interpreter's own end, which waits for threads, may hang, too."""
+    """Arms the backstop for good: the interpreter's own end, which waits for threads, may hang, too."""
 
     def break_off() -> None:
         """Something does not end, as a copy that hangs, and nothing can end it but the process's end."""
@@ -50,7 +50,7 @@ def arm(seconds: float, leave: Callable[[int], None], shm_dir: str, incarnation:
 
 
 def _never_waits() -> FileIO:
-    """What stderr is, opened again so that no write to it waits; nothing, where it cannot be, as a socket."""
+    """The file that stderr is, opened again so that no write to it waits; nothing, where it cannot be, as a socket."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
     try:
         return open(os.open("/proc/self/fd/2", flags), "wb", buffering=0)

@@ -1,4 +1,4 @@
-"""What a daemon can do beside its work, where its settings ask for it: KV events, metrics, discovery. Shell.
+"""Capabilities of a daemon beside its work, where its settings ask for them: KV events, metrics, discovery. Shell.
 
 The daemon starts them in the order of the list before anybody can reach it, ends them the other way round, and knows
 nothing else of them; no floor below imports them. Traces are the process's, as in workers and front ends: they are
@@ -34,7 +34,7 @@ class Capability:
         """The addresses are bound, nobody is answered yet. ConfigError where it cannot."""
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
-        """To run while the daemon serves, each until cancelled."""
+        """Loops that run while the daemon serves, each until cancelled."""
         return []
 
     async def end(self) -> None:
@@ -64,7 +64,7 @@ def capabilities(
 
 
 class KvEventStream(Capability):
-    """What a side's cache takes in and lets go, published until the side has ended."""
+    """The events of what a side's cache takes in and lets go, published until the side has ended."""
 
     def __init__(self, config: DaemonConfig, side: AnySide) -> None:
         self._config = config
@@ -97,7 +97,7 @@ class KvEventStream(Capability):
 
 
 class MetricsEndpoint(Capability):
-    """For Prometheus; it ends before the sides whose numbers it shows."""
+    """The endpoint for Prometheus; it ends before the sides whose numbers it shows."""
 
     def __init__(self, config: DaemonConfig, snapshots: Snapshots) -> None:
         self._config = config

@@ -43,7 +43,7 @@ class GrpcServers:
         return f"{host if ':' not in host else f'[{host}]'}:{bound}"
 
     def bind_unix(self, path: str) -> SocketFile:
-        """For this user alone."""
+        """Binds the Unix socket, for this user alone."""
         before = os.umask(0o177)
         try:
             self.unix.add_insecure_port(f"unix:{path}")

@@ -192,14 +192,14 @@ class Daemon:
                 ends.callback(capability.close)
 
     def _unlink_lock(self, lock: FileLock) -> None:
-        """Without it nobody would ever remove the files that are still there."""
+        """Removes the lock file, without which nobody would ever remove the files that are still there."""
         if left := owned_files(self.config.shm_dir, self.incarnation):
             log.error("%d files are left in %s; the next daemon there removes them", len(left), self.config.shm_dir)
         else:
             lock.unlink()
 
     async def run_until_stopped(self) -> None:
-        """Until `stop()` or a broken invariant; drains, then ends everything it owns."""
+        """Serves until `stop()` or a broken invariant; drains, then ends everything it owns."""
         await self._stop.wait()
         await self._drain()
         if self._leave is not None:

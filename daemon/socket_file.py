@@ -22,7 +22,7 @@ class SocketFile:
         self._fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def remove(self) -> None:
-        """Unless another has the name by now, as a successor that bound it. Idempotent."""
+        """Removes the file, unless another has the name by now, as a successor that bound it. Idempotent."""
         if self._fd < 0:
             return
         try:

@@ -1,5 +1,5 @@
-"""What a daemon's pools need and what is there, for `kvferry doctor` and for a daemon's start: the memory itself is
-allocated only when the first worker comes. Shell.
+"""The memory that a daemon's pools need and that is there, for `kvferry doctor` and for a daemon's start: the memory
+itself is allocated only when the first worker comes. Shell.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def pools(config: DaemonConfig) -> int:
 
 
 def in_shm(config: DaemonConfig) -> int:
-    """Of them and of the host tier, bytes that will be in shared memory."""
+    """Bytes of the pools and of the host tier that will be in shared memory."""
     tier = 0 if config.host_dir else config.host_bytes * len(config.roles)
     return tier if config.devices else pools(config) + tier
 
 
 def shared_words(config: DaemonConfig) -> str:
-    """What lies there, and takes."""
+    """Words for what lies in shared memory, with the verb."""
     tier = bool(config.host_bytes and not config.host_dir)
     return "pools and host tier take" if tier and not config.devices else "host tier takes" if tier else "pools take"
 
 
 def shared_memory(config: DaemonConfig) -> tuple[str, bool]:
-    """What --shm-dir has and what it is to hold, in words, and whether that is enough."""
+    """The room that --shm-dir has and what it is to hold, in words, and whether that is enough."""
     free, needed = shutil.disk_usage(config.shm_dir).free, in_shm(config)
     return f"{size(free)} free" + (f"; {shared_words(config)} {size(needed)}" if needed else ""), free >= needed
 
@@ -54,7 +54,7 @@ def lacks_on_gpus(config: DaemonConfig, driver: Driver) -> Iterator[str]:
 
 
 def lacks(config: DaemonConfig) -> list[str]:
-    """Why the first worker will be refused, with remedies. Blocks while a CUDA driver starts."""
+    """The reasons for which the first worker will be refused, with remedies. Blocks while a CUDA driver starts."""
     found = []
     if os.path.isdir(config.shm_dir):
         text, enough = shared_memory(config)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class CopyThreads:
-    """`run`, `submit`, `oldest` and `close` are for the event loop's thread."""
+    """Threads that copy. `run`, `submit`, `oldest` and `close` are for the event loop's thread."""
 
     def __init__(self, count: int, name: str = "kvferry-copy") -> None:
         self.count = count
@@ -24,11 +24,11 @@ class CopyThreads:
         self._seen: dict[int, float] = {}  # of these, those of the last look, and since when they are
 
     def run(self, copy: Callable[[], None]) -> asyncio.Future[str]:
-        """Its end: "" or what went wrong."""
+        """Runs the copy on a thread: its end, "" or what went wrong."""
         return self.submit(partial(attempt, copy))
 
     def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Its result."""
+        """Runs the work on a thread: its result."""
         return asyncio.get_running_loop().run_in_executor(self.executor, self._timed, work)
 
     def _timed(self, work: Callable[[], T]) -> T:
@@ -39,11 +39,11 @@ class CopyThreads:
             del self._steps[threading.get_ident()]
 
     def step(self) -> None:
-        """In a copy that is long: it has come further."""
+        """Notes, in a copy that is long, that it has come further."""
         self._steps[threading.get_ident()] = next(self._numbers)
 
     def oldest(self, now: float) -> float:
-        """For how long the slowest copy has not come further, as those who ask saw it; 0: none runs."""
+        """Seconds for which the slowest copy has not come further, as those who ask saw it; 0: none runs."""
         self._seen = {step: self._seen.get(step, now) for step in self._steps.copy().values()}
         return now - min(self._seen.values(), default=now)
 
@@ -53,7 +53,7 @@ class CopyThreads:
 
 
 def attempt(copy: Callable[[], None]) -> str:
-    """ "" or what went wrong."""
+    """The outcome of the copy: "" or what went wrong."""
     try:
         copy()
     except Exception as error:

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class GpuPartCopies:
-    """Of one session."""
+    """The copies of one session."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class GpuPartCopies:
 
 
 def issue(ends: CopyEnds, copy: Callable[[], GpuCopy], done: CopyEnd) -> None:
-    """`copy` begins one; its end, or that it could not begin, is told to `done`."""
+    """Issues a copy, which `copy` begins; its end, or that it could not begin, is told to `done`."""
     try:
         ends.issue(copy, done)
     except (GpuError, ValueError, IndexError) as error:
@@ -130,7 +130,7 @@ def issue(ends: CopyEnds, copy: Callable[[], GpuCopy], done: CopyEnd) -> None:
 
 
 def _when_all(count: int, done: CopyEnd) -> CopyEnd:
-    """To be told of so many ends; `done` is told of the last, with all that went wrong."""
+    """An end to be told of so many ends; `done` is told of the last, with all that went wrong."""
     problems: list[str] = []
 
     def ended(problem: str) -> None:
@@ -142,13 +142,13 @@ def _when_all(count: int, done: CopyEnd) -> CopyEnd:
 
 
 def _payload(slot: GpuSlot, nbytes: int) -> int:
-    """Its address. The state machines bound a part by its slot."""
+    """The address of the slot's payload. The state machines bound a part by its slot."""
     assert HEADER_BYTES + nbytes <= slot.nbytes, f"{nbytes} bytes for a slot of {slot.nbytes}"
     return slot.address + HEADER_BYTES
 
 
 class GpuPoolMemory:
-    """See `kvferry.daemon.memory.interface.PoolMemory`."""
+    """The memory of a pool on GPUs: see `kvferry.daemon.memory.interface.PoolMemory`."""
 
     def __init__(self, shape: PoolShape, ranks: list[RankMemory]) -> None:
         """Use `create`."""
@@ -160,7 +160,7 @@ class GpuPoolMemory:
 
     @staticmethod
     def create(shape: PoolShape, devices: Sequence[int]) -> GpuPoolMemory:
-        """Rank i on device devices[i]. OSError where a device is missing or has too little memory."""
+        """Makes the pool, rank i on device devices[i]. OSError where a device is missing or has too little memory."""
         assert len(devices) == shape.ranks, f"{len(devices)} devices for {shape.ranks} ranks"
         ranks: list[RankMemory] = []
         for ordinal in devices:

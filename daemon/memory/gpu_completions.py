@@ -21,7 +21,8 @@ MAX_COPIES = 1 << 14
 
 
 class CopyEnds:
-    """All methods but the thread's own and `close` are called on the event loop's thread."""
+    """The ends of copies, told to the event loop. All methods but the thread's own and `close` are called on the event
+    loop's thread."""
 
     def __init__(self) -> None:
         self._waiter = GpuWaiter()
@@ -40,7 +41,7 @@ class CopyEnds:
         return len(self._waiting)
 
     def oldest(self, now: float) -> float:
-        """For how long the copy that was added first has been the first, as those who ask saw it; 0: none runs."""
+        """Seconds for which the copy that was added first has been the first, as those who ask saw it; 0: none runs."""
         first = next(iter(self._waiting.values()))[0] if self._waiting else None
         if first is None or first is not self._oldest[0]:
             self._oldest = (first, now)
@@ -57,7 +58,7 @@ class CopyEnds:
         self._stay_awake()
 
     def stop(self) -> None:
-        """Nobody is told of an end any more. Idempotent."""
+        """Tells nobody of an end any more. Idempotent."""
         self._closing = True
         self._waiter.wake()
 

@@ -1,4 +1,4 @@
-"""What the CUDA driver says of this machine's GPUs, without making a context on any of them."""
+"""Facts of this machine's GPUs by the CUDA driver, without making a context on any of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Driver:
         self._call("cuInit", 0)
 
     def version(self) -> int:
-        """12080 for CUDA 12.8."""
+        """The version of CUDA: 12080 for 12.8."""
         found = ctypes.c_int()
         self._call("cuDriverGetVersion", ctypes.byref(found))
         return found.value

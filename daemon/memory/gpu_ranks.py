@@ -1,4 +1,4 @@
-"""What a pool on GPUs is made of: each rank's memory, and the engines that copy there."""
+"""The parts of a pool on GPUs: each rank's memory, and the engines that copy there."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
-    """Of spills and of restores: two, since an engine has one stream to the host, and a restore, which a request waits
-    for, is not to be behind spills. GpuUnavailable, GpuError."""
+    """The engines of spills and of restores: two, since an engine has one stream to host memory, and a restore, which a
+    request waits for, is not to be behind spills. GpuUnavailable, GpuError."""
     return GpuCopies(GpuCopyEngine(ordinal)), GpuCopies(GpuCopyEngine(ordinal))
 
 
@@ -42,7 +42,7 @@ class RankMemory:
 
     @property
     def parts(self) -> GpuCopyEngine:
-        """That gathers, scatters and clears."""
+        """The engine that gathers, scatters and clears."""
         return self.spills.engine
 
     def pages(self, rows: RowMap) -> GpuPages:
@@ -60,20 +60,20 @@ class RankMemory:
             return table
 
     def zero_tail(self, page: int, tokens: int) -> GpuCopy:
-        """Before any gather that is issued later."""
+        """Clears the page's tail before any gather that is issued later."""
         start = tokens * self._storage.geometry.fragment_token_bytes
         return self.parts.zero_page_from(self._planes, page, start, 0, self.parts.gather_stream)
 
     def zero_pages(self, pages: Int64s) -> GpuCopy:
-        """Whole ones."""
+        """Clears whole pages."""
         return self.parts.zero_pages(self._planes, pages)
 
     def rank_pools(self) -> list[wire.RankPool]:
-        """Where workers find it; none: they know."""
+        """The pools by which workers find the memory; none: they know."""
         return []
 
     def close(self) -> None:
-        """No copy of it runs, and none begins any more."""
+        """Lets the memory go: no copy of it runs, and none begins any more."""
 
 
 class OwnRank(RankMemory):
@@ -139,8 +139,8 @@ class MappedRank(RankMemory):
 
 
 def run_all(issues: list[Callable[[], GpuCopy]]) -> None:
-    """Each issues a copy. Whatever goes wrong: none runs any more, on no device, when this returns or raises. OSError:
-    one could not be issued, or failed."""
+    """Runs copies, each issued by one of these calls. Whatever goes wrong: none runs any more, on no device, when this
+    returns or raises. OSError: one could not be issued, or failed."""
     copies: list[GpuCopy] = []
     try:
         for begin in issues:
@@ -161,7 +161,7 @@ def _wait_whatever_comes(copies: list[GpuCopy]) -> None:
 
 
 def wait_all(copies: list[GpuCopy]) -> None:
-    """For all of them, also when one failed: after that none touches its memory. OSError: one did."""
+    """Waits for all copies, also when one failed: after that none touches its memory. OSError: one did."""
     problem: GpuError | None = None
     for copy in copies:
         try:

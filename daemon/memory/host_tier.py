@@ -45,7 +45,7 @@ class _Outcome:
 
 
 class HostTier:
-    """Completions run on the event loop's thread."""
+    """The host tier of a pool. Completions run on the event loop's thread."""
 
     def __init__(self, memory: PoolMemory, rows: TierRows, pages: int, *, checksums: bool) -> None:
         self._rows = rows
@@ -65,16 +65,16 @@ class HostTier:
 
     @property
     def workers(self) -> dict[str, Executor]:
-        """Whose progress is watched."""
+        """The threads whose progress is watched."""
         return {"spill worker": self._spills.executor, "restore worker": self._restores.executor}
 
     def oldest(self, now: float) -> float:
-        """For how long the oldest copy has run, as those who ask saw it; 0: none does."""
+        """Seconds for which the oldest copy has run, as those who ask saw it; 0: none does."""
         return max(self._spills.oldest(now), self._restores.oldest(now))
 
     @property
     def survives(self) -> bool:
-        """What it holds is found again by the next daemon."""
+        """Whether what it holds is found again by the next daemon."""
         return self._file is not None
 
     @property
@@ -112,7 +112,7 @@ class HostTier:
         return found
 
     def forget(self, rows: Sequence[int]) -> None:
-        """They were freed."""
+        """Forgets rows that were freed."""
         self._unverified.difference_update(rows)
         if self._file is not None:
             self._file.clear(rows)
@@ -151,7 +151,7 @@ class HostTier:
         self._memory = memory
 
     def detach(self) -> None:
-        """Of that memory, which goes; no copy runs. Rows stay. On a thread. Idempotent."""
+        """Detaches the tier from that memory, which goes; no copy runs. Rows stay. On a thread. Idempotent."""
         if self._memory is not None:
             self._memory.detach_rows()
             self._memory = None

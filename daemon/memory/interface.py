@@ -34,7 +34,7 @@ class PartCopies(Protocol):
 
     @property
     def gathers_at_once(self) -> int:
-        """More of them would wait for each other."""
+        """The most gathers at a time: more of them would wait for each other."""
 
     def begin_sums(self) -> None:
         """Every part has a sum. Before the first one, on the thread that made the copies: it may wait for devices.
@@ -44,14 +44,14 @@ class PartCopies(Protocol):
         """The gather's header, with the sum if there are sums, and pages behind it -> sending slot."""
 
     def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
-        """From behind the receiving slot's header -> pages."""
+        """Copies from behind the receiving slot's header -> pages."""
 
     def read_header(self, receive_slot: int) -> Buffer:
         """The first HEADER_BYTES of a slot in host memory that was written; the courier tells those of slots on GPUs,
         and OSError says that it did not."""
 
     def close(self) -> None:
-        """No copy runs; the courier and its slots go next."""
+        """Ends the copies, of which none runs; the courier and its slots go next."""
 
 
 class PoolMemory(Protocol):
@@ -68,24 +68,25 @@ class PoolMemory(Protocol):
 
     @property
     def workers(self) -> dict[str, Executor]:
-        """Its copy threads by name, if it has any: whose progress may be watched."""
+        """The copy threads by name, if it has any: their progress may be watched."""
 
     @property
     def tier_copies(self) -> int:
-        """At most so many spills, and so many restores, run at a time, each on a thread of its own."""
+        """The most spills, and the most restores, that run at a time, each on a thread of its own."""
 
     def late_copies(self, now: float) -> dict[str, float]:
-        """For how many seconds, until `now` of the clock of those who ask, they have seen the oldest copy of each kind
-        neither end nor come further; 0: none runs."""
+        """Seconds for which those who ask, until `now` of their clock, have seen the oldest copy of each kind neither
+        end nor come further; 0: none runs."""
 
     def rank_pools(self) -> list[wire.RankPool]:
-        """Where workers find it, rank by rank; none: it is the worker's own."""
+        """The pools by which workers find the memory, rank by rank; none: it is the worker's own."""
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> PartCopies:
-        """For a session that comes up; the sending slots are the ranks', `slots_of_rank` after each other. OSError."""
+        """The copies of a session that comes up; the sending slots are the ranks', `slots_of_rank` after each other.
+        OSError."""
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> PartCopies:
-        """Likewise with receiving slots."""
+        """The copies likewise, with receiving slots."""
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
         """Clears what lies behind the first `tokens` tokens of a page on every rank, before any gather that is issued
@@ -101,14 +102,14 @@ class PoolMemory(Protocol):
         """Forgets it: nothing of it is held any more, and no copy runs. Idempotent."""
 
     def spill(self, pages: Int64s, rows: Int64s) -> None:
-        """Page pages[i] -> row rows[i]; blocks until it is done, on a copy thread, beside other spills and restores of
-        other pages and rows. OSError or ValueError: failed."""
+        """Copies page pages[i] -> row rows[i]; blocks until it is done, on a copy thread, beside other spills and
+        restores of other pages and rows. OSError or ValueError: failed."""
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
-        """Row rows[i] -> page pages[i], on all ranks; otherwise as `spill`."""
+        """Copies row rows[i] -> page pages[i], on all ranks; otherwise as `spill`."""
 
     def copy_statistics(self) -> CopyStatistics:
-        """Of spills and restores, so far; with zeros for each strategy that there is. Before `close`."""
+        """Counts of spills and restores, so far; with zeros for each strategy that there is. Before `close`."""
 
     def stop(self) -> None:
         """No copy begins any more, and the ends of those that run need not be told. Before `close`. Idempotent."""

@@ -1,4 +1,4 @@
-"""How a side comes to its pool's memory: its own, or what an engine has registered. Blocking calls go to threads."""
+"""The making of a side's pool: memory of its own, or what an engine has registered. Blocking calls go to threads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _T = TypeVar("_T")
 
 
 def registration_of(config: DaemonConfig, hello: wire.WorkerHello) -> Registration | None:
-    """What the worker registers, judged as far as it can be before it is mapped; None: nothing, the pool is the
-    daemon's. RequestError."""
+    """The memory that the worker registers, judged as far as it can be before it is mapped; None: it registers none,
+    the pool is the daemon's. RequestError."""
     registers = hello.HasField("pool")
     if config.pool == "daemon":
         if registers:
@@ -87,7 +87,8 @@ async def make_pool(config: DaemonConfig, geometry: KVGeometry, pages: int, name
 
 
 async def make_in_thread(make: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
-    """What `make` makes. A thread cannot be cancelled: where the waiting task is, it waits on, and undoes what came."""
+    """The result of `make`. A thread cannot be cancelled: where the waiting task is, it waits on, and undoes what
+    came."""
     loop = asyncio.get_running_loop()
     making = loop.run_in_executor(None, make)
     try:

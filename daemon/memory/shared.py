@@ -40,7 +40,7 @@ def host_pages(pool: memoryview, rows: RowMap) -> _core.HostPages:
 
 
 class SharedPartCopies:
-    """Of one session."""
+    """The copies of one session."""
 
     def __init__(self, slots: HostSlots, lanes: list[_core.HostPages], threads: CopyThreads) -> None:
         self._slots = slots
@@ -99,7 +99,7 @@ class SharedPartCopies:
 
 
 class SharedPoolMemory:
-    """See `kvferry.daemon.memory.interface.PoolMemory`."""
+    """The memory of a pool in shared memory: see `kvferry.daemon.memory.interface.PoolMemory`."""
 
     def __init__(self, shape: PoolShape, segments: list[Segment], threads: int) -> None:
         """Use `create`."""
@@ -116,7 +116,8 @@ class SharedPoolMemory:
 
     @staticmethod
     def create(shape: PoolShape, directory: str, stem: str, threads: int) -> SharedPoolMemory:
-        """Segments `stem`, or `stem`-RANK for more than one rank. OSError where there is too little memory."""
+        """Makes the pool in segments `stem`, or `stem`-RANK for more than one rank. OSError where there is too little
+        memory."""
         segments: list[Segment] = []
         try:
             for rank in range(shape.ranks):
@@ -190,7 +191,7 @@ class SharedPoolMemory:
         asyncio.get_running_loop().call_soon(done, "")
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
-        """On the copy threads, an equal share on each, behind what they do already."""
+        """Clears them on the copy threads, an equal share on each, behind what they do already."""
         shares = [share for share in np.array_split(pages, self._threads.count) if len(share)]
         copies = [self._threads.run(partial(self._zero, share)) for share in shares]
         together = asyncio.gather(*copies)

@@ -1,4 +1,4 @@
-"""How another daemon is dialled: over mutual TLS where this one has certificates. Shell.
+"""The dialling of other daemons: over mutual TLS where this one has certificates. Shell.
 
 Only addresses of the settings, and those that DNS has for `--peer-service`, are ever given to it.
 """
@@ -23,7 +23,7 @@ def dial_plainly(address: str, expected: str) -> grpc.aio.Channel:
 
 
 def dialling(watch: TlsWatch | None) -> Dial:
-    """With the certificates as they are at each dial."""
+    """A dial with the certificates as they are each time."""
     if watch is None:
         return dial_plainly
 

@@ -38,7 +38,7 @@ MAX_SAID = 64  # different complaints; further ones wait for a round without any
 
 
 class Link(Protocol):
-    """Of PeerLink, what is needed here."""
+    """The part of PeerLink that is needed here."""
 
     address: str
     state: str
@@ -63,7 +63,8 @@ AskName = Callable[[str], Awaitable[str]]
 
 
 class Discovery:
-    """`run` until cancelled. `watch` is given each task that it starts, to be told of a broken invariant."""
+    """Finds prefill daemons by DNS: `run` until cancelled. `watch` is given each task that it starts, to be told of a
+    broken invariant."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> bool:
 
 
 async def resolve_addresses(service: str) -> list[str]:
-    """HOST:PORT of each address of `service`, sorted. OSError, asyncio.TimeoutError."""
+    """The HOST:PORT of each address of `service`, sorted. OSError, asyncio.TimeoutError."""
     host, port = parse_address(service)
     looking = asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     found = await asyncio.wait_for(looking, RESOLVE_SECONDS)

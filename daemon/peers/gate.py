@@ -1,4 +1,4 @@
-"""Who may call the Peer service over TLS: certificates with a name on the list of --tls-peer. Shell."""
+"""The gate of the Peer service over TLS: certificates with a name on the list of --tls-peer may call it. Shell."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class PeerGate(Interceptor):
 
 
 def names_in(auth: Mapping[str, Iterable[bytes]]) -> list[str]:
-    """Of the certificate that gRPC has verified, in the form in which names are compared. A name of one kind in the
-    form of another, like a name of DNS `spiffe://...`, is left out: on the list the form tells the kind.
+    """The names of the certificate that gRPC has verified, in the form in which they are compared. A name of one kind
+    in the form of another, like a name of DNS `spiffe://...`, is left out: on the list the form tells the kind.
     """
     found = []
     for kind, raw in ((kind, raw) for held, kind in NAMES.items() for raw in auth.get(held, ())):

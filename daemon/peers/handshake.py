@@ -86,7 +86,8 @@ def hello_of(side: AnySide) -> peer.PeerHello:
 
 
 def check_hello(side: AnySide, hello: peer.PeerHello, where: str) -> None:
-    """FAILED_PRECONDITION with field, both values and remedy, where the two cannot work together."""
+    """Checks a peer's Hello: FAILED_PRECONDITION with field, both values and remedy, where the two cannot work
+    together."""
     if len(hello.daemon) > MAX_NAME_CHARS:
         raise precondition(f"daemon has {len(hello.daemon)} characters; the bound is {MAX_NAME_CHARS}")
     if not is_name(hello.daemon):

@@ -49,7 +49,8 @@ def _peer_waits(failed: grpc.aio.AioRpcError) -> bool:
 
 
 class PeerLink:
-    """State WAITS, "connecting", "up" or "down"; while down, an ask starts a try as soon as BACKOFF_SECONDS allows."""
+    """The link to one prefill daemon. State WAITS, "connecting", "up" or "down"; while down, an ask starts a try as
+    soon as BACKOFF_SECONDS allows."""
 
     expected = ""  # HOST:PORT whose name a certificate must have, where it is not the address's own
 
@@ -77,7 +78,7 @@ class PeerLink:
             self._wake.set()
 
     def stop_transfer(self, transfer: int, reason: str) -> bool:
-        """True: no copy into its pages runs; else on_drained follows."""
+        """Stops the transfer. True: no copy into its pages runs; else on_drained follows."""
         if self._pending.pop(transfer, None) is not None:
             return True
         session = self._copying.pop(transfer, None)
@@ -99,7 +100,7 @@ class PeerLink:
     # -- dialling ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled: one session after the other."""
+        """Holds one session after the other until cancelled."""
         backoff = BACKOFF_SECONDS[0]
         time = asyncio.get_running_loop().time
         while True:
@@ -215,7 +216,8 @@ class PeerLink:
                 call.cancel()
 
     def check_name(self, name: str) -> None:
-        """Of a peer that was configured, any: it is known by the name configured here."""
+        """Checks the name by which the peer calls itself. A peer that was configured may have any: it is known by the
+        name configured here."""
 
     # -- the session's events ------------------------------------------------------------------------------------
 
@@ -246,8 +248,8 @@ class PeerLink:
 
 
 class FoundPeerLink(PeerLink):
-    """To a daemon that was found: known by its own name, and another one may come to its address. A certificate names
-    the service, not the address that DNS has for it.
+    """The link to a daemon that was found: known by its own name, and another one may come to its address. A
+    certificate names the service, not the address that DNS has for it.
     """
 
     def __init__(self, name: str, address: str, side: DecodeSide) -> None:

@@ -1,4 +1,5 @@
-"""What a log has said lately, so that a daemon that tries again and again does not repeat it each time. Pure."""
+"""A memory of what a log has said lately, so that a daemon that tries again and again does not repeat it each time.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ _PORT = re.compile(r"\b(ipv[46]:\S*):\d+")  # as gRPC names a caller: its port i
 
 
 class Said:
-    """`due`: whether a text is to be said now: when it is new, then at most once in REPEAT_SECONDS."""
+    """A memory of texts that were said. `due`: whether a text is to be said now: when it is new, then at most once in
+    REPEAT_SECONDS."""
 
     def __init__(self) -> None:
         self._at: dict[str, float] = {}  # oldest first

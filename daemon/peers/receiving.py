@@ -75,7 +75,7 @@ class ReceivingSession(Session):
         self._expect()
 
     def stop(self, transfer: int, reason: str) -> bool:
-        """Wants no more of it. True: no copy into its pages runs; False: on_drained follows."""
+        """Wants no more of the transfer. True: no copy into its pages runs; False: on_drained follows."""
         self.send(peer.PeerMessage(ask_end=peer.AskEnd(transfer=transfer, reason=reason)))
         self._asked.pop(transfer, None)
         drained = self.receiver.end(transfer)

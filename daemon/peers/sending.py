@@ -22,7 +22,7 @@ from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit
 
 
 class SendingEvents(Protocol):
-    """Who owns the pages."""
+    """The owner of the pages, as it is told of the session."""
 
     def on_ask(self, session: SendingSession, ask: peer.Ask) -> None: ...
 
@@ -76,7 +76,7 @@ class SendingSession(Session):
         self._pump()
 
     def end(self, transfer: int) -> None:
-        """Posts no more of it; on_send_ended follows, and the peer is told."""
+        """Posts no more of the transfer; on_send_ended follows, and the peer is told."""
         if self.sender is None:
             self._ended(transfer)
             return

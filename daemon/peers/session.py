@@ -101,7 +101,7 @@ class SessionMeters:
 
 
 class Session:
-    """What is common to both ends. Subclasses handle the messages of their direction."""
+    """The part of a session that both ends share. Subclasses handle the messages of their direction."""
 
     def __init__(self, setup: SessionSetup) -> None:
         self.remote = setup.remote
@@ -131,7 +131,7 @@ class Session:
     # -- for subclasses ------------------------------------------------------------------------------------------
 
     def on_up(self) -> None:
-        """Both couriers are connected."""
+        """Called when both couriers are connected."""
 
     def on_message(self, kind: str, message: peer.PeerMessage) -> None:
         """A message of this direction. SessionBroken ends the session."""
@@ -175,7 +175,7 @@ class Session:
 
     @property
     def courier_pid(self) -> int | None:
-        """None before it is up and once the session ends."""
+        """The courier's process; None before it is up and once the session ends."""
         return self._link.pid if self._link is not None and not self.closed else None
 
     @property
@@ -270,7 +270,8 @@ class Session:
             report_invariant(error)  # a courier that cannot be reaped may still write: nothing may be given back
 
     async def _close_parts(self) -> None:
-        """Also those that are being opened: a thread cannot be cancelled, and would find the pool's memory gone."""
+        """Closes the copies of parts, also those that are being opened: a thread cannot be cancelled, and would find
+        the pool's memory gone."""
         if self._opening is not None:
             if not await is_done(self._opening, STOP_SECONDS):
                 log.error("the end of the session with %s waits for the pool's devices", self.remote)

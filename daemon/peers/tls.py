@@ -54,7 +54,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the files held at one moment. `expires`: seconds since 1970, of what is sent whatever ends first."""
+    """The contents of the files at one moment. `expires`: seconds since 1970, of what is sent whatever ends first."""
 
     chain: bytes
     key: bytes
@@ -68,7 +68,7 @@ def files_of(config: DaemonConfig) -> TlsFiles | None:
 
 
 def read_identity(files: TlsFiles, now: float) -> Identity:
-    """TlsError where the three cannot be used together at `now`, seconds since 1970."""
+    """Reads the files: TlsError where the three cannot be used together at `now`, seconds since 1970."""
     try:
         return _read_identity(files, now)
     except TlsError:
@@ -157,7 +157,7 @@ class TlsWatch:
         self._said_at = 0.0
 
     def current(self) -> Identity:
-        """Never fails: files that do not fit change nothing but `broken`."""
+        """The identity as of the files. Never fails: files that do not fit change nothing but `broken`."""
         with self._lock:
             marks = self._look()
             if marks != self._marks:
@@ -191,7 +191,7 @@ class TlsWatch:
     # -- what gRPC takes -----------------------------------------------------------------------------------------
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Clients need a certificate of the authorities, too."""
+        """Credentials of a server, whose clients need a certificate of the authorities, too."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(), self._configuration, require_client_authentication=True
         )
@@ -203,12 +203,12 @@ class TlsWatch:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of the files as they are now: made anew for each dial."""
+        """Credentials of the files as they are now: made anew for each dial."""
         identity = self.current()
         return grpc.ssl_channel_credentials(identity.authorities, identity.key, identity.chain)
 
     async def run(self) -> None:
-        """Until cancelled: sees new files though nobody dials, and warns before the certificate ends."""
+        """Watches until cancelled: sees new files though nobody dials, and warns before the certificate ends."""
         while True:
             left = self.read_again().expires - time.time()
             if left < SOON_SECONDS and time.monotonic() - self._said_at >= SAY_AGAIN_SECONDS:
@@ -221,7 +221,7 @@ class TlsWatch:
 
 
 def _mark(path: str) -> tuple[int, int, int, int] | None:
-    """What changes when a file does; None where there is none. Follows links, as a mounted Secret has them."""
+    """A mark that changes when the file does; None where there is none. Follows links, as a mounted Secret has them."""
     try:
         found = os.stat(path)
     except OSError:

@@ -44,13 +44,14 @@ class _Request:
 
 
 class Traces:
-    """What the shell tells; here nobody listens. Transfers are keys: decode's numbers, prefill's (session, number)."""
+    """The listener to what the shell tells; here nobody listens. Transfers are keys: decode's numbers, prefill's
+    (session, number)."""
 
     def opened(self, worker: int, name: Name, traceparent: str, tokens: int) -> None:
         """A request has come."""
 
     def looked_up(self, worker: int, name: Name, begin: float) -> None:
-        """The cache was searched for it since `begin`."""
+        """The cache was searched for the request since `begin`."""
 
     def hear(self, worker: int, event: wire.WorkerEvent) -> None:
         """A worker is told this."""
@@ -66,13 +67,13 @@ class Traces:
         """Prefill: a transfer for a decode daemon."""
 
     def part(self, transfer: Hashable, stage: str, begin: float, end: float) -> None:
-        """A part of it has gone through this stage."""
+        """A part of the transfer has gone through this stage."""
 
     def transfer_ended(self, transfer: Hashable, error: str = "") -> None:
-        """Idempotent."""
+        """Ends the transfer's span. Idempotent."""
 
     def session_ended(self, session: int) -> None:
-        """Ends all of its transfers."""
+        """Ends all of the session's transfers."""
 
     def restore_begins(self, copy: int, pages: int, owner: Callable[[], Key | None]) -> None:
         """A copy from the host tier. `owner` looks for the request that it is for."""
@@ -85,12 +86,12 @@ NO_TRACES = Traces()
 
 
 def traces_of(what: str) -> Traces:
-    """`what`: "decode" or "prefill"."""
+    """The traces of one side. `what`: "decode" or "prefill"."""
     return RequestTraces(what) if tracing.on() else NO_TRACES
 
 
 class RequestTraces(Traces):
-    """Makes spans. Of a worker that left, `left` ends everything; so does each request's end."""
+    """Makes spans of one side. Of a worker that left, `left` ends everything; so does each request's end."""
 
     def __init__(self, what: str) -> None:
         self._what = what
