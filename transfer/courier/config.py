@@ -1,4 +1,4 @@
-"""What a courier is given: its configuration, its environment, its slot memory, and a range of ports with one free."""
+"""The set-up of a courier: its configuration, its environment, its slot memory, and a range of ports with one free."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CourierConfig:
 
     @property
     def transports(self) -> str:
-        """UCX_TLS."""
+        """The value of UCX_TLS."""
         if self.tls is not None:
             return self.tls
         if self.devices:
@@ -94,7 +94,7 @@ class CourierConfig:
 
 
 def nvidia_gpus(devices: str = PCI_DEVICES) -> int:
-    """As NIXL counts them: by the PCI devices of this machine, whether a driver is there or not."""
+    """The number of GPUs as NIXL counts them: by the PCI devices of this machine, whether a driver is there or not."""
     count = 0
     with contextlib.suppress(OSError):
         for name in os.listdir(devices):
@@ -108,7 +108,7 @@ def nvidia_gpus(devices: str = PCI_DEVICES) -> int:
 
 
 def rdma_ports(devices: str = RDMA_DEVICES) -> list[str]:
-    """As UCX names them, `mlx5_0:1`: those of this machine, whether this process may open them or not."""
+    """The RDMA ports of this machine as UCX names them, `mlx5_0:1`, whether this process may open them or not."""
     found: list[str] = []
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(devices)):

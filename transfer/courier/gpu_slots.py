@@ -17,7 +17,7 @@ from kvferry.transfer.courier.messages import HEADER_BYTES, IPC_HANDLE_BYTES, Co
 
 
 class GpuMemory(Protocol):
-    """Freed with its last reference."""
+    """Memory on a GPU, freed with its last reference."""
 
     @property
     def address(self) -> int: ...
@@ -26,7 +26,7 @@ class GpuMemory(Protocol):
 
 
 class GpuMapping(Protocol):
-    """Memory of another process."""
+    """Memory of another process on a GPU, mapped here."""
 
     @property
     def address(self) -> int: ...
@@ -35,7 +35,7 @@ class GpuMapping(Protocol):
 
 
 class SlotGpu(Protocol):
-    """What is used of `kvferry._core.GpuCopyEngine`. Failures raise RuntimeError."""
+    """The part of `kvferry._core.GpuCopyEngine` that is used here. Failures raise RuntimeError."""
 
     def allocate(self, nbytes: int) -> GpuMemory: ...
 

@@ -242,7 +242,8 @@ class CourierLink:
         self._send(packet)
 
     def expect(self, active: int) -> None:
-        """How many transfers may bring parts now. Above 0 the courier polls fast; 0 costs latency, never a part."""
+        """Says how many transfers may bring parts now. Above 0 the courier polls fast; 0 costs latency, never a
+        part."""
         check_range("active", active, 0, MAX_EXPECTED)
         # Only a change is an order: a burst of transfers would fill the queue.
         if (active > 0) != self._expecting:
@@ -389,7 +390,7 @@ class CourierLink:
 
 
 async def _unmapped(mapping: asyncio.Task[MappedSlots]) -> None:
-    """Nobody will have them."""
+    """Unmaps slots that nobody will have."""
     with contextlib.suppress(RuntimeError, ValueError):  # there are none
         await asyncio.to_thread((await mapping).close)
 

@@ -66,7 +66,7 @@ NIXL_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
 
 
 class Agent(PostAgent, Protocol):
-    """What is used of nixl_agent. Failures raise."""
+    """The part of nixl_agent that is used here. Failures raise."""
 
     def create_backend(self, backend: str, initParams: dict[str, str]) -> None: ...
 
@@ -337,7 +337,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def serve(orders: socket.socket, memory_fd: int | None) -> NoReturn:
-    """Never returns but by an exception, as `Courier.run`."""
+    """Runs a courier; never returns but by an exception, as `Courier.run`."""
     packet = orders.recv(MAX_PACKET_BYTES + 1)
     if not packet:
         raise OrdersEnded

@@ -1,4 +1,4 @@
-"""What a daemon and its courier say to each other, one message a packet of their SOCK_SEQPACKET socketpair.
+"""Messages between a daemon and its courier, one a packet of their SOCK_SEQPACKET socketpair.
 
 Orders go to the courier: `CourierSetup` first and once, then `Connect` at most once, `Post` and `Expect`. Events come
 back: `CourierStarted` first, then the others. A courier that cannot go on says `CourierDied` and exits. A peer can
@@ -53,7 +53,7 @@ class CourierSetup:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRank:
-    """Where one rank's receive slots lie in the other courier's process: their address, and the device by its number
+    """The place of one rank's receive slots in the other courier's process: their address, and the device by its number
     there."""
 
     address: int
@@ -86,7 +86,8 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """How many transfers may bring parts now, or parts are about to be posted: above 0 the courier polls fast."""
+    """The number of transfers that may bring parts now, or whose parts are about to be posted: above 0 the courier
+    polls fast."""
 
     active: int
 

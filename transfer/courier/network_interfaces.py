@@ -1,4 +1,4 @@
-"""Which network interface owns an address: UCX is told names of interfaces, people configure addresses."""
+"""The network interface that owns an address: UCX is told names of interfaces, people configure addresses."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ MAX_PREPARED = 4  # sizes of writes that get descriptor lists
 
 
 class PostAgent(Protocol):
-    """What is used of nixl_agent. Failures raise."""
+    """The part of nixl_agent that posts use. Failures raise."""
 
     def get_xfer_descs(self, descs: list[tuple[int, int, int]], mem_type: str) -> object: ...
 
@@ -31,7 +31,7 @@ class PostAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """Where each slot of one side begins: its address, and its device's number (0 in host memory)."""
+    """The places of one side's slots: the address of each, and its device's number (0 in host memory)."""
 
     memory_type: str  # "DRAM" or "VRAM"
     places: tuple[tuple[int, int], ...]

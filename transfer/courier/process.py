@@ -48,7 +48,7 @@ class CourierProcess:
         return self._process.pid
 
     async def wait(self, deadline_s: float) -> None:
-        """For its end, at most so long."""
+        """Waits for its end, at most so long."""
         with contextlib.suppress(asyncio.TimeoutError):
             await within(deadline_s, self._process.wait())
 
@@ -65,7 +65,7 @@ class CourierProcess:
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
     def said(self) -> str:
-        """Its last words, for an error message."""
+        """The courier's last words, for an error message."""
         lines = [line for line in self._last_lines if line]
         return f"; its last words: {' | '.join(lines)}" if lines else ""
 

@@ -1,4 +1,4 @@
-"""Which bytes of a transfer were announced on a lane, which were written, and which pages' rows that completes.
+"""The bytes of a transfer that were announced on a lane, those that were written, and the rows that this completes.
 
 Bytes are numbered from 0 at the start of the transfer's run of rows, pages from 0 likewise.
 """
@@ -19,7 +19,7 @@ class IntervalSet:
         return len(self._starts)
 
     def intervals(self) -> list[tuple[int, int]]:
-        """(start, end) of each, ascending."""
+        """The intervals (start, end), ascending."""
         return list(zip(self._starts, self._ends, strict=True))
 
     def overlaps(self, start: int, end: int) -> bool:
@@ -43,7 +43,7 @@ class IntervalSet:
         return self._starts[i], self._ends[i]
 
     def count_with(self, start: int, end: int) -> int:
-        """How many intervals there would be with [start, end) added."""
+        """The number of intervals there would be with [start, end) added."""
         if start >= end:
             return len(self)
         low, high = self._melting(start, end)
@@ -66,7 +66,8 @@ class IntervalSet:
 
 
 class Coverage:
-    """Of one transfer on one lane. A range is claimed when its notification is believed, written when it is copied."""
+    """The coverage of one transfer on one lane. A range is claimed when its notification is believed, written when it
+    is copied."""
 
     def __init__(self, *, pages: int, page_bytes: int) -> None:
         if pages < 1:
@@ -82,7 +83,7 @@ class Coverage:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole transfer."""
+        """Bytes of the whole transfer."""
         return self._pages * self._page_bytes
 
     @property

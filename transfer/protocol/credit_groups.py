@@ -1,4 +1,4 @@
-"""Which credits go back to the sender now: several in a message, since to send and read one costs both daemons far
+"""Groups of credits that go back to the sender: several in a message, since to send and read one costs both daemons far
 more time than its few bytes.
 
 The sender is never left waiting for what is kept here, which is fewer than a quarter of a rank's credits: the others
@@ -23,7 +23,7 @@ class CreditGroups:
         self._waiting: list[list[Credit]] = [[] for _ in range(ranks)]
 
     def __len__(self) -> int:
-        """Those that are kept."""
+        """The number of credits that are kept."""
         return sum(map(len, self._waiting))
 
     def add(self, credit: Credit) -> list[Credit]:

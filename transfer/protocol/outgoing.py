@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Outgoing:
-    """How far a transfer has come on every lane, and what of it is under way."""
+    """The state of a transfer: how far it has come on every lane, and what of it is under way."""
 
     __slots__ = (
         "ended",

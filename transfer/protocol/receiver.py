@@ -68,7 +68,8 @@ class Regrant:
 
 @dataclass(frozen=True, slots=True)
 class TransferBroken:
-    """Nothing more of this transfer is believed. Pages reported arrived stay so; end() it, ask again for the rest."""
+    """A transfer of which nothing more is believed. Pages reported arrived stay so; end() it, ask again for the
+    rest."""
 
     transfer: int
     message: str
@@ -79,7 +80,7 @@ ReceiverAction = Scatter | Regrant | TransferBroken
 
 @dataclass(frozen=True, slots=True)
 class ScatterResult:
-    """After a copy. A transfer that is complete or drained is forgotten."""
+    """The result of a copy. A transfer that is complete or drained is forgotten."""
 
     transfer: int
     credit: Credit  # goes back to the sender
@@ -172,12 +173,12 @@ class Receiver:
 
     @property
     def slots(self) -> int:
-        """Of each rank."""
+        """Slots of each rank."""
         return self._slots
 
     @property
     def ranks(self) -> int:
-        """That have slots."""
+        """The number of ranks that have slots."""
         return self._credits.slots // self._slots
 
     @property
@@ -201,7 +202,7 @@ class Receiver:
         return len(self._running)
 
     def transfers(self) -> list[int]:
-        """Those neither complete nor drained."""
+        """The transfers that are neither complete nor drained."""
         return list(self._transfers)
 
     def initial_credits(self) -> list[Credit]:
@@ -367,7 +368,7 @@ class Receiver:
         )
 
     def end(self, transfer: int) -> bool:
-        """Wants no more of it: later parts are dropped. Idempotent.
+        """Wants no more of the transfer: later parts are dropped. Idempotent.
 
         True: no copy into its pages runs (or it is not open any more), and they may be used again at once. False:
         they may be after the ScatterResult that says drained.

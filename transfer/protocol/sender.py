@@ -68,14 +68,15 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """After end(): no gather of it runs and nothing more is posted; posts in flight may still land in slots."""
+    """A transfer after end(): no gather of it runs and nothing more is posted; posts in flight may still land in
+    slots."""
 
     transfer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A gather failed: as Ended, but the sender's own doing."""
+    """A gather failed: as TransferEnded, but the sender's own doing."""
 
     transfer: int
     message: str
@@ -136,7 +137,7 @@ class Sender:
         return len(self._posted)
 
     def transfers(self) -> list[int]:
-        """Those neither completed nor ended."""
+        """The transfers that are neither completed nor ended."""
         return list(self._transfers)
 
     def credits(self, credits: Sequence[Credit]) -> None:
@@ -180,7 +181,7 @@ class Sender:
             self._queue(lane, transfer, outgoing)
 
     def end(self, transfer: int) -> None:
-        """Post no more of it. An Ended event follows, at once for a transfer that is not open (any more)."""
+        """Posts no more of the transfer. TransferEnded follows, at once for a transfer that is not open (any more)."""
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
             self._events.append(TransferEnded(transfer))
@@ -196,7 +197,7 @@ class Sender:
         return outgoing.gathers == 0 and (outgoing.closed or outgoing.unsent == 0)
 
     def next_actions(self, most: int | None = None) -> list[Gather]:
-        """As many gathers as sending slots, credits and ready bytes allow, and no more than `most`. Answer each by
+        """Gathers, as many as sending slots, credits and ready bytes allow and no more than `most`. Answer each by
         gathered or gather_failed."""
         gathers: list[Gather] = []
         idle = 0  # lanes in a row that had nothing, or no slot, or no credit
@@ -256,7 +257,7 @@ class Sender:
             self._events.append(Completed(transfer, len(outgoing.page_ids)))
 
     def poll_events(self) -> list[SenderEvent]:
-        """What happened since the last call, in order."""
+        """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

@@ -51,7 +51,7 @@ class SlotError(ValueError):
 
 
 class StaleCredit(SlotError):
-    """Of a slot that there is, but at the wrong time."""
+    """A credit of a slot that there is, but at the wrong time."""
 
 
 def check_unsigned(field: str, value: int, bits: int) -> None:
@@ -80,11 +80,11 @@ class PartHeader:
     checksum: int = 0  # 64 bits; nothing is said by it in a session without checksums
 
     def checksum_of(self, payload_sum: int) -> int:
-        """What `checksum` is to be where the payload's `part_checksum` is this. Raises SlotError as `pack` does."""
+        """The value of `checksum` where the payload's `part_checksum` is this. Raises SlotError as `pack` does."""
         return (payload_sum + part_checksum(self.pack()[:-_CHECKSUM_BYTES])) % (1 << 64)
 
     def with_sum(self, payload_sum: int) -> PartHeader:
-        """With the checksum of a payload whose `part_checksum` is this. Raises as `checksum_of`."""
+        """This header with the checksum of a payload whose `part_checksum` is this. Raises as `checksum_of`."""
         return replace(self, checksum=self.checksum_of(payload_sum))
 
     def pack(self) -> bytes:
@@ -168,7 +168,7 @@ class Credit(NamedTuple):
 
 
 class SlotState(enum.Enum):
-    """Of a receive slot."""
+    """The state of a receive slot."""
 
     FREE = "free"
     GRANTED = "granted"
@@ -188,7 +188,7 @@ class CreditTable:
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """The number of slots."""
         return len(self._states)
 
     @property
@@ -207,7 +207,7 @@ class CreditTable:
         return self._states.count(SlotState.WITHHELD)
 
     def state(self, slot: int) -> SlotState:
-        """Of this slot."""
+        """The state of this slot."""
         return self._states[slot]
 
     def grant(self, slot: int) -> Credit:
