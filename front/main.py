@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_servers(parser: argparse.ArgumentParser) -> None:
-    """Where it listens, and which servers it is before."""
+    """Adds the flags of its address and of the servers it is before."""
     parser.add_argument(
         "--listen",
         type=listening.listen,

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
-    """Its role, its daemon, and who it is to both sides."""
+    """Adds the flags of its role, its daemon, and its name to both sides."""
     parser.add_argument("role", choices=sorted(_ROLES))
     parser.add_argument("--socket", required=True, metavar="PATH", help="the daemon's Unix socket")
     parser.add_argument(
@@ -58,7 +58,7 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
-    """What it takes, computes and sends at a time."""
+    """Adds the flags of what it takes, computes and sends at a time."""
     parser.add_argument("--chunk-tokens", type=flags.whole, default=256, metavar="N", help="of a prompt at once")
     parser.add_argument("--max-tokens", type=flags.whole, metavar="N", help="prompt + output (default: the model's)")
     parser.add_argument("--max-requests", type=flags.whole, default=1024, metavar="N", help="at a time")
@@ -94,7 +94,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_process(parser: argparse.ArgumentParser) -> None:
-    """Its start, its traces and its end."""
+    """Adds the flags of its start, its traces and its end."""
     parser.add_argument(
         "--connect-timeout", type=flags.positive, default=30.0, metavar="SECONDS", help="to wait for the daemon"
     )

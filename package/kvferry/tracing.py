@@ -40,7 +40,8 @@ class TracingError(ValueError):
 
 
 def endpoint_of(given: str) -> str:
-    """Where spans go: what was given, else what OpenTelemetry's own variables name; empty: nowhere. TracingError."""
+    """The endpoint of spans: what was given, else what OpenTelemetry's own variables name; empty: nowhere.
+    TracingError."""
     if given and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", given):
         raise TracingError(f"--otel is {given!r}; it must be the http:// or https:// URL of an OTLP collector")
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -54,8 +55,9 @@ def endpoint_of(given: str) -> str:
 
 
 def configure(service: str, given: str = "", **attributes: Value) -> None:
-    """Once, at a process's start. `service`: kvferry-front, kvferry-worker or kvferry-daemon; `given`: the collector's
-    URL, for instance http://127.0.0.1:4318. TracingError where it cannot be, or is given without the extra installed.
+    """Sets tracing up, once, at a process's start. `service`: kvferry-front, kvferry-worker or kvferry-daemon; `given`:
+    the collector's URL, for instance http://127.0.0.1:4318. TracingError where it cannot be, or is given without the
+    extra installed.
     """
     global _tracing
     endpoint = endpoint_of(given)
@@ -92,12 +94,12 @@ def on() -> bool:
 
 
 def checked(traceparent: str) -> str:
-    """As it came from outside: empty where it is none."""
+    """The traceparent that came from outside; empty where it is none."""
     return traceparent if len(traceparent) <= MAX_CHARS and _FORM.fullmatch(traceparent) else ""
 
 
 def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Of a gRPC call."""
+    """The traceparent of a gRPC call; empty where it has none."""
     for key, value in metadata or ():
         if key == HEADER and isinstance(value, str):
             return checked(value)
@@ -123,7 +125,7 @@ class Span:
         pass
 
     def end(self, error: str = "") -> None:
-        """Idempotent."""
+        """Ends the span. Idempotent."""
 
     def __enter__(self) -> Span:
         return self
@@ -214,7 +216,7 @@ _tracing = _OFF
 
 
 def span(name: str, parent: str = "", kind: Kind = "internal", **attributes: Value) -> Span:
-    """Begins now. `parent`: a traceparent; empty: it is the first of its trace."""
+    """A span that begins now. `parent`: a traceparent; empty: it is the first of its trace."""
     return _tracing.span(name, parent, kind, attributes)
 
 
