@@ -1,4 +1,5 @@
-"""The house in order: sizes of files, functions, constructors and folders, and a name for one thing only."""
+"""The house in order: sizes of files, functions, constructors and folders, a name for one thing only, and docstrings
+that say what they are about."""
 
 import ast
 import subprocess
@@ -13,6 +14,7 @@ CODE = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"}
 PACKAGES = ("client", "connectors", "daemon", "front", "loadgen", "package", "proto", "radix", "transfer", "workers")
 MADE = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "kernels_ptx.cpp", "_core.pyi")  # not by hand
 GIVEN = ("bench/results", "tests/fuzz/seeds")
+RIDDLES = ("Of", "Its", "As", "That", "Whose", "By", "From", "With", "In", "To", "Without")  # of what?
 
 
 def ours() -> list[Path]:
@@ -79,3 +81,16 @@ def test_folders_say_what_lives_in_them() -> None:
         if count > 5 and not (ROOT / folder / "README.md").exists():
             tree = TREES.get(folder / "__init__.py")
             assert tree is not None and ast.get_docstring(tree), f"{folder} has {count} files and no word on them"
+
+
+def test_docstrings_name_their_subject() -> None:
+    """One that is read alone, as an editor shows it, says what the thing is or does."""
+    found = {}
+    for path, tree in TREES.items():
+        if path.parts[0] in PACKAGES:
+            for node in ast.walk(tree):
+                documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+                if documented and (text := ast.get_docstring(node)):
+                    found[f"{path}:{node.body[0].lineno}"] = text
+    assert len(found) > 1500
+    assert not {where: text for where, text in found.items() if text.split()[0].rstrip(",.:;") in RIDDLES}
