@@ -17,6 +17,13 @@ from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.geometry.pool_shape import PoolShape
 from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.geometry.registration import (
+    RegisteredMemory,
+    RegisteredRank,
+    RegisteredTensor,
+    Registration,
+    SharedFile,
+)
 from kvferry.transfer.mapping.segment import Segment
 from kvferry.transfer.protocol.receiver import Scatter
 from kvferry.transfer.protocol.sender import Gather
@@ -235,3 +242,18 @@ def test_without_room_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="no room"):
         pool(tmp_path, "a", GEOMETRIES["MHA"], 2, StorageOrder.PAGE_MAJOR)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engines_file_keeps_its_name_and_the_daemons_own_does_not(tmp_path: Path) -> None:
+    geometry = GEOMETRIES["MHA"]
+    nbytes = PAGES * geometry.page_bytes
+    (tmp_path / "engine").write_bytes(bytes(nbytes))
+    place = RegisteredTensor(0, 0, geometry.page_bytes, geometry.page_bytes)
+    rank = RegisteredRank((RegisteredMemory(SharedFile("engine"), nbytes),), (place,))
+    registration = Registration(PAGES, StorageOrder.PAGE_MAJOR, (rank,))
+    engines = SharedPoolMemory.map(registration, geometry, str(tmp_path), 1)
+    own, _ = pool(tmp_path, "own", geometry, 1, StorageOrder.PAGE_MAJOR)
+    assert engines.rank_pools() == [] and len(own.rank_pools()) == 1
+    engines.close()
+    own.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]

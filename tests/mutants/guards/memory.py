@@ -1,5 +1,246 @@
-"""Pools and the host tier: clearing, epochs, index order, checksums, locks of files."""
+"""Pools and copies to and from the host tier: clearing, checksums, the order of an entry and its row's bytes."""
 
 from tests.mutants.guard import Guard
 
-GUARDS: tuple[Guard, ...] = ()
+TIER, SHARED = "daemon/memory/host_tier.py", "daemon/memory/shared.py"
+GPU, RANKS, ENDS = "daemon/memory/gpu.py", "daemon/memory/gpu_ranks.py", "daemon/memory/gpu_completions.py"
+OF_TIER = ("tests/daemon/memory/test_tier_file.py",)
+OF_SHARED = ("tests/daemon/memory/test_shared.py",)
+OF_WAITS = ("tests/daemon/memory/test_waits.py",)
+
+HOST_TIER = (
+    Guard(
+        "a host row's index entry is cleared before the row is overwritten",
+        TIER,
+        "HostTier.start",
+        "self.forget(copy.host)",
+        "pass",
+        OF_TIER,
+    ),
+    Guard(
+        "a row's checksum is of what was copied, not of what was there before",
+        TIER,
+        "HostTier._copy",
+        """            memory.spill(device, rows)
+            if self._checksums or self._file is not None:
+                sums = checksum_rows(self._rows.buffer, rows, size)
+""",
+        """            if self._checksums or self._file is not None:
+                sums = checksum_rows(self._rows.buffer, rows, size)
+            memory.spill(device, rows)
+""",
+        OF_TIER,
+    ),
+    Guard(
+        "restored rows are compared with their checksums",
+        TIER,
+        "HostTier._copy",
+        "if known.any():",
+        "if False:",
+        OF_TIER,
+    ),
+    Guard(
+        "rows that were found in the file are to be verified",
+        TIER,
+        "HostTier.recover",
+        "self._verify[rows] = True",
+        "pass",
+        OF_TIER,
+    ),
+    Guard(
+        "rows that were spilled are to be verified where checksums are on",
+        TIER,
+        "HostTier._spilled",
+        "self._verify[rows] = outcome.sums is not None and self._checksums",
+        "pass",
+        OF_TIER,
+    ),
+    Guard(
+        "a row that was wrong once is not believed the next time",
+        TIER,
+        "HostTier._restored",
+        " and not outcome.failed",
+        "",
+        OF_TIER,
+    ),
+    Guard(
+        "a copy that raised has no right page",
+        TIER,
+        "HostTier._outcome",
+        "_Outcome(list(started.copy.device), 0, 0.0)",
+        "_Outcome([], 0, 0.0)",
+        OF_TIER,
+    ),
+    Guard(
+        "no entry is written once an invariant is broken",
+        TIER,
+        "HostTier.start",
+        """            if self._halted:
+                result.exception()  # marked as seen
+                return
+""",
+        "",
+        OF_TIER,
+    ),
+    Guard(
+        "no copy starts at the end",
+        TIER,
+        "HostTier.start",
+        """        if self._closing or self._halted:
+            return
+""",
+        "",
+        OF_TIER,
+    ),
+    Guard(
+        "entries of copies that run at the end are written",
+        TIER,
+        "HostTier.close",
+        """        while self._running:
+            await asyncio.wait(self._running)
+""",
+        "",
+        OF_TIER,
+    ),
+    Guard(
+        "entries of namespaces too many go out of the file",
+        TIER,
+        "HostTier.recover",
+        "self._file.clear(rows)",
+        "pass",
+        OF_TIER,
+    ),
+    Guard(
+        "the namespace that is served is not among those too many",
+        TIER,
+        "HostTier.recover",
+        "(ids[i].tobytes() != first, -int(newest[i]))",
+        "-int(newest[i])",
+        OF_TIER,
+    ),
+    Guard(
+        "rows that were freed have no entry in the file",
+        TIER,
+        "HostTier.forget",
+        "self._file.clear(rows)",
+        "pass",
+        OF_TIER,
+    ),
+)
+
+COPIES = (
+    Guard(
+        "rows outside of the host tier are not copied",
+        SHARED,
+        "SharedPoolMemory._tier_runs",
+        "if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count):",
+        "if False:",
+        OF_SHARED,
+    ),
+    Guard(
+        "pages whose clearing failed are not told to be clear",
+        SHARED,
+        "SharedPoolMemory.zero_pages",
+        'done("; ".join(filter(None, ended.result())))',
+        'done("")',
+        OF_WAITS,
+    ),
+    Guard(
+        "pages are clear on every rank",
+        SHARED,
+        "SharedPoolMemory._zero",
+        "for planes in self._planes:",
+        "for planes in self._planes[:1]:",
+        OF_SHARED,
+    ),
+    Guard(
+        "an engine's file keeps its name",
+        SHARED,
+        "SharedPoolMemory.close",
+        "if not self.shape.places:",
+        "if True:",
+        OF_SHARED,
+    ),
+    Guard(
+        "a part's sum is in its header",
+        SHARED,
+        "SharedPartCopies.gather",
+        "header = header.with_sum(rows.gather_part_summed(*part))",
+        "rows.gather_part_summed(*part)",
+        OF_SHARED,
+    ),
+    Guard(
+        "a spill or restore that one device refuses waits for the others",
+        RANKS,
+        "run_all",
+        "        _wait_whatever_comes(copies)\n",
+        "",
+        OF_WAITS,
+    ),
+    Guard(
+        "a spill or restore that fails on one device waits for the others",
+        RANKS,
+        "wait_all",
+        "            problem = error\n",
+        "            raise OSError(str(error)) from error\n",
+        OF_WAITS,
+    ),
+    Guard(
+        "a spill or restore that is late is waited for",
+        RANKS,
+        "wait_all",
+        "                copy.wait()\n",
+        "",
+        OF_WAITS,
+    ),
+    Guard(
+        "a spill or restore that failed on a device is said",
+        RANKS,
+        "wait_all",
+        "if problem is not None:",
+        "if False:",
+        OF_WAITS,
+    ),
+    Guard(
+        "a page is clear when it is on all devices",
+        GPU,
+        "_when_all",
+        "if len(problems) == count:",
+        "if len(problems) == 1:",
+        OF_WAITS,
+    ),
+    Guard(
+        "a page is not clear where one device failed",
+        GPU,
+        "_when_all",
+        'done("; ".join(filter(None, problems)))',
+        "done(problem)",
+        OF_WAITS,
+    ),
+    Guard(
+        "a GPU's memory goes once no copy of it runs",
+        ENDS,
+        "CopyEnds.close",
+        "                copy.wait()\n",
+        "                copy.done()\n",
+        ("tests/csrc/test_pool_orders.py::test_an_engines_memory_is_let_go_when_no_copy_runs",),
+    ),
+    Guard(
+        "memory that workers know stays to the daemon's end",
+        RANKS,
+        "OwnRank.rank_pools",
+        "        self.memory.leave()\n",
+        "",
+        ("tests/csrc/test_pool_orders.py::test_the_daemons_own_pool_stays_to_its_end",),
+    ),
+    Guard(
+        "an engine's memory is on the device that it says",
+        RANKS,
+        "MappedRank.__init__",
+        "if there != device:",
+        "if False:",
+        ("tests/csrc/test_engine_memory.py",),
+    ),
+)
+
+GUARDS: tuple[Guard, ...] = (*HOST_TIER, *COPIES)

@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,43 @@ def test_entries_that_a_killed_resize_left_do_not_come_back(filled: Path) -> Non
         file.write(whole[HEADER_BYTES:])
     with opened(filled) as rows:
         assert accepted(rows)[0] == {row: ALL[row] for row in range(4)}
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("changes", [{"pages": 4}, {"pages": 40}, {"page_bytes": 256}])
+def test_a_resize_that_is_killed_at_any_step_leaves_right_entries(
+    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]
+) -> None:
+    steps = kill = 0
+
+    def stepped(call: Callable[..., int], *words: int) -> int:
+        nonlocal steps
+        if steps == kill:
+            raise Killed
+        steps += 1
+        return call(*words)
+
+    for kill in range(20):
+        folder = tmp_path / f"kill-{kill}"
+        shutil.copytree(filled, folder)
+        steps = 0
+        with monkeypatch.context() as patch:
+            for name in ("ftruncate", "posix_fallocate", "pwrite"):
+                patch.setattr(os, name, partial(stepped, getattr(os, name)))
+            with contextlib.suppress(Killed):
+                open_rows(folder, **changes).close()  # type: ignore[arg-type]
+        for again in (changes, {}):
+            page_bytes = again.get("page_bytes", PAGE)
+            with opened(folder, **again) as rows:
+                pages, _, wrong = accepted(rows, page_bytes)
+                assert wrong == [] and pages.items() <= ALL.items()
+                assert not (page_bytes != PAGE and pages)
+        if steps < kill:
+            break
+    assert 5 <= steps < 19
 
 
 @pytest.mark.parametrize(

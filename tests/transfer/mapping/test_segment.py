@@ -1,5 +1,6 @@
 """Shared memory files, the locks that prove that a process lives, and what dead daemons leave behind."""
 
+import fcntl
 import os
 import stat
 import subprocess
@@ -186,3 +187,53 @@ def test_the_files_of_one_daemon(tmp_path: Path) -> None:
     for path in [*paths, named(tmp_path, OTHERS, "decode-pool")]:
         Path(path).touch()
     assert owned_files(str(tmp_path), bytes.fromhex(MINE)) == [paths[0], paths[2]]
+
+
+def test_a_lock_file_has_its_name_only_once_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else another daemon that starts could take it for a dead one's, and remove it."""
+    path, seen = named(tmp_path, MINE, "lock"), list[bool]()
+    flock = fcntl.flock
+
+    def watched(fd: int, operation: int) -> None:
+        seen.append(os.path.exists(path))
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", watched)
+    lock = FileLock.create_held(path)
+    assert seen == [False] and os.path.exists(path)
+    lock.close()
+
+
+def test_a_file_of_an_engine_is_mapped_where_it_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    path.touch()
+    os.truncate(path, 8192)
+    segment = Segment.open_within(str(tmp_path), "pool", 8192)
+    assert path.stat().st_blocks * 512 >= 8192, "a hole would be a bus error once the memory is full"
+    segment.buffer[5] = 1
+    assert path.read_bytes()[5] == 1
+    segment.close()
+
+
+def test_what_is_no_file_of_this_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    for path in (tmp_path / "outside", folder / "pool"):
+        path.write_bytes(bytes(4096))
+    (folder / "link").symlink_to(tmp_path / "outside")
+    os.mkfifo(folder / "pipe")
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("", ".", "..", "../outside", str(tmp_path / "outside"), "x/../pool"):
+        with pytest.raises(ValueError, match="is not the plain name of a file"):
+            Segment.open_within(str(folder), name, 4096)
+    with pytest.raises(OSError, match="link"):
+        Segment.open_within(str(folder), "link", 4096)
+    with pytest.raises(ValueError, match="not a plain file"):
+        Segment.open_within(str(folder), "pipe", 4096)
+    for nbytes in (4095, 4097):
+        with pytest.raises(ValueError, match=f"it has 4096 bytes; {nbytes} were registered"):
+            Segment.open_within(str(folder), "pool", nbytes)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ValueError, match="belongs to user"):
+        Segment.open_within(str(folder), "pool", 4096)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,85 @@
+"""Copies on several devices or threads are over when the last one is, and failed when one has."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry._core import GpuError
+from kvferry.daemon.memory.gpu import _when_all
+from kvferry.daemon.memory.gpu_ranks import run_all
+from kvferry.daemon.memory.shared import SharedPoolMemory
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.pool_shape import PoolShape
+
+GEOMETRY = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="float16", page_size=16)
+PAGES = 6
+
+
+class Copy:
+    """On a device. `late`: it is not over when a wait of bounded length ends."""
+
+    def __init__(self, *, late: bool = False, fails: bool = False) -> None:
+        self.late, self.fails = late, fails
+        self.over = False
+
+    def wait_for(self, seconds: float) -> bool:
+        if not self.late:
+            self.wait()
+        return self.over
+
+    def wait(self) -> None:
+        self.over = True
+        if self.fails:
+            raise GpuError("launch: OTHER")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("failing", [None, 0, 1, 2])
+def test_no_copy_runs_any_more_behind_the_wait(late: bool, failing: int | None) -> None:
+    copies: Any = [Copy(late=late, fails=number == failing) for number in range(3)]
+    issues: Any = [lambda copy=copy: copy for copy in copies]
+    if failing is None:
+        run_all(issues)
+    else:
+        with pytest.raises(OSError, match="launch: OTHER"):
+            run_all(issues)
+    assert all(copy.over for copy in copies)
+
+
+def test_a_copy_that_cannot_be_issued_waits_for_those_before_it() -> None:
+    copies: Any = [Copy(fails=True), Copy()]
+
+    def refused() -> Any:
+        raise GpuError("refused")
+
+    with pytest.raises(OSError, match="could not be issued: refused"):
+        run_all([*(lambda copy=copy: copy for copy in copies), refused])
+    assert all(copy.over for copy in copies)
+
+
+@pytest.mark.parametrize("problems", [["", "", ""], ["", "a", ""], ["a", "", "b"]])
+def test_the_last_end_is_told_with_all_that_went_wrong(problems: list[str]) -> None:
+    told: list[str] = []
+    ended = _when_all(len(problems), told.append)
+    for problem in problems:
+        assert told == []
+        ended(problem)
+    assert told == ["; ".join(filter(None, problems))]
+
+
+def test_pages_on_copy_threads_are_clear_when_all_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the threads fails: nobody is told that the pages are clear."""
+    memory = SharedPoolMemory.create(PoolShape(GEOMETRY, 1, StorageOrder.PAGE_MAJOR, PAGES), str(tmp_path), "a", 3)
+
+    async def story() -> str:
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        memory.zero_pages(np.array([0, 1, PAGES]), done.set_result)
+        return await asyncio.wait_for(done, 10)
+
+    assert str(PAGES) in asyncio.run(story())
+    memory.close()
