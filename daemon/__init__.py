@@ -1,4 +1,4 @@
 """The daemon. Its floors, top down: cli > server > services > observe > sides > peers > memory > config > core.
 
-A module imports its own floor and those below it (tests/test_contracts.py).
+At run time a module imports its own floor and those below it (tests/test_contracts.py).
 """

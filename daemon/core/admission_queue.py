@@ -74,6 +74,7 @@ class AdmissionQueue(Generic[WaitingT]):
         queue = self._waiting.get(request.scope)
         if queue is None:
             queue = self._waiting[request.scope] = SortedKeyList(key=_rank)
+        assert request not in queue, f"{request!r} waits already"
         queue.add(request)
         self._judged.pop(request.scope, None)
 

@@ -25,7 +25,7 @@ class EntryState(enum.Enum):
     RECEIVED = "received"  # the decode daemon needs nothing more of it: it waits only for copies of its pages
     FAILED = "failed"  # the worker was told, or is lost; its Abort, or its proven end, is awaited
     FAILED_ENDING = "failed, ending"  # the worker was told, and touches the pages no more: it waits only for copies
-    ABORTED = "aborted"  # by the worker, or by its proven end: it waits only for copies
+    ABORTED = "aborted"  # by its worker, or with it: it waits only for copies
     OVER = "over"  # the decode daemon ended it before its worker began it: only the name is kept
     YIELDED = "yielded"  # it was computed and sent, and others got its pages: only the name is kept
 

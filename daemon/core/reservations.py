@@ -42,10 +42,6 @@ class Hold:
     pages: list[int] = field(default_factory=list)  # device ids, once claimed
     counted: int = 0  # its part of the namespace's promised pages
 
-    @property
-    def claimed(self) -> bool:
-        return bool(self.pages)
-
     def promise(self, now: int, later: int) -> None:
         """Promises from here on `now` pages that are wanted, and `later` that it may grow by."""
         counted = now + math.ceil(later / self.overcommit)

@@ -131,6 +131,7 @@ class ReceivingSession(Session):
             if problem:
                 self._scattered(self.receiver.scatter_failed(slot, problem))
                 return
+            assert (payload_sum is not None) == self.checksums, "a session sums all its parts or none"
             copied = time.monotonic()
             self._latencies.add_stage("scatter", copied - begin)
             self._traces.part(scatter.transfer, "scatter", begin, copied)

@@ -7,7 +7,7 @@ of its lane's sending rank and a credit of its receiving rank. Lanes take turns,
 each.
 
     transfer:       open -> (parts) -> Completed          every byte posted and every post done
-                      \\-> end() -> Ended                  no gather of it runs and nothing more is posted
+                      \\-> end() -> TransferEnded          no gather of it runs and nothing more is posted
                       \\-> gather_failed() -> Failed       likewise
     sending slot:   free -> gathering -> posted -> free
 """
