@@ -15,6 +15,7 @@ from kvferry.daemon.services import peer as peer_service
 from kvferry.daemon.services.peer import PeerService
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
+from kvferry.transfer.courier.config import CourierError
 
 
 class Closed:
@@ -72,11 +73,14 @@ class Serving:
 
 
 class Link:
-    def __init__(self) -> None:
+    def __init__(self, ends: bool = True) -> None:
+        self.ends = ends
         self.stops = 0
 
     async def stop(self, deadline_s: float) -> None:
         self.stops += 1
+        if not self.ends:
+            raise CourierError("courier 7 did not end within 10 s of SIGKILL")
 
 
 class Starting:
@@ -125,6 +129,20 @@ def test_a_courier_that_came_up_all_the_same_is_ended(monkeypatch: pytest.Monkey
     link = Link()
     asyncio.run(end_of_a_session(monkeypatch, Starting(link)))
     assert link.stops == 1
+
+
+def test_a_courier_that_cannot_be_reaped_ends_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may still write: the error goes where the daemon's broken invariants go, since nothing may be given back."""
+    broken: list[BaseException] = []
+
+    async def story() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context["exception"]))
+        await end_of_a_session(monkeypatch, Starting(Link(ends=False)))
+
+    asyncio.run(story())
+    (error,) = broken
+    assert isinstance(error, CourierError)
+    assert "did not end within 10 s of SIGKILL" in str(error)
 
 
 def test_a_session_is_over_though_its_abort_waits_for_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """All guards, room by room."""
 
 from tests.mutants.guard import Guard
-from tests.mutants.guards import core, engines, files, memory, native, peers, protocol
+from tests.mutants.guards import core, couriers, engines, files, memory, native, peers, places, protocol
 
 GUARDS: tuple[Guard, ...] = (
     *core.GUARDS,
     *protocol.GUARDS,
+    *places.GUARDS,
+    *couriers.GUARDS,
     *memory.GUARDS,
     *files.GUARDS,
     *native.GUARDS,

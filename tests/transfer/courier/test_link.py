@@ -31,7 +31,7 @@ from kvferry.transfer.courier.messages import (
     encode_order,
 )
 from kvferry.transfer.courier.network_interfaces import InterfaceError, interface_addresses, interface_of
-from kvferry.transfer.courier.process import OUTPUT_LIMIT_BYTES
+from kvferry.transfer.courier.process import OUTPUT_LIMIT_BYTES, CourierProcess
 from tests.support.standstill import jumping_clock
 
 SECONDS = 30.0
@@ -130,6 +130,40 @@ def test_one_that_says_what_cannot_be_is_ended(actor: Actor, packet: str, said: 
             os.kill(link.pid, 0)
         await link.stop(SECONDS)
         assert events == [died]
+
+    asyncio.run(test())
+
+
+def test_one_that_cannot_be_reaped_keeps_its_slots(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may still write them."""
+    actor("s.send(started); time.sleep(600)")
+
+    async def unreapable(process: CourierProcess, deadline_s: float) -> str:
+        raise CourierError(f"courier {process.pid} did not end within {deadline_s} s of SIGKILL")
+
+    async def test() -> None:
+        link = await start([])
+        with monkeypatch.context() as patch:
+            patch.setattr(CourierProcess, "reap", unreapable)
+            with pytest.raises(CourierError, match=r"did not end within 5.0 s of SIGKILL"):
+                await link.stop(5.0)
+            assert len(link.host_slots.receive_slot(0)) == CONFIG.slot_bytes
+        await link.stop(SECONDS)
+        with pytest.raises(CourierError, match="was stopped"):
+            link.host_slots.receive_slot(0)
+
+    asyncio.run(test())
+
+
+def test_one_that_is_being_ended_says_nothing_behind_a_stop(actor: Actor) -> None:
+    actor("s.send(started); time.sleep(600)")
+
+    async def test() -> None:
+        events: list[CourierEvent] = []
+        link = await start(events)
+        link._fail("it is over")
+        await link.stop(SECONDS)
+        assert events == []
 
     asyncio.run(test())
 

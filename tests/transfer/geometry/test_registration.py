@@ -122,3 +122,72 @@ def test_memory_that_no_tensor_lies_in_is_refused() -> None:
     rank = RegisteredRank((*good.ranks[0].memories, RegisteredMemory(SharedFile("more"), 8)), good.ranks[0].tensors)
     with pytest.raises(ValueError, match=r"memories\[1\] has no tensor in it"):
         read(Registration(PAGES, StorageOrder.LAYER_MAJOR, (rank,)))
+
+
+def of_memories(*memories: RegisteredMemory, ranks: int = 1) -> Registration:
+    """Layer-major; the memories, each long enough for all of them, have the tensors in turn."""
+    tensors = tuple(RegisteredTensor(i % len(memories), i * PAGES * SIZE, SIZE, SIZE) for i in range(6))
+    return Registration(PAGES, StorageOrder.LAYER_MAJOR, (RegisteredRank(memories, tensors),) * ranks)
+
+
+def file(name: str) -> RegisteredMemory:
+    return RegisteredMemory(SharedFile(name), PAGES * 6 * SIZE)
+
+
+def gpu(number: int, *, handle_bytes: int = 64, device: bytes = bytes(16)) -> RegisteredMemory:
+    return RegisteredMemory(GpuAllocation(bytes([number]) * handle_bytes, device), PAGES * 6 * SIZE)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../other", "a/b", "/dev/shm/a", "a\0b", "a\n", "-a", "x" * 129, f"kvferry-{'0' * 32}-pool"]
+)
+def test_a_file_is_one_of_the_engines_in_the_folder_itself(name: str) -> None:
+    with pytest.raises(ValueError, match=r"memories\[0\]\.file\.name is .*; it must be 1 to 128 letters"):
+        read(of_memories(file(name)))
+
+
+def test_a_name_like_a_daemons_is_an_engines() -> None:
+    assert read(of_memories(file("kvferry-mine"))).ranks[0].memories[0].source == SharedFile("kvferry-mine")
+
+
+@pytest.mark.parametrize(
+    ("memories", "words"),
+    [
+        ((gpu(1), file("a")), r"memories\[1\]: some memories are files and some a GPU's"),
+        ((gpu(1), gpu(2, device=b"x" * 16)), r"memories\[\]\.gpu\.device_uuid: a rank's memories lie on one GPU"),
+        ((gpu(1), gpu(1)), r"memories\[1\] names the same memory as pool\.ranks\[0\]\.memories\[0\]"),
+        ((file("a"), file("b")), "memories has 2 files; shared memory is one file a rank"),
+        ((gpu(1, handle_bytes=63),), r"gpu\.ipc_handle has 63 bytes; it must have 64"),
+        ((gpu(1, device=b"x" * 17),), r"gpu\.device_uuid has 17 bytes; it must have 16"),
+    ],
+)
+def test_memories_that_cannot_be_are_refused(memories: tuple[RegisteredMemory, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read(of_memories(*memories))
+
+
+def test_a_tensor_ends_in_its_memory() -> None:
+    """Though it begins there."""
+    message = of_memories(file("a")).to_proto()
+    message.ranks[0].memories[0].nbytes -= 1
+    with pytest.raises(ValueError, match=rf"tensors\[5\] ends at byte {PAGES * 6 * SIZE} "):
+        Registration.from_proto(message, GEOMETRY, 1)
+
+
+def test_a_stride_is_no_shorter_than_the_page() -> None:
+    with pytest.raises(ValueError, match=rf"page_stride is {SIZE - 1}; it must be {SIZE} to"):
+        Registration.from_proto(changed(page_stride=SIZE - 1), GEOMETRY, 1)
+
+
+def test_interleaved_tensors_stay_within_their_stride() -> None:
+    """The last one's end is the first one's next page."""
+    stride = 6 * SIZE
+    for short in (0, 1):
+        memory = RegisteredMemory(SharedFile("a"), PAGES * stride)
+        tensors = tuple(RegisteredTensor(0, i * SIZE, stride - short, SIZE) for i in range(6))
+        registration = Registration(PAGES, StorageOrder.LAYER_MAJOR, (RegisteredRank((memory,), tensors),))
+        if not short:
+            assert read(registration) == registration
+            continue
+        with pytest.raises(ValueError, match=r"tensors\[5\] with page_bytes .* overlaps tensors\[0\]"):
+            read(registration)

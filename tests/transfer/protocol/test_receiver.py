@@ -151,6 +151,7 @@ def test_content_that_is_not_what_the_notification_says(field: str, value: int) 
         bench.receiver.notification(notice_of(header), lambda slot: wrong)
     assert raised.value.field == f"part.{field}"
     assert bench.receiver.free_credits == 3, "the slot is granted no more"
+    assert (bench.receiver.withheld_slots, bench.receiver.busy_slots) == (1, 0)
     assert bench.receiver.scatters_running == 0
     assert bench.receiver.notification(notice_of(header), no_header) == []
     bench.receiver.check()

@@ -234,6 +234,18 @@ def test_completed_waits_for_every_post() -> None:
     assert sender.poll_events() == [Completed(1, 2)]
 
 
+def test_completed_waits_for_every_gather() -> None:
+    sender = make()
+    sender.open(1, first_page=0, pages=2, page_ids=[0, 1])
+    sender.progress(1, 2)
+    gathers = sender.next_actions()
+    for gather, events in zip(gathers, ([], [Completed(1, 2)]), strict=True):
+        post = sender.gathered(gather.send_slot)
+        assert post is not None
+        sender.posted_done(post.post_id)
+        assert sender.poll_events() == events, "while another gather of it runs no post of it does"
+
+
 def test_bad_calls_name_the_field() -> None:
     sender = make()
     sender.open(1, first_page=4, pages=2, page_ids=[0, 1])
