@@ -178,6 +178,17 @@ def test_a_copy_that_fails_halfway_is_over(orders: Orders, fake: ctypes.CDLL, li
         world.others_have_the_pages(orders)
 
 
+def test_a_restore_that_fails_halfway_is_over(orders: Orders, fake: ctypes.CDLL, library: str) -> None:
+    """What came first was scattered on a stream that is not the caller's."""
+    world = World(library)
+    engine = GpuCopyEngine(0, library, buffer_bytes=2 * FRAGMENT, small_bytes=2 * FRAGMENT, buffers=2)
+    fake.fake_answer(b"launches_left", 1)
+    ids, rows = np.array([2, 5]), (world.rows, world.rows.strides[0], np.array([1, 3]))
+    with pytest.raises(GpuError, match="kernel"):
+        engine.copy_pages_from_host(world.pages, ids, *rows, strategy="staged")
+    world.others_have_the_pages(orders)
+
+
 def test_a_header_whose_end_cannot_be_marked_is_waited_for(orders: Orders, fake: ctypes.CDLL, library: str) -> None:
     world = World(library)
     world.engine.read(world.slot.address, 6)

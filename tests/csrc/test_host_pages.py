@@ -1,6 +1,7 @@
 """Parts of pages of any layout in host memory: every byte that should move moves, no other changes."""
 
 import mmap
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -295,3 +296,18 @@ def test_a_closed_pool_lets_go_of_its_buffer() -> None:
     for use in (lambda: pages.gather_part(np.array([0]), 0, 16, bytearray(16)), lambda: pages.zero_page_from(0, 0)):
         with pytest.raises(ValueError, match="pages: they are closed"):
             use()
+
+
+def test_what_is_added_up_is_what_lands() -> None:
+    """Though the slot changes meanwhile: by another mapping its second half is the page that its first half goes to."""
+    page_bytes = 100
+    with open(os.memfd_create("slot"), "r+b") as file:
+        file.truncate(4096)
+        memory, slot = (np.frombuffer(mmap.mmap(file.fileno(), 4096), np.uint8) for _ in range(2))
+    memory[:] = pattern(4096)
+    first, second = memory[:page_bytes].copy(), memory[page_bytes : 2 * page_bytes].copy()
+    pages = HostPages(memory, np.array([0]), np.array([page_bytes]), 1, 0, page_bytes, 40)
+    total = pages.scatter_part_summed(np.array([1, 5]), 0, 2 * page_bytes, slot)
+    landed = [memory[page * page_bytes :][:page_bytes] for page in (1, 5)]
+    assert (landed[0] == first).all() and (landed[1] == second).all()
+    assert total == checksum(first.tobytes() + second.tobytes())

@@ -1,4 +1,5 @@
-"""python -m tests.mutants [--only WORD] [--table FILE]: breaks guards one at a time, and runs the tests of their room.
+"""python -m tests.mutants [--only WORD] [--table FILE] [--keep FOLDER]: breaks guards one at a time, and runs the tests
+of their room.
 
 Each line says whether a test failed ("killed", and which one) or none did ("SURVIVED"). The run fails where a guard
 survives without a written reason, is not in the code any more, or where the tests fail with every guard whole.
@@ -21,6 +22,7 @@ from tests.mutants.guards import GUARDS
 from tests.mutants.tree import Tree
 
 TEST_SECONDS = 600.0
+TOO_LONG = 124
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -34,7 +36,7 @@ class Verdict:
 
 
 def run_tests(tree: Tree, tests: tuple[str, ...]) -> tuple[int, str]:
-    """pytest's exit status, -1 for a run that took too long, and what it printed."""
+    """pytest's exit status, that of `timeout` for a run that took too long, and what it printed."""
     command = [str(tree.python), "-m", "pytest", "-x", "-q", "-m", "not nightly", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -42,7 +44,7 @@ def run_tests(tree: Tree, tests: tuple[str, ...]) -> tuple[int, str]:
             command, cwd=tree.root, capture_output=True, text=True, timeout=TEST_SECONDS, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        return -1, ""
+        return TOO_LONG, ""
     return done.returncode, done.stdout
 
 
@@ -54,13 +56,15 @@ def judged(tree: Tree, guard: Guard) -> Verdict:
     except NoLongerApplies as error:
         return Verdict("does not apply", str(error), good=False)
     except subprocess.CalledProcessError as error:
-        return Verdict("does not build", error.stdout.decode()[-300:], good=False)
+        return Verdict("does not build", error.stdout[-1000:], good=False)
     finally:
         tree.restore(guard)
     found = FAILED.search(said)
-    if code == 1 and found:
+    if found and (code == 1 or code < 0):  # C++ may take the process down behind its first failure
         return Verdict("killed", found[1], good=True)
-    if code == -1:
+    if code < 0:
+        return Verdict("killed", f"its tests end with signal {-code}", good=True)
+    if code == TOO_LONG:
         return Verdict("killed", f"its tests did not end within {TEST_SECONDS:g} s", good=True)
     if code == 0:
         return Verdict("survived" if guard.reason else "SURVIVED", guard.reason, good=bool(guard.reason))
@@ -71,6 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="guards whose name or file has this word")
     parser.add_argument("--table", type=Path, help="write the table there, too")
+    parser.add_argument("--keep", type=Path, help="the copy and its build lie there, and are there for the next run")
     args = parser.parse_args()
     chosen = [guard for guard in GUARDS if args.only in guard.name or args.only in guard.file]
     lines: list[str] = []
@@ -80,14 +85,16 @@ def main() -> int:
         lines.append(line)
 
     with tempfile.TemporaryDirectory(prefix="kvferry-mutants-") as folder:
-        tree = Tree(Path(folder))
+        tree = Tree((args.keep or Path(folder)).resolve())
+        if any(guard.compiled for guard in chosen):
+            tree.build_whole()
         tests = tuple(dict.fromkeys(test for guard in chosen for test in guard.tests))
         code, said = run_tests(tree, tests)
         if code != 0:
             print(said[-3000:], f"the tests fail with every guard whole (exit status {code})", sep="\n")
             return 1
         verdicts = []
-        for guard in sorted(chosen, key=lambda guard: guard.compiled):
+        for guard in sorted(chosen, key=lambda guard: (guard.compiled, guard.file)):  # of one file only that is built
             began = time.monotonic()
             verdict = judged(tree, guard)
             verdicts.append(verdict)

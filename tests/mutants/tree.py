@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import subprocess
@@ -14,29 +15,27 @@ from tests.mutants.guard import Guard
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "radix", "transfer", "daemon", "client", "workers", "front", "loadgen", "connectors")
-BUILD_SECONDS = 900.0
 
 
 class Tree:
-    """A copy below `folder`, with a Python of its own: this one's packages, and before them the copy."""
+    """A copy below `folder`, with a Python of its own: this one's packages, and before them the copy. A folder that had
+    a copy before keeps of it, and of its build, what has not changed since."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "tree"
-        self.root.mkdir(parents=True)
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
         for name in filter(None, listed.splitlines()):
             if (ROOT / name).is_file():
-                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, self.root / name)
+                self._bring(name)
         self._build = folder / "build"
         self._overlay = folder / "overlay" / "kvferry"
+        shutil.rmtree(self._overlay, ignore_errors=True)
         self._overlay.mkdir(parents=True)
         for each in [*PACKAGES, *(f"package/kvferry/{p.name}" for p in (self.root / "package/kvferry").iterdir())]:
             (self._overlay / Path(each).name).symlink_to(self.root / each)
-        made = Path(kvferry._core.__file__)
-        self._own = self._overlay / made.name
-        shutil.copy2(made, self._own)
-        self._made = made
+        self._whole = Path(kvferry._core.__file__)
+        self._own = self._overlay / self._whole.name
+        self._take(self._whole)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
         self.python = folder / "venv" / "bin" / "python"
         site = Path(folder / "venv" / "lib" / f"python3.{sys.version_info[1]}" / "site-packages")
@@ -46,25 +45,52 @@ class Tree:
         """Breaks the guard, building the extension where it is C++. CalledProcessError where that fails."""
         (self.root / guard.file).write_text(guard.broken(self.root))
         if guard.compiled:
-            self.build()
+            self._take(self._built())
 
     def restore(self, guard: Guard) -> None:
         """Makes the guard whole again."""
-        shutil.copyfile(ROOT / guard.file, self.root / guard.file)
+        self._bring(guard.file)
         if guard.compiled:
-            shutil.copy2(self._made, self._own)
+            self._take(self._whole)
 
-    def build(self) -> None:
-        """Builds the copy's extension, again only what has changed."""
-        nanobind = subprocess.run(
-            [sys.executable, "-m", "nanobind", "--cmake_dir"], check=True, capture_output=True, text=True
-        ).stdout.strip()
-        options = [f"-Dnanobind_DIR={nanobind}", f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
+    def build_whole(self) -> None:
+        """Has the extension of guards that are whole built of the copy, too: the one that is installed may be older."""
+        kept = self._build.parent / "whole"
+        kept.mkdir(exist_ok=True)
+        self._whole = Path(shutil.copyfile(self._built(), kept / self._own.name))
+        self._take(self._whole)
+
+    def _bring(self, name: str) -> None:
+        """The checkout's file, written only where it differs: the build goes by the times of files."""
+        source, target = ROOT / name, self.root / name
+        if target.is_file() and filecmp.cmp(source, target, shallow=False):
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        shutil.copymode(source, target)
+
+    def _take(self, extension: Path) -> None:
+        """Has the copy import it. A new file: one that a process still maps must not change under it."""
+        self._own.unlink(missing_ok=True)
+        shutil.copyfile(extension, self._own)
+
+    def _built(self) -> Path:
+        """The extension of the copy's C++, as the wheel has it. Builds only what has changed."""
         environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        for command in (
-            ["cmake", "-S", str(self.root), "-B", str(self._build), *options],
-            ["cmake", "--build", str(self._build), "--parallel", "2"],
-        ):
-            subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS, env=environment)
-        for made in self._build.glob("_core*.so"):
-            shutil.copy2(made, self._own)
+
+        def run(*command: str) -> str:
+            done = subprocess.run(
+                command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+            )
+            return done.stdout
+
+        if not (self._build / "CMakeCache.txt").exists():
+            nanobind = run(sys.executable, "-m", "nanobind", "--cmake_dir").strip()
+            options = (
+                f"-Dnanobind_DIR={nanobind}",
+                f"-DPython_EXECUTABLE={sys.executable}",
+                "-DCMAKE_BUILD_TYPE=Release",
+            )
+            run("cmake", "-S", str(self.root), "-B", str(self._build), *options)
+        run("cmake", "--build", str(self._build), "--parallel", "2")
+        return self._build / self._own.name

@@ -126,3 +126,11 @@ def test_pages_of_another_tree_do_not_arrive(world: OneTier) -> None:
     page = world.pool.allocate(1, ARRIVING)
     with pytest.raises(AssertionError, match="another tree"):
         world.tree.arrived(page)
+
+
+def test_a_page_does_not_arrive_for_two_places(world: OneTier) -> None:
+    (page,) = world.pool.allocate(1, ARRIVING)
+    with pytest.raises(AssertionError, match="named twice"):
+        world.tree.insert(chain("ab"), [page, page])
+    assert (world.tree.pages, world.tree.arriving) == (0, 0)
+    world.check()

@@ -203,6 +203,27 @@ def test_flush_takes_what_nothing_holds(world: TwoTiers) -> None:
     world.check()
 
 
+def test_the_device_is_not_forgotten_while_its_pages_are_in_use(world: TwoTiers) -> None:
+    world.put("ab")
+    lock = world.hold("ab")
+    with pytest.raises(AssertionError, match="in use"):
+        world.tree.forget_device()
+    world.tree.unlock(lock)
+    copy = world.evict(2)
+    assert copy is not None
+    with pytest.raises(AssertionError, match="in use"):
+        world.tree.forget_device()
+    world.tree.finish_copy(copy.id)
+    pages = world.pool.allocate(1, ARRIVING)
+    world.tree.insert(chain("x"), pages)
+    with pytest.raises(AssertionError, match="in use"):
+        world.tree.forget_device()
+    world.tree.arrived(pages)
+    assert world.tree.forget_device() == 1
+    assert world.matched("ab") == (2, 0)
+    world.check()
+
+
 def test_dump_shows_the_nodes(world: TwoTiers) -> None:
     world.put("ab")
     world.put("abcd", kind=OUTPUT)

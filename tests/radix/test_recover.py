@@ -179,6 +179,15 @@ def test_what_is_there_is_freed_unless_it_completes_a_node(world: World) -> None
     assert world.host.free == world.host.pages - 3
 
 
+def test_what_is_on_its_way_gets_no_second_copy(world: World) -> None:
+    pages = world.pool.allocate(2, ARRIVING)
+    lock = world.tree.lock(world.tree.insert(chain("ab"), pages).match)
+    assert world.recover("a", "ab").dropped == 2
+    assert (world.tree.host_pages, world.host.free) == (0, world.host.pages)
+    world.pool.free_pages(world.tree.prune(lock, 0))
+    world.check()
+
+
 def test_rings_and_repeated_pages_are_freed(world: World) -> None:
     one, two, three = digest("1"), digest("2"), digest("3")
     rows = world.host.allocate(6)

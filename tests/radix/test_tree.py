@@ -64,6 +64,14 @@ def test_malformed_digests(world: OneTier, digests: bytes) -> None:
         world.tree.match(digests)
 
 
+def test_digests_are_compared_to_their_last_byte(world: OneTier) -> None:
+    world.put("ab")
+    for path in ("a", "ab"):
+        digests = bytearray(chain(path))
+        digests[-1] ^= 1
+        assert world.tree.match(bytes(digests)).pages == len(path) - 1
+
+
 def test_insert_keeps_the_page_that_is_there(world: OneTier) -> None:
     first = world.put("abcd")
     pages = world.pool.allocate(5)

@@ -85,6 +85,17 @@ def test_own_memory(fake: ctypes.CDLL, library: str) -> None:
         engine.allocate(0)
 
 
+def test_a_handle_is_this_processs_own_while_its_memory_is_there(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    memory = engine.allocate(100)
+    handle = memory.ipc_handle()
+    del memory
+    fake.fake_answer(b"ipc_export", 1)  # nothing is there any more
+    with pytest.raises(GpuError, match="handle: cannot be opened"):  # it would be another's by now
+        engine.open_ipc(handle, 10)
+    assert calls(fake, "ipc_open") == 1
+
+
 def test_ranges(fake: ctypes.CDLL, library: str) -> None:
     engine = GpuCopyEngine(0, library)
     memory = engine.allocate(2 * MIB)

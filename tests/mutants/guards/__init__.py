@@ -1,7 +1,7 @@
 """All guards, room by room."""
 
 from tests.mutants.guard import Guard
-from tests.mutants.guards import core, couriers, engines, files, memory, native, peers, places, protocol
+from tests.mutants.guards import core, couriers, engines, files, memory, native, native_copies, peers, places, protocol
 
 GUARDS: tuple[Guard, ...] = (
     *core.GUARDS,
@@ -11,6 +11,7 @@ GUARDS: tuple[Guard, ...] = (
     *memory.GUARDS,
     *files.GUARDS,
     *native.GUARDS,
+    *native_copies.GUARDS,
     *peers.GUARDS,
     *engines.GUARDS,
 )
