@@ -1,8 +1,10 @@
-"""The end of a session whose courier is still starting: nobody waits for the start."""
+"""The end of a session: nobody waits for a courier that is still starting, and all wait for what still copies."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -10,12 +12,14 @@ import pytest
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.peers import session as session_module
+from kvferry.daemon.peers.sending import SendingSession
 from kvferry.daemon.peers.session import Session, SessionBroken, SessionSetup, SessionTimes
 from kvferry.daemon.services import peer as peer_service
 from kvferry.daemon.services.peer import PeerService
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.config import CourierError
+from tests.daemon.peers.played_sessions import common as common_words
 
 
 class Closed:
@@ -101,10 +105,10 @@ class Starting:
         return self.link
 
 
-async def end_of_a_session(monkeypatch: pytest.MonkeyPatch, starting: Starting) -> None:
+def new_session(monkeypatch: pytest.MonkeyPatch, starting: Starting) -> Session:
     monkeypatch.setattr(session_module, "CourierLink", starting)
     unused = cast(Any, None)
-    session = Session(
+    return Session(
         SessionSetup(
             remote="peer",
             courier=unused,
@@ -115,6 +119,10 @@ async def end_of_a_session(monkeypatch: pytest.MonkeyPatch, starting: Starting) 
             times=SessionTimes(1.0, 5.0),
         )
     )
+
+
+async def end_of_a_session(monkeypatch: pytest.MonkeyPatch, starting: Starting) -> None:
+    session = new_session(monkeypatch, starting)
     with pytest.raises(SessionBroken, match="peer closed the stream"):
         await asyncio.wait_for(session.run(cast(Any, Closed())), 10)
 
@@ -162,3 +170,135 @@ def test_a_session_is_over_though_its_abort_waits_for_the_peer(monkeypatch: pyte
 
     asyncio.run(story())
     assert side.opened == side.ended == 1
+
+
+# -- what the end waits for ----------------------------------------------------------------------------------------
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def ended(running: asyncio.Task[None], why: str) -> None:
+    with pytest.raises(SessionBroken, match=why):
+        await asyncio.wait_for(running, 10)
+
+
+def test_the_end_waits_for_each_copy_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read or write the slots, which go with the courier, and pages, which are given back behind the end."""
+    link = Link()
+
+    async def story() -> None:
+        session = new_session(monkeypatch, Starting(link))
+        for _ in range(3):
+            session.copy_begins()
+        running = asyncio.create_task(session.run(cast(Any, Closed())))
+        for _ in range(3):
+            await settle()
+            assert session.closed and not running.done() and not link.stops
+            session.copy_ends()
+        await ended(running, "peer closed the stream")
+        assert link.stops == 1
+
+    asyncio.run(story())
+
+
+def test_a_cancelled_session_ends_as_a_whole_however_often_it_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link()
+
+    async def story() -> None:
+        session = new_session(monkeypatch, Starting(link))
+        session.copy_begins()
+        running = asyncio.create_task(session.run(cast(Any, Closed())))
+        for _ in range(3):
+            await settle()
+            running.cancel()
+        await settle()
+        assert not running.done() and not link.stops
+        session.copy_ends()
+        await asyncio.wait([running], timeout=10)
+        assert running.cancelled() and link.stops == 1
+
+    asyncio.run(story())
+
+
+class Up(Link):
+    """A courier that has started, and never hears of the other one."""
+
+    metadata, receive_address, receive_ranks, pid, oldest_post = b"m", 1, (), 1, None
+
+    async def start(self, *_: object) -> Up:
+        return self
+
+
+class Silent:
+    """A stream on which the peer says nothing."""
+
+    async def read(self) -> object:
+        return await asyncio.Event().wait()
+
+    async def write(self, message: object) -> None:
+        pass
+
+
+class Opening:
+    """The pool's memory, whose parts take long to open."""
+
+    def __init__(self) -> None:
+        self.opening, self.may_open = threading.Event(), threading.Event()
+        self.closed = False
+
+    def sending(self, *_: object) -> Opening:
+        self.opening.set()
+        assert self.may_open.wait(20)
+        return self
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def sending_of(memory: Opening) -> SendingSession:
+    setup = common_words(0, 2, cast(Any, None))
+    setup["setup"] = replace(setup["setup"], memory=cast(Any, memory))
+    return SendingSession(number=1, send_slots=2, remote_epoch=1, **setup)
+
+
+def test_the_end_waits_for_parts_that_are_being_opened(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However long: their thread uses the pool's memory, and the courier's slots."""
+    monkeypatch.setattr(session_module, "STOP_SECONDS", 0.01)
+    link, memory = Up(), Opening()
+    monkeypatch.setattr(session_module, "CourierLink", link)
+
+    async def story() -> None:
+        session = sending_of(memory)
+        running = asyncio.create_task(session.run(cast(Any, Silent())))
+        try:
+            await asyncio.to_thread(memory.opening.wait, 20)
+            session.break_off("enough")
+            while "waits for the pool's devices" not in caplog.text:
+                await asyncio.sleep(0.005)
+            await settle()
+            assert not running.done() and not link.stops
+        finally:
+            memory.may_open.set()  # else a failed test waits for its thread
+        await ended(running, "enough")
+        assert memory.closed and link.stops == 1
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_couriers_that_do_not_meet_in_time_end_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "START_SECONDS", 0.05)
+    link, memory = Up(), Opening()
+    monkeypatch.setattr(session_module, "CourierLink", link)
+    memory.may_open.set()
+
+    async def story() -> None:
+        running = asyncio.create_task(sending_of(memory).run(cast(Any, Silent())))
+        await ended(running, r"the couriers were not connected within 0\.05 s")
+        assert memory.closed and link.stops == 1
+
+    asyncio.run(story())

@@ -188,3 +188,78 @@ def test_workers_that_come_at_once_are_as_many_as_max_workers(tmp_path: Path) ->
         await side.close()
 
     asyncio.run(story())
+
+
+def test_the_next_engines_memory_is_another_pool(tmp_path: Path) -> None:
+    """Of another epoch, and with nothing of what the last one's held."""
+    config = DaemonConfig(role="decode", pool="engine", shm_dir=str(tmp_path), page_size=PAGE)
+
+    async def story() -> None:
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        first, message = hello(tmp_path, "first")
+        worker, welcome = await side.register(message)
+        namespace = side.cache.namespace(welcome.namespace_id)
+        taken = side.cache.take(namespace, 1)
+        assert taken is not None
+        namespace.tree.insert(bytes(32), taken)
+        side.cache.publish(namespace, 1)
+        worker.quiesced = True
+        side.workers.leave(worker)
+        assert not side.tiers.has_pool.is_set()
+        first.close()
+        second, message = hello(tmp_path, "second")
+        _, again = await asyncio.wait_for(side.register(message), 20)
+        assert again.epoch != welcome.epoch and side.tiers.has_pool.is_set()
+        assert side.cache.pool.free == again.pages == 8
+        await side.close()
+        second.close()
+
+    asyncio.run(story())
+
+
+def test_memory_that_was_mapped_for_one_who_left_meanwhile_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may free it; and it would be nobody's, and keep out the next one."""
+    config = DaemonConfig(role="decode", pool="engine", shm_dir=str(tmp_path), page_size=PAGE)
+
+    async def story() -> None:
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        gate = asyncio.Event()
+        monkeypatch.setattr(side_tiers, "map_pool", held_up(side_tiers.map_pool, gate))
+        first, message = hello(tmp_path, "first")
+        coming = asyncio.create_task(side.register(message))
+        await asyncio.sleep(0)
+        coming.cancel()
+        await asyncio.wait([coming])
+        gate.set()
+        while side.tasks.running:
+            await asyncio.sleep(0.001)
+        assert side.tiers.facts is not None and not side.tiers.has_pool.is_set()
+        first.close()
+        second, message = hello(tmp_path, "second")
+        worker, _ = await asyncio.wait_for(side.register(message), 20)
+        assert worker.name == "second"
+        await side.close()
+        second.close()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_later_workers_serve_the_first_ones_model(tmp_path: Path) -> None:
+    """Tenants may differ."""
+    config = DaemonConfig(role="decode", shm_dir=str(tmp_path), page_size=PAGE, pool_bytes=1 << 20)
+
+    async def story() -> None:
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        await side.register(plain_hello("first"))
+        tenant, other = plain_hello("tenant"), plain_hello("other")
+        tenant.facts.tenant_salt_digest = bytes(32)
+        await side.register(tenant)
+        other.facts.model = "another"
+        with pytest.raises(RequestError, match=r"this daemon serves another model: .*another"):
+            await side.register(other)
+        assert side.workers.may_write == 2
+        await side.close()
+
+    asyncio.run(story())

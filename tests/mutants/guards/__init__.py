@@ -1,7 +1,19 @@
 """All guards, room by room."""
 
 from tests.mutants.guard import Guard
-from tests.mutants.guards import core, couriers, engines, files, memory, native, native_copies, peers, places, protocol
+from tests.mutants.guards import (
+    core,
+    couriers,
+    engines,
+    files,
+    memory,
+    native,
+    native_copies,
+    peers,
+    places,
+    protocol,
+    sides,
+)
 
 GUARDS: tuple[Guard, ...] = (
     *core.GUARDS,
@@ -13,5 +25,6 @@ GUARDS: tuple[Guard, ...] = (
     *native.GUARDS,
     *native_copies.GUARDS,
     *peers.GUARDS,
+    *sides.GUARDS,
     *engines.GUARDS,
 )
