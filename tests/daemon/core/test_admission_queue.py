@@ -94,6 +94,20 @@ def test_removes_what_gave_up() -> None:
         queue.remove(second)
 
 
+def test_a_namespace_is_looked_at_again_once_another_waits_there_or_one_has_gone() -> None:
+    """Its own state is as it was."""
+    queue: AdmissionQueue[Request] = AdmissionQueue(states=lambda: lambda scope: "as before")
+    first, _ = filled(queue, Request(1, size=10, scope="a"), Request(2, size=10, scope="a"))
+    assert admitted(queue, room=10, over_quota=("a",)) == []
+    assert admitted(queue, room=10) == [], "nothing has changed"
+    queue.remove(first)
+    assert admitted(queue, room=10) == [2]
+    filled(queue, Request(3, scope="a"))
+    assert admitted(queue, room=10, over_quota=("a",)) == []
+    filled(queue, Request(4, scope="a"))
+    assert admitted(queue, room=10) == [3, 4]
+
+
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(-1, 1)), max_size=40),
     rooms=st.lists(st.integers(0, 8), min_size=1, max_size=60),

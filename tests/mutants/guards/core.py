@@ -1,14 +1,6 @@
 """The cores: promises, locks, leases, single flight, who may say what of a request."""
 
 from tests.mutants.guard import Guard
+from tests.mutants.guards import core_decode
 
-GUARDS: tuple[Guard, ...] = (
-    Guard(
-        "aux of the asked prefill daemon alone",
-        "daemon/core/decode.py",
-        "DecodeCore.aux",
-        " or lease.prefill != prefill",
-        "",
-        ("tests/daemon/core",),
-    ),
-)
+GUARDS: tuple[Guard, ...] = (*core_decode.GUARDS,)
