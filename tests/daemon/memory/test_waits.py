@@ -11,6 +11,7 @@ import pytest
 
 from kvferry._core import GpuError
 from kvferry.daemon.memory.gpu import _when_all
+from kvferry.daemon.memory.gpu_completions import CopyEnds
 from kvferry.daemon.memory.gpu_ranks import run_all
 from kvferry.daemon.memory.shared import SharedPoolMemory
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
@@ -31,6 +32,10 @@ class Copy:
         if not self.late:
             self.wait()
         return self.over
+
+    def done(self) -> bool:
+        self.wait()
+        return True
 
     def wait(self) -> None:
         self.over = True
@@ -70,6 +75,33 @@ def test_the_last_end_is_told_with_all_that_went_wrong(problems: list[str]) -> N
         assert told == []
         ended(problem)
     assert told == ["; ".join(filter(None, problems))]
+
+
+def test_the_loop_is_told_that_a_copy_failed() -> None:
+    """And nobody is told of an end behind `stop`."""
+
+    async def story(ends: CopyEnds) -> None:
+        told: list[str] = []
+        copies: Any = [Copy(fails=True), Copy(), Copy()]
+        for number, copy in enumerate(copies[:2]):
+            ends.issue(lambda copy=copy: copy, lambda problem, number=number: told.append(f"{number}{problem}"))
+        while len(told) < 2:
+            await asyncio.sleep(0)
+        assert sorted(told) == ["0GpuError: launch: OTHER", "1"]
+        ends.issue(lambda: copies[2], told.append)
+        ends.stop()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        ends._tell(copies[2:])  # as by the thread, which was about to
+        assert len(told) == 2
+        ends.close()
+        assert copies[2].over and len(ends) == 0
+
+    ends = CopyEnds()
+    try:
+        asyncio.run(story(ends))
+    finally:
+        ends.close()
 
 
 def test_pages_on_copy_threads_are_clear_when_all_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

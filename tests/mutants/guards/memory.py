@@ -4,8 +4,10 @@ from tests.mutants.guard import Guard
 
 TIER, SHARED = "daemon/memory/host_tier.py", "daemon/memory/shared.py"
 GPU, RANKS, ENDS = "daemon/memory/gpu.py", "daemon/memory/gpu_ranks.py", "daemon/memory/gpu_completions.py"
+THREADS, MAKING = "daemon/memory/copy_threads.py", "daemon/memory/making.py"
 OF_TIER = ("tests/daemon/memory/test_tier_file.py",)
 OF_SHARED = ("tests/daemon/memory/test_shared.py",)
+OF_MAKING = ("tests/daemon/memory/test_making.py",)
 OF_WAITS = ("tests/daemon/memory/test_waits.py",)
 
 HOST_TIER = (
@@ -240,6 +242,88 @@ COPIES = (
         "if there != device:",
         "if False:",
         ("tests/csrc/test_engine_memory.py",),
+    ),
+    Guard(
+        "a GPU's copy that failed is told to have failed",
+        ENDS,
+        "CopyEnds._tell",
+        'problem = f"GpuError: {error}"',
+        "pass",
+        OF_WAITS,
+    ),
+    Guard(
+        "nobody is told of an end in a pool that goes",
+        ENDS,
+        "CopyEnds._tell",
+        """            if self._closing:
+                return
+""",
+        "",
+        OF_WAITS,
+    ),
+    Guard(
+        "no more copies run than are waited for",
+        ENDS,
+        "CopyEnds.issue",
+        "if len(self._waiting) >= MAX_COPIES:",
+        "if False:",
+        ("tests/csrc/test_copy_ends.py",),
+    ),
+    Guard(
+        "a tail is cleared before a gather that is issued later",
+        RANKS,
+        "RankMemory.zero_tail",
+        "self.parts.gather_stream",
+        "self.parts.scatter_stream",
+        ("tests/csrc/test_pool_orders.py::test_requests_at_random_are_in_order",),
+    ),
+    Guard(
+        "a tail is cleared on every rank",
+        SHARED,
+        "SharedPoolMemory.zero_tail",
+        "for planes in self._planes:",
+        "for planes in self._planes[:1]:",
+        OF_SHARED,
+    ),
+    Guard(
+        "heads that several ranks have are restored on each",
+        SHARED,
+        "SharedPoolMemory.restore",
+        "for rank in shard.ranks:",
+        "for rank in shard.ranks[:1]:",
+        OF_SHARED,
+    ),
+    Guard(
+        "a copy on the copy threads that raised is told to have failed",
+        THREADS,
+        "attempt",
+        'return f"{type(error).__name__}: {error}"',
+        'return ""',
+        (*OF_SHARED, *OF_WAITS),
+    ),
+    Guard(
+        "memory that nobody waits for any more is let go",
+        MAKING,
+        "make_in_thread",
+        "await complete(loop.run_in_executor(None, undo, making.result()))",
+        "pass",
+        OF_MAKING,
+    ),
+    Guard(
+        "a worker's memory is not mapped by a daemon with its own pool",
+        MAKING,
+        "registration_of",
+        "        if registers:\n",
+        "        if False:\n",
+        OF_MAKING,
+    ),
+    Guard(
+        "an engine's memory is of the kind that its daemon copies",
+        MAKING,
+        "registration_of",
+        "if registration.on_gpus != bool(config.devices):",
+        "if False:",
+        OF_MAKING,
     ),
 )
 
