@@ -78,6 +78,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="the copy and its build lie there, and are there for the next run")
     args = parser.parse_args()
     chosen = [guard for guard in GUARDS if args.only in guard.name or args.only in guard.file]
+    if not chosen:  # pytest without a path would run every test
+        parser.error(f"no guard's name or file has {args.only!r}")
     lines: list[str] = []
 
     def say(line: str) -> None:
