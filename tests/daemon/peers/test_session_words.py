@@ -51,21 +51,21 @@ class Copies(Parts):
     """Copies that end when the test says so."""
 
     now: Copies
+    running: list[Callable[..., None]]  # what ends each of them, with a problem or without
 
     def __init__(self, *words: Any) -> None:
         super().__init__(*words)
         Copies.now = self
-        self.running: list[Callable[..., None]] = []
         self.sums = self.closed = False
 
     def begin_sums(self) -> None:
         self.sums = True
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
-        self.running.append(done)
+        self.running.append(lambda problem="": done(problem))
 
     def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
-        self.running.append(done)
+        self.running.append(lambda problem="": done(problem, None))
 
     def close(self) -> None:
         self.closed = True
@@ -81,6 +81,7 @@ class Memory:
 
 @pytest.fixture(autouse=True)
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    Copies.running = []
     monkeypatch.setattr(session_module, "CourierLink", Link)
 
 
@@ -99,7 +100,14 @@ def receiving(owner: Owner, **setup: Any) -> ReceivingSession:
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 20))
+    async def whole() -> None:
+        try:
+            await asyncio.wait_for(story, 20)
+        finally:
+            for end in Copies.running:  # else the session of a failed test waits for them
+                end()
+
+    asyncio.run(whole())
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -218,13 +226,13 @@ def test_a_session_that_is_over_waits_for_its_gathers_and_posts_nothing(monkeypa
         session = sending(Owner())
         said = [*met(2), peer.PeerMessage(credits=granted), peer.PeerMessage(ask=asked)]
         running = asyncio.create_task(session.run(Stream(said)))
-        await until(lambda: session.up and Copies.now.running)
+        await until(lambda: session.up and Copies.running)
         session.break_off("enough")
         await settle()
         session.progress(1, 2)
-        assert len(Copies.now.running) == 1, "nothing more is gathered"
+        assert len(Copies.running) == 1, "nothing more is gathered"
         assert not running.done() and not Copies.now.closed and not Link.now.stopped
-        Copies.now.running.pop()("")
+        Copies.running.pop()()
         await is_over(running, "enough")
         assert not posted
 
@@ -247,7 +255,7 @@ async def scattering(owner: Owner) -> tuple[ReceivingSession, asyncio.Task[None]
     owner.heard.clear()
     session.ask(peer.Ask(transfer=1, pages=1), [5])
     notified(session)
-    assert len(Copies.now.running) == 1
+    assert len(Copies.running) == 1
     return session, running
 
 
@@ -260,7 +268,7 @@ def test_a_session_that_is_over_waits_for_its_scatters_and_hears_no_courier() ->
         session._on_courier(Connected())
         assert not session.up and not owner.heard
         assert not running.done() and not Copies.now.closed and not Link.now.stopped
-        Copies.now.running.pop()("", None)
+        Copies.running.pop()()
         await is_over(running, "enough")
 
     run(story())
@@ -270,7 +278,7 @@ def test_a_page_whose_copy_failed_has_not_arrived() -> None:
     async def story() -> None:
         owner = Owner()
         _, running = await scattering(owner)
-        Copies.now.running.pop()("GpuError: copy: OTHER", None)
+        Copies.running.pop()("GpuError: copy: OTHER")
         assert owner.heard == ["broken: GpuError: copy: OTHER"] and not owner.arrived and not owner.complete
         running.cancel()
         await asyncio.wait([running])
@@ -284,7 +292,7 @@ def test_pages_of_a_stopped_transfer_are_free_once_its_copies_have_ended() -> No
         session, running = await scattering(owner)
         assert not session.stop(1, "enough")
         assert not owner.heard
-        Copies.now.running.pop()("", None)
+        Copies.running.pop()()
         assert owner.heard == ["drained"] and not owner.arrived
         assert session.stop(1, "enough")
         running.cancel()

@@ -321,6 +321,19 @@ def test_gpus_are_for_workers_whose_end_can_be_seen(tmp_path: Path, monkeypatch:
     workers.close()
 
 
+def test_attached_is_believed_of_who_holds_the_lock(tmp_path: Path) -> None:
+    """Its end is told by the lock, so pages of one without it would be given away while it may write them."""
+    workers = Workers(tmp_path)
+    worker = workers.come()
+    with pytest.raises(RequestError, match="the session file is not locked"):
+        workers.attach(worker)
+    assert not worker.attached
+    with FileLockHeld(worker.lock.path):  # the look has let it go again
+        workers.attach(worker)
+        assert worker.attached
+    workers.close()
+
+
 def test_who_says_attached_twice_is_looked_at_once(tmp_path: Path) -> None:
     workers = Workers(tmp_path)
     worker = workers.come(ON_A_GPU)
