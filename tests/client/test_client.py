@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 import pytest
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonGone, HandshakeFailed, RequestFailed, Retracted
+from kvferry.client.requests import DaemonGone, HandshakeFailed, NotOpened, RequestFailed, Retracted
 from kvferry.proto import common_pb2, worker_pb2
 from tests.client.requests import FACTS, GEOMETRY, admit, name
 from tests.support.fake_daemon import FakeDaemon
@@ -170,6 +170,33 @@ def test_wrong_page_ids_break_the_session(tmp_path: Path, pages: list[int], mess
         ]
         with pytest.raises(DaemonGone, match=message):
             await admit(client, name())
+
+    session(tmp_path, scenario)
+
+
+def test_pages_that_a_request_grew_by_follow_its_own(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        daemon.override["grow"] = lambda order: [
+            worker_pb2.WorkerEvent(grown=worker_pb2.Grown(name=order.grow.name, first_page=2, pages=[9]))
+        ]
+        request = name()
+        await admit(client, request)
+        await client.ready(request)
+        with pytest.raises(DaemonGone, match=r"Grown.first_page is 2; the request has 3 pages"):
+            await client.grow(request, 13)
+
+    session(tmp_path, scenario)
+
+
+def test_a_name_that_is_in_use_is_refused_and_its_request_goes_on(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        request = name()
+        await admit(client, request)
+        with pytest.raises(NotOpened, match="is already in use"):
+            await admit(client, request)
+        assert daemon.kinds().count("admit") == 1
+        await client.ready(request)
+        await client.finish(request, tokens=9, digests=b"")
 
     session(tmp_path, scenario)
 

@@ -6,10 +6,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 
-from kvferry.connectors.lookups import PinLookups
+from kvferry.connectors.lookups import PinLookup, PinLookups
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
 
 SECONDS = 10.0
@@ -29,6 +30,29 @@ class Daemon(cache_pb2_grpc.CacheServicer):
             self.gate.wait(SECONDS)
         side = cache_pb2.SideStats(role=common_pb2.ROLE_PREFILL, pool=cache_pb2.PoolStats(pages=8))
         return cache_pb2.StatsReply(daemon=name, sides=[side])
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.let_go: list[int] = []
+
+    def unpin(self, pin: int) -> None:
+        self.let_go.append(pin)
+
+
+def test_a_pin_is_let_go_once_whether_it_came_before_or_after_nobody_wanted_it() -> None:
+    owner = Owner()
+    early, late = (PinLookup(cast(Any, owner)) for _ in range(2))
+    early.answered(7, 64)
+    assert (early.tokens, owner.let_go) == (64, [])
+    for _ in range(2):
+        early.release()
+    assert owner.let_go == [7]
+    late.release()
+    late.answered(8, 64)
+    assert owner.let_go == [7, 8], "at once: nobody asks again"
+    late.release()
+    assert owner.let_go == [7, 8]
 
 
 def test_an_answer_that_was_under_way_does_not_hold_once_the_session_is_new(tmp_path: Path) -> None:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvferry.client.requests import RequestFailed
 from kvferry.connectors.blocks import BlockPlaces, Memory, PoolPages
-from kvferry.connectors.orders import Begin, Cancel, Load, Orders, PromptPages, Release, Restore, Save, StorePages
+from kvferry.connectors.orders import (
+    Begin,
+    Cancel,
+    Load,
+    Order,
+    Orders,
+    PromptPages,
+    Release,
+    Restore,
+    Save,
+    StorePages,
+)
+from kvferry.connectors.worker_side import WorkerSide
+from kvferry.proto import common_pb2
 from tests.connectors.engine_memory import EngineMemory
 from tests.connectors.worker_side.engine_pair import (
     PAGE,
@@ -178,4 +193,70 @@ def test_blocks_are_reported_when_their_copy_is_over_however_often_it_is_cancell
     assert side.reports.take_bad() == {20, 21, 22, 23}
     assert same(pair, range(4), range(20, 24)), "it had been copied all the same"
     sent(pair.sides["prefill"], "a")
+    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
+
+
+@contextlib.contextmanager
+def a_copy_waits(side: WorkerSide) -> Iterator[Callable[[], None]]:
+    """The copies wait until this ends; what it gives waits until there is one."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        gate.wait(SECONDS)
+
+    side._copier.submit(hold)
+    assert begun.wait(SECONDS)
+    try:
+        yield lambda: until(lambda: side._copier._work_queue.qsize() == 1)
+    finally:
+        gate.set()
+
+
+def test_blocks_whose_pages_were_taken_away_while_they_were_copied_are_bad(pair: Pair) -> None:
+    side, client = pair.sides["decode"], pair.sides["decode"]._sessions.client
+    assert client is not None
+    prompt = new_prompt(2 * PAGE)
+    assert exchange(pair, "a", new_name(), prompt, range(4), range(20, 24)) == set()
+    until(lambda: pair.at_rest("decode"))
+    again, other = new_prompt(2 * PAGE), new_name()
+    push(pair, "b", other, again, (0, 1, 2, 3))
+    name = new_name()
+    orders: list[tuple[Any, Order]] = [
+        (name, Restore("r", name, PromptPages(prompt.digests[:32], PAGE + 1, bytes(32)), 0, (50, 51))),
+        (other, Load("b", other, again, "p", 0, (), (30, 31, 32, 33))),
+    ]
+    for failing, order in orders:
+        assert isinstance(order, Load | Restore)
+        with a_copy_waits(side) as there_is_one:
+            pair.give("decode", order)
+            there_is_one()
+            client._requests[failing].failure = RequestFailed(common_pb2.ERROR_ABORTED, "its pages are another's")
+        assert received(side, order.request) == set(order.blocks)
+    sent(pair.sides["prefill"], "b")
+    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
+
+
+def test_a_chunk_is_told_of_and_its_blocks_are_given_back_behind_its_copy(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, mover = pair.sides["prefill"], Numbered(pair.engines["prefill"])
+    client = side._sessions.client
+    assert client is not None
+    done: list[object] = []
+    told, to_pages = client.progress, mover.to_pages
+    monkeypatch.setattr(side, "_mover", mover)
+    monkeypatch.setattr(mover, "to_pages", lambda *words: (to_pages(*words), done.append("copied")))
+    monkeypatch.setattr(client, "progress", lambda name, tokens: (done.append(tokens), told(name, tokens)))
+    prompt, name = new_prompt(2 * PAGE), new_name()
+    with a_copy_waits(side) as there_is_one:
+        pair.give("prefill", Begin("a", name, prompt), Save("a", 2 * PAGE, (0, 1, 2, 3)))
+        pair.give("prefill", Release("a"))
+        there_is_one()
+        heard(side)
+        assert (side.reports.take(), done) == ((set(), set()), [])
+    pair.give("decode", Load("a", name, prompt, "p", 0, (), (20, 21, 22, 23)))
+    assert received(pair.sides["decode"], "a") == set()
+    sent(side, "a")
+    assert done == ["copied", 2 * PAGE]
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))

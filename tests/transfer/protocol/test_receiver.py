@@ -278,9 +278,10 @@ def test_a_failed_copy_breaks_the_transfer_and_keeps_the_credit() -> None:
 
 def test_a_broken_transfer_stays_until_it_is_ended() -> None:
     bench = Bench()
-    bench.receiver.open(1, first_page=0, pages=1, page_ids=[0])
+    bench.receiver.open(1, first_page=0, pages=2, page_ids=[0, 1])
     bench.notify(bench.part(1, 0, 0, 100))
     assert not bench.receiver.scatter_failed(0, "no").drained
+    assert bench.notify(bench.part(1, 1, 0, 100)) == [Regrant(Credit(1, 2), 1)], "nothing more of it is believed"
     assert bench.receiver.transfers() == [1]
     assert bench.receiver.end(1)
     assert bench.receiver.transfers() == []
