@@ -126,6 +126,14 @@ def test_prompts_that_nobody_asks_for_leave_room_beside_soft_quotas() -> None:
     assert large in side.begun
 
 
+def test_prompts_that_nobody_asks_for_leave_half_of_the_pool_whoever_they_are_of() -> None:
+    side = Prefill(16)
+    side.begin(1, "a", 8, asked=False)
+    side.begin(2, "b", 8, asked=False, namespace=OTHER)
+    large = side.begin(3, "c", 8, asked=True)
+    assert large in side.begun
+
+
 def test_prompts_that_nobody_asks_for_leave_half_of_a_hard_quota() -> None:
     side = Prefill(48, quotas={NAMESPACE: Quota(0, 20)})
     side.begin(1, "a", 10, asked=False)
@@ -209,6 +217,18 @@ def test_a_tenant_at_its_own_quota_gets_nobody_elses_pages() -> None:
     own = side.begin(3, "c", 6, asked=True)
     side.sent(own, 6, 3)
     waiter = side.begin(4, "d", 8, asked=True)
+    side.tick(REST_SECONDS)
+    assert side.ended == [own]
+    assert waiter in side.begun
+
+
+def test_a_tenant_at_its_own_quota_gets_nobody_elses_younger_pages() -> None:
+    side = Prefill(32, quotas={NAMESPACE: Quota(0, 10)})
+    own = side.begin(1, "c", 6, asked=True)
+    side.sent(own, 6, 1)
+    theirs = side.begin(2, "a", 6, asked=True, namespace=OTHER)
+    side.sent(theirs, 6, 2)
+    waiter = side.begin(3, "d", 8, asked=True)
     side.tick(REST_SECONDS)
     assert side.ended == [own]
     assert waiter in side.begun
