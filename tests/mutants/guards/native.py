@@ -206,14 +206,6 @@ GUARDS: tuple[Guard, ...] = (
         RECOVER,
     ),
     Guard(
-        "digests that are no hashes make no ring",
-        "csrc/radix/tree_recover.cpp",
-        "void RadixTree::adopt_orphans(",
-        "if (orphan == top) continue;",
-        "(void)top;",
-        RECOVER,
-    ),
-    Guard(
         "digests are compared to their last byte",
         "csrc/radix/tree_node.h",
         "inline bool same_digest(",
