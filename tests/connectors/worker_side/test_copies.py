@@ -152,6 +152,7 @@ def test_blocks_of_a_preempted_prompt_are_waited_for_before_its_push_is_taken_in
     finally:
         gate.set()
         opening.join()
+    assert side._pushes["a"].save is None, "nothing more is to be read from them"
     for layer in engine.layers:  # they are another request's now
         layer[0:2] += 1
     pair.give("prefill", Save("a", 2 * PAGE, (10, 11, 12, 13)), Release("a"))
