@@ -4,6 +4,7 @@ that say what they are about."""
 import ast
 import subprocess
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,12 @@ def ours() -> list[Path]:
 
 
 FILES = ours()
-TREES = {path: ast.parse((ROOT / path).read_text(), str(path)) for path in FILES if path.suffix == ".py"}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Read once a test asks: every worker of a run collects this file."""
+    return {path: ast.parse((ROOT / path).read_text(), str(path)) for path in FILES if path.suffix == ".py"}
 
 
 def test_files_are_read_in_one_sitting() -> None:
@@ -39,7 +45,7 @@ def test_files_are_read_in_one_sitting() -> None:
 
 def test_functions_are_short() -> None:
     found = {}
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
@@ -55,7 +61,7 @@ def test_folders_have_few_files() -> None:
 
 def test_constructors_take_few_arguments() -> None:
     found = {}
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
                 arguments = node.args
@@ -67,7 +73,7 @@ def test_constructors_take_few_arguments() -> None:
 
 def test_a_public_class_has_its_name_alone() -> None:
     found = defaultdict(list)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if path.parts[0] in PACKAGES:
             for node in tree.body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
@@ -80,14 +86,14 @@ def test_folders_say_what_lives_in_them() -> None:
     """Each folder of more than five files of a package opens with a docstring or a README."""
     for folder, count in Counter(path.parent for path in FILES if path.parts[0] in (*PACKAGES, "csrc")).items():
         if count > 5 and not (ROOT / folder / "README.md").exists():
-            tree = TREES.get(folder / "__init__.py")
+            tree = trees().get(folder / "__init__.py")
             assert tree is not None and ast.get_docstring(tree), f"{folder} has {count} files and no word on them"
 
 
 def test_docstrings_name_their_subject() -> None:
     """One that is read alone, as an editor shows it, says what the thing is or does."""
     found = {}
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if path.parts[0] in PACKAGES:
             for node in ast.walk(tree):
                 documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))

@@ -37,5 +37,6 @@ def test_a_daemon_that_stands_still_while_it_reaps_a_courier_lives_on(stands: st
             wait_until(lambda: engines.turn(list(range(100)), 4).error is None, 30, "that a turn is answered again")
         assert "an invariant is broken" not in Path(standing.daemon.log_path).read_text()
         for replica in (prefill, decode):
-            settled(replica)
+            # A turn that failed meanwhile may leave a prompt with prefill that nobody asks for, until its deadline.
+            settled(replica, 45)
         assert stack.stop(standing.daemon) == 0

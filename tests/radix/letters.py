@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 
 
-def digest(path: str) -> bytes:
-    value = b"root"
+def chain(path: str) -> bytes:
+    """The digests of all pages of the path."""
+    digests, value = [], b"root"
     for letter in path:
         value = hashlib.sha256(value + letter.encode()).digest()
-    return value
+        digests.append(value)
+    return b"".join(digests)
 
 
-def chain(path: str) -> bytes:
-    return b"".join(digest(path[: n + 1]) for n in range(len(path)))
+def digest(path: str) -> bytes:
+    """The last page's digest; of no page the root's."""
+    return chain(path)[-32:] or b"root"
