@@ -29,7 +29,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvferry-installed
 DEMO_STAMP := $(VENV)/.kvferry-demo-installed
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_FLAGS)
-PACKAGES := proto radix transfer daemon client workers front loadgen connectors
+# Each folder of the root with an __init__.py is kvferry.<folder>.
+PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 TYPED := build/typed
 
 VLLM_VENV ?= build/vllm-venv

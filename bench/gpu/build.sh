@@ -12,6 +12,9 @@ $PYTHON -m cmake --version >/dev/null 2>&1 && CMAKE="$PYTHON -m cmake" || CMAKE=
   $CMAKE -S . -B "$BUILD" -Dnanobind_DIR="$($PYTHON -m nanobind --cmake_dir)" -DPython_EXECUTABLE="$($PYTHON -c 'import sys; print(sys.executable)')" &&
     $CMAKE --build "$BUILD" -j "$(nproc)"
 } >"$OUT_DIR/build.log" 2>&1 || { tail -30 "$OUT_DIR/build.log"; exit 1; }
-for folder in proto radix transfer daemon client workers front loadgen connectors; do ln -sfn "$PWD/$folder" "$SITE/kvferry/$folder"; done
+for each in */__init__.py; do # each folder of the root with an __init__.py is kvferry.<folder>
+  folder=${each%/__init__.py}
+  ln -sfn "$PWD/$folder" "$SITE/kvferry/$folder"
+done
 ln -sf "$PWD"/package/kvferry/* "$PWD/$BUILD"/_core*.so "$SITE/kvferry/"
 export PYTHONPATH=$SITE PYTHONUNBUFFERED=1 NIXL_LOG_LEVEL=${NIXL_LOG_LEVEL:-WARN} HF_HUB_OFFLINE=1

@@ -19,9 +19,10 @@ cmake -S . -B "$build/cmake" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVFERRY_SANITIZ
 cmake --build "$build/cmake" --parallel "${JOBS:-2}" >>"$build.log" 2>&1 || { tail -30 "$build.log"; exit 1; }
 
 rm -rf "$build/overlay" && mkdir -p "$build/overlay/kvferry"
-for each in proto radix transfer daemon client workers front loadgen connectors package/kvferry/*.py; do
-  ln -s "$PWD/$each" "$build/overlay/kvferry/"
+for each in */__init__.py; do # each folder of the root with an __init__.py is kvferry.<folder>
+  ln -s "$PWD/${each%/__init__.py}" "$build/overlay/kvferry/"
 done
+ln -s "$PWD"/package/kvferry/*.py "$build/overlay/kvferry/"
 ln -s "$build"/cmake/_core*.so "$build/overlay/kvferry/"
 test -x "$build/venv/bin/python" || $python -m venv --without-pip "$build/venv"
 {

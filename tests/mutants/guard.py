@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -40,9 +41,15 @@ class NoLongerApplies(Exception):
     """The code has changed under a guard's description."""
 
 
+@cache
+def _parsed(text: str) -> ast.Module:
+    """Many guards stand in one file."""
+    return ast.parse(text)
+
+
 def _span_of_python(text: str, symbol: str) -> tuple[int, int]:
     """Where the function, method or class lies in the text, in characters."""
-    node: ast.AST = ast.parse(text)
+    node: ast.AST = _parsed(text)
     for name in symbol.split("."):
         inner = [
             child

@@ -14,7 +14,6 @@ import kvferry._core
 from tests.mutants.guard import Guard
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("proto", "radix", "transfer", "daemon", "client", "workers", "front", "loadgen", "connectors")
 
 
 class Tree:
@@ -31,8 +30,9 @@ class Tree:
         self._overlay = folder / "overlay" / "kvferry"
         shutil.rmtree(self._overlay, ignore_errors=True)
         self._overlay.mkdir(parents=True)
-        for each in [*PACKAGES, *(f"package/kvferry/{p.name}" for p in (self.root / "package/kvferry").iterdir())]:
-            (self._overlay / Path(each).name).symlink_to(self.root / each)
+        packages = [made.parent for made in self.root.glob("*/__init__.py")]
+        for each in [*packages, *(self.root / "package/kvferry").iterdir()]:
+            (self._overlay / each.name).symlink_to(each)
         self._whole = Path(kvferry._core.__file__)
         self._own = self._overlay / self._whole.name
         self._take(self._whole)

@@ -16,6 +16,7 @@ from kvferry.daemon.services import peer as peer_service
 from kvferry.daemon.services.peer import PeerService
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
+from tests.daemon.peers.hellos import hello_from
 from tests.simulation.clock import Clock
 from tests.simulation.daemons import PLAIN, TENANTS, SimPrefill
 from tests.simulation.faults import Faults
@@ -33,18 +34,7 @@ def prefill(**settings: Any) -> SimPrefill:
 
 def hello(**fields: Any) -> peer.PeerHello:
     """A decode daemon's."""
-    said = {
-        "protocol": 1,
-        "protocol_min": 1,
-        "daemon": "d",
-        "incarnation": bytes(16),
-        "role": common.ROLE_DECODE,
-        "facts": FACTS.to_proto(),
-        "epoch": 7,
-        "page_bytes": FACTS.geometry.page_bytes,
-        "capabilities": CAPABILITIES,
-    }
-    return peer.PeerHello(**{**said, **fields})
+    return hello_from("d", common.ROLE_DECODE, fields)
 
 
 def test_what_goes_together_is_taken() -> None:

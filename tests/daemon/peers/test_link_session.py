@@ -14,17 +14,16 @@ from kvferry.daemon.core.effects import StartTransfer
 from kvferry.daemon.core.errors import RequestError, unavailable
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.peers import link as peer_link
-from kvferry.daemon.peers.handshake import CAPABILITIES
 from kvferry.daemon.peers.link import PeerLink
 from kvferry.daemon.peers.session import SessionBroken
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
+from tests.daemon.peers.hellos import hello_from
 from tests.simulation.clock import Clock
-from tests.simulation.daemons import PLAIN, TENANTS, SimDecode
+from tests.simulation.daemons import PLAIN, SimDecode
 from tests.simulation.faults import Faults
 
 NAME = Name(bytes(16), 1)
-FACTS = TENANTS[0]
 
 
 def decode() -> SimDecode:
@@ -36,18 +35,7 @@ def decode() -> SimDecode:
 
 def hello(**fields: Any) -> peer.PeerHello:
     """A prefill daemon's."""
-    said = {
-        "protocol": 1,
-        "protocol_min": 1,
-        "daemon": "p0",
-        "incarnation": bytes(16),
-        "role": common.ROLE_PREFILL,
-        "facts": FACTS.to_proto(),
-        "epoch": 7,
-        "page_bytes": FACTS.geometry.page_bytes,
-        "capabilities": CAPABILITIES,
-    }
-    return peer.PeerHello(**{**said, **fields})
+    return hello_from("p0", common.ROLE_PREFILL, fields)
 
 
 def ask(transfer: int) -> StartTransfer:
