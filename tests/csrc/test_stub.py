@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_kept_stub_is_the_modules_own() -> None:
     nanobind = pytest.importorskip("nanobind")
+    pytest.importorskip("ruff", reason="ruff lays out the stub; it is not on this machine")
     pinned = re.search(r"^nanobind==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
     if nanobind.__version__ != pinned[1]:
