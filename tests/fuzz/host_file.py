@@ -28,7 +28,7 @@ from kvferry.transfer.host_tier.index import (
 from kvferry.transfer.host_tier.rows import FileRows, checksum_rows, verify_rows
 from tests.fuzz.frames import Frame, bytes_changed, change, join, split
 from tests.fuzz.stage import FACTS, FOLDER, PROMPTS, Finding
-from tests.simulation.memory import GEOMETRY
+from tests.simulation.prompts import GEOMETRY
 
 INDEX, ROWS, SIZES, ENTRY_OF, HEADER_OF = range(5)
 PAGES, PAGE_BYTES = 16, 64

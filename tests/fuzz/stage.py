@@ -45,7 +45,8 @@ from kvferry.transfer.courier.messages import (
 from tests.simulation.clock import Clock
 from tests.simulation.daemons import PLAIN, TENANTS, Setting, SimSide
 from tests.simulation.faults import Faults
-from tests.simulation.memory import PAGE_BYTES, Prompt, SimPoolMemory
+from tests.simulation.parts import SimPoolMemory
+from tests.simulation.prompts import PAGE_BYTES, Prompt
 
 EPOCH = 7
 SLOTS, SLOT_BYTES = 4, 4096

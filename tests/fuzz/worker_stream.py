@@ -31,7 +31,7 @@ from tests.fuzz.stage import (
     engines_config,
     run,
 )
-from tests.simulation.memory import PAGE_BYTES
+from tests.simulation.prompts import PAGE_BYTES
 
 DECODE, PREFILL, ENGINES = 0, 1, 2
 

@@ -24,12 +24,15 @@ from kvferry.transfer.courier.link import CourierConfig
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.geometry.rank_lanes import lanes_of
 from tests.simulation.clock import Clock, expect
-from tests.simulation.memory import GEOMETRY, PAGE, Memory, SimPoolMemory, SimTier
+from tests.simulation.memory import Memory
 from tests.simulation.network import TIMES, SimSending
+from tests.simulation.parts import SimPoolMemory
+from tests.simulation.prompts import GEOMETRY, PAGE
+from tests.simulation.tier import SimTier
 
 if TYPE_CHECKING:
     from tests.simulation.faults import Faults
-    from tests.simulation.memory import Prompt
+    from tests.simulation.prompts import Prompt
 
 ROOT = root_digest(b"simulation")
 TENANTS = tuple(NamespaceFacts("model", "1", GEOMETRY, "sha256_cbor", ROOT, salt) for salt in (b"", b"\x01" * 32))

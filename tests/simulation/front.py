@@ -8,7 +8,7 @@ from kvferry.daemon.core.limits import Name
 from kvferry.proto import common_pb2 as common
 from tests.simulation.clock import expect
 from tests.simulation.daemons import ROOT
-from tests.simulation.memory import PAGE, Prompt
+from tests.simulation.prompts import PAGE, Prompt
 from tests.simulation.workers import DecodeJob, Job, PrefillJob, Process
 
 if TYPE_CHECKING:

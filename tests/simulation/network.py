@@ -22,7 +22,7 @@ from kvferry.transfer.geometry.rank_lanes import lanes_of
 from kvferry.transfer.protocol.receiver import Receiver
 from kvferry.transfer.protocol.slots import HEADER_BYTES, PartNotice
 from tests.simulation.clock import Clock, Pipe, Violation, expect
-from tests.simulation.memory import GEOMETRY
+from tests.simulation.prompts import GEOMETRY
 
 if TYPE_CHECKING:
     from tests.simulation.daemons import SimDecode, SimPrefill

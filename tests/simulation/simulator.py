@@ -22,8 +22,8 @@ from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.daemons import Setting, SimDecode, SimPrefill
 from tests.simulation.faults import Faults, draw_faults
 from tests.simulation.front import _ALWAYS_WRONG, REQUESTS, Attempt, Conversation, Request
-from tests.simulation.memory import PAGE_BYTES, Prompt
 from tests.simulation.network import Peering
+from tests.simulation.prompts import PAGE_BYTES, Prompt
 from tests.simulation.workers import Process
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ from kvferry.daemon.core.limits import Name, pages_for
 from kvferry.proto import worker_pb2 as wire
 from tests.simulation.clock import Clock, Pipe, Violation, expect
 from tests.simulation.daemons import ROOT, SimDecode, SimPrefill
-from tests.simulation.memory import GARBAGE, PAGE, PAGE_BYTES, Memory, Prompt, partial_content
+from tests.simulation.memory import Memory
+from tests.simulation.prompts import GARBAGE, PAGE, PAGE_BYTES, Prompt, partial_content
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,47 @@
+"""Prompts, and the bytes of their pages, which follow from the digests: so any page can be judged on sight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.radix.digests import DIGEST_BYTES, DigestChain
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
+
+PAGE = 4  # tokens
+GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=1, dtype="float16", page_size=PAGE)
+PAGE_BYTES = GEOMETRY.page_bytes
+GARBAGE = b"\xee" * PAGE_BYTES
+
+
+def content(digest: bytes) -> bytes:
+    """Of a full page."""
+    return digest[:PAGE_BYTES]
+
+
+def partial_content(tail_digest: bytes, tokens: int, behind: bytes = b"\0") -> bytes:
+    """Of a last page: what is behind its tokens is zeroed before it travels."""
+    size, each = GEOMETRY.fragment_bytes, GEOMETRY.fragment_token_bytes
+    kept = tokens * each
+    parts = (tail_digest[i : i + kept].ljust(size, behind) for i in range(0, PAGE_BYTES, size))
+    return b"".join(parts)
+
+
+class Prompt:
+    """Tokens, their digests, and the bytes of their pages."""
+
+    __slots__ = ("contents", "digests", "full", "tail", "tokens")
+
+    def __init__(self, tokens: Sequence[int], root: bytes) -> None:
+        chain = DigestChain(page_size=PAGE, parent=root)
+        chain.extend(tokens)
+        self.tokens = list(tokens)
+        self.digests, self.tail = chain.digests, chain.tail_digest
+        self.full = len(tokens) // PAGE
+        self.contents = [content(self.digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]) for i in range(self.full)]
+        if self.tail:
+            self.contents.append(partial_content(self.tail, len(tokens) % PAGE))
+
+    @property
+    def blob(self) -> bytes:
+        """What its prefill worker says with it."""
+        return b"first token of " + (self.tail or self.digests[-DIGEST_BYTES:])
