@@ -24,7 +24,9 @@ from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_METADATA_BYTES
 from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink, RemoteRank
 from kvferry.transfer.courier.messages import (
+    MAX_SLOT_BYTES,
     MAX_SLOTS,
+    MIN_SLOT_BYTES,
     Connected,
     CourierDied,
     CourierEvent,
@@ -364,7 +366,7 @@ class Session:
             raise SessionBroken("the peer sent courier_up twice")
         for field, value, low, high in (
             ("metadata's length", len(up.metadata), 1, MAX_METADATA_BYTES),
-            ("slot_bytes", up.slot_bytes, 4096, 1 << 30),
+            ("slot_bytes", up.slot_bytes, MIN_SLOT_BYTES, MAX_SLOT_BYTES),
             ("receive_slots", up.receive_slots, 0, MAX_SLOTS),
         ):
             if not low <= value <= high:

@@ -9,7 +9,14 @@ from random import Random
 
 
 class Violation(Exception):
-    """What the oracle saw: a promise of the product is broken."""
+    """What the oracle saw: a promise of the product is broken. It is raised wherever that is seen, also in a task of
+    the product's; the clock raises it again."""
+
+    first: Violation | None = None
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        Violation.first = Violation.first or self
 
 
 def expect(holds: object, message: str) -> None:
@@ -23,24 +30,18 @@ class Clock:
         self.seed = seed
         self.random = Random(seed)
         self.events = 0
-        self.under_way = 0  # events to come that are not background
         self.counts: Counter[str] = Counter()
         self.trace: list[str] | None = None
-        self._heap: list[tuple[float, int, bool, Callable[..., object], tuple[object, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
         self._next = 0
+        Violation.first = None
 
     def at(self, when: float, call: Callable[..., object], *arguments: object) -> None:
         self._next += 1
-        self.under_way += 1
-        heapq.heappush(self._heap, (when, self._next, True, call, arguments))
+        heapq.heappush(self._heap, (when, self._next, call, arguments))
 
     def after(self, seconds: float, call: Callable[..., object], *arguments: object) -> None:
         self.at(self.now + seconds, call, *arguments)
-
-    def background(self, seconds: float, call: Callable[..., object], *arguments: object) -> None:
-        """An event for which nobody may have to wait: ticks and faults."""
-        self._next += 1
-        heapq.heappush(self._heap, (self.now + seconds, self._next, False, call, arguments))
 
     def between(self, least: float, most: float) -> float:
         """Seconds: mostly near `least`, with a tail."""
@@ -52,17 +53,13 @@ class Clock:
         return probability > 0 and self.random.random() < probability
 
     def step(self) -> None:
-        self.now, _, foreground, call, arguments = heapq.heappop(self._heap)
-        self.under_way -= foreground
+        self.now, _, call, arguments = heapq.heappop(self._heap)
         self.events += 1
         if self.trace is not None:
             self.trace.append(f"{self.now:.6f} {getattr(call, '__qualname__', call)}")
         call(*arguments)
-
-    def run(self) -> None:
-        """Until nothing is under way."""
-        while self.under_way:
-            self.step()
+        if Violation.first is not None:
+            raise Violation.first
 
     def run_until(self, when: float) -> None:
         while self._heap and self._heap[0][0] <= when:
@@ -71,13 +68,13 @@ class Clock:
 
 
 class Pipe:
-    """Messages of one stream: delayed, in order."""
+    """Messages of one stream: delayed, in order. `at`: who has them called at what time."""
 
-    def __init__(self, clock: Clock, least: float, most: float) -> None:
-        self._clock, self._least, self._most = clock, least, most
+    def __init__(self, clock: Clock, least: float, most: float, at: Callable[..., None]) -> None:
+        self._clock, self._least, self._most, self._at = clock, least, most, at
         self._last = 0.0
 
     def send(self, call: Callable[..., object], *arguments: object) -> None:
         clock = self._clock
         self._last = max(self._last, clock.now + clock.between(self._least, self._most))
-        clock.at(self._last, call, *arguments)
+        self._at(self._last, call, *arguments)

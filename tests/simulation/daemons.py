@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,25 +14,26 @@ from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.namespaces import Quota, slack
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.memory.interface import PoolMemory
-from kvferry.daemon.peers.sending import SendingSession
-from kvferry.daemon.peers.session import SessionMeters, SessionSetup
+from kvferry.daemon.peers.dialing import dial_plainly
+from kvferry.daemon.server import TICK_SECONDS
+from kvferry.daemon.services.peer import PeerService
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.daemon.sides.side import AnySide
 from kvferry.daemon.sides.workers import Worker
 from kvferry.radix.digests import root_digest
-from kvferry.transfer.courier.link import CourierConfig
 from kvferry.transfer.geometry.namespace import NamespaceFacts
-from kvferry.transfer.geometry.rank_lanes import lanes_of
-from tests.simulation.clock import Clock, expect
+from kvferry.transfer.protocol.slots import HEADER_BYTES
+from tests.simulation.clock import Clock, Violation, expect
+from tests.simulation.loops import ProcessLoop
 from tests.simulation.memory import Memory
-from tests.simulation.network import TIMES, SimSending
 from tests.simulation.parts import SimPoolMemory
 from tests.simulation.prompts import GEOMETRY, PAGE
 from tests.simulation.tier import SimTier
 
 if TYPE_CHECKING:
     from tests.simulation.faults import Faults
+    from tests.simulation.network import Network
     from tests.simulation.prompts import Prompt
 
 ROOT = root_digest(b"simulation")
@@ -44,9 +46,8 @@ class Setting:
 
     pages: int
     host_pages: int
-    slots: int
-    send_slots: int
-    slot_bytes: int
+    slots: int  # of either end
+    slot_bytes: int  # header and pages
     policy: str
     overcommit: float
     write_through: int
@@ -60,7 +61,6 @@ PLAIN = Setting(
     pages=8,
     host_pages=0,
     slots=2,
-    send_slots=2,
     slot_bytes=4096,
     policy="lru",
     overcommit=1.0,
@@ -75,13 +75,18 @@ class SimSide:
     """Common to both roles."""
 
     clock: Clock
+    process: ProcessLoop
     setting: Setting
     pages_memory: Memory
-    dead: bool
 
-    def furnish(self, clock: Clock, setting: Setting, faults: Faults) -> None:
+    @property
+    def dead(self) -> bool:
+        return self.process.ended
+
+    def furnish(self, clock: Clock, setting: Setting, faults: Faults, process: ProcessLoop | None = None) -> None:
         side = cast(AnySide, self)
-        self.clock, self.setting, self.dead = clock, setting, False
+        self.clock, self.setting = clock, setting
+        self.process = process or ProcessLoop(clock, side.config.name)
         side.tiers.epoch = clock.random.getrandbits(63)
         limits = CacheLimits(
             policy=setting.policy,
@@ -101,26 +106,31 @@ class SimSide:
         for facts in TENANTS:
             cache.namespace(facts.id)
 
-    def enter(self, tenant: int, events: object) -> Worker:
+    def enter(self, tenant: int, events: object, lock: object = None) -> Worker:
+        """A worker that is here, and holds the lock of its session file; the first one brings the pool."""
         side = cast(AnySide, self)
         number = side.workers.new_number()
-        worker = Worker(number, f"w{number}", TENANTS[tenant].id, cast(Any, None), cast(Any, events), attached=True)
+        worker = Worker(number, f"w{number}", TENANTS[tenant].id, cast(Any, lock), cast(Any, events), attached=True)
         side.workers.enter(worker)
+        side.tiers.has_pool.set()
         return worker
 
-    def lose(self, worker: Worker) -> None:
-        """Its stream broke."""
-        side = cast(AnySide, self)
-        if not self.dead:
-            del side.workers.here[worker.number]
-            side.worker_lost(worker)
+    def serve(self, *loops: Coroutine[Any, Any, None]) -> None:
+        """Runs them, and the daemon's ticks, until it ends."""
+        for work in (self._tick(), *loops):
+            self.process.create_task(work).add_done_callback(self._task_ends)
 
-    def prove(self, worker: Worker) -> None:
-        """It writes no more."""
-        side = cast(AnySide, self)
-        if not self.dead:
-            side.workers.here.pop(worker.number, None)
-            side.worker_gone(worker)
+    async def _tick(self) -> None:
+        """As the daemon's own."""
+        loop = self.process
+        while True:
+            due = loop.time() + TICK_SECONDS
+            await asyncio.sleep(TICK_SECONDS)
+            cast(AnySide, self).tick(max(0.0, loop.time() - due))
+
+    def _task_ends(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise Violation(f"{self.process.name} ends: {error!r}")
 
     def check(self) -> None:
         """At any moment."""
@@ -173,11 +183,17 @@ class SimSide:
 
 
 class SimDecode(SimSide, DecodeSide):
-    def __init__(self, clock: Clock, config: DaemonConfig, setting: Setting, faults: Faults) -> None:
-        DecodeSide.__init__(self, config, clock.random.randbytes(16), lambda: clock.now)
+    def __init__(
+        self, clock: Clock, config: DaemonConfig, setting: Setting, faults: Faults, network: Network | None = None
+    ) -> None:
+        process = ProcessLoop(clock, config.name)
+        dial = dial_plainly if network is None else network.dial(process)
+        DecodeSide.__init__(self, config, clock.random.randbytes(16), lambda: clock.now, dial)
         self.prompts: dict[Name, Prompt] = {}  # as asked for, of stays with a prefill daemon
         self._coming: dict[int, tuple[Prompt, int, tuple[int, ...]]] = {}  # by transfer: prompt, first page, page ids
-        self.furnish(clock, setting, faults)
+        self.furnish(clock, setting, faults, process)
+        if network is not None:
+            self.serve(*(link.run() for link in self.links.values()))
 
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, StartTransfer):
@@ -197,41 +213,45 @@ class SimDecode(SimSide, DecodeSide):
         core = self.ready_core
         expect(not core.leases, f"{self.config.name}: leases leaked: {[str(name) for name in core.leases]}")
         expect(core.active_transfers == 0, f"{self.config.name}: {core.active_transfers} transfers leaked")
+        for link in self.links.values():
+            who = f"{self.config.name} to {link.name}"
+            for name, left in (("pending", link._pending), ("asked", link._asked), ("copying", link._copying)):
+                expect(not left, f"{who}: the link remembers {name} {left}")
+            if link.session is not None and link.session.up:
+                receiver = link.session.receiver
+                receiver.check()
+                expect(not receiver.transfers(), f"{who}: the receiver holds transfers {receiver.transfers()}")
+                free, slots = receiver.free_credits, receiver.slots
+                expect(free == slots, f"{who}: {free} of {slots} slots are granted")
 
 
 class SimPrefill(SimSide, PrefillSide):
-    def __init__(self, clock: Clock, config: DaemonConfig, setting: Setting, faults: Faults) -> None:
+    def __init__(
+        self, clock: Clock, config: DaemonConfig, setting: Setting, faults: Faults, network: Network | None = None
+    ) -> None:
         PrefillSide.__init__(self, config, clock.random.randbytes(16), lambda: clock.now)
         self.furnish(clock, setting, faults)
-
-    def take_session(self, decode: SimDecode, courier: CourierConfig, checksums: bool) -> SimSending:
-        """As new_session, over the simulation's network."""
-        setup = SessionSetup(
-            remote=decode.config.name,
-            courier=courier,
-            memory=self.tiers.memory,
-            lanes=lanes_of(GEOMETRY, 1, 1),
-            remote_ranks=1,
-            checksums=checksums,
-            times=TIMES,
-        )
-        session = SimSending(
-            setup,
-            SessionMeters(self.ready_core.transfer_counters, self.latencies),
-            number=next(self._numbers),
-            send_slots=courier.send_slots,
-            remote_epoch=decode.tiers.epoch,
-            events=self,
-        )
-        self.sessions[session.number] = session
-        return session
-
-    def session_over(self, session: SendingSession) -> None:
-        if not self.dead:
-            super().session_over(session)
+        self.service = PeerService(self)
+        if network is not None:
+            self.serve()
 
     def check_idle(self) -> None:
         super().check_idle()
         core = self.ready_core
         expect(not core.entries, f"{self.config.name}: entries leaked: {[str(name) for name in core.entries]}")
         expect(core.active_transfers == 0, f"{self.config.name}: {core.active_transfers} sends leaked")
+        for session in self.sessions.values():
+            sender, who = session.sender, f"{self.config.name} to {session.remote}"
+            if sender is None or session.closed:
+                continue
+            sender.check()
+            expect(not sender.transfers(), f"{who}: the sender holds transfers {sender.transfers()}")
+            credits, slots = sender.free_credits, session.remote_slots
+            expect(credits == slots, f"{who}: the sender has {credits} of {slots} credits")
+            free, slots = sender.free_send_slots, self.config.slots * self.config.ranks
+            expect(free == slots, f"{who}: {free} of {slots} sending slots are free")
+
+
+def sized(config: DaemonConfig, setting: Setting) -> DaemonConfig:
+    """The configuration with slots of the setting's, which may be smaller than it allows."""
+    return config.model_copy(update={"slots": setting.slots, "slot_bytes": setting.slot_bytes - HEADER_BYTES})

@@ -28,13 +28,16 @@ class Faults:
     prefill_crashes: int = 0
     restarts: int = 0  # of a prefill daemon
     quiesces: int = 0
+    couriers_fail: float = 0.0  # as they start
+    standstills: int = 0  # of a process
 
     @property
     def none(self) -> bool:
         """Nothing that may fail a request that its client wants."""
         events = self.partitions + self.broken_streams + self.decode_crashes + self.prefill_crashes + self.restarts
         writes = self.post_fails or self.early or self.flips
-        return not (events or self.quiesces or writes or self.copies_fail or self.tier_fails)
+        others = self.quiesces or self.couriers_fail or self.standstills
+        return not (events or others or writes or self.copies_fail or self.tier_fails)
 
 
 def draw_faults(clock: Clock) -> Faults:
@@ -63,4 +66,6 @@ def draw_faults(clock: Clock) -> Faults:
         prefill_crashes=prefill_crashes,
         restarts=random.randint(0, 1),
         quiesces=random.randint(0, 1),
+        couriers_fail=0.1 if chance(0.2) else 0.0,
+        standstills=random.randint(0, 3) if chance(0.5) else 0,
     )

@@ -184,6 +184,7 @@ class Request:
         self.simulation.prompts[conversation.tenant].append(Prompt([*tokens, *output], ROOT))
         self.priority = random.choice((0, 0, 0, -1, 1))
         self.deadline_ms = SHORT_DEADLINE_MS if self.clock.chance(faults.short_deadlines) else 0
+        self.began = self.clock.now
         self.answered = self.aborted = False
         self.attempts: list[Attempt] = []
         self._open = 0

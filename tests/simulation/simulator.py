@@ -7,7 +7,6 @@ and a request fails only for a reason; every request ends; at the end nothing is
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections import Counter
 from collections.abc import Callable
@@ -16,21 +15,22 @@ from typing import TypeVar
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.namespaces import Quota
-from kvferry.daemon.core.prefill_entries import REST_SECONDS
 from kvferry.proto import common_pb2 as common
 from tests.simulation.clock import Clock, Violation, expect
-from tests.simulation.daemons import Setting, SimDecode, SimPrefill
+from tests.simulation.daemons import Setting, SimDecode, SimPrefill, sized
 from tests.simulation.faults import Faults, draw_faults
 from tests.simulation.front import _ALWAYS_WRONG, REQUESTS, Attempt, Conversation, Request
-from tests.simulation.network import Peering
+from tests.simulation.loops import ProcessLoop
+from tests.simulation.network import Network
 from tests.simulation.prompts import PAGE_BYTES, Prompt
 from tests.simulation.workers import Process
 
 T = TypeVar("T")
 
 _BOUNDS = ("pages were asked for", "transfers of name", "lost workers are orphaned")  # that a seed may reach
-TICK = 0.05
+STUCK_SECONDS = 300.0  # in which every request ends: its deadlines, and standstills
 CHECK_EVERY = 64  # events
+TRANSFER_SECONDS = 60.0  # of every request, as the configuration has it: behind a standstill some are late
 MORE_REQUESTS = 400  # than were drawn, at most, where there was no restore yet
 
 
@@ -51,42 +51,32 @@ class Simulation:
         random = clock.random
         self.faults = draw_faults(clock) if faults is None else faults
         self.counts = clock.counts
+        self._stood_until = -1e9  # the end of the last standstill
         self.requests_left = REQUESTS + random.randint(0, 20)
         self._more = 0 if faults is not None else MORE_REQUESTS
         self.open: set[Request] = set()
         self._due: list[tuple[int, Callable[[], None]]] = []  # faults, by how many requests are still to come then
         self.prompts: tuple[list[Prompt], list[Prompt]] = ([], [])
+        self.network = Network(clock, self.faults)
+        self.processes: list[ProcessLoop] = []  # of daemons, also dead ones
         decodes, prefills = random.choice([(1, 1), (1, 2), (2, 1)])
         self.prefills = [self._prefill(f"p{i}") for i in range(prefills)]
-        peers = {prefill.config.name: "127.0.0.1:1" for prefill in self.prefills}
-        self.decodes = [
-            SimDecode(clock, _config(f"d{i}", "decode", peers), self._setting(tiered=i == 0), self.faults)
-            for i in range(decodes)
-        ]
-        self.peerings = [Peering(clock, self.faults, d, p) for d in self.decodes for p in self.prefills]
+        self.decodes = [self._decode(f"d{i}", tiered=i == 0) for i in range(decodes)]
         self.decode_workers = [Process(clock, d, tenant) for d in self.decodes for tenant in (0, 1)]
         self.prefill_workers = [Process(clock, p, tenant) for p in self.prefills for tenant in (0, 1)]
         for number in range(random.choice([4, 8, 16])):
             Conversation(self, number % 4 == 3)
         self._strew_faults()
-        clock.background(TICK, self._tick)
 
     # -- running ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
         clock = self.clock
         step = clock.step
-        while clock.under_way:
-            while clock.under_way:
-                step()
-                if clock.events % CHECK_EVERY == 0:
-                    self._check()
-            if self.open:  # the prefill side may wait that long before prompts that rest yield their pages
-                clock.run_until(clock.now + REST_SECONDS + 2 * TICK)
-        if self.open:
-            stuck = sorted(self.open, key=lambda request: request.id)
-            raise Violation(f"nothing is under way, and {len(stuck)} requests wait; {stuck[0].where()}")
-        expect(self.requests_left == 0, f"{self.requests_left} requests were never made")
+        while self.open or self.requests_left:
+            step()
+            if clock.events % CHECK_EVERY == 0:
+                self._check()
         self._wind_up()
         counts = self.counts
         for side in (*self.decodes, *self.prefills):
@@ -100,20 +90,15 @@ class Simulation:
         return Result(self.seed, counts, clock.events, clock.now)
 
     def _check(self) -> None:
-        for side in self.decodes:
-            side.check()
-        for other in self.prefills:
-            other.check()
-
-    def _tick(self) -> None:
         for side in (*self.decodes, *self.prefills):
-            side.tick()
-        self.clock.background(TICK, self._tick)
+            side.check()
+        oldest = min((request.began for request in self.open), default=self.clock.now)
+        if self.clock.now - oldest > STUCK_SECONDS:
+            stuck = sorted(self.open, key=lambda request: request.id)
+            raise Violation(f"{len(stuck)} requests wait, the oldest since {oldest:.1f} s; {stuck[0].where()}")
 
     def _wind_up(self) -> None:
         """Every worker leaves, deadlines pass, and nothing may be held."""
-        for peering in self.peerings:
-            peering.clock.counts["sessions"] += peering.wires
         for process in [*self.decode_workers, *self.prefill_workers]:
             if process.connected:
                 process.quiesce()
@@ -123,11 +108,9 @@ class Simulation:
             side.check()
             side.check_idle()
             self.counts["cached pages checked"] += sum(side.check_cache(t, self.prompts[t]) for t in (0, 1))
-        for peering in self.peerings:
-            peering.check_idle()
-        for side in self.decodes:
-            self.counts["stale notifications"] += side.ready_core.transfer_counters.stale_notifications
-            self.counts["dropped parts"] += side.ready_core.transfer_counters.dropped_parts
+        for decode in self.decodes:
+            self.counts["stale notifications"] += decode.ready_core.transfer_counters.stale_notifications
+            self.counts["dropped parts"] += decode.ready_core.transfer_counters.dropped_parts
         for side in sides:
             side.check_empty()
 
@@ -146,7 +129,8 @@ class Simulation:
         self.counts[f"{leg} {name}"] += 1
         said = f"{leg} of {attempt.name} failed with {name}: {message}"
         if code == common.ERROR_DEADLINE_EXCEEDED:
-            expect(request.deadline_ms, f"{said}, though its deadline is far")
+            stood = self.clock.now - self._stood_until < TRANSFER_SECONDS
+            expect(request.deadline_ms or stood, f"{said}, though its deadline is far")
         elif code == common.ERROR_RESOURCE_EXHAUSTED:
             expect(any(words in message for words in _BOUNDS), said)
         elif code in _ALWAYS_WRONG:
@@ -165,6 +149,7 @@ class Simulation:
             (faults.prefill_crashes, self._crash_prefill),
             (faults.restarts, self._restart),
             (faults.quiesces, self._quiesce),
+            (faults.standstills, self._stand_still),
         ):
             for _ in range(count):
                 self._due.append((clock.random.randrange(self.requests_left), fault))
@@ -180,19 +165,39 @@ class Simulation:
             _, fault = self._due.pop()
             self.clock.after(self.clock.between(0.0, 0.02), fault)
 
-    def _wire(self) -> Peering | None:
-        there = [peering for peering in self.peerings if peering.wire is not None]
-        return self.clock.random.choice(there) if there else None
-
     def _partition(self) -> None:
-        if (peering := self._wire()) is not None and peering.wire is not None:
+        """Nothing arrives for a while; both sides may notice, or neither."""
+        if routes := self.network.routes():
             self.counts["partitions"] += 1
-            peering.wire.partition()
+            self.clock.random.choice(routes).cut(self.clock.between(0.05, 10.0))
 
     def _break_stream(self) -> None:
-        if (peering := self._wire()) is not None and peering.wire is not None:
+        if routes := self.network.routes():
             self.counts["broken streams"] += 1
-            peering.wire.break_stream()
+            self.clock.random.choice(routes).break_streams()
+
+    def _stand_still(self) -> None:
+        """A process stops for 0.1 to 60 s, and its clock has jumped on with the world's as it goes on."""
+        clock, random = self.clock, self.clock.random
+        seconds = 0.1 * 600.0 ** random.random()
+        workers = [process for process in (*self.decode_workers, *self.prefill_workers) if process.connected]
+        kind = random.choice(["daemons", "daemons", "workers", "couriers"])
+        self.counts[f"{kind} that stood still"] += 1
+        if kind == "couriers":
+            if couriers := self.network.couriers:
+                courier = random.choice(couriers)
+                courier.stand_still(seconds)
+                self._stands(courier.daemon, seconds)
+            return
+        loop = random.choice(workers).loop if kind == "workers" else random.choice(self.sides).process
+        loop.stand_still(seconds)
+        self._stands(loop, seconds)
+
+    def _stands(self, loop: ProcessLoop, seconds: float) -> None:
+        until = self.clock.now + seconds
+        self._stood_until = max(self._stood_until, until)
+        for route in self.network.routes_of(loop):
+            route.disturbed_at = max(route.disturbed_at, until)
 
     def _crash_decode(self) -> None:
         self._replace(self.decode_workers, "decode worker crashes", crash=True)
@@ -219,20 +224,46 @@ class Simulation:
         self.counts["prefill daemon restarts"] += 1
         index = self.clock.random.randrange(len(self.prefills))
         old = self.prefills[index]
-        old.dead = True
+        self._kill(old)
         fresh = self.prefills[index] = self._prefill(old.config.name)
-        for i, process in enumerate(self.prefill_workers):
+        self._workers_come_again(self.prefill_workers, old, fresh)
+
+    def _kill(self, side: SimDecode | SimPrefill) -> None:
+        side.process.die()
+        self.network.lose(side.process)
+
+    def _workers_come_again(
+        self, workers: list[Process], old: SimDecode | SimPrefill, fresh: SimDecode | SimPrefill
+    ) -> None:
+        for i, process in enumerate(workers):
             if process.side is old:
                 process.daemon_is_gone()
-                self.prefill_workers[i] = Process(self.clock, fresh, process.tenant)
-        for peering in self.peerings:
-            if peering.prefill is old:
-                peering.prefill_restarted(fresh)
+                workers[i] = Process(self.clock, fresh, process.tenant)
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
+    @property
+    def sides(self) -> list[SimDecode | SimPrefill]:
+        return [*self.decodes, *self.prefills]
+
     def _prefill(self, name: str) -> SimPrefill:
-        return SimPrefill(self.clock, _config(name, "prefill", {}), self._setting(), self.faults)
+        setting = self._setting()
+        config = sized(_config(name, "prefill", {}), setting)
+        side = SimPrefill(self.clock, config, setting, self.faults, self.network)
+        self._add(side)
+        self.network.daemons[_address(name)] = side
+        return side
+
+    def _decode(self, name: str, *, tiered: bool) -> SimDecode:
+        setting = self._setting(tiered=tiered)
+        peers = {prefill.config.name: _address(prefill.config.name) for prefill in self.prefills}
+        config = sized(_config(name, "decode", peers), setting)
+        side = SimDecode(self.clock, config, setting, self.faults, self.network)
+        self._add(side)
+        return side
+
+    def _add(self, side: SimDecode | SimPrefill) -> None:
+        self.processes.append(side.process)
 
     def _setting(self, *, tiered: bool = False) -> Setting:
         """`tiered`: surely with a host tier."""
@@ -243,8 +274,7 @@ class Simulation:
         return Setting(
             pages=pages,
             host_pages=host,
-            slots=random.choice([2, 4, 8]),
-            send_slots=random.choice([1, 2, 4]),
+            slots=random.choice([1, 2, 4, 8]),
             slot_bytes=64 + random.choice([PAGE_BYTES // 2, PAGE_BYTES * 5 // 2, PAGE_BYTES * 5]),
             policy=random.choice(["lru", "lru", "lfu", "fifo", "priority", "learned"]),
             overcommit=random.choice([1.0, 1.0, 1.0, 4.0]),
@@ -261,6 +291,10 @@ def _config(name: str, role: str, peers: dict[str, str]) -> DaemonConfig:
     )
 
 
+def _address(name: str) -> str:
+    return f"127.0.0.1:{1 + int(name[1:])}"
+
+
 def simulated(
     seed: int,
     run: Callable[[Simulation], T],
@@ -271,16 +305,17 @@ def simulated(
 ) -> T:
     """`run` of this seed's simulation. Its garbage is collected once, at the end: that is faster."""
 
-    async def inside() -> T:  # sessions make futures of the running loop; nothing here waits for any
-        simulation = Simulation(seed, faults=faults, trace=trace)
-        made(simulation)
-        return run(simulation)
-
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return asyncio.run(inside())
+        simulation = Simulation(seed, faults=faults, trace=trace)
+        made(simulation)
+        with simulation.network.installed():
+            return run(simulation)
     finally:
+        for process in simulation.processes:
+            process.forget()
+        Violation.first = None
         if collecting:
             gc.enable()
         gc.collect()

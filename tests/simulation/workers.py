@@ -6,17 +6,22 @@ with Finish and, after Ended, another Admit.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from kvferry.daemon.core.limits import Name, pages_for
 from kvferry.proto import worker_pb2 as wire
 from tests.simulation.clock import Clock, Pipe, Violation, expect
 from tests.simulation.daemons import ROOT, SimDecode, SimPrefill
+from tests.simulation.loops import ProcessLoop
 from tests.simulation.memory import Memory
 from tests.simulation.prompts import GARBAGE, PAGE, PAGE_BYTES, Prompt, partial_content
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvferry.daemon.sides.workers import Worker
 
 STEP = (0.0002, 0.004)  # seconds of a kernel
 _PAGED = ("admitted", "begun", "grown")
@@ -37,6 +42,24 @@ class Leg(Protocol):
         """The worker is gone."""
 
 
+class SessionLock:
+    """The lock of a worker's session file, as the daemon sees it: free as soon as its process has ended."""
+
+    path = "/nowhere"
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def try_acquire(self) -> bool:
+        return not self._process.lives
+
+    def close(self) -> None:
+        pass
+
+    def unlink(self) -> None:
+        pass
+
+
 class Process:
     """A worker and its stream."""
 
@@ -44,18 +67,30 @@ class Process:
         self.clock, self.side, self.tenant = clock, side, tenant
         self.memory: Memory = side.pages_memory
         self.connected = True
-        self.writing = True  # it lives
+        self.lives = True
+        self.writes_until = math.inf  # what it has queued on a device may end a while behind it
         self.jobs: dict[Name, Job] = {}
-        self._up = Pipe(clock, 0.00003, 0.003)
-        self._down = Pipe(clock, 0.00003, 0.003)
-        self.worker = side.enter(tenant, self)
+        self.worker: Worker = side.process.here(side.enter, tenant, self, SessionLock(self))  # type: ignore[assignment]
+        self.loop = ProcessLoop(clock, f"{side.config.name}'s {self.worker.name}")
+        self._up = Pipe(clock, 0.00003, 0.003, side.process.deliver)
+        self._down = Pipe(clock, 0.00003, 0.003, self.loop.deliver)
+        self._here = True  # as its daemon knows
+
+    @property
+    def writing(self) -> bool:
+        """Whether a kernel that it launched may still write."""
+        return self.clock.now < self.writes_until
+
+    def after(self, seconds: float, call: Callable[..., object], *arguments: object) -> None:
+        """Something that it does."""
+        self.loop.call_later(seconds, call, *arguments)
 
     def send(self, kind: str, message: wire.WorkerMessage) -> None:
         if self.connected:
             self._up.send(self._handle, kind, message)
 
     def _handle(self, kind: str, message: wire.WorkerMessage) -> None:
-        if self.connected:
+        if self._here:
             self.side.handle(self.worker, kind, message)
 
     def put_nowait(self, event: wire.WorkerEvent) -> None:
@@ -82,20 +117,28 @@ class Process:
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def quiesce(self) -> None:
-        """It leaves and says that it writes no more."""
-        self.writing = self.connected = False
-        self.side.prove(self.worker)
+        """It leaves, and says that it writes no more."""
+        self.lives = self.connected = False
+        self.writes_until = self.clock.now
+        self._up.send(self._leaves, True)
         self._jobs_are_lost()
 
     def crash(self, lives: float) -> None:
         """Its stream breaks; the process lives on for so long and finishes what it had begun to compute."""
         self.connected = False
-        self.side.lose(self.worker)
+        if self.clock.chance(0.5):  # what it said before is lost
+            self._here = False
+        self._up.send(self._leaves, False)
         self.clock.after(lives, self._dies)
         self._jobs_are_lost()
 
+    def _leaves(self, quiesced: bool) -> None:
+        self._here = False
+        self.worker.quiesced = quiesced
+        self.side.workers.leave(self.worker)
+
     def daemon_is_gone(self) -> None:
-        self.connected = False
+        self.connected = self._here = False
         self._jobs_are_lost()
 
     def _jobs_are_lost(self) -> None:
@@ -103,8 +146,9 @@ class Process:
             self.clock.after(self.clock.between(0.0001, 0.02), job.leg.on_lost)
 
     def _dies(self) -> None:
-        self.writing = False
-        self.side.prove(self.worker)
+        """What it has queued on a device may end a while behind it; the lock is free at once."""
+        self.lives = False
+        self.writes_until = self.clock.now + (self.clock.between(0.0, 0.5) if self.clock.chance(0.3) else 0.0)
 
 
 class Job:
@@ -155,7 +199,7 @@ class Job:
         if self.stopped or self.computing:
             return
         self.computing = True
-        self.clock.after(self.clock.between(*STEP), self._computed)
+        self.process.after(self.clock.between(*STEP), self._computed)
 
     def _computed(self) -> None:
         self.computing = False
@@ -177,7 +221,7 @@ class Job:
 
     def abort_soon(self) -> None:
         """When no kernel of it runs."""
-        self.clock.after(self.clock.between(0.00005, 0.002), self._abort)
+        self.process.after(self.clock.between(0.00005, 0.002), self._abort)
 
     def _abort(self) -> None:
         if self.computing:
