@@ -253,5 +253,7 @@ class SimPrefill(SimSide, PrefillSide):
 
 
 def sized(config: DaemonConfig, setting: Setting) -> DaemonConfig:
-    """The configuration with slots of the setting's, which may be smaller than it allows."""
-    return config.model_copy(update={"slots": setting.slots, "slot_bytes": setting.slot_bytes - HEADER_BYTES})
+    """The configuration with the setting's slots, which may be smaller than it allows."""
+    checksums = "on" if setting.checksums else "off"
+    sizes = {"slots": setting.slots, "slot_bytes": setting.slot_bytes - HEADER_BYTES}
+    return config.model_copy(update={**sizes, "checksums": checksums})

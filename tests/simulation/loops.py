@@ -8,7 +8,9 @@ what others sent meanwhile. A dead one runs nothing any more.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import warnings
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -100,12 +102,12 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def forget(self) -> None:
         """Ends coroutines that nobody runs any more: their frames are let go."""
-        for task in self.tasks.values():
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
-            try:
-                task.get_coro().close()  # type: ignore[union-attr]
-            except BaseException:  # it awaits something at its end
-                continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they begin at their ends is not awaited
+            for task in self.tasks.values():
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                with contextlib.suppress(BaseException):  # they await something there
+                    task.get_coro().close()  # type: ignore[union-attr]
 
     # -- asyncio.AbstractEventLoop ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Who can reach whom: daemons by their addresses, couriers by what they say of themselves, and the ways between them."""
+"""Who reaches whom: daemons by their addresses, couriers by what they say of themselves, and the ways between them."""
 
 from __future__ import annotations
 

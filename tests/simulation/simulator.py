@@ -27,7 +27,7 @@ from tests.simulation.workers import Process
 
 T = TypeVar("T")
 
-_BOUNDS = ("pages were asked for", "transfers of name", "lost workers are orphaned")  # that a seed may reach
+_BOUNDS = ("pages were asked for", "transfers of name", "are orphaned until these let go")  # that a seed may reach
 STUCK_SECONDS = 300.0  # in which every request ends: its deadlines, and standstills
 CHECK_EVERY = 64  # events
 TRANSFER_SECONDS = 60.0  # of every request, as the configuration has it: behind a standstill some are late
@@ -178,7 +178,7 @@ class Simulation:
 
     def _stand_still(self) -> None:
         """A process stops for 0.1 to 60 s, and its clock has jumped on with the world's as it goes on."""
-        clock, random = self.clock, self.clock.random
+        random = self.clock.random
         seconds = 0.1 * 600.0 ** random.random()
         workers = [process for process in (*self.decode_workers, *self.prefill_workers) if process.connected]
         kind = random.choice(["daemons", "daemons", "workers", "couriers"])
