@@ -61,7 +61,6 @@ SETTING = replace(
     pages=24,
     host_pages=8,
     slots=SLOTS,
-    send_slots=SLOTS,
     slot_bytes=SLOT_BYTES,
     checksums=True,
     zero_freed=True,
