@@ -54,6 +54,7 @@ class Setting:
     quota: Quota | None  # of the second tenant
     checksums: bool  # of the parts of its sessions
     zero_freed: bool
+    ranks: int
 
 
 # Of a side that stands alone in a test, which replaces what it is about.
@@ -68,6 +69,7 @@ PLAIN = Setting(
     quota=None,
     checksums=False,
     zero_freed=False,
+    ranks=1,
 )
 
 
@@ -97,7 +99,8 @@ class SimSide:
         cache = Cache(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
         cache.clock.now = clock.now
         self.pages_memory = Memory(cache, side.config.name)
-        memory, tier = SimPoolMemory(clock, self.pages_memory, faults.copies_fail), None
+        memory, tier = SimPoolMemory(clock, self.pages_memory, faults.copies_fail, setting.ranks), None
+        memory.tell = self.process.deliver
         if cache.host is not None:
             cache.host.log_frees = True
             tier = SimTier(clock, self.pages_memory, setting.host_pages, faults.tier_fails)
@@ -221,7 +224,7 @@ class SimDecode(SimSide, DecodeSide):
                 receiver = link.session.receiver
                 receiver.check()
                 expect(not receiver.transfers(), f"{who}: the receiver holds transfers {receiver.transfers()}")
-                free, slots = receiver.free_credits, receiver.slots
+                free, slots = receiver.free_credits, receiver.slots * receiver.ranks
                 expect(free == slots, f"{who}: {free} of {slots} slots are granted")
 
 
@@ -253,7 +256,7 @@ class SimPrefill(SimSide, PrefillSide):
 
 
 def sized(config: DaemonConfig, setting: Setting) -> DaemonConfig:
-    """The configuration with the setting's slots, which may be smaller than it allows."""
+    """The configuration with the setting's ranks, and its slots, which may be smaller than it allows."""
     checksums = "on" if setting.checksums else "off"
     sizes = {"slots": setting.slots, "slot_bytes": setting.slot_bytes - HEADER_BYTES}
-    return config.model_copy(update={**sizes, "checksums": checksums})
+    return config.model_copy(update={**sizes, "checksums": checksums, "ranks": setting.ranks})

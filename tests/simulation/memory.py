@@ -1,7 +1,7 @@
 """A pool as bytes, and who may touch its pages when.
 
 A page's generation grows when it is freed: whoever was given a page remembers its generation, and finding another one
-means that the page was taken from under him.
+means that the page was taken from under him. Of two that touch a page at the same time neither may write it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _OWNED = (PageState.LEASED, PageState.ORPHANED)
 
 
 class Memory:
-    """Of one pool, as its owner, its workers and copies see it."""
+    """Of one pool on all its ranks, as its owner, its workers and copies see it: whole pages, with all heads."""
 
     def __init__(self, cache: Cache, who: str) -> None:
         self.pool = cache.pool
         self.who = who
         self.clean = cache.limits.zero_freed  # who is given a page finds nothing in it
-        self.zeroed_at: dict[int, float] = {}  # by page whose tail is being cleared: when that is done
         self.bytes = bytearray((bytes(PAGE_BYTES) if self.clean else GARBAGE) * cache.pool.pages)
+        self.accesses: dict[int, list[Access]] = {}  # by page that copies touch
 
     def generations(self, pages: Iterable[int]) -> list[int]:
         generation = self.pool.generation
@@ -44,12 +44,16 @@ class Memory:
             f"{self.who}: a worker writes page {page}, which was given to it in generation {generation}; the page is "
             f"{state.name} in generation {self.pool.generation(page)}",
         )
+        for access in self.accesses.get(page, ()):
+            expect(False, f"{self.who}: a worker writes page {page} beside {access.what}")
         self.write(page, data)
 
     def check(self, pages: Sequence[int], contents: Sequence[bytes], what: str) -> None:
         for i, (page, want) in enumerate(zip(pages, contents, strict=False)):
             got = self.read(page)
             expect(got == want, f"{self.who}: {what}: page {i} (id {page}) holds {got.hex()}, not {want.hex()}")
+            for access in self.accesses.get(page, ()):
+                expect(not access.writes, f"{self.who}: {what}: page {i} (id {page}) is written by {access.what}")
 
     def check_clean(self, pages: Sequence[int], what: str) -> None:
         if self.clean:
@@ -58,3 +62,70 @@ class Memory:
     def check_kept(self, pages: Sequence[int], generations: Sequence[int], what: str) -> None:
         """Nobody has freed them since."""
         expect(self.generations(pages) == list(generations), f"{self.who}: pages {pages} were freed while {what}")
+
+
+class Access:
+    """A copy's hold of the pages that it touches, from its issue until its owner has seen its end."""
+
+    __slots__ = ("_generations", "_memory", "_states", "behind", "owner", "pages", "what", "writes")
+
+    def __init__(
+        self,
+        memory: Memory,
+        what: str,
+        pages: Sequence[int],
+        states: Sequence[PageState],
+        *,
+        writes: bool,
+        owner: object = None,
+        behind: str = "",
+    ) -> None:
+        """states: those in which the pages may be. owner: of parts of the same pages, whose bytes are never the same.
+        behind: what it is ordered behind on every rank."""
+        self._memory, self._states = memory, set(states)
+        self.what, self.pages, self.writes, self.owner, self.behind = what, list(pages), writes, owner, behind
+        self._generations = dict(zip(self.pages, memory.generations(self.pages), strict=True))
+        for page in self.pages:
+            others = memory.accesses.setdefault(page, [])
+            for other in others:
+                expect(self._may_run_beside(other), f"{memory.who}: {what} of page {page} begins beside {other.what}")
+            others.append(self)
+        self.touch(self.pages)
+
+    def _may_run_beside(self, other: Access) -> bool:
+        if not (self.writes or other.writes):
+            return True
+        return (self.owner is not None and self.owner == other.owner) or (
+            self.behind != "" and self.behind == other.what
+        )
+
+    def touch(self, pages: Sequence[int]) -> None:
+        """These of its pages, at this moment: nobody else has been given one."""
+        memory, pool, generations = self._memory, self._memory.pool, self._generations
+        states = pool.states(pages)
+        if not self._states.issuperset(states):
+            names = [PageState(state).name for state in states]
+            expect(False, f"{memory.who}: {self.what} touches pages {list(pages)}, which are {names}")
+        for page in pages:
+            if pool.generation(page) != generations[page]:
+                expect(False, f"{memory.who}: page {page} was freed while {self.what} ran")
+
+    def end(self) -> None:
+        self.touch(self.pages)
+        accesses = self._memory.accesses
+        for page in self.pages:
+            accesses[page].remove(self)
+            if not accesses[page]:
+                del accesses[page]
+
+
+class Clearing(Access):
+    """The clearing of pages, whose request may end meanwhile: another one has them, which is told behind its own
+    clearing."""
+
+    __slots__ = ()
+
+    def touch(self, pages: Sequence[int]) -> None:
+        memory = self._memory
+        states = set(memory.pool.states(pages))
+        expect(self._states.issuperset(states), f"{memory.who}: pages {list(pages)} are cleared in states {states}")

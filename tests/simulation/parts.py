@@ -1,39 +1,93 @@
-"""The copies of sessions' parts and the clearing of pages: they take their time, and some fail."""
+"""The copies of sessions' parts and the clearing of pages: piece by piece, beside each other, and some fail.
+
+Only what the product orders is ordered: by waiting for an end, or a gather behind a clearing that was issued earlier,
+on each rank for itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
-from kvferry._core import part_checksum
+import numpy as np
+
+from kvferry._core import HostPages, part_checksum
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
+from kvferry.daemon.memory.shared import host_pages
 from kvferry.radix.pool import PageState
 from kvferry.transfer.courier.host_slots import HostSlots
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.geometry.kv_geometry import StorageOrder
-from kvferry.transfer.geometry.layouts import Int64s
+from kvferry.transfer.geometry.layouts import Int64s, RankStorage, RowMap
 from kvferry.transfer.geometry.pool_shape import PoolShape
-from kvferry.transfer.geometry.rank_lanes import Lane
+from kvferry.transfer.geometry.rank_lanes import Lane, heads_of, rank_geometry
 from kvferry.transfer.host_tier.copy_strategies import CopyStatistics, StrategyCounts
 from kvferry.transfer.protocol.receiver import Scatter
 from kvferry.transfer.protocol.sender import Gather
 from kvferry.transfer.protocol.slots import HEADER_BYTES, Buffer
 from tests.simulation.clock import Clock, expect
-from tests.simulation.memory import Memory
+from tests.simulation.copies import batches, cut, strew
+from tests.simulation.memory import Access, Clearing, Memory
 from tests.simulation.prompts import GEOMETRY, PAGE_BYTES
 
+_GATHERED = (PageState.LEASED, PageState.CACHED, PageState.SPILLING, PageState.ORPHANED)
 _SCATTERED = (PageState.LEASED, PageState.ARRIVING, PageState.ORPHANED)
-_READABLE = (PageState.CACHED, PageState.SPILLING)
+_TAILS = (PageState.LEASED, PageState.ORPHANED)
+_CLEARED = tuple(state for state in PageState if state not in (PageState.CACHED, PageState.SPILLING))
+_TAIL_CLEARING = "the clearing of a tail"
+
+
+def shape_of(pages: int, ranks: int) -> PoolShape:
+    """Each rank's own heads, in the bytes of whole pages: so one look at a page sees what all ranks have of it."""
+    tensors, own = GEOMETRY.layers * GEOMETRY.tensors, rank_geometry(GEOMETRY, ranks)
+    size, head_bytes = PAGE_BYTES // tensors, PAGE_BYTES // tensors // GEOMETRY.kv_heads
+    tensor, stride = np.arange(tensors, dtype=np.int64) * size, np.full(tensors, PAGE_BYTES, np.int64)
+    places = [
+        RankStorage(own, tensor + heads_of(GEOMETRY, ranks, rank).first * head_bytes, stride, pages)
+        for rank in range(ranks)
+    ]
+    return PoolShape(GEOMETRY, ranks, StorageOrder.PAGE_MAJOR, pages, tuple(places))
+
+
+class _Part:
+    """A copy of a part, under way: the bytes that it has read, and where each piece of them is in the pages."""
+
+    __slots__ = ("_offset", "_pages", "_row_bytes", "access", "payload", "rows", "slot")
+
+    def __init__(self, part: Gather | Scatter, rows: HostPages, slot: memoryview, access: Access) -> None:
+        self.rows, self.slot, self.access = rows, slot[HEADER_BYTES : HEADER_BYTES + part.nbytes], access
+        self._pages, self._offset, self._row_bytes = part.page_ids, part.byte_offset, rows.row_bytes
+        self.payload = memoryview(bytearray(part.nbytes))
+
+    def gather(self, piece: tuple[int, int]) -> None:
+        start, end = piece
+        self.rows.gather_part(*self._place(start, end), end - start, self.payload, start)
+        self.slot[start:end] = self.payload[start:end]
+
+    def scatter(self, piece: tuple[int, int]) -> None:
+        start, end = piece
+        self.payload[start:end] = self.slot[start:end]
+        self.rows.scatter_part(*self._place(start, end), end - start, self.payload, start)
+
+    def _place(self, start: int, end: int) -> tuple[Int64s, int]:
+        """The pages of a piece, and its byte in their rows."""
+        size = self._row_bytes
+        first, offset = divmod(self._offset + start, size)
+        pages = self._pages[first : (self._offset + end - 1) // size + 1]
+        self.access.touch(pages)
+        return np.array(pages, np.int64), offset
 
 
 class SimParts:
-    """The copies of one session: they take their time, and some fail."""
+    """The copies of one session between slots and the heads that its lanes carry."""
 
-    gathers_at_once = 64
-
-    def __init__(self, clock: Clock, memory: Memory, failing: float, slots: HostSlots) -> None:
-        self._clock, self._memory, self._failing, self._slots = clock, memory, failing, slots
-        self._pool = memory.pool
+    def __init__(self, pool: SimPoolMemory, slots: HostSlots, ranks: Sequence[int], rows: Sequence[RowMap]) -> None:
+        """ranks, rows: own ones of each lane."""
+        self.gathers_at_once = pool.gathers_at_once
+        self._pool, self._slots, self._ranks = pool, slots, ranks
+        self._lanes = [host_pages(memoryview(pool.memory.bytes), each) for each in rows]
+        self._busy: set[int] = set()  # slots that are copied from, or to
         self._sums = False
 
     def begin_sums(self) -> None:
@@ -41,102 +95,141 @@ class SimParts:
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         """Behind the clearing of a tail that was begun before."""
-        memory = self._memory
-        states = self._pool.states(gather.page_ids)
-        expect(PageState.FREE not in states, f"{memory.who}: a gather names the free page in {gather.page_ids}")
-        begins = max(memory.zeroed_at.get(page, 0.0) for page in gather.page_ids)
-        delay = max(0.0, begins - self._clock.now) + self._clock.between(0.00002, 0.001)
-        self._clock.after(delay, self._gathered, gather, memory.generations(gather.page_ids), done)
+        pool, memory, slot = self._pool, self._pool.memory, self._slots.send_slot(gather.send_slot)
+        access = Access(memory, "a gather", gather.page_ids, _GATHERED, writes=False, behind=_TAIL_CLEARING)
+        part = _Part(gather, self._lanes[gather.lane], slot, access)
+        begins = 0.0
+        if pool.tails:
+            rank = self._ranks[gather.lane]
+            begins = max(pool.tails.get((rank, page), 0.0) for page in gather.page_ids)
 
-    def _gathered(self, gather: Gather, generations: Sequence[int], done: CopyEnd) -> None:
-        memory = self._memory
-        memory.check_kept(gather.page_ids, generations, "a gather ran")
-        if self._clock.chance(self._failing):
-            self._clock.counts["gathers that failed"] += 1
-            done("injected")
-            return
-        data = b"".join(memory.read(page) for page in gather.page_ids)[gather.byte_offset :][: gather.nbytes]
-        slot = self._slots.send_slot(gather.send_slot)
-        slot[HEADER_BYTES : HEADER_BYTES + gather.nbytes] = data
-        header = gather.header.with_sum(part_checksum(data)) if self._sums else gather.header
-        slot[:HEADER_BYTES] = header.pack()
-        done("")
+        def ended() -> None:
+            data = bytes(part.payload)
+            expect(bytes(part.slot) == data, f"{memory.who}: somebody wrote the sending slot of a gather that ran")
+            slot[:HEADER_BYTES] = (gather.header.with_sum(part_checksum(data)) if self._sums else gather.header).pack()
+            done("")
+
+        self._copy("gathers", gather.send_slot, part, part.gather, ended, lambda: done("injected"), begins)
 
     def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
-        states = set(self._pool.states(scatter.page_ids))
-        expect(
-            states <= set(_SCATTERED),
-            f"{self._memory.who}: a scatter names pages {scatter.page_ids} in states {states}",
-        )
-        generations = self._memory.generations(scatter.page_ids)
-        self._clock.after(self._clock.between(0.00002, 0.001), self._scattered, scatter, generations, done)
+        memory, slot = self._pool.memory, self._slots.receive_slot(scatter.slot)
+        owner = (self, scatter.transfer)
+        access = Access(memory, "a scatter", scatter.page_ids, _SCATTERED, writes=True, owner=owner)
+        part = _Part(scatter, self._lanes[scatter.lane], slot, access)
 
-    def _scattered(self, scatter: Scatter, generations: Sequence[int], done: ScatterEnd) -> None:
-        memory, nbytes = self._memory, scatter.nbytes
-        memory.check_kept(scatter.page_ids, generations, "a scatter ran")
-        failed = self._clock.chance(self._failing)
-        if failed:
-            nbytes //= 2
-        slot = self._slots.receive_slot(scatter.slot)
-        at, left = scatter.byte_offset, bytes(slot[HEADER_BYTES : HEADER_BYTES + nbytes])
-        payload_sum = part_checksum(left) if self._sums else None
-        for page in scatter.page_ids:
-            room = PAGE_BYTES - at
-            start = page * PAGE_BYTES + at
-            memory.bytes[start : start + len(left[:room])] = left[:room]
-            left, at = left[room:], 0
-        if failed:
-            self._clock.counts["scatters that failed"] += 1
-        done("injected" if failed else "", payload_sum)
+        def ended() -> None:
+            done("", part_checksum(bytes(part.payload)) if self._sums else None)
+
+        self._copy("scatters", scatter.slot, part, part.scatter, ended, lambda: done("injected", None))
+
+    def _copy(
+        self,
+        what: str,
+        slot: int,
+        part: _Part,
+        copy: Callable[[tuple[int, int]], None],
+        ended: Callable[[], None],
+        failed: Callable[[], None],
+        begins: float = 0.0,
+    ) -> None:
+        """From `begins` on; it fails with some of its pieces copied."""
+        pool = self._pool
+        clock, random = pool.clock, pool.clock.random
+        expect(slot not in self._busy, f"{pool.memory.who}: two {what} have slot {slot}")
+        self._busy.add(slot)
+        if len(self._lanes) > 1:
+            clock.counts["copies of some heads"] += 1
+        pieces = cut(random, len(part.payload), part.rows.row_bytes // 2)
+        fails = clock.chance(pool.failing)
+        if fails:
+            clock.counts[f"{what} that failed"] += 1
+            pieces = random.sample(pieces, random.randrange(len(pieces) + 1))
+        begins = max(begins, clock.now)
+        ends = begins + clock.between(0.00002, 0.001)
+        left = strew(clock, begins, ends, copy, pieces)
+
+        def told() -> None:
+            for piece in left:
+                copy(piece)
+            self._busy.remove(slot)
+            part.access.end()
+            (failed if fails else ended)()
+
+        pool.tell(ends, told)
 
     def read_header(self, receive_slot: int) -> Buffer:
         return self._slots.receive_slot(receive_slot)[:HEADER_BYTES]
 
     def close(self) -> None:
-        pass
+        expect(not self._busy, f"{self._pool.memory.who}: copies are closed while those of slots {self._busy} run")
+        for rows in self._lanes:
+            rows.close()
 
 
 class SimPoolMemory:
     """As `kvferry.daemon.memory.interface.PoolMemory`, as far as sessions ask of it."""
 
-    def __init__(self, clock: Clock, memory: Memory, failing: float) -> None:
-        self._clock, self._memory, self._failing = clock, memory, failing
-        self.shape = PoolShape(GEOMETRY, 1, StorageOrder.PAGE_MAJOR, memory.pool.pages)
+    def __init__(self, clock: Clock, memory: Memory, failing: float, ranks: int = 1) -> None:
+        self.clock, self.memory, self.failing = clock, memory, failing
+        self.shape = shape_of(memory.pool.pages, ranks)
         self.workers: dict[str, Executor] = {}
         self.can_sum = True
+        self.gathers_at_once = clock.random.choice((2 * ranks, 64))
+        self.tails: dict[tuple[int, int], float] = {}  # by rank and page whose tail is being cleared: when that is done
+        self.tell = clock.at  # by whom the daemon is told of ends
+        self._planes = [
+            host_pages(memoryview(memory.bytes), self.shape.storage_of(rank).planes()) for rank in range(ranks)
+        ]
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
-        return SimParts(self._clock, self._memory, self._failing, link.host_slots)
+        return SimParts(self, link.host_slots, [lane.sender for lane in lanes], self.shape.sending_rows(lanes))
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
-        return SimParts(self._clock, self._memory, self._failing, link.host_slots)
+        return SimParts(self, link.host_slots, [lane.receiver for lane in lanes], self.shape.receiving_rows(lanes))
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
-        self._clock.after(self._clock.between(0.00002, 0.002), self._zeroed, pages.tolist(), done)
+        clock, cleared = self.clock, pages.tolist()
+        access = Clearing(self.memory, "the clearing of pages", cleared, _CLEARED, writes=True)
+        places = [(rank, page) for rank in range(self.shape.ranks) for page in cleared]
+        ends = clock.now + clock.between(0.00002, 0.002)
 
-    def _zeroed(self, pages: list[int], done: CopyEnd) -> None:
-        """Their request may have ended meanwhile, and another one has them: it is told behind its own clearing."""
-        states = set(self._memory.pool.states(pages))
-        expect(not states & set(_READABLE), f"{self._memory.who}: pages {pages} are cleared in states {states}")
-        for page in pages:
-            self._memory.write(page, bytes(PAGE_BYTES))
-        self._clock.counts["pages cleared"] += len(pages)
-        done("")
+        def clear(batch: Sequence[tuple[int, int]]) -> None:
+            access.touch([page for _, page in batch])
+            for rank, page in batch:
+                self._planes[rank].zero_page_from(page, 0)
+
+        left = strew(clock, clock.now, ends, clear, batches(clock.random, places))
+
+        def ended() -> None:
+            for batch in left:
+                clear(batch)
+            access.end()
+            clock.counts["pages cleared"] += len(cleared)
+            done("")
+
+        self.tell(ends, ended)
+
+    def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
+        """On each rank for itself: a gather of one rank may have ended before another rank's clearing has."""
+        clock, start = self.clock, tokens * self.shape.rank_geometry.fragment_token_bytes
+        access = Access(self.memory, _TAIL_CLEARING, [page], _TAILS, writes=True)
+        ends = [clock.now + clock.between(0.0, 0.003) for _ in self._planes]
+
+        def clear(rank: int) -> None:
+            access.touch([page])
+            self._planes[rank].zero_page_from(page, start)
+
+        def ended() -> None:
+            access.end()
+            for rank in range(len(ends)):
+                del self.tails[rank, page]
+            clock.counts["tails cleared"] += 1
+            done("")
+
+        for rank, end in enumerate(ends):
+            self.tails[rank, page] = end
+            clock.at(end, partial(clear, rank))
+        self.tell(max(ends) + clock.between(0.00002, 0.001), ended)
 
     def copy_statistics(self) -> CopyStatistics:
         return CopyStatistics({"memcpy": StrategyCounts()})
-
-    def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
-        delay = self._clock.between(0.00002, 0.003)
-        self._memory.zeroed_at[page] = self._clock.now + delay
-        self._clock.after(delay, self._tail_zeroed, page, tokens, self._memory.generations([page]), done)
-
-    def _tail_zeroed(self, page: int, tokens: int, generations: list[int], done: CopyEnd) -> None:
-        memory = self._memory
-        del memory.zeroed_at[page]
-        memory.check_kept([page], generations, "its tail was cleared")
-        size, kept = GEOMETRY.fragment_bytes, tokens * GEOMETRY.fragment_token_bytes
-        for start in range(page * PAGE_BYTES, (page + 1) * PAGE_BYTES, size):
-            memory.bytes[start + kept : start + size] = bytes(size - kept)
-        self._clock.counts["tails cleared"] += 1
-        done("")

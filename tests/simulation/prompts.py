@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
-from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 
 PAGE = 4  # tokens
-GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=1, dtype="float16", page_size=PAGE)
+GEOMETRY = KVGeometry(layers=1, kv_heads=4, head_dim=1, dtype="float16", page_size=PAGE, layout=Layout.PAGE_HND)
 PAGE_BYTES = GEOMETRY.page_bytes
 GARBAGE = b"\xee" * PAGE_BYTES
+_OTHERS = bytes(255 - byte for byte in range(256))
 
 
 def content(digest: bytes) -> bytes:
-    """Of a full page."""
-    return digest[:PAGE_BYTES]
+    """Of a full page: no head's K or V has the bytes of another one's."""
+    return digest + digest.translate(_OTHERS)
 
 
 def partial_content(tail_digest: bytes, tokens: int, behind: bytes = b"\0") -> bytes:
     """Of a last page: what is behind its tokens is zeroed before it travels."""
     size, each = GEOMETRY.fragment_bytes, GEOMETRY.fragment_token_bytes
-    kept = tokens * each
-    parts = (tail_digest[i : i + kept].ljust(size, behind) for i in range(0, PAGE_BYTES, size))
+    kept, whole = tokens * each, content(tail_digest)
+    parts = (whole[i : i + kept].ljust(size, behind) for i in range(0, PAGE_BYTES, size))
     return b"".join(parts)
 
 

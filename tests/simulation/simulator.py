@@ -59,6 +59,7 @@ class Simulation:
         self.prompts: tuple[list[Prompt], list[Prompt]] = ([], [])
         self.network = Network(clock, self.faults)
         self.processes: list[ProcessLoop] = []  # of daemons, also dead ones
+        self.ranked = random.random() < 1 / 3  # its daemons have several ranks
         decodes, prefills = random.choice([(1, 1), (1, 2), (2, 1)])
         self.prefills = [self._prefill(f"p{i}") for i in range(prefills)]
         self.decodes = [self._decode(f"d{i}", tiered=i == 0) for i in range(decodes)]
@@ -282,6 +283,7 @@ class Simulation:
             quota=quota,
             checksums=self.faults.flips > 0 or random.random() < 0.5,
             zero_freed=random.random() < 0.5,
+            ranks=random.choice([1, 2, 4]) if self.ranked else 1,
         )
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
 from tests.simulation.clock import Clock, expect
-from tests.simulation.memory import Memory
+from tests.simulation.memory import Access, Memory
 from tests.simulation.prompts import GARBAGE, content
 
 
@@ -26,16 +27,18 @@ class SimTier:
 
     def start(self, started: CopyStarted, done: Callable[[int, Sequence[int], int, float], None]) -> None:
         copy = started.copy
-        generations = self._memory.generations(copy.device)
-        if copy.kind != RESTORE:
+        restore = copy.kind == RESTORE
+        what, state = ("a restore", PageState.RESTORING) if restore else ("a spill", PageState.SPILLING)
+        access = Access(self._memory, what, copy.device, (state,), writes=restore)
+        if not restore:
             self.forget(copy.host)
-        self._clock.after(self._clock.between(0.0002, 0.01), self._copied, started, generations, done)
+        self._clock.after(self._clock.between(0.0002, 0.01), self._copied, started, access, done)
 
     def _copied(
-        self, started: CopyStarted, generations: list[int], done: Callable[[int, Sequence[int], int, float], None]
+        self, started: CopyStarted, access: Access, done: Callable[[int, Sequence[int], int, float], None]
     ) -> None:
         copy, memory, counts = started.copy, self._memory, self._clock.counts
-        memory.check_kept(copy.device, generations, "a copy between the tiers ran")
+        access.end()
         restore = copy.kind == RESTORE
         failed: list[int] = []
         if self._clock.chance(self._failing):
