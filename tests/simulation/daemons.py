@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.effects import Effect, StartTransfer
+from kvferry.daemon.core.kv_events import TokenChain
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.namespaces import Quota, slack
 from kvferry.daemon.memory.host_tier import HostTier
@@ -21,19 +23,23 @@ from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.daemon.sides.side import AnySide
 from kvferry.daemon.sides.workers import Worker
+from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.protocol.slots import HEADER_BYTES
+from tests.simulation import watching
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.memory import Memory
 from tests.simulation.parts import SimPoolMemory
 from tests.simulation.prompts import GEOMETRY, PAGE
+from tests.simulation.published import Published
 from tests.simulation.tier import SimTier
 
 if TYPE_CHECKING:
     from tests.simulation.faults import Faults
     from tests.simulation.network import Network
+    from tests.simulation.operators import Forgotten
     from tests.simulation.prompts import Prompt
 
 ROOT = root_digest(b"simulation")
@@ -80,6 +86,8 @@ class SimSide:
     process: ProcessLoop
     setting: Setting
     pages_memory: Memory
+    published: Published | None = None
+    forgotten: Forgotten | None = None  # once something was flushed
 
     @property
     def dead(self) -> bool:
@@ -99,6 +107,9 @@ class SimSide:
         cache = Cache(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
         cache.clock.now = clock.now
         self.pages_memory = Memory(cache, side.config.name)
+        if faults.events:
+            side.event_sink = self.published = Published(clock, self.pages_memory, ROOT, faults.lies)
+            cache.log_events(TokenChain.of(TENANTS[0]))
         memory, tier = SimPoolMemory(clock, self.pages_memory, faults.copies_fail, setting.ranks), None
         memory.tell = self.process.deliver
         if cache.host is not None:
@@ -148,6 +159,13 @@ class SimSide:
             used, hard = namespace.used, namespace.quota.hard
             expect(not hard or used <= hard, f"{who}: a tenant uses {used} pages; its quota is {hard}")
 
+    def check_published(self) -> None:
+        """At any moment."""
+        side = cast(AnySide, self)
+        if self.published is not None and not self.dead:
+            host = side.cache.host
+            self.published.check(cast(SimTier, side.tiers.host) if host is not None else None, host)
+
     def check_idle(self) -> None:
         """Nobody asks for anything: nothing is held."""
         cache = cast(AnySide, self).cache
@@ -157,7 +175,9 @@ class SimSide:
             expect(value == 0, f"{who}: {value} {name} leaked")
         counts = cache.pool.counts()
         expect(counts.free + counts.cached == counts.total, f"{who}: pages leaked: {counts}")
+        expect(len(cast(AnySide, self).ready_core.pins) == 0, f"{who}: pins leaked")
         for namespace in cache.namespaces.values():
+            expect(namespace.pinned_pages == 0, f"{who}: {namespace.pinned_pages} pinned pages leaked")
             expect(namespace.own == 0, f"{who}: {namespace.own} pages of requests leaked")
             namespace.tree.check()
         cache.pool.check()
@@ -180,6 +200,9 @@ class SimSide:
         cache = cast(AnySide, self).cache
         who = cast(AnySide, self).config.name
         cache.flush(cache.namespaces.values())
+        cast(AnySide, self).flush()
+        if self.published is not None:
+            self.published.check_empty()
         expect(cache.pool.free == cache.pool.pages, f"{who}: pages leaked: {cache.pool.counts()}")
         host = cache.host
         expect(host is None or host.free == host.pages, f"{who}: host rows leaked")
@@ -197,6 +220,15 @@ class SimDecode(SimSide, DecodeSide):
         self.furnish(clock, setting, faults, process)
         if network is not None:
             self.serve(*(link.run() for link in self.links.values()))
+
+    def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
+        handle = partial(super().handle, worker, kind)
+        if kind == "admit":
+            watching.admit(self, worker, message, handle)
+        elif self.published is not None and kind in ("page_tokens", "finish"):
+            watching.tokens(self, self.published, message, handle)
+        else:
+            handle(message)
 
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, StartTransfer):
@@ -237,6 +269,12 @@ class SimPrefill(SimSide, PrefillSide):
         self.service = PeerService(self)
         if network is not None:
             self.serve()
+
+    def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
+        if kind == "begin":
+            watching.begin(self, message, partial(super().handle, worker, kind))
+        else:
+            super().handle(worker, kind, message)
 
     def check_idle(self) -> None:
         super().check_idle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.simulation.clock import Clock
 
@@ -30,13 +30,22 @@ class Faults:
     quiesces: int = 0
     couriers_fail: float = 0.0  # as they start
     standstills: int = 0  # of a process
+    held: float = 0.0  # of requests, whose decode worker has KV of the prompt itself
+    hangs: float = 0.0  # of them, whose worker hangs as it copies that
+    warmups: float = 0.0  # of requests
+    pins: int = 0
+    flushes: int = 0
+    drains: int = 0
+    bursts: int = 0  # of one tenant's requests, at its quota
+    events: bool = False  # daemons publish what they hold
+    lies: float = 0.0  # of tokens that workers send for it: they are not the digests'
 
     @property
     def none(self) -> bool:
         """Nothing that may fail a request that its client wants."""
         events = self.partitions + self.broken_streams + self.decode_crashes + self.prefill_crashes + self.restarts
         writes = self.post_fails or self.early or self.flips
-        others = self.quiesces or self.couriers_fail or self.standstills
+        others = self.quiesces or self.couriers_fail or self.standstills or self.drains
         return not (events or others or writes or self.copies_fail or self.tier_fails)
 
 
@@ -47,11 +56,12 @@ def draw_faults(clock: Clock) -> Faults:
     repeats = random.choice([0.0, 0.05, 0.2])
     if chance(0.1):
         decode_first = chance(0.5)
-        return Faults(
+        few = Faults(
             aborts=aborts, repeats=repeats, decode_crashes=int(decode_first), prefill_crashes=int(not decode_first)
         )
+        return replace(_with_operator(clock, few), hangs=0.0, drains=0)
     decode_crashes, prefill_crashes = random.choice(_CRASHES)
-    return Faults(
+    faults = Faults(
         aborts=aborts,
         repeats=repeats,
         short_deadlines=0.05 if chance(0.3) else 0.0,
@@ -68,4 +78,24 @@ def draw_faults(clock: Clock) -> Faults:
         quiesces=random.randint(0, 1),
         couriers_fail=0.1 if chance(0.2) else 0.0,
         standstills=random.randint(0, 3) if chance(0.5) else 0,
+    )
+    return _with_operator(clock, faults)
+
+
+def _with_operator(clock: Clock, faults: Faults) -> Faults:
+    """Besides: what operators and clients do."""
+    chance, random = clock.chance, clock.random
+    held = random.choice([0.0, 0.0, 0.1, 0.3])
+    events, lies = chance(0.5), chance(0.3)
+    return replace(
+        faults,
+        held=held,
+        hangs=random.choice([0.0, 0.1, 0.3]),
+        warmups=random.choice([0.0, 0.0, 0.05, 0.1]),
+        pins=random.choice([0, 0, 2, 5]),
+        flushes=random.choice([0, 0, 1, 3]),
+        drains=random.choice([0, 0, 0, 1, 2]),
+        bursts=int(chance(0.1)),
+        events=events,
+        lies=0.03 if events and lies else 0.0,
     )

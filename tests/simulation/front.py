@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import common_pb2 as common
 from tests.simulation.clock import expect
-from tests.simulation.daemons import ROOT
+from tests.simulation.daemons import ROOT, TENANTS
+from tests.simulation.decode_jobs import DecodeJob
+from tests.simulation.prefill_jobs import PrefillJob
 from tests.simulation.prompts import PAGE, Prompt
-from tests.simulation.workers import DecodeJob, Job, PrefillJob, Process
+from tests.simulation.workers import DRAINS, Job, Process, Wanted
 
 if TYPE_CHECKING:
+    from tests.simulation.clock import Clock
     from tests.simulation.simulator import Simulation
 
 MAX_TOKENS = 14 * PAGE
@@ -27,8 +30,23 @@ _ALWAYS_WRONG = (
 )
 
 
+class Asker(Protocol):
+    """Whoever makes requests."""
+
+    simulation: Simulation
+    clock: Clock
+    tenant: int
+    remote: float  # of the prompts, computed by a prefill worker
+    side: str | None  # the decode daemon that it asks; None: any
+
+    def over(self, request: Request) -> None: ...
+
+
 class Conversation:
     """Turns, one after the other; each prompt is all that was said before."""
+
+    remote = 0.92
+    side = None
 
     def __init__(self, simulation: Simulation, tenant: int) -> None:
         self.simulation, self.tenant = simulation, tenant
@@ -46,13 +64,30 @@ class Conversation:
             self.tokens = [1000 + start] * (PAGE * (1 + 2 * start))
         said = [random.randrange(1 << 16) for _ in range(random.randint(1, 3 * PAGE))]
         output = [random.randrange(1 << 16) for _ in range(random.randint(1, 3 * PAGE))]
-        request = Request(self, [*self.tokens, *said], output)
+        shared = len(self.tokens)
+        if self.clock.chance(simulation.faults.warmups):
+            shared = random.choice((shared, 0))
+            request: Request = WarmUp(self, [*self.tokens[:shared], *said], output, shared)
+        else:
+            request = Request(self, *self._held(said, output))
         simulation.open.add(request)
         request.begin()
 
+    def _held(self, said: list[int], output: list[int]) -> tuple[list[int], list[int], int]:
+        """Tokens, output, and of how many tokens the decode worker has KV itself. Some workers only hand in what they
+        have."""
+        tokens, random = [*self.tokens, *said], self.clock.random
+        full = len(tokens) // PAGE
+        if not full or not self.clock.chance(self.simulation.faults.held):
+            return tokens, output, 0
+        self.simulation.counts["requests with KV at their decode worker"] += 1
+        if self.clock.chance(0.25):
+            return tokens[: full * PAGE], output[:1], full * PAGE
+        return tokens, output, random.randint(1, full) * PAGE
+
     def over(self, request: Request) -> None:
         self.simulation.open.remove(request)
-        if request.answered:
+        if request.answered and not request.warmup:
             self.tokens = [*request.tokens, *request.output]
         elif self.clock.chance(0.3):
             self.tokens = []
@@ -65,6 +100,9 @@ class DecodeLeg:
 
     def on_ready(self) -> None:
         self.attempt.ready = True
+
+    def on_computed(self) -> None:
+        raise AssertionError("a decode worker's last word is Finish")
 
     def on_failed(self, code: int, message: str) -> None:
         self.attempt.failed("decode", code, message)
@@ -84,6 +122,9 @@ class PrefillLeg:
 
     def on_ready(self) -> None:
         raise AssertionError("a prefill worker has no Ready")
+
+    def on_computed(self) -> None:
+        self.attempt.request.prompt_computed()
 
     def on_failed(self, code: int, message: str) -> None:
         self.attempt.failed("prefill", code, message)
@@ -105,6 +146,7 @@ class Attempt:
         self.legs: set[str] = set()  # that are not over
         self.bad = False
         self.ready = False
+        self.refused = False  # by a daemon that drains
 
     def begin(self, decode: Process, prefill: Process | None) -> None:
         clock = self.request.clock
@@ -117,31 +159,14 @@ class Attempt:
         if self.bad or not process.connected:
             self.lost("decode")
             return
-        request = self.request
-        self.jobs["decode"] = DecodeJob(
-            process,
-            self.name,
-            request.prompt,
-            DecodeLeg(self),
-            prefill=prefill.side.config.name if prefill is not None else "",
-            output=request.output,
-            deadline_ms=request.deadline_ms,
-            priority=request.priority,
-        )
+        name = prefill.side.config.name if prefill is not None else ""
+        self.jobs["decode"] = DecodeJob(process, self.name, self.request.wanted, DecodeLeg(self), name)
 
     def _begin_prefill(self, process: Process) -> None:
         if self.bad or not process.connected:
             self.lost("prefill")
             return
-        request = self.request
-        self.jobs["prefill"] = PrefillJob(
-            process,
-            self.name,
-            request.prompt,
-            PrefillLeg(self),
-            deadline_ms=request.deadline_ms,
-            priority=request.priority,
-        )
+        self.jobs["prefill"] = PrefillJob(process, self.name, self.request.wanted, PrefillLeg(self))
 
     def cancel(self) -> None:
         """Both legs, as far as they are there."""
@@ -152,6 +177,7 @@ class Attempt:
 
     def failed(self, leg: str, code: int, message: str) -> None:
         request = self.request
+        self.refused |= DRAINS in message
         request.simulation.judge_failure(request, self, leg, code, message)
         self._turns_bad(leg)
 
@@ -175,15 +201,26 @@ class Attempt:
 
 
 class Request:
-    def __init__(self, conversation: Conversation, tokens: list[int], output: list[int]) -> None:
+    warmup = False
+
+    def __init__(self, conversation: Asker, tokens: list[int], output: list[int], held_tokens: int = 0) -> None:
         self.conversation, self.tokens, self.output = conversation, tokens, output
         self.simulation, self.clock = conversation.simulation, conversation.clock
         faults, random = self.simulation.faults, self.clock.random
         self.id = random.randbytes(16)
         self.prompt = Prompt(tokens, ROOT)
-        self.simulation.prompts[conversation.tenant].append(Prompt([*tokens, *output], ROOT))
-        self.priority = random.choice((0, 0, 0, -1, 1))
-        self.deadline_ms = SHORT_DEADLINE_MS if self.clock.chance(faults.short_deadlines) else 0
+        self.whole = Prompt([*tokens, *output], ROOT)
+        if not self.warmup:
+            self.simulation.prompts[conversation.tenant].append(self.whole)
+        priority = random.choice((0, 0, 0, -1, 1))
+        deadline_ms = SHORT_DEADLINE_MS if self.clock.chance(faults.short_deadlines) else 0
+        hangs = 0.0
+        if held_tokens and self.clock.chance(faults.hangs):  # it hangs past its deadline, or nearly
+            self.simulation.counts["copies of a worker's own that hang"] += 1
+            deadline_ms, hangs = random.randint(50, 400), random.uniform(0.05, 1.0)
+        self.deadline_ms = deadline_ms
+        self.hands_in = held_tokens == len(tokens) and len(output) == 1
+        self.wanted = Wanted(self.prompt, output, deadline_ms, priority, self.warmup, held_tokens, hangs)
         self.began = self.clock.now
         self.answered = self.aborted = False
         self.attempts: list[Attempt] = []
@@ -198,16 +235,23 @@ class Request:
 
     def _try(self) -> None:
         attempt = Attempt(self, len(self.attempts) + 1)
+        drains = any(before.refused for before in self.attempts)  # it goes elsewhere, where there is another one
         self.attempts.append(attempt)
         self._open += 1
-        tenant, simulation = self.conversation.tenant, self.simulation
-        decode = simulation.pick_decode(tenant)
-        prefill = simulation.pick_prefill(tenant) if self.clock.chance(0.92) else None
-        attempt.begin(decode, prefill)
+        conversation, simulation = self.conversation, self.simulation
+        tenant = conversation.tenant
+        decode = simulation.pick_decode(tenant, conversation.side, drains)
+        remote = not self.hands_in and self.clock.chance(conversation.remote)
+        attempt.begin(decode, simulation.pick_prefill(tenant, drains) if remote else None)
+
+    @property
+    def _may_try(self) -> bool:
+        """Whom a daemon that drains has refused did not count."""
+        return not self.aborted and sum(not attempt.refused for attempt in self.attempts) < ATTEMPTS
 
     def wants_another(self, attempt: Attempt) -> None:
         """It failed: once more, at once or when it is over."""
-        if not self.aborted and len(self.attempts) < ATTEMPTS and self.clock.chance(0.5):
+        if self._may_try and self.clock.chance(0.5):
             self.simulation.counts["tried again"] += 1
             self._try()
 
@@ -215,18 +259,37 @@ class Request:
         self._open -= 1
         if self._open:
             return
-        if attempt.bad and not self.aborted and not self.answered and len(self.attempts) < ATTEMPTS:
+        if attempt.bad and not self.answered and self._may_try:
             self.simulation.counts["tried again"] += 1
-            self._try()
+            if attempt.refused:  # later
+                self._open += 1
+                self.clock.after(self.clock.between(0.01, 0.1), self._try_later)
+            else:
+                self._try()
             return
+        self._over()
+
+    def _try_later(self) -> None:
+        self._open -= 1
+        if self._may_try:
+            self._try()
+        else:
+            self._over()
+
+    def _over(self) -> None:
         counts = self.simulation.counts
         counts["requests"] += 1
         counts["answered" if self.answered else "aborted" if self.aborted else "failed"] += 1
+        if self.answered and any(attempt.refused for attempt in self.attempts):
+            counts["answered though a daemon drained"] += 1
         expect(
             self.answered or self.aborted or any(attempt.bad for attempt in self.attempts),
             f"request {self.id.hex()} ended without an answer or a reason",
         )
         self.conversation.over(self)
+
+    def prompt_computed(self) -> None:
+        """A prefill worker has said its last word on it."""
 
     def _abort(self) -> None:
         if self not in self.simulation.open:
@@ -253,4 +316,28 @@ class Request:
         return f"request {self.id.hex()} ({'; '.join(legs)})"
 
 
-__all__ = ["SHORT_DEADLINE_MS", "_ALWAYS_WRONG", "Attempt", "Conversation", "Request"]
+class WarmUp(Request):
+    """Neither matched nor kept. Behind its first `shared` tokens nobody else has its prompt."""
+
+    warmup = True
+
+    def __init__(self, conversation: Asker, tokens: list[int], output: list[int], shared: int) -> None:
+        self._shared = shared
+        super().__init__(conversation, tokens, output)
+        self.simulation.counts["warm-ups"] += 1
+        self._leaves = self.clock.chance(0.4)  # as soon as its prompt is computed
+
+    def prompt_computed(self) -> None:
+        if self._leaves and not self.aborted:
+            self.simulation.counts["warm-ups left as their prompt was computed"] += 1
+            self.clock.after(self.clock.between(0.0, 0.002), self._abort)
+
+    def _over(self) -> None:
+        for side in (*self.simulation.decodes, *self.simulation.prefills):
+            tree = side.cache.namespaces[TENANTS[self.conversation.tenant].id].tree
+            held = tree.match(self.whole.digests).pages
+            expect(held <= self._shared // PAGE, f"{side.config.name}: {held} pages of a warm-up are held")
+        super()._over()
+
+
+__all__ = ["SHORT_DEADLINE_MS", "_ALWAYS_WRONG", "Asker", "Attempt", "Conversation", "Request"]

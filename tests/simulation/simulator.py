@@ -11,17 +11,20 @@ import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.namespaces import Quota
 from kvferry.proto import common_pb2 as common
+from tests.simulation.bursts import Queues, burst
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.daemons import Setting, SimDecode, SimPrefill, sized
 from tests.simulation.faults import Faults, draw_faults
 from tests.simulation.front import _ALWAYS_WRONG, REQUESTS, Attempt, Conversation, Request
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.network import Network
+from tests.simulation.operators import Operator
 from tests.simulation.prompts import PAGE_BYTES, Prompt
 from tests.simulation.workers import Process
 
@@ -67,7 +70,9 @@ class Simulation:
         self.prefill_workers = [Process(clock, p, tenant) for p in self.prefills for tenant in (0, 1)]
         for number in range(random.choice([4, 8, 16])):
             Conversation(self, number % 4 == 3)
+        self.operator = Operator(self)
         self._strew_faults()
+        Queues(self)
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -91,8 +96,10 @@ class Simulation:
         return Result(self.seed, counts, clock.events, clock.now)
 
     def _check(self) -> None:
+        self.operator.check()
         for side in (*self.decodes, *self.prefills):
             side.check()
+            side.check_published()
         oldest = min((request.began for request in self.open), default=self.clock.now)
         if self.clock.now - oldest > STUCK_SECONDS:
             stuck = sorted(self.open, key=lambda request: request.id)
@@ -107,6 +114,7 @@ class Simulation:
         sides = [*self.decodes, *self.prefills]
         for side in sides:
             side.check()
+            side.check_published()
             side.check_idle()
             self.counts["cached pages checked"] += sum(side.check_cache(t, self.prompts[t]) for t in (0, 1))
         for decode in self.decodes:
@@ -117,12 +125,19 @@ class Simulation:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def pick_decode(self, tenant: int) -> Process:
-        there = [process for process in self.decode_workers if process.tenant == tenant and process.connected]
-        return self.clock.random.choice(there)
+    def pick_decode(self, tenant: int, side: str | None, drains: bool) -> Process:
+        """`drains`: not one that drains, if there is another."""
+        return self._pick(
+            [each for each in self.decode_workers if side in (None, each.side.config.name)], tenant, drains
+        )
 
-    def pick_prefill(self, tenant: int) -> Process:
-        there = [process for process in self.prefill_workers if process.tenant == tenant and process.connected]
+    def pick_prefill(self, tenant: int, drains: bool) -> Process:
+        return self._pick(self.prefill_workers, tenant, drains)
+
+    def _pick(self, workers: list[Process], tenant: int, drains: bool) -> Process:
+        there = [process for process in workers if process.tenant == tenant and process.connected]
+        if drains:
+            there = [process for process in there if not process.side.draining] or there
         return self.clock.random.choice(there)
 
     def judge_failure(self, request: Request, attempt: Attempt, leg: str, code: int, message: str) -> None:
@@ -151,6 +166,10 @@ class Simulation:
             (faults.restarts, self._restart),
             (faults.quiesces, self._quiesce),
             (faults.standstills, self._stand_still),
+            (faults.pins, self.operator.pin),
+            (faults.flushes, self.operator.flush),
+            (faults.drains, self.operator.drain),
+            (faults.bursts, partial(burst, self)),
         ):
             for _ in range(count):
                 self._due.append((clock.random.randrange(self.requests_left), fault))
@@ -272,6 +291,8 @@ class Simulation:
         pages = random.choice([48, 64, 96])
         host = random.choice([24, 200] if tiered else [0, 24, 200])
         quota = random.choice([None, None, Quota(8, 40), Quota(8, 40, 8, 32)])
+        if self.faults.bursts and quota is None:
+            quota = Quota(8, 40)
         return Setting(
             pages=pages,
             host_pages=host,

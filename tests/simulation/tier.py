@@ -21,6 +21,9 @@ class SimTier:
         self._rows = [GARBAGE] * rows
         self.unverified = 0
 
+    def row(self, row: int) -> bytes:
+        return self._rows[row]
+
     def forget(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._rows[row] = GARBAGE

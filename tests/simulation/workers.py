@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from kvferry.daemon.core.limits import Name, pages_for
+from kvferry.daemon.core.limits import Name
 from kvferry.proto import worker_pb2 as wire
 from tests.simulation.clock import Clock, Pipe, Violation, expect
-from tests.simulation.daemons import ROOT, SimDecode, SimPrefill
+from tests.simulation.daemons import SimDecode, SimPrefill
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.memory import Memory
-from tests.simulation.prompts import GARBAGE, PAGE, PAGE_BYTES, Prompt, partial_content
+from tests.simulation.prompts import PAGE, PAGE_BYTES, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,13 +25,30 @@ if TYPE_CHECKING:
     from kvferry.daemon.sides.workers import Worker
 
 STEP = (0.0002, 0.004)  # seconds of a kernel
+DRAINS = "is shutting down"  # in the words by which a daemon that drains refuses
 _PAGED = ("admitted", "begun", "grown")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a worker is told of a request."""
+
+    prompt: Prompt
+    output: Sequence[int] = ()
+    deadline_ms: int = 0
+    priority: int = 0
+    warmup: bool = False
+    held_tokens: int = 0  # of the prompt, with KV in memory of the decode worker's own
+    hangs: float = 0.0  # seconds for which its copy of them does
 
 
 class Leg(Protocol):
     """Who gave the request to the worker."""
 
     def on_ready(self) -> None: ...
+
+    def on_computed(self) -> None:
+        """A prefill worker has said its last word."""
 
     def on_failed(self, code: int, message: str) -> None:
         """The daemon failed it; `on_over` follows."""
@@ -156,8 +174,9 @@ class Job:
 
     KIND: ClassVar[str]
 
-    def __init__(self, process: Process, name: Name, prompt: Prompt, leg: Leg) -> None:
-        self.process, self.name, self.prompt, self.leg = process, name, prompt, leg
+    def __init__(self, process: Process, name: Name, wanted: Wanted, leg: Leg) -> None:
+        self.process, self.name, self.wanted, self.leg = process, name, wanted, leg
+        self.prompt = wanted.prompt
         self.clock = process.clock
         self.pages: list[int] = []
         self.generations: list[int] = []
@@ -180,6 +199,8 @@ class Job:
         elif kind == "failed":
             self.stopped = True
             error = body.error  # type: ignore[attr-defined]
+            refused = DRAINS in error.message and not error.of_prefill
+            expect(not (refused and self.pages), f"{self.name} has its pages, and is refused by a daemon that drains")
             self.leg.on_failed(error.code, error.message)
             self.abort_soon()
         else:
@@ -194,12 +215,25 @@ class Job:
         self.pages += pages
         self.generations += generations
 
-    def compute(self) -> None:
+    def may_keep(self, digests: bytes) -> None:
+        """From now on the daemon may come to hold these pages by it."""
+        forgotten = self.process.side.forgotten
+        if forgotten is not None and not self.wanted.warmup:
+            forgotten.may_keep(self.process.tenant, self.name, digests)
+
+    def check_matched(self, tokens: int, *, resumed: bool = False) -> None:
+        """What the daemon says to hold of the prompt."""
+        expect(not tokens or not self.wanted.warmup, f"{self.name} is a warm-up, and {tokens} tokens of it matched")
+        forgotten = self.process.side.forgotten
+        if forgotten is not None and not resumed:
+            forgotten.check(self.process.tenant, self.name, self.prompt.digests[: tokens // PAGE * 32])
+
+    def compute(self, least: float, most: float) -> None:
         """The next kernel, unless there is a reason to stop."""
         if self.stopped or self.computing:
             return
         self.computing = True
-        self.process.after(self.clock.between(*STEP), self._computed)
+        self.process.after(self.clock.between(least, most), self._computed)
 
     def _computed(self) -> None:
         self.computing = False
@@ -231,206 +265,4 @@ class Job:
             self.process.send("abort", self.message("abort"))
 
 
-class DecodeJob(Job):
-    KIND = "decode"
-
-    def __init__(
-        self,
-        process: Process,
-        name: Name,
-        prompt: Prompt,
-        leg: Leg,
-        *,
-        prefill: str,
-        output: Sequence[int],
-        deadline_ms: int,
-        priority: int,
-    ) -> None:
-        super().__init__(process, name, prompt, leg)
-        self.asked = prompt
-        self.output = list(output)
-        self.total = len(prompt.tokens) + len(output) - 1  # tokens with KV at the end
-        self.whole = Prompt([*prompt.tokens, *output[:-1]], ROOT)
-        self.deadline_ms, self.priority = deadline_ms, priority
-        self.ready = self.growing = self.retracted = False
-        if prefill:
-            process.side.prompts[name] = prompt  # type: ignore[union-attr]
-        self._admit(prefill)
-
-    def _admit(self, prefill: str) -> None:
-        prompt = self.prompt
-        self.prefill = prefill
-        self.position = self.computed = 0
-        self.pages, self.generations = [], []
-        self.ready = self.retracted = self.stopped = self.said_last = self.growing = False
-        message = self.message("admit")
-        body = message.admit
-        body.digests, body.tokens, body.tail_digest = prompt.digests, len(prompt.tokens), prompt.tail
-        body.prefill, body.deadline_ms, body.priority = prefill, self.deadline_ms, self.priority
-        body.max_new_tokens = self.total + 1 - len(prompt.tokens)
-        self.process.send("admit", message)
-
-    # -- the daemon's words ----------------------------------------------------------------------------------------
-
-    def on_admitted(self, body: wire.Admitted, generations: list[int]) -> None:
-        self.take(body.pages, generations)
-        expect(len(self.pages) == pages_for(len(self.prompt.tokens), PAGE), f"{self.name}: pages of the prompt")
-        self.computed = body.local_tokens if not self.prefill else len(self.prompt.tokens)
-
-    def on_ready(self, body: wire.Ready, generations: list[int]) -> None:
-        if self.stopped:
-            return
-        self.ready = True
-        readable = len(self.pages) if self.prefill else self.computed // PAGE
-        self.process.memory.check(
-            self.pages[:readable], self.prompt.contents, f"{self.process.worker.name} reads its ready prompt"
-        )
-        if self.prefill:
-            expect(body.aux == self.prompt.blob, f"{self.name}: the aux blob is {body.aux!r}")
-            self.process.clock.counts["pages that travelled"] += body.delta_pages
-        self.position = len(self.prompt.tokens)
-        self.leg.on_ready()
-        self.compute_or_end()
-
-    def on_grown(self, body: wire.Grown, generations: list[int]) -> None:
-        if self.stopped or self.retracted:
-            return
-        expect(body.first_page == len(self.pages), f"{self.name}: grown at {body.first_page}, not {len(self.pages)}")
-        self.take(body.pages, generations)
-        self.growing = False
-        self.compute_or_end()
-
-    def on_retract(self, body: wire.Retract, generations: list[int]) -> None:
-        self.clock.counts["retracted"] += 1
-        if self.stopped:
-            return
-        self.retracted = True
-        self.growing = False
-        if not self.computing:
-            self.compute_or_end()
-
-    # -- computing -------------------------------------------------------------------------------------------------
-
-    def compute_or_end(self) -> None:
-        if self.stopped:
-            return
-        if self.computed < len(self.prompt.tokens):
-            self.compute()
-        elif self.position >= self.total or self.retracted:
-            self._finish()
-        elif self.position // PAGE < len(self.pages):
-            self.compute()
-        elif not self.growing:
-            self.growing = True
-            ahead = PAGE * self.clock.random.randint(1, 2)
-            message = self.message("grow")
-            message.grow.tokens = min(self.total, self.position + ahead)
-            self.process.send("grow", message)
-
-    def kernel(self) -> None:
-        if self.computed < len(self.prompt.tokens):  # a missing part of the prompt
-            index = self.computed // PAGE
-            self.write(index, self.prompt.contents[index])
-            self.computed = min(self.computed + PAGE, len(self.prompt.tokens))
-        else:
-            index = self.position // PAGE
-            self.position = min(self.total, (index + 1) * PAGE)
-            full = self.position % PAGE == 0
-            self.write(index, self.whole.contents[index] if full else GARBAGE)
-        if self.process.connected:
-            self.compute_or_end()
-        elif self.position < self.total and self.position // PAGE < len(self.pages):
-            self.compute()  # it has not noticed that its daemon is gone
-
-    def _finish(self) -> None:
-        self.stopped = self.said_last = True
-        tokens = self.position
-        full = tokens // PAGE
-        self.process.memory.check(
-            self.pages[:full], self.whole.contents, f"{self.process.worker.name} has decoded {self.name}"
-        )
-        self.process.memory.check_kept(self.pages, self.generations, f"{self.name} was decoded")
-        message = self.message("finish")
-        body = message.finish
-        body.tokens, body.continues = tokens, self.position < self.total
-        body.digests = self.whole.digests[self.prompt.full * 32 : full * 32]
-        self.process.send("finish", message)
-
-    def on_ended(self) -> None:
-        if self.retracted and self.position < self.total and not self.cancelled:
-            done = self.position + 1  # one more token is known than has its KV
-            self.prompt = Prompt((self.asked.tokens + self.output)[:done], ROOT)
-            self._admit("")
-            return
-        super().on_ended()
-
-    def hear(self, kind: str, body: object, generations: list[int]) -> None:
-        if kind == "failed":
-            self.retracted = False  # it does not come back
-        super().hear(kind, body, generations)
-
-
-class PrefillJob(Job):
-    KIND = "prefill"
-
-    def __init__(
-        self, process: Process, name: Name, prompt: Prompt, leg: Leg, *, deadline_ms: int, priority: int
-    ) -> None:
-        super().__init__(process, name, prompt, leg)
-        self.computed = 0
-        message = self.message("begin")
-        body = message.begin
-        body.digests, body.tokens, body.tail_digest = prompt.digests, len(prompt.tokens), prompt.tail
-        body.deadline_ms, body.priority = deadline_ms, priority
-        process.send("begin", message)
-
-    def on_begun(self, body: wire.Begun, generations: list[int]) -> None:
-        if self.stopped:
-            return
-        self.take(body.pages, generations)
-        self.computed = body.matched_tokens
-        self.process.memory.check(
-            self.pages[: self.computed // PAGE], self.prompt.contents, f"{self.process.worker.name} reads what matched"
-        )
-        self.compute()
-
-    def kernel(self) -> None:
-        tokens = len(self.prompt.tokens)
-        for _ in range(self.clock.random.randint(1, 3)):
-            index = self.computed // PAGE
-            left = tokens - index * PAGE
-            data = self.prompt.contents[index]
-            if left < PAGE:  # what lies behind the last token is whatever it was
-                data = partial_content(self.prompt.tail, left, GARBAGE[:1])
-            self.write(index, data)
-            self.computed = min(tokens, (index + 1) * PAGE)
-            if self.computed == tokens:
-                break
-        if not self.process.connected and self.computed < tokens:
-            self.compute()  # it has not noticed that its daemon is gone
-        if self.stopped or not self.process.connected:
-            return
-        message = self.message("progress")
-        message.progress.tokens = self.computed
-        self.process.send("progress", message)
-        if self.computed < tokens:
-            self.compute()
-            return
-        self.stopped = self.said_last = True
-        message = self.message("aux")
-        message.aux.blob = self.prompt.blob
-        self.process.send("aux", message)
-
-    def cancel(self) -> None:
-        """Also behind aux: who waits for the other half no more says so."""
-        self.stopped = self.said_last and self.cancelled
-        self.said_last = self.said_last and self.cancelled
-        super().cancel()
-
-    def hear(self, kind: str, body: object, generations: list[int]) -> None:
-        if kind == "failed" and self.said_last and not self.cancelled:
-            self.said_last = False  # Failed came behind aux, and awaits its Abort all the same
-        super().hear(kind, body, generations)
-
-
-__all__ = ["PAGE_BYTES", "DecodeJob", "Leg", "PrefillJob", "Process", "Violation"]
+__all__ = ["DRAINS", "PAGE_BYTES", "STEP", "Job", "Leg", "Process", "Violation", "Wanted"]
