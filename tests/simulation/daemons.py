@@ -85,9 +85,11 @@ class SimSide:
     clock: Clock
     process: ProcessLoop
     setting: Setting
+    faults: Faults
     pages_memory: Memory
     published: Published | None = None
     forgotten: Forgotten | None = None  # once something was flushed
+    unclaimed = True  # its pool is to be an engine's, and none has come yet
 
     @property
     def dead(self) -> bool:
@@ -95,7 +97,7 @@ class SimSide:
 
     def furnish(self, clock: Clock, setting: Setting, faults: Faults, process: ProcessLoop | None = None) -> None:
         side = cast(AnySide, self)
-        self.clock, self.setting = clock, setting
+        self.clock, self.setting, self.faults = clock, setting, faults
         self.process = process or ProcessLoop(clock, side.config.name)
         side.tiers.epoch = clock.random.getrandbits(63)
         limits = CacheLimits(
@@ -103,6 +105,7 @@ class SimSide:
             write_through_hits=setting.write_through,
             quotas={TENANTS[1].id: setting.quota} if setting.quota is not None else None,
             zero_freed=setting.zero_freed,
+            used_before=side.config.pool == "engine",
         )
         cache = Cache(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
         cache.clock.now = clock.now
@@ -110,7 +113,7 @@ class SimSide:
         if faults.events:
             side.event_sink = self.published = Published(clock, self.pages_memory, ROOT, faults.lies)
             cache.log_events(TokenChain.of(TENANTS[0]))
-        memory, tier = SimPoolMemory(clock, self.pages_memory, faults.copies_fail, setting.ranks), None
+        memory, tier = self.pool_of(self.pages_memory), None
         memory.tell = self.process.deliver
         if cache.host is not None:
             cache.host.log_frees = True
@@ -120,19 +123,35 @@ class SimSide:
         for facts in TENANTS:
             cache.namespace(facts.id)
 
+    def pool_of(self, memory: Memory) -> SimPoolMemory:
+        """What the daemon knows of this memory."""
+        pool = SimPoolMemory(self.clock, memory, self.faults.copies_fail, self.setting.ranks)
+        pool.tell = self.process.deliver
+        return pool
+
     def enter(self, tenant: int, events: object, lock: object = None) -> Worker:
-        """A worker that is here, and holds the lock of its session file; the first one brings the pool."""
+        """A worker that is here, and holds the lock of its session file."""
         side = cast(AnySide, self)
         number = side.workers.new_number()
         worker = Worker(number, f"w{number}", TENANTS[tenant].id, cast(Any, lock), cast(Any, events), attached=True)
         side.workers.enter(worker)
-        side.tiers.has_pool.set()
+        side.tiers.has_pool.set()  # the first one brings the pool
         return worker
 
     def serve(self, *loops: Coroutine[Any, Any, None]) -> None:
         """Runs them, and the daemon's ticks, until it ends."""
-        for work in (self._tick(), *loops):
-            self.process.create_task(work).add_done_callback(self._task_ends)
+        self._served = [self.process.create_task(work) for work in (self._tick(), *loops)]
+        for task in self._served:
+            task.add_done_callback(self._task_ends)
+
+    async def end(self) -> None:
+        """As the daemon's own, behind its drain."""
+        for task in self._served:
+            task.cancel()
+        await asyncio.wait(self._served)
+        while cast(AnySide, self).open_sessions:
+            await asyncio.sleep(0.02)
+        await cast(AnySide, self).close()
 
     async def _tick(self) -> None:
         """As the daemon's own."""

@@ -58,6 +58,9 @@ class Conversation:
         simulation, random = self.simulation, self.clock.random
         if simulation.requests_left == 0:
             return
+        if not simulation.serves(self.tenant):
+            self.clock.after(0.1, self.next_turn)
+            return
         simulation.request_made()
         if not self.tokens or len(self.tokens) > MAX_TOKENS:
             start = random.randrange(3)  # a system prompt that others have, too

@@ -19,11 +19,14 @@ _OWNED = (PageState.LEASED, PageState.ORPHANED)
 class Memory:
     """Of one pool on all its ranks, as its owner, its workers and copies see it: whole pages, with all heads."""
 
-    def __init__(self, cache: Cache, who: str) -> None:
+    def __init__(self, cache: Cache, who: str, pages: int = 0) -> None:
+        """`pages`: those of the memory that is to be the pool, where they are others."""
         self.pool = cache.pool
+        self.mapped = True
         self.who = who
         self.clean = cache.limits.zero_freed  # who is given a page finds nothing in it
-        self.bytes = bytearray((bytes(PAGE_BYTES) if self.clean else GARBAGE) * cache.pool.pages)
+        self.pages = pages or cache.pool.pages
+        self.bytes = bytearray((bytes(PAGE_BYTES) if self.clean else GARBAGE) * self.pages)
         self.accesses: dict[int, list[Access]] = {}  # by page that copies touch
 
     def generations(self, pages: Iterable[int]) -> list[int]:
@@ -31,9 +34,11 @@ class Memory:
         return [generation(page) for page in pages]
 
     def read(self, page: int) -> bytes:
+        expect(self.mapped, f"{self.who}: page {page} is read in memory that was let go")
         return bytes(self.bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
 
     def write(self, page: int, data: bytes) -> None:
+        expect(self.mapped, f"{self.who}: page {page} is written in memory that was let go")
         self.bytes[page * PAGE_BYTES : page * PAGE_BYTES + len(data)] = data
 
     def write_owned(self, page: int, generation: int, data: bytes) -> None:

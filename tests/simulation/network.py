@@ -134,7 +134,7 @@ class Network:
         disturbed = self.route(loop.name, session.remote).disturbed_at
         honest = (
             "injected" in reason
-            or any(words in reason for words in _ENDED)
+            or any(words in reason for words in (*_ENDED, "the engine whose memory"))
             or clock.now - disturbed < DISTURBED_SECONDS
         )
         faults = self.faults

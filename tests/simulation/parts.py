@@ -15,6 +15,7 @@ import numpy as np
 from kvferry._core import HostPages, part_checksum
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.daemon.memory.shared import host_pages
+from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PageState
 from kvferry.transfer.courier.host_slots import HostSlots
 from kvferry.transfer.courier.link import CourierLink
@@ -171,7 +172,7 @@ class SimPoolMemory:
 
     def __init__(self, clock: Clock, memory: Memory, failing: float, ranks: int = 1) -> None:
         self.clock, self.memory, self.failing = clock, memory, failing
-        self.shape = shape_of(memory.pool.pages, ranks)
+        self.shape = shape_of(memory.pages, ranks)
         self.workers: dict[str, Executor] = {}
         self.can_sum = True
         self.gathers_at_once = clock.random.choice((2 * ranks, 64))
@@ -230,6 +231,15 @@ class SimPoolMemory:
             self.tails[rank, page] = end
             clock.at(end, partial(clear, rank))
         self.tell(max(ends) + clock.between(0.00002, 0.001), ended)
+
+    def rank_pools(self) -> list[wire.RankPool]:
+        return []
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.memory.mapped = False
 
     def copy_statistics(self) -> CopyStatistics:
         return CopyStatistics({"memcpy": StrategyCounts()})

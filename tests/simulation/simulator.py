@@ -20,6 +20,7 @@ from kvferry.proto import common_pb2 as common
 from tests.simulation.bursts import Queues, burst
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.daemons import Setting, SimDecode, SimPrefill, sized
+from tests.simulation.engines import EngineProcess, engines_installed
 from tests.simulation.faults import Faults, draw_faults
 from tests.simulation.front import _ALWAYS_WRONG, REQUESTS, Attempt, Conversation, Request
 from tests.simulation.loops import ProcessLoop
@@ -31,6 +32,7 @@ from tests.simulation.workers import Process
 T = TypeVar("T")
 
 _BOUNDS = ("pages were asked for", "transfers of name", "are orphaned until these let go")  # that a seed may reach
+END_SECONDS = 20.0
 STUCK_SECONDS = 300.0  # in which every request ends: its deadlines, and standstills
 CHECK_EVERY = 64  # events
 TRANSFER_SECONDS = 60.0  # of every request, as the configuration has it: behind a standstill some are late
@@ -64,12 +66,14 @@ class Simulation:
         self.processes: list[ProcessLoop] = []  # of daemons, also dead ones
         self.ranked = random.random() < 1 / 3  # its daemons have several ranks
         decodes, prefills = random.choice([(1, 1), (1, 2), (2, 1)])
+        self._pool = "engine" if (decodes, prefills) == (1, 1) and self.seed % 3 == 0 else "daemon"
+        self._worker, tenants = (EngineProcess, (0,)) if self._pool == "engine" else (Process, (0, 1))
         self.prefills = [self._prefill(f"p{i}") for i in range(prefills)]
         self.decodes = [self._decode(f"d{i}", tiered=i == 0) for i in range(decodes)]
-        self.decode_workers = [Process(clock, d, tenant) for d in self.decodes for tenant in (0, 1)]
-        self.prefill_workers = [Process(clock, p, tenant) for p in self.prefills for tenant in (0, 1)]
+        self.decode_workers = [self._worker(clock, d, tenant) for d in self.decodes for tenant in tenants]
+        self.prefill_workers = [self._worker(clock, p, tenant) for p in self.prefills for tenant in tenants]
         for number in range(random.choice([4, 8, 16])):
-            Conversation(self, number % 4 == 3)
+            Conversation(self, tenants[number % 4 == 3 and -1])
         self.operator = Operator(self)
         self._strew_faults()
         Queues(self)
@@ -122,6 +126,13 @@ class Simulation:
             self.counts["dropped parts"] += decode.ready_core.transfer_counters.dropped_parts
         for side in sides:
             side.check_empty()
+        ends = [side.process.create_task(side.end()) for side in sides]
+        self.clock.run_until(self.clock.now + END_SECONDS)
+        late = [side.config.name for side, end in zip(sides, ends, strict=True) if not end.done()]
+        expect(not late, f"{late} do not end within {END_SECONDS:g} s")
+        for end in ends:
+            end.result()
+        expect(not self.network.couriers, f"{len(self.network.couriers)} couriers are left")
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -135,10 +146,15 @@ class Simulation:
         return self._pick(self.prefill_workers, tenant, drains)
 
     def _pick(self, workers: list[Process], tenant: int, drains: bool) -> Process:
-        there = [process for process in workers if process.tenant == tenant and process.connected]
+        there = _here(workers, tenant)
         if drains:
             there = [process for process in there if not process.side.draining] or there
         return self.clock.random.choice(there)
+
+    def serves(self, tenant: int) -> bool:
+        """Whether there is somebody for both legs of a request."""
+        workers = (self.decode_workers, self.prefill_workers)
+        return all(any(each.tenant == tenant and each.connected for each in some) for some in workers)
 
     def judge_failure(self, request: Request, attempt: Attempt, leg: str, code: int, message: str) -> None:
         name = common.ErrorCode.Name(code)  # type: ignore[arg-type]
@@ -230,12 +246,14 @@ class Simulation:
         self._replace(workers, "workers that left", crash=False)
 
     def _replace(self, workers: list[Process], what: str, *, crash: bool) -> None:
-        self.counts[what] += 1
         index = self.clock.random.randrange(len(workers))
         old = workers[index]
-        workers[index] = Process(self.clock, old.side, old.tenant)
+        if not old.connected:  # it has yet to come
+            return
+        self.counts[what] += 1
+        workers[index] = self._worker(self.clock, old.side, old.tenant)
         if crash:
-            old.crash(self.clock.between(0.0, 0.1))
+            old.crash(self.clock.between(0.0, 3.0))
         else:
             old.quiesce()
 
@@ -258,7 +276,7 @@ class Simulation:
         for i, process in enumerate(workers):
             if process.side is old:
                 process.daemon_is_gone()
-                workers[i] = Process(self.clock, fresh, process.tenant)
+                workers[i] = self._worker(self.clock, fresh, process.tenant)
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -268,7 +286,7 @@ class Simulation:
 
     def _prefill(self, name: str) -> SimPrefill:
         setting = self._setting()
-        config = sized(_config(name, "prefill", {}), setting)
+        config = sized(_config(name, "prefill", {}, self._pool), setting)
         side = SimPrefill(self.clock, config, setting, self.faults, self.network)
         self._add(side)
         self.network.daemons[_address(name)] = side
@@ -277,7 +295,7 @@ class Simulation:
     def _decode(self, name: str, *, tiered: bool) -> SimDecode:
         setting = self._setting(tiered=tiered)
         peers = {prefill.config.name: _address(prefill.config.name) for prefill in self.prefills}
-        config = sized(_config(name, "decode", peers), setting)
+        config = sized(_config(name, "decode", peers, self._pool), setting)
         side = SimDecode(self.clock, config, setting, self.faults, self.network)
         self._add(side)
         return side
@@ -308,9 +326,25 @@ class Simulation:
         )
 
 
-def _config(name: str, role: str, peers: dict[str, str]) -> DaemonConfig:
-    return DaemonConfig(
-        role=role, name=name, listen="127.0.0.1:0", socket="/nowhere", peers=peers, page_size=4, max_tokens=4096
+def _here(workers: list[Process], tenant: int) -> list[Process]:
+    """The workers of a tenant that are there; else those that come again."""
+    mine = [process for process in workers if process.tenant == tenant]
+    return [process for process in mine if process.connected] or mine
+
+
+def _config(name: str, role: str, peers: dict[str, str], pool: str) -> DaemonConfig:
+    return DaemonConfig.model_validate(
+        {
+            "role": role,
+            "name": name,
+            "listen": "127.0.0.1:0",
+            "socket": "/nowhere",
+            "shm_dir": "/nowhere",
+            "peers": peers,
+            "page_size": 4,
+            "max_tokens": 4096,
+            "pool": pool,
+        }
     )
 
 
@@ -333,7 +367,7 @@ def simulated(
     try:
         simulation = Simulation(seed, faults=faults, trace=trace)
         made(simulation)
-        with simulation.network.installed():
+        with simulation.network.installed(), engines_installed(simulation):
             return run(simulation)
     finally:
         for process in simulation.processes:

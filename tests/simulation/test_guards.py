@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +14,11 @@ from kvferry.daemon.core.prefill_entries import EntryKeeper
 from kvferry.daemon.core.prefill_entry import Entry
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals, WaiterT
+from kvferry.daemon.peers.session import Session
+from kvferry.daemon.sides import workers
+from kvferry.daemon.sides.workers import Worker
 from kvferry.radix.tree import Lock
+from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.protocol.coverage import Coverage
 from kvferry.transfer.protocol.receiver import Receiver
 from kvferry.transfer.protocol.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
@@ -70,14 +74,37 @@ def drained_at_once(receiver: Receiver, transfer: int) -> bool:
     return True
 
 
+_tear_down = Session._tear_down
+
+
+async def while_copies_run(session: Session, tasks: list[asyncio.Task[None]], start: asyncio.Task[CourierLink]) -> None:
+    session._copies = 0
+    await _tear_down(session, tasks, start)
+
+
+async def nothing(*arguments: object) -> None:
+    return None
+
+
+async def couriers_live_on(session: Session, tasks: list[asyncio.Task[None]], start: asyncio.Task[CourierLink]) -> None:
+    if start.done() and not start.cancelled() and start.exception() is None:
+        start.result().stop = nothing  # type: ignore[method-assign]
+    await _tear_down(session, tasks, start)
+
+
+def without_a_look(worker: Worker) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Guard:
-    owner: type
+    owner: object  # a class or a module
     method: str
-    mutant: Callable[..., object]
+    mutant: object
     faults: Faults  # that lead to where it stands
 
 
+BREAKS = Faults(broken_streams=20)
 CRASHES = Faults(aborts=0.1, decode_crashes=12, prefill_crashes=12)
 GUARDS = {
     "generation": Guard(CreditTable, "generation_matches", any_generation, Faults(repeats=0.2)),
@@ -90,18 +117,23 @@ GUARDS = {
     "lock before promise": Guard(Holds, "refusal_once_locked", promise_the_locked, Faults()),
     "single-flight takeover": Guard(Arrivals, "hand_over", nobody_takes_over, Faults(aborts=0.3)),
     "tails being cleared": Guard(EntryKeeper, "copies_run", clear_without_a_look, Faults(aborts=0.3)),
+    "copies at a session's end": Guard(Session, "_tear_down", while_copies_run, BREAKS),
+    "couriers are reaped": Guard(Session, "_tear_down", couriers_live_on, BREAKS),
+    "proof of a worker's end": Guard(Worker, "lets_go", without_a_look, CRASHES),
+    "what a worker had queued": Guard(workers, "SETTLE_SECONDS", 0.0, CRASHES),
     "order of proofs": Guard(Receiver, "end", drained_at_once, Faults(aborts=0.9)),
 }
 
 
 def harm(guard: Guard, monkeypatch: pytest.MonkeyPatch, faults: Faults | None) -> str:
     monkeypatch.setattr(guard.owner, guard.method, guard.mutant)
+    name = getattr(guard.owner, "__name__", guard.owner)
     for seed in range(SEEDS):
         try:
             simulate(seed, faults=faults)
         except (Violation, AssertionError) as error:
-            return f"without {guard.owner.__name__}.{guard.method}, seed {seed}: {type(error).__name__}: {error}"
-    pytest.fail(f"{SEEDS} seeds found no harm without {guard.owner.__name__}.{guard.method}")
+            return f"without {name}.{guard.method}, seed {seed}: {type(error).__name__}: {error}"
+    pytest.fail(f"{SEEDS} seeds found no harm without {name}.{guard.method}")
 
 
 @pytest.mark.parametrize("guard", GUARDS)

@@ -10,6 +10,7 @@ from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
 from tests.simulation.clock import Clock, expect
 from tests.simulation.memory import Access, Memory
+from tests.simulation.parts import SimPoolMemory
 from tests.simulation.prompts import GARBAGE, content
 
 
@@ -23,6 +24,15 @@ class SimTier:
 
     def row(self, row: int) -> bytes:
         return self._rows[row]
+
+    def attach(self, memory: SimPoolMemory) -> None:
+        self._memory = memory.memory
+
+    def detach(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
 
     def forget(self, rows: Sequence[int]) -> None:
         for row in rows:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import worker_pb2 as wire
 from tests.simulation.clock import Clock, Pipe, Violation, expect
 from tests.simulation.daemons import SimDecode, SimPrefill
 from tests.simulation.loops import ProcessLoop
-from tests.simulation.memory import Memory
 from tests.simulation.prompts import PAGE, PAGE_BYTES, Prompt
 
 if TYPE_CHECKING:
@@ -83,16 +82,23 @@ class Process:
 
     def __init__(self, clock: Clock, side: SimDecode | SimPrefill, tenant: int) -> None:
         self.clock, self.side, self.tenant = clock, side, tenant
-        self.memory: Memory = side.pages_memory
-        self.connected = True
+        self.connected = self._here = False  # as it knows, and as its daemon does
         self.lives = True
         self.writes_until = math.inf  # what it has queued on a device may end a while behind it
         self.jobs: dict[Name, Job] = {}
-        self.worker: Worker = side.process.here(side.enter, tenant, self, SessionLock(self))  # type: ignore[assignment]
-        self.loop = ProcessLoop(clock, f"{side.config.name}'s {self.worker.name}")
+        self.loop = ProcessLoop(clock, f"a worker of {side.config.name}")
         self._up = Pipe(clock, 0.00003, 0.003, side.process.deliver)
         self._down = Pipe(clock, 0.00003, 0.003, self.loop.deliver)
-        self._here = True  # as its daemon knows
+        self.come()
+
+    def come(self) -> None:
+        side = self.side
+        self.is_here(cast("Worker", side.process.here(side.enter, self.tenant, self, SessionLock(self))))
+
+    def is_here(self, worker: Worker) -> None:
+        self.worker = worker
+        self.memory = self.side.pages_memory
+        self.connected = self._here = True
 
     @property
     def writing(self) -> bool:
@@ -138,7 +144,7 @@ class Process:
         """It leaves, and says that it writes no more."""
         self.lives = self.connected = False
         self.writes_until = self.clock.now
-        self._up.send(self._leaves, True)
+        self._up.send(self.leaves, True)
         self._jobs_are_lost()
 
     def crash(self, lives: float) -> None:
@@ -146,11 +152,12 @@ class Process:
         self.connected = False
         if self.clock.chance(0.5):  # what it said before is lost
             self._here = False
-        self._up.send(self._leaves, False)
+        self._up.send(self.leaves, False)
         self.clock.after(lives, self._dies)
         self._jobs_are_lost()
 
-    def _leaves(self, quiesced: bool) -> None:
+    def leaves(self, quiesced: bool) -> None:
+        """Its stream has ended."""
         self._here = False
         self.worker.quiesced = quiesced
         self.side.workers.leave(self.worker)
