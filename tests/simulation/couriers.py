@@ -18,6 +18,7 @@ from kvferry.transfer.courier.messages import Connected, CourierDied, CourierEve
 from kvferry.transfer.protocol.slots import HEADER_BYTES, PartNotice
 from kvferry.waiting import within
 from tests.simulation.clock import expect
+from tests.simulation.landing import Piece, is_whole, landing
 from tests.simulation.loops import ProcessLoop
 
 if TYPE_CHECKING:
@@ -98,21 +99,38 @@ class SimCourier:
         self._posts[post_id] = send_slot
         clock, faults = self._clock, self._faults
         takes = clock.between(0.00005, 0.003)
-        counts = clock.counts
-        counts["parts"] += 1
-        if clock.chance(faults.post_fails):
-            counts["writes that failed"] += 1
-            self._later(takes, self._hear, PostFailed(post_id, "injected"))
-            if clock.chance(0.7):
-                counts["failed writes that landed late"] += 1
-                clock.after(takes + clock.between(0.0, 0.05), self._land, send_slot, remote_slot, nbytes, notification)
+        clock.counts["parts"] += 1
+        source = self._send[send_slot]
+        target = source if self.remote.reaped else self.remote._receive[remote_slot]
+        fails = clock.chance(faults.post_fails)
+        pieces = landing(source, target, nbytes, clock.random, seconds=takes, fails=fails)
+        way = send_slot, remote_slot
+        if fails:
+            self._fail(post_id, way, nbytes, pieces, notification, takes)
             return
-        if clock.chance(0.1):  # its payload is there before its header
-            clock.after(takes * 0.7, self._put, send_slot, remote_slot, 64, nbytes)
         if faults.early and clock.chance(0.05):
-            counts["notifications before their write"] += 1
+            clock.counts["notifications before their write"] += 1
             clock.after(takes * 0.5, self._notify, notification)
-        clock.after(takes, self._write, post_id, send_slot, remote_slot, nbytes, notification)
+            pieces = [Piece(takes, 0, nbytes)]  # a header that is there before its payload would be believed
+        if len(pieces) > 1:
+            clock.counts["writes in pieces"] += 1
+            for piece in pieces[:-1]:
+                clock.after(piece.delay, self._land_early, way, piece, pieces)
+        clock.after(takes, self._write, post_id, way, pieces, notification)
+
+    def _fail(
+        self, post_id: int, way: tuple[int, int], nbytes: int, pieces: list[Piece], notification: bytes, takes: float
+    ) -> None:
+        clock = self._clock
+        clock.counts["writes that failed"] += 1
+        self._later(takes, self._hear, PostFailed(post_id, "injected"))
+        for piece in pieces:
+            clock.after(piece.delay, self._put, way, piece)
+        if is_whole(pieces, nbytes):
+            clock.counts["failed writes that landed"] += 1
+            clock.after(pieces[-1].delay, self._announce, notification)
+        elif pieces:
+            clock.counts["failed writes that landed in part"] += 1
 
     async def stop(self, deadline_s: float) -> None:
         self._stopped = True
@@ -153,48 +171,59 @@ class SimCourier:
 
     # -- its writes ------------------------------------------------------------------------------------------------
 
-    def _write(self, post_id: int, send_slot: int, remote_slot: int, nbytes: int, notification: bytes) -> None:
+    def _write(self, post_id: int, way: tuple[int, int], left: list[Piece], notification: bytes) -> None:
+        """What is left of it lands, unless something is in its way."""
         assert self.route is not None
         clock = self._clock
         if self.reaped:
             if clock.chance(0.5):  # what the network still holds of it
                 clock.counts["writes that landed after a break"] += 1
-                clock.after(clock.between(0.0, 0.5), self._land, send_slot, remote_slot, nbytes, notification)
+                clock.after(clock.between(0.0, 0.5), self._land, way, left, notification)
             return
         if self._still_until > clock.now:
-            clock.at(self._still_until, self._write, post_id, send_slot, remote_slot, nbytes, notification)
+            clock.at(self._still_until, self._write, post_id, way, left, notification)
             return
         if self.route.is_cut:
             whole = self.route.whole_at - clock.now
             if whole > WRITE_SECONDS:
                 self._later(WRITE_SECONDS, self._hear, PostFailed(post_id, "injected: the way was cut"))
-                clock.after(whole, self._land, send_slot, remote_slot, nbytes, notification)
+                clock.after(whole, self._land, way, left, notification)
             else:
-                clock.after(whole, self._write, post_id, send_slot, remote_slot, nbytes, notification)
+                clock.after(whole, self._write, post_id, way, left, notification)
             return
-        self._land(send_slot, remote_slot, nbytes, notification)
+        self._land(way, left, notification)
         self._later(clock.between(0.00002, 0.001), self._hear, PostDone(post_id))
 
-    def _land(self, send_slot: int, remote_slot: int, nbytes: int, notification: bytes) -> None:
+    def _land_early(self, way: tuple[int, int], piece: Piece, left: list[Piece]) -> None:
+        assert self.route is not None
+        if not (self.reaped or self._still_until > self._clock.now or self.route.is_cut):
+            left.remove(piece)
+            self._put(way, piece)
+
+    def _land(self, way: tuple[int, int], left: list[Piece], notification: bytes) -> None:
+        for piece in left:
+            self._put(way, piece)
+        self._announce(notification)
+
+    def _announce(self, notification: bytes) -> None:
         clock = self._clock
-        self._put(send_slot, remote_slot, 0, nbytes)
         clock.after(clock.between(0.00001, 0.002), self._notify, notification)
         if clock.chance(self._faults.repeats):
             clock.counts["repeated notifications"] += 1
             clock.after(clock.between(0.0001, 0.02), self._notify, notification)
 
-    def _put(self, send_slot: int, remote_slot: int, start: int, end: int) -> None:
+    def _put(self, way: tuple[int, int], piece: Piece) -> None:
         assert self.remote is not None
+        (send_slot, remote_slot), (_, start, end) = way, piece
         if not self.remote.reaped:
             self.remote._receive[remote_slot][start:end] = self._send[send_slot][start:end]
             if self._faults.flips and self._clock.chance(self._faults.flips):
-                self._flip(self.remote._receive[remote_slot], end)
+                self._flip(self.remote._receive[remote_slot], start, end)
 
-    def _flip(self, slot: bytearray, end: int) -> None:
-        """A bit of the payload, or of the header."""
+    def _flip(self, slot: bytearray, start: int, end: int) -> None:
+        """A bit of the header, or of the payload."""
         random = self._clock.random
-        at = random.randrange(HEADER_BYTES, end) if random.random() < 0.7 else random.randrange(HEADER_BYTES)
-        slot[at] ^= 1 << random.randrange(8)
+        slot[random.randrange(start, end)] ^= 1 << random.randrange(8)
         self._clock.counts["parts with a flipped bit"] += 1
 
     def _notify(self, payload: bytes) -> None:

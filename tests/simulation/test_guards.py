@@ -20,7 +20,7 @@ from kvferry.daemon.sides.workers import Worker
 from kvferry.radix.tree import Lock
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.protocol.coverage import Coverage
-from kvferry.transfer.protocol.receiver import Receiver
+from kvferry.transfer.protocol.receiver import Receiver, _Incoming
 from kvferry.transfer.protocol.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
 from tests.simulation.clock import Violation
 from tests.simulation.faults import Faults
@@ -60,6 +60,13 @@ def clear_without_a_look(keeper: EntryKeeper, entry: Entry) -> bool:
 def nobody_takes_over(arrivals: Arrivals[WaiterT], waiter: WaiterT) -> dict[WaiterT, list[int]]:
     waiter.filling.clear()
     return {}
+
+
+def any_lane(incoming: _Incoming, lane: int, start: int, nbytes: int) -> list[int]:
+    arrived = [page for page in incoming.coverage[lane].written(start, nbytes) if incoming.missing[page]]
+    for page in arrived:
+        incoming.missing[page] = 0
+    return arrived
 
 
 def any_bytes(receiver: Receiver, header: PartHeader, payload_sum: int) -> str | None:
@@ -109,6 +116,7 @@ CRASHES = Faults(aborts=0.1, decode_crashes=12, prefill_crashes=12)
 GUARDS = {
     "generation": Guard(CreditTable, "generation_matches", any_generation, Faults(repeats=0.2)),
     "coverage": Guard(Coverage, "covered", any_page, Faults()),
+    "all lanes": Guard(_Incoming, "written", any_lane, Faults()),
     "content binding": Guard(Receiver, "check_binding", any_content, Faults(early=True)),
     "checksum": Guard(Receiver, "checksum_error", any_bytes, Faults(flips=0.02)),
     "credit spent once": Guard(CreditPurse, "take", keep_the_credit, Faults()),

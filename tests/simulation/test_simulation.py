@@ -23,6 +23,8 @@ MET = (
     "aborts",
     "asked again",
     "cached pages checked",
+    "copies in pieces",
+    "copies of some heads",
     "decode worker crashes",
     "dropped parts",
     "evicted pages",
@@ -44,6 +46,7 @@ MET = (
     "stale notifications",
     "tails cleared",
     "tried again",
+    "writes in pieces",
 )
 
 
