@@ -57,7 +57,7 @@ def burst(simulation: Simulation) -> None:
     """The second tenant's, at a decode daemon that has a quota for it, and a few of the first one's."""
     clock = simulation.clock
     sides = [side for side in simulation.decodes if side.setting.quota is not None]
-    if not sides:
+    if not sides or not simulation.serves(1):
         return
     side = clock.random.choice(sides)
     simulation.counts["bursts"] += 1

@@ -18,8 +18,7 @@ from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from tests.simulation.daemons import TENANTS
-from tests.simulation.memory import Memory
-from tests.simulation.prompts import PAGE_BYTES
+from tests.simulation.prompts import GARBAGE, PAGE_BYTES
 from tests.simulation.workers import Process, SessionLock
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ async def map_pool(
     """In place of `kvferry.daemon.memory.making.map_pool`."""
     side = next(side for side in simulation.sides if side.config.name == config.name)
     await asyncio.sleep(simulation.clock.between(0.001, 0.1))
-    side.pages_memory = Memory(side.cache, config.name, registration.pages)
+    side.pages_memory.map(registration.pages, GARBAGE)
     return cast("PoolMemory", side.pool_of(side.pages_memory))
 
 

@@ -19,15 +19,17 @@ _OWNED = (PageState.LEASED, PageState.ORPHANED)
 class Memory:
     """Of one pool on all its ranks, as its owner, its workers and copies see it: whole pages, with all heads."""
 
-    def __init__(self, cache: Cache, who: str, pages: int = 0) -> None:
-        """`pages`: those of the memory that is to be the pool, where they are others."""
+    def __init__(self, cache: Cache, who: str) -> None:
         self.pool = cache.pool
-        self.mapped = True
         self.who = who
         self.clean = cache.limits.zero_freed  # who is given a page finds nothing in it
-        self.pages = pages or cache.pool.pages
-        self.bytes = bytearray((bytes(PAGE_BYTES) if self.clean else GARBAGE) * self.pages)
+        self.map(cache.pool.pages, bytes(PAGE_BYTES) if self.clean else GARBAGE)
         self.accesses: dict[int, list[Access]] = {}  # by page that copies touch
+
+    def map(self, pages: int, content: bytes) -> None:
+        """It is memory of so many pages, with this in each of them."""
+        self.pages, self.mapped = pages, True
+        self.bytes = bytearray(content * pages)
 
     def generations(self, pages: Iterable[int]) -> list[int]:
         generation = self.pool.generation

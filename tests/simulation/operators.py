@@ -44,6 +44,13 @@ class Pinned:
     device: list[int]  # of them, the pages that were on the device
     generations: list[int]
     losses: int  # restores that had failed by then
+    epoch: int  # of the pool
+
+    @property
+    def pool_left(self) -> bool:
+        """Its engine has: every pin ends with the memory."""
+        tiers = self.side.tiers
+        return not tiers.has_pool.is_set() or tiers.epoch != self.epoch
 
 
 class Forgotten:
@@ -114,7 +121,7 @@ class Operator:
         expect(0 < pin.pages <= pages and reply.pinned_tokens == pin.pages * PAGE, f"{pin.pages} pages are pinned")
         generations = side.pages_memory.generations(device)
         lost = self.counts["restores that failed"]
-        held = Pinned(side, tenant, prompt, reply.pin, pin.pages, device, generations, lost)
+        held = Pinned(side, tenant, prompt, reply.pin, pin.pages, device, generations, lost, side.tiers.epoch)
         self.pinned.append(held)
         side.check()  # no promise is broken by it
         if clock.chance(0.5):
@@ -122,6 +129,7 @@ class Operator:
         side.process.deliver(clock.now + seconds + _LATE, self._expired, held)
 
     def _unpin(self, held: Pinned) -> None:
+        self._forget_ended()
         self._check(held, _pins(held.side).get(held.number))
         every = self.clock.chance(0.2)
         request = admin.UnpinRequest(pin=0 if every else held.number)
@@ -131,7 +139,11 @@ class Operator:
         self.pinned = [other for other in self.pinned if other not in gone]
         self.counts["pins that were let go"] += len(gone)
 
+    def _forget_ended(self) -> None:
+        self.pinned = [held for held in self.pinned if not held.side.dead and not held.pool_left]
+
     def _expired(self, held: Pinned) -> None:
+        self._forget_ended()
         if held not in self.pinned:
             return
         side = held.side
@@ -146,7 +158,7 @@ class Operator:
         """At any moment: what is pinned is where it was."""
         if not self.pinned:
             return
-        self.pinned = [held for held in self.pinned if not held.side.dead]
+        self._forget_ended()
         for held in self.pinned:
             self._check(held, _pins(held.side).get(held.number))
         for side in self.simulation.sides:
