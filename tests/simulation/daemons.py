@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import Cache, CacheLimits
+from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache, CacheLimits
 from kvferry.daemon.core.effects import Effect, StartTransfer
 from kvferry.daemon.core.kv_events import TokenChain
 from kvferry.daemon.core.limits import Name
@@ -17,7 +17,7 @@ from kvferry.daemon.core.namespaces import Quota, slack
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.daemon.peers.dialing import dial_plainly
-from kvferry.daemon.server import TICK_SECONDS
+from kvferry.daemon.server import POLL_SECONDS, TICK_SECONDS
 from kvferry.daemon.services.peer import PeerService
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
@@ -26,6 +26,7 @@ from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.host_tier.index import layout_fingerprint
 from kvferry.transfer.protocol.slots import HEADER_BYTES
 from tests.simulation import watching
 from tests.simulation.clock import Clock, Violation, expect
@@ -34,9 +35,10 @@ from tests.simulation.memory import Memory
 from tests.simulation.parts import SimPoolMemory
 from tests.simulation.prompts import GEOMETRY, PAGE
 from tests.simulation.published import Published
-from tests.simulation.tier import SimTier
+from tests.simulation.tier import LooseRows, SimTier
 
 if TYPE_CHECKING:
+    from tests.simulation.disk import SimDisk
     from tests.simulation.faults import Faults
     from tests.simulation.network import Network
     from tests.simulation.operators import Forgotten
@@ -89,13 +91,22 @@ class SimSide:
     pages_memory: Memory
     published: Published | None = None
     forgotten: Forgotten | None = None  # once something was flushed
+    disk: SimDisk | None = None  # that has the host tier's file
+    ending = False  # in order
     unclaimed = True  # its pool is to be an engine's, and none has come yet
 
     @property
     def dead(self) -> bool:
         return self.process.ended
 
-    def furnish(self, clock: Clock, setting: Setting, faults: Faults, process: ProcessLoop | None = None) -> None:
+    def furnish(
+        self,
+        clock: Clock,
+        setting: Setting,
+        faults: Faults,
+        process: ProcessLoop | None = None,
+        disk: SimDisk | None = None,
+    ) -> None:
         side = cast(AnySide, self)
         self.clock, self.setting, self.faults = clock, setting, faults
         self.process = process or ProcessLoop(clock, side.config.name)
@@ -116,12 +127,25 @@ class SimSide:
         memory, tier = self.pool_of(self.pages_memory), None
         memory.tell = self.process.deliver
         if cache.host is not None:
-            cache.host.log_frees = True
-            tier = SimTier(clock, self.pages_memory, setting.host_pages, faults.tier_fails)
+            self.disk = disk
+            tier = self._open_tier(cache, memory)
         side.tiers.take(TENANTS[0], cache, cast(PoolMemory, memory), cast("HostTier | None", tier))
         side.tiers_made(cache)
         for facts in TENANTS:
             cache.namespace(facts.id)
+        if self.disk is not None:
+            side.flush()  # what was found is published, what cannot stay is forgotten
+
+    def _open_tier(self, cache: Cache, memory: SimPoolMemory) -> SimTier:
+        """As `open_tier`. With other ranks the file of the daemon before is another layout's, and replaced."""
+        assert cache.host is not None
+        pages, setting = cache.host.pages, self.setting
+        layout = layout_fingerprint(GEOMETRY, setting.ranks)
+        rows = LooseRows(pages) if self.disk is None else self.disk.open(pages, layout)
+        tier = SimTier(self.process, memory, rows, failing=self.faults.tier_fails, checksums=setting.checksums)
+        cache.host.log_frees = True
+        tier.recover(cache, TENANTS[0].id, MAX_NAMESPACES - 1)
+        return tier
 
     def pool_of(self, memory: Memory) -> SimPoolMemory:
         """What the daemon knows of this memory."""
@@ -143,6 +167,19 @@ class SimSide:
         self._served = [self.process.create_task(work) for work in (self._tick(), *loops)]
         for task in self._served:
             task.add_done_callback(self._task_ends)
+
+    async def drain(self, seconds: float, streams_end: Callable[[], None]) -> None:
+        """Its end in order, as `Daemon` has it: what it has accepted may finish, for so long; what it has cached is
+        saved."""
+        side, loop = cast(AnySide, self), self.process
+        side.draining = self.ending = True
+        deadline = loop.time() + seconds
+        while side.busy and loop.time() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        await side.spill_all(loop.time() + seconds)
+        streams_end()
+        self.pages_memory.abandoned = True
+        await self.end()
 
     async def end(self) -> None:
         """As the daemon's own, behind its drain."""
@@ -229,14 +266,20 @@ class SimSide:
 
 class SimDecode(SimSide, DecodeSide):
     def __init__(
-        self, clock: Clock, config: DaemonConfig, setting: Setting, faults: Faults, network: Network | None = None
+        self,
+        clock: Clock,
+        config: DaemonConfig,
+        setting: Setting,
+        faults: Faults,
+        network: Network | None = None,
+        disk: SimDisk | None = None,
     ) -> None:
         process = ProcessLoop(clock, config.name)
         dial = dial_plainly if network is None else network.dial(process)
         DecodeSide.__init__(self, config, clock.random.randbytes(16), lambda: clock.now, dial)
         self.prompts: dict[Name, Prompt] = {}  # as asked for, of stays with a prefill daemon
         self._coming: dict[int, tuple[Prompt, int, tuple[int, ...]]] = {}  # by transfer: prompt, first page, page ids
-        self.furnish(clock, setting, faults, process)
+        self.furnish(clock, setting, faults, process, disk)
         if network is not None:
             self.serve(*(link.run() for link in self.links.values()))
 
@@ -281,10 +324,16 @@ class SimDecode(SimSide, DecodeSide):
 
 class SimPrefill(SimSide, PrefillSide):
     def __init__(
-        self, clock: Clock, config: DaemonConfig, setting: Setting, faults: Faults, network: Network | None = None
+        self,
+        clock: Clock,
+        config: DaemonConfig,
+        setting: Setting,
+        faults: Faults,
+        network: Network | None = None,
+        disk: SimDisk | None = None,
     ) -> None:
         PrefillSide.__init__(self, config, clock.random.randbytes(16), lambda: clock.now)
-        self.furnish(clock, setting, faults)
+        self.furnish(clock, setting, faults, disk=disk)
         self.service = PeerService(self)
         if network is not None:
             self.serve()

@@ -39,13 +39,15 @@ class Faults:
     bursts: int = 0  # of one tenant's requests, at its quota
     events: bool = False  # daemons publish what they hold
     lies: float = 0.0  # of tokens that workers send for it: they are not the digests'
+    host_files: float = 0.0  # of a daemon with a host tier: that it is in a file
+    decode_restarts: int = 0  # of a decode daemon
 
     @property
     def none(self) -> bool:
         """Nothing that may fail a request that its client wants."""
         events = self.partitions + self.broken_streams + self.decode_crashes + self.prefill_crashes + self.restarts
         writes = self.post_fails or self.early or self.flips
-        others = self.quiesces or self.couriers_fail or self.standstills or self.drains
+        others = self.quiesces or self.couriers_fail or self.standstills or self.drains or self.decode_restarts
         return not (events or others or writes or self.copies_fail or self.tier_fails)
 
 
@@ -98,4 +100,6 @@ def _with_operator(clock: Clock, faults: Faults) -> Faults:
         bursts=int(chance(0.1)),
         events=events,
         lies=0.03 if events and lies else 0.0,
+        host_files=random.choice([0.0, 0.5, 1.0, 1.0]),
+        decode_restarts=random.randint(1, 2) if chance(0.35) else 0,
     )

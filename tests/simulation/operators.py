@@ -255,7 +255,7 @@ class Operator:
         side.process.deliver(self.clock.now + self.clock.between(0.02, 0.6), self._serve, side)
 
     def _serve(self, side: SimDecode | SimPrefill) -> None:
-        side.draining = False
+        side.draining = side.ending
 
 
 def _pins(side: SimDecode | SimPrefill) -> dict[int, Pin]:

@@ -175,6 +175,7 @@ class SimPoolMemory:
         self.shape = shape_of(memory.pages, ranks)
         self.workers: dict[str, Executor] = {}
         self.can_sum = True
+        self.tier_copies = 1 + clock.seed % 2 * 2  # as host memory has it, and as GPUs do
         self.gathers_at_once = clock.random.choice((2 * ranks, 64))
         self.tails: dict[tuple[int, int], float] = {}  # by rank and page whose tail is being cleared: when that is done
         self.tell = clock.at  # by whom the daemon is told of ends

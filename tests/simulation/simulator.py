@@ -27,6 +27,7 @@ from tests.simulation.loops import ProcessLoop
 from tests.simulation.network import Network
 from tests.simulation.operators import Operator
 from tests.simulation.prompts import PAGE_BYTES, Prompt
+from tests.simulation.restarts import Restarts
 from tests.simulation.workers import Process
 
 T = TypeVar("T")
@@ -64,14 +65,15 @@ class Simulation:
         self.prompts: tuple[list[Prompt], list[Prompt]] = ([], [])
         self.network = Network(clock, self.faults)
         self.processes: list[ProcessLoop] = []  # of daemons, also dead ones
+        self.restarts = Restarts(self)
         self.ranked = random.random() < 1 / 3  # its daemons have several ranks
         decodes, prefills = random.choice([(1, 1), (1, 2), (2, 1)])
         self._pool = "engine" if (decodes, prefills) == (1, 1) and self.seed % 3 == 0 else "daemon"
-        self._worker, tenants = (EngineProcess, (0,)) if self._pool == "engine" else (Process, (0, 1))
-        self.prefills = [self._prefill(f"p{i}") for i in range(prefills)]
-        self.decodes = [self._decode(f"d{i}", tiered=i == 0) for i in range(decodes)]
-        self.decode_workers = [self._worker(clock, d, tenant) for d in self.decodes for tenant in tenants]
-        self.prefill_workers = [self._worker(clock, p, tenant) for p in self.prefills for tenant in tenants]
+        self.new_worker, tenants = (EngineProcess, (0,)) if self._pool == "engine" else (Process, (0, 1))
+        self.prefills = [self.new_prefill(f"p{i}") for i in range(prefills)]
+        self.decodes = [self.new_decode(f"d{i}", tiered=i == 0) for i in range(decodes)]
+        self.decode_workers = [self.new_worker(clock, d, tenant) for d in self.decodes for tenant in tenants]
+        self.prefill_workers = [self.new_worker(clock, p, tenant) for p in self.prefills for tenant in tenants]
         for number in range(random.choice([4, 8, 16])):
             Conversation(self, tenants[number % 4 == 3 and -1])
         self.operator = Operator(self)
@@ -179,13 +181,14 @@ class Simulation:
             (faults.broken_streams, self._break_stream),
             (faults.decode_crashes, self._crash_decode),
             (faults.prefill_crashes, self._crash_prefill),
-            (faults.restarts, self._restart),
+            (faults.restarts, self.restarts.prefill),
             (faults.quiesces, self._quiesce),
             (faults.standstills, self._stand_still),
             (faults.pins, self.operator.pin),
             (faults.flushes, self.operator.flush),
             (faults.drains, self.operator.drain),
             (faults.bursts, partial(burst, self)),
+            (faults.decode_restarts, self.restarts.decode),
         ):
             for _ in range(count):
                 self._due.append((clock.random.randrange(self.requests_left), fault))
@@ -251,32 +254,11 @@ class Simulation:
         if not old.connected:  # it has yet to come
             return
         self.counts[what] += 1
-        workers[index] = self._worker(self.clock, old.side, old.tenant)
+        workers[index] = self.new_worker(self.clock, old.side, old.tenant)
         if crash:
             old.crash(self.clock.between(0.0, 3.0))
         else:
             old.quiesce()
-
-    def _restart(self) -> None:
-        """A prefill daemon dies with all that it holds; another one takes its place."""
-        self.counts["prefill daemon restarts"] += 1
-        index = self.clock.random.randrange(len(self.prefills))
-        old = self.prefills[index]
-        self._kill(old)
-        fresh = self.prefills[index] = self._prefill(old.config.name)
-        self._workers_come_again(self.prefill_workers, old, fresh)
-
-    def _kill(self, side: SimDecode | SimPrefill) -> None:
-        side.process.die()
-        self.network.lose(side.process)
-
-    def _workers_come_again(
-        self, workers: list[Process], old: SimDecode | SimPrefill, fresh: SimDecode | SimPrefill
-    ) -> None:
-        for i, process in enumerate(workers):
-            if process.side is old:
-                process.daemon_is_gone()
-                workers[i] = self._worker(self.clock, fresh, process.tenant)
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -284,19 +266,19 @@ class Simulation:
     def sides(self) -> list[SimDecode | SimPrefill]:
         return [*self.decodes, *self.prefills]
 
-    def _prefill(self, name: str) -> SimPrefill:
+    def new_prefill(self, name: str) -> SimPrefill:
         setting = self._setting()
         config = sized(_config(name, "prefill", {}, self._pool), setting)
-        side = SimPrefill(self.clock, config, setting, self.faults, self.network)
+        side = SimPrefill(self.clock, config, setting, self.faults, self.network, self.restarts.disk(name))
         self._add(side)
         self.network.daemons[_address(name)] = side
         return side
 
-    def _decode(self, name: str, *, tiered: bool) -> SimDecode:
+    def new_decode(self, name: str, *, tiered: bool) -> SimDecode:
         setting = self._setting(tiered=tiered)
         peers = {prefill.config.name: _address(prefill.config.name) for prefill in self.prefills}
         config = sized(_config(name, "decode", peers, self._pool), setting)
-        side = SimDecode(self.clock, config, setting, self.faults, self.network)
+        side = SimDecode(self.clock, config, setting, self.faults, self.network, self.restarts.disk(name))
         self._add(side)
         return side
 

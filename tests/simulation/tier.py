@@ -1,70 +1,316 @@
-"""The host tier: its rows as bytes, and copies that take their time."""
+"""The product's host tier on virtual time: its rows in a simulated file or in memory, its copy threads, and the copies
+themselves, which land in pieces; some fail, some find that the medium has lost a bit.
+
+The oracle: a copy takes only pages that nobody frees meanwhile, and rows that no other copy has; what it says is right
+holds its digest's bytes; and of what the file of a killed daemon has, every entry is whole and names its row's bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
 
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
+from kvferry.daemon.memory.copy_threads import CopyThreads
+from kvferry.daemon.memory.host_tier import CopyDone, HostTier
+from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
-from tests.simulation.clock import Clock, expect
-from tests.simulation.memory import Access, Memory
+from kvferry.transfer.geometry.layouts import Int64s
+from kvferry.transfer.host_tier.index import DropReason, Recovered
+from tests.simulation.clock import Clock, Violation, expect
+from tests.simulation.disk import SimDisk, SimRows
+from tests.simulation.loops import ProcessLoop
+from tests.simulation.memory import Access
 from tests.simulation.parts import SimPoolMemory
-from tests.simulation.prompts import GARBAGE, content
+from tests.simulation.prompts import GARBAGE, PAGE_BYTES, content
+
+Work = Callable[[], Any]
+Step = Callable[[], None]
 
 
-class SimTier:
-    """The host rows, and copies to and from them that take their time; some fail, wholly or in part."""
+class Rows(Protocol):
+    """`TierRows`, as the simulation writes them."""
 
-    def __init__(self, clock: Clock, memory: Memory, rows: int, failing: float) -> None:
-        self._clock, self._memory, self._failing = clock, memory, failing
-        self._rows = [GARBAGE] * rows
-        self.unverified = 0
+    buffer: memoryview
+
+    def put(self, at: int, data: bytes) -> None: ...
+
+    def damage(self, row: int, byte: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LooseRows:
+    """Rows that end with their daemon."""
+
+    def __init__(self, pages: int) -> None:
+        self._bytes = bytearray(GARBAGE * pages)
+        self.buffer = memoryview(self._bytes).toreadonly()
+
+    def put(self, at: int, data: bytes) -> None:
+        self._bytes[at : at + len(data)] = data
+
+    def damage(self, row: int, byte: int) -> None:
+        self._bytes[row * PAGE_BYTES + byte] ^= 0x10
+
+    def close(self) -> None:
+        pass
+
+
+class SimThreads:
+    """`CopyThreads` of a process on virtual time: so many copies at a time, in the order in which they come, each in
+    steps; the last of them is the work."""
+
+    def __init__(
+        self, process: ProcessLoop, count: int, steps: Callable[[Work], list[Step]], ended: Callable[[Work], None]
+    ) -> None:
+        self.count = count
+        self.executor = self
+        self._process, self._steps, self._ended = process, steps, ended
+        self._waiting: deque[tuple[Work, asyncio.Future[Any], list[Step]]] = deque()
+        self._since: dict[asyncio.Future[Any], float] = {}  # of copies that run
+
+    def submit(self, work: Work) -> asyncio.Future[Any]:
+        future = self._process.create_future()
+        self._waiting.append((work, future, self._steps(work)))
+        self._begin()
+        return future
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._since) < self.count:
+            work, future, steps = self._waiting.popleft()
+            self._since[future] = self._process.time()
+            self._later(work, future, steps)
+
+    def _later(self, work: Work, future: asyncio.Future[Any], steps: list[Step]) -> None:
+        seconds = self._process.clock.between(0.0001, 0.005)
+        self._process.call_later(seconds, self._step, work, future, steps)
+
+    def _step(self, work: Work, future: asyncio.Future[Any], steps: list[Step]) -> None:
+        if steps:
+            steps.pop(0)()
+            self._later(work, future, steps)
+            return
+        try:
+            result, error = work(), None
+        except Violation:
+            raise
+        except Exception as raised:
+            result, error = None, raised
+        del self._since[future]
+        self._ended(work)
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+        self._begin()
+
+    def oldest(self, now: float) -> float:
+        return now - min(self._since.values(), default=now)
+
+    def shutdown(self, *, wait: bool, cancel_futures: bool = False) -> None:
+        while cancel_futures and self._waiting:
+            work, future, _ = self._waiting.popleft()
+            self._ended(work)
+            future.cancel()
+        expect(not (wait and self._since), "the loop's thread waits for copies that run")
+
+    def close(self) -> None:
+        self.shutdown(wait=True)
+
+
+@dataclass(slots=True)
+class Moving:
+    """A copy under way: of its bytes so many have been moved."""
+
+    pages: list[int]
+    rows: list[int]
+    access: Access
+    bytes: int = 0
+
+
+class TierMemory:
+    """The pool as a `HostTier` knows it: `PoolMemory`, as far as it asks. A copy moves its first bytes some time before
+    it moves the others."""
+
+    def __init__(self, clock: Clock, pool: SimPoolMemory, rows: Rows, failing: float) -> None:
+        self._clock, self._memory, self._rows, self._failing = clock, pool.memory, rows, failing
+        self.shape = pool.shape
+        self._moving: dict[int, Moving] = {}  # by row
+
+    def attach_rows(self, rows: memoryview) -> None:
+        expect(rows is self._rows.buffer, "other rows")
+
+    def detach_rows(self) -> None:
+        expect(not self._moving, "copies run while their rows go")
+
+    # -- from when a copy is asked for until it has ended ------------------------------------------------------------
+
+    def enter(self, pages: Int64s, rows: Int64s, restore: bool) -> Moving:
+        what, state = ("a restore", PageState.RESTORING) if restore else ("a spill", PageState.SPILLING)
+        access = Access(self._memory, what, pages.tolist(), (state,), writes=restore)
+        moving = Moving(access.pages, rows.tolist(), access)
+        self.check_left(moving.rows, "copied once more")
+        for row in moving.rows:
+            self._moving[row] = moving
+        return moving
+
+    def leave(self, rows: Int64s) -> None:
+        self._moving[int(rows[0])].access.end()
+        for row in rows.tolist():
+            del self._moving[row]
+
+    def check_left(self, rows: Iterable[int], what: str) -> None:
+        taken = [row for row in rows if row in self._moving]
+        expect(not taken, f"{self._memory.who}: rows {taken} are {what} while a copy of theirs runs")
+
+    # -- the copying -------------------------------------------------------------------------------------------------
+
+    def move_some(self, moving: Moving) -> None:
+        """Up to any byte."""
+        self._move(moving, self._clock.random.randint(moving.bytes, len(moving.rows) * PAGE_BYTES))
+
+    def spill(self, pages: Int64s, rows: Int64s) -> None:
+        self._end(self._moving[int(rows[0])])
+
+    def restore(self, pages: Int64s, rows: Int64s) -> None:
+        self._end(self._moving[int(rows[0])])
+
+    def _end(self, moving: Moving) -> None:
+        if self._clock.chance(self._failing):
+            self.move_some(moving)
+            raise OSError("injected")
+        self._move(moving, len(moving.rows) * PAGE_BYTES)
+
+    def _move(self, moving: Moving, end: int) -> None:
+        memory = self._memory
+        while moving.bytes < end:
+            index, at = divmod(moving.bytes, PAGE_BYTES)
+            page, start = moving.pages[index], moving.rows[index] * PAGE_BYTES
+            moving.access.touch([page])
+            part = slice(at, min(PAGE_BYTES, at + end - moving.bytes))
+            held = memory.read(page)
+            if moving.access.writes:
+                found = self._rows.buffer[start : start + PAGE_BYTES][part]
+                memory.write(page, held[:at] + bytes(found) + held[part.stop :])
+            else:
+                self._rows.put(start + at, held[part])
+            moving.bytes += part.stop - at
+
+
+class SimTier(HostTier):
+    def __init__(
+        self, process: ProcessLoop, pool: SimPoolMemory, rows: Rows, *, failing: float, checksums: bool
+    ) -> None:
+        self._clock, self._sim_rows, self._failing = process.clock, rows, failing
+        self._claimed: dict[int, bytes] = {}  # row -> what it is said to hold
+        super().__init__(cast(PoolMemory, pool), rows, len(rows.buffer) // PAGE_BYTES, checksums=checksums)
+        for name in ("_spills", "_restores"):  # threads without a thread until now
+            cast(CopyThreads, getattr(self, name)).close()
+            setattr(self, name, SimThreads(process, pool.tier_copies, self._steps, self._ended))
+
+    def attach(self, memory: PoolMemory) -> None:
+        pool = cast(SimPoolMemory, memory)
+        self._pages = pool.memory
+        self._copies = TierMemory(self._clock, pool, self._sim_rows, self._failing)
+        super().attach(cast(PoolMemory, self._copies))
 
     def row(self, row: int) -> bytes:
-        return self._rows[row]
+        """What a row that is readable is said to hold."""
+        return self._claimed[row]
 
-    def attach(self, memory: SimPoolMemory) -> None:
-        self._memory = memory.memory
+    # -- steps of copies ---------------------------------------------------------------------------------------------
 
-    def detach(self) -> None:
-        pass
+    def _steps(self, work: Work) -> list[Step]:
+        device, rows, known = cast(Any, work).args
+        moving = self._copies.enter(device, rows, known is not None)
+        steps: list[Step] = [partial(self._copies.move_some, moving)]
+        if known is not None and known.any() and self._clock.chance(self._failing):
+            steps.insert(0, partial(self._damage, rows[known].tolist()))
+        return steps
 
-    async def close(self) -> None:
-        pass
+    def _damage(self, rows: list[int]) -> None:
+        random = self._clock.random
+        self._clock.counts["rows that were damaged"] += 1
+        self._sim_rows.damage(random.choice(rows), random.randrange(PAGE_BYTES))
+
+    def _ended(self, work: Work) -> None:
+        self._copies.leave(cast(Any, work).args[1])
+
+    # -- what is judged ----------------------------------------------------------------------------------------------
 
     def forget(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self._rows[row] = GARBAGE
+        self._copies.check_left(rows, "freed")
+        super().forget(rows)
 
-    def start(self, started: CopyStarted, done: Callable[[int, Sequence[int], int, float], None]) -> None:
+    def start(self, started: CopyStarted, done: CopyDone) -> None:
         copy = started.copy
-        restore = copy.kind == RESTORE
-        what, state = ("a restore", PageState.RESTORING) if restore else ("a spill", PageState.SPILLING)
-        access = Access(self._memory, what, copy.device, (state,), writes=restore)
-        if not restore:
-            self.forget(copy.host)
-        self._clock.after(self._clock.between(0.0002, 0.01), self._copied, started, access, done)
+        if copy.kind != RESTORE:
+            self._pages.check(copy.device, _contents(copy.digests), "a page that is spilled")
+        super().start(started, partial(self._judge, started, self._clock.now, done))
 
-    def _copied(
-        self, started: CopyStarted, access: Access, done: Callable[[int, Sequence[int], int, float], None]
+    def _judge(
+        self,
+        started: CopyStarted,
+        began: float,
+        done: CopyDone,
+        number: int,
+        failed: Sequence[int],
+        mismatched: int,
+        seconds: float,
     ) -> None:
-        copy, memory, counts = started.copy, self._memory, self._clock.counts
-        access.end()
-        restore = copy.kind == RESTORE
-        failed: list[int] = []
-        if self._clock.chance(self._failing):
-            failed = self._clock.random.sample(copy.device, self._clock.random.randint(1, len(copy.device)))
-            counts["restores that failed" if restore else "spills that failed"] += 1
-        counts["restores" if restore else "spills"] += 1
-        for i, (page, row) in enumerate(zip(copy.device, copy.host, strict=True)):
-            want = content(copy.digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES])
-            source = self._rows[row] if restore else memory.read(page)
-            expect(source == want, f"{memory.who}: {'row' if restore else 'page'} {row if restore else page} is wrong")
-            data = GARBAGE if page in failed else source
-            if restore:
-                memory.write(page, data)
-            else:
-                self._rows[row] = data
-        done(started.number, failed, 0, 0.001)
+        copy, counts = started.copy, self._clock.counts
+        what = "restores" if copy.kind == RESTORE else "spills"
+        counts[what] += 1
+        counts[f"{what} that failed"] += bool(failed)
+        counts["restored pages with a wrong checksum"] += mismatched
+        bad = set(failed)
+        for page, row, want in zip(copy.device, copy.host, _contents(copy.digests), strict=True):
+            if page not in bad:
+                self._claimed[row] = want
+                self._pages.check([page], [want], f"one of {what}")
+                expect(self._row(row) == want, f"{self._pages.who}: row {row} holds {self._row(row).hex()}")
+            elif mismatched:
+                expect(self._row(row) != want, f"{self._pages.who}: row {row} is right, and was said to be wrong")
+        done(number, failed, mismatched, self._clock.now - began)
+
+    def recover(self, cache: Cache, first: bytes, max_namespaces: int) -> Recovered | None:
+        found = super().recover(cache, first, max_namespaces)
+        if found is not None:
+            self._judge_found(cast(SimRows, self._sim_rows).disk, found)
+        return found
+
+    def _judge_found(self, disk: SimDisk, found: Recovered) -> None:
+        """After a power loss anything may be there: what is wrong, its checksum has to tell."""
+        who, report, counts = self._pages.who, found.report, self._clock.counts
+        counts["entries found again"] += len(found.rows)
+        if disk.ended == "power":
+            counts["entries torn by a power loss"] += report.dropped.get(DropReason.BAD_ENTRY, 0)
+        else:
+            torn = report.dropped.get(DropReason.BAD_ENTRY)
+            expect(not torn, f"{who}: {torn} entries are torn, and the daemon before was {disk.ended}")
+            expect(report.replaced is not DropReason.BAD_HEADER, f"{who}: the header was torn by a kill")
+        for row, digest in zip(found.rows.tolist(), found.digests, strict=True):
+            held, self._claimed[row] = self._row(row), content(digest.tobytes())
+            if held == content(digest.tobytes()) or disk.is_damaged(row):
+                continue
+            expect(
+                disk.ended == "power",
+                f"{who}: an entry was found that names {digest.tobytes().hex()} in row {row}, which holds {held.hex()}",
+            )
+            counts["rows torn by a power loss"] += 1
+            disk.note_damage(row)
+
+    def _row(self, row: int) -> bytes:
+        return bytes(self._rows.buffer[row * PAGE_BYTES : (row + 1) * PAGE_BYTES])
+
+
+def _contents(digests: bytes) -> list[bytes]:
+    return [content(digests[i : i + DIGEST_BYTES]) for i in range(0, len(digests), DIGEST_BYTES)]

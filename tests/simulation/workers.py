@@ -160,6 +160,12 @@ class Process:
         """Its stream has ended."""
         self._here = False
         self.worker.quiesced = quiesced
+        if self.worker.number in self.side.workers.here:  # its daemon has not ended meanwhile
+            self.side.workers.leave(self.worker)
+
+    def daemon_leaves(self) -> None:
+        """It ends in order, and so has ended its streams."""
+        self._here = False
         self.side.workers.leave(self.worker)
 
     def daemon_is_gone(self) -> None:
