@@ -120,7 +120,7 @@ class SimSide:
         )
         cache = Cache(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
         cache.clock.now = clock.now
-        self.pages_memory = Memory(cache, side.config.name)
+        self.pages_memory = Memory(cache, side.config.name, ranks=setting.ranks)
         if faults.events:
             side.event_sink = self.published = Published(clock, self.pages_memory, ROOT, faults.lies)
             cache.log_events(TokenChain.of(TENANTS[0]))

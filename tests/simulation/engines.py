@@ -17,8 +17,9 @@ from kvferry.daemon.sides.engine_pool import EnginePool
 from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.geometry.rank_lanes import rank_geometry
 from tests.simulation.daemons import TENANTS
-from tests.simulation.prompts import GARBAGE, PAGE_BYTES
+from tests.simulation.prompts import GARBAGE, GEOMETRY
 from tests.simulation.workers import Process, SessionLock
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class EngineProcess(Process):
     def _hello(self) -> wire.WorkerHello:
         pages = self.clock.random.choice([40, 48, 64])
         pool = wire.EnginePool(pages=pages, storage=common.STORAGE_PAGE_MAJOR)
-        each = PAGE_BYTES // self.side.setting.ranks  # of a page, on one rank
+        each = rank_geometry(GEOMETRY, self.side.setting.ranks).page_bytes  # of a page, on one rank
         for rank in range(self.side.setting.ranks):
             memory = wire.EngineMemory(file=wire.SharedFile(name=f"engine-{rank}"), nbytes=pages * each)
             tensor = wire.EngineTensor(memory=0, offset=0, page_stride=each, page_bytes=each)

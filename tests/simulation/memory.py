@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from kvferry.daemon.core.cache import Cache
 from kvferry.radix.pool import PageState
 from tests.simulation.clock import expect
-from tests.simulation.prompts import GARBAGE, PAGE_BYTES
+from tests.simulation.prompts import GARBAGE, GEOMETRY, PAGE_BYTES
 
 _OWNED = (PageState.LEASED, PageState.ORPHANED)
 
@@ -19,18 +19,20 @@ _OWNED = (PageState.LEASED, PageState.ORPHANED)
 class Memory:
     """Of one pool on all its ranks, as its owner, its workers and copies see it: whole pages, with all heads."""
 
-    def __init__(self, cache: Cache, who: str) -> None:
+    def __init__(self, cache: Cache, who: str, ranks: int = 1) -> None:
+        """Where there are more ranks than heads, several have each head: so there are several of every page."""
         self.pool = cache.pool
         self.abandoned = False  # its daemon ends in order, and looks no more at what workers still write
         self.who = who
         self.clean = cache.limits.zero_freed  # who is given a page finds nothing in it
+        self._copies = max(1, ranks // GEOMETRY.kv_heads)
         self.map(cache.pool.pages, bytes(PAGE_BYTES) if self.clean else GARBAGE)
         self.accesses: dict[int, list[Access]] = {}  # by page that copies touch
 
     def map(self, pages: int, content: bytes) -> None:
         """It is memory of so many pages, with this in each of them."""
         self.pages, self.mapped = pages, True
-        self.bytes = bytearray(content * pages)
+        self._bytes = [bytearray(content * pages) for _ in range(self._copies)]
 
     def generations(self, pages: Iterable[int]) -> list[int]:
         generation = self.pool.generation
@@ -38,16 +40,24 @@ class Memory:
 
     def read(self, page: int) -> bytes:
         expect(self.mapped, f"{self.who}: page {page} is read in memory that was let go")
-        return bytes(self.bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
+        return bytes(self._bytes[0][page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
 
     def write(self, page: int, data: bytes) -> None:
         expect(self.mapped, f"{self.who}: page {page} is written in memory that was let go")
-        self.bytes[page * PAGE_BYTES : page * PAGE_BYTES + len(data)] = data
+        self._put(page, data)
+
+    def _put(self, page: int, data: bytes) -> None:
+        for each in self._bytes:
+            each[page * PAGE_BYTES : page * PAGE_BYTES + len(data)] = data
+
+    def of_rank(self, rank: int) -> memoryview:
+        """The pages in which the rank has its heads."""
+        return memoryview(self._bytes[rank % len(self._bytes)])
 
     def write_owned(self, page: int, generation: int, data: bytes) -> None:
         """A worker writes what it believes to be its own."""
         if self.abandoned:
-            self.bytes[page * PAGE_BYTES : page * PAGE_BYTES + len(data)] = data
+            self._put(page, data)
             return
         state = self.pool.state(page)
         expect(
@@ -63,6 +73,9 @@ class Memory:
         for i, (page, want) in enumerate(zip(pages, contents, strict=False)):
             got = self.read(page)
             expect(got == want, f"{self.who}: {what}: page {i} (id {page}) holds {got.hex()}, not {want.hex()}")
+            for other in self._bytes[1:]:
+                same = other[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] == got
+                expect(same, f"{self.who}: {what}: page {i} (id {page}) is another one on other ranks")
             for access in self.accesses.get(page, ()):
                 expect(not access.writes, f"{self.who}: {what}: page {i} (id {page}) is written by {access.what}")
 
@@ -113,6 +126,7 @@ class Access:
     def touch(self, pages: Sequence[int]) -> None:
         """These of its pages, at this moment: nobody else has been given one."""
         memory, pool, generations = self._memory, self._memory.pool, self._generations
+        expect(memory.mapped, f"{memory.who}: {self.what} touches memory that was let go")
         states = pool.states(pages)
         if not self._states.issuperset(states):
             names = [PageState(state).name for state in states]

@@ -87,7 +87,7 @@ class SimParts:
         """ranks, rows: own ones of each lane."""
         self.gathers_at_once = pool.gathers_at_once
         self._pool, self._slots, self._ranks = pool, slots, ranks
-        self._lanes = [host_pages(memoryview(pool.memory.bytes), each) for each in rows]
+        self._lanes = [host_pages(pool.memory.of_rank(rank), each) for rank, each in zip(ranks, rows, strict=True)]
         self._busy: set[int] = set()  # slots that are copied from, or to
         self._sums = False
 
@@ -179,9 +179,7 @@ class SimPoolMemory:
         self.gathers_at_once = clock.random.choice((2 * ranks, 64))
         self.tails: dict[tuple[int, int], float] = {}  # by rank and page whose tail is being cleared: when that is done
         self.tell = clock.at  # by whom the daemon is told of ends
-        self._planes = [
-            host_pages(memoryview(memory.bytes), self.shape.storage_of(rank).planes()) for rank in range(ranks)
-        ]
+        self._planes = [host_pages(memory.of_rank(rank), self.shape.storage_of(rank).planes()) for rank in range(ranks)]
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
         return SimParts(self, link.host_slots, [lane.sender for lane in lanes], self.shape.sending_rows(lanes))
@@ -240,6 +238,7 @@ class SimPoolMemory:
         pass
 
     def close(self) -> None:
+        expect(not self.memory.accesses, f"{self.memory.who}: memory is let go while copies run")
         self.memory.mapped = False
 
     def copy_statistics(self) -> CopyStatistics:

@@ -66,7 +66,7 @@ class Simulation:
         self.network = Network(clock, self.faults)
         self.processes: list[ProcessLoop] = []  # of daemons, also dead ones
         self.restarts = Restarts(self)
-        self.ranked = random.random() < 1 / 3  # its daemons have several ranks
+        self.ranked = seed % 3 == 2  # its daemons have several ranks
         decodes, prefills = random.choice([(1, 1), (1, 2), (2, 1)])
         self._pool = "engine" if (decodes, prefills) == (1, 1) and self.seed % 3 == 0 else "daemon"
         self.new_worker, tenants = (EngineProcess, (0,)) if self._pool == "engine" else (Process, (0, 1))
@@ -304,7 +304,7 @@ class Simulation:
             quota=quota,
             checksums=self.faults.flips > 0 or random.random() < 0.5,
             zero_freed=random.random() < 0.5,
-            ranks=random.choice([1, 2, 4]) if self.ranked else 1,
+            ranks=random.choice([1, 2, 2, 4, 4, 8]) if self.ranked else 1,
         )
 
 
