@@ -218,7 +218,7 @@ class SimSide:
     def check_published(self) -> None:
         """At any moment."""
         side = cast(AnySide, self)
-        if self.published is not None and not self.dead:
+        if self.published is not None and not self.dead and self.pages_memory.mapped:
             host = side.cache.host
             self.published.check(cast(SimTier, side.tiers.host) if host is not None else None, host)
 
