@@ -91,7 +91,6 @@ class SimSide:
     pages_memory: Memory
     published: Published | None = None
     forgotten: Forgotten | None = None  # once something was flushed
-    disk: SimDisk | None = None  # that has the host tier's file
     ending = False  # in order
     unclaimed = True  # its pool is to be an engine's, and none has come yet
 
@@ -127,21 +126,20 @@ class SimSide:
         memory, tier = self.pool_of(self.pages_memory), None
         memory.tell = self.process.deliver
         if cache.host is not None:
-            self.disk = disk
-            tier = self._open_tier(cache, memory)
+            tier = self._open_tier(cache, memory, disk)
         side.tiers.take(TENANTS[0], cache, cast(PoolMemory, memory), cast("HostTier | None", tier))
         side.tiers_made(cache)
         for facts in TENANTS:
             cache.namespace(facts.id)
-        if self.disk is not None:
+        if tier is not None:
             side.flush()  # what was found is published, what cannot stay is forgotten
 
-    def _open_tier(self, cache: Cache, memory: SimPoolMemory) -> SimTier:
+    def _open_tier(self, cache: Cache, memory: SimPoolMemory, disk: SimDisk | None) -> SimTier:
         """As `open_tier`. With other ranks the file of the daemon before is another layout's, and replaced."""
         assert cache.host is not None
         pages, setting = cache.host.pages, self.setting
         layout = layout_fingerprint(GEOMETRY, setting.ranks)
-        rows = LooseRows(pages) if self.disk is None else self.disk.open(pages, layout)
+        rows = LooseRows(pages) if disk is None else disk.open(pages, layout)
         tier = SimTier(self.process, memory, rows, failing=self.faults.tier_fails, checksums=setting.checksums)
         cache.host.log_frees = True
         tier.recover(cache, TENANTS[0].id, MAX_NAMESPACES - 1)

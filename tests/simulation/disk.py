@@ -128,6 +128,7 @@ class SimDisk:
         self.rows, self.index = bytearray(), bytearray()
         self._damaged: dict[int, set[bytes]] = {}  # row -> what it held, once, in place of what was written to it
         self.ended: End = "closed"  # how its last daemon did
+        self.left: dict[int, bytes] = {}  # rows that the next one must find, and what they hold
         self._log = StoreLog(random)
 
     def open(self, pages: int, layout: bytes) -> SimRows:

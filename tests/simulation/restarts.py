@@ -12,6 +12,7 @@ from tests.simulation.prompts import PAGE_BYTES
 if TYPE_CHECKING:
     from tests.simulation.daemons import SimDecode, SimPrefill
     from tests.simulation.simulator import Simulation
+    from tests.simulation.tier import SimTier
     from tests.simulation.workers import Process
 
 _ENDS: tuple[End, ...] = ("killed", "killed", "power", "closed", "closed")  # of a decode daemon
@@ -46,6 +47,7 @@ class Restarts:
         old, how = clock.random.choice(self._simulation.decodes), clock.random.choice(_ENDS)
         if how == "closed" and old.ending:
             return
+        clock.counts["decode daemon restarts"] += 1
         clock.counts[f"decode daemons {how}"] += 1
         if how != "closed":
             self._kill(old, how)
@@ -71,8 +73,8 @@ class Restarts:
         self._workers_come_again(simulation.decode_workers, old, fresh)
 
     def _kill(self, side: SimDecode | SimPrefill, how: Literal["killed", "power"]) -> None:
-        if side.disk is not None:
-            side.disk.crash(how)
+        if side.cache.host is not None:
+            cast("SimTier", side.tiers.host).die(how)
         self._lose(side)
 
     def _lose(self, side: SimDecode | SimPrefill) -> None:

@@ -148,11 +148,11 @@ def live(seed: int, ends: Sequence[End], *, checksums: bool, failing: float) -> 
             loop.here(owner.serve, random.choice(prompts), random.choice(SPACES))
             clock.run_until(clock.now + clock.between(0.0, 0.02))
         before = in_the_tier(owner.cache)
-        lost = end_of(owner, loop, disk, random.choice(ends))
+        lost = end_of(owner, loop, random.choice(ends))
     return clock.counts
 
 
-def end_of(owner: Owner, loop: ProcessLoop, disk: SimDisk, how: End) -> int:
+def end_of(owner: Owner, loop: ProcessLoop, how: End) -> int:
     """Stores that were lost with it."""
     owner.clock.counts[how] += 1
     if how == "closed":
@@ -160,7 +160,7 @@ def end_of(owner: Owner, loop: ProcessLoop, disk: SimDisk, how: End) -> int:
         owner.clock.run_until(owner.clock.now + ENDED_SECONDS)
         closing.result()
     loop.die()
-    return disk.crash(how) if how != "closed" else 0
+    return owner.tier.die(how) if how != "closed" else 0
 
 
 def lives(seeds: range, ends: Sequence[End], *, checksums: bool, failing: float = 0.1) -> Counter[str]:

@@ -14,17 +14,21 @@ from kvferry.daemon.core.prefill_entries import EntryKeeper
 from kvferry.daemon.core.prefill_entry import Entry
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals, WaiterT
+from kvferry.daemon.memory import host_tier
+from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.peers.session import Session
 from kvferry.daemon.sides import workers
 from kvferry.daemon.sides.workers import Worker
 from kvferry.radix.tree import Lock
 from kvferry.transfer.courier.link import CourierLink
+from kvferry.transfer.host_tier.index import RowIndex
 from kvferry.transfer.protocol.coverage import Coverage
 from kvferry.transfer.protocol.receiver import Receiver, _Incoming
 from kvferry.transfer.protocol.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
 from tests.simulation.clock import Violation
 from tests.simulation.faults import Faults
 from tests.simulation.simulator import simulate
+from tests.simulation.test_disk import believe_the_file, clear_nothing
 
 SEEDS = 1000
 
@@ -103,6 +107,10 @@ def without_a_look(worker: Worker) -> bool:
     return True
 
 
+def all_are_right(*rows: object) -> list[int]:
+    return []
+
+
 @dataclass(frozen=True)
 class Guard:
     owner: object  # a class or a module
@@ -111,6 +119,7 @@ class Guard:
     faults: Faults  # that lead to where it stands
 
 
+FILES = Faults(host_files=1.0, decode_restarts=8, restarts=4)
 BREAKS = Faults(broken_streams=20)
 CRASHES = Faults(aborts=0.1, decode_crashes=12, prefill_crashes=12)
 GUARDS = {
@@ -129,6 +138,9 @@ GUARDS = {
     "couriers are reaped": Guard(Session, "_tear_down", couriers_live_on, BREAKS),
     "proof of a worker's end": Guard(Worker, "lets_go", without_a_look, CRASHES),
     "what a worker had queued": Guard(workers, "SETTLE_SECONDS", 0.0, CRASHES),
+    "entries are cleared": Guard(RowIndex, "clear", clear_nothing, FILES),
+    "rows of a file are verified": Guard(HostTier, "recover", believe_the_file, FILES),
+    "rows are verified": Guard(host_tier, "verify_rows", all_are_right, Faults(tier_fails=0.2)),
     "order of proofs": Guard(Receiver, "end", drained_at_once, Faults(aborts=0.9)),
 }
 

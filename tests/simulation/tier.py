@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
@@ -20,7 +20,7 @@ from kvferry.daemon.memory.copy_threads import CopyThreads
 from kvferry.daemon.memory.host_tier import CopyDone, HostTier
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.radix.pool import PageState
+from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import RESTORE
 from kvferry.transfer.geometry.layouts import Int64s
 from kvferry.transfer.host_tier.index import DropReason, Recovered
@@ -30,6 +30,8 @@ from tests.simulation.loops import ProcessLoop
 from tests.simulation.memory import Access
 from tests.simulation.parts import SimPoolMemory
 from tests.simulation.prompts import GARBAGE, PAGE_BYTES, content
+
+_READABLE = (PageState.CACHED, PageState.RESTORING)  # rows
 
 Work = Callable[[], Any]
 Step = Callable[[], None]
@@ -211,6 +213,7 @@ class SimTier(HostTier):
     ) -> None:
         self._clock, self._sim_rows, self._failing = process.clock, rows, failing
         self._claimed: dict[int, bytes] = {}  # row -> what it is said to hold
+        self._host: PagePool | None = None
         super().__init__(cast(PoolMemory, pool), rows, len(rows.buffer) // PAGE_BYTES, checksums=checksums)
         for name in ("_spills", "_restores"):  # threads without a thread until now
             cast(CopyThreads, getattr(self, name)).close()
@@ -221,6 +224,26 @@ class SimTier(HostTier):
         self._pages = pool.memory
         self._copies = TierMemory(self._clock, pool, self._sim_rows, self._failing)
         super().attach(cast(PoolMemory, self._copies))
+
+    def die(self, how: Literal["killed", "power"]) -> int:
+        """Its daemon ends at once. Returns how many stores to its file were lost."""
+        if not isinstance(self._sim_rows, SimRows):
+            return 0
+        disk = self._sim_rows.disk
+        lost = disk.crash(how)
+        disk.left = {} if lost else self._there()
+        return lost
+
+    def discard(self) -> None:
+        if isinstance(self._sim_rows, SimRows):
+            self._sim_rows.disk.left = self._there()
+        super().discard()
+
+    def _there(self) -> dict[int, bytes]:
+        """What its owner may restore, by row."""
+        assert self._host is not None
+        states = self._host.states(range(self._host.pages))
+        return {row: self._claimed[row] for row, state in enumerate(states) if state in _READABLE}
 
     def row(self, row: int) -> bytes:
         """What a row that is readable is said to hold."""
@@ -282,6 +305,7 @@ class SimTier(HostTier):
         done(number, failed, mismatched, self._clock.now - began)
 
     def recover(self, cache: Cache, first: bytes, max_namespaces: int) -> Recovered | None:
+        self._host = cache.host
         found = super().recover(cache, first, max_namespaces)
         if found is not None:
             self._judge_found(cast(SimRows, self._sim_rows).disk, found)
@@ -297,6 +321,13 @@ class SimTier(HostTier):
             torn = report.dropped.get(DropReason.BAD_ENTRY)
             expect(not torn, f"{who}: {torn} entries are torn, and the daemon before was {disk.ended}")
             expect(report.replaced is not DropReason.BAD_HEADER, f"{who}: the header was torn by a kill")
+        counts["host files replaced"] += report.replaced is not None
+        counts["entries behind a smaller file's end"] += report.dropped.get(DropReason.PAGES_DIFFER, 0)
+        if report.replaced is None:
+            there = {content(digest.tobytes()) for digest in found.digests}
+            pages = len(self._rows.buffer) // PAGE_BYTES
+            lost = [row for row, kept in disk.left.items() if row < pages and kept not in there]
+            expect(not lost, f"{who}: rows {lost} are not found again, and the daemon before was {disk.ended}")
         for row, digest in zip(found.rows.tolist(), found.digests, strict=True):
             held, self._claimed[row] = self._row(row), content(digest.tobytes())
             if held == content(digest.tobytes()) or disk.is_damaged(row):
