@@ -153,7 +153,10 @@ class Process:
         if self.clock.chance(0.5):  # what it said before is lost
             self._here = False
         self._up.send(self.leaves, False)
-        self.clock.after(lives, self._dies)
+        behind = 0.5 * self.clock.random.random() if self.clock.chance(0.5) else 0.0
+        if self.clock.chance(0.5):  # a kernel of it hangs that long
+            self.loop.stand_still(lives + behind * 0.9)
+        self.clock.after(lives, self._dies, behind)
         self._jobs_are_lost()
 
     def leaves(self, quiesced: bool) -> None:
@@ -176,10 +179,10 @@ class Process:
         for job in list(self.jobs.values()):
             self.clock.after(self.clock.between(0.0001, 0.02), job.leg.on_lost)
 
-    def _dies(self) -> None:
-        """What it has queued on a device may end a while behind it; the lock is free at once."""
+    def _dies(self, behind: float) -> None:
+        """What it has queued on a device may end so many seconds behind it; the lock is free at once."""
         self.lives = False
-        self.writes_until = self.clock.now + (self.clock.between(0.0, 0.5) if self.clock.chance(0.3) else 0.0)
+        self.writes_until = self.clock.now + behind
 
 
 class Job:
