@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.radix.pool import PageState
-from tests.simulation.clock import expect
+from tests.simulation.clock import Violation, expect
 from tests.simulation.prompts import GARBAGE, GEOMETRY, PAGE_BYTES
 
 _OWNED = (PageState.LEASED, PageState.ORPHANED)
@@ -39,7 +39,8 @@ class Memory:
         return [generation(page) for page in pages]
 
     def read(self, page: int) -> bytes:
-        expect(self.mapped, f"{self.who}: page {page} is read in memory that was let go")
+        if not self.mapped:
+            raise Violation(f"{self.who}: page {page} is read in memory that was let go")
         return bytes(self._bytes[0][page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
 
     def write(self, page: int, data: bytes) -> None:
@@ -66,13 +67,14 @@ class Memory:
             f"{state.name} in generation {self.pool.generation(page)}",
         )
         for access in self.accesses.get(page, ()):
-            expect(False, f"{self.who}: a worker writes page {page} beside {access.what}")
+            raise Violation(f"{self.who}: a worker writes page {page} beside {access.what}")
         self.write(page, data)
 
     def check(self, pages: Sequence[int], contents: Sequence[bytes], what: str) -> None:
         for i, (page, want) in enumerate(zip(pages, contents, strict=False)):
             got = self.read(page)
-            expect(got == want, f"{self.who}: {what}: page {i} (id {page}) holds {got.hex()}, not {want.hex()}")
+            if got != want:
+                raise Violation(f"{self.who}: {what}: page {i} (id {page}) holds {got.hex()}, not {want.hex()}")
             for other in self._bytes[1:]:
                 same = other[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] == got
                 expect(same, f"{self.who}: {what}: page {i} (id {page}) is another one on other ranks")
@@ -112,7 +114,8 @@ class Access:
         for page in self.pages:
             others = memory.accesses.setdefault(page, [])
             for other in others:
-                expect(self._may_run_beside(other), f"{memory.who}: {what} of page {page} begins beside {other.what}")
+                if not self._may_run_beside(other):
+                    raise Violation(f"{memory.who}: {what} of page {page} begins beside {other.what}")
             others.append(self)
         self.touch(self.pages)
 
@@ -126,14 +129,15 @@ class Access:
     def touch(self, pages: Sequence[int]) -> None:
         """These of its pages, at this moment: nobody else has been given one."""
         memory, pool, generations = self._memory, self._memory.pool, self._generations
-        expect(memory.mapped, f"{memory.who}: {self.what} touches memory that was let go")
+        if not memory.mapped:
+            raise Violation(f"{memory.who}: {self.what} touches memory that was let go")
         states = pool.states(pages)
         if not self._states.issuperset(states):
             names = [PageState(state).name for state in states]
-            expect(False, f"{memory.who}: {self.what} touches pages {list(pages)}, which are {names}")
+            raise Violation(f"{memory.who}: {self.what} touches pages {list(pages)}, which are {names}")
         for page in pages:
             if pool.generation(page) != generations[page]:
-                expect(False, f"{memory.who}: page {page} was freed while {self.what} ran")
+                raise Violation(f"{memory.who}: page {page} was freed while {self.what} ran")
 
     def end(self) -> None:
         self.touch(self.pages)
