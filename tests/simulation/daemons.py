@@ -174,7 +174,10 @@ class SimSide:
         deadline = loop.time() + seconds
         while side.busy and loop.time() < deadline:
             await asyncio.sleep(POLL_SECONDS)
-        await side.spill_all(loop.time() + seconds)
+        deadline = loop.time() + seconds
+        await side.spill_all(deadline)
+        left = side.cache.evictable if side.saves and loop.time() < deadline else 0
+        expect(left == 0, f"{side.config.name}: {left} pages are neither saved nor dropped as it ends")
         streams_end()
         self.pages_memory.abandoned = True
         await self.end()
@@ -355,7 +358,7 @@ class SimPrefill(SimSide, PrefillSide):
             expect(not sender.transfers(), f"{who}: the sender holds transfers {sender.transfers()}")
             credits, slots = sender.free_credits, session.remote_slots
             expect(credits == slots, f"{who}: the sender has {credits} of {slots} credits")
-            free, slots = sender.free_send_slots, self.config.slots * self.config.ranks
+            free, slots = sender.free_send_slots, self.config.slots * len(sender._free_slots)  # of ranks that send
             expect(free == slots, f"{who}: {free} of {slots} sending slots are free")
 
 

@@ -213,7 +213,7 @@ class SimPoolMemory:
         """On each rank for itself: a gather of one rank may have ended before another rank's clearing has."""
         clock, start = self.clock, tokens * self.shape.rank_geometry.fragment_token_bytes
         access = Access(self.memory, _TAIL_CLEARING, [page], _TAILS, writes=True)
-        ends = [clock.now + clock.between(0.0, 0.003) for _ in self._planes]
+        ends = [clock.now + clock.between(0.00001, 0.003) for _ in self._planes]  # no gather runs before one
 
         def clear(rank: int) -> None:
             access.touch([page])

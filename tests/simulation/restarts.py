@@ -37,7 +37,7 @@ class Restarts:
         self._clock.counts["prefill daemon restarts"] += 1
         index = self._clock.random.randrange(len(simulation.prefills))
         old = simulation.prefills[index]
-        self._kill(old, "killed")
+        self._kill(old, self._clock.random.choice(("killed", "killed", "power")))
         fresh = simulation.prefills[index] = simulation.new_prefill(old.config.name)
         self._workers_come_again(simulation.prefill_workers, old, fresh)
 
