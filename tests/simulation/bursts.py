@@ -1,8 +1,7 @@
 """Bursts of one tenant's requests, which its quota keeps waiting, beside another tenant's; and who may have to wait.
 
 The bound is none in time: whoever fits into the pool, and before whom only requests wait that quotas of their own
-namespaces keep out, has its pages at the core's next step. So it is never seen to wait in several looks, behind whose
-back the core has stepped at least at each tick.
+namespaces keep out, has its pages at the core's next step.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 LEAST, MOST = 40, 80  # requests of a burst
 BESIDE = 6  # of the other tenant
 MANY = 32  # that wait: as far as the core looks past those without room
-LOOKS = 4  # in which a request that fits waits: by then it is too long
-_EVERY = 0.06  # seconds between two looks: more than a tick
+STEPS = 8  # of the core, in none of which a request that fits has had its pages
 
 
 class Burst:
@@ -69,25 +67,23 @@ class Queues:
     """Looks at who waits at every side, again and again."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self._simulation, self._clock = simulation, simulation.clock
-        self._seen: dict[str, tuple[Lease | Entry, int]] = {}  # by side, who waits and fits, and in how many looks
-        self._clock.after(_EVERY, self._look)
+        self._simulation = simulation
+        # By side, who waits and fits, and since which message of its workers.
+        self._seen: dict[str, tuple[Lease | Entry, int]] = {}
 
-    def _look(self) -> None:
+    def look(self) -> None:
         for side in self._simulation.sides:
-            who, now = side.config.name, self._clock.now
-            ticks = max(side.process.awake_at, side.process.reads_at) < now - _EVERY
-            waits = _waits_in_vain(side, self._clock.counts) if ticks else None
+            who = side.config.name
+            waits = _waits_in_vain(side, self._simulation.counts)
             if waits is None:
                 self._seen.pop(who, None)
                 continue
-            before, looks = self._seen.get(who, (None, 0))
-            looks = looks + 1 if before is waits else 1
-            self._seen[who] = waits, looks
-            expect(
-                looks < LOOKS, f"{who}: {waits.name} fits, and waits behind those that only their own quotas keep out"
-            )
-        self._clock.after(_EVERY, self._look)
+            before, since = self._seen.get(who, (None, 0))
+            if before is not waits:
+                self._seen[who] = waits, side.handled
+                continue
+            steps = side.handled - since
+            expect(steps < STEPS, f"{who}: {waits.name} fits, and waits behind those that their own quotas keep out")
 
 
 def _waits_in_vain(side: SimDecode | SimPrefill, counts: dict[str, int]) -> Lease | Entry | None:

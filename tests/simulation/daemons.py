@@ -89,6 +89,7 @@ class SimSide:
     setting: Setting
     faults: Faults
     pages_memory: Memory
+    handled = 0  # messages of workers
     published: Published | None = None
     forgotten: Forgotten | None = None  # once something was flushed
     ending = False  # in order
@@ -285,6 +286,7 @@ class SimDecode(SimSide, DecodeSide):
             self.serve(*(link.run() for link in self.links.values()))
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
+        self.handled += 1
         handle = partial(super().handle, worker, kind)
         if kind == "admit":
             watching.admit(self, worker, message, handle)
@@ -340,6 +342,7 @@ class SimPrefill(SimSide, PrefillSide):
             self.serve()
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
+        self.handled += 1
         if kind == "begin":
             watching.begin(self, message, partial(super().handle, worker, kind))
         else:

@@ -61,6 +61,7 @@ class DecodeJob(Job):
             self.clock.counts["prompts filled by their decode workers"] += 1
             hangs = self.wanted.hangs
             self.compute(*((hangs, hangs) if hangs else FILL))
+            self.leg.on_filling()
 
     def on_ready(self, body: wire.Ready, generations: list[int]) -> None:
         if self.stopped:

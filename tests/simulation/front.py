@@ -104,6 +104,10 @@ class DecodeLeg:
     def on_ready(self) -> None:
         self.attempt.ready = True
 
+    def on_filling(self) -> None:
+        attempt = self.attempt
+        attempt.request.simulation.worker_fills(attempt.jobs["decode"].process)
+
     def on_computed(self) -> None:
         raise AssertionError("a decode worker's last word is Finish")
 
@@ -125,6 +129,9 @@ class PrefillLeg:
 
     def on_ready(self) -> None:
         raise AssertionError("a prefill worker has no Ready")
+
+    def on_filling(self) -> None:
+        raise AssertionError("a prefill worker holds nothing itself")
 
     def on_computed(self) -> None:
         self.attempt.request.prompt_computed()

@@ -57,6 +57,7 @@ class Simulation:
         random = clock.random
         self.faults = draw_faults(clock) if faults is None else faults
         self.counts = clock.counts
+        self._fillers_crash = 0  # workers that are to crash as they fill pages
         self._stood_until = -1e9  # the end of the last standstill
         self.requests_left = REQUESTS + random.randint(0, 20)
         self._more = 0 if faults is not None else MORE_REQUESTS
@@ -78,7 +79,7 @@ class Simulation:
             Conversation(self, tenants[number % 4 == 3 and -1])
         self.operator = Operator(self)
         self._strew_faults()
-        Queues(self)
+        self.queues = Queues(self)
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,7 @@ class Simulation:
 
     def _check(self) -> None:
         self.operator.check()
+        self.queues.look()
         for side in (*self.decodes, *self.prefills):
             side.check()
             side.check_published()
@@ -240,6 +242,17 @@ class Simulation:
 
     def _crash_decode(self) -> None:
         self._replace(self.decode_workers, "decode worker crashes", crash=True)
+        self._fillers_crash += self.faults.held > 0
+
+    def worker_fills(self, process: Process) -> None:
+        """It copies what it holds itself: for every crash of any, one more falls into that."""
+        if self._fillers_crash:
+            self._fillers_crash -= 1
+            self.clock.after(self.clock.between(0.0, 0.005), self._crash_filler, process)
+
+    def _crash_filler(self, process: Process) -> None:
+        if process in self.decode_workers:
+            self._replace([process], "decode worker crashes", crash=True)
 
     def _crash_prefill(self) -> None:
         self._replace(self.prefill_workers, "prefill worker crashes", crash=True)
@@ -248,13 +261,14 @@ class Simulation:
         workers = self.decode_workers if self.clock.chance(0.5) else self.prefill_workers
         self._replace(workers, "workers that left", crash=False)
 
-    def _replace(self, workers: list[Process], what: str, *, crash: bool) -> None:
-        index = self.clock.random.randrange(len(workers))
-        old = workers[index]
+    def _replace(self, some: list[Process], what: str, *, crash: bool) -> None:
+        """One of these leaves, and another comes."""
+        old = self.clock.random.choice(some)
         if not old.connected:  # it has yet to come
             return
         self.counts[what] += 1
-        workers[index] = self.new_worker(self.clock, old.side, old.tenant)
+        workers = self.decode_workers if old in self.decode_workers else self.prefill_workers
+        workers[workers.index(old)] = self.new_worker(self.clock, old.side, old.tenant)
         if crash:
             old.crash(self.clock.between(0.0, 3.0))
         else:

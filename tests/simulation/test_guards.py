@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from kvferry.daemon.core.admission_queue import Admission
+from kvferry.daemon.core.admission_queue import Admission, QueueWalk
+from kvferry.daemon.core.cache import Cache, FlushCount
 from kvferry.daemon.core.decode import DecodeCore
+from kvferry.daemon.core.decode_leases import LeaseKeeper
+from kvferry.daemon.core.kv_events import KvEventLog, TokenChain
+from kvferry.daemon.core.lease import Lease
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.namespaces import Namespace
+from kvferry.daemon.core.pins import Pin, Pins
 from kvferry.daemon.core.prefill import PrefillCore
 from kvferry.daemon.core.prefill_entries import EntryKeeper
 from kvferry.daemon.core.prefill_entry import Entry
@@ -19,7 +28,9 @@ from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.peers.session import Session
 from kvferry.daemon.sides import workers
 from kvferry.daemon.sides.workers import Worker
-from kvferry.radix.tree import Lock
+from kvferry.proto import worker_pb2 as wire
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.tree import PROMPT, Lock
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.host_tier.index import RowIndex
 from kvferry.transfer.protocol.coverage import Coverage
@@ -77,6 +88,68 @@ def any_bytes(receiver: Receiver, header: PartHeader, payload_sum: int) -> str |
     return None
 
 
+def share_while_filling(keeper: LeaseKeeper, lease: Lease) -> bool:
+    return lease.keep
+
+
+def share_in_any_case(keeper: LeaseKeeper, lease: Lease) -> None:
+    if not lease.local and lease.keep and lease.to_fill:
+        keeper._keep(lease, len(lease.digests) // DIGEST_BYTES, PROMPT, lease.digests)
+
+
+_judge, _admit, _begin, _flush = QueueWalk.judge, DecodeCore.admit, PrefillCore.begin, Cache.flush
+
+
+def count_those_at_their_quota(walk: QueueWalk[Any], admission: Admission) -> None:
+    _judge(walk, Admission.NO_ROOM if admission is Admission.OVER_QUOTA else admission)
+
+
+def admit_warmup_as_any(
+    core: DecodeCore, worker: int, space: bytes, name: Name, request: wire.Admit, deadline: float, now: float
+) -> None:
+    request.warmup = False
+    _admit(core, worker, space, name, request, deadline, now)
+
+
+def begin_warmup_as_any(
+    core: PrefillCore, worker: int, space: bytes, name: Name, request: wire.Begin, deadline: float, now: float
+) -> None:
+    request.warmup = False
+    _begin(core, worker, space, name, request, deadline, now)
+
+
+def flush_all(cache: Cache, namespaces: Iterable[Namespace]) -> FlushCount:
+    return _flush(cache, cache.namespaces.values())
+
+
+def pin_what_is_promised(pins: Pins, namespace: Namespace, digests: bytes, until: float) -> Pin:
+    fits = pins._cache.fits
+    pins._cache.fits = lambda namespace, pages: True  # type: ignore[method-assign]
+    try:
+        return _pin(pins, namespace, digests, until)
+    finally:
+        pins._cache.fits = fits  # type: ignore[method-assign]
+
+
+_pin = Pins.pin
+
+
+def keep_lost_pages(pins: Pins, namespace: Namespace) -> None:
+    return None
+
+
+def want_none(log: KvEventLog, namespace: bytes, digests: bytes) -> int:
+    return len(digests) // DIGEST_BYTES
+
+
+def any_tokens(chain: TokenChain, path: Sequence[bytes], parent: bytes | None, tokens: Sequence[int]) -> int:
+    return len(path)
+
+
+def nobody_comes_back(core: DecodeCore, worker: int, name: Name) -> bool:
+    return False
+
+
 _end = Receiver.end
 
 
@@ -121,6 +194,7 @@ class Guard:
 
 FILES = Faults(host_files=1.0, decode_restarts=8, restarts=4)
 BREAKS = Faults(broken_streams=20)
+FILLS = Faults(held=0.5, hangs=0.2)
 CRASHES = Faults(aborts=0.1, decode_crashes=12, prefill_crashes=12)
 GUARDS = {
     "generation": Guard(CreditTable, "generation_matches", any_generation, Faults(repeats=0.2)),
@@ -141,6 +215,17 @@ GUARDS = {
     "entries are cleared": Guard(RowIndex, "clear", clear_nothing, FILES),
     "rows of a file are verified": Guard(HostTier, "recover", believe_the_file, FILES),
     "rows are verified": Guard(host_tier, "verify_rows", all_are_right, Faults(tier_fails=0.2)),
+    "pages that their worker fills": Guard(LeaseKeeper, "shares_while_filling", share_while_filling, FILLS),
+    "filled beside another": Guard(LeaseKeeper, "_share", share_in_any_case, FILLS),
+    "who is over a quota of its own": Guard(QueueWalk, "judge", count_those_at_their_quota, Faults(bursts=4)),
+    "warm-ups, decode": Guard(DecodeCore, "admit", admit_warmup_as_any, Faults(warmups=0.3)),
+    "warm-ups, prefill": Guard(PrefillCore, "begin", begin_warmup_as_any, Faults(warmups=0.3)),
+    "namespaces of a flush": Guard(Cache, "flush", flush_all, Faults(flushes=10)),
+    "promises before pins": Guard(Pins, "pin", pin_what_is_promised, Faults(pins=40)),
+    "pins of what is lost": Guard(Pins, "shorten", keep_lost_pages, Faults(pins=40, tier_fails=0.3)),
+    "tokens that are wanted": Guard(KvEventLog, "wanted_from", want_none, Faults(events=True)),
+    "tokens of a page": Guard(TokenChain, "fitting", any_tokens, Faults(events=True, lies=0.1)),
+    "who comes back to a drain": Guard(DecodeCore, "comes_back", nobody_comes_back, Faults(drains=30)),
     "order of proofs": Guard(Receiver, "end", drained_at_once, Faults(aborts=0.9)),
 }
 

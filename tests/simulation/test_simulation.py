@@ -52,6 +52,37 @@ MET = (
     "tried again",
     "writes in pieces",
 )
+# Likewise, of a large run.
+MET_BY_MANY = (
+    "answered though a daemon drained",
+    "bursts",
+    "copies of a worker's own that hang",
+    "CPU blocks published",
+    "CPU blocks withdrawn",
+    "drains",
+    "flushes",
+    "flushes that were refused",
+    "GPU blocks published",
+    "GPU blocks withdrawn",
+    "looks past 32 at their quota",
+    "pages filled behind the end of their request",
+    "pages filled by decode workers",
+    "pages filled by workers that were lost",
+    "pages flushed",
+    "pins",
+    "pins that ran out",
+    "pins that were let go",
+    "pins that were refused",
+    "prompts not taken",
+    "published pages compared",
+    "requests not taken",
+    "requests that came back to a daemon that drains",
+    "requests that failed while their worker filled pages",
+    "tokens that were wrong",
+    "warm-ups",
+    "warm-ups left as their prompt was computed",
+)
+MANY = 1000
 
 
 def judge(outcomes: list[Outcome]) -> None:
@@ -65,7 +96,8 @@ def judge(outcomes: list[Outcome]) -> None:
             assert any(done.counts[each] for each in counters), f"seed {done.seed} had no {what}"
     print(f"\n{len(outcomes)} seeds, {outcomes[0].seed} to {outcomes[-1].seed}:")
     show(total)
-    missing = [what for what in MET if not total[what]]
+    met = (*MET, *MET_BY_MANY) if len(outcomes) >= MANY else MET
+    missing = [what for what in met if not total[what]]
     assert not missing, f"nothing of {missing} happened"
 
 

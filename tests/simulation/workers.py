@@ -46,6 +46,9 @@ class Leg(Protocol):
 
     def on_ready(self) -> None: ...
 
+    def on_filling(self) -> None:
+        """A decode worker begins to fill pages with what it holds itself."""
+
     def on_computed(self) -> None:
         """A prefill worker has said its last word."""
 
