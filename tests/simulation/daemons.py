@@ -366,7 +366,7 @@ class SimPrefill(SimSide, PrefillSide):
 
 
 def sized(config: DaemonConfig, setting: Setting) -> DaemonConfig:
-    """The configuration with the setting's ranks, and its slots, which may be smaller than it allows."""
+    """The configuration as the setting has it; its slots may be smaller than it allows."""
+    sizes = {"slots": setting.slots, "slot_bytes": setting.slot_bytes - HEADER_BYTES, "ranks": setting.ranks}
     checksums = "on" if setting.checksums else "off"
-    sizes = {"slots": setting.slots, "slot_bytes": setting.slot_bytes - HEADER_BYTES}
-    return config.model_copy(update={**sizes, "checksums": checksums, "ranks": setting.ranks})
+    return config.model_copy(update={**sizes, "checksums": checksums, "overcommit": setting.overcommit})
