@@ -41,7 +41,7 @@ class Burst:
         random, clock = self.clock.random, self.clock
         for _ in range(self.left):
             tokens = [random.randrange(1 << 16) for _ in range(random.randint(PAGE, pages * PAGE))]
-            output = [random.randrange(1 << 16) for _ in range(random.randint(1, 2 * PAGE))]
+            output = self.simulation.draw_output(2)
             request = Request(self, tokens, output)
             self.simulation.open.add(request)
             clock.after(clock.between(0.0, 0.02), request.begin)

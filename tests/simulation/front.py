@@ -66,7 +66,7 @@ class Conversation:
             start = random.randrange(3)  # a system prompt that others have, too
             self.tokens = [1000 + start] * (PAGE * (1 + 2 * start))
         said = [random.randrange(1 << 16) for _ in range(random.randint(1, 3 * PAGE))]
-        output = [random.randrange(1 << 16) for _ in range(random.randint(1, 3 * PAGE))]
+        output = simulation.draw_output(3)
         shared = len(self.tokens)
         if self.clock.chance(simulation.faults.warmups):
             shared = random.choice((shared, 0))

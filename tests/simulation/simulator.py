@@ -26,7 +26,7 @@ from tests.simulation.front import _ALWAYS_WRONG, REQUESTS, Attempt, Conversatio
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.network import Network
 from tests.simulation.operators import Operator
-from tests.simulation.prompts import PAGE_BYTES, Prompt
+from tests.simulation.prompts import PAGE, PAGE_BYTES, Prompt
 from tests.simulation.restarts import Restarts
 from tests.simulation.workers import Process
 
@@ -159,6 +159,12 @@ class Simulation:
         """Whether there is somebody for both legs of a request."""
         workers = (self.decode_workers, self.prefill_workers)
         return all(any(each.tenant == tenant and each.connected for each in some) for some in workers)
+
+    def draw_output(self, pages: int) -> list[int]:
+        """Tokens of as many pages at most; more where a daemon promises less than its requests may grow by."""
+        random = self.clock.random
+        most = 3 * pages if any(side.setting.overcommit > 1.0 for side in self.decodes) else pages
+        return [random.randrange(1 << 16) for _ in range(random.randint(1, most * PAGE))]
 
     def judge_failure(self, request: Request, attempt: Attempt, leg: str, code: int, message: str) -> None:
         name = common.ErrorCode.Name(code)  # type: ignore[arg-type]
