@@ -28,20 +28,20 @@ from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.host_tier.index import layout_fingerprint
 from kvferry.transfer.protocol.slots import HEADER_BYTES
-from tests.simulation import watching
+from tests.simulation.clients import watching
+from tests.simulation.clients.published import Published
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.memory import Memory
 from tests.simulation.parts import SimPoolMemory
 from tests.simulation.prompts import GEOMETRY, PAGE
-from tests.simulation.published import Published
 from tests.simulation.tier import LooseRows, SimTier
 
 if TYPE_CHECKING:
+    from tests.simulation.clients.operators import Forgotten
     from tests.simulation.disk import SimDisk
     from tests.simulation.faults import Faults
     from tests.simulation.network import Network
-    from tests.simulation.operators import Forgotten
     from tests.simulation.prompts import Prompt
 
 ROOT = root_digest(b"simulation")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import common_pb2 as common
+from tests.simulation.clients.decode_jobs import DecodeJob
+from tests.simulation.clients.prefill_jobs import PrefillJob
 from tests.simulation.clock import expect
 from tests.simulation.daemons import ROOT, TENANTS
-from tests.simulation.decode_jobs import DecodeJob
-from tests.simulation.prefill_jobs import PrefillJob
 from tests.simulation.prompts import PAGE, Prompt
 from tests.simulation.workers import DRAINS, Job, Process, Wanted
 

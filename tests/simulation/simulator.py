@@ -17,7 +17,8 @@ from typing import TypeVar
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.namespaces import Quota
 from kvferry.proto import common_pb2 as common
-from tests.simulation.bursts import Queues, burst
+from tests.simulation.clients.bursts import Queues, burst
+from tests.simulation.clients.operators import Operator
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.daemons import Setting, SimDecode, SimPrefill, sized
 from tests.simulation.engines import EngineProcess, engines_installed
@@ -25,7 +26,6 @@ from tests.simulation.faults import Faults, draw_faults
 from tests.simulation.front import _ALWAYS_WRONG, REQUESTS, Attempt, Conversation, Request
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.network import Network
-from tests.simulation.operators import Operator
 from tests.simulation.prompts import PAGE, PAGE_BYTES, Prompt
 from tests.simulation.restarts import Restarts
 from tests.simulation.workers import Process

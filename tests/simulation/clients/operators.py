@@ -16,10 +16,10 @@ from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import common_pb2 as common
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
+from tests.simulation.clients.published import READABLE
 from tests.simulation.clock import expect
 from tests.simulation.daemons import TENANTS
 from tests.simulation.prompts import PAGE
-from tests.simulation.published import READABLE
 
 if TYPE_CHECKING:
     from tests.simulation.daemons import SimDecode, SimPrefill

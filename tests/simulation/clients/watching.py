@@ -9,9 +9,9 @@ from kvferry.daemon.core.lease import LeaseState
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
+from tests.simulation.clients.published import READABLE, Published
 from tests.simulation.clock import expect
 from tests.simulation.prompts import PAGE
-from tests.simulation.published import READABLE, Published
 
 if TYPE_CHECKING:
     from kvferry.daemon.core.lease import Lease
