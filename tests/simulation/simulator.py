@@ -366,13 +366,15 @@ def simulated(
 
     collecting = gc.isenabled()
     gc.disable()
+    processes: list[ProcessLoop] = []
     try:
         simulation = Simulation(seed, faults=faults, trace=trace)
+        processes = simulation.processes
         made(simulation)
         with simulation.network.installed(), engines_installed(simulation):
             return run(simulation)
     finally:
-        for process in simulation.processes:
+        for process in processes:
             process.forget()
         Violation.first = None
         if collecting:
