@@ -224,6 +224,15 @@ class SimSide:
             host = side.cache.host
             self.published.check(cast(SimTier, side.tiers.host) if host is not None else None, host)
 
+    @property
+    def in_hand(self) -> int:
+        """What it has still to do with requests, copies and workers; a daemon that stands still has something."""
+        side = cast(AnySide, self)
+        core, cache = side.ready_core, side.cache
+        requests = core.running + core.waiting_requests + core.active_transfers + core.draining_transfers
+        held = cache.locks + cache.copies.running + cache.promised + len(core.pins)
+        return requests + held + side.workers.may_write + (self.process.reads_at > self.clock.now)
+
     def check_idle(self) -> None:
         """Nobody asks for anything: nothing is held."""
         cache = cast(AnySide, self).cache
@@ -347,6 +356,10 @@ class SimPrefill(SimSide, PrefillSide):
             watching.begin(self, message, partial(super().handle, worker, kind))
         else:
             super().handle(worker, kind, message)
+
+    @property
+    def in_hand(self) -> int:
+        return super().in_hand + len(self.ready_core.entries)
 
     def check_idle(self) -> None:
         super().check_idle()

@@ -34,8 +34,10 @@ T = TypeVar("T")
 
 _BOUNDS = ("pages were asked for", "transfers of name", "are orphaned until these let go")  # that a seed may reach
 END_SECONDS = 20.0
+IDLE_SECONDS = 70.0  # in which every deadline has passed
+LATE_SECONDS = 4.0  # behind all that, for what is late: notifications, the end of a peer that is not heard
 STUCK_SECONDS = 300.0  # in which every request ends: its deadlines, and standstills
-CHECK_EVERY = 64  # events
+CHECK_EVERY = 128  # events
 TRANSFER_SECONDS = 60.0  # of every request, as the configuration has it: behind a standstill some are late
 MORE_REQUESTS = 400  # than were drawn, at most, where there was no restore yet
 
@@ -118,8 +120,9 @@ class Simulation:
         for process in [*self.decode_workers, *self.prefill_workers]:
             if process.connected:
                 process.quiesce()
-        self.clock.run_until(self.clock.now + 70.0)
         sides = [*self.decodes, *self.prefills]
+        self._run_on(IDLE_SECONDS, lambda: any(side.in_hand for side in sides))
+        self.clock.run_until(self.clock.now + LATE_SECONDS)
         for side in sides:
             side.check()
             side.check_published()
@@ -131,12 +134,18 @@ class Simulation:
         for side in sides:
             side.check_empty()
         ends = [side.process.create_task(side.end()) for side in sides]
-        self.clock.run_until(self.clock.now + END_SECONDS)
+        self._run_on(END_SECONDS, lambda: not all(end.done() for end in ends))
         late = [side.config.name for side, end in zip(sides, ends, strict=True) if not end.done()]
         expect(not late, f"{late} do not end within {END_SECONDS:g} s")
         for end in ends:
             end.result()
         expect(not self.network.couriers, f"{len(self.network.couriers)} couriers are left")
+
+    def _run_on(self, seconds: float, needed: Callable[[], bool]) -> None:
+        """So long at most."""
+        until = self.clock.now + seconds
+        while needed() and self.clock.now < until:
+            self.clock.run_until(self.clock.now + 0.5)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
