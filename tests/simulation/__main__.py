@@ -12,9 +12,12 @@ import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
+from tests.simulation.faults import Draw, draw_all, draw_faults
 from tests.simulation.simulator import Simulation, simulate, simulated
 
+COMMAND = "python -m tests.simulation"
 # Of what every seed has, with the counters that it is the sum of.
 LEAST = {
     "requests": ("requests",),
@@ -33,15 +36,15 @@ class Outcome:
     problem: str
 
 
-def outcome(seed: int) -> Outcome:
+def outcome(seed: int, faults: Draw = draw_faults) -> Outcome:
     try:
-        result = simulate(seed)
+        result = simulate(seed, faults=faults)
     except Exception as error:
         return Outcome(seed, Counter(), 0, f"{type(error).__name__}: {error}")
     return Outcome(seed, result.counts, result.events, "")
 
 
-def replay(seed: int, last: int) -> int:
+def replay(seed: int, faults: Draw, last: int) -> int:
     """With its last events, if something is wrong."""
 
     def run(simulation: Simulation) -> None:
@@ -51,15 +54,19 @@ def replay(seed: int, last: int) -> int:
 
     simulations: list[Simulation] = []
     try:
-        simulated(seed, run, trace=True, made=simulations.append)
+        simulated(seed, run, faults=faults, trace=True, made=simulations.append)
     except Exception:
         traceback.print_exc()
         for simulation in simulations:
             print(f"faults: {simulation.faults}")
             print("\n".join((simulation.clock.trace or [])[-last:]))
-        print(f"seed {seed} found a violation; replay it by: python -m tests.simulation --seed {seed}")
+        print(f"seed {seed} found a violation; replay it by: {COMMAND} --seed {seed}{_flag(faults)}")
         return 1
     return 0
+
+
+def _flag(faults: Draw) -> str:
+    return " --all-faults" if faults is draw_all else ""
 
 
 def show(counts: Counter[str]) -> None:
@@ -67,13 +74,13 @@ def show(counts: Counter[str]) -> None:
         print(f"{count:10d}  {what}")
 
 
-def many(first: int, end: int, jobs: int) -> int:
+def many(first: int, end: int, faults: Draw, jobs: int) -> int:
     total: Counter[str] = Counter()
     wrong: list[Outcome] = []
     least = dict.fromkeys(LEAST, 1 << 60)
     events, began = 0, time.perf_counter()
     with ProcessPoolExecutor(jobs) as executor:
-        for done in executor.map(outcome, range(first, end), chunksize=4):
+        for done in executor.map(partial(outcome, faults=faults), range(first, end), chunksize=4):
             if done.problem:
                 wrong.append(done)
                 print(f"seed {done.seed}: {done.problem}", flush=True)
@@ -92,7 +99,7 @@ def many(first: int, end: int, jobs: int) -> int:
     print(f"{events / seconds:.0f} events a second; violations: {len(wrong)}")
     print("least of a seed: " + ", ".join(f"{count} {what}" for what, count in least.items()))
     if wrong:
-        print(f"replay the first by: python -m tests.simulation --seed {wrong[0].seed}")
+        print(f"replay the first by: {COMMAND} --seed {wrong[0].seed}{_flag(faults)}")
     return int(bool(wrong))
 
 
@@ -101,14 +108,16 @@ def main() -> int:
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--seed", type=int, help="replay this one")
     chosen.add_argument("--seeds", metavar="FIRST:END", help="run these")
+    parser.add_argument("--all-faults", action="store_true", help="every kind of fault in each seed")
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--last", type=int, default=40, help="events shown of a seed that is wrong (40)")
     options = parser.parse_args()
     logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # they warn of every fault
+    faults = draw_all if options.all_faults else draw_faults
     if options.seed is not None:
-        return replay(options.seed, options.last)
+        return replay(options.seed, faults, options.last)
     first, _, end = options.seeds.partition(":")
-    return many(int(first), int(end), options.jobs)
+    return many(int(first), int(end), faults, options.jobs)
 
 
 if __name__ == "__main__":

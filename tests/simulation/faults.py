@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tests.simulation.clock import Clock
@@ -51,6 +52,9 @@ class Faults:
         return not (events or others or writes or self.copies_fail or self.tier_fails)
 
 
+Draw = Callable[[Clock], Faults]
+
+
 def draw_faults(clock: Clock) -> Faults:
     """A seed's: some seeds have none but aborts and a worker's crash, most have several kinds."""
     chance, random = clock.chance, clock.random
@@ -82,6 +86,33 @@ def draw_faults(clock: Clock) -> Faults:
         standstills=random.randint(0, 3) if chance(0.5) else 0,
     )
     return _with_operator(clock, faults)
+
+
+def draw_all(clock: Clock) -> Faults:
+    """A seed's with every kind of event, and whatever else a network, a disk, a client or an operator does."""
+    drawn = draw_faults(clock)
+    return replace(
+        drawn,
+        partitions=max(1, drawn.partitions),
+        broken_streams=max(1, drawn.broken_streams),
+        decode_crashes=max(1, drawn.decode_crashes),
+        prefill_crashes=max(1, drawn.prefill_crashes),
+        restarts=1,
+        quiesces=1,
+        couriers_fail=0.1,
+        standstills=2,
+        held=0.2,
+        hangs=0.2,
+        warmups=0.1,
+        pins=3,
+        flushes=2,
+        drains=1,
+        bursts=1,
+        events=True,
+        lies=0.03,
+        host_files=1.0,
+        decode_restarts=1,
+    )
 
 
 def _with_operator(clock: Clock, faults: Faults) -> Faults:

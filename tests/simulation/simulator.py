@@ -22,7 +22,7 @@ from tests.simulation.clients.operators import Operator
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.daemons import Setting, SimDecode, SimPrefill, sized
 from tests.simulation.engines import EngineProcess, engines_installed
-from tests.simulation.faults import Faults, draw_faults
+from tests.simulation.faults import Draw, Faults, draw_faults
 from tests.simulation.front import _ALWAYS_WRONG, REQUESTS, Attempt, Conversation, Request
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.network import Network
@@ -51,18 +51,18 @@ class Result:
 
 
 class Simulation:
-    def __init__(self, seed: int, *, faults: Faults | None = None, trace: bool = False) -> None:
+    def __init__(self, seed: int, *, faults: Faults | Draw = draw_faults, trace: bool = False) -> None:
         self.seed = seed
         clock = self.clock = Clock(seed)
         if trace:
             clock.trace = []
         random = clock.random
-        self.faults = draw_faults(clock) if faults is None else faults
+        self.faults = faults if isinstance(faults, Faults) else faults(clock)
         self.counts = clock.counts
         self._fillers_crash = 0  # workers that are to crash as they fill pages
         self._stood_until = -1e9  # the end of the last standstill
         self.requests_left = REQUESTS + random.randint(0, 20)
-        self._more = 0 if faults is not None else MORE_REQUESTS
+        self._more = 0 if isinstance(faults, Faults) else MORE_REQUESTS
         self.open: set[Request] = set()
         self._due: list[tuple[int, Callable[[], None]]] = []  # faults, by how many requests are still to come then
         self.prompts: tuple[list[Prompt], list[Prompt]] = ([], [])
@@ -367,7 +367,7 @@ def simulated(
     seed: int,
     run: Callable[[Simulation], T],
     *,
-    faults: Faults | None = None,
+    faults: Faults | Draw = draw_faults,
     trace: bool = False,
     made: Callable[[Simulation], None] = lambda simulation: None,
 ) -> T:
@@ -391,6 +391,6 @@ def simulated(
         gc.collect()
 
 
-def simulate(seed: int, *, faults: Faults | None = None) -> Result:
+def simulate(seed: int, *, faults: Faults | Draw = draw_faults) -> Result:
     """Runs one seed. Violation, or an AssertionError of the product, says what was broken."""
     return simulated(seed, Simulation.run, faults=faults)

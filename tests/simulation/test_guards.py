@@ -37,7 +37,7 @@ from kvferry.transfer.protocol.coverage import Coverage
 from kvferry.transfer.protocol.receiver import Receiver, _Incoming
 from kvferry.transfer.protocol.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
 from tests.simulation.clock import Violation
-from tests.simulation.faults import Faults
+from tests.simulation.faults import Draw, Faults, draw_faults
 from tests.simulation.simulator import simulate
 from tests.simulation.test_disk import believe_the_file, clear_nothing
 
@@ -231,7 +231,7 @@ GUARDS = {
 }
 
 
-def harm(guard: Guard, monkeypatch: pytest.MonkeyPatch, faults: Faults | None, first: int = 0) -> str:
+def harm(guard: Guard, monkeypatch: pytest.MonkeyPatch, faults: Faults | Draw, first: int = 0) -> str:
     monkeypatch.setattr(guard.owner, guard.method, guard.mutant)
     name = getattr(guard.owner, "__name__", guard.owner)
     for seed in range(first, SEEDS):
@@ -253,6 +253,6 @@ def test_without_a_guard_harm_is_found(guard: str, monkeypatch: pytest.MonkeyPat
 def test_without_a_guard_harm_is_found_among_all_faults(
     guard: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = harm(GUARDS[guard], monkeypatch, None)
+    found = harm(GUARDS[guard], monkeypatch, draw_faults)
     with capsys.disabled():
         print(f"\n{found}")

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.simulation.__main__ import LEAST, Outcome, outcome, show
-from tests.simulation.faults import Faults
+from tests.simulation.faults import Draw, Faults, draw_all, draw_faults
 from tests.simulation.front import REQUESTS
 from tests.simulation.simulator import simulate
 
@@ -54,6 +55,11 @@ MET = (
 )
 # Likewise, of a large run.
 MET_BY_MANY = (
+    "couriers that did not start",
+    "couriers that stood still",
+    "daemons that stood still",
+    "engines registered again",
+    "workers that stood still",
     "answered though a daemon drained",
     "bursts",
     "copies of a worker's own that hang",
@@ -107,9 +113,10 @@ def test_seeds() -> None:
 
 
 @pytest.mark.nightly
-def test_many_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("faults", [draw_faults, draw_all])
+def test_many_seeds(faults: Draw, capsys: pytest.CaptureFixture[str]) -> None:
     with ProcessPoolExecutor(os.cpu_count()) as executor:
-        outcomes = list(executor.map(outcome, range(2000), chunksize=8))
+        outcomes = list(executor.map(partial(outcome, faults=faults), range(1000), chunksize=8))
     with capsys.disabled():
         judge(outcomes)
 
