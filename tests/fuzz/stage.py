@@ -45,8 +45,8 @@ from kvferry.transfer.courier.messages import (
 from tests.simulation.clock import Clock
 from tests.simulation.daemons import PLAIN, TENANTS, Setting, SimSide
 from tests.simulation.faults import Faults
-from tests.simulation.parts import SimPoolMemory
 from tests.simulation.prompts import PAGE_BYTES, Prompt
+from tests.simulation.storage.parts import SimPoolMemory
 
 EPOCH = 7
 SLOTS, SLOT_BYTES = 4, 4096

@@ -18,8 +18,8 @@ from kvferry.transfer.courier.messages import Connected, CourierDied, CourierEve
 from kvferry.transfer.protocol.slots import HEADER_BYTES, PartNotice
 from kvferry.waiting import within
 from tests.simulation.clock import expect
-from tests.simulation.landing import Piece, is_whole, landing
 from tests.simulation.loops import ProcessLoop
+from tests.simulation.storage.landing import Piece, is_whole, landing
 
 if TYPE_CHECKING:
     from tests.simulation.network import Network

@@ -32,17 +32,17 @@ from tests.simulation.clients import watching
 from tests.simulation.clients.published import Published
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.loops import ProcessLoop
-from tests.simulation.memory import Memory
-from tests.simulation.parts import SimPoolMemory
 from tests.simulation.prompts import GEOMETRY, PAGE
-from tests.simulation.tier import LooseRows, SimTier
+from tests.simulation.storage.memory import Memory
+from tests.simulation.storage.parts import SimPoolMemory
+from tests.simulation.storage.tier import LooseRows, SimTier
 
 if TYPE_CHECKING:
     from tests.simulation.clients.operators import Forgotten
-    from tests.simulation.disk import SimDisk
     from tests.simulation.faults import Faults
     from tests.simulation.network import Network
     from tests.simulation.prompts import Prompt
+    from tests.simulation.storage.disk import SimDisk
 
 ROOT = root_digest(b"simulation")
 TENANTS = tuple(NamespaceFacts("model", "1", GEOMETRY, "sha256_cbor", ROOT, salt) for salt in (b"", b"\x01" * 32))

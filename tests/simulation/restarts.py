@@ -6,13 +6,13 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
-from tests.simulation.disk import End, SimDisk
 from tests.simulation.prompts import PAGE_BYTES
+from tests.simulation.storage.disk import End, SimDisk
 
 if TYPE_CHECKING:
     from tests.simulation.daemons import SimDecode, SimPrefill
     from tests.simulation.simulator import Simulation
-    from tests.simulation.tier import SimTier
+    from tests.simulation.storage.tier import SimTier
     from tests.simulation.workers import Process
 
 _ENDS: tuple[End, ...] = ("killed", "killed", "power", "closed", "closed")  # of a decode daemon

@@ -14,8 +14,8 @@ from tests.simulation.prompts import PAGE, content
 
 if TYPE_CHECKING:
     from kvferry.daemon.core.limits import Name
-    from tests.simulation.memory import Memory
-    from tests.simulation.tier import SimTier
+    from tests.simulation.storage.memory import Memory
+    from tests.simulation.storage.tier import SimTier
 
 READABLE = (PageState.CACHED, PageState.SPILLING)
 _READABLE_ROWS = (PageState.CACHED, PageState.RESTORING)

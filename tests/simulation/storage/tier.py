@@ -25,11 +25,11 @@ from kvferry.radix.tree import RESTORE
 from kvferry.transfer.geometry.layouts import Int64s
 from kvferry.transfer.host_tier.index import DropReason, Recovered
 from tests.simulation.clock import Clock, Violation, expect
-from tests.simulation.disk import SimDisk, SimRows
 from tests.simulation.loops import ProcessLoop
-from tests.simulation.memory import Access
-from tests.simulation.parts import SimPoolMemory
 from tests.simulation.prompts import GARBAGE, PAGE_BYTES, content
+from tests.simulation.storage.disk import SimDisk, SimRows
+from tests.simulation.storage.memory import Access
+from tests.simulation.storage.parts import SimPoolMemory
 
 _READABLE = (PageState.CACHED, PageState.RESTORING)  # rows
 

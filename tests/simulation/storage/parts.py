@@ -28,9 +28,9 @@ from kvferry.transfer.protocol.receiver import Scatter
 from kvferry.transfer.protocol.sender import Gather
 from kvferry.transfer.protocol.slots import HEADER_BYTES, Buffer
 from tests.simulation.clock import Clock, expect
-from tests.simulation.copies import batches, cut, strew
-from tests.simulation.memory import Access, Clearing, Memory
 from tests.simulation.prompts import GEOMETRY, PAGE_BYTES
+from tests.simulation.storage.copies import batches, cut, strew
+from tests.simulation.storage.memory import Access, Clearing, Memory
 
 _GATHERED = (PageState.LEASED, PageState.CACHED, PageState.SPILLING, PageState.ORPHANED)
 _SCATTERED = (PageState.LEASED, PageState.ARRIVING, PageState.ORPHANED)

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from tests.simulation.clock import Violation
-from tests.simulation.landing import LATE_SECONDS, MOST, STEP, Piece, is_whole, landing
+from tests.simulation.storage.landing import LATE_SECONDS, MOST, STEP, Piece, is_whole, landing
 
 SLOT = bytes(range(200))
 

@@ -24,12 +24,12 @@ from kvferry.radix.pool import PageState
 from kvferry.radix.tree import Lock, PagedRadixTree
 from kvferry.transfer.host_tier.index import IN_USE, Recovered, RowIndex, Rows
 from tests.simulation.clock import Clock, Violation, expect
-from tests.simulation.disk import End, SimDisk
 from tests.simulation.loops import ProcessLoop
-from tests.simulation.memory import Memory
-from tests.simulation.parts import SimPoolMemory
 from tests.simulation.prompts import PAGE, PAGE_BYTES, Prompt, content
-from tests.simulation.tier import SimTier
+from tests.simulation.storage.disk import End, SimDisk
+from tests.simulation.storage.memory import Memory
+from tests.simulation.storage.parts import SimPoolMemory
+from tests.simulation.storage.tier import SimTier
 
 PAGES, ROWS = 12, 20
 SPACES = (b"a" * 32, b"b" * 32)
