@@ -64,7 +64,7 @@ class Look(NamedTuple):
     oldest: float  # when the oldest request came that holds pages or locks; infinite: there is none
     unproven: int  # orphaned pages and lost workers
     unexplained: int  # locks beyond one a request
-    workers: int
+    workers: int  # that are here
     up: frozenset[str]  # peers
 
     def holds(self, before: float) -> bool:
@@ -79,7 +79,7 @@ def look(at: float, side: cache_pb2.SideStats) -> Look:
         at - requests.oldest_seconds if requests.oldest_seconds else float("inf"),
         pool.orphaned + quarantine.orphaned_pages + quarantine.lost_workers,
         max(0, pool.locks - requests.running - requests.waiting),
-        side.workers,
+        side.workers - quarantine.lost_workers,
         frozenset(peer.name for peer in side.peers if peer.state == "up"),
     )
 

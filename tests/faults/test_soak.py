@@ -56,7 +56,8 @@ def test_ten_minutes_with_a_fault_every_five_seconds() -> None:
     if seconds >= 120:
         for name in ("resident_kib", "descriptors", "shared_kib"):
             trend = found[name]
-            growth = trend.per_thousand * len(samples) / 1000
+            # By its slope and by its ends: where much was down for a while early on, the slope alone is no growth.
+            growth = min(trend.per_thousand * len(samples) / 1000, trend.end - trend.start)
             assert growth <= MORE_SHARE * trend.start, f"{name}: {trend}\n{said}"
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.simulation.test_disk import believe_the_file, clear_nothing
 
 from kvferry.daemon.core.admission_queue import Admission, QueueWalk
 from kvferry.daemon.core.cache import Cache, FlushCount
@@ -40,6 +39,7 @@ from kvferry.transfer.protocol.slots import Credit, CreditPurse, CreditTable, Pa
 from tests.simulation.clock import Violation
 from tests.simulation.faults import Draw, Faults, draw_faults
 from tests.simulation.simulator import simulate
+from tests.simulation.storage.test_disk import believe_the_file, clear_nothing
 
 SEEDS = 1000
 
