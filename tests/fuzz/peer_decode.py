@@ -93,8 +93,8 @@ def land(stage: Stage, frame: Frame) -> None:
             checksum=0,
         )
         written = header.pack() + frame.body[_PART.size :]
-    if slot < len(link._receive):
-        memory = link.receive_slot(slot)
+    if slot < link.host_slots.receive_slots:
+        memory = link.host_slots.receive_slot(slot)
         memory[: len(written)] = written[: len(memory)]
     link.on_event(Notification(payload))
 

@@ -48,6 +48,7 @@ from tests.simulation.daemons import PLAIN, TENANTS, Setting, SimSide
 from tests.simulation.faults import Faults
 from tests.simulation.prompts import PAGE_BYTES, Prompt
 from tests.simulation.storage.parts import SimPoolMemory
+from tests.simulation.storage.slots import LooseSlots
 
 EPOCH = 7
 SLOTS, SLOT_BYTES = 4, 4096
@@ -289,9 +290,7 @@ class Link:
         self.metadata, self.receive_address = b"metadata", 1 << 20
         self.receive_ranks: tuple[RemoteRank, ...] = ()
         self._config, self.on_event = config, on_event
-        self._receive = [bytearray(config.slot_bytes) for _ in range(config.receive_slots)]
-        self._send = [bytearray(config.slot_bytes) for _ in range(config.send_slots)]
-        self.host_slots = self
+        self.host_slots = LooseSlots(config)
         self._remote: Connect | None = None
         Stage.current.link = self
 
@@ -314,12 +313,6 @@ class Link:
         check_range("remote_slot", remote_slot, 0, self._remote.slots - 1)
         check_range("nbytes", nbytes, 1, min(self._config.slot_bytes, self._remote.slot_bytes))
         Stage.current.clock.after(0.001, self.on_event, PostDone(post_id))
-
-    def receive_slot(self, slot: int) -> memoryview:
-        return memoryview(self._receive[slot])
-
-    def send_slot(self, slot: int) -> memoryview:
-        return memoryview(self._send[slot])
 
     def expect(self, active: int) -> None:
         pass

@@ -20,6 +20,7 @@ from kvferry.waiting import within
 from tests.simulation.clock import expect
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.storage.landing import Piece, is_whole, landing
+from tests.simulation.storage.slots import LooseSlots
 
 if TYPE_CHECKING:
     from tests.simulation.network import Network
@@ -42,9 +43,7 @@ class SimCourier:
         self._clock, self._faults = loop.clock, self.network.faults
         self._on_event = on_event
         self._config = config
-        self._receive = [bytearray(config.slot_bytes) for _ in range(config.receive_slots)]
-        self._send = [bytearray(config.slot_bytes) for _ in range(config.send_slots)]
-        self.host_slots = self
+        self.host_slots = LooseSlots(config)
         self.receive_address = 1 << 20
         self.receive_ranks: tuple[RemoteRank, ...] = ()
         self.metadata = self.network.enter(self)
@@ -55,7 +54,6 @@ class SimCourier:
         self._ended = asyncio.Event()
         self._stopped = False
         self._posts: dict[int, int] = {}  # as CourierLink has them
-        self.began = loop.clock.now
 
     @staticmethod
     async def start(config: CourierConfig, on_event: Callable[[CourierEvent], None], deadline_s: float) -> SimCourier:
@@ -72,12 +70,6 @@ class SimCourier:
         return courier
 
     # -- as CourierLink --------------------------------------------------------------------------------------------
-
-    def receive_slot(self, slot: int) -> memoryview:
-        return memoryview(self._receive[slot])
-
-    def send_slot(self, slot: int) -> memoryview:
-        return memoryview(self._send[slot])
 
     def expect(self, active: int) -> None:
         pass
@@ -100,8 +92,8 @@ class SimCourier:
         clock, faults = self._clock, self._faults
         takes = clock.between(0.00005, 0.003)
         clock.counts["parts"] += 1
-        source = self._send[send_slot]
-        target = source if self.remote.reaped else self.remote._receive[remote_slot]
+        source = self.host_slots.send_slot(send_slot)
+        target = source if self.remote.reaped else self.remote.host_slots.receive_slot(remote_slot)
         fails = clock.chance(faults.post_fails)
         pieces = landing(source, target, nbytes, clock.random, seconds=takes, fails=fails)
         way = send_slot, remote_slot
@@ -216,11 +208,12 @@ class SimCourier:
         assert self.remote is not None
         (send_slot, remote_slot), (_, start, end) = way, piece
         if not self.remote.reaped:
-            self.remote._receive[remote_slot][start:end] = self._send[send_slot][start:end]
+            target = self.remote.host_slots.receive_slot(remote_slot)
+            target[start:end] = self.host_slots.send_slot(send_slot)[start:end]
             if self._faults.flips and self._clock.chance(self._faults.flips):
-                self._flip(self.remote._receive[remote_slot], start, end)
+                self._flip(target, start, end)
 
-    def _flip(self, slot: bytearray, start: int, end: int) -> None:
+    def _flip(self, slot: memoryview, start: int, end: int) -> None:
         """A bit of the header, or of the payload."""
         random = self._clock.random
         slot[random.randrange(start, end)] ^= 1 << random.randrange(8)
@@ -236,5 +229,5 @@ class SimCourier:
         header = b""
         if clock.seed % 2 == 0:
             clock.counts["headers told by couriers"] += 1
-            header = bytes(remote._receive[PartNotice.unpack(payload).slot][:HEADER_BYTES])
+            header = bytes(remote.host_slots.receive_slot(PartNotice.unpack(payload).slot)[:HEADER_BYTES])
         remote._later(clock.between(0.0, 0.002), remote._hear, Notification(payload, header))

@@ -125,7 +125,6 @@ class SimSide:
             side.event_sink = self.published = Published(clock, self.pages_memory, ROOT, faults.lies)
             cache.log_events(TokenChain.of(TENANTS[0]))
         memory, tier = self.pool_of(self.pages_memory), None
-        memory.tell = self.process.deliver
         if cache.host is not None:
             tier = self._open_tier(cache, memory, disk)
         side.tiers.take(TENANTS[0], cache, cast(PoolMemory, memory), cast("HostTier | None", tier))

@@ -38,7 +38,8 @@ IDLE_SECONDS = 70.0  # in which every deadline has passed
 LATE_SECONDS = 4.0  # behind all that, for what is late: notifications, the end of a peer that is not heard
 STUCK_SECONDS = 300.0  # in which every request ends: its deadlines, and standstills
 CHECK_EVERY = 128  # events
-TRANSFER_SECONDS = 60.0  # of every request, as the configuration has it: behind a standstill some are late
+# Of every request: behind a standstill some are late.
+TRANSFER_SECONDS: float = DaemonConfig.model_fields["transfer_seconds"].default
 MORE_REQUESTS = 400  # than were drawn, at most, where there was no restore yet
 
 

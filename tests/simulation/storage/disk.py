@@ -154,10 +154,6 @@ class SimDisk:
     def _row(self, row: int) -> bytes:
         return bytes(self.rows[row * self._page_bytes : (row + 1) * self._page_bytes])
 
-    def sync(self) -> None:
-        """All is written back."""
-        self._log.sync()
-
     def crash(self, how: Literal["killed", "power"]) -> int:
         """The daemon ends at once; what it still believes to store is lost. Returns how many stores were lost, or torn.
 
