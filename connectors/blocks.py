@@ -45,6 +45,15 @@ class BlockPlaces(NamedTuple):
     numbers: NDArray[np.int64]
 
 
+class Tail(NamedTuple):
+    """The last token of a page that is not full: what is behind it, in the engine's block or in the page, is what
+    another request left, and is not sent."""
+
+    page: int  # of the pool
+    block: int  # number in the page
+    token: int  # number in the block
+
+
 @dataclass(frozen=True, slots=True)
 class BlockMap:
     """The places of an engine's blocks: layer i's block b is `block_bytes` bytes at bases[i] + b * strides[i]."""
@@ -83,6 +92,11 @@ class BlockMap:
         return len(self.bases) * self.blocks_per_page * self.block_bytes
 
     @property
+    def page_shape(self) -> tuple[int, int, int]:
+        """(layers, blocks, bytes of one)."""
+        return len(self.bases), self.blocks_per_page, self.block_bytes
+
+    @property
     def page_size(self) -> int:
         return self.blocks_per_page * self.block_tokens
 
@@ -117,11 +131,7 @@ class BlockMap:
         in_blocks = self.bases[:, None] + places.blocks * self.strides[:, None]
         return in_blocks.ravel(), in_pages.ravel(), np.full(in_pages.size, self.block_bytes, dtype=np.int64)
 
-    def kept(self, end: int) -> NDArray[np.uint8]:
-        """(page_bytes,): 0xFF for each byte of the page that holds the last of `end` tokens which is one of theirs, 0
-        for what is behind: what another request left there, in the engine's block or in the page, is not sent."""
-        block, token = divmod((end - 1) % self.page_size, self.block_tokens)
-        kept = np.zeros((len(self.bases), self.blocks_per_page, self.block_bytes), dtype=np.uint8)
-        kept[:, :block] = 0xFF
-        kept[:, block] = np.where(self.order <= token, np.uint8(0xFF), np.uint8(0))
-        return kept.reshape(-1)
+    def tail(self, pages: Sequence[int], end: int) -> Tail | None:
+        """Where the last of `end` tokens lies, pages[-1] being their last page; None where they fill it."""
+        behind = end % self.page_size
+        return None if not behind else Tail(pages[-1], *divmod(behind - 1, self.block_tokens))

@@ -7,7 +7,8 @@ between them move all layers of many blocks at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuPages, GpuUnavailable
-from kvferry.connectors.blocks import BlockMap, BlockPlaces, Memory, PoolPages
+from kvferry.connectors.blocks import BlockMap, BlockPlaces, Memory, PoolPages, Tail
 from kvferry.connectors.movers import Moment
 
 STAGING_BYTES = 64 << 20
@@ -44,7 +45,8 @@ class GpuMover:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         # All at the start: later the engine may have taken what there is.
         self._staging = torch.empty(max(STAGING_BYTES, blocks.row_bytes), dtype=torch.uint8, device=self._device)
-        self._kept = torch.empty(blocks.page_bytes, dtype=torch.uint8, device=self._device)
+        self._order = torch.from_numpy(blocks.order).to(self._device)
+        self._behind = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._pool: PoolPages | None = None
         self._pages: list[GpuPages] = []  # of that pool, by the number of a block in its page
         try:
@@ -67,23 +69,20 @@ class GpuMover:
             f"blocks are on {self._device}: start the daemon with --device and that GPU"
         )
 
-    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
-        hops = self._hops(pool, places)
-        self._run([Hop(self._blocks, blocks, pages, in_pool) for in_pool, blocks, pages in hops], after)
+    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment, tail: Tail | None = None) -> None:
+        hops = [Hop(self._blocks, blocks, pages, in_pool) for in_pool, blocks, pages in self._hops(pool, places)]
+        self._run(hops, after, None if tail is None else partial(self._clear_behind, pool, tail))
 
     def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         hops = self._hops(pool, places)
         self._run([Hop(in_pool, pages, blocks, self._blocks) for in_pool, blocks, pages in hops], after)
 
-    def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
+    def _clear_behind(self, pool: PoolPages, tail: Tail) -> None:
         assert isinstance(pool.memory, torch.Tensor)
-        row = pool.memory[pool.span(page)]
-        try:
-            with torch.cuda.stream(self._stream):
-                self._kept.copy_(torch.from_numpy(kept))
-                row &= self._kept
-        finally:
-            self._stream.synchronize()
+        page = pool.memory[pool.span(tail.page)].view(self._map.page_shape)
+        with torch.cuda.stream(self._stream):
+            page[:, tail.block + 1 :].zero_()
+            page[:, tail.block].masked_fill_(self._order > tail.token, 0)
 
     def _hops(self, pool: PoolPages, places: BlockPlaces) -> Iterator[tuple[GpuPages, Ids, Ids]]:
         """(where blocks lie in the pool, block ids, page ids), each no more than the buffer holds."""
@@ -95,7 +94,8 @@ class GpuMover:
             for first in range(0, len(blocks), most):
                 yield in_pool[number], blocks[first : first + most], pages[first : first + most]
 
-    def _run(self, hops: Sequence[Hop], after: Moment) -> None:
+    def _run(self, hops: Sequence[Hop], after: Moment, then: Callable[[], None] | None = None) -> None:
+        """The hops one behind the other, and what `then` issues on the same stream."""
         assert after is not None
         if not hops:
             return
@@ -107,10 +107,15 @@ class GpuMover:
                 nbytes = len(hop.from_ids) * self._map.row_bytes
                 issued.append(self._engine.gather_part(hop.source, hop.from_ids, 0, nbytes, buffer, stream))
                 issued.append(self._engine.scatter_part(hop.target, hop.to_ids, 0, nbytes, buffer, stream))
+            if then is not None:
+                then()
+                self._behind.record(self._stream)
         except BaseException:
             self._stream.synchronize()  # those before the one that failed
             raise
-        # However long it takes: until then the copies may touch both ends. This wait sleeps, the stream's would spin.
+        # However long it takes: until then the copies may touch both ends. These waits sleep, the stream's would spin.
+        if then is not None:
+            self._behind.synchronize()
         issued[-1].wait()
 
     def _pages_of(self, pool: PoolPages) -> list[GpuPages]:

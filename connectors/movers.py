@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry import _core
-from kvferry.connectors.blocks import BlockMap, BlockPlaces, Memory, PoolPages
+from kvferry.connectors.blocks import BlockMap, BlockPlaces, Memory, PoolPages, Tail
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +32,10 @@ class Mover(Protocol):
     def misfit(self, memories: Sequence[Memory]) -> str:
         """Why a daemon with such memories, one a rank, cannot be used; empty where it can."""
 
-    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None: ...
+    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment, tail: Tail | None = None) -> None:
+        """Behind a `tail`'s token its page is cleared."""
 
     def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None: ...
-
-    def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
-        """Clears all bits of the page's bytes but those of `kept`, (page_bytes,)."""
 
 
 class HostMover:
@@ -57,15 +54,15 @@ class HostMover:
             return ""
         return "the daemon's pool is no shared memory of one rank: start it without --device"
 
-    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
+    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment, tail: Tail | None = None) -> None:
         in_blocks, in_pages, sizes = self._blocks.addresses(pool, places)
         _core.copy_list(in_pages, in_blocks, sizes)
+        if tail is not None:
+            assert isinstance(pool.memory, np.ndarray)
+            page = pool.memory[pool.span(tail.page)].reshape(self._blocks.page_shape)
+            page[:, tail.block + 1 :] = 0
+            page[:, tail.block, self._blocks.order > tail.token] = 0
 
     def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         in_blocks, in_pages, sizes = self._blocks.addresses(pool, places)
         _core.copy_list(in_blocks, in_pages, sizes)
-
-    def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
-        assert isinstance(pool.memory, np.ndarray)
-        row = pool.memory[pool.span(page)]
-        np.bitwise_and(row, kept, out=row)

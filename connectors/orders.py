@@ -35,6 +35,7 @@ class Load:
     start: int
     held_blocks: tuple[int, ...]
     blocks: tuple[int, ...]
+    traceparent: str = ""  # W3C, of the request's span in the engine; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Restore:
     prompt: PromptPages
     start: int
     blocks: tuple[int, ...]
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Begin:
     start: int = 0
     end: int = 0
     blocks: tuple[int, ...] = ()
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.connectors import params as transfer_params
-from kvferry.connectors.digests import page_digests
-from kvferry.connectors.orders import Cancel, Load, Orders, PromptPages, Restore, StorePages
-from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked
+from kvferry.connectors.orders import Cancel, Load, Orders, Restore, StorePages
+from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked, traceparent_of
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ class DecodeScheduler(SchedulerSide):
             self.counts.not_asked += 1
             return 0, False
         if tracked.params is not None:
-            external = self._travelling(request) - computed
+            external = request.num_prompt_tokens - computed
             return (external, True) if external > 0 else (0, False)
         return self._from_daemon(tracked, computed)
 
@@ -55,28 +54,30 @@ class DecodeScheduler(SchedulerSide):
         tracked.settled = tracked.loading = True
         page = self.shape.page_size
         if tracked.params is not None:
-            end = self._travelling(request)
+            end = request.num_prompt_tokens
             start = end - external
             held = start // page * page
             self._orders.append(
                 Load(
                     request.request_id,
                     tracked.params.name,
-                    self._prompt(request, end),
+                    tracked.chain.prompt(end),
                     tracked.params.prefill,
                     start,
                     self._blocks(blocks, 0, held),
                     self._blocks(blocks, start, end),
+                    traceparent_of(request),
                 )
             )
             self.counts.loads += 1
             self.counts.load_tokens += external
         else:
             end = tracked.found
-            prompt = self._prompt(request, end + 1)
+            prompt = tracked.chain.prompt(end + 1)
             start = end - external
             name = transfer_params.new_name()
-            self._orders.append(Restore(request.request_id, name, prompt, start, self._blocks(blocks, start, end)))
+            own = self._blocks(blocks, start, end)
+            self._orders.append(Restore(request.request_id, name, prompt, start, own, traceparent_of(request)))
             self.counts.restores += 1
             self.counts.restore_tokens += external
 
@@ -92,13 +93,11 @@ class DecodeScheduler(SchedulerSide):
             return False, None
         # The last token's KV is not computed, nor what a step under way is to compute.
         ready = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
-        tokens = min(ready, len(request.block_hashes) * self.shape.block_tokens)
-        pages = tokens // self.shape.page_size
-        if pages < 1 or not self._lookups.up:
+        tokens = ready - ready % self.shape.page_size
+        if tokens < 1 or not self._lookups.up:
             del self._tracked[request.request_id]
             return False, None
-        tokens = pages * self.shape.page_size
-        prompt = PromptPages(page_digests(request.block_hashes, self.shape.blocks_per_page, pages), tokens)
+        prompt = tracked.chain.prompt(tokens)
         name = transfer_params.new_name()
         self._orders.append(StorePages(request.request_id, name, prompt, self._blocks(blocks, 0, tokens)))
         self.counts.stores += 1
@@ -120,5 +119,4 @@ class DecodeScheduler(SchedulerSide):
         except ValueError as error:
             _log.warning("request %s is computed here: %s", request.request_id, error)
             half = None
-        tracked = self._tracked[request.request_id] = Tracked(request, half)
-        return tracked
+        return self._tracked_anew(request, half)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from kvferry.connectors import params as transfer_params
 from kvferry.connectors.orders import Begin, Cancel, Drop, Orders, Release, Save
-from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked
+from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, traceparent_of
 
 _log = logging.getLogger(__name__)
 
@@ -21,9 +22,9 @@ class PrefillScheduler(SchedulerSide):
         except ValueError as error:
             _log.warning("request %s is not sent to anyone: %s", request.request_id, error)
             half = None
-        if half is None or self._travelling(request) < 1:
+        if half is None:
             return
-        tracked = self._tracked[request.request_id] = Tracked(request, half)
+        tracked = self._tracked_anew(request, half)
         if self._lookups.up:
             self._ask(tracked, request.num_prompt_tokens - 1)
         else:
@@ -48,12 +49,12 @@ class PrefillScheduler(SchedulerSide):
         # without a daemon fails the push at once.
         tracked.begun = True
         most = self._lookups.most_pages
-        tracked.unsent = 0 < most < -(-self._travelling(request) // self.shape.page_size)
-        prompt = self._prompt(request, self._travelling(request))
-        begin = Begin(request.request_id, tracked.params.name, prompt)
+        tracked.unsent = 0 < most < -(-request.num_prompt_tokens // self.shape.page_size)
+        prompt = tracked.chain.prompt(request.num_prompt_tokens)
+        begin = Begin(request.request_id, tracked.params.name, prompt, traceparent=traceparent_of(request))
         if external:
             start, end = tracked.found - external, tracked.found
-            begin = Begin(request.request_id, tracked.params.name, prompt, start, end, self._blocks(blocks, start, end))
+            begin = replace(begin, start=start, end=end, blocks=self._blocks(blocks, start, end))
             tracked.loading = True
         else:
             tracked.let_go()
@@ -70,7 +71,7 @@ class PrefillScheduler(SchedulerSide):
             tracked = self._tracked.get(request_id)
             if tracked is None or not tracked.begun or tracked.storing:
                 continue
-            total = self._travelling(tracked.request)
+            total = tracked.request.num_prompt_tokens
             computed = min(tracked.request.num_computed_tokens + tokens, total)
             page = self.shape.page_size
             if computed // page > tracked.saved // page or tracked.saved < computed == total:
@@ -88,7 +89,7 @@ class PrefillScheduler(SchedulerSide):
             return False, None
         assert tracked.params is not None
         tracked.settled = tracked.storing = True
-        whole = tracked.saved == self._travelling(request)
+        whole = tracked.saved == request.num_prompt_tokens
         # Decode would wait until its deadline for what does not come; a router that hears of it asks decode alone.
         sent = whole and not tracked.unsent and self._session and self._lookups.up
         if tracked.loading:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.connectors.digests import page_digests, prompt_of
-from kvferry.connectors.orders import News, Order, Orders, PromptPages
+from kvferry.connectors.orders import News, Order, Orders
 from kvferry.connectors.params import TransferParams
+from kvferry.connectors.prompt_chain import KeysBetween, PromptChain
 
 
 class EngineRequest(Protocol):
@@ -28,15 +28,11 @@ class EngineRequest(Protocol):
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
-    def block_hashes(self) -> Sequence[bytes]: ...
-    @property
     def all_token_ids(self) -> Sequence[int]: ...
     @property
     def kv_transfer_params(self) -> Mapping[str, object] | None: ...
     @property
-    def mm_features(self) -> Sequence[object]: ...
-    @property
-    def lora_request(self) -> object: ...
+    def trace_headers(self) -> Mapping[str, str] | None: ...
 
 
 class DaemonLookup(Protocol):
@@ -74,7 +70,6 @@ class DaemonLookups(Protocol):
 class Shape:
     block_tokens: int
     blocks_per_page: int
-    root: bytes  # digest before first pages
 
     @property
     def page_size(self) -> int:
@@ -85,6 +80,7 @@ class Shape:
 class Tracked:
     request: EngineRequest
     params: TransferParams | None
+    chain: PromptChain
     lookup: DaemonLookup | None = None
     asked_at: float = 0.0
     found: int = 0  # tokens that the last answer rested on
@@ -121,6 +117,7 @@ class SchedulerSide:
         lookups: DaemonLookups,
         now: Callable[[], float],
         *,
+        keys_of: Callable[[EngineRequest], KeysBetween | None],
         default_prefill: str = "",
         lookup_seconds: float = 1.0,
     ) -> None:
@@ -128,6 +125,7 @@ class SchedulerSide:
         self.counts = SchedulerCounts()
         self._lookups = lookups
         self._now = now
+        self._keys_of = keys_of
         self._default_prefill = default_prefill
         self._lookup_seconds = lookup_seconds
         self._session = True  # the worker has one with the daemon, as far as is known
@@ -192,10 +190,8 @@ class SchedulerSide:
     def _ask(self, tracked: Tracked, tokens: int) -> None:
         """Asks the daemon what it holds of the first `tokens`."""
         tracked.let_go()
-        pages = tokens // self.shape.page_size
         tracked.asked_at = self._now()
-        if pages:
-            digests = page_digests(tracked.request.block_hashes, self.shape.blocks_per_page, pages)
+        if digests := tracked.chain.pages(tokens):
             tracked.lookup = self._lookups.start(digests)
 
     def _answer(self, tracked: Tracked, tokens: int) -> int | None:
@@ -210,23 +206,10 @@ class SchedulerSide:
             return 0
         return min(found, tokens // self.shape.page_size * self.shape.page_size)
 
-    def _prompt(self, request: EngineRequest, tokens: int) -> PromptPages:
-        return prompt_of(
-            request.block_hashes,
-            request.all_token_ids,
-            tokens,
-            page_size=self.shape.page_size,
-            blocks_per_page=self.shape.blocks_per_page,
-            root=self.shape.root,
-        )
-
-    def _travelling(self, request: EngineRequest) -> int:
-        """The number of the prompt's tokens that travel. The partial last page has no block hash: where more than its
-        tokens says what it holds, it stays."""
-        tokens = request.num_prompt_tokens
-        if request.mm_features or request.lora_request is not None:
-            tokens -= tokens % self.shape.page_size
-        return tokens
+    def _tracked_anew(self, request: EngineRequest, params: TransferParams | None) -> Tracked:
+        chain = PromptChain(request, self.shape.page_size, self._keys_of(request))
+        tracked = self._tracked[request.request_id] = Tracked(request, params, chain)
+        return tracked
 
     def _blocks(self, blocks: Sequence[int], start: int, end: int) -> tuple[int, ...]:
         """The blocks of tokens [start, end); `start` begins a block."""
@@ -235,6 +218,11 @@ class SchedulerSide:
         needed = blocks[start // size : -(-end // size)]
         assert len(needed) == -(-end // size) - start // size, f"{len(blocks)} blocks for {end} tokens"
         return tuple(needed)
+
+
+def traceparent_of(request: EngineRequest) -> str:
+    """Of the span that the engine traces the request in; empty where it does not."""
+    return (request.trace_headers or {}).get("traceparent", "")
 
 
 def is_over(tracked: Tracked) -> bool:

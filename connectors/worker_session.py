@@ -49,6 +49,15 @@ def connector_of(
     return connect
 
 
+def greeting(client: DaemonClient) -> str:
+    """What an operator reads of a new session."""
+    told = client.welcome
+    return (
+        f"connected to kvferry's daemon {told.daemon!r}: namespace {told.namespace_id.hex()[:12]}, pages of "
+        f"{told.geometry.page_size} tokens; while it is away prompts are computed here"
+    )
+
+
 class Sessions:
     """The sessions, one behind the other until `close`. `quiet` ends all that uses the one that is over; `changed`
     hears whether there is one. All of it on one event loop."""
@@ -73,6 +82,7 @@ class Sessions:
         """The first; HandshakeFailed where it is refused. Where no daemon is there it is tried again and again."""
         try:
             self.client = await self._connect(deadline_s=deadline_s)
+            _log.info("%s", greeting(self.client))
         except DaemonAbsent as error:
             self._changed(False)
             _log.warning("%s; prompts are computed here until it comes", error)
@@ -114,7 +124,7 @@ class Sessions:
             try:
                 self.client = await self._connect(deadline_s=CONNECT_SECONDS)
                 self._changed(True)
-                _log.info("connected to daemon %r again", self.client.welcome.daemon)
+                _log.info("again %s", greeting(self.client))
                 return self.client
             except DaemonAbsent:
                 await asyncio.sleep(RETRY_SECONDS)

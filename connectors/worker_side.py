@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.client.requests import DaemonGone, HandshakeFailed, NotOpened, RequestFailed, RequestName
-from kvferry.connectors.blocks import BlockMap, BlockPlaces, PoolPages
+from kvferry.connectors.blocks import BlockMap, BlockPlaces, PoolPages, Tail
 from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import (
     Begin,
@@ -220,14 +221,15 @@ class WorkerSide:
         await self._copy(partial(self._mover.to_blocks, pool, places, after))
         self.moved.loaded_bytes += len(places.blocks) * self._blocks.row_bytes
 
-    async def _to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
+    async def _to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment, tail: Tail | None = None) -> None:
         """Copies blocks to pages, behind what the engine had begun before `after`, which computes them."""
-        await self._copy(partial(self._mover.to_pages, pool, places, after))
+        await self._copy(partial(self._mover.to_pages, pool, places, after, tail))
         self.moved.saved_bytes += len(places.blocks) * self._blocks.row_bytes
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
     async def _load(self, order: Load, step: EngineStep) -> int:
+        began = time.monotonic()
         held = len(order.held_blocks) * self._blocks.block_tokens
         async with self._lease(order.request, order.name) as lease:
             client = lease.client
@@ -238,6 +240,7 @@ class WorkerSide:
                 max_new_tokens=1,
                 deadline_s=self._settings.deadline_seconds,
                 held_tokens=held,
+                traceparent=order.traceparent,
             )
             matched = admitted.matched_tokens
             if matched < held:
@@ -254,11 +257,12 @@ class WorkerSide:
             await self._to_blocks(pool, places, step.begun)
             client.check(order.name)  # the pages were ours until now
             lease.then(self._finish(client, order.name, tokens))
-            self.moved.loads += 1
+            self._count_load(began)
             return len(order.blocks)
         return 0
 
     async def _restore(self, order: Restore, begun: Moment) -> int:
+        began = time.monotonic()
         async with self._lease(order.request, order.name) as lease:
             client, tokens = lease.client, order.prompt.tokens
             admitted = await client.admit(
@@ -267,6 +271,7 @@ class WorkerSide:
                 prefill="",
                 max_new_tokens=1,
                 deadline_s=self._settings.deadline_seconds,
+                traceparent=order.traceparent,
             )
             await client.ready(order.name)
             end = min(admitted.local_tokens, tokens - 1)
@@ -278,9 +283,13 @@ class WorkerSide:
             client.check(order.name)
             if end == tokens - 1:  # else it has pages that nobody filled: it is aborted
                 lease.then(self._finish(client, order.name, tokens))
-            self.moved.loads += 1
+            self._count_load(began)
             return (end - order.start) // self._blocks.block_tokens
         return 0
+
+    def _count_load(self, began: float) -> None:
+        self.moved.loads += 1
+        self.moved.load_seconds += time.monotonic() - began
 
     async def _store(self, order: StorePages, begun: Moment) -> None:
         async with self._lease(order.request, order.name) as lease:
@@ -315,7 +324,12 @@ class WorkerSide:
         order, name = push.order, push.order.name
         async with self._lease(order.request, name) as lease:
             client = lease.client
-            begun = await client.begin(name, **_words(order.prompt), deadline_s=self._settings.deadline_seconds)
+            begun = await client.begin(
+                name,
+                **_words(order.prompt),
+                deadline_s=self._settings.deadline_seconds,
+                traceparent=order.traceparent,
+            )
             if not push.received:
                 await self._load_first(client, push, begun.matched_tokens, begun.pages)
             await self._push_chunks(client, push, begun.matched_tokens, begun.pages)
@@ -368,10 +382,7 @@ class WorkerSide:
             places = self._blocks.places(pool, pages, own, saved, end)
             push.copying.clear()
             try:
-                await self._to_pages(pool, places, computed)
-                if end == total and end % page:
-                    kept = self._blocks.kept(end)
-                    await self._copy(partial(self._mover.mask, pool, pages[-1], kept))
+                await self._to_pages(pool, places, computed, self._blocks.tail(pages, end) if end == total else None)
             finally:
                 push.copying.set()
             client.progress(push.order.name, end)

@@ -68,6 +68,7 @@ class Moved:
     loaded_bytes: int = 0
     saved_bytes: int = 0
     loads: int = 0
+    load_seconds: float = 0.0  # of these, from the order on
     failed: int = 0
     stored: int = 0
     pushed: int = 0

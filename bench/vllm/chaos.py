@@ -1,12 +1,15 @@
 """Clients that leave and daemons that die, under load: no wrong token, no hang, nothing leaked.
 
 python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--output bench/results/vllm-chaos.txt]
+
+VLLM_LEAVE_SECONDS: clients that leave do so within that time (4; no longer than a reply takes, or few of them leave).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import sys
 import time
@@ -21,6 +24,7 @@ from kvferry.proto import cache_pb2
 
 REQUEST_SECONDS = 180.0
 REST_SECONDS = 120.0
+LEAVE_SECONDS = float(os.environ.get("VLLM_LEAVE_SECONDS", "4"))
 
 
 @dataclass
@@ -70,7 +74,9 @@ async def client_loop(
         number = chosen.randrange(len(asked))
         leaves = run.aborted < run.aborts and chosen.random() < 0.6
         sending = asyncio.create_task(streamed(client, url, body(asked[number], tokens), time.monotonic()))
-        finished, _ = await asyncio.wait({sending}, timeout=chosen.uniform(0.0, 4.0) if leaves else REQUEST_SECONDS)
+        finished, _ = await asyncio.wait(
+            {sending}, timeout=chosen.uniform(0.0, LEAVE_SECONDS) if leaves else REQUEST_SECONDS
+        )
         if not finished:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import secrets
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import httpx
 
 MODEL_NAME = "smol"
+TIE = float(os.environ.get("VLLM_TIE", "1e-3"))
 WORDS = [
     "ferry",
     "river",
@@ -191,7 +193,7 @@ class Comparison:
     ties: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    def add(self, where: str, reference: Reply, got: Reply, tie: float = 1e-3) -> None:
+    def add(self, where: str, reference: Reply, got: Reply, tie: float = TIE) -> None:
         """Token for token; behind a difference nothing can be compared. A reply of no tokens is wrong."""
         if not reference.tokens:
             self.wrong.append(f"{where}: the reference has no token to compare with")

@@ -3,7 +3,8 @@
 
 VLLM_PYTHON   the interpreter that has vLLM          VLLM_MODEL  a model's folder
 VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: prefill on the first, decode on the last; without it vLLM for CPUs
-VLLM_FLAGS    more of the servers' arguments
+VLLM_FLAGS    more of the servers' arguments; those of the scripts (float32, eager) come before them
+VLLM_TIE      another token than the reference's is allowed where its two best logits are nearer (1e-3; bfloat16: 1e-2)
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Cluster:
     def kvferry(self) -> None:
         self.start_daemons()
         module, _, class_name = self.spec.connector_class.partition(":")
+        here = [str(ROOT / "bench" / "vllm"), *filter(None, [os.environ.get("PYTHONPATH")])]
         for name, blocks in (("prefill", self.spec.prefill_blocks), ("decode", self.spec.decode_blocks)):
             transfer: dict[str, object] = {
                 "kv_connector": class_name,
@@ -133,7 +135,7 @@ class Cluster:
                     **self.spec.extra,
                 },
             }
-            self._vllm(name, blocks, transfer, {"PYTHONPATH": str(ROOT / "bench" / "vllm")})
+            self._vllm(name, blocks, transfer, {"PYTHONPATH": os.pathsep.join(here)})
         for engine in self.engines.values():
             self._wait(engine)
         self.start_front()
@@ -189,7 +191,7 @@ class Cluster:
         port = free_port()
         words = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         words += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-        words += ["--block-size", str(BLOCK), "--prefix-caching-hash-algo", "sha256_cbor", "--enforce-eager"]
+        words += ["--block-size", str(BLOCK), "--enforce-eager"]
         words += ["--max-model-len", str(self.spec.max_model_len), "--max-num-seqs", "16"]
         words += ["--max-num-batched-tokens", str(self.spec.batch_tokens), "--disable-uvicorn-access-log"]
         words += shlex.split(os.environ.get("VLLM_FLAGS", ""))

@@ -12,9 +12,9 @@ for the copy that reads the blocks of a prompt that the prefill engine preempts:
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -34,8 +34,12 @@ from kvferry.connectors.scheduler_side import SchedulerSide
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import facts as vllm_facts
 from kvferry.connectors.vllm import versions as vllm_versions
+from kvferry.connectors.vllm.block_ids import BlockIds
+from kvferry.connectors.vllm.extra_keys import keys_of
+from kvferry.connectors.vllm.stats import KVFerryCounters, KVFerryStats
 from kvferry.connectors.worker_session import connector_of
 from kvferry.connectors.worker_side import WorkerSide
+from kvferry.connectors.worker_state import Moved
 from kvferry.proto import common_pb2
 
 if TYPE_CHECKING:
@@ -85,11 +89,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise vllm_facts.Unfit(str(error)) from error
         spec = vllm_facts.check_config(vllm_config, kv_cache_config)
         self._daemon_role = _ROLES[transfer.kv_role]
-        self._shape = vllm_facts.shape_of(vllm_config, spec, self._settings)
+        self._shape = vllm_facts.shape_of(spec, self._settings)
         self._facts = vllm_facts.facts_of(vllm_config, kv_cache_config, self._shape, self._settings)
         self._scheduler: SchedulerSide | None = None
         self._lookups: PinLookups | None = None
         self._worker: WorkerSide | None = None
+        self._block_ids = BlockIds()
+        self._counted = Moved()  # of what vLLM has been told
+        log_as_vllm()
         if role == KVConnectorRole.SCHEDULER:
             self._lookups = PinLookups(
                 self._settings.socket, self._daemon_role, self._facts.id, timeout_s=self._settings.lookup_seconds
@@ -99,6 +106,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._shape,
                 self._lookups,
                 time.monotonic,
+                keys_of=keys_of,
                 default_prefill=self._settings.prefill,
                 lookup_seconds=self._settings.lookup_seconds,
             )
@@ -120,9 +128,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._deciding.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._daemon_role == common_pb2.ROLE_PREFILL:  # only there blocks are asked for
+            self._block_ids.follow(scheduler_output)
         return KVFerryMetadata(
             self._deciding.step(
-                scheduler_output.num_scheduled_tokens, tuple(scheduler_output.preempted_req_ids or ()), self._blocks_of
+                scheduler_output.num_scheduled_tokens,
+                tuple(scheduler_output.preempted_req_ids or ()),
+                self._block_ids.of,
             )
         )
 
@@ -141,11 +153,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._deciding.finished(request, block_ids[0] if block_ids else [])
-
-    def _blocks_of(self, request_id: str) -> Sequence[int]:
-        assert self._kv_cache_manager is not None
-        blocks: Sequence[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
-        return blocks
 
     # -- the worker's half -----------------------------------------------------------------------------------------
 
@@ -183,6 +190,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._working.forward_done()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._working.forward_done()  # steps that compute nothing have no `wait_for_save` in some versions
         sent, received = self._working.reports.take()
         return sent or None, received or None
 
@@ -193,6 +201,26 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         news = self._working.reports.take_news()
         return None if news is None else KVFerryWorkerMetadata(news)
 
+    def get_kv_connector_stats(self) -> KVFerryStats | None:
+        if self._worker is None or self._worker.moved == self._counted:
+            return None
+        counted, self._counted = self._counted, replace(self._worker.moved)
+        return KVFerryStats.between(counted, self._counted)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
+        return KVFerryStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVFerryCounters:
+        return KVFerryCounters(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
@@ -200,3 +228,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._lookups is not None:
             self._lookups.close()
             self._lookups = None
+
+
+def log_as_vllm() -> None:
+    """Has kvferry's messages in vLLM's log, in its format and from its level on, where nobody has set them up."""
+    ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import HostMover, Mover
+from kvferry.connectors.prompt_chain import ROOT
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import order as vllm_order
@@ -20,7 +21,6 @@ from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 
 DEVICES = ("cpu", "cuda")
-DIGEST_ALGORITHMS = ("sha256_cbor", "sha256")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -46,16 +46,6 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
             f"the model has {len(groups)} KV cache groups ({', '.join(kinds)}); the connector serves models "
             "whose layers all have full attention (with other kinds a page is no prefix's alone)"
         )
-    cache = vllm_config.cache_config
-    if not cache.enable_prefix_caching:
-        raise Unfit(
-            "prefix caching is off, and the connector needs its hashes: start vLLM with --enable-prefix-caching"
-        )
-    if cache.prefix_caching_hash_algo not in DIGEST_ALGORITHMS:
-        raise Unfit(
-            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo!r}; start vLLM with "
-            "--prefix-caching-hash-algo sha256_cbor"
-        )
     if vllm_config.device_config.device_type not in DEVICES:
         raise Unfit(
             f"the device is {vllm_config.device_config.device_type!r}; the connector copies memory of the host and of "
@@ -75,12 +65,12 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
     return spec
 
 
-def shape_of(vllm_config: Any, spec: Any, settings: Settings) -> Shape:
+def shape_of(spec: Any, settings: Settings) -> Shape:
     try:
         blocks_per_page = settings.blocks_per_page(spec.block_size)
     except ValueError as error:
         raise Unfit(str(error)) from error
-    return Shape(spec.block_size, blocks_per_page, root_digest(vllm_config))
+    return Shape(spec.block_size, blocks_per_page)
 
 
 def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Settings) -> NamespaceFacts:
@@ -98,20 +88,10 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
             page_size=shape.page_size,
             layout=Layout.ENGINE,
         ),
-        digest_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
-        root_digest=shape.root,
+        digest_algorithm="sha256_cbor",
+        root_digest=ROOT,
         engine_layout=f"{vllm_order.name_of(vllm_config, spec)}, blocks of {shape.block_tokens}",
-        digest_tokens=shape.block_tokens,
     )
-
-
-def root_digest(vllm_config: Any) -> bytes:
-    """vLLM's NONE_HASH, as the engine core derives it (from PYTHONHASHSEED, where that is set)."""
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
-
-    function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    return bytes(function(resolve_none_hash_seed(function)))
 
 
 def fingerprint(model_config: Any) -> str:

@@ -18,8 +18,17 @@ def name_of(vllm_config: Any, spec: Any) -> str:
     kind = "" if cache.cache_dtype == "auto" else f" {cache.cache_dtype}"  # else the model's, which is named elsewhere
     if vllm_config.device_config.device_type == "cpu":
         return f"vllm cpu LBHNC {_instructions(vllm_config, spec)}{kind}"
-    inside = cache.get_resolved_kv_cache_layout().name.replace("L", "").replace("B", "")
-    return f"vllm cuda {inside}{kind}"  # whether layers or blocks are outermost is nothing to a page
+    return f"vllm cuda {_layout(cache)}{kind}"
+
+
+def _layout(cache_config: Any) -> str:
+    """The order within a block: HNC (heads, tokens, elements) or NHC."""
+    if not hasattr(cache_config, "get_resolved_kv_cache_layout"):  # vLLM 0.26
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        return {"HND": "HNC", "NHD": "NHC"}[get_kv_cache_layout()]
+    name: str = cache_config.get_resolved_kv_cache_layout().name
+    return name.replace("L", "").replace("B", "")  # whether layers or blocks are outermost is nothing to a page
 
 
 def is_one_run(cache: Any) -> bool:

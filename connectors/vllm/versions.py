@@ -23,7 +23,6 @@ HOOKS = {
     "get_finished": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
     "build_connector_worker_meta": (),
-    "bind_kv_cache_manager": ("kv_cache_manager",),
     "shutdown": (),
 }
 

@@ -101,8 +101,8 @@ def test_what_the_engine_begins_later_is_not_waited_for(engine: EngineMemory, po
 
 def test_behind_the_last_token_nothing_is_left(engine: EngineMemory, pool: PoolPages) -> None:
     end = BLOCK + 3
-    engine.to_pages(pool, [2], [5, 6], 0, 2 * BLOCK)
-    engine.mover.mask(pool, 2, engine.map.kept(end))
+    places = engine.map.places(pool, [2], [5, 6], 0, end)
+    engine.mover.to_pages(pool, places, engine.mover.moment(), engine.map.tail([2], end))
     halves = pages_of(pool)[2].reshape(LAYERS, PER_PAGE, BLOCK_BYTES)
     assert halves[:, 0].tobytes() == engine.block(5)
     assert halves[:, 1].tobytes() == engine.beginning(6, 3)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Drop, Load, News, Release, Restore, Save, StorePages
+from kvferry.connectors.prompt_chain import KeysBetween
 from kvferry.connectors.scheduler_decode import DecodeScheduler
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
 from kvferry.connectors.scheduler_side import SchedulerSide, Shape
-from kvferry.radix.digests import chain_digests, root_digest
+from kvferry.radix.digests import chain_digests
 
 BLOCK = 8
 ID = "ab" * 16
@@ -27,8 +28,8 @@ class Request:
     output: int = 0
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
-    mm_features: tuple[object, ...] = ()
-    lora_request: object = None
+    adapter: str = ""
+    trace_headers: dict[str, str] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -42,9 +43,15 @@ class Request:
     def all_token_ids(self) -> list[int]:
         return list(range(self.num_tokens))
 
-    @property
-    def block_hashes(self) -> list[bytes]:
-        return [bytes(row) for row in chain_digests(np.arange(self.num_tokens), page_size=BLOCK)]
+    def digests(self, tokens: int, page_size: int) -> bytes:
+        """Of the full pages of its first `tokens`."""
+        extra = [self.adapter] if self.adapter else None
+        return chain_digests(np.arange(tokens), page_size=page_size, extra=extra).tobytes()
+
+
+def keys_of(request: object) -> KeysBetween | None:
+    assert isinstance(request, Request)
+    return (lambda start, end: [request.adapter]) if request.adapter else None
 
 
 @dataclass
@@ -86,11 +93,11 @@ class Clock:
 
 
 def decode(daemon: Daemon, per_page: int = 1, clock: Clock | None = None) -> DecodeScheduler:
-    return DecodeScheduler(Shape(BLOCK, per_page, root_digest()), daemon, clock or Clock(), lookup_seconds=1.0)
+    return DecodeScheduler(Shape(BLOCK, per_page), daemon, clock or Clock(), keys_of=keys_of)
 
 
 def prefill(daemon: Daemon, per_page: int = 1) -> PrefillScheduler:
-    return PrefillScheduler(Shape(BLOCK, per_page, root_digest()), daemon, Clock(), lookup_seconds=1.0)
+    return PrefillScheduler(Shape(BLOCK, per_page), daemon, Clock(), keys_of=keys_of)
 
 
 def blocks(tokens: int) -> list[int]:
@@ -118,7 +125,7 @@ def test_a_prompt_from_prefill_is_promised_once_the_engine_has_pinned_its_blocks
     daemon = Daemon()
     side, request = decode(daemon, per_page), Request("a", 61, TO_DECODE)
     side.new_request(request)
-    assert daemon.asked[0][0] == b"".join(request.block_hashes[per_page - 1 :: per_page])
+    assert daemon.asked[0][0] == request.digests(61, BLOCK * per_page)
     for _ in range(3):  # vLLM may ask again and again
         assert side.matched(request, 24) == (37, True)
     assert orders(side) == []
@@ -214,7 +221,7 @@ def test_at_the_end_full_pages_of_prompt_and_output_are_stored(per_page: int) ->
     assert isinstance(store, StorePages)
     tokens = 40 // (BLOCK * per_page) * BLOCK * per_page
     assert (store.prompt.tokens, store.blocks) == (tokens, tuple(blocks(tokens)))
-    assert store.prompt.digests == b"".join(request.block_hashes[per_page - 1 : tokens // BLOCK : per_page])
+    assert store.prompt.digests == request.digests(tokens, BLOCK * per_page)
     assert store.name.request_id.hex() != ID
     side.sent(["a"])
     assert side.tracked == 0
@@ -272,11 +279,30 @@ def test_a_request_that_a_router_names_wrongly_is_computed_here(caplog: pytest.L
     assert "kvferry_request is 'nonsense'" in caplog.text
 
 
-@pytest.mark.parametrize("kept", [{"mm_features": (object(),)}, {"lora_request": object()}])
-def test_a_tail_that_its_tokens_do_not_name_stays(kept: dict[str, object]) -> None:
-    side, request = decode(Daemon()), Request("a", 61, TO_DECODE, **kept)  # type: ignore[arg-type]
-    side.new_request(request)
-    assert side.matched(request, 0) == (56, True)
+def test_a_tail_is_named_by_what_its_tokens_do_not_say() -> None:
+    prompts = []
+    for adapter in ("", "one", "other"):
+        side, request = decode(Daemon()), Request("a", 61, TO_DECODE, adapter=adapter)
+        side.new_request(request)
+        assert side.matched(request, 0) == (61, True)
+        side.allocated(request, blocks(61), 61)
+        (load,) = orders(side)
+        assert isinstance(load, Load) and load.prompt.digests == request.digests(61, BLOCK)
+        prompts.append(load.prompt)
+    assert len({prompt.digests for prompt in prompts}) == len({prompt.tail_digest for prompt in prompts}) == 3
+
+
+def test_orders_carry_the_span_that_the_engine_traces_the_request_in() -> None:
+    traced = {"traceparent": "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"}
+    daemon = Daemon()
+    for side, params in ((decode(daemon), TO_DECODE), (decode(daemon), None), (prefill(daemon), TO_PREFILL)):
+        request = Request("a", 61, params, trace_headers=traced)
+        side.new_request(request)
+        daemon.holds(56)
+        tokens, _ = side.matched(request, 0)
+        side.allocated(request, blocks(61), tokens or 0)
+        (order,) = orders(side)
+        assert isinstance(order, (Load, Restore, Begin)) and order.traceparent == traced["traceparent"]
 
 
 # -- prefill -------------------------------------------------------------------------------------------------------

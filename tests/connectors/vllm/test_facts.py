@@ -45,8 +45,6 @@ class SlidingWindowSpec(FullAttentionSpec):
 @dataclass
 class Engine:
     parallel: dict[str, int] = field(default_factory=dict)
-    caching: bool = True
-    algorithm: str = "sha256_cbor"
     device: str = "cpu"
     specs: tuple[FullAttentionSpec, ...] = (FullAttentionSpec(),)
 
@@ -55,9 +53,7 @@ class Engine:
         sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **self.parallel}
         return SimpleNamespace(
             parallel_config=SimpleNamespace(**sizes),
-            cache_config=SimpleNamespace(
-                enable_prefix_caching=self.caching, prefix_caching_hash_algo=self.algorithm, cache_dtype="auto"
-            ),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
             device_config=SimpleNamespace(device_type=self.device),
         )
 
@@ -77,8 +73,6 @@ def test_an_engine_that_fits() -> None:
     [
         (Engine(parallel={"tensor_parallel_size": 2}), "tensor_parallel_size is 2; .* set it to 1"),
         (Engine(parallel={"pipeline_parallel_size": 4}), "pipeline_parallel_size is 4"),
-        (Engine(caching=False), "--enable-prefix-caching"),
-        (Engine(algorithm="xxhash"), "'xxhash'; start vLLM with --prefix-caching-hash-algo sha256_cbor"),
         (Engine(device="xpu"), "the device is 'xpu'; .* one of cpu, cuda"),
         (
             Engine(specs=(FullAttentionSpec(), SlidingWindowSpec())),
@@ -95,7 +89,7 @@ def test_engines_that_are_refused(engine: Engine, message: str) -> None:
 
 def test_a_page_that_is_no_whole_number_of_blocks_is_refused() -> None:
     with pytest.raises(Unfit, match="page_size is 40"):
-        shape_of(Engine().vllm, FullAttentionSpec(), Settings("/s", page_size=40))
+        shape_of(FullAttentionSpec(), Settings("/s", page_size=40))
 
 
 def geometry(per_page: int) -> KVGeometry:
@@ -105,7 +99,7 @@ def geometry(per_page: int) -> KVGeometry:
 @pytest.mark.parametrize("per_page", [1, 2])
 def test_where_the_blocks_of_cpu_attention_lie(per_page: int) -> None:
     caches = {name: torch.zeros(10, HEADS, BLOCK, 2 * DIM) for name in ("l1", "l0")}
-    shape = Shape(BLOCK, per_page, bytes(32))
+    shape = Shape(BLOCK, per_page)
     found = block_map(caches, Engine().kv, shape, geometry(per_page), ORDER)
     assert found.page_bytes == geometry(per_page).page_bytes
     assert (found.blocks, found.block_bytes) == (10, HEADS * BLOCK * 2 * DIM * 4)
@@ -116,7 +110,7 @@ def test_where_the_blocks_of_cpu_attention_lie(per_page: int) -> None:
 def test_layers_that_share_one_tensor_are_found_by_their_strides() -> None:
     whole = torch.zeros(10, 2, HEADS, BLOCK, 2 * DIM)
     caches = {"l0": whole[:, 0], "l1": whole[:, 1]}
-    found = block_map(caches, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+    found = block_map(caches, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
     assert found.strides.tolist() == [2 * found.block_bytes] * 2
     assert found.bases[1] - found.bases[0] == found.block_bytes
 
@@ -131,24 +125,24 @@ def test_layers_that_share_one_tensor_are_found_by_their_strides() -> None:
 )
 def test_blocks_that_are_no_run_of_bytes_are_refused(cache: torch.Tensor, message: str) -> None:
     with pytest.raises(Unfit, match=message):
-        block_map({"l0": cache, "l1": cache}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+        block_map({"l0": cache, "l1": cache}, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
 
 
 def test_layers_in_another_order_or_elsewhere_are_refused() -> None:
     cache = torch.zeros(10, HEADS, BLOCK, 2 * DIM)
     for other in (torch.zeros(10, HEADS, BLOCK, 2 * DIM, device="meta"), torch.zeros(10, HEADS, BLOCK + 1, 2 * DIM)):
         with pytest.raises(Unfit, match=r"layer l1: its cache .* that all layers have"):
-            block_map({"l0": cache, "l1": other}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+            block_map({"l0": cache, "l1": other}, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
     gpu = torch.zeros(10, HEADS, BLOCK, 2 * DIM, device="meta")
     other = torch.zeros(10, BLOCK, HEADS, 2 * DIM, device="meta").transpose(1, 2)
     with pytest.raises(Unfit, match=r"layer l1: its cache .* that all layers have"):
-        block_map({"l0": gpu, "l1": other}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+        block_map({"l0": gpu, "l1": other}, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
 
 
 def test_blocks_that_the_backend_splits_are_refused_with_the_size_to_choose() -> None:
     caches = {name: torch.zeros(20, HEADS, BLOCK // 2, 2 * DIM) for name in ("l0", "l1")}
     with pytest.raises(Unfit, match="start vLLM with --block-size 16, on both sides"):
-        block_map(caches, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+        block_map(caches, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
 
 
 @pytest.mark.parametrize("name", ["num_head_slots", "state_content_bytes"])
@@ -166,7 +160,7 @@ def test_of_blocks_on_a_gpu_any_order_that_strides_can_tell_is_taken(inside: str
     whole = torch.zeros(2, 10, *(sizes[letter] for letter in inside), device="meta")
     caches = {f"l{i}": whole[i].permute(0, *(1 + inside.index(letter) for letter in "HNC")) for i in range(2)}
     order = strided_order(caches["l0"])
-    found = block_map(caches, Engine(device="cuda").kv, Shape(BLOCK, 1, bytes(32)), geometry(1), order)
+    found = block_map(caches, Engine(device="cuda").kv, Shape(BLOCK, 1), geometry(1), order)
     assert (found.blocks, found.strides.tolist()) == (10, [found.block_bytes] * 2)
     token_of = order.reshape([sizes[letter] for letter in inside] + [4])
     tokens = np.moveaxis(token_of, inside.index("N"), 0).reshape(BLOCK, -1)
@@ -193,7 +187,7 @@ def test_an_order_that_strides_do_not_tell_is_refused(cache: torch.Tensor) -> No
 def test_a_layer_without_a_cache_is_refused() -> None:
     cache = torch.zeros(10, HEADS, BLOCK, 2 * DIM)
     with pytest.raises(Unfit, match="layer l1 has no KV cache"):
-        block_map({"l0": cache}, Engine().kv, Shape(BLOCK, 1, bytes(32)), geometry(1), ORDER)
+        block_map({"l0": cache}, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
 
 
 def test_weights_that_differ_anywhere_have_another_revision(tmp_path: Path) -> None:

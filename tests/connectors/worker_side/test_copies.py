@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from kvferry.client.requests import RequestFailed
-from kvferry.connectors.blocks import BlockPlaces, Memory, PoolPages
+from kvferry.connectors.blocks import BlockPlaces, Memory, PoolPages, Tail
 from kvferry.connectors.orders import (
     Begin,
     Cancel,
@@ -62,16 +60,13 @@ class Numbered:
     def misfit(self, memories: Sequence[Memory]) -> str:
         return self._inner.misfit(memories)
 
-    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Any) -> None:
+    def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Any, tail: Tail | None = None) -> None:
         self.seen.append(("to pages", after))
-        self._inner.to_pages(pool, places, self._inner.moment())
+        self._inner.to_pages(pool, places, self._inner.moment(), tail)
 
     def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Any) -> None:
         self.seen.append(("to blocks", after))
         self._inner.to_blocks(pool, places, self._inner.moment())
-
-    def mask(self, pool: PoolPages, page: int, kept: NDArray[np.uint8]) -> None:
-        self._inner.mask(pool, page, kept)
 
 
 def test_copies_of_a_decode_engine_wait_for_what_computes_or_uses_the_blocks(

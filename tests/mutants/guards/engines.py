@@ -7,6 +7,7 @@ RANK_POOLS = ("tests/client/test_rank_pools.py",)
 POOLS_END = ("tests/client/test_pools_end.py",)
 BLOCKS = ("tests/connectors/test_blocks.py",)
 LOOKUPS = ("tests/connectors/test_lookups.py",)
+CHAIN = ("tests/connectors/test_prompt_chain.py",)
 SCHEDULER = ("tests/connectors/test_scheduler_side.py",)
 COPIES = ("tests/connectors/worker_side/test_copies.py",)
 ENDS = ("tests/connectors/worker_side/test_ends.py",)
@@ -114,26 +115,50 @@ COPIED: tuple[Guard, ...] = (
     Guard(
         "the token behind the last one is sent",
         "connectors/blocks.py",
-        "BlockMap.kept",
-        "self.order <= token",
-        "self.order <= token + 1",
+        "BlockMap.tail",
+        "divmod(behind - 1, self.block_tokens)",
+        "divmod(behind, self.block_tokens)",
         BLOCKS,
     ),
     Guard(
-        "a page's digest is its first block's",
-        "connectors/digests.py",
-        "page_digests",
-        "block_hashes[blocks_per_page - 1 : need : blocks_per_page]",
-        "block_hashes[0:need:blocks_per_page]",
-        ("tests/connectors/test_digests.py",),
+        "pages that are hashed later hang on nothing",
+        "connectors/prompt_chain.py",
+        "PromptChain.pages",
+        "parent=self._parent(first)",
+        "parent=self._parent(0)",
+        CHAIN,
     ),
     Guard(
-        "a hash of another length is a digest",
-        "connectors/digests.py",
-        "page_digests",
-        "if len(digests) != pages * DIGEST_BYTES:",
+        "another adapter's page has the same digest",
+        "connectors/prompt_chain.py",
+        "PromptChain.pages",
+        "if (keys := self._keys) is not None:",
+        "if (keys := self._keys) is not None and not first:",
+        CHAIN,
+    ),
+    Guard(
+        "another adapter's tail has the same digest",
+        "connectors/prompt_chain.py",
+        "PromptChain.prompt",
+        "{0: self._keys(start, tokens)}",
+        "None",
+        CHAIN,
+    ),
+    Guard(
+        "a page is named by what is in another one",
+        "connectors/prompt_chain.py",
+        "PromptChain.pages",
+        "keys((first + i) * size, (first + i + 1) * size)",
+        "keys(i * size, (i + 1) * size)",
+        CHAIN,
+    ),
+    Guard(
+        "a resumed request keeps the blocks that it had",
+        "connectors/vllm/block_ids.py",
+        "BlockIds.follow",
+        "if request in cached.resumed_req_ids:",
         "if False:",
-        ("tests/connectors/test_digests.py",),
+        ("tests/connectors/vllm/test_block_ids.py",),
     ),
     Guard(
         "blocks are reported while a copy into them runs",
@@ -216,14 +241,6 @@ DECIDED: tuple[Guard, ...] = (
         "DecodeScheduler.finished",
         "request.num_computed_tokens - request.num_in_flight_tokens",
         "request.num_computed_tokens",
-        SCHEDULER,
-    ),
-    Guard(
-        "a tail that its tokens do not name travels",
-        "connectors/scheduler_side.py",
-        "SchedulerSide._travelling",
-        "if request.mm_features or request.lora_request is not None:",
-        "if request.mm_features:",
         SCHEDULER,
     ),
     Guard(

@@ -1,0 +1,64 @@
+"""A request's page digests, hashed here from its token ids and what else names its pages: how its engine hashes, and
+whether it does, is nothing to kvferry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from kvferry.connectors.orders import PromptPages
+from kvferry.radix.digests import DIGEST_BYTES, chain_digests, root_digest, tail_digest
+
+if TYPE_CHECKING:
+    from kvferry.radix.digests import ExtraKeys
+
+KeysBetween: TypeAlias = "Callable[[int, int], ExtraKeys | None]"
+"""What names the tokens [start, end) of a request beside their ids: adapters, images and where they lie, a salt.
+`start` begins a page, `end` ends it or the tokens."""
+
+ROOT = root_digest()
+
+
+class TokenSource(Protocol):
+    """The part of a request that is hashed. Its tokens grow, and do not change."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+
+class PromptChain:
+    """The digests of one request's pages, each hashed once, when it is first asked for."""
+
+    def __init__(self, source: TokenSource, page_size: int, keys: KeysBetween | None) -> None:
+        """`keys`: None where the token ids say all."""
+        self._source = source
+        self._page_size = page_size
+        self._keys = keys
+        self._digests = bytearray()
+
+    def pages(self, tokens: int) -> bytes:
+        """32 bytes for each full page of the first `tokens`, which the request must have."""
+        size, wanted = self._page_size, tokens // self._page_size
+        first = len(self._digests) // DIGEST_BYTES
+        if wanted > first:
+            fresh = self._source.all_token_ids[first * size : wanted * size]
+            assert len(fresh) == (wanted - first) * size, f"the request has not {tokens} tokens"
+            extra = None
+            if (keys := self._keys) is not None:
+                extra = {i: keys((first + i) * size, (first + i + 1) * size) for i in range(wanted - first)}
+            chained = chain_digests(fresh, page_size=size, parent=self._parent(first), extra=extra)
+            self._digests += chained.tobytes()
+        return bytes(self._digests[: wanted * DIGEST_BYTES])
+
+    def prompt(self, tokens: int) -> PromptPages:
+        """The pages of the first `tokens`, with the digest of the partial last one."""
+        full = tokens // self._page_size
+        digests, start = self.pages(tokens), full * self._page_size
+        rest = self._source.all_token_ids[start:tokens]
+        extra = None if self._keys is None or not len(rest) else {0: self._keys(start, tokens)}
+        tail = tail_digest(rest, page_size=self._page_size, parent=self._parent(full), extra=extra)
+        return PromptPages(digests, tokens, tail)
+
+    def _parent(self, page: int) -> bytes:
+        """The digest before `page`."""
+        return bytes(self._digests[(page - 1) * DIGEST_BYTES : page * DIGEST_BYTES]) if page else ROOT

@@ -1,0 +1,87 @@
+"""The connector's counts among vLLM's own: in its log ("KV Transfer metrics") and at its /metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from kvferry.connectors.worker_state import Moved
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MEANINGS = {
+    "loads": "Requests whose KV cache was loaded into the engine's blocks.",
+    "load_seconds": "Seconds from a request's order to load until its blocks were loaded.",
+    "loaded_bytes": "Bytes copied from the daemon's pages into the engine's blocks.",
+    "saved_bytes": "Bytes copied from the engine's blocks into the daemon's pages.",
+    "pushed": "Prompts that prefill handed over whole.",
+    "stored": "Finished requests whose blocks the daemon took.",
+    "failed": "Requests that the engine went on with alone.",
+}
+"""The fields of `worker_state.Moved`, each a counter vllm:kvferry_<field>_total."""
+
+
+class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
+    """The growth of `Moved` in a time, by field; fields that did not grow are left out."""
+
+    @staticmethod
+    def between(before: Moved, after: Moved) -> KVFerryStats:
+        grown = {name: getattr(after, name) - getattr(before, name) for name in MEANINGS}
+        return KVFerryStats(data={name: by for name, by in grown.items() if by})
+
+    data: dict[str, int | float]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVFerryStats:
+        for name, by in other.data.items():
+            self.data[name] = self.data.get(name, 0) + by
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM logs of an interval: the counts, times and sizes in milliseconds and MiB."""
+        told = {
+            name: by for name, by in self.data.items() if not name.endswith("bytes") and name != "load_seconds" and by
+        }
+        if loads := self.data.get("loads"):
+            told["mean load ms"] = round(1000 * self.data.get("load_seconds", 0.0) / loads, 2)
+        for name in ("loaded_bytes", "saved_bytes"):
+            if nbytes := self.data.get(name):
+                told[name.replace("_bytes", " MiB")] = round(nbytes / (1 << 20), 1)
+        return told
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KVFerryCounters(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The counters vllm:kvferry_*_total of each engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                metric_types[Counter](name=f"vllm:kvferry_{name}", documentation=meaning, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, meaning in MEANINGS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, by in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(by)
+
+
+assert set(MEANINGS) == {field.name for field in dataclasses.fields(Moved)}

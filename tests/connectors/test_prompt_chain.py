@@ -1,0 +1,60 @@
+"""A request's page digests: those of the whole chain, however it is asked for piece by piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from kvferry.connectors.prompt_chain import ROOT, KeysBetween, PromptChain
+from kvferry.radix.digests import chain_digests, tail_digest
+
+PAGE = 8
+
+
+@dataclass
+class Source:
+    all_token_ids: list[int] = field(default_factory=list)
+
+
+def of_pages(start: int, end: int) -> list[int | str] | None:
+    """Something else for every page but the third."""
+    return None if start == 2 * PAGE else ["salt", start] if start == 0 else [start - end]
+
+
+def want(tokens: list[int], keys: KeysBetween | None) -> tuple[bytes, bytes]:
+    full = len(tokens) // PAGE
+    extra = None if keys is None else {i: keys(i * PAGE, (i + 1) * PAGE) for i in range(full)}
+    digests = chain_digests(tokens[: full * PAGE], page_size=PAGE, extra=extra).tobytes()
+    rest = tokens[full * PAGE :]
+    last = None if keys is None or not rest else {0: keys(full * PAGE, len(tokens))}
+    return digests, tail_digest(rest, page_size=PAGE, parent=digests[-32:] or ROOT, extra=last)
+
+
+@pytest.mark.parametrize("keys", [None, of_pages])
+def test_a_chain_that_grows_is_the_whole_chain(keys: KeysBetween | None) -> None:
+    chosen = Random(4)
+    for _ in range(40):
+        source = Source()
+        chain = PromptChain(source, PAGE, keys)
+        for _ in range(6):
+            source.all_token_ids += [chosen.randrange(1 << 17) for _ in range(chosen.randrange(30))]
+            count = chosen.randint(0, len(source.all_token_ids))
+            digests, tail = want(source.all_token_ids[:count], keys)
+            assert chain.pages(count) == digests
+            prompt = chain.prompt(count)
+            assert (prompt.digests, prompt.tail_digest, prompt.tokens) == (digests, tail, count)
+
+
+def test_requests_that_differ_in_their_keys_alone_share_nothing() -> None:
+    source = Source(list(range(3 * PAGE + 5)))
+    kinds: list[KeysBetween | None] = [None, lambda start, end: ["one"], lambda start, end: ["two"], of_pages]
+    prompts = [PromptChain(source, PAGE, keys).prompt(3 * PAGE + 5) for keys in kinds]
+    names = [{prompt.digests[i : i + 32] for i in range(0, 96, 32)} | {prompt.tail_digest} for prompt in prompts]
+    assert len(set[bytes]().union(*names)) == 4 * len(kinds)
+
+
+def test_tokens_that_are_not_there_are_not_hashed() -> None:
+    with pytest.raises(AssertionError, match="has not 16 tokens"):
+        PromptChain(Source(list(range(9))), PAGE, None).pages(16)
