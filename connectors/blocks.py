@@ -1,6 +1,7 @@
 """An engine's KV blocks and the daemon's pages: which belongs where.
 
-A page of Layout.ENGINE is, layer by layer, its blocks' bytes as the engine has them.
+A block has one run of bytes in each of the engine's places: layers, or the heads of each where heads are outermost in a
+layer's block. A page of Layout.ENGINE is, place by place, the runs of its blocks as the engine has them.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ class Tail(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The places of an engine's blocks: layer i's block b is `block_bytes` bytes at bases[i] + b * strides[i]."""
+    """The places of an engine's blocks: in place i block b is `block_bytes` bytes at bases[i] + b * strides[i]."""
 
     bases: NDArray[np.int64]
     strides: NDArray[np.int64]
     block_bytes: int
-    blocks: int  # in each layer
+    blocks: int  # in each place
     block_tokens: int
     blocks_per_page: int
     order: NDArray[np.int32]  # (block_bytes,): the token of its block that each byte belongs to
@@ -69,7 +70,7 @@ class BlockMap:
     def __post_init__(self) -> None:
         """ValueError names the field, its value and the bound."""
         if self.bases.shape != self.strides.shape or self.bases.ndim != 1 or not len(self.bases):
-            raise ValueError(f"bases has shape {self.bases.shape}, strides {self.strides.shape}; one of each a layer")
+            raise ValueError(f"bases has shape {self.bases.shape}, strides {self.strides.shape}; one of each a place")
         for name in ("block_bytes", "blocks", "block_tokens", "blocks_per_page"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -84,7 +85,7 @@ class BlockMap:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a block in all layers."""
+        """Bytes of a block in all places."""
         return len(self.bases) * self.block_bytes
 
     @property
@@ -93,7 +94,7 @@ class BlockMap:
 
     @property
     def page_shape(self) -> tuple[int, int, int]:
-        """(layers, blocks, bytes of one)."""
+        """(places, blocks, bytes of one)."""
         return len(self.bases), self.blocks_per_page, self.block_bytes
 
     @property
@@ -124,9 +125,9 @@ class BlockMap:
     def addresses(
         self, pool: PoolPages, places: BlockPlaces
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(in blocks, in pages, sizes) of the runs of bytes that are one block's of one layer."""
-        layers = np.arange(len(self.bases), dtype=np.int64)[:, None]
-        in_page = (layers * self.blocks_per_page + places.numbers) * self.block_bytes
+        """(in blocks, in pages, sizes) of the runs of bytes that are one block's in one place."""
+        numbers = np.arange(len(self.bases), dtype=np.int64)[:, None]
+        in_page = (numbers * self.blocks_per_page + places.numbers) * self.block_bytes
         in_pages = pool.address + places.pages * self.page_bytes + in_page
         in_blocks = self.bases[:, None] + places.blocks * self.strides[:, None]
         return in_blocks.ravel(), in_pages.ravel(), np.full(in_pages.size, self.block_bytes, dtype=np.int64)

@@ -2,6 +2,7 @@
 (two daemons and the front end). Used by the scripts beside it.
 
 VLLM_PYTHON   the interpreter that has vLLM          VLLM_MODEL  a model's folder
+VLLM_DECODE_PYTHON  decode's, where it has another vLLM
 VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: prefill on the first, decode on the last; without it vLLM for CPUs
 VLLM_FLAGS    more of the servers' arguments; those of the scripts (float32, eager) come before them
 VLLM_TIE      another token than the reference's is allowed where its two best logits are nearer (1e-3; bfloat16: 1e-2)
@@ -31,6 +32,7 @@ from kvferry.workers.smollm import converted_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / "build" / "vllm-venv" / "bin" / "python"))
+DECODE_PYTHON = Path(os.environ.get("VLLM_DECODE_PYTHON", PYTHON))
 MODEL_NAME = "smol"
 START_SECONDS = 600.0
 STOP_SECONDS = 60.0
@@ -186,10 +188,11 @@ class Cluster:
     def _vllm(
         self, name: str, blocks: int, transfer: dict[str, object] | None, environment: dict[str, str] | None = None
     ) -> Engine:
-        if not PYTHON.exists():
-            raise ClusterError(f"no vLLM at {PYTHON}: bench/vllm/venv.sh makes its environment (or set VLLM_PYTHON)")
+        python = DECODE_PYTHON if name == "decode" else PYTHON
+        if not python.exists():
+            raise ClusterError(f"no vLLM at {python}: bench/vllm/venv.sh makes its environment (or set VLLM_PYTHON)")
         port = free_port()
-        words = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         words += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
         words += ["--block-size", str(BLOCK), "--enforce-eager"]
         words += ["--max-model-len", str(self.spec.max_model_len), "--max-num-seqs", "16"]

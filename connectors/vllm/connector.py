@@ -1,8 +1,7 @@
 """kvferry as vLLM's KV connector.
 
---kv-transfer-config '{"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.connectors.vllm",
-  "kv_role": "kv_producer" or "kv_consumer", "kv_load_failure_policy": "recompute",
-  "kv_connector_extra_config": {"socket": "/run/kvferry/decode.sock"}}'
+--kv-transfer-config '{"kv_connector": "KVFerryConnector", "kv_role": "kv_producer" or "kv_consumer",
+  "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"socket": "/run/kvferry/decode.sock"}}'
 
 The producer is the prefill engine, the consumer the decode engine; `settings.Settings` has the rest of the extra
 configuration, `params` what requests carry. Everything here runs on the engine's own threads and waits for nothing, but

@@ -90,7 +90,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
         ),
         digest_algorithm="sha256_cbor",
         root_digest=ROOT,
-        engine_layout=f"{vllm_order.name_of(vllm_config, spec)}, blocks of {shape.block_tokens}",
+        engine_layout=vllm_order.name_of(vllm_config, spec),
     )
 
 
@@ -183,13 +183,17 @@ def mover_of(kv_caches: dict[str, Any], kv_cache_config: Any, blocks: BlockMap) 
 def block_map(
     kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geometry: KVGeometry, order: NDArray[np.int32]
 ) -> BlockMap:
-    """The places of the engine's blocks; `order`: the token that each byte of a block belongs to. Unfit where a block
-    is not one run of bytes, or not of the geometry's size, or layers differ."""
+    """The places of the engine's blocks; `order`: the token that each byte of a block belongs to. On GPUs a page is
+    made run by run (of a head, where heads are outermost in a block), and so the same for blocks of any size. Unfit
+    where a block is not one run of bytes, or not of the geometry's size, or layers differ."""
     names = kv_cache_config.kv_cache_groups[0].layer_names
     bases, strides = [], []
     block_bytes = geometry.page_bytes // (len(names) * shape.blocks_per_page)
     first = _cache_of(kv_caches, names[0])
     blocks = min(len(_cache_of(kv_caches, name)) for name in names)
+    runs = 1 if first.device.type == "cpu" else vllm_order.runs_of(order, shape.block_tokens)
+    if not runs:
+        raise Unfit(f"layer {names[0]}: the tokens of a block do not lie one behind the other, of all heads or of each")
     for name in names:
         cache = kv_caches[name]
         if cache.ndim == 4 and cache.shape[2] < shape.block_tokens and shape.block_tokens % cache.shape[2] == 0:
@@ -210,16 +214,16 @@ def block_map(
                 f"{shape.block_tokens} tokens, {2 * geometry.head_dim} elements, in an order and on a device that all "
                 "layers have"
             )
-        bases.append(cache.data_ptr())
-        strides.append(cache.stride(0) * cache.element_size())
+        bases += [cache.data_ptr() + run * block_bytes // runs for run in range(runs)]
+        strides += [cache.stride(0) * cache.element_size()] * runs
     return BlockMap(
         np.array(bases, dtype=np.int64),
         np.array(strides, dtype=np.int64),
-        block_bytes,
+        block_bytes // runs,
         blocks,
         shape.block_tokens,
         shape.blocks_per_page,
-        order,
+        order[: block_bytes // runs],
     )
 
 

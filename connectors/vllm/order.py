@@ -17,7 +17,7 @@ def name_of(vllm_config: Any, spec: Any) -> str:
     cache = vllm_config.cache_config
     kind = "" if cache.cache_dtype == "auto" else f" {cache.cache_dtype}"  # else the model's, which is named elsewhere
     if vllm_config.device_config.device_type == "cpu":
-        return f"vllm cpu LBHNC {_instructions(vllm_config, spec)}{kind}"
+        return f"vllm cpu LBHNC {_instructions(vllm_config, spec)}{kind}, blocks of {spec.block_size}"
     return f"vllm cuda {_layout(cache)}{kind}"
 
 
@@ -48,6 +48,16 @@ def strided_order(cache: Any) -> NDArray[np.int32]:
     numbers = np.broadcast_to(np.arange(tokens, dtype=np.int32)[:, None], (heads, tokens, elements))
     order: NDArray[np.int32] = numbers.transpose(_outer_first(cache)).reshape(-1)
     return order.repeat(int(cache.element_size()))
+
+
+def runs_of(order: NDArray[np.int32], tokens: int) -> int:
+    """The number of equal runs of bytes that a block is, each with all of its `tokens` one behind the other: pages that
+    are made run by run have the same bytes whatever the size of a block. 0: it is none such."""
+    starts = np.count_nonzero(np.diff(order, prepend=np.int32(-1)) * (order == 0))
+    if starts == 0 or len(order) % (starts * tokens):
+        return 0
+    run = np.arange(tokens, dtype=np.int32).repeat(len(order) // (starts * tokens))
+    return starts if (order.reshape(starts, -1) == run).all() else 0
 
 
 def _outer_first(cache: Any) -> list[int]:

@@ -6,7 +6,7 @@ import inspect
 import logging
 from typing import Any
 
-TESTED = ("0.32.0",)
+TESTED = ("0.26.0", "0.32.0")
 _log = logging.getLogger(__name__)
 
 # What vLLM calls, with the names of the arguments that it passes.

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.connectors.blocks import BlockMap, PoolPages
+from kvferry.connectors.movers import HostMover
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm.facts import (
@@ -21,7 +23,7 @@ from kvferry.connectors.vllm.facts import (
     shape_of,
     weights_revision,
 )
-from kvferry.connectors.vllm.order import name_of, strided_order
+from kvferry.connectors.vllm.order import name_of, runs_of, strided_order
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 
 BLOCK, HEADS, DIM = 32, 3, 64
@@ -161,10 +163,46 @@ def test_of_blocks_on_a_gpu_any_order_that_strides_can_tell_is_taken(inside: str
     caches = {f"l{i}": whole[i].permute(0, *(1 + inside.index(letter) for letter in "HNC")) for i in range(2)}
     order = strided_order(caches["l0"])
     found = block_map(caches, Engine(device="cuda").kv, Shape(BLOCK, 1), geometry(1), order)
-    assert (found.blocks, found.strides.tolist()) == (10, [found.block_bytes] * 2)
+    runs = HEADS if inside == "HNC" else 1
+    assert (found.blocks, found.strides.tolist()) == (10, [found.block_bytes * runs] * 2 * runs)
+    assert np.diff(found.bases)[: runs - 1].tolist() == [found.block_bytes] * (runs - 1)
+    assert found.order.tolist() == np.arange(BLOCK).repeat(found.block_bytes // BLOCK).tolist()
     token_of = order.reshape([sizes[letter] for letter in inside] + [4])
     tokens = np.moveaxis(token_of, inside.index("N"), 0).reshape(BLOCK, -1)
     assert (tokens == np.arange(BLOCK)[:, None]).all()
+
+
+@pytest.mark.parametrize("inside", ["HNC", "NHC"])
+def test_on_a_gpu_a_page_is_the_same_whatever_the_size_of_a_block(inside: str) -> None:
+    sizes = {"H": HEADS, "N": BLOCK, "C": 2 * DIM}
+    tokens = torch.rand(BLOCK, HEADS, 2 * DIM)
+
+    def page(block_tokens: int) -> bytes:
+        """Of the tokens, in blocks of that many, in the places that a GPU's would have."""
+        sizes["N"] = block_tokens
+        blocks = BLOCK // block_tokens
+        cache = torch.zeros(blocks, *(sizes[letter] for letter in inside))
+        inner = [1 + inside.index(letter) for letter in "HNC"]
+        cache.permute(0, *inner)[:] = tokens.view(blocks, block_tokens, HEADS, 2 * DIM).transpose(1, 2)
+        gpu = {"l0": cache.to("meta").permute(0, *inner)}
+        shape, kv = Shape(block_tokens, blocks), KVGeometry(1, HEADS, DIM, "float32", BLOCK, Layout.ENGINE)
+        group = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["l0"])])
+        found = block_map(gpu, group, shape, kv, strided_order(gpu["l0"]))
+        there = BlockMap(
+            found.bases + cache.data_ptr(), found.strides, found.block_bytes, blocks, block_tokens, blocks, found.order
+        )
+        memory = np.zeros(found.page_bytes, np.uint8)
+        pool = PoolPages.of(memory, 1)
+        HostMover(there).to_pages(pool, there.places(pool, [0], range(blocks), 0, BLOCK), None)
+        return memory.tobytes()
+
+    assert page(BLOCK) == page(BLOCK // 2) == page(BLOCK // 8)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 0]])
+def test_runs_have_their_tokens_one_behind_the_other(order: list[int]) -> None:
+    found = runs_of(np.array(order, np.int32), 2)
+    assert found == {(0, 1, 0, 1): 2, (0, 0, 1, 1): 1}.get(tuple(order), 0)
 
 
 def test_engines_have_the_same_name_where_a_block_has_the_same_bytes() -> None:
