@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 CONNECTOR = "KVFerryConnector"
 
 
@@ -10,7 +12,5 @@ def register() -> None:
     """Makes `"kv_connector": "KVFerryConnector"` known. Nothing of kvferry is imported until it is asked for."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    try:
+    with contextlib.suppress(ValueError):  # known already: a process may load its plugins more than once
         KVConnectorFactory.register_connector(CONNECTOR, "kvferry.connectors.vllm", CONNECTOR)
-    except ValueError:  # there already: vLLM loads plugins several times in one process
-        KVConnectorFactory.get_connector_class_by_name(CONNECTOR)
