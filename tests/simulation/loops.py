@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import warnings
+from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -49,12 +50,13 @@ class Handle:
         return self._when
 
     def run(self) -> None:
+        """It is due."""
+        if not (self._loop.unread if self._sent else self._loop.undone).has(self):
+            self.make()
+
+    def make(self) -> None:
         loop = self._loop
         if self._cancelled or loop.ended:
-            return
-        reads = loop.reads_at if self._sent else loop.awake_at
-        if reads > loop.clock.now:
-            loop.clock.at(reads, self.run)
             return
         asyncio._set_running_loop(loop)
         try:
@@ -66,6 +68,30 @@ class Handle:
             asyncio._set_running_loop(None)
 
 
+class Backlog:
+    """Calls that were due while a process stood still: made when it goes on, in the order in which they were due."""
+
+    def __init__(self, clock: Clock, until: Callable[[], float]) -> None:
+        self._clock, self._until = clock, until
+        self._handles: deque[Handle] = deque()
+
+    def has(self, handle: Handle) -> bool:
+        """Takes the call in, if it is not to be made now."""
+        if self._until() <= self._clock.now and not self._handles:
+            return False
+        if not self._handles:
+            self._clock.at(max(self._until(), self._clock.now), self._go_on)
+        self._handles.append(handle)
+        return True
+
+    def _go_on(self) -> None:
+        while self._handles:
+            if self._until() > self._clock.now:  # it stands still once more
+                self._clock.at(self._until(), self._go_on)
+                return
+            self._handles.popleft().make()
+
+
 class ProcessLoop(asyncio.AbstractEventLoop):
     """A process, as asyncio sees it."""
 
@@ -74,6 +100,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.ended = False
         self.awake_at = 0.0  # until then it stands still
         self.reads_at = 0.0  # likewise, for what others sent
+        self.undone = Backlog(clock, lambda: self.awake_at)
+        self.unread = Backlog(clock, lambda: self.reads_at)
         self.tasks: dict[int, asyncio.Task[Any]] = {}  # that have not ended, in the order in which they began
         self._next_task = 0
 

@@ -63,6 +63,7 @@ class End:
         self.lost = False  # the connection is gone, with all that is on its way
         self._route = route
         self._pipe = Pipe(clock, 0.00005, 0.005, self._at)
+        self._held: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()  # while the way is cut
         self._messages: deque[peer.PeerMessage] = deque()
         self._reader: asyncio.Future[None] | None = None
 
@@ -74,11 +75,18 @@ class End:
         self.other.process.deliver(when, call, *arguments)
 
     def _arrive(self, call: Callable[..., object], arguments: tuple[object, ...]) -> None:
-        route = self._route
-        if route.is_cut:
-            self._at(route.whole_at, self._arrive, call, arguments)
-        elif not self.other.over and not self.lost:
-            call(*arguments)
+        self._held.append((call, arguments))
+        if len(self._held) == 1:
+            self._let_in()
+
+    def _let_in(self) -> None:
+        while self._held:
+            if self._route.is_cut:
+                self._at(self._route.whole_at, self._let_in)
+                return
+            call, arguments = self._held.popleft()
+            if not self.other.over and not self.lost:
+                call(*arguments)
 
     def take(self, data: type[peer.PeerMessage], packed: bytes) -> None:
         self._messages.append(data.FromString(packed))
