@@ -53,7 +53,7 @@ def strided_order(cache: Any) -> NDArray[np.int32]:
 def runs_of(order: NDArray[np.int32], tokens: int) -> int:
     """The number of equal runs of bytes that a block is, each with all of its `tokens` one behind the other: pages that
     are made run by run have the same bytes whatever the size of a block. 0: it is none such."""
-    starts = np.count_nonzero(np.diff(order, prepend=np.int32(-1)) * (order == 0))
+    starts = int(np.count_nonzero(np.diff(order, prepend=np.int32(-1)) * (order == 0)))
     if starts == 0 or len(order) % (starts * tokens):
         return 0
     run = np.arange(tokens, dtype=np.int32).repeat(len(order) // (starts * tokens))

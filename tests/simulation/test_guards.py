@@ -36,7 +36,6 @@ from kvferry.transfer.host_tier.index import RowIndex
 from kvferry.transfer.protocol.coverage import Coverage
 from kvferry.transfer.protocol.receiver import Receiver, _Incoming
 from kvferry.transfer.protocol.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
-from tests.simulation.clock import Violation
 from tests.simulation.faults import Draw, Faults, draw_faults
 from tests.simulation.simulator import simulate
 from tests.simulation.storage.test_disk import believe_the_file, clear_nothing
@@ -237,7 +236,7 @@ def harm(guard: Guard, monkeypatch: pytest.MonkeyPatch, faults: Faults | Draw, f
     for seed in range(first, SEEDS):
         try:
             simulate(seed, faults=faults)
-        except (Violation, AssertionError) as error:
+        except Exception as error:  # whatever ends the run: with the guard nothing does
             return f"without {name}.{guard.method}, seed {seed}: {type(error).__name__}: {error}"
     pytest.fail(f"{SEEDS} seeds found no harm without {name}.{guard.method}")
 
