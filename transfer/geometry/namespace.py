@@ -17,7 +17,7 @@ _REMEDIES = {
     "model": "serve the same model on both sides",
     "revision": "serve the same weights on both sides",
     "digest_algorithm": "configure the same digest algorithm on both sides",
-    "root_digest": "configure the same hash seed on both sides (vLLM: PYTHONHASHSEED)",
+    "root_digest": "give the digest chains of both engines the same root",
     "tenant_salt_digest": "give both workers the same --tenant-salt",
     "geometry.page_size": "start both daemons with the same --page-size",
     "geometry.dtype": "start both workers with the same --dtype",
