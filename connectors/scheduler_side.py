@@ -221,7 +221,7 @@ class SchedulerSide:
 
 
 def traceparent_of(request: EngineRequest) -> str:
-    """Of the span that the engine traces the request in; empty where it does not."""
+    """The traceparent of the span that the engine traces the request in; empty where it does not."""
     return (request.trace_headers or {}).get("traceparent", "")
 
 

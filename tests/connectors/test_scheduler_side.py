@@ -117,9 +117,6 @@ def test_a_new_session_may_be_with_another_daemon() -> None:
     assert daemon.asked_again == 1
 
 
-# -- decode --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("per_page", [1, 2])
 def test_a_prompt_from_prefill_is_promised_once_the_engine_has_pinned_its_blocks(per_page: int) -> None:
     daemon = Daemon()
@@ -303,9 +300,6 @@ def test_orders_carry_the_span_that_the_engine_traces_the_request_in() -> None:
         side.allocated(request, blocks(61), tokens or 0)
         (order,) = orders(side)
         assert isinstance(order, (Load, Restore, Begin)) and order.traceparent == traced["traceparent"]
-
-
-# -- prefill -------------------------------------------------------------------------------------------------------
 
 
 def test_prefill_begins_with_its_blocks_and_saves_chunk_by_chunk() -> None:

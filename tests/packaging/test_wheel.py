@@ -29,7 +29,8 @@ for name in names:
         if not name.endswith("__main__"):
             importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if (name, error.name) != ("kvferry.connectors.vllm.connector", "vllm"):  # what vLLM itself loads
+        loaded_by_vllm = ("kvferry.connectors.vllm.connector", "kvferry.connectors.vllm.stats")
+        if name not in loaded_by_vllm or error.name != "vllm":
             raise
 print("kvferry", kvferry.__file__)
 print("core", sys.modules["kvferry._core"].__file__)

@@ -14,11 +14,10 @@ import pytest
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import RequestName
-from kvferry.connectors.digests import page_digests, prompt_of
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import common_pb2
-from kvferry.radix.digests import chain_digests, root_digest
+from kvferry.radix.digests import chain_digests, root_digest, tail_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from tests.support.engines import OPTIONS
@@ -35,14 +34,13 @@ async def cached(socket: str, algorithm: str) -> DaemonClient:
     facts = NamespaceFacts("model", "1", GEOMETRY, algorithm, ROOT, digest_tokens=BLOCK).to_proto()
     client = await DaemonClient.connect(socket, common_pb2.ROLE_DECODE, facts, "worker")
     hashes = [bytes(row) for row in chain_digests(TOKENS, page_size=BLOCK, parent=ROOT)]
-    prompt = prompt_of(hashes, TOKENS, len(TOKENS), page_size=PAGE, blocks_per_page=PAGE // BLOCK, root=ROOT)
-    assert prompt.digests == page_digests(hashes, PAGE // BLOCK, 2)
+    pages = [hashes[1], hashes[3]]  # each is named by its last block
     name = RequestName(os.urandom(16), 1)
     await client.admit(
         name,
-        digests=prompt.digests,
+        digests=b"".join(pages),
         tokens=len(TOKENS),
-        tail_digest=prompt.tail_digest,
+        tail_digest=tail_digest(TOKENS[2 * PAGE :], page_size=PAGE, parent=pages[-1]),
         prefill="",
         max_new_tokens=1,
         deadline_s=20,
