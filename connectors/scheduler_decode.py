@@ -23,8 +23,8 @@ class DecodeScheduler(SchedulerSide):
 
     def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         tracked = self._tracked.get(request.request_id) or self._track(request)
-        if tracked.settled or tracked.loading:
-            return 0, False
+        if tracked.settled or tracked.loading or request.skip_reading_prefix_cache:
+            return 0, False  # the last: all of its prompt is to be computed, for its log probabilities
         if not self._lookups.up:
             self.counts.not_asked += 1
             return 0, False

@@ -32,7 +32,7 @@ class PrefillScheduler(SchedulerSide):
 
     def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.begun or not self._lookups.up:
+        if tracked is None or tracked.begun or not self._lookups.up or request.skip_reading_prefix_cache:
             return 0, False
         held = self._answer(tracked, request.num_prompt_tokens - 1)
         if held is None:

@@ -46,6 +46,11 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
             f"the model has {len(groups)} KV cache groups ({', '.join(kinds)}); the connector serves models "
             "whose layers all have full attention (with other kinds a page is no prefix's alone)"
         )
+    if not vllm_config.cache_config.enable_prefix_caching and vllm_config.model_config.is_multimodal_model:
+        raise Unfit(
+            "prefix caching is off, and without it vLLM may name images by numbers that other images have elsewhere: "
+            "start vLLM with --enable-prefix-caching"
+        )
     if vllm_config.device_config.device_type not in DEVICES:
         raise Unfit(
             f"the device is {vllm_config.device_config.device_type!r}; the connector copies memory of the host and of "

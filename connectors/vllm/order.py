@@ -53,6 +53,8 @@ def strided_order(cache: Any) -> NDArray[np.int32]:
 def runs_of(order: NDArray[np.int32], tokens: int) -> int:
     """The number of equal runs of bytes that a block is, each with all of its `tokens` one behind the other: pages that
     are made run by run have the same bytes whatever the size of a block. 0: it is none such."""
+    if tokens < 2:  # one says nothing of its neighbours
+        return 0
     starts = int(np.count_nonzero(np.diff(order, prepend=np.int32(-1)) * (order == 0)))
     if starts == 0 or len(order) % (starts * tokens):
         return 0

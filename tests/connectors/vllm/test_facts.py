@@ -47,6 +47,8 @@ class SlidingWindowSpec(FullAttentionSpec):
 @dataclass
 class Engine:
     parallel: dict[str, int] = field(default_factory=dict)
+    caching: bool = True
+    images: bool = False
     device: str = "cpu"
     specs: tuple[FullAttentionSpec, ...] = (FullAttentionSpec(),)
 
@@ -55,7 +57,8 @@ class Engine:
         sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **self.parallel}
         return SimpleNamespace(
             parallel_config=SimpleNamespace(**sizes),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
+            cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=self.caching),
+            model_config=SimpleNamespace(is_multimodal_model=self.images),
             device_config=SimpleNamespace(device_type=self.device),
         )
 
@@ -75,6 +78,7 @@ def test_an_engine_that_fits() -> None:
     [
         (Engine(parallel={"tensor_parallel_size": 2}), "tensor_parallel_size is 2; .* set it to 1"),
         (Engine(parallel={"pipeline_parallel_size": 4}), "pipeline_parallel_size is 4"),
+        (Engine(caching=False, images=True), "prefix caching is off, .* --enable-prefix-caching"),
         (Engine(device="xpu"), "the device is 'xpu'; .* one of cpu, cuda"),
         (
             Engine(specs=(FullAttentionSpec(), SlidingWindowSpec())),
