@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvferry.connectors.orders import PromptPages
-from kvferry.radix.digests import DIGEST_BYTES, chain_digests, root_digest, tail_digest
+from kvferry.radix.digests import DIGEST_BYTES, chain_digests, tail_digest
 
 if TYPE_CHECKING:
     from kvferry.radix.digests import ExtraKeys
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 KeysBetween: TypeAlias = "Callable[[int, int], ExtraKeys | None]"
 """What names the tokens [start, end) of a request beside their ids: adapters, images and where they lie, a salt.
 `start` begins a page, `end` ends it or the tokens."""
-
-ROOT = root_digest()
 
 
 class TokenSource(Protocol):
@@ -59,6 +57,6 @@ class PromptChain:
         tail = tail_digest(rest, page_size=self._page_size, parent=self._parent(full), extra=extra)
         return PromptPages(digests, tokens, tail)
 
-    def _parent(self, page: int) -> bytes:
-        """The digest before `page`."""
-        return bytes(self._digests[(page - 1) * DIGEST_BYTES : page * DIGEST_BYTES]) if page else ROOT
+    def _parent(self, page: int) -> bytes | None:
+        """The digest before `page`; None: the root."""
+        return bytes(self._digests[(page - 1) * DIGEST_BYTES : page * DIGEST_BYTES]) if page else None

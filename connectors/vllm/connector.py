@@ -60,6 +60,7 @@ _ROLES = {"kv_producer": common_pb2.ROLE_PREFILL, "kv_consumer": common_pb2.ROLE
 @dataclass(slots=True)
 class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     orders: Orders = field(default_factory=Orders)
+    computes: bool = True  # a forward pass follows
 
 
 @dataclass(slots=True)
@@ -134,7 +135,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 scheduler_output.num_scheduled_tokens,
                 tuple(scheduler_output.preempted_req_ids or ()),
                 self._block_ids.of,
-            )
+            ),
+            scheduler_output.total_num_scheduled_tokens > 0,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -173,6 +175,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KVFerryMetadata)
         self._working.take(connector_metadata.orders)
+        if not connector_metadata.computes:  # some versions have no `wait_for_save` then
+            self._working.forward_done()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing: loads began when the step's orders came."""
@@ -189,7 +193,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._working.forward_done()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._working.forward_done()  # steps that compute nothing have no `wait_for_save` in some versions
         sent, received = self._working.reports.take()
         return sent or None, received or None
 

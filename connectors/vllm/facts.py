@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import HostMover, Mover
-from kvferry.connectors.prompt_chain import ROOT
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import order as vllm_order
+from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 
@@ -94,7 +94,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
             layout=Layout.ENGINE,
         ),
         digest_algorithm="sha256_cbor",
-        root_digest=ROOT,
+        root_digest=root_digest(),
         engine_layout=vllm_order.name_of(vllm_config, spec),
     )
 

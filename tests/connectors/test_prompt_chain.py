@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvferry.connectors.prompt_chain import ROOT, KeysBetween, PromptChain
+from kvferry.connectors.prompt_chain import KeysBetween, PromptChain
 from kvferry.radix.digests import chain_digests, tail_digest
 
 PAGE = 8
@@ -29,7 +29,7 @@ def want(tokens: list[int], keys: KeysBetween | None) -> tuple[bytes, bytes]:
     digests = chain_digests(tokens[: full * PAGE], page_size=PAGE, extra=extra).tobytes()
     rest = tokens[full * PAGE :]
     last = None if keys is None or not rest else {0: keys(full * PAGE, len(tokens))}
-    return digests, tail_digest(rest, page_size=PAGE, parent=digests[-32:] or ROOT, extra=last)
+    return digests, tail_digest(rest, page_size=PAGE, parent=digests[-32:] or None, extra=last)
 
 
 @pytest.mark.parametrize("keys", [None, of_pages])
