@@ -114,6 +114,7 @@ def test_seeds() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(5400)
 @pytest.mark.parametrize("faults", [draw_faults, draw_all])
 def test_many_seeds(faults: Draw, capsys: pytest.CaptureFixture[str]) -> None:
     with ProcessPoolExecutor(os.cpu_count()) as executor:
