@@ -1,177 +1,123 @@
-"""Look-ups at the daemon beside the engine, over its Unix socket: what it holds of a prompt, pinned until released or
-for a time. Nothing here waits for an answer."""
+"""What the daemon beside the engine holds of a prompt, read from memory that the daemon shares: no call, no lock, no
+wait. What was found may be gone when it is loaded; then the load brings less, and the engine computes the rest.
+"""
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import threading
 import time
-from typing import Any
+from dataclasses import dataclass
 
 import grpc
 
-from kvferry.proto import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, common_pb2
-from kvferry.proto.limits import MAX_MESSAGE_BYTES
+from kvferry import _core
+from kvferry.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from kvferry.threads import name_thread
+from kvferry.waiting import have_ended
 
-PIN_SECONDS = 30  # the daemon lets go by itself
-RETRY_SECONDS = 1.0  # after a daemon was found gone
-FACTS_SECONDS = 10.0  # for which a daemon's name and bounds hold: it may come back as another, unnoticed
+BEAT_SECONDS = 1.0  # without a beat after which the daemon is taken for gone; it beats 20 times a second
+LOOK_SECONDS = 0.25  # between looks at its beat
+STOP_SECONDS = 10.0
 _log = logging.getLogger(__name__)
-_HELD_NOTHING = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
-class PinLookup:
-    """One question; the answer comes on a thread of gRPC's."""
-
-    def __init__(self, owner: PinLookups) -> None:
-        self._owner = owner
-        self._lock = threading.Lock()
-        self._tokens: int | None = None
-        self._pin = 0
-        self._released = False
+@dataclass(frozen=True, slots=True)
+class _Daemon:
+    name: str
+    pages: int
+    index: _core.HeldIndexReader
 
     @property
-    def tokens(self) -> int | None:
-        return self._tokens
-
-    def release(self) -> None:
-        with self._lock:
-            self._released = True
-            pin, self._pin = self._pin, 0
-        if pin:
-            self._owner.unpin(pin)
-
-    def answered(self, pin: int, tokens: int) -> None:
-        with self._lock:
-            self._tokens = tokens
-            if not self._released:
-                self._pin, pin = pin, 0
-        if pin:
-            self._owner.unpin(pin)
+    def lives(self) -> bool:
+        return time.monotonic_ns() - self.index.last_beat < BEAT_SECONDS * 1e9
 
 
-class PinLookups:
-    """The look-ups of one engine; `close` ends them. The methods may be called from one thread."""
+class HeldPrefixes:
+    """The prefixes that the daemon holds, for one engine; `close` ends it. A thread of its own asks for the daemon's
+    index whenever there is none, or its daemon is gone."""
 
     def __init__(self, socket: str, role: common_pb2.Role, namespace_id: bytes, *, timeout_s: float) -> None:
-        options = [
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.enable_http_proxy", 0),
-        ]
-        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
-        self._admin = admin_pb2_grpc.AdminStub(self._channel)
-        self._cache = cache_pb2_grpc.CacheStub(self._channel)
-        self._role = role
+        self._socket = socket
+        self._request = worker_pb2.HeldRequest(role=role, namespace_id=namespace_id)
         self._namespace_id = namespace_id
         self._timeout_s = timeout_s
-        self._down_until = 0.0
-        self._daemon = ""
-        self._most_pages = 0
-        self._facts_until = 0.0
-        self._asking_facts = False
-        self._facts_are_old = False  # the answer that is under way may be of another daemon
+        self._daemon: _Daemon | None = None
+        self._told_gone = False
+        self._ask = threading.Event()  # at once, whether the index is old or not
         self._closed = False
-        self._ask_facts()
+        self._thread = threading.Thread(target=self._follow, name="kvferry index", daemon=True)
+        self._thread.start()
 
     @property
     def up(self) -> bool:
-        return time.monotonic() >= self._down_until
+        """The daemon lives, and its index is here."""
+        return (found := self._daemon) is not None and found.lives
 
     @property
     def daemon(self) -> str:
-        if self.up:
-            self._ask_facts()
-        return self._daemon
+        """The daemon's name; empty while it is not known."""
+        return found.name if (found := self._daemon) is not None else ""
 
     @property
     def most_pages(self) -> int:
-        return self._most_pages
+        """The most pages that a prompt may have there; 0 while it is not known."""
+        return found.pages if (found := self._daemon) is not None else 0
 
-    def start(self, digests: bytes) -> PinLookup:
-        self._ask_facts()
-        lookup = PinLookup(self)
-        request = admin_pb2.PinRequest(
-            role=self._role, namespace_id=self._namespace_id, digests=digests, seconds=PIN_SECONDS
-        )
-        call = self._admin.Pin.future(request, timeout=self._timeout_s)
-        call.add_done_callback(lambda done: self._pinned(lookup, done))
-        return lookup
+    def held_pages(self, digests: bytes) -> int:
+        """The first pages of a prompt that the daemon can read just now; 32 bytes a page."""
+        found = self._daemon
+        return found.index.held_pages(digests, self._namespace_id) if found is not None and found.lives else 0
 
     def ask_again(self) -> None:
-        self._facts_until = 0.0
-        self._facts_are_old = self._asking_facts
-        self._ask_facts()
-
-    def unpin(self, pin: int) -> None:
-        if not self._closed:
-            self._admin.Unpin.future(
-                admin_pb2.UnpinRequest(role=self._role, pin=pin), timeout=self._timeout_s
-            ).add_done_callback(_ignore)
+        """Has the daemon's name, bounds and index asked for: it may be another daemon. Does not wait."""
+        self._ask.set()
 
     def close(self) -> None:
-        """Ends the look-ups; pins that are left end by their time."""
         self._closed = True
-        self._channel.close()
+        self._ask.set()
+        have_ended([self._thread], STOP_SECONDS)
 
-    def _pinned(self, lookup: PinLookup, call: grpc.Future[Any]) -> None:
+    def _follow(self) -> None:
+        name_thread("kvferry index")
+        while not self._closed:
+            if self._ask.is_set() or not self.up:
+                self._ask.clear()
+                self._find()
+            self._ask.wait(LOOK_SECONDS)
+
+    def _find(self) -> None:
+        """Asks the daemon. What is known of one that does not answer stays."""
         try:
-            reply = call.result()
-        except grpc.RpcError as error:
-            self._failed(error)
-            lookup.answered(0, 0)
-        except grpc.FutureCancelledError:
-            lookup.answered(0, 0)
-        else:
-            self._down_until = 0.0
-            lookup.answered(reply.pin, reply.pinned_tokens)
-
-    def _failed(self, error: grpc.RpcError) -> None:
-        code = error.code()
-        if code is grpc.StatusCode.UNAVAILABLE:
-            if self.up:
-                _log.warning("the daemon does not answer (%s); prompts are computed here meanwhile", code.name)
-            self._down_until = time.monotonic() + RETRY_SECONDS
-            self._facts_until = 0.0
-        elif code not in _HELD_NOTHING:
-            _log.warning("look-up: %s: %s", code.name, error.details())
-
-    def _ask_facts(self) -> None:
-        """Asks for the daemon's name and bounds if they are old. Those that are known hold until the answer."""
-        if self._asking_facts or self._closed or time.monotonic() < self._facts_until:
-            return
-        self._asking_facts = True
-        call = self._cache.Stats.future(cache_pb2.StatsRequest(), timeout=self._timeout_s)
-        call.add_done_callback(self._told)
-
-    def _told(self, call: grpc.Future[Any]) -> None:
-        try:
-            reply = call.result()
-            self._most_pages = most_pages(reply, self._role, self._namespace_id)
-            self._daemon = reply.daemon
-            # Before its first worker has come a daemon has no pages.
-            hold = FACTS_SECONDS if self._most_pages else RETRY_SECONDS
-            self._facts_until = 0.0 if self._facts_are_old else time.monotonic() + hold
-        except grpc.RpcError as error:
-            self._failed(error)
-        except grpc.FutureCancelledError:
-            pass
-        finally:
-            self._asking_facts = self._facts_are_old = False
+            with _channel(self._socket) as channel:
+                stub = worker_pb2_grpc.WorkerStub(channel)
+                reply = stub.Held(self._request, timeout=self._timeout_s)
+            if reply.file:  # else no worker has come yet
+                self._daemon = _Daemon(reply.daemon, reply.pages, _map(reply.file, reply.nbytes))
+            self._told_gone = False
+        except (grpc.RpcError, OSError, ValueError) as error:
+            if not self._told_gone and not self._closed:
+                _log.warning("the daemon does not answer; prompts are computed here meanwhile: %s", _reason(error))
+            self._told_gone = True
 
 
-def most_pages(stats: cache_pb2.StatsReply, role: common_pb2.Role, namespace_id: bytes) -> int:
-    """The most pages that one prompt may have; 0 where this side is not there."""
-    for side in stats.sides:
-        if side.role == role:
-            quotas = [n.hard_quota for n in side.namespaces if n.namespace_id == namespace_id and n.hard_quota]
-            return min(side.pool.pages, *quotas) if quotas else side.pool.pages
-    return 0
+def _channel(socket: str) -> grpc.Channel:
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    return grpc.insecure_channel(f"unix:{socket}", options=options)
 
 
-def _ignore(call: grpc.Future[Any]) -> None:
-    """A pin that cannot be let go ends by its time."""
-    if not call.cancelled():
-        call.exception()
+def _map(path: str, nbytes: int) -> _core.HeldIndexReader:
+    """OSError, or ValueError where the file is not what the daemon said."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if (size := os.fstat(fd).st_size) != nbytes:
+            raise ValueError(f"{path} has {size} bytes; the daemon said {nbytes}")
+        return _core.HeldIndexReader(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
+    finally:
+        os.close(fd)
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)

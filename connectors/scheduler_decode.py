@@ -17,38 +17,25 @@ class DecodeScheduler(SchedulerSide):
     engine."""
 
     def new_request(self, request: EngineRequest) -> None:
-        tracked = self._track(request)
-        if self._lookups.up and not tracked.settled:
-            self._ask(tracked, request.num_tokens if tracked.params else request.num_tokens - 1)
+        self._track(request)
 
-    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked.settled or tracked.loading or request.skip_reading_prefix_cache:
             return 0, False  # the last: all of its prompt is to be computed, for its log probabilities
-        if not self._lookups.up:
+        if not self._view.up:
             self.counts.not_asked += 1
             return 0, False
         if tracked.params is not None:
             external = request.num_prompt_tokens - computed
             return (external, True) if external > 0 else (0, False)
-        return self._from_daemon(tracked, computed)
-
-    def _from_daemon(self, tracked: Tracked, computed: int) -> tuple[int | None, bool]:
-        most = tracked.request.num_tokens - 1  # one token is left to compute, for its logits
-        if tracked.lookup is None and tracked.asked_at == 0:
-            self._ask(tracked, most)
-        held = self._answer(tracked, most)
-        if held is None:
-            return None, False
-        tracked.found = held
-        return (held - computed, True) if held > computed else (0, False)
+        return self._held(tracked, request.num_tokens - 1, computed)  # one is left to compute, for its logits
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.settled:
             return
         if external == 0:
-            tracked.let_go()
             tracked.settled = True
             return
         tracked.settled = tracked.loading = True
@@ -85,7 +72,6 @@ class DecodeScheduler(SchedulerSide):
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return False, None
-        tracked.let_go()
         tracked.settled = tracked.storing = True
         if tracked.loading:
             # The scheduler keeps the blocks by itself until the load is reported.
@@ -94,7 +80,7 @@ class DecodeScheduler(SchedulerSide):
         # The last token's KV is not computed, nor what a step under way is to compute.
         ready = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
         tokens = ready - ready % self.shape.page_size
-        if tokens < 1 or not self._lookups.up:
+        if tokens < 1 or tracked.alone or not self._view.up:
             del self._tracked[request.request_id]
             return False, None
         prompt = tracked.chain.prompt(tokens)
@@ -108,9 +94,8 @@ class DecodeScheduler(SchedulerSide):
     ) -> Orders:
         for request_id in preempted:
             # What it computed may be found here again; a prefill daemon has forgotten it.
-            if (tracked := self._tracked.get(request_id)) is not None and not tracked.loading:
-                tracked.let_go()
-                tracked.params, tracked.settled, tracked.asked_at = None, False, 0.0
+            if (tracked := self._tracked.get(request_id)) is not None and not (tracked.loading or tracked.alone):
+                tracked.params, tracked.settled = None, False
         return super().step(scheduled, preempted, blocks_of)
 
     def _track(self, request: EngineRequest) -> Tracked:

@@ -24,21 +24,16 @@ class PrefillScheduler(SchedulerSide):
             half = None
         if half is None:
             return
-        tracked = self._tracked_anew(request, half)
-        if self._lookups.up:
-            self._ask(tracked, request.num_prompt_tokens - 1)
-        else:
-            self.counts.not_asked += 1
+        if self._tracked_anew(request, half).alone:
+            del self._tracked[request.request_id]
+            return
+        self.counts.not_asked += not self._view.up
 
-    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.begun or not self._lookups.up or request.skip_reading_prefix_cache:
+        if tracked is None or tracked.begun or not self._view.up or request.skip_reading_prefix_cache:
             return 0, False
-        held = self._answer(tracked, request.num_prompt_tokens - 1)
-        if held is None:
-            return None, False
-        tracked.found = held
-        return (held - computed, True) if held > computed else (0, False)
+        return self._held(tracked, request.num_prompt_tokens - 1, computed)
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         tracked = self._tracked.get(request.request_id)
@@ -48,7 +43,7 @@ class PrefillScheduler(SchedulerSide):
         # Whether a look-up found the daemon gone or not: what was promised to the engine must be reported, and a worker
         # without a daemon fails the push at once.
         tracked.begun = True
-        most = self._lookups.most_pages
+        most = self._view.most_pages
         tracked.unsent = 0 < most < -(-request.num_prompt_tokens // self.shape.page_size)
         prompt = tracked.chain.prompt(request.num_prompt_tokens)
         begin = Begin(request.request_id, tracked.params.name, prompt, traceparent=traceparent_of(request))
@@ -56,8 +51,6 @@ class PrefillScheduler(SchedulerSide):
             start, end = tracked.found - external, tracked.found
             begin = replace(begin, start=start, end=end, blocks=self._blocks(blocks, start, end))
             tracked.loading = True
-        else:
-            tracked.let_go()
         self._orders.append(begin)
         self.counts.begins += 1
 
@@ -83,7 +76,6 @@ class PrefillScheduler(SchedulerSide):
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return False, None
-        tracked.let_go()
         if not tracked.begun:
             del self._tracked[request.request_id]
             return False, None
@@ -91,9 +83,9 @@ class PrefillScheduler(SchedulerSide):
         tracked.settled = tracked.storing = True
         whole = tracked.saved == request.num_prompt_tokens
         # Decode would wait until its deadline for what does not come; a router that hears of it asks decode alone.
-        sent = whole and not tracked.unsent and self._session and self._lookups.up
+        sent = whole and not tracked.unsent and self._session and self._view.up
         if tracked.loading:
             self._orders.append(Cancel(request.request_id))
             return False, None  # the scheduler keeps the blocks by itself until the load is reported
         self._orders.append(Release(request.request_id) if whole else Drop(request.request_id))
-        return True, transfer_params.answer(tracked.params, self._lookups.daemon) if sent else None
+        return True, transfer_params.answer(tracked.params, self._view.daemon) if sent else None

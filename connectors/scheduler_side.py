@@ -1,12 +1,12 @@
-"""The scheduler's half of a connector: which tokens come from where, decided without ever waiting. No I/O; time is
-passed in, and look-ups are somebody else's.
+"""The scheduler's half of a connector: which tokens come from where, decided without ever waiting. No I/O.
 
-A look-up at the daemon locks what it finds. It is let go when the request's blocks are allocated (where something is
-loaded into them: when it is there), when the request ends, or when the daemon's own deadline for it is over.
+What the daemon holds is looked up when the engine asks, and not locked before the worker's half loads it: what is gone
+by then is computed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +14,8 @@ from typing import Protocol
 from kvferry.connectors.orders import News, Order, Orders
 from kvferry.connectors.params import TransferParams
 from kvferry.connectors.prompt_chain import KeysBetween, PromptChain
+
+_log = logging.getLogger(__name__)
 
 
 class EngineRequest(Protocol):
@@ -35,23 +37,16 @@ class EngineRequest(Protocol):
     def trace_headers(self) -> Mapping[str, str] | None: ...
     @property
     def skip_reading_prefix_cache(self) -> bool | None: ...
-
-
-class DaemonLookup(Protocol):
-    """One question to the daemon."""
-
     @property
-    def tokens(self) -> int | None:
-        """Tokens that the daemon holds and has locked for this request; None: no answer yet."""
-
-    def release(self) -> None:
-        """Lets the lock go, now or when the answer comes. Idempotent."""
+    def resumable(self) -> bool: ...
 
 
-class DaemonLookups(Protocol):
+class DaemonView(Protocol):
+    """What is known of the daemon beside the engine. Nothing here waits."""
+
     @property
     def up(self) -> bool:
-        """The daemon answers, as far as is known."""
+        """The daemon lives, as far as is known."""
 
     @property
     def daemon(self) -> str:
@@ -61,11 +56,11 @@ class DaemonLookups(Protocol):
     def most_pages(self) -> int:
         """The most pages that a prompt may have there; 0 while it is not known."""
 
-    def start(self, digests: bytes) -> DaemonLookup:
-        """Asks what the daemon holds of these pages. Does not wait."""
+    def held_pages(self, digests: bytes) -> int:
+        """The first pages of a prompt that the daemon can read just now."""
 
     def ask_again(self) -> None:
-        """Asks for the daemon's name and bounds again: it may be another daemon. Does not wait."""
+        """Asks for the daemon's name and bounds again: it may be another daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +78,6 @@ class Tracked:
     request: EngineRequest
     params: TransferParams | None
     chain: PromptChain
-    lookup: DaemonLookup | None = None
-    asked_at: float = 0.0
     found: int = 0  # tokens that the last answer rested on
     settled: bool = False  # nothing more is fetched for it
     loading: bool = False  # the worker has been told to, and has not reported
@@ -92,11 +85,7 @@ class Tracked:
     saved: int = 0  # prefill: tokens that the worker was told of
     unsent: bool = False  # prefill: the worker has failed to send it, or will
     storing: bool = False
-
-    def let_go(self) -> None:
-        if self.lookup is not None:
-            self.lookup.release()
-            self.lookup = None
+    alone: bool = False  # nothing of it is fetched or kept: what its pages are named is not known
 
 
 @dataclass(slots=True)
@@ -111,25 +100,21 @@ class SchedulerCounts:
 
 
 class SchedulerSide:
-    """The part of the scheduler's half that both roles share; `now` gives seconds."""
+    """The part of the scheduler's half that both roles share."""
 
     def __init__(
         self,
         shape: Shape,
-        lookups: DaemonLookups,
-        now: Callable[[], float],
+        view: DaemonView,
         *,
         keys_of: Callable[[EngineRequest], KeysBetween | None],
         default_prefill: str = "",
-        lookup_seconds: float = 1.0,
     ) -> None:
         self.shape = shape
         self.counts = SchedulerCounts()
-        self._lookups = lookups
-        self._now = now
+        self._view = view
         self._keys_of = keys_of
         self._default_prefill = default_prefill
-        self._lookup_seconds = lookup_seconds
         self._session = True  # the worker has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[Order] = []
@@ -140,12 +125,12 @@ class SchedulerSide:
         return len(self._tracked)
 
     def new_request(self, request: EngineRequest) -> None:
-        """The first thing heard of a request: the look-up starts."""
+        """The first thing heard of a request."""
         raise NotImplementedError
 
-    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
-        """Tokens that come from outside behind the `computed` ones that the engine holds, and whether they come later;
-        None: ask again."""
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
+        """Tokens that come from outside behind the `computed` ones that the engine holds, and whether they come
+        later."""
         raise NotImplementedError
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
@@ -168,7 +153,6 @@ class SchedulerSide:
         for request in requests:
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.loading = False
-                tracked.let_go()  # the worker's own lease had taken over
                 if is_over(tracked):
                     del self._tracked[request]
 
@@ -182,35 +166,35 @@ class SchedulerSide:
         if news.session is not None:
             self._session = news.session
             if news.session:
-                self._lookups.ask_again()
+                self._view.ask_again()
         for request in news.failed:
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.unsent = True
 
     # -- for the roles ---------------------------------------------------------------------------------------------
 
-    def _ask(self, tracked: Tracked, tokens: int) -> None:
-        """Asks the daemon what it holds of the first `tokens`."""
-        tracked.let_go()
-        tracked.asked_at = self._now()
-        if digests := tracked.chain.pages(tokens):
-            tracked.lookup = self._lookups.start(digests)
-
-    def _answer(self, tracked: Tracked, tokens: int) -> int | None:
-        """Tokens of the first `tokens` that the daemon holds; None: no answer yet, and still time for one."""
-        if tracked.lookup is None:
-            return 0
-        found = tracked.lookup.tokens
-        if found is None:
-            if self._now() - tracked.asked_at < self._lookup_seconds:
-                return None
-            tracked.let_go()
-            return 0
-        return min(found, tokens // self.shape.page_size * self.shape.page_size)
+    def _held(self, tracked: Tracked, tokens: int, computed: int) -> tuple[int, bool]:
+        """As `matched`, of what the daemon holds of the first `tokens`."""
+        page = self.shape.page_size
+        if tokens // page * page <= computed:
+            return 0, False
+        tracked.found = self._view.held_pages(tracked.chain.pages(tokens)) * page
+        return (tracked.found - computed, True) if tracked.found > computed else (0, False)
 
     def _tracked_anew(self, request: EngineRequest, params: TransferParams | None) -> Tracked:
+        """Tracks it from now on, its prompt's digests made. A request that cannot be named is the engine's alone: that
+        never ends the engine."""
         chain = PromptChain(request, self.shape.page_size, self._keys_of(request))
         tracked = self._tracked[request.request_id] = Tracked(request, params, chain)
+        if request.resumable:  # a session whose prompt changes under its name
+            tracked.alone = True
+        else:
+            try:
+                chain.pages(request.num_prompt_tokens)
+            except Exception:
+                tracked.alone = True
+                _log.exception("request %s is computed here alone: its prompt cannot be named", request.request_id)
+        tracked.settled = tracked.alone
         return tracked
 
     def _blocks(self, blocks: Sequence[int], start: int, end: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ class Settings:
     prefill: str = ""  # name of the prefill daemon, where a request names none
     revision: str = ""  # of the weights; empty: read from the files
     deadline_seconds: float = 30.0  # until a prompt's pages are there
-    lookup_seconds: float = 1.0  # that a request waits at most to hear what the daemon holds
+    lookup_seconds: float = 1.0  # that the daemon has to answer where it tells what it holds
     store_seconds: float = 5.0  # that a finished request's blocks wait at most for room in the daemon
     connect_seconds: float = 20.0  # at the start; later it is tried again and again
 

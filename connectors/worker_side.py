@@ -36,6 +36,7 @@ from kvferry.connectors.orders import (
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions, pool_of
 from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports
+from kvferry.threads import name_thread
 from kvferry.waiting import complete, have_ended, slices
 
 STOP_SECONDS = 10.0
@@ -56,8 +57,8 @@ class WorkerSide:
         self._blocks = blocks
         self._mover = mover
         self._loop = asyncio.new_event_loop()
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvferry copies")
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry connector", daemon=True)
+        self._copier = ThreadPoolExecutor(1, "kvferry copies", initializer=name_thread, initargs=("kvferry copies",))
+        self._thread = threading.Thread(target=self._run_loop, name="kvferry requests", daemon=True)
         self._settled = asyncio.Event()
         if not mover.records:
             self._settled.set()
@@ -125,6 +126,10 @@ class WorkerSide:
             self._loop.call_soon_threadsafe(self._loop.stop)
             have_ended([self._thread], STOP_SECONDS)
         self._copier.shutdown(wait=True)
+
+    def _run_loop(self) -> None:
+        name_thread("kvferry requests")
+        self._loop.run_forever()
 
     def _wait(self, work: Coroutine[Any, Any, _T], seconds: float) -> _T:
         """Raises TimeoutError."""

@@ -7,6 +7,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class HeldRequest(_message.Message):
+    __slots__ = ("role", "namespace_id")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    role: _common_pb2.Role
+    namespace_id: bytes
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
+
+class HeldReply(_message.Message):
+    __slots__ = ("daemon", "pages", "file", "nbytes")
+    DAEMON_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    daemon: str
+    pages: int
+    file: str
+    nbytes: int
+    def __init__(self, daemon: _Optional[str] = ..., pages: _Optional[int] = ..., file: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
 class WorkerMessage(_message.Message):
     __slots__ = ("hello", "attached", "admit", "begin", "progress", "aux", "grow", "finish", "abort", "quiesced", "page_tokens")
     HELLO_FIELD_NUMBER: _ClassVar[int]

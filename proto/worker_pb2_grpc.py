@@ -39,12 +39,23 @@ class WorkerStub(object):
                 request_serializer=kvferry_dot_proto_dot_worker__pb2.WorkerMessage.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_worker__pb2.WorkerEvent.FromString,
                 _registered_method=True)
+        self.Held = channel.unary_unary(
+                '/kvferry.v1.Worker/Held',
+                request_serializer=kvferry_dot_proto_dot_worker__pb2.HeldRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_worker__pb2.HeldReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Held(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -57,6 +68,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=kvferry_dot_proto_dot_worker__pb2.WorkerMessage.FromString,
                     response_serializer=kvferry_dot_proto_dot_worker__pb2.WorkerEvent.SerializeToString,
+            ),
+            'Held': grpc.unary_unary_rpc_method_handler(
+                    servicer.Held,
+                    request_deserializer=kvferry_dot_proto_dot_worker__pb2.HeldRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_worker__pb2.HeldReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +102,33 @@ class Worker(object):
             '/kvferry.v1.Worker/Session',
             kvferry_dot_proto_dot_worker__pb2.WorkerMessage.SerializeToString,
             kvferry_dot_proto_dot_worker__pb2.WorkerEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Held(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Worker/Held',
+            kvferry_dot_proto_dot_worker__pb2.HeldRequest.SerializeToString,
+            kvferry_dot_proto_dot_worker__pb2.HeldReply.FromString,
             options,
             channel_credentials,
             insecure,

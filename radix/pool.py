@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry import _core
-from kvferry._core import PoolExhausted
+from kvferry._core import HeldIndex, PoolExhausted
 
-__all__ = ["PagePool", "PageState", "PoolCounts", "PoolExhausted"]
+__all__ = ["HeldIndex", "PagePool", "PageState", "PoolCounts", "PoolExhausted"]
 
 
 class PageState(enum.IntEnum):

@@ -50,7 +50,7 @@ NOT_IN_CORE = frozenset(
 )
 
 # What a folder may import of ours; a name that ends in a dot stands for all below it.
-SHARED = ("kvferry", "kvferry.proto.", "kvferry.waiting")
+SHARED = ("kvferry", "kvferry.proto.", "kvferry.threads", "kvferry.waiting")
 # The client side maps the daemon's memory, and shares no other code with it.
 CLIENT = (
     *SHARED,

@@ -12,7 +12,6 @@ for the copy that reads the blocks of a prompt that the prefill engine preempts:
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.connectors.lookups import PinLookups
+from kvferry.connectors.lookups import HeldPrefixes
 from kvferry.connectors.orders import News, Orders
 from kvferry.connectors.scheduler_decode import DecodeScheduler
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
@@ -92,23 +91,21 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shape = vllm_facts.shape_of(spec, self._settings)
         self._facts = vllm_facts.facts_of(vllm_config, kv_cache_config, self._shape, self._settings)
         self._scheduler: SchedulerSide | None = None
-        self._lookups: PinLookups | None = None
+        self._view: HeldPrefixes | None = None
         self._worker: WorkerSide | None = None
         self._block_ids = BlockIds()
         self._counted = Moved()  # of what vLLM has been told
         log_as_vllm()
         if role == KVConnectorRole.SCHEDULER:
-            self._lookups = PinLookups(
+            self._view = HeldPrefixes(
                 self._settings.socket, self._daemon_role, self._facts.id, timeout_s=self._settings.lookup_seconds
             )
             side = DecodeScheduler if transfer.kv_role == "kv_consumer" else PrefillScheduler
             self._scheduler = side(
                 self._shape,
-                self._lookups,
-                time.monotonic,
+                self._view,
                 keys_of=keys_of,
                 default_prefill=self._settings.prefill,
-                lookup_seconds=self._settings.lookup_seconds,
             )
 
     # -- the scheduler's half --------------------------------------------------------------------------------------
@@ -121,7 +118,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Request) -> None:
         self._deciding.new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         return self._deciding.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -227,9 +224,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-        if self._lookups is not None:
-            self._lookups.close()
-            self._lookups = None
+        if self._view is not None:
+            self._view.close()
+            self._view = None
 
 
 def log_as_vllm() -> None:

@@ -1,6 +1,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <memory>
+#include <optional>
 #include <string>
 
 #include "bindings/bindings.h"
@@ -25,12 +27,86 @@ nb::bytes states(const PagePool& pool, PagesArgument pages) {
   return nb::bytes(codes.data(), codes.size());
 }
 
+// An index in a buffer, which stays until `close`.
+class HeldIndexObject {
+ public:
+  HeldIndexObject(BufferArgument memory, Buffer::Access access)
+      : buffer_(std::make_unique<Buffer>(memory, "memory", access)) {
+    if (reinterpret_cast<uintptr_t>(buffer_->data()) % 64 != 0) refuse("memory: it does not begin at a multiple of 64");
+    index_ = access == Buffer::Access::kWrite ? HeldIndex::make(buffer_->data(), buffer_->size())
+                                              : HeldIndex::read(buffer_->data(), buffer_->size());
+  }
+
+  HeldIndex& open() {
+    if (buffer_ == nullptr) refuse("index: it is closed");
+    return *index_;
+  }
+  void close() {
+    if (index_->publishers > 0) throw BrokenInvariant("index: " + std::to_string(index_->publishers) + " pools publish to it");
+    buffer_.reset();
+  }
+
+ private:
+  std::unique_ptr<Buffer> buffer_;
+  std::optional<HeldIndex> index_;
+};
+
+struct HeldIndexWriter : HeldIndexObject {
+  explicit HeldIndexWriter(BufferArgument memory) : HeldIndexObject(memory, Buffer::Access::kWrite) {}
+};
+
+struct HeldIndexReader : HeldIndexObject {
+  explicit HeldIndexReader(BufferArgument memory) : HeldIndexObject(memory, Buffer::Access::kRead) {}
+};
+
+const uint8_t* namespace_bytes(const nb::bytes& namespace_id) {
+  if (namespace_id.size() != kNamespaceBytes) {
+    refuse("namespace_id has " + std::to_string(namespace_id.size()) + " bytes; it must have " + std::to_string(kNamespaceBytes));
+  }
+  return reinterpret_cast<const uint8_t*>(namespace_id.c_str());
+}
+
+size_t held_pages(HeldIndexReader& self, DigestsArgument digests, const nb::bytes& namespace_id) {
+  const DigestBuffer buffer(digests, "digests");
+  return self.open().held(buffer.data(), buffer.count(), namespace_bytes(namespace_id));
+}
+
+void name_pages(PagePool& pool, PagesArgument pages, DigestsArgument digests, const nb::bytes& namespace_id) {
+  const PageIds ids = read_page_ids(pages, pool);
+  const DigestBuffer buffer(digests, "digests");
+  if (buffer.count() != ids.size()) {
+    refuse("pages has " + std::to_string(ids.size()) + " entries; digests has " + std::to_string(buffer.count()));
+  }
+  pool.name(ids, buffer.data(), namespace_bytes(namespace_id));
+}
+
+void bind_held_index(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<HeldIndexWriter>(m, "HeldIndex", R"(
+      The digests whose pages are readable, in memory that other processes map: see csrc/radix/held_index.h. This end
+      writes; the memory is empty from now on.)")
+      .def(nb::init<BufferArgument>(), "memory"_a, "ValueError: of less than `bytes_for(1)`, or not aligned to 64.")
+      .def_static("bytes_for", &HeldIndex::bytes_for, "pages"_a, "Bytes of an index for so many pages of all tiers.")
+      .def("beat", [](HeldIndexWriter& self, int64_t now) { self.open().beat(now); }, "now"_a,
+           "Says that the writer lives, in nanoseconds of CLOCK_MONOTONIC; 0: it has ended.")
+      .def("close", &HeldIndexWriter::close, "Lets the memory go. No pool may publish to it any more. Idempotent.");
+  nb::class_<HeldIndexReader>(m, "HeldIndexReader", "Another process's HeldIndex.")
+      .def(nb::init<BufferArgument>(), "memory"_a, "ValueError: it is no index.")
+      .def_prop_ro("last_beat", [](HeldIndexReader& self) { return self.open().last_beat(); },
+                   "When the writer last said that it lives, in nanoseconds of CLOCK_MONOTONIC; 0: it has ended.")
+      .def("held_pages", &held_pages, "digests"_a, "namespace_id"_a, R"(
+           The number of first pages of a prompt that were readable just now, of any tier. They may be gone by the time
+           they are asked for.)")
+      .def("close", &HeldIndexReader::close, "Lets the memory go. Idempotent.");
+}
+
 IntList count_list(const PagePool& pool) { return list_of(PageIds(pool.counts().begin(), pool.counts().end())); }
 
 }  // namespace
 
 void bind_pool(nb::module_& m) {
   using namespace nb::literals;
+  bind_held_index(m);
   nb::exception<PoolExhausted>(m, "PoolExhausted").doc() = "Fewer pages are free than were asked for; nothing was taken.";
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
@@ -90,6 +166,13 @@ void bind_pool(nb::module_& m) {
       .def("generation",
            [](const PagePool& pool, int64_t page) { return pool.generation(checked_page_id(page, pool)); }, "page"_a)
       .def("count_list", &count_list, "Pages by state, in the states' order.")
+      .def("name_pages", &name_pages, "pages"_a, "digests"_a, "namespace_id"_a, R"(
+           Says whose pages these are, before they are readable: 32 bytes for each, and for their namespace.)")
+      .def("publish",
+           [](PagePool& pool, HeldIndexWriter* index) { pool.publish(index != nullptr ? &index->open() : nullptr); },
+           "index"_a.none(), nb::keep_alive<1, 2>(), R"(
+           Has every readable page that has a name in `index`, from now on; None: in none. The index it was in before
+           is left as it is.)")
       .def("check", &PagePool::check, "Recounts everything; for tests.");
 }
 

@@ -49,6 +49,7 @@ void PagePool::make_free(int64_t pages, uint64_t generation) {
   }
   states_.assign(size_t(pages), uint8_t(S::kFree));
   generations_.assign(size_t(pages), generation);
+  names_.assign(size_t(pages), 0);
   free_runs_.clear();
   by_size_.clear();
   freed_.clear();
@@ -113,7 +114,10 @@ void PagePool::free_pages(const PageIds& pages) {
   }
   for (const Run& run : runs) {
     set_state(run, S::kFree);
-    for (uint32_t page = run.start; page < run.end(); ++page) ++generations_[page];
+    for (uint32_t page = run.start; page < run.end(); ++page) {
+      ++generations_[page];
+      names_[page] = 0;
+    }
     add_free(run);
   }
   if (log_frees_) freed_.insert(freed_.end(), pages.begin(), pages.end());
@@ -187,12 +191,38 @@ bool PagePool::readable(uint8_t state) const {
   return state == uint8_t(S::kCached) || state == uint8_t(tier_ == "host" ? S::kRestoring : S::kSpilling);
 }
 
+void PagePool::name(const PageIds& pages, const uint8_t* digests, const uint8_t* namespace_id) {
+  for (const uint32_t page : pages) {
+    if (readable(states_[page])) throw BrokenInvariant(page_name(page) + " is readable under another name");
+  }
+  for (size_t i = 0; i < pages.size(); ++i) names_[pages[i]] = held_name(digests + 32 * i, namespace_id);
+}
+
+void PagePool::publish(HeldIndex* index) {
+  if (index_ != nullptr) --index_->publishers;
+  index_ = index;
+  if (index_ == nullptr) return;
+  ++index_->publishers;
+  for (uint32_t page = 0; page < this->pages(); ++page) {
+    if (readable(states_[page]) && names_[page] != 0) index_->add(names_[page]);
+  }
+}
+
+void PagePool::tell_index(uint32_t page, bool readable) {
+  if (index_ == nullptr || names_[page] == 0) return;
+  if (readable) {
+    index_->add(names_[page]);
+  } else {
+    index_->remove(names_[page]);
+  }
+}
+
 void PagePool::set_state(Run run, PageState state) {
-  if (log_readable_) {
-    const bool after = readable(uint8_t(state));
-    for (uint32_t page = run.start; page < run.end(); ++page) {
-      if (readable(states_[page]) != after) readable_changes_.push_back(after ? int64_t(page) : ~int64_t(page));
-    }
+  const bool after = readable(uint8_t(state));
+  for (uint32_t page = run.start; page < run.end(); ++page) {
+    if (readable(states_[page]) == after) continue;
+    if (log_readable_) readable_changes_.push_back(after ? int64_t(page) : ~int64_t(page));
+    tell_index(page, after);
   }
   for (uint32_t page = run.start; page < run.end(); ++page) --counts_[states_[page]];
   std::memset(states_.data() + run.start, int(state), run.length);

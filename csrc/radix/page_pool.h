@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "radix/held_index.h"
+
 namespace kvferry {
 
 using PageIds = std::vector<uint32_t>;
@@ -29,6 +31,9 @@ class PoolExhausted : public std::runtime_error {
 class PagePool {
  public:
   PagePool(int64_t pages, std::string tier);  // std::invalid_argument: pages
+  ~PagePool() { publish(nullptr); }
+  PagePool(const PagePool&) = delete;
+  PagePool& operator=(const PagePool&) = delete;
 
   uint32_t pages() const { return uint32_t(states_.size()); }
   const std::string& tier() const { return tier_; }
@@ -58,6 +63,12 @@ class PagePool {
   void set_log_readable(bool on);
   std::vector<int64_t> take_readable();  // a page that became readable, or ~page
 
+  // What the digests of these pages are, of which none is readable now: an index tells others of them while they are.
+  void name(const PageIds& pages, const uint8_t* digests, const uint8_t* namespace_id);
+
+  // The index hears of all that is readable and has a name from now on. nullptr: none. It is the caller's.
+  void publish(HeldIndex* index);
+
   void check() const;  // recounts everything; for tests
 
  private:
@@ -74,6 +85,7 @@ class PagePool {
   void take_from(Runs::iterator free_run, Run taken);
 
   bool readable(uint8_t state) const;
+  void tell_index(uint32_t page, bool readable);
 
   std::string tier_;
   std::vector<uint8_t> states_;
@@ -85,6 +97,8 @@ class PagePool {
   bool log_frees_ = false;
   std::vector<int64_t> readable_changes_;
   bool log_readable_ = false;
+  std::vector<uint64_t> names_;  // as in the index, by page; 0: none
+  HeldIndex* index_ = nullptr;
 };
 
 }  // namespace kvferry

@@ -17,7 +17,7 @@ from kvferry.daemon.core.eviction import Eviction
 from kvferry.daemon.core.kv_events import KvEventLog, TokenChain
 from kvferry.daemon.core.namespaces import Namespace, Quota, slack, soft_pages
 from kvferry.daemon.core.tier_copies import TierCopies
-from kvferry.radix.pool import PagePool, PageState
+from kvferry.radix.pool import HeldIndex, PagePool, PageState
 from kvferry.radix.tree import Clock, Lock, PagedRadixTree, Policy
 
 MAX_NAMESPACES = 64
@@ -54,7 +54,7 @@ class Cache:
         self.clock = Clock()  # one for all trees, so that their eviction keys compare
         self.namespaces: dict[bytes, Namespace] = {}
         self.tiers = TierCounters()
-        self.copies = TierCopies(self.tiers)
+        self.copies = TierCopies(self.pool, self.host, self.tiers)
         hits = self.limits.write_through_hits
         self.eviction = Eviction(self.pool, self.host, self.namespaces, self.copies, self.tiers, hits)
         self.events: KvEventLog | None = None
@@ -70,6 +70,12 @@ class Cache:
         of the digests, where tokens are to be judged by them.
         """
         self.events = self.copies.events = KvEventLog(self.page_size, self.pool, self.host, chain)
+
+    def index_held(self, index: HeldIndex | None) -> None:
+        """Has what is readable, in either tier, in `index` from now on; None: in none."""
+        for pool in (self.pool, self.host):
+            if pool is not None:
+                pool.publish(index)
 
     # -- namespaces ----------------------------------------------------------------------------------------------
 
@@ -178,6 +184,7 @@ class Cache:
 
     def name(self, namespace: Namespace, pages: list[int], digests: bytes) -> None:
         """Names these device pages, which are about to be inserted into the namespace's tree."""
+        self.pool.name_pages(pages, digests, namespace.id)
         if self.events is not None:
             self.events.name_device(namespace.id, pages, digests)
 
@@ -234,6 +241,7 @@ class Cache:
         """Takes in the pages of the host tier's file, found again at the start."""
         assert self.host is not None
         self.host.claim(rows, PageState.LEASED)
+        self.host.name_pages(rows, digests, namespace.id)
         if self.events is not None:
             self.events.name_host(namespace.id, rows, digests)
         result = namespace.tree.recover(digests, parents, rows, outputs)

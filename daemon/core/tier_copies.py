@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvferry.daemon.core.counters import TierCounters
 from kvferry.daemon.core.kv_events import KvEventLog
 from kvferry.daemon.core.namespaces import Namespace
+from kvferry.radix.pool import PagePool
 from kvferry.radix.tree import RESTORE, SPILL, Copy
 
 MAX_COPIES = 64  # to the host tier, under way at once; more pages wait
@@ -38,7 +39,9 @@ class CopyEnded:
 class TierCopies:
     """The copies of all namespaces of one role."""
 
-    def __init__(self, counters: TierCounters) -> None:
+    def __init__(self, device: PagePool, host: PagePool | None, counters: TierCounters) -> None:
+        self._device = device
+        self._host = host
         self.events: KvEventLog | None = None  # if there, it is told which pages come into which tier
         self._counters = counters
         self._started: list[CopyStarted] = []
@@ -65,10 +68,14 @@ class TierCopies:
         number = self._next
         self._next += 1
         self._running[number] = (namespace, copy)
-        if self.events is not None:
-            if copy.kind == RESTORE:
+        assert self._host is not None, "a copy, and no host tier"
+        if copy.kind == RESTORE:
+            self._device.name_pages(copy.device, copy.digests, namespace.id)
+            if self.events is not None:
                 self.events.name_device(namespace.id, copy.device, copy.digests)
-            else:
+        else:
+            self._host.name_pages(copy.host, copy.digests, namespace.id)
+            if self.events is not None:
                 self.events.name_host(namespace.id, copy.host, copy.digests)
         self._started.append(CopyStarted(number, namespace.id, copy))
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
-from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.errors import RequestError, invalid, precondition
 from kvferry.daemon.peers.session import report_invariant
+from kvferry.daemon.services.cache import NAMESPACE_BYTES
 from kvferry.daemon.sides.side import AnySide
 from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import common_pb2 as common
@@ -90,6 +91,31 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 f"the pool is still mapped after {RELEASE_SECONDS:g} s: keep its memory to the end of the process",
             )
 
+    async def Held(self, request: wire.HeldRequest, context: Context) -> wire.HeldReply:
+        """Tells an engine's scheduler where it reads what this side holds."""
+        try:
+            side = self._side_of(request.role, "the engine")
+            if len(request.namespace_id) != NAMESPACE_BYTES:
+                raise invalid(f"namespace_id has {len(request.namespace_id)} bytes; it must have {NAMESPACE_BYTES}")
+        except RequestError as error:
+            await context.abort(status_of(error), error.message)
+        reply = wire.HeldReply(daemon=side.config.name)
+        if side.tiers.has_pool.is_set():
+            cache = side.cache
+            namespace = cache.namespaces.get(request.namespace_id)
+            reply.pages = cache.most(namespace) if namespace is not None else cache.pool.pages
+        if (held := side.tiers.held) is not None:
+            reply.file, reply.nbytes = held.path, held.nbytes
+        return reply
+
+    def _side_of(self, number: int, who: str) -> AnySide:
+        role = ROLES.get(number, "")
+        side = self._sides.get(role)
+        if side is None:
+            have = ", ".join(sorted(self._sides))
+            raise precondition(f"role: {who} is {role or 'of none'}, this daemon {have}")
+        return side
+
     async def _hello(self, context: Context) -> wire.WorkerHello:
         message = await within(HELLO_SECONDS, context.read())
         if not isinstance(message, wire.WorkerMessage) or message.WhichOneof("kind") != "hello":
@@ -97,13 +123,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return message.hello
 
     async def _take_in(self, hello: wire.WorkerHello) -> tuple[AnySide, Worker]:
-        role = ROLES.get(hello.role, "")
-        side = self._sides.get(role)
-        if side is None:
-            have = ", ".join(sorted(self._sides))
-            raise RequestError(
-                common.ERROR_FAILED_PRECONDITION, f"role: the worker is {role or 'of none'}, this daemon {have}"
-            )
+        side = self._side_of(hello.role, "the worker")
         if side.draining:
             raise RequestError(common.ERROR_UNAVAILABLE, "the daemon is shutting down")
         worker, welcome = await side.register(hello)

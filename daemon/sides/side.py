@@ -119,6 +119,7 @@ class Side(Generic[CoreT]):
                 self.core.stood_still(late, self.now())
             self.core.tick(self.now())
             self.flush()
+            self.tiers.beat()
 
     # -- its tiers (tiers.TiersOwner) ----------------------------------------------------------------------------
 

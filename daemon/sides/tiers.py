@@ -17,6 +17,7 @@ from typing import Protocol
 from kvferry.daemon.config.model import STORAGES, DaemonConfig
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import exhausted, precondition
+from kvferry.daemon.memory.held_pages import HeldPages
 from kvferry.daemon.memory.host_tier import HostTier, open_tier
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.daemon.memory.making import make_in_thread, make_pool, map_pool
@@ -57,6 +58,8 @@ class SideTiers:
         self._memory: PoolMemory | None = None
         self._shape: PoolShape | None = None  # of the memory that is, or was last
         self._host: HostTier | None = None
+        self._held: HeldPages | None = None  # of the cache, for its present number of pages
+        self._indexes = 0  # ever made
         self._copies_before = CopyStatistics()  # of memory that was let go
 
     # -- what they are -------------------------------------------------------------------------------------------
@@ -142,10 +145,12 @@ class SideTiers:
         host: HostTier | None = None
         try:
             cache = self._side.new_cache(facts, pages, host_pages)
+            self._publish(cache)
             if host_pages:
                 opening = partial(open_tier, self._config, self._role, self._incarnation, facts, memory, cache)
                 host = await make_in_thread(opening, HostTier.discard)
         except BaseException as error:
+            self._withdraw()
             await _let_go(memory)
             if not isinstance(error, OSError | ValueError):
                 raise
@@ -199,6 +204,33 @@ class SideTiers:
     def _take_memory(self, memory: PoolMemory) -> None:
         self._memory, self._shape = memory, memory.shape
 
+    # -- what others may read ------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> HeldPages | None:
+        """The index of what they hold; None where there is no pool."""
+        return self._held if self.has_pool.is_set() else None
+
+    def beat(self) -> None:
+        """Tells who reads the index that this daemon lives."""
+        if self._held is not None:
+            self._held.beat()
+
+    def _publish(self, cache: Cache) -> None:
+        """An index of the cache, for its present number of pages. RequestError."""
+        self._withdraw()
+        self._indexes += 1
+        name = f"kvferry-{self._incarnation.hex()}-{self._role}-held-{self._indexes}"
+        try:
+            self._held = HeldPages(self._config.shm_dir, name, cache)
+        except OSError as error:
+            raise exhausted(f"index of what is held (--shm-dir {self._config.shm_dir}): {error}") from error
+
+    def _withdraw(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
+
     # -- an engine's memory goes, and another one comes ----------------------------------------------------------
 
     async def forget_pool(self) -> None:
@@ -231,6 +263,7 @@ class SideTiers:
                 await _let_go(memory)
             raise
         self.cache.resize(registration.pages)
+        self._publish(self.cache)
         self.epoch = secrets.randbits(63)
         self._take_memory(memory)
         self.has_pool.set()
@@ -243,6 +276,7 @@ class SideTiers:
 
     async def close(self) -> None:
         """Waits for copies between the tiers. One that cannot end well does not keep the other's memory."""
+        self._withdraw()
         try:
             if self._host is not None:
                 await self._host.close()

@@ -714,6 +714,48 @@ def part_checksum(buffer: Buffer) -> int:
     attacks.
     """
 
+class HeldIndex:
+    """
+    The digests whose pages are readable, in memory that other processes map: see csrc/radix/held_index.h. This end
+    writes; the memory is empty from now on.
+    """
+
+    def __init__(self, memory: Buffer) -> None:
+        """ValueError: of less than `bytes_for(1)`, or not aligned to 64."""
+
+    @staticmethod
+    def bytes_for(pages: int) -> int:
+        """Bytes of an index for so many pages of all tiers."""
+
+    def beat(self, now: int) -> None:
+        """
+        Says that the writer lives, in nanoseconds of CLOCK_MONOTONIC; 0: it has ended.
+        """
+
+    def close(self) -> None:
+        """Lets the memory go. No pool may publish to it any more. Idempotent."""
+
+class HeldIndexReader:
+    """Another process's HeldIndex."""
+
+    def __init__(self, memory: Buffer) -> None:
+        """ValueError: it is no index."""
+
+    @property
+    def last_beat(self) -> int:
+        """
+        When the writer last said that it lives, in nanoseconds of CLOCK_MONOTONIC; 0: it has ended.
+        """
+
+    def held_pages(self, digests: Digests, namespace_id: bytes) -> int:
+        """
+        The number of first pages of a prompt that were readable just now, of any tier. They may be gone by the time
+        they are asked for.
+        """
+
+    def close(self) -> None:
+        """Lets the memory go. Idempotent."""
+
 class PoolExhausted(Exception):
     """Fewer pages are free than were asked for; nothing was taken."""
 
@@ -791,6 +833,17 @@ class PagePool:
     def generation(self, page: int) -> int: ...
     def count_list(self) -> list[int]:
         """Pages by state, in the states' order."""
+
+    def name_pages(self, pages: Pages, digests: Digests, namespace_id: bytes) -> None:
+        """
+        Says whose pages these are, before they are readable: 32 bytes for each, and for their namespace.
+        """
+
+    def publish(self, index: HeldIndex | None) -> None:
+        """
+        Has every readable page that has a name in `index`, from now on; None: in none. The index it was in before
+        is left as it is.
+        """
 
     def check(self) -> None:
         """Recounts everything; for tests."""

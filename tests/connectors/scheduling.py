@@ -1,4 +1,4 @@
-"""A scheduler's half of the connector without vLLM: requests, a daemon that answers when it is told to, a clock."""
+"""A scheduler's half of the connector without vLLM: requests, and a daemon that holds what it is told to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.connectors.prompt_chain import KeysBetween
 from kvferry.connectors.scheduler_decode import DecodeScheduler
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
 from kvferry.connectors.scheduler_side import SchedulerSide, Shape
-from kvferry.radix.digests import chain_digests
+from kvferry.radix.digests import DIGEST_BYTES, chain_digests
 
 BLOCK = 8
 ID = "ab" * 16
@@ -29,6 +29,7 @@ class Request:
     adapter: str = ""
     trace_headers: dict[str, str] | None = None
     skip_reading_prefix_cache: bool = False
+    resumable: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -50,53 +51,40 @@ class Request:
 
 def keys_of(request: object) -> KeysBetween | None:
     assert isinstance(request, Request)
+    if request.adapter == "?":
+        return _unknown
     return (lambda start, end: [request.adapter]) if request.adapter else None
 
 
-@dataclass
-class Answer:
-    tokens: int | None = None
-    released: int = 0
-
-    def release(self) -> None:
-        self.released += 1
+def _unknown(start: int, end: int) -> list[str]:
+    raise KeyError("an adapter that the engine does not know")
 
 
 @dataclass
 class Daemon:
-    """Answers look-ups with `holds` tokens, once it is told to."""
+    """Holds the first `pages` of every prompt."""
 
     up: bool = True
     daemon: str = "p"
     most_pages: int = 0
-    asked: list[tuple[bytes, Answer]] = field(default_factory=list)
+    pages: int = 0
+    asked: list[bytes] = field(default_factory=list)
     asked_again: int = 0
 
     def ask_again(self) -> None:
         self.asked_again += 1
 
-    def start(self, digests: bytes) -> Answer:
-        self.asked.append((digests, Answer()))
-        return self.asked[-1][1]
-
-    def holds(self, tokens: int) -> None:
-        for _, answer in self.asked:
-            answer.tokens = tokens
+    def held_pages(self, digests: bytes) -> int:
+        self.asked.append(digests)
+        return min(self.pages, len(digests) // DIGEST_BYTES)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def decode(daemon: Daemon, per_page: int = 1, clock: Clock | None = None) -> DecodeScheduler:
-    return DecodeScheduler(Shape(BLOCK, per_page), daemon, clock or Clock(), keys_of=keys_of)
+def decode(daemon: Daemon, per_page: int = 1) -> DecodeScheduler:
+    return DecodeScheduler(Shape(BLOCK, per_page), daemon, keys_of=keys_of)
 
 
 def prefill(daemon: Daemon, per_page: int = 1) -> PrefillScheduler:
-    return PrefillScheduler(Shape(BLOCK, per_page), daemon, Clock(), keys_of=keys_of)
+    return PrefillScheduler(Shape(BLOCK, per_page), daemon, keys_of=keys_of)
 
 
 def blocks(tokens: int) -> list[int]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Drop, Load, News, Release, Restore, Save, StorePages
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
+from kvferry.connectors.scheduler_side import SchedulerSide
 from tests.connectors.scheduling import (
     BLOCK,
     ID,
     TO_DECODE,
     TO_PREFILL,
-    Clock,
     Daemon,
     Request,
     blocks,
@@ -35,7 +37,6 @@ def test_a_prompt_from_prefill_is_promised_once_the_engine_has_pinned_its_blocks
     daemon = Daemon()
     side, request = decode(daemon, per_page), Request("a", 61, TO_DECODE)
     side.new_request(request)
-    assert daemon.asked[0][0] == request.digests(61, BLOCK * per_page)
     for _ in range(3):  # vLLM may ask again and again
         assert side.matched(request, 24) == (37, True)
     assert orders(side) == []
@@ -49,8 +50,7 @@ def test_a_prompt_from_prefill_is_promised_once_the_engine_has_pinned_its_blocks
     assert load.prompt.tokens == 61
     side.allocated(request, blocks(61), 0)  # vLLM calls it once more when the load is over
     side.received(["a"])
-    assert daemon.asked[0][1].released == 1
-    assert orders(side) == []
+    assert orders(side) == [] and daemon.asked == [], "all of it comes, whoever holds it"
 
 
 def test_a_load_that_failed_is_not_tried_again() -> None:
@@ -62,56 +62,82 @@ def test_a_load_that_failed_is_not_tried_again() -> None:
     assert side.matched(request, 0) == (0, False)
 
 
-def test_without_prefill_the_daemon_is_asked_and_vllm_waits_for_the_answer() -> None:
-    daemon, clock = Daemon(), Clock()
-    side, request = decode(daemon, clock=clock), Request("a", 64)
+def test_without_prefill_what_the_daemon_holds_is_loaded() -> None:
+    daemon = Daemon(pages=5)
+    side, request = decode(daemon), Request("a", 64)
     side.new_request(request)
-    assert len(daemon.asked[0][0]) == 7 * 32, "the last token is left to compute"
-    assert side.matched(request, 16) == (None, False)
-    daemon.holds(40)
-    assert side.matched(request, 16) == (24, True)
-    assert side.matched(request, 16) == (24, True)
+    for _ in range(2):
+        assert side.matched(request, 16) == (24, True)
+    assert daemon.asked == [request.digests(56, BLOCK)] * 2, "the last token is left to compute"
     side.allocated(request, blocks(40), 24)
     (restore,) = orders(side)
     assert isinstance(restore, Restore)
     assert (restore.start, restore.blocks, restore.prompt.tokens) == (16, tuple(blocks(40)[2:]), 41)
     assert len(restore.prompt.digests) == 5 * 32 and len(restore.prompt.tail_digest) == 32
-    assert daemon.asked[0][1].released == 0, "held until it is loaded"
-    side.received(["a"])
-    assert daemon.asked[0][1].released == 1
-    assert len(daemon.asked) == 1
+
+
+def test_what_is_gone_since_the_engine_last_asked_is_not_promised() -> None:
+    daemon = Daemon(pages=5)
+    side, request = decode(daemon), Request("a", 64)
+    side.new_request(request)
+    assert side.matched(request, 0) == (40, True)
+    daemon.pages = 2
+    assert side.matched(request, 0) == (16, True)
+    side.allocated(request, blocks(16), 16)
+    (restore,) = orders(side)
+    assert isinstance(restore, Restore) and restore.prompt.tokens == 17
+
+
+@pytest.mark.parametrize("side", [decode, prefill])
+def test_nothing_is_asked_where_nothing_could_be_loaded(side: Callable[[Daemon], SchedulerSide]) -> None:
+    daemon = Daemon(pages=9)
+    here, request = side(daemon), Request("a", 61, TO_PREFILL if side is prefill else None)
+    here.new_request(request)
+    assert here.matched(request, 56) == (0, False) and daemon.asked == []
+
+
+@pytest.mark.parametrize("side", [decode, prefill])
+def test_a_session_that_is_fed_as_it_goes_is_the_engines_alone(side: Callable[[Daemon], SchedulerSide]) -> None:
+    """Its prompt changes under its name."""
+    here, request = side(Daemon(pages=9)), Request("a", 61, TO_PREFILL if side is prefill else None, resumable=True)
+    here.new_request(request)
+    assert here.matched(request, 0) == (0, False)
+    here.allocated(request, blocks(61), 0)
+    here.step({}, ("a",), lambda request: [])
+    assert here.matched(request, 0) == (0, False)
+    request.num_computed_tokens = 61
+    assert here.finished(request, blocks(61)) == (False, None)
+    assert orders(here, a=61) == [] and here.tracked == 0
+
+
+@pytest.mark.parametrize("side", [decode, prefill])
+def test_a_prompt_that_cannot_be_named_does_not_end_the_engine(
+    side: Callable[[Daemon], SchedulerSide], caplog: pytest.LogCaptureFixture
+) -> None:
+    here, request = side(Daemon(pages=9)), Request("a", 61, TO_PREFILL if side is prefill else TO_DECODE, adapter="?")
+    here.new_request(request)
+    assert "a is computed here alone" in caplog.text
+    assert here.matched(request, 0) == (0, False)
+    here.allocated(request, blocks(61), 0)
+    assert here.finished(request, blocks(61)) == (False, None)
+    assert orders(here, a=61) == [] and here.tracked == 0
 
 
 @pytest.mark.parametrize("params", [None, TO_DECODE, TO_PREFILL])
 def test_what_is_to_be_computed_for_its_log_probabilities_is_not_loaded(params: dict[str, object] | None) -> None:
-    daemon = Daemon()
+    daemon = Daemon(pages=7)
     side = prefill(daemon) if params is TO_PREFILL else decode(daemon)
     request = Request("a", 64, params, skip_reading_prefix_cache=True)
     side.new_request(request)
-    daemon.holds(56)
     assert side.matched(request, 0) == (0, False)
-
-
-def test_an_answer_that_does_not_come_is_waited_for_no_longer_than_set() -> None:
-    daemon, clock = Daemon(), Clock()
-    side, request = decode(daemon, clock=clock), Request("a", 64)
-    side.new_request(request)
-    clock.now += 0.9
-    assert side.matched(request, 0) == (None, False)
-    clock.now += 0.2
-    assert side.matched(request, 0) == (0, False)
-    assert daemon.asked[0][1].released == 1
 
 
 def test_what_the_engine_has_itself_is_not_loaded() -> None:
-    daemon = Daemon()
-    side, request = decode(daemon), Request("a", 64)
+    side, request = decode(Daemon(pages=3)), Request("a", 64)
     side.new_request(request)
-    daemon.holds(24)
     assert side.matched(request, 24) == (0, False)
     side.allocated(request, blocks(64), 0)
     assert orders(side) == []
-    assert daemon.asked[0][1].released == 1
 
 
 def test_with_the_daemon_down_all_is_computed_here() -> None:
@@ -167,12 +193,11 @@ def test_an_abort_while_it_loads_is_reported_as_received() -> None:
     assert side.tracked == 0
 
 
-def test_an_abort_before_anything_lets_the_lock_go() -> None:
-    daemon = Daemon()
-    side, request = decode(daemon), Request("a", 61, TO_DECODE)
+def test_an_abort_before_anything_leaves_nothing() -> None:
+    side, request = decode(Daemon()), Request("a", 61, TO_DECODE)
     side.new_request(request)
     assert side.finished(request, []) == (False, None)
-    assert daemon.asked[0][1].released == 1 and side.tracked == 0 and orders(side) == []
+    assert side.tracked == 0 and orders(side) == []
 
 
 def test_a_preempted_request_comes_back_to_what_the_daemon_holds() -> None:
@@ -184,17 +209,16 @@ def test_a_preempted_request_comes_back_to_what_the_daemon_holds() -> None:
     side.received(["a"])
     request.output = 20
     side.step({}, ("a",), lambda request: [])
-    assert side.matched(request, 8) == (None, False)
-    assert len(daemon.asked[-1][0]) == 6 * 32, "prompt and output"
-    daemon.holds(24)
+    daemon.pages = 3
     assert side.matched(request, 8) == (16, True)
+    assert len(daemon.asked[-1]) == 6 * 32, "prompt and output"
 
 
 def test_a_request_that_a_router_names_wrongly_is_computed_here(caplog: pytest.LogCaptureFixture) -> None:
     daemon = Daemon()
     side, request = decode(daemon), Request("a", 61, {**TO_DECODE, "kvferry_request": "nonsense"})
     side.new_request(request)
-    daemon.holds(0)
+    daemon.pages = 0
     assert side.matched(request, 0) == (0, False)
     assert "kvferry_request is 'nonsense'" in caplog.text
 
@@ -218,9 +242,9 @@ def test_orders_carry_the_span_that_the_engine_traces_the_request_in() -> None:
     for side, params in ((decode(daemon), TO_DECODE), (decode(daemon), None), (prefill(daemon), TO_PREFILL)):
         request = Request("a", 61, params, trace_headers=traced)
         side.new_request(request)
-        daemon.holds(56)
+        daemon.pages = 7
         tokens, _ = side.matched(request, 0)
-        side.allocated(request, blocks(61), tokens or 0)
+        side.allocated(request, blocks(61), tokens)
         (order,) = orders(side)
         assert isinstance(order, (Load, Restore, Begin)) and order.traceparent == traced["traceparent"]
 
@@ -229,8 +253,6 @@ def test_prefill_begins_with_its_blocks_and_saves_chunk_by_chunk() -> None:
     daemon = Daemon()
     side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
     side.new_request(request)
-    assert side.matched(request, 0) == (None, False)
-    daemon.holds(0)
     assert side.matched(request, 0) == (0, False)
     side.allocated(request, blocks(20), 0)
     first, chunk = orders(side, a=20)
@@ -253,7 +275,7 @@ def test_what_the_prefill_daemon_holds_is_loaded_before_the_rest_is_computed() -
     daemon = Daemon()
     side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
     side.new_request(request)
-    daemon.holds(40)
+    daemon.pages = 5
     assert side.matched(request, 16) == (24, True)
     side.allocated(request, blocks(40), 24)
     (begin,) = orders(side)
@@ -270,7 +292,7 @@ def test_an_aborted_prefill_is_dropped_or_where_it_loads_cancelled() -> None:
         daemon = Daemon()
         side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
         side.new_request(request)
-        daemon.holds(loads)
+        daemon.pages = loads // BLOCK
         side.allocated(request, blocks(61), side.matched(request, 0)[0] or 0)
         assert side.finished(request, blocks(61)) == (delay, None)
         assert [type(order) for order in orders(side)] == [Begin, kind]
@@ -280,7 +302,7 @@ def test_a_preempted_prefill_is_saved_again_as_it_is_computed_again() -> None:
     daemon = Daemon()
     side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
     side.new_request(request)
-    daemon.holds(0)
+    daemon.pages = 0
     side.allocated(request, blocks(61), 0)
     orders(side, a=32)
     told = side.step({}, ("a",), lambda request: [])
@@ -364,7 +386,7 @@ def test_blocks_promised_before_the_daemon_seemed_down_are_reported() -> None:
     daemon = Daemon()
     side, request = prefill(daemon), Request("a", 61, TO_PREFILL)
     side.new_request(request)
-    daemon.holds(24)
+    daemon.pages = 3
     assert side.matched(request, 0) == (24, True)
     daemon.up = False
     side.allocated(request, blocks(24), 24)

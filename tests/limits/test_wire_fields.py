@@ -34,6 +34,7 @@ class Words(NamedTuple):
 
 
 LOOK_UPS = ByTest("system/serving/test_wire.py", "test_look_ups_are_bounded")
+HELD = ByTest("connectors/worker_side/test_lookups.py", "test_who_asks_wrongly_is_told_so")
 PINS = ByTest("system/operating/test_admin.py", "test_what_the_daemon_refuses_to_pin")
 FLUSH_AND_DUMP = ByTest("system/operating/test_admin.py", "test_bounds_of_flush_and_dump")
 NAMES = ByTest("daemon/peers/test_discovery.py", "test_what_cannot_be_a_name_is_left_out")
@@ -88,10 +89,13 @@ FIELDS: dict[str, Case | ByTest | Words] = {
     "Finish.digests": Case("digests of Finish"),
     "PageTokens.tokens": Case("page tokens"),
     "Abort.reason": REASONS,
+    "HeldRequest.namespace_id": HELD,
     # worker.proto, to the worker
     "Welcome.daemon": DAEMONS,
     "Welcome.incarnation": DAEMONS,
     "Welcome.namespace_id": DAEMONS,
+    "HeldReply.daemon": DAEMONS,
+    "HeldReply.file": DAEMONS,
     "Welcome.segment": DAEMONS,
     "Welcome.session_file": DAEMONS,
     "Welcome.peer_address": DAEMONS,

@@ -21,6 +21,7 @@ def check(world: World, requests: Requests) -> None:
         _check_locks(world, side)
         _check_bytes(world, side)
         _check_matches(world, side)
+        _check_index(world, side)
     _check_states(world)
     _check_host_states(world)
     _check_promises(world, requests)
@@ -83,6 +84,16 @@ def _check_matches(world: World, side: Side) -> None:
         for other in world.sides:
             match = other.namespace.tree.match(chain(path))
             assert (match.pages, match.device_pages) == (other.matched(path), other.matched_device(path))
+
+
+def _check_index(world: World, side: Side) -> None:
+    """Who reads the index finds what is readable, of either tier, and not a page more; in its own namespace only."""
+    coming = {path for f in world.flights if f.side is side and f.copy.kind == RESTORE for path in f.paths}
+    readable = {path for path in side.device if path not in side.arriving and path not in coming} | side.host.keys()
+    for path in side.ends():
+        each = [path[:pages] in readable for pages in range(1, len(path) + 1)]
+        held = world.index.held_pages(chain(path), side.namespace.id)
+        assert held == (each.index(False) if False in each else len(each)), f"{path}: {held} of {each}"
 
 
 def _check_states(world: World) -> None:

@@ -5,16 +5,18 @@ Everything done here is done to the model too, and what the cache answers is com
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvferry._core import HeldIndexReader
 from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.daemon.core.pins import Pins
 from kvferry.daemon.core.tier_copies import CopyEnded, CopyStarted
-from kvferry.radix.pool import PageState
+from kvferry.radix.pool import HeldIndex, PageState
 from kvferry.radix.tree import BACKUP, RESTORE, Lock
 from tests.radix.cache_model import (
     GARBAGE,
@@ -76,6 +78,9 @@ class World:
         self.device_memory = Memory(setup.pages)
         self.cache = Cache(setup.pages, 4, host_pages=setup.host_pages, limits=setup.limits)
         self.pool, self.host = self.cache.pool, self.cache.host
+        index = mmap.mmap(-1, HeldIndex.bytes_for(setup.pages + setup.host_pages))
+        self.cache.index_held(HeldIndex(index))
+        self.index = HeldIndexReader(index)
         self.sides = [Side(i, self.cache.namespace(name)) for i, name in enumerate(setup.namespaces)]
         self.pins = Pins(self.cache, Unlocking(self))
         self.flights, self.released, self.lock_paths = [], [], {}
@@ -194,6 +199,7 @@ class World:
         states = self.pool.states(pages)
         news = list(zip(prefixes(path)[start:], pages, states, strict=True))
         twice = [page for prefix, page, _ in news if prefix in side.device]
+        self.cache.name(side.namespace, pages, b"".join(digest(prefix) for prefix in prefixes(path)[start:]))
         result = tree.insert(chain(path), pages, start, kind, priority)
         assert (result.existing, result.duplicates) == (side.matched_device(path), twice)
         assert (result.match.pages, result.match.device_pages) == (len(path), len(path))

@@ -3,14 +3,10 @@ TEST_DEVICES=cuda:0 the engines' blocks and the daemons' pools are on that GPU."
 
 from __future__ import annotations
 
-from kvferry.connectors.lookups import PinLookups
-from kvferry.connectors.orders import Begin, Load, PromptPages, Release, Restore, Save, StorePages
-from kvferry.proto import common_pb2
+from kvferry.connectors.orders import Begin, Load, PromptPages, Release, Restore, Save
 from tests.connectors.engine_memory import BLOCK
 from tests.connectors.worker_side.engine_pair import (
-    FACTS,
     PAGE,
-    POOL_PAGES,
     Pair,
     exchange,
     new_name,
@@ -49,35 +45,6 @@ def test_what_the_decode_engine_holds_does_not_travel_and_the_daemon_gets_it_fro
     assert received(pair.sides["decode"], "b") == set()
     assert same(pair, range(10, 18), range(40, 48))
     until(lambda: pair.at_rest("decode"))
-
-
-def test_what_is_stored_is_found_by_a_lookup_and_comes_back(pair: Pair) -> None:
-    engine, side = pair.engines["decode"], pair.sides["decode"]
-    prompt = new_prompt(3 * PAGE)
-    wanted = [engine.block(n) for n in range(6)]
-    pair.give("decode", StorePages("a", new_name(), prompt, tuple(range(6))))
-    sent(side, "a")
-    lookups = PinLookups(pair.socket("decode"), common_pb2.ROLE_DECODE, FACTS.id, timeout_s=2.0)
-    try:
-        longer = new_prompt(4 * PAGE, prompt)
-        until(lambda: pair.at_rest("decode"))
-        lookup = lookups.start(longer.digests)
-        until(lambda: lookup.tokens is not None)
-        assert lookup.tokens == 3 * PAGE
-        assert pair.stats("decode").pool.locks == 1
-        until(lambda: lookups.daemon == "d")
-        assert lookups.most_pages == POOL_PAGES
-        restore = PromptPages(prompt.digests, 3 * PAGE + 1, bytes(32))
-        pair.give("decode", Restore("b", new_name(), restore, PAGE, tuple(range(50, 54))))
-        assert received(side, "b") == set()
-        assert [engine.block(n) for n in range(50, 54)] == wanted[2:]
-        lookup.release()
-        until(lambda: pair.at_rest("decode"))
-        nothing = lookups.start(new_prompt(PAGE).digests)
-        until(lambda: nothing.tokens == 0)
-        assert lookups.up
-    finally:
-        lookups.close()
 
 
 def test_a_restore_of_what_is_not_held_reports_its_blocks(pair: Pair) -> None:

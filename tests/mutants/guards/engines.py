@@ -6,7 +6,7 @@ CLIENT = ("tests/client/test_client.py",)
 RANK_POOLS = ("tests/client/test_rank_pools.py",)
 POOLS_END = ("tests/client/test_pools_end.py",)
 BLOCKS = ("tests/connectors/test_blocks.py",)
-LOOKUPS = ("tests/connectors/test_lookups.py",)
+LOOKUPS = ("tests/connectors/worker_side/test_lookups.py",)
 CHAIN = ("tests/connectors/test_prompt_chain.py",)
 SCHEDULER = ("tests/connectors/test_scheduler_side.py",)
 COPIES = ("tests/connectors/worker_side/test_copies.py",)
@@ -220,19 +220,27 @@ COPIED: tuple[Guard, ...] = (
 
 DECIDED: tuple[Guard, ...] = (
     Guard(
-        "a pin that nobody wants any more is kept",
+        "a daemon that stands still is taken for up",
         "connectors/lookups.py",
-        "PinLookup.answered",
-        "if not self._released:",
-        "if True:",
+        "_Daemon.lives",
+        "time.monotonic_ns() - self.index.last_beat < BEAT_SECONDS * 1e9",
+        "self.index.last_beat > 0",
         LOOKUPS,
     ),
     Guard(
-        "a pin is let go twice",
+        "the index of a daemon that is gone is believed",
         "connectors/lookups.py",
-        "PinLookup.release",
-        "pin, self._pin = self._pin, 0",
-        "pin = self._pin",
+        "HeldPrefixes.held_pages",
+        "found is not None and found.lives",
+        "found is not None",
+        LOOKUPS,
+    ),
+    Guard(
+        "another daemon's index is never asked for",
+        "connectors/lookups.py",
+        "HeldPrefixes._follow",
+        "self._ask.is_set() or not self.up",
+        "self._ask.is_set() or self._daemon is None",
         LOOKUPS,
     ),
     Guard(
@@ -244,11 +252,19 @@ DECIDED: tuple[Guard, ...] = (
         SCHEDULER,
     ),
     Guard(
-        "a daemon that does not answer is waited for without end",
+        "a prompt that cannot be named ends the engine",
         "connectors/scheduler_side.py",
-        "SchedulerSide._answer",
-        "if self._now() - tracked.asked_at < self._lookup_seconds:",
-        "if True:",
+        "SchedulerSide._tracked_anew",
+        "except Exception:",
+        "except ZeroDivisionError:",
+        SCHEDULER,
+    ),
+    Guard(
+        "a session that is fed as it goes is matched by its first prompt",
+        "connectors/scheduler_side.py",
+        "SchedulerSide._tracked_anew",
+        "if request.resumable:",
+        "if False:",
         SCHEDULER,
     ),
     Guard(
@@ -257,14 +273,6 @@ DECIDED: tuple[Guard, ...] = (
         "PrefillScheduler.finished",
         "whole and not tracked.unsent and",
         "whole and",
-        SCHEDULER,
-    ),
-    Guard(
-        "a request that ends keeps its lock at the daemon",
-        "connectors/scheduler_decode.py",
-        "DecodeScheduler.finished",
-        "        tracked.let_go()\n",
-        "",
         SCHEDULER,
     ),
     Guard(

@@ -8,6 +8,7 @@ ARRIVING = ("tests/radix/test_arriving.py",)
 SPILL = ("tests/radix/test_spill.py",)
 HOST_TIER = ("tests/radix/test_host_tier.py",)
 RECOVER = ("tests/radix/test_recover.py",)
+INDEX = ("tests/radix/test_held_index.py",)
 
 GUARDS: tuple[Guard, ...] = (
     # -- the page pool
@@ -18,6 +19,30 @@ GUARDS: tuple[Guard, ...] = (
         "++generations_[page];",
         "(void)page;",
         POOL,
+    ),
+    Guard(
+        "a page that is gone is in the index no more",
+        "csrc/radix/page_pool.cpp",
+        "void PagePool::tell_index(",
+        "index_->remove(names_[page]);",
+        "(void)page;",
+        INDEX,
+    ),
+    Guard(
+        "a page that is freed has no name",
+        "csrc/radix/page_pool.cpp",
+        "void PagePool::free_pages(",
+        "names_[page] = 0;",
+        "(void)page;",
+        INDEX,
+    ),
+    Guard(
+        "one namespace's pages are not another's in the index",
+        "csrc/radix/held_index.cpp",
+        "uint64_t held_name(",
+        "name ^= space;",
+        "(void)space;",
+        INDEX,
     ),
     Guard(
         "a resized pool's generations go on",

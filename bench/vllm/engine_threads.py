@@ -1,0 +1,242 @@
+"""What a connector costs an engine that has other things to do: CPU time of the engine core's threads for each request,
+TTFT and requests/s, of servers that are asked by turns.
+
+python bench/vllm/engine_threads.py --plain none=http://127.0.0.1:8100,PID --plain kvferry=http://127.0.0.1:8101,PID \\
+    [--pair p=URL,PID d=URL,PID] [--at-once 1 32] [--output FILE]
+
+PID is that of a server's first process; its engine core is the process below it that burns most. `--plain` servers get
+requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once. Prompts
+are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks each
+server in turn, the order turning round; the first round of a server is left out. CPU times are of
+/proc/PID/task/*/stat (ticks of 10 ms): "main" is the thread that schedules, "kvferry" those that the connector names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import secrets
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from chat import new_client
+from cluster import machine
+from rich.console import Console
+from rich.table import Table
+
+TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    name: str
+    url: str
+    process: int
+
+    @staticmethod
+    def of(word: str) -> Server:
+        """NAME=URL,PID; ValueError."""
+        name, _, rest = word.partition("=")
+        url, _, process = rest.rpartition(",")
+        if not (name and url.startswith("http")):
+            raise ValueError(f"{word!r} is not NAME=URL,PID")
+        return Server(name, url, int(process))
+
+    def engine_core(self) -> int:
+        """The process, of this one and those below it, that has burnt most."""
+        return max(descendants(self.process), key=lambda each: sum(thread_ms(each).values()))
+
+
+@dataclass(slots=True)
+class Cell:
+    """One server under one load."""
+
+    ttft_ms: list[float] = field(default_factory=list)  # of turns 2 and later
+    per_second: list[float] = field(default_factory=list)  # of each round, turns 2 and later
+    cpu_ms: Counter[str] = field(default_factory=Counter)  # by group of threads, all turns
+    requests: int = 0
+
+    def each(self, group: str) -> float:
+        return self.cpu_ms[group] / self.requests if self.requests else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chats:
+    count: int
+    first: int
+    more: int
+    turns: int
+
+    def prompts(self) -> list[list[list[int]]]:
+        """Token ids of each turn of each chat, no two alike."""
+        ids = random.Random(secrets.randbits(64))
+        made = []
+        for _ in range(self.count):
+            whole = [ids.randrange(1000, 100_000) for _ in range(self.first + (self.turns - 1) * self.more)]
+            made.append([whole[: self.first + turn * self.more] for turn in range(self.turns)])
+        return made
+
+
+def descendants(process: int) -> list[int]:
+    found = [process]
+    for each in found:
+        for task in Path(f"/proc/{each}/task").glob("*/children"):
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def thread_ms(process: int) -> dict[tuple[int, str], float]:
+    """CPU time by thread: (id, name)."""
+    found = {}
+    for task in Path(f"/proc/{process}/task").iterdir():
+        try:
+            name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        except FileNotFoundError:
+            continue
+        words = fields.split()
+        found[int(task.name), name] = (int(words[11]) + int(words[12])) * TICK_MS
+    return found
+
+
+def group_of(process: int, thread: int, name: str) -> str:
+    if thread == process:
+        return "main"
+    return "kvferry" if name.startswith("kvferry") else "grpc" if "grpc" in name or "event_eng" in name else "other"
+
+
+def body_of(prompt: list[int], **more: object) -> bytes:
+    asked = {"model": "m", "temperature": 0, "ignore_eos": True, "prompt": prompt, **more}
+    return json.dumps(asked).encode()
+
+
+async def ask(client: httpx.AsyncClient, url: str, body: bytes) -> float:
+    """Seconds to the first event with a token; the answer is read to its end. RuntimeError."""
+    began, first = time.perf_counter(), 0.0
+    headers = {"Content-Type": "application/json"}
+    async with client.stream("POST", url + "/v1/completions", content=body, headers=headers) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{url}: {response.status_code} {(await response.aread())[:300]!r}")
+        async for line in response.aiter_lines():
+            if not first and line.startswith("data: {") and '"choices"' in line:
+                first = time.perf_counter() - began
+    return first
+
+
+async def ask_pair(client: httpx.AsyncClient, pair: list[Server], bodies: tuple[bytes, bytes]) -> float:
+    """Both halves at once; seconds to decode's first token."""
+    prefill = asyncio.create_task(ask(client, pair[0].url, bodies[0]))
+    try:
+        return await ask(client, pair[1].url, bodies[1])
+    finally:
+        await prefill
+
+
+def bodies_of(prompt: list[int], output: int) -> tuple[bytes, bytes]:
+    name = secrets.token_hex(16)
+    to_prefill = {"do_remote_decode": True, "kvferry_request": name}
+    to_decode = {"do_remote_prefill": True, "kvferry_request": name, "kvferry_prefill": "prefill"}
+    return (
+        body_of(prompt, max_tokens=1, stream=True, kv_transfer_params=to_prefill),
+        body_of(prompt, max_tokens=output, stream=True, kv_transfer_params=to_decode),
+    )
+
+
+async def drive(client: httpx.AsyncClient, servers: list[Server], load: Chats, output: int, cells: list[Cell]) -> None:
+    """One round on one server, or on a pair. A cell for each server."""
+    pair = len(servers) == 2
+    chats = [
+        [bodies_of(p, output) if pair else (body_of(p, max_tokens=1, stream=True),) for p in chat]
+        for chat in load.prompts()
+    ]
+    cores = [server.engine_core() for server in servers]
+    before = [thread_ms(core) for core in cores]
+    began = 0.0
+    for turn in range(load.turns):
+        began = began or (time.perf_counter() if turn else 0.0)
+        times = await asyncio.gather(
+            *(
+                ask_pair(client, servers, (chat[turn][0], chat[turn][-1]))
+                if pair
+                else ask(client, servers[0].url, chat[turn][0])
+                for chat in chats
+            )
+        )
+        if turn:
+            cells[-1].ttft_ms += [seconds * 1000 for seconds in times]
+    cells[-1].per_second.append(load.count * (load.turns - 1) / (time.perf_counter() - began))
+    for core, was, cell in zip(cores, before, cells, strict=True):
+        for (thread, name), spent in thread_ms(core).items():
+            cell.cpu_ms[group_of(core, thread, name)] += spent - was.get((thread, name), 0.0)
+        cell.requests += load.count * load.turns
+
+
+async def measure(systems: list[list[Server]], load: Chats, args: argparse.Namespace) -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    async with new_client() as client:
+        for number in range(args.rounds + 1):
+            for servers in systems if number % 2 else systems[::-1]:
+                own = [cells.setdefault(server.name, Cell()) if number else Cell() for server in servers]
+                await drive(client, servers, load, args.tokens_out, own)
+    return cells
+
+
+def table(title: str, cells: dict[str, Cell]) -> Table:
+    shown = Table(title=title)
+    for name in (
+        "server",
+        "requests",
+        "TTFT p50 ms",
+        "requests/s (each round)",
+        "core: ms a request",
+        "main",
+        "kvferry",
+        "grpc",
+        "other",
+    ):
+        shown.add_column(name, justify="left" if name == "server" else "right")
+    for name, cell in cells.items():
+        ttft = f"{statistics.median(cell.ttft_ms):.1f}" if cell.ttft_ms else "-"
+        rate = (
+            f"{statistics.median(cell.per_second):.1f} ({', '.join(f'{r:.1f}' for r in cell.per_second)})"
+            if cell.per_second
+            else "-"
+        )
+        groups = [cell.each(group) for group in ("main", "kvferry", "grpc", "other")]
+        shown.add_row(name, str(cell.requests), ttft, rate, f"{sum(groups):.2f}", *(f"{each:.2f}" for each in groups))
+    return shown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", action="append", type=Server.of, default=[], metavar="NAME=URL,PID")
+    parser.add_argument("--pair", nargs=2, type=Server.of, metavar="NAME=URL,PID", help="prefill, decode")
+    parser.add_argument("--at-once", nargs="+", type=int, default=[1, 32], metavar="N")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--first", type=int, default=8192, metavar="TOKENS")
+    parser.add_argument("--more", type=int, default=512, metavar="TOKENS")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--tokens-out", type=int, default=16)
+    parser.add_argument("--output")
+    args = parser.parse_args()
+    systems = [[server] for server in args.plain] + ([args.pair] if args.pair else [])
+    if not systems:
+        parser.error("neither --plain nor --pair is given")
+    console = Console(record=True, width=170)
+    console.print(f"{machine()}; chats of {args.first} tokens and {args.more} more in each of {args.turns - 1} turns")
+    for count in args.at_once:
+        load = Chats(count, args.first, args.more, args.turns)
+        console.print(table(f"{count} at a time", asyncio.run(measure(systems, load, args))))
+    if args.output:
+        Path(args.output).write_text(console.export_text())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
