@@ -174,7 +174,7 @@ class SchedulerSide:
     # -- for the roles ---------------------------------------------------------------------------------------------
 
     def _held(self, tracked: Tracked, tokens: int, computed: int) -> tuple[int, bool]:
-        """As `matched`, of what the daemon holds of the first `tokens`."""
+        """What `matched` answers, of what the daemon holds of the first `tokens`."""
         page = self.shape.page_size
         if tokens // page * page <= computed:
             return 0, False

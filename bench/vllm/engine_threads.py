@@ -4,10 +4,10 @@ TTFT and requests/s, of servers that are asked by turns.
 python bench/vllm/engine_threads.py --plain none=http://127.0.0.1:8100,PID --plain kvferry=http://127.0.0.1:8101,PID \\
     [--pair p=URL,PID d=URL,PID] [--at-once 1 32] [--output FILE]
 
-PID is that of a server's first process; its engine core is the process below it that burns most. `--plain` servers get
-requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once. Prompts
-are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks each
-server in turn, the order turning round; the first round of a server is left out. CPU times are of
+PID is that of a server's first process; its engine core is the process below it that has burnt most. `--plain` servers
+get requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
+Prompts are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks
+each server in turn, the order turning round; the first round of a server is left out. CPU times are of
 /proc/PID/task/*/stat (ticks of 10 ms): "main" is the thread that schedules, "kvferry" those that the connector names.
 """
 
@@ -50,8 +50,8 @@ class Server:
         return Server(name, url, int(process))
 
     def engine_core(self) -> int:
-        """The process, of this one and those below it, that has burnt most."""
-        return max(descendants(self.process), key=lambda each: sum(thread_ms(each).values()))
+        """The process below this one, which serves the API, that has burnt most."""
+        return max(descendants(self.process)[1:], key=lambda each: sum(thread_ms(each).values()))
 
 
 @dataclass(slots=True)
@@ -94,8 +94,8 @@ def descendants(process: int) -> list[int]:
 
 def thread_ms(process: int) -> dict[tuple[int, str], float]:
     """CPU time by thread: (id, name)."""
-    found = {}
-    for task in Path(f"/proc/{process}/task").iterdir():
+    found: dict[tuple[int, str], float] = {}
+    for task in Path(f"/proc/{process}/task").glob("*"):
         try:
             name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
         except FileNotFoundError:

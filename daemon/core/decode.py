@@ -21,7 +21,6 @@ from kvferry.daemon.core.effects import Effect, Outbox
 from kvferry.daemon.core.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
 from kvferry.daemon.core.lease import Lease, LeaseState
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
-from kvferry.daemon.core.pins import Pins
 from kvferry.daemon.core.reservations import Holds
 from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.daemon.core.take_over import TakeOvers
@@ -50,7 +49,7 @@ class DecodeCore:
         self.leases = self._keeper.leases
         self.counters = self._keeper.counters
         self.latencies = self._keeper.latencies
-        self.pins = Pins(cache, self._holds)
+        self.pins = self._keeper.pins
 
     # -- what the shells ask -------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from kvferry.daemon.core.errors import RequestError, precondition
 from kvferry.daemon.core.lease import Lease, LeaseState
 from kvferry.daemon.core.limits import Name, pages_for
 from kvferry.daemon.core.namespaces import Namespace
+from kvferry.daemon.core.pins import Pins
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.daemon.core.transfers import Asks
@@ -63,6 +64,7 @@ class LeaseKeeper:
         self._arrivals = arrivals
         self._holds = holds
         self._asks = asks
+        self.pins = Pins(cache, holds)
         self._retracted: OrderedDict[Name, tuple[int, int]] = OrderedDict()  # to their worker and order
         self._next_order = 1
 
@@ -327,8 +329,11 @@ class LeaseKeeper:
         """
         if lease.live or lease.transfers:
             return
+        filled = bool(lease.filling)
         for heir, pages in self._arrivals.hand_over(lease).items():
             self._asks.ask_again(heir, pages)
+        if filled:
+            self.pins.shorten(lease.hold.namespace)  # it brought in a failed restore's place what they hold
         if lease.state is LeaseState.ENDING:
             self._holds.drop(lease.hold, lease.own)
             self._forget(lease)

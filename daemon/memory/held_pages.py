@@ -13,13 +13,16 @@ from kvferry.transfer.mapping.segment import Segment
 
 
 class HeldPages:
-    """The index of one cache, from its making to `close`. Made before any other has it."""
+    """An index for so many pages, from its making to `close`. It is empty until it shows a cache."""
 
-    def __init__(self, directory: str, name: str, cache: Cache) -> None:
+    def __init__(self, directory: str, name: str, pages: int) -> None:
         """OSError where there is too little memory."""
-        pages = cache.pool.pages + (cache.host.pages if cache.host is not None else 0)
         self._segment = Segment.create(directory, name, HeldIndex.bytes_for(pages))
         self._index = HeldIndex(self._segment.buffer)
+        self._cache: Cache | None = None
+
+    def show(self, cache: Cache) -> None:
+        """Has in it what the cache holds, from now on."""
         self._cache = cache
         cache.index_held(self._index)
         self.beat()
@@ -38,7 +41,8 @@ class HeldPages:
 
     def close(self) -> None:
         """Says that it has ended; who has it mapped keeps the memory."""
-        self._cache.index_held(None)
+        if self._cache is not None:
+            self._cache.index_held(None)
         self._index.beat(0)
         self._index.close()
         self._segment.unlink()

@@ -145,7 +145,7 @@ class SideTiers:
         host: HostTier | None = None
         try:
             cache = self._side.new_cache(facts, pages, host_pages)
-            self._publish(cache)
+            held = await self._new_index(pages, host_pages)
             if host_pages:
                 opening = partial(open_tier, self._config, self._role, self._incarnation, facts, memory, cache)
                 host = await make_in_thread(opening, HostTier.discard)
@@ -160,6 +160,7 @@ class SideTiers:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG)
             raise (exhausted(message) if full else precondition(message)) from error
         self.take(facts, cache, memory, host)
+        held.show(cache)
         self._side.tiers_made(cache)
         self.has_pool.set()
         log.info(
@@ -216,15 +217,17 @@ class SideTiers:
         if self._held is not None:
             self._held.beat()
 
-    def _publish(self, cache: Cache) -> None:
-        """An index of the cache, for its present number of pages. RequestError."""
+    async def _new_index(self, pages: int, host_pages: int) -> HeldPages:
+        """Makes the index anew, for so many pages. RequestError."""
         self._withdraw()
         self._indexes += 1
         name = f"kvferry-{self._incarnation.hex()}-{self._role}-held-{self._indexes}"
+        making = partial(HeldPages, self._config.shm_dir, name, pages + host_pages)
         try:
-            self._held = HeldPages(self._config.shm_dir, name, cache)
+            self._held = await make_in_thread(making, HeldPages.close)
         except OSError as error:
             raise exhausted(f"index of what is held (--shm-dir {self._config.shm_dir}): {error}") from error
+        return self._held
 
     def _withdraw(self) -> None:
         held, self._held = self._held, None
@@ -253,9 +256,13 @@ class SideTiers:
         """Maps the memory of an engine that has come again; the host tier has kept what it had."""
         memory = await map_pool(self._config, facts.geometry, registration)
         try:
+            held = await self._new_index(
+                registration.pages + (self.cache.host.pages if self.cache.host is not None else 0)
+            )
             if self._host is not None:
                 await complete(asyncio.to_thread(self._host.attach, memory))
         except BaseException:
+            self._withdraw()
             try:
                 if self._host is not None:
                     await complete(asyncio.to_thread(self._host.detach))
@@ -263,7 +270,7 @@ class SideTiers:
                 await _let_go(memory)
             raise
         self.cache.resize(registration.pages)
-        self._publish(self.cache)
+        held.show(self.cache)
         self.epoch = secrets.randbits(63)
         self._take_memory(memory)
         self.has_pool.set()

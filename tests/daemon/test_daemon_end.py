@@ -65,7 +65,7 @@ class Allocation:
         self.allocate(fd, offset, nbytes)
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["pool", "host tier"])
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["pool", "index", "host tier"])
 def test_a_side_that_ends_while_its_tiers_are_made_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

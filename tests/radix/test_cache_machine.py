@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.radix.cache_machine import CacheMachine
-from tests.radix.cache_walk import Draws, Step, draw_steps, shorten, walk
+from tests.radix.cache_machine.machine import CacheMachine
+from tests.radix.cache_machine.walk import Draws, Step, draw_steps, shorten, walk
 
 NIGHTLY_STEPS = 100_000  # of each kind
 

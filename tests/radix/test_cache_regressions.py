@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.namespaces import Namespace, Quota
-from tests.radix.cache_model import Path, chain
+from tests.radix.cache_machine.model import Path, chain
 
 A, B = b"\x01" * 32, b"\x02" * 32
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant, rule
 
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import OUTPUT, PROMPT, RESTORE, SPILL
-from tests.radix.cache_model import NO_PARENT, Path, chain, digest, prefixes
+from tests.radix.cache_machine.model import NO_PARENT, Path, chain, digest, prefixes
 from tests.radix.tiers_world import HOST_PAGES, PAGES, WRONG, TiersWorld
 
 paths = st.lists(st.integers(0, 2), max_size=7).map(tuple)

@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import Clock, Lock, Match, PagedRadixTree
-from tests.radix.cache_model import Path, chain, prefixes
+from tests.radix.cache_machine.model import Path, chain, prefixes
 
 PAGES = 24
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize
 
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import RESTORE, SPILL, Copy, Lock, PagedRadixTree, Policy, policy_names
-from tests.radix.cache_model import NO_PARENT, Path, chain, digest, prefixes
+from tests.radix.cache_machine.model import NO_PARENT, Path, chain, digest, prefixes
 
 PAGES, HOST_PAGES = 20, 12
 WRONG: Path = (-1,)

@@ -5,6 +5,7 @@ registration; it leaves or dies, and the next one brings another memory, of othe
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.memory import held_pages
 from kvferry.daemon.sides import tiers, workers
 from kvferry.daemon.sides.engine_pool import EnginePool
 from kvferry.daemon.sides.side import AnySide
@@ -101,11 +103,33 @@ class Lock:
         return Lock()
 
 
+class AnonymousSegment:
+    """In place of a named one, which a simulation of the same seed in another process would find taken."""
+
+    path = "/nowhere"
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._map = mmap.mmap(-1, nbytes)
+        self.buffer = memoryview(self._map)
+
+    @staticmethod
+    def create(directory: str, name: str, nbytes: int) -> AnonymousSegment:
+        return AnonymousSegment(nbytes)
+
+    def unlink(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.buffer.release()
+
+
 @contextmanager
 def engines_installed(simulation: Simulation) -> Iterator[None]:
-    """Engines' memory is the simulation's, as are the locks of session files."""
+    """Engines' memory and the index of what is held are the simulation's, as are the locks of session files."""
     with (
         mock.patch.object(tiers, "map_pool", partial(map_pool, simulation)),
+        mock.patch.object(held_pages, "Segment", AnonymousSegment),
         mock.patch.object(workers, "FileLock", Lock),
     ):
         yield

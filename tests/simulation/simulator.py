@@ -121,9 +121,9 @@ class Simulation:
         for process in [*self.decode_workers, *self.prefill_workers]:
             if process.connected:
                 process.quiesce()
-        sides = [*self.decodes, *self.prefills]
-        self._run_on(IDLE_SECONDS, lambda: any(side.in_hand for side in sides))
+        self._run_on(IDLE_SECONDS, lambda: any(side.in_hand for side in self.sides))
         self.clock.run_until(self.clock.now + LATE_SECONDS)
+        sides = self.sides  # one that was drained has come again meanwhile
         for side in sides:
             side.check()
             side.check_published()

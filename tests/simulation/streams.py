@@ -45,7 +45,7 @@ class Route:
 
     def cut(self, seconds: float) -> None:
         self.whole_at = max(self.whole_at, self.clock.now + seconds)
-        self.disturbed_at = self.whole_at
+        self.disturbed_at = max(self.disturbed_at, self.whole_at)
 
     def break_streams(self) -> None:
         self.disturb()

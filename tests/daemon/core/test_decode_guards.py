@@ -214,6 +214,21 @@ def test_a_pin_ends_before_a_page_that_was_lost() -> None:
     assert side.core.leases[A].state is LeaseState.READY
 
 
+def test_a_pin_ends_before_a_lost_page_whose_filler_fails() -> None:
+    side = in_the_host_tier(4)
+    namespace = side.cache.namespace(NAMESPACE)
+    assert side.core.pins.pin(namespace, digests("x", 2), 10.0).pages == 2
+    side.admit(A, "x", 3)
+    side.core.aux("p", A, TOKEN, 0.0)
+    end_copies(side, failed=slice(1, 2))
+    assert side.core.pins.all()[0].pages == 2, "it is asked for"
+    side.core.prefill_down("p", unavailable("gone"), 0.0)
+    for moving in list(side.core.leases[A].transfers):
+        side.core.transfer_drained(moving, 0.0)
+    (pin,) = side.core.pins.all()
+    assert (pin.pages, namespace.pinned_pages) == (1, 1)
+
+
 # -- whose pages -----------------------------------------------------------------------------------------------------
 
 

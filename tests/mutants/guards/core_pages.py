@@ -197,4 +197,12 @@ GUARDS: tuple[Guard, ...] = (
         "if True:",
         DECODE,
     ),
+    Guard(
+        "a pin ends before a lost page whose filler fails",
+        "daemon/core/decode_leases.py",
+        "LeaseKeeper.settle",
+        "if filled:",
+        "if False:",
+        DECODE,
+    ),
 )

@@ -179,6 +179,7 @@ class SimPoolMemory:
         self.gathers_at_once = clock.random.choice((2 * ranks, 64))
         self.tails: dict[tuple[int, int], float] = {}  # by rank and page whose tail is being cleared: when that is done
         self.tell = clock.at  # by whom the daemon is told of ends
+        self._clearing: dict[Access, Callable[[], None]] = {}  # that run, and what ends each of them
         self._planes = [host_pages(memory.of_rank(rank), self.shape.storage_of(rank).planes()) for rank in range(ranks)]
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
@@ -190,46 +191,60 @@ class SimPoolMemory:
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         clock, cleared = self.clock, pages.tolist()
         access = Clearing(self.memory, "the clearing of pages", cleared, _CLEARED, writes=True)
-        places = [(rank, page) for rank in range(self.shape.ranks) for page in cleared]
+        left = dict.fromkeys((rank, page) for rank in range(self.shape.ranks) for page in cleared)
         ends = clock.now + clock.between(0.00002, 0.002)
 
         def clear(batch: Sequence[tuple[int, int]]) -> None:
+            batch = [place for place in batch if place in left]
             access.touch([page for _, page in batch])
             for rank, page in batch:
                 self._planes[rank].zero_page_from(page, 0)
+                del left[rank, page]
 
-        left = strew(clock, clock.now, ends, clear, batches(clock.random, places))
-
-        def ended() -> None:
-            for batch in left:
-                clear(batch)
+        def end() -> None:
+            clear(list(left))
             access.end()
             clock.counts["pages cleared"] += len(cleared)
-            done("")
 
-        self.tell(ends, ended)
+        self._clears(access, end, ends, done)
+        strew(clock, clock.now, ends, clear, batches(clock.random, list(left)))
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
         """On each rank for itself: a gather of one rank may have ended before another rank's clearing has."""
         clock, start = self.clock, tokens * self.shape.rank_geometry.fragment_token_bytes
         access = Access(self.memory, _TAIL_CLEARING, [page], _TAILS, writes=True)
         ends = [clock.now + clock.between(0.00001, 0.003) for _ in self._planes]  # no gather runs before one
+        left = dict.fromkeys(range(len(ends)))
 
         def clear(rank: int) -> None:
-            access.touch([page])
-            self._planes[rank].zero_page_from(page, start)
+            if rank in left:
+                access.touch([page])
+                self._planes[rank].zero_page_from(page, start)
+                del left[rank]
 
-        def ended() -> None:
+        def end() -> None:
+            for rank in list(left):
+                clear(rank)
             access.end()
             for rank in range(len(ends)):
                 del self.tails[rank, page]
             clock.counts["tails cleared"] += 1
-            done("")
 
-        for rank, end in enumerate(ends):
-            self.tails[rank, page] = end
-            clock.at(end, partial(clear, rank))
-        self.tell(max(ends) + clock.between(0.00002, 0.001), ended)
+        for rank, at in enumerate(ends):
+            self.tails[rank, page] = at
+            clock.at(at, partial(clear, rank))
+        self._clears(access, end, max(ends) + clock.between(0.00002, 0.001), done)
+
+    def _clears(self, access: Access, end: Callable[[], None], at: float, done: CopyEnd) -> None:
+        """`end` clears what is left, then at the latest: where the memory is let go before, as that waits for it."""
+        self._clearing[access] = end
+
+        def ended() -> None:
+            if self._clearing.pop(access, None) is not None:
+                end()
+                done("")
+
+        self.tell(at, ended)
 
     def rank_pools(self) -> list[wire.RankPool]:
         return []
@@ -238,6 +253,9 @@ class SimPoolMemory:
         pass
 
     def close(self) -> None:
+        """Waits for clearings, of which nobody is told any more; sessions' parts have ended before."""
+        while self._clearing:
+            self._clearing.popitem()[1]()
         expect(not self.memory.accesses, f"{self.memory.who}: memory is let go while copies run")
         self.memory.mapped = False
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tests.radix.cache_model import NO_PARENT, Path, Side, digest, place
-from tests.radix.cache_world import World
+from tests.radix.cache_machine.model import NO_PARENT, Path, Side, digest, place
+from tests.radix.cache_machine.world import World
 
 
 def flush(world: World, sides: list[Side]) -> None:

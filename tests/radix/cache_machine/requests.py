@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE, Lock
-from tests.radix.cache_model import Path, Side, content, prefixes
-from tests.radix.cache_world import OUTPUT, PROMPT, World
+from tests.radix.cache_machine.model import Path, Side, content, prefixes
+from tests.radix.cache_machine.world import OUTPUT, PROMPT, World
 
 MAX_ROUNDS = 100  # of copies ended, until pages that were promised must be there
 

@@ -18,7 +18,7 @@ from kvferry.daemon.core.pins import Pins
 from kvferry.daemon.core.tier_copies import CopyEnded, CopyStarted
 from kvferry.radix.pool import HeldIndex, PageState
 from kvferry.radix.tree import BACKUP, RESTORE, Lock
-from tests.radix.cache_model import (
+from tests.radix.cache_machine.model import (
     GARBAGE,
     NO_PARENT,
     Flight,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from kvferry.daemon.core.namespaces import slack
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
-from tests.radix.cache_model import Side, chain, content
-from tests.radix.cache_requests import Requests
-from tests.radix.cache_world import World
+from tests.radix.cache_machine.model import Side, chain, content
+from tests.radix.cache_machine.requests import Requests
+from tests.radix.cache_machine.world import World
 
 
 def check(world: World, requests: Requests) -> None:

@@ -20,11 +20,11 @@ from kvferry.daemon.core.cache import CacheLimits
 from kvferry.daemon.core.namespaces import Quota
 from kvferry.radix.pool import PageState, PoolExhausted
 from kvferry.radix.tree import policy_names
-from tests.radix import cache_admin
-from tests.radix.cache_checks import check
-from tests.radix.cache_model import Path, Side, chain, prefixes
-from tests.radix.cache_requests import Request, Requests
-from tests.radix.cache_world import Setup, World
+from tests.radix.cache_machine import admin
+from tests.radix.cache_machine.checks import check
+from tests.radix.cache_machine.model import Path, Side, chain, prefixes
+from tests.radix.cache_machine.requests import Request, Requests
+from tests.radix.cache_machine.world import Setup, World
 
 NAMESPACES = (b"\x01" * 32, b"\x02" * 32, b"\x03" * 32)
 MAX_REQUESTS = 6
@@ -234,7 +234,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.pool.free < self.world.pool.pages // 2)
     @rule(side=indexes)
     def flush(self, side: int) -> None:
-        cache_admin.flush(self.world, [self.side(side)])
+        admin.flush(self.world, [self.side(side)])
 
     @rule(side=indexes, pages=st.integers(1, 40), patient=st.booleans())
     def press(self, side: int, pages: int, patient: bool) -> None:
@@ -252,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(keep=st.one_of(st.just(-1), st.integers(0, (1 << 60) - 1)), order=masks, batches=st.integers(1, 3))
     def restart(self, keep: int, order: int, batches: int) -> None:
         self.requests.all.clear()
-        cache_admin.restart(self.world, keep, order, batches)
+        admin.restart(self.world, keep, order, batches)
 
     @rule(side=indexes, base=indexes, cut=cuts)
     def look(self, side: int, base: int, cut: int) -> None:
@@ -298,7 +298,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.requests.abort(request)
         world.pins.unpin(0)
         world.end_copies()
-        cache_admin.flush(world, world.sides)
+        admin.flush(world, world.sides)
         check(world, self.requests)
         assert world.pool.free == world.pool.pages
         assert world.host is None or world.host.free == world.host.pages
