@@ -256,9 +256,7 @@ class SideTiers:
         """Maps the memory of an engine that has come again; the host tier has kept what it had."""
         memory = await map_pool(self._config, facts.geometry, registration)
         try:
-            held = await self._new_index(
-                registration.pages + (self.cache.host.pages if self.cache.host is not None else 0)
-            )
+            held = await self._new_index(*self._sizes(facts, registration))
             if self._host is not None:
                 await complete(asyncio.to_thread(self._host.attach, memory))
         except BaseException:
