@@ -1,4 +1,4 @@
-"""A worker's session with its daemon: a stream on the daemon's Unix socket (proto/worker.proto) and the pool's memory.
+"""A worker's session with its daemon: messages on the daemon's Unix socket (proto/worker.proto) and the pool's memory.
 
 decode:  admit -> progress? -> ready -> grow* -> finish; a retracted one finishes early and is admitted again
 prefill: begin -> progress* -> aux -> ended
@@ -10,12 +10,9 @@ All methods belong to the event loop that called `connect`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import TypeVar
-
-import grpc.aio
 
 from kvferry.client.attachment import Attachment
 from kvferry.client.engine_pools import EnginePools
@@ -23,7 +20,6 @@ from kvferry.client.open_request import OpenRequest
 from kvferry.client.requests import (
     Admitted,
     Begun,
-    DaemonAbsent,
     DaemonEnded,
     DaemonGone,
     HandshakeFailed,
@@ -35,12 +31,12 @@ from kvferry.client.requests import (
     Retracted,
     name_in_use,
 )
-from kvferry.client.stream import MAX_UNSENT_MESSAGES, PROTOCOL, Stream, open_stream, read_welcome
+from kvferry.client.stream import MAX_UNSENT_BYTES, PROTOCOL, Stream, StreamEnd, open_stream
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.proto.limits import ENDED_IN_ORDER, MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
+from kvferry.proto.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
-from kvferry.waiting import complete, is_done, within
+from kvferry.waiting import complete, is_done
 
 MAX_FINISH_DIGEST_BYTES = MAX_MESSAGE_BYTES - 256  # beside them: a name and two numbers
 ANSWER_SLACK_S = 5.0  # the daemon keeps a request's deadline itself; the client waits this much longer for its word
@@ -64,15 +60,13 @@ class DaemonClient:
         """The daemon's. Only pages of this worker's living requests may be touched."""
         self.gone: asyncio.Future[DaemonGone] = asyncio.get_running_loop().create_future()
         """Done when the session is broken; not when it was closed from here."""
-        self._call = stream.call
-        self._channel = stream.channel
-        self._outgoing = stream.outgoing
+        self._stream = stream
         self._attachment = attachment
         self._requests: dict[RequestName, OpenRequest] = {}
         self._broken: DaemonGone | None = None
         self._closing = False
-        self._ended = False  # the stream, by the daemon, with no error
-        self._reader = asyncio.create_task(self._read(), name="daemon session")
+        stream.listen(self._take)
+        stream.over.add_done_callback(self._stream_over)
 
     @classmethod
     async def connect(
@@ -93,25 +87,24 @@ class DaemonClient:
         Raises HandshakeFailed when the daemon refuses, its memory cannot be mapped, or (DaemonAbsent) it is not there
         in time.
         """
-        stream = open_stream(socket)
         hello = worker_pb2.WorkerHello(protocol=PROTOCOL, role=role, worker=worker, facts=facts)
         if own is not None:
             hello.pool.CopyFrom(own.message)
             hello.facts.geometry.page_size = own.pools.geometry.page_size
-        stream.outgoing.put_nowait(worker_pb2.WorkerMessage(hello=hello))
+        stream: Stream | None = None
         try:
-            welcome = await within(deadline_s, read_welcome(stream.call))
+            stream = await open_stream(socket, deadline_s)
+            stream.send(worker_pb2.WorkerMessage(hello=hello))
+            welcome = await stream.welcome(deadline_s)
             geometry = KVGeometry.from_proto(welcome.geometry)
             if own is not None:
                 own.mapped()
             attachment = Attachment(welcome.session_file, welcome, geometry, own)
         except BaseException as error:
-            stream.call.cancel()
-            await stream.channel.close(None)
+            if stream is not None:
+                stream.frames.abort()
             if own is not None:
                 await complete(asyncio.to_thread(_let_go, own))
-            if isinstance(error, asyncio.TimeoutError):
-                raise DaemonAbsent(f"no daemon answered on {socket} within {deadline_s} s") from None
             if isinstance(error, (OSError, ValueError)):
                 raise HandshakeFailed(f"cannot attach to the pool of daemon {welcome.daemon!r}: {error}") from error
             raise
@@ -310,10 +303,7 @@ class DaemonClient:
         self._closing = True
         owns = self._attachment.owns
         heard = await self._quiesced(max(deadline_s, UNMAP_DEADLINE_S) if owns else deadline_s)
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        self._call.cancel()
-        await self._channel.close(None)
+        self._stream.frames.abort()
         self._break(DaemonGone("the session was closed"))
         close = self._attachment.close_mapped if owns and not heard else self._attachment.close
         await asyncio.to_thread(close)  # it waits for the devices, however long
@@ -327,12 +317,11 @@ class DaemonClient:
             self._send(worker_pb2.WorkerMessage(quiesced=worker_pb2.Quiesced()))
         except DaemonGone:
             return False
-        with contextlib.suppress(asyncio.QueueFull):
-            self._outgoing.put_nowait(None)
-        await is_done(self._reader, deadline_s)
-        if self._attachment.owns and not self._ended:
+        self._stream.frames.end()
+        ended = await is_done(self._stream.over, deadline_s) and self._stream.over.result().code == 0
+        if self._attachment.owns and not ended:
             _log.warning("the daemon has not said that it has unmapped the pool")
-        return self._ended
+        return ended
 
     async def _settled(self, deadline_s: float) -> bool:
         """Whether no copy or kernel of this process touches a page any more; else the daemon looks at its lock."""
@@ -372,10 +361,8 @@ class DaemonClient:
 
     def _send(self, message: worker_pb2.WorkerMessage) -> None:
         self._raise_if_broken()
-        try:
-            self._outgoing.put_nowait(message)
-        except asyncio.QueueFull:
-            self._break(DaemonGone(f"the daemon takes no messages: {MAX_UNSENT_MESSAGES} are waiting"))
+        if not self._stream.send(message):
+            self._break(DaemonGone(f"the daemon takes no messages: more than {MAX_UNSENT_BYTES} bytes wait"))
             self._raise_if_broken()
 
     async def _wait(self, name: RequestName, future: asyncio.Future[_T], deadline_s: float, what: str) -> _T:
@@ -398,25 +385,14 @@ class DaemonClient:
         if not self._closing and not self.gone.done():
             self.gone.set_result(self._broken)
 
-    async def _read(self) -> None:
-        try:
-            while True:
-                event = await self._call.read()
-                if not isinstance(event, worker_pb2.WorkerEvent):  # grpc.aio.EOF
-                    self._ended = True
-                    why = await self._call.details() or "no reason given"
-                    self._break(DaemonGone(f"the daemon ended the session: {why}"))
-                    return
-                self._take(event)
-        except grpc.aio.AioRpcError as error:
-            if set(ENDED_IN_ORDER) <= set(error.trailing_metadata() or ()):
-                self._break(DaemonEnded(f"{error.details()}: the worker ends, too"))
-            else:
-                self._break(DaemonGone(f"the session with the daemon broke: {error.code().name}: {error.details()}"))
-        except ValueError as error:
-            _log.error("the daemon broke the protocol: %s", error)
-            self._break(DaemonGone(f"the daemon broke the protocol: {error}"))
-            self._call.cancel()
+    def _stream_over(self, over: asyncio.Future[StreamEnd]) -> None:
+        end = over.result()
+        if end.daemon_ended:
+            self._break(DaemonEnded(f"{end.details}: the worker ends, too"))
+        elif end.code == 0:
+            self._break(DaemonGone(f"the daemon ended the session: {end.details or 'no reason given'}"))
+        else:
+            self._break(DaemonGone(f"the session with the daemon broke: {end}"))
 
     def _take(self, event: worker_pb2.WorkerEvent) -> None:
         kind = event.WhichOneof("kind")

@@ -1,72 +1,130 @@
-"""The gRPC stream under a worker's session: opening it, and the daemon's first word."""
+"""The stream of frames under a worker's session: opening it, and the daemon's first and last word."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import NamedTuple
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError
 
 from kvferry.client.requests import DaemonAbsent, HandshakeFailed
+from kvferry.frames import SUFFIX, FrameStream
 from kvferry.proto import worker_pb2
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
+from kvferry.waiting import is_done
 
 PROTOCOL = 1
-MAX_UNSENT_MESSAGES = 8192
+MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 MAX_RECEIVED_MESSAGE_BYTES = 64 * 1024 * 1024
+AGAIN_SECONDS = 0.1  # until a daemon that is not there is tried again
 
-_SESSION_METHOD = "/kvferry.v1.Worker/Session"
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_RECEIVED_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.use_local_subchannel_pool", 1),  # several clients of one process must not share a connection
-)
-
-Call = grpc.aio.StreamStreamCall[worker_pb2.WorkerMessage, worker_pb2.WorkerEvent]
+_ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
 
 
-class Stream(NamedTuple):
-    channel: grpc.aio.Channel
-    call: Call
-    outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None]  # None: nothing more is sent
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """Why nothing comes any more. `code`: of gRPC's statuses, 0: the daemon ended the stream in order; None: it has
+    said nothing."""
+
+    code: int | None
+    details: str
+    daemon_ended: bool = False
+
+    def __str__(self) -> str:
+        names = {status.value[0]: status.name for status in grpc.StatusCode}
+        return self.details if self.code is None else f"{names.get(self.code, self.code)}: {self.details}"
 
 
-def open_stream(socket: str) -> Stream:
-    """Starts the stream on the Unix socket `socket`; it connects when the daemon is there."""
-    channel = grpc.aio.insecure_channel(f"unix:{socket}", options=_CHANNEL_OPTIONS)
-    session = channel.stream_stream(  # the generated stub does the same, without types
-        _SESSION_METHOD,
-        request_serializer=worker_pb2.WorkerMessage.SerializeToString,
-        response_deserializer=worker_pb2.WorkerEvent.FromString,
-    )
-    outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None] = asyncio.Queue(MAX_UNSENT_MESSAGES)
-    return Stream(channel, session(_drain(outgoing), wait_for_ready=True), outgoing)
+class Stream:
+    """Messages to and from a daemon. `listen` says who has those that come behind the first."""
+
+    def __init__(self, socket: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._socket = socket
+        self.over: asyncio.Future[StreamEnd] = loop.create_future()
+        self.frames = FrameStream(MAX_RECEIVED_MESSAGE_BYTES, self._take, self._ends)
+        self._first: asyncio.Future[worker_pb2.WorkerEvent | None] = loop.create_future()
+        self._early: list[worker_pb2.WorkerEvent] = []  # behind it, before anybody listens
+        self._listener: Callable[[worker_pb2.WorkerEvent], None] | None = None
+
+    def listen(self, listener: Callable[[worker_pb2.WorkerEvent], None]) -> None:
+        """Events come from now on; a ValueError of the listener's breaks the stream."""
+        self._listener = listener
+        for event in self._early:
+            listener(event)
+        self._early.clear()
+        self.frames.go_on()
+
+    def send(self, message: worker_pb2.WorkerMessage) -> bool:
+        """Whether the daemon takes its messages; else this one is not sent."""
+        if self.frames.unsent > MAX_UNSENT_BYTES:
+            return False
+        self.frames.send(message.SerializeToString())
+        return True
+
+    async def welcome(self, deadline_s: float) -> worker_pb2.Welcome:
+        """Raises HandshakeFailed when the daemon's first word is anything else, DaemonAbsent when there is none within
+        the deadline."""
+        if not await is_done(self._first, deadline_s):
+            raise DaemonAbsent(f"no daemon answered on {self._socket} within {deadline_s:g} s")
+        event = self._first.result()
+        if event is None:
+            end = self.over.result()
+            kind = DaemonAbsent if end.code in (None, grpc.StatusCode.UNAVAILABLE.value[0]) else HandshakeFailed
+            raise kind(f"the daemon refused the worker: {end}")
+        if event.WhichOneof("kind") != "welcome":
+            raise HandshakeFailed(f"the daemon's first word is {event.WhichOneof('kind')}; it must be welcome")
+        if event.welcome.protocol != PROTOCOL:
+            raise HandshakeFailed(
+                f"protocol: the daemon chose {event.welcome.protocol}, this worker speaks {PROTOCOL}; "
+                "upgrade the older one"
+            )
+        return event.welcome
+
+    def _take(self, data: bytes) -> None:
+        if self.over.done():
+            return
+        try:
+            event = worker_pb2.WorkerEvent.FromString(data)
+            if event.WhichOneof("kind") == "end":
+                self._ends_by(StreamEnd(event.end.code, event.end.details, event.end.daemon_ended))
+            elif self._listener is not None:
+                self._listener(event)
+            elif not self._first.done():
+                self._first.set_result(event)
+                self.frames.hold()  # but for what has come with it
+            else:
+                self._early.append(event)
+        except (ValueError, DecodeError) as error:
+            self._ends_by(StreamEnd(None, f"the daemon broke the protocol: {error}"))
+            self.frames.abort()
+
+    def _ends(self, why: str) -> None:
+        if not self.over.done():
+            self._ends_by(StreamEnd(None, why or "the daemon closed the connection"))
+
+    def _ends_by(self, end: StreamEnd) -> None:
+        self.over.set_result(end)
+        if not self._first.done():
+            self._first.set_result(None)
 
 
-async def read_welcome(call: Call) -> worker_pb2.Welcome:
-    """Raises HandshakeFailed when the daemon's first word is anything else."""
-    try:
-        event = await call.read()
-    except grpc.aio.AioRpcError as error:
-        kind = DaemonAbsent if error.code() is grpc.StatusCode.UNAVAILABLE else HandshakeFailed
-        raise kind(f"the daemon refused the worker: {error.code().name}: {error.details()}") from None
-    if not isinstance(event, worker_pb2.WorkerEvent):
-        raise HandshakeFailed(f"the daemon refused the worker: {(await call.code()).name}: {await call.details()}")
-    if event.WhichOneof("kind") != "welcome":
-        raise HandshakeFailed(f"the daemon's first word is {event.WhichOneof('kind')}; it must be welcome")
-    if event.welcome.protocol != PROTOCOL:
-        raise HandshakeFailed(
-            f"protocol: the daemon chose {event.welcome.protocol}, this worker speaks {PROTOCOL}; upgrade the older one"
-        )
-    return event.welcome
-
-
-async def _drain(
-    outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None],
-) -> AsyncIterator[worker_pb2.WorkerMessage]:
-    while (message := await outgoing.get()) is not None:
-        yield message
+async def open_stream(socket: str, deadline_s: float) -> Stream:
+    """Connects to the daemon whose Unix socket is `socket`, waiting until it is there. DaemonAbsent where it is not
+    within the deadline."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + deadline_s
+    stream = Stream(socket)
+    while True:
+        try:
+            await loop.create_unix_connection(lambda: stream.frames, socket + SUFFIX)
+            return stream
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise HandshakeFailed(f"cannot connect to {socket + SUFFIX}: {error}") from error
+            if loop.time() >= until:
+                raise DaemonAbsent(f"no daemon answered on {socket} within {deadline_s:g} s") from None
+        await asyncio.sleep(AGAIN_SECONDS)

@@ -37,7 +37,7 @@ from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions, pool_of
 from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports
 from kvferry.threads import name_thread
-from kvferry.waiting import complete, have_ended, slices
+from kvferry.waiting import have_ended, slices
 
 STOP_SECONDS = 10.0
 PREEMPT_SECONDS = 30.0  # a copy that runs takes milliseconds
@@ -96,8 +96,9 @@ class WorkerSide:
         now: list[Order] = [order for order in orders.orders if not isinstance(order, Save)]
         self._pushing = self._pushing or any(isinstance(order, Begin) for order in now)
         if now:
+            step = EngineStep(self._mover.moment())
             # Blocks that a request holds may be another's that are computed in this very step.
-            step = self._step = EngineStep(self._mover.moment())
+            self._step = step if any(isinstance(order, Load) and order.held_blocks for order in now) else None
             self._loop.call_soon_threadsafe(self._begin, now, step)
 
     @property
@@ -219,7 +220,17 @@ class WorkerSide:
 
     async def _copy(self, work: Callable[[], None]) -> None:
         """Copies on the copying thread. However often the caller is cancelled, the copy is over when this is."""
-        await complete(self._loop.run_in_executor(self._copier, work))
+        copy, over = self._copier.submit(work), asyncio.Event()
+        copy.add_done_callback(lambda _: self._loop.call_soon_threadsafe(over.set))
+        cancelled: asyncio.CancelledError | None = None
+        while not over.is_set():
+            try:
+                await over.wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        copy.result()
 
     async def _to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         """Copies pages to blocks, which what the engine had begun before `after` may still use."""

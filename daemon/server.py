@@ -19,7 +19,7 @@ from kvferry.daemon import backstop
 from kvferry.daemon.capabilities import capabilities
 from kvferry.daemon.config.model import DaemonConfig, flag_of, new_incarnation
 from kvferry.daemon.config.values import ConfigError
-from kvferry.daemon.grpc_servers import GrpcServers, make_servers
+from kvferry.daemon.grpc_servers import CALLS_PER_CLIENT, GrpcServers, make_servers
 from kvferry.daemon.memory.capacity import lacks
 from kvferry.daemon.observe.health import HealthWatch
 from kvferry.daemon.observe.stats import Snapshots
@@ -29,10 +29,12 @@ from kvferry.daemon.services.admin import AdminService
 from kvferry.daemon.services.cache import CacheService
 from kvferry.daemon.services.peer import PeerService
 from kvferry.daemon.services.worker import WorkerService
+from kvferry.daemon.services.worker_frames import FramedWorkers
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.daemon.sides.side import AnySide
 from kvferry.daemon.socket_file import SocketFile, clear_socket
+from kvferry.frames import SUFFIX
 from kvferry.proto import (
     admin_pb2,
     admin_pb2_grpc,
@@ -64,6 +66,7 @@ class _Running:
     """Parts that are there once the daemon serves."""
 
     servers: GrpcServers
+    framed: FramedWorkers
     workers: WorkerService
 
 
@@ -77,7 +80,7 @@ class Daemon:
         self.incarnation = new_incarnation()
         self.address = ""  # HOST:PORT once it listens
         self._lock: FileLock | None = None
-        self._socket: SocketFile | None = None
+        self._sockets: list[SocketFile] = []
         self._running: _Running | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
@@ -120,12 +123,14 @@ class Daemon:
         servers = make_servers(config, self._snapshots.rpcs, self._tls)
         self.address = servers.bind_tcp(config.listen, self._tls)
         workers = self._add_services(servers)
-        self._socket = servers.bind_unix(config.socket)
+        self._sockets.append(servers.bind_unix(config.socket))
         for capability in self._capabilities:
             capability.start()
         await servers.start()
         os.chmod(config.socket, 0o600)
-        self._running = _Running(servers, workers)
+        framed = FramedWorkers(workers.serve, CALLS_PER_CLIENT * config.max_workers)
+        self._sockets.append(await framed.start(config.socket + SUFFIX))
+        self._running = _Running(servers, framed, workers)
         self._start_tasks()
 
     def _look_at_the_machine(self) -> None:
@@ -186,8 +191,8 @@ class Daemon:
             if self._lock is not None:
                 ends.callback(self._lock.close)
                 ends.callback(self._unlink_lock, self._lock)
-            if self._socket is not None:
-                ends.callback(self._socket.remove)
+            for socket in self._sockets:
+                ends.callback(socket.remove)
             for capability in self._capabilities:
                 ends.callback(capability.close)
 
@@ -263,7 +268,7 @@ class Daemon:
         assert self._running is not None, "start() has returned"
         if self._fatal is None:
             self._running.workers.end_sessions()
-        await self._running.servers.stop(0.5)
+        await asyncio.gather(self._running.servers.stop(0.5), self._running.framed.stop(0.5))
         await asyncio.sleep(0)  # handlers that were cancelled have run their ends
         prefill = self.sides.get("prefill")
         if isinstance(prefill, PrefillSide):

@@ -9,8 +9,9 @@ import socket
 import stat
 
 from kvferry.daemon.config.values import ConfigError, check_own_folder
+from kvferry.frames import SUFFIX
 
-MAX_PATH_BYTES = 107
+MAX_PATH_BYTES = 107 - len(SUFFIX)  # Unix sockets take 107
 
 
 class SocketFile:
@@ -35,11 +36,15 @@ class SocketFile:
 
 
 def clear_socket(path: str) -> None:
-    """Makes the folder, removes what a dead daemon left; refuses one that answers, and anything that is no socket."""
+    """Makes the folder, removes what a dead daemon left, the workers' frame socket too; refuses one that answers, and
+    anything that is no socket."""
     if len(path.encode()) > MAX_PATH_BYTES:
-        raise ConfigError(
-            f"--socket {path!r} has {len(path.encode())} bytes; Unix sockets take at most {MAX_PATH_BYTES}"
-        )
+        raise ConfigError(f"--socket {path!r} has {len(path.encode())} bytes; it may have {MAX_PATH_BYTES}")
+    for each in (path, path + SUFFIX):
+        _clear(each)
+
+
+def _clear(path: str) -> None:
     folder = os.path.dirname(path) or "."
     check_own_folder(folder)
     try:

@@ -54,7 +54,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., page_tokens: _Optional[_Union[PageTokens, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract")
+    __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract", "end")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class WorkerEvent(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     RETRACT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     admitted: Admitted
     begun: Begun
@@ -71,7 +72,18 @@ class WorkerEvent(_message.Message):
     ended: Ended
     failed: Failed
     retract: Retract
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., retract: _Optional[_Union[Retract, _Mapping]] = ...) -> None: ...
+    end: SessionEnd
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., retract: _Optional[_Union[Retract, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ...) -> None: ...
+
+class SessionEnd(_message.Message):
+    __slots__ = ("code", "details", "daemon_ended")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    DAEMON_ENDED_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    details: str
+    daemon_ended: bool
+    def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ..., daemon_ended: bool = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("protocol", "role", "worker", "facts", "pool")

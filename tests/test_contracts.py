@@ -61,6 +61,7 @@ CLIENT = (
     "kvferry.byte_tokens",
     "kvferry.channels",
     "kvferry.flags",
+    "kvferry.frames",
     "kvferry.listening",
     "kvferry.logs",
     "kvferry.pauses",

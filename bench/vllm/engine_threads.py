@@ -8,7 +8,8 @@ PID is that of a server's first process; its engine core is the process below it
 get requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
 Prompts are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks
 each server in turn, the order turning round; the first round of a server is left out. CPU times are of
-/proc/PID/task/*/stat (ticks of 10 ms): "main" is the thread that schedules, "kvferry" those that the connector names.
+/proc/PID/task/*/stat (ticks of 10 ms): "main" is the thread that schedules; "requests", "copies" and "index" are the
+connector's.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from rich.console import Console
 from rich.table import Table
 
 TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
+COMM_CHARS = 15  # of a name, as the kernel has it
+OURS = ("requests", "copies", "index")
+GROUPS = ("main", *OURS, "grpc", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,8 @@ def thread_ms(process: int) -> dict[tuple[int, str], float]:
 def group_of(process: int, thread: int, name: str) -> str:
     if thread == process:
         return "main"
-    return "kvferry" if name.startswith("kvferry") else "grpc" if "grpc" in name or "event_eng" in name else "other"
+    ours = next((group for group in OURS if name.startswith(f"kvferry {group}"[:COMM_CHARS])), None)
+    return ours or ("grpc" if "grpc" in name or "event_eng" in name else "other")
 
 
 def body_of(prompt: list[int], **more: object) -> bytes:
@@ -195,10 +200,7 @@ def table(title: str, cells: dict[str, Cell]) -> Table:
         "TTFT p50 ms",
         "requests/s (each round)",
         "core: ms a request",
-        "main",
-        "kvferry",
-        "grpc",
-        "other",
+        *GROUPS,
     ):
         shown.add_column(name, justify="left" if name == "server" else "right")
     for name, cell in cells.items():
@@ -208,7 +210,7 @@ def table(title: str, cells: dict[str, Cell]) -> Table:
             if cell.per_second
             else "-"
         )
-        groups = [cell.each(group) for group in ("main", "kvferry", "grpc", "other")]
+        groups = [cell.each(group) for group in GROUPS]
         shown.add_row(name, str(cell.requests), ttft, rate, f"{sum(groups):.2f}", *(f"{each:.2f}" for each in groups))
     return shown
 

@@ -24,6 +24,7 @@ from kvferry.daemon.config.values import ConfigError, check_own_folder, parse_ad
 from kvferry.daemon.memory.capacity import SHM_REMEDY, in_shm, lacks_on_gpus, meminfo, shared_memory, shared_words
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
 from kvferry.daemon.peers.tls import TlsError, files_of, read_identity, utc
+from kvferry.daemon.socket_file import MAX_PATH_BYTES
 from kvferry.listening import is_loopback
 from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink
 
@@ -265,8 +266,8 @@ def certificate(config: DaemonConfig) -> Iterator[Finding]:
 def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
     """The workers' socket: its folder, and who is there already."""
     what = f"socket {config.socket}"
-    if len(config.socket.encode()) > 107:
-        remedy = "Unix sockets take at most 107: a shorter --socket"
+    if len(config.socket.encode()) > MAX_PATH_BYTES:
+        remedy = f"it may have at most {MAX_PATH_BYTES}: a shorter --socket"
         yield Finding(BAD, what, f"{len(config.socket.encode())} bytes", remedy)
         return
     try:

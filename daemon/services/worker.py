@@ -1,10 +1,11 @@
-"""The workers' gRPC service on the Unix socket. Shell."""
+"""The workers' service on the Unix socket, of gRPC's streams and of frames (`worker_frames.py`). Shell."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 
@@ -34,6 +35,20 @@ def status_of(error: RequestError) -> grpc.StatusCode:
     return next((code for code in grpc.StatusCode if code.value[0] == int(error.code)), grpc.StatusCode.INTERNAL)
 
 
+class Talk(Protocol):
+    """A stream of messages with a worker: gRPC's, or one of frames (`worker_frames.py`)."""
+
+    def read(self) -> Awaitable[object]:
+        """The next message; anything else where there will be none."""
+
+    def write(self, event: wire.WorkerEvent, /) -> Awaitable[None]: ...
+
+    def abort(
+        self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, str], ...] = ..., /
+    ) -> Awaitable[NoReturn]:
+        """Ends it, by an exception that is the caller's end, too."""
+
+
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     def __init__(self, sides: dict[str, AnySide], peer_address: str) -> None:
         self._sides = sides
@@ -46,6 +61,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Session(self, request_iterator: object, context: Context) -> None:
         del request_iterator  # context.read() it is, for its deadline
+        await self.serve(context)
+
+    async def serve(self, context: Talk) -> None:
+        """A worker's session, whatever it comes by."""
         who = "a worker"
         try:
             hello = await self._hello(context)
@@ -116,7 +135,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise precondition(f"role: {who} is {role or 'of none'}, this daemon {have}")
         return side
 
-    async def _hello(self, context: Context) -> wire.WorkerHello:
+    async def _hello(self, context: Talk) -> wire.WorkerHello:
         message = await within(HELLO_SECONDS, context.read())
         if not isinstance(message, wire.WorkerMessage) or message.WhichOneof("kind") != "hello":
             raise RequestError(common.ERROR_INVALID_ARGUMENT, "the first message must be hello")
@@ -131,7 +150,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         worker.events.put_nowait(wire.WorkerEvent(welcome=welcome))
         return side, worker
 
-    async def _read(self, side: AnySide, worker: Worker, context: Context) -> None:
+    async def _read(self, side: AnySide, worker: Worker, context: Talk) -> None:
         while True:
             message = await context.read()
             if not isinstance(message, wire.WorkerMessage):
@@ -149,6 +168,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             else:
                 side.handle(worker, kind, message)
 
-    async def _write(self, worker: Worker, context: Context) -> None:
+    async def _write(self, worker: Worker, context: Talk) -> None:
         while True:
             await context.write(await worker.events.get())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 from threading import Thread
 from typing import Any, TypeVar
@@ -56,10 +57,28 @@ async def awake(seconds: float) -> None:
 
 async def is_done(future: asyncio.Future[Any], seconds: float) -> bool:
     """Whether it is within so long, by `slices`; it goes on where it is not."""
+    if future.done():
+        return True
+    loop = asyncio.get_running_loop()
     for part in slices(seconds):
-        if (await asyncio.wait({future}, timeout=part))[0]:
+        # As asyncio.wait({future}, timeout=part), which takes three times as long.
+        waiter: asyncio.Future[None] = loop.create_future()
+        wake = partial(_wake, waiter)
+        future.add_done_callback(wake)
+        timer = loop.call_later(part, wake, future)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            future.remove_done_callback(wake)
+        if future.done():
             return True
     return False
+
+
+def _wake(waiter: asyncio.Future[None], _: asyncio.Future[Any]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 async def within(seconds: float, work: Awaitable[_T]) -> _T:

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +24,14 @@ from kvferry.client.client import DaemonClient
 from kvferry.client.engine_gpu_pools import LayerTensors
 from kvferry.client.engine_pools import EnginePools, PoolSpec, make_files
 from kvferry.client.requests import HandshakeFailed
+from kvferry.daemon.services.worker_frames import FrameTalk
 from kvferry.proto import common_pb2
 from kvferry.transfer.geometry.kv_geometry import StorageOrder
 from kvferry.transfer.mapping.segment import FileLock
 from kvferry.workers.models import transformer as model
 from kvferry.workers.models.paged_cache import RankView
 from tests.client.requests import FACTS, GEOMETRY
-from tests.support.fake_daemon import Event, FakeDaemon, Message
+from tests.support.fake_daemon import FakeDaemon
 
 PAGES = 64
 DEVICES = ["cuda:0", "cuda:1", "cuda:2"]
@@ -130,19 +131,17 @@ def test_the_lock_stays_with_a_process_whose_device_does_not_settle(
 class Mute(FakeDaemon):
     """A daemon that is slow to unmap: it does not end the stream."""
 
-    async def Session(self, request_iterator: AsyncIterator[Message], context: Any) -> AsyncIterator[Event]:
-        async for event in super().Session(request_iterator, context):
-            yield event
+    async def _session(self, talk: FrameTalk) -> None:
+        await super()._session(talk)
         await asyncio.Event().wait()
 
 
 class Failing(FakeDaemon):
     """One that could not unmap, and says so; or that was killed."""
 
-    async def Session(self, request_iterator: AsyncIterator[Message], context: Any) -> AsyncIterator[Event]:
-        async for event in super().Session(request_iterator, context):
-            yield event
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "still mapped")
+    async def _session(self, talk: FrameTalk) -> None:
+        await super()._session(talk)
+        await talk.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "still mapped")
 
 
 class Own(NamedTuple):

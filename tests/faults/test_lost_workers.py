@@ -36,7 +36,7 @@ async def main() -> None:
         name, digests=prompt.digests, tokens=100, tail_digest=prompt.tail, prefill="", max_new_tokens=5, deadline_s=10
     )
     await client.ready(name)
-    client._call.cancel()
+    client._stream.frames.abort()
     print(os.getpid(), flush=True)
     time.sleep(600)
 

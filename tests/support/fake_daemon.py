@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import mmap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
-import grpc.aio
 import numpy as np
 
-from kvferry.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from kvferry.daemon.services.worker_frames import FramedWorkers, FrameTalk
+from kvferry.frames import SUFFIX
+from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 
 Message = worker_pb2.WorkerMessage
@@ -22,7 +23,7 @@ Event = worker_pb2.WorkerEvent
 GIVEN_BACK = 0xEE  # in every byte of a page that a finished request gave back
 
 
-class FakeDaemon(worker_pb2_grpc.WorkerServicer):
+class FakeDaemon:
     """One session. `received` has all messages; `override[kind]` replaces the default answer to such messages."""
 
     def __init__(self, folder: Path, geometry: KVGeometry, *, pages: int = 64, max_tokens: int = 4096) -> None:
@@ -56,14 +57,13 @@ class FakeDaemon(worker_pb2_grpc.WorkerServicer):
         self._arrived = asyncio.Condition()
 
     async def __aenter__(self) -> FakeDaemon:
-        self._server = grpc.aio.server()
-        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        self._server.add_insecure_port(f"unix:{self.socket}")
-        await self._server.start()
+        self._server = FramedWorkers(self._session, 16)
+        self._file = await self._server.start(self.socket + SUFFIX)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._server.stop(0)
+        self._file.remove()
         assert not self.broken, f"the worker broke the protocol: {self.broken[0]}"
         assert (self.pool[self.given_back] == GIVEN_BACK).all(), "a page was touched after it was given back"
 
@@ -99,20 +99,18 @@ class FakeDaemon(worker_pb2_grpc.WorkerServicer):
     def retract(self, name: common_pb2.RequestName) -> None:
         self.events.put_nowait(Event(retract=worker_pb2.Retract(name=name)))
 
-    async def Session(
-        self, request_iterator: AsyncIterator[Message], context: grpc.aio.ServicerContext[Message, Event]
-    ) -> AsyncIterator[Event]:
+    async def _session(self, talk: FrameTalk) -> None:
         if self.refuse is not None:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuse)
-        reader = asyncio.create_task(self._read(request_iterator))
+            await talk.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuse)
+        reader = asyncio.create_task(self._read(talk))
         try:
             while (event := await self.events.get()) is not None:
-                yield event
+                await talk.write(event)
         finally:
             reader.cancel()
 
-    async def _read(self, messages: AsyncIterator[Message]) -> None:
-        async for message in messages:
+    async def _read(self, talk: FrameTalk) -> None:
+        while isinstance(message := await talk.read(), Message):
             kind = str(message.WhichOneof("kind"))
             answer = self.override.get(kind, getattr(self, f"_on_{kind}", lambda message: []))
             try:

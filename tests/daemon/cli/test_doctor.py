@@ -99,7 +99,7 @@ def test_sockets_that_cannot_be(tmp_path: Path) -> None:
         (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket=path))
     assert (finding.level, finding.remedy) == (NOTE, f"kvferry health unix:{path} says which; a start clears it")
     (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket="/" + "x" * 120))
-    assert "at most 107" in finding.remedy
+    assert "at most 105" in finding.remedy
     (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket=str(tmp_path / "file" / "a" / "d.sock")))
     assert finding.level == BAD and finding.found.endswith("file is no folder")
     (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket="/proc/nowhere/d.sock"))
@@ -113,7 +113,7 @@ def test_a_name_that_is_too_long_is_a_finding(tmp_path: Path) -> None:
     config = DaemonConfig(role="decode", host_bytes=1 << 20, host_dir=str(tmp_path / name / "h"))
     assert list(doctor.memory(config))[-1].what == f"host tier {config.host_dir}"
     (finding,) = doctor.daemon_socket(DaemonConfig(role="decode", socket=str(tmp_path / name / "d.sock")))
-    assert finding.level == BAD and "at most 107" in finding.remedy
+    assert finding.level == BAD and "at most 105" in finding.remedy
 
 
 def test_a_folder_that_may_not_be_looked_into_is_a_finding(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_pages_of_lost_workers_are_bounded(stack: Stack) -> None:
 
     async def break_the_stream() -> None:
         client = await client_with_pages(decode)
-        client._call.cancel()
+        client._stream.frames.abort()
         await asyncio.to_thread(wait_until, lambda: stats(decode).pool.orphaned > 0, 15)
         waiting = stats(decode).quarantine
         assert (waiting.orphaned_pages, waiting.lost_workers) == (7, 1)

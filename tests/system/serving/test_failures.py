@@ -69,7 +69,7 @@ def test_a_worker_with_a_broken_stream_keeps_its_pages_until_its_lock_is_release
     async def break_the_stream() -> None:
         client = await client_with_pages(decode)
         assert stats(decode).pool.leased == 7
-        client._call.cancel()
+        client._stream.frames.abort()
         await asyncio.to_thread(wait_until, lambda: stats(decode).pool.orphaned > 0)
         await asyncio.sleep(0.5)
         pool = stats(decode).pool
