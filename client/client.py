@@ -78,16 +78,18 @@ class DaemonClient:
         *,
         deadline_s: float = 30.0,
         own: EnginePools | None = None,
+        late_ms: int = 0,
     ) -> DaemonClient:
         """Opens the session on the Unix socket `socket`, waiting up to `deadline_s` for the daemon to be there.
 
         facts.geometry.page_size may be 0 and its layout unspecified: the daemon's are taken (`.geometry` has them).
         own: the worker's own memory is to be the pool (`kvferry serve --pool engine`): it has the page size, and ends
-        with the session, or where none comes about; see `close`.
+        with the session, or where none comes about; see `close`. late_ms: for which the daemon may hold back what this
+        worker does not wait for (proto/worker.proto).
         Raises HandshakeFailed when the daemon refuses, its memory cannot be mapped, or (DaemonAbsent) it is not there
         in time.
         """
-        hello = worker_pb2.WorkerHello(protocol=PROTOCOL, role=role, worker=worker, facts=facts)
+        hello = worker_pb2.WorkerHello(protocol=PROTOCOL, role=role, worker=worker, facts=facts, late_ms=late_ms)
         if own is not None:
             hello.pool.CopyFrom(own.message)
             hello.facts.geometry.page_size = own.pools.geometry.page_size

@@ -19,6 +19,7 @@ from kvferry.waiting import complete
 RETRY_SECONDS = 0.5
 REFUSED_RETRY_SECONDS = 5.0
 CONNECT_SECONDS = 10.0  # of one try
+LATE_MS = 500  # an engine waits for no answer but Ready, and each wakes a thread of it
 SETTLED_SECONDS = 600.0  # that an engine without requests may take to start
 
 _log = logging.getLogger(__name__)
@@ -40,7 +41,9 @@ def connector_of(
     settings: Settings, role: common_pb2.Role, facts: common_pb2.NamespaceFacts, worker: str, mover: Mover
 ) -> OpenSession:
     async def connect(*, deadline_s: float) -> DaemonClient:
-        client = await DaemonClient.connect(settings.socket, role, facts, worker, deadline_s=deadline_s)
+        client = await DaemonClient.connect(
+            settings.socket, role, facts, worker, deadline_s=deadline_s, late_ms=LATE_MS
+        )
         if misfit := mover.misfit(client.pools.memories):
             await client.close()
             raise HandshakeFailed(misfit)

@@ -35,7 +35,7 @@ from kvferry.connectors.orders import (
 )
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions, pool_of
-from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports
+from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports, run_whole
 from kvferry.threads import name_thread
 from kvferry.waiting import have_ended, slices
 
@@ -77,9 +77,8 @@ class WorkerSide:
         time it goes on without."""
         self._thread.start()
         try:
-            self._wait(
-                self._sessions.open(self._settings.connect_seconds), self._settings.connect_seconds + STOP_SECONDS
-            )
+            seconds = self._settings.connect_seconds
+            self._wait(self._sessions.open(seconds), seconds + STOP_SECONDS)
         except HandshakeFailed as error:
             self.close()
             raise DaemonRefused(str(error)) from error
@@ -93,13 +92,21 @@ class WorkerSide:
         if not orders.orders:
             return
         self._saves = [order for order in orders.orders if isinstance(order, Save)]
-        now: list[Order] = [order for order in orders.orders if not isinstance(order, Save)]
+        now: list[Order] = [each for each in orders.orders if not (isinstance(each, Save) or self._is_released(each))]
         self._pushing = self._pushing or any(isinstance(order, Begin) for order in now)
         if now:
             step = EngineStep(self._mover.moment())
             # Blocks that a request holds may be another's that are computed in this very step.
             self._step = step if any(isinstance(order, Load) and order.held_blocks for order in now) else None
             self._loop.call_soon_threadsafe(self._begin, now, step)
+
+    def _is_released(self, order: Order) -> bool:
+        """Whether that was the order, and need not wake the other thread: it sees it when the push is over."""
+        push = self._pushes.get(order.request) if isinstance(order, Release) else None
+        if push is None:
+            return False
+        push.released = True
+        return not push.over  # set before the other looks whether it was released: one of the two sees it
 
     @property
     def awaits_step(self) -> bool:
@@ -220,17 +227,7 @@ class WorkerSide:
 
     async def _copy(self, work: Callable[[], None]) -> None:
         """Copies on the copying thread. However often the caller is cancelled, the copy is over when this is."""
-        copy, over = self._copier.submit(work), asyncio.Event()
-        copy.add_done_callback(lambda _: self._loop.call_soon_threadsafe(over.set))
-        cancelled: asyncio.CancelledError | None = None
-        while not over.is_set():
-            try:
-                await over.wait()
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        copy.result()
+        await run_whole(self._copier, work)
 
     async def _to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         """Copies pages to blocks, which what the engine had begun before `after` may still use."""

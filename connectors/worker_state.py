@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,3 +122,20 @@ class DaemonRequest:
     def then(self, ending: Coroutine[Any, Any, None]) -> None:
         """Names what ends the request instead of an abort, behind the engine's back: it went well."""
         self.ending = ending
+
+
+async def run_whole(executor: Executor, work: Callable[[], None]) -> None:
+    """Runs it there; however often the waiting task is cancelled, it is over when this is. As `waiting.complete` of
+    `run_in_executor`, which takes three turns of the loop more."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    running = executor.submit(work)
+    running.add_done_callback(lambda _: loop.call_soon_threadsafe(over.set))
+    cancelled: asyncio.CancelledError | None = None
+    while not over.is_set():
+        try:
+            await over.wait()
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    running.result()

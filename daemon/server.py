@@ -129,7 +129,8 @@ class Daemon:
         await servers.start()
         os.chmod(config.socket, 0o600)
         framed = FramedWorkers(workers.serve, CALLS_PER_CLIENT * config.max_workers)
-        self._sockets.append(await framed.start(config.socket + SUFFIX))
+        await framed.start(config.socket + SUFFIX)
+        self._sockets.append(SocketFile(config.socket + SUFFIX))
         self._running = _Running(servers, framed, workers)
         self._start_tasks()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 import grpc
@@ -12,6 +12,7 @@ import grpc
 from kvferry.daemon.core.errors import RequestError, invalid, precondition
 from kvferry.daemon.peers.session import report_invariant
 from kvferry.daemon.services.cache import NAMESPACE_BYTES
+from kvferry.daemon.services.worker_events import MAX_LATE_MS, Telling
 from kvferry.daemon.sides.side import AnySide
 from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import common_pb2 as common
@@ -41,12 +42,25 @@ class Talk(Protocol):
     def read(self) -> Awaitable[object]:
         """The next message; anything else where there will be none."""
 
-    def write(self, event: wire.WorkerEvent, /) -> Awaitable[None]: ...
+    def write(self, events: Sequence[wire.WorkerEvent], /) -> Awaitable[None]: ...
 
     def abort(
         self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, str], ...] = ..., /
     ) -> Awaitable[NoReturn]:
         """Ends it, by an exception that is the caller's end, too."""
+
+
+class _Stream:
+    """gRPC's, as a `Talk`."""
+
+    def __init__(self, context: Context) -> None:
+        self.read = context.read
+        self.abort = context.abort
+        self._context = context
+
+    async def write(self, events: Sequence[wire.WorkerEvent]) -> None:
+        for event in events:
+            await self._context.write(event)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -61,7 +75,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Session(self, request_iterator: object, context: Context) -> None:
         del request_iterator  # context.read() it is, for its deadline
-        await self.serve(context)
+        await self.serve(_Stream(context))
 
     async def serve(self, context: Talk) -> None:
         """A worker's session, whatever it comes by."""
@@ -79,9 +93,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             log.warning("%s cannot be taken in: %s", who, error)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the daemon cannot take the worker in: {error}")
         log.info("%s worker %s is here", side.role, worker.name)
+        telling = Telling(worker.events, hello.late_ms / 1000, context.write)
         tasks = [
-            asyncio.create_task(self._read(side, worker, context)),
-            asyncio.create_task(self._write(worker, context)),
+            asyncio.create_task(self._read(side, worker, telling, context)),
+            asyncio.create_task(telling.run()),
             asyncio.create_task(worker.overflown.wait()),
             asyncio.create_task(self._ended.wait()),
         ]
@@ -145,12 +160,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         side = self._side_of(hello.role, "the worker")
         if side.draining:
             raise RequestError(common.ERROR_UNAVAILABLE, "the daemon is shutting down")
+        if hello.late_ms > MAX_LATE_MS:
+            raise invalid(f"late_ms is {hello.late_ms}; it may be {MAX_LATE_MS} at most")
         worker, welcome = await side.register(hello)
         welcome.peer_address = self._peer_address
         worker.events.put_nowait(wire.WorkerEvent(welcome=welcome))
         return side, worker
 
-    async def _read(self, side: AnySide, worker: Worker, context: Talk) -> None:
+    async def _read(self, side: AnySide, worker: Worker, telling: Telling, context: Talk) -> None:
         while True:
             message = await context.read()
             if not isinstance(message, wire.WorkerMessage):
@@ -166,8 +183,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             elif not worker.attached:
                 raise RequestError(common.ERROR_FAILED_PRECONDITION, f"{kind} before attached")
             else:
+                if kind == "admit":
+                    telling.admits(message.admit)
                 side.handle(worker, kind, message)
-
-    async def _write(self, worker: Worker, context: Talk) -> None:
-        while True:
-            await context.write(await worker.events.get())

@@ -9,14 +9,13 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kvferry.daemon.peers.session import report_invariant
-from kvferry.daemon.socket_file import SocketFile
 from kvferry.frames import FrameStream
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import ENDED_IN_ORDER, MAX_MESSAGE_BYTES
@@ -60,8 +59,8 @@ class FrameTalk:
         except DecodeError:
             await self.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a message of {len(data)} bytes is no WorkerMessage")
 
-    async def write(self, event: wire.WorkerEvent) -> None:
-        self.stream.send(event.SerializeToString())
+    async def write(self, events: Sequence[wire.WorkerEvent]) -> None:
+        self.stream.send(*(event.SerializeToString() for event in events))
         await self.stream.has_room()
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, str], ...] = ()) -> NoReturn:
@@ -113,7 +112,7 @@ class FramedWorkers:
         self._talks: set[FrameTalk] = set()
         self._server: asyncio.AbstractServer | None = None
 
-    async def start(self, path: str) -> SocketFile:
+    async def start(self, path: str) -> None:
         """Binds it, for this user alone."""
         listening = socket.socket(socket.AF_UNIX)
         before = os.umask(0o177)
@@ -125,7 +124,6 @@ class FramedWorkers:
         finally:
             os.umask(before)
         self._server = await asyncio.get_running_loop().create_unix_server(self._connected, sock=listening)
-        return SocketFile(path)
 
     async def stop(self, grace: float) -> None:
         """`grace`: seconds for the sessions that run."""

@@ -1,8 +1,7 @@
 """Messages over a Unix socket, one behind the other: a worker and its daemon say here what they say on gRPC's stream,
 for a fraction of the CPU time, which on a worker's side is its engine's.
 
-A frame: four bytes of length, little-endian, and a message of so many. What each side sends, and how a stream ends, is
-docs/protocol.md's.
+A frame: four bytes of length, little-endian, and a message of so many. What each side says: proto/worker.proto.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class FrameStream(asyncio.Protocol):
 
     # -- for its owner ---------------------------------------------------------------------------------------------
 
-    def send(self, message: bytes) -> None:
-        """Sends it now, or behind what still waits (`unsent`). Into a connection that is over it goes for nothing."""
+    def send(self, *messages: bytes) -> None:
+        """Sends them now, or behind what still waits (`unsent`). Into a connection that is over they go for nothing."""
         if self._transport is not None:
-            self._transport.write(_LENGTH.pack(len(message)) + message)
+            self._transport.write(b"".join(part for each in messages for part in (_LENGTH.pack(len(each)), each)))
 
     @property
     def unsent(self) -> int:

@@ -37,6 +37,7 @@ async def main() -> None:
     )
     await client.ready(name)
     client._stream.frames.abort()
+    await asyncio.sleep(0.1)
     print(os.getpid(), flush=True)
     time.sleep(600)
 

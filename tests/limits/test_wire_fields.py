@@ -91,6 +91,7 @@ FIELDS: dict[str, Case | ByTest | Words] = {
     "Abort.reason": REASONS,
     "HeldRequest.namespace_id": HELD,
     # worker.proto, to the worker
+    "SessionEnd.details": DAEMONS,
     "Welcome.daemon": DAEMONS,
     "Welcome.incarnation": DAEMONS,
     "Welcome.namespace_id": DAEMONS,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,12 +59,12 @@ class FakeDaemon:
 
     async def __aenter__(self) -> FakeDaemon:
         self._server = FramedWorkers(self._session, 16)
-        self._file = await self._server.start(self.socket + SUFFIX)
+        await self._server.start(self.socket + SUFFIX)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._server.stop(0)
-        self._file.remove()
+        os.unlink(self.socket + SUFFIX)
         assert not self.broken, f"the worker broke the protocol: {self.broken[0]}"
         assert (self.pool[self.given_back] == GIVEN_BACK).all(), "a page was touched after it was given back"
 
@@ -105,7 +106,7 @@ class FakeDaemon:
         reader = asyncio.create_task(self._read(talk))
         try:
             while (event := await self.events.get()) is not None:
-                await talk.write(event)
+                await talk.write([event])
         finally:
             reader.cancel()
 

@@ -88,7 +88,7 @@ def test_copies_of_a_decode_engine_wait_for_what_computes_or_uses_the_blocks(
     pair.give("decode")  # no orders, no moments
     pair.give("decode", StorePages("c", new_name(), new_prompt(PAGE), (4, 5)))
     sent(side, "c")
-    assert mover.seen[3:] == [("to pages", 5)]
+    assert mover.seen[3:] == [("to pages", 4)]
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
 
 
@@ -101,13 +101,13 @@ def test_copies_of_a_prefill_engine_wait_for_what_computes_or_uses_the_blocks(
     monkeypatch.setattr(side, "_mover", mover)
     longer, name = new_prompt(4 * PAGE, prompt), new_name()
     blocks = tuple(range(40, 48))
-    pair.give("prefill", Begin("b", name, longer, 0, 2 * PAGE, blocks[:4]))  # between 1 and 2
+    pair.give("prefill", Begin("b", name, longer, 0, 2 * PAGE, blocks[:4]))  # behind 1
     assert received(side, "b") == set()
-    pair.give("prefill", Save("b", 3 * PAGE, blocks))  # before 3
+    pair.give("prefill", Save("b", 3 * PAGE, blocks))  # before 2
     until(lambda: len(mover.seen) == 2)
-    pair.give("prefill", Save("b", 4 * PAGE, blocks))  # before 4
+    pair.give("prefill", Save("b", 4 * PAGE, blocks))  # before 3
     until(lambda: len(mover.seen) == 3)
-    assert mover.seen == [("to blocks", 1), ("to pages", 3), ("to pages", 4)]
+    assert mover.seen == [("to blocks", 1), ("to pages", 2), ("to pages", 3)]
     pair.give("prefill", Release("b"))
     pair.give("decode", Load("b", name, longer, "p", 0, (), tuple(range(30, 38))))
     assert received(pair.sides["decode"], "b") == set()

@@ -33,7 +33,8 @@ def read(*messages: wire.WorkerMessage) -> list[str]:
     )
     worker = SimpleNamespace(attached=False, quiesced=False)
     context = SimpleNamespace(read=next_message)
-    asyncio.run(WorkerService({}, "")._read(cast(Any, side), cast(Any, worker), cast(Any, context)))
+    telling = cast(Any, SimpleNamespace(admits=lambda admit: None))
+    asyncio.run(WorkerService({}, "")._read(cast(Any, side), cast(Any, worker), telling, cast(Any, context)))
     return handled
 
 

@@ -12,6 +12,7 @@ import pytest
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.stats import fetch
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas, start_system
+from kvferry.frames import SUFFIX
 from kvferry.proto import cache_pb2
 from tests.support.devices import UCX_PORTS
 from tests.support.engines import OPTIONS, Engines, courier_pids, settled
@@ -41,6 +42,11 @@ def statistics(replica: Replica) -> cache_pb2.StatsReply:
         return fetch(channel)
 
 
+def sockets_of(replica: Replica) -> tuple[str, str]:
+    """gRPC's, and that of workers' frames."""
+    return replica.socket, replica.socket + SUFFIX
+
+
 def listens_where_it_says(stack: Stack, told: dict[str, set[str]], daemons: dict[str, Replica]) -> None:
     """Each process at the addresses that it `told`, and nowhere else; a daemon's couriers for UCX alone, one of each
     daemon, since it has one session; what others have started nowhere."""
@@ -50,7 +56,7 @@ def listens_where_it_says(stack: Stack, told: dict[str, set[str]], daemons: dict
         sockets = listening(pid)
         assert sorted(f"{address}:{port}" for address, port in sockets) == sorted(told[name]), name
         assert all(address in LOOPBACK for address, _ in sockets)
-        assert local_sockets(pid) == ({daemons[name].socket} if name in daemons else set()), name
+        assert local_sockets(pid) == (set(sockets_of(daemons[name])) if name in daemons else set()), name
         started = psutil.Process(pid).children(recursive=True)
         couriers = courier_pids(pid)
         assert len(couriers) == (1 if name in daemons else 0)
@@ -62,9 +68,10 @@ def listens_where_it_says(stack: Stack, told: dict[str, set[str]], daemons: dict
                 assert address in LOOPBACK
                 assert port in UCX_PORTS, f"a courier listens on port {port}"
     for replica in daemons.values():
-        mode = os.stat(replica.socket)
-        assert stat.S_ISSOCK(mode.st_mode)
-        assert stat.S_IMODE(mode.st_mode) == 0o600
+        for path in sockets_of(replica):
+            mode = os.stat(path)
+            assert stat.S_ISSOCK(mode.st_mode)
+            assert stat.S_IMODE(mode.st_mode) == 0o600
 
 
 def test_every_listening_socket(stack: Stack) -> None:

@@ -1,0 +1,119 @@
+"""What a worker does not wait for comes with what is next; nothing is lost, late for ever, or out of order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kvferry.daemon.services.worker_events import MOST_LATE, Telling
+from kvferry.proto import common_pb2
+from kvferry.proto import worker_pb2 as wire
+
+LATE = 0.2
+
+
+def name(number: int) -> common_pb2.RequestName:
+    return common_pb2.RequestName(request_id=number.to_bytes(16, "little"), attempt=1)
+
+
+def admitted(number: int) -> wire.WorkerEvent:
+    return wire.WorkerEvent(admitted=wire.Admitted(name=name(number)))
+
+
+def ready(number: int) -> wire.WorkerEvent:
+    return wire.WorkerEvent(ready=wire.Ready(name=name(number)))
+
+
+def ended(number: int) -> wire.WorkerEvent:
+    return wire.WorkerEvent(ended=wire.Ended(name=name(number)))
+
+
+class Told:
+    """A worker's events, and what it was told of them, by words."""
+
+    def __init__(self, late_seconds: float) -> None:
+        self.events: asyncio.Queue[wire.WorkerEvent] = asyncio.Queue()
+        self.words: list[list[str]] = []
+        self.at: list[float] = []
+        self.telling = Telling(self.events, late_seconds, self._write)
+        self._running = asyncio.get_running_loop().create_task(self.telling.run())
+
+    async def _write(self, events: Sequence[wire.WorkerEvent]) -> None:
+        self.words.append([str(event.WhichOneof("kind")) for event in events])
+        self.at.append(asyncio.get_running_loop().time())
+
+    async def tells(self, *events: wire.WorkerEvent, within: float = 0.02) -> list[list[str]]:
+        for event in events:
+            self.events.put_nowait(event)
+        await asyncio.sleep(within)
+        words, self.words = self.words, []
+        return words
+
+    async def end(self) -> None:
+        self._running.cancel()
+        await asyncio.wait((self._running,))
+
+
+def test_what_a_worker_does_not_wait_for_comes_with_what_is_next() -> None:
+    async def story() -> None:
+        told = Told(LATE)
+        assert await told.tells(admitted(1)) == []
+        assert await told.tells(ready(1)) == [["admitted", "ready"]]
+        assert await told.tells(ended(1), ended(2)) == []
+        assert await told.tells(ready(2)) == [["ended", "ended", "ready"]]
+        await told.end()
+
+    asyncio.run(story())
+
+
+def test_it_is_not_late_for_longer_than_the_worker_said() -> None:
+    async def story() -> None:
+        told = Told(LATE)
+        began = asyncio.get_running_loop().time()
+        assert await told.tells(ended(1)) == []
+        assert await told.tells(ended(2), within=3 * LATE) == [["ended", "ended"]]
+        assert LATE <= told.at[0] - began < 2 * LATE, "the first one's time counts"
+        await told.end()
+
+    asyncio.run(story())
+
+
+def test_who_has_pages_of_its_own_to_fill_is_admitted_at_once() -> None:
+    async def story() -> None:
+        told = Told(LATE)
+        told.telling.admits(wire.Admit(name=name(1), held_tokens=64))
+        assert await told.tells(admitted(2)) == []
+        assert await told.tells(admitted(1)) == [["admitted", "admitted"]]
+        assert await told.tells(admitted(1)) == [], "noted once"
+        await told.end()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("late_seconds", [0.0, 10.0])
+def test_so_many_wait_together(late_seconds: float) -> None:
+    async def story() -> None:
+        told = Told(late_seconds)
+        words = await told.tells(*map(ended, range(2 * MOST_LATE)), within=0.2)
+        each = MOST_LATE if late_seconds else 1
+        assert [len(word) for word in words] == [each] * (2 * MOST_LATE // each)
+        await told.end()
+
+    asyncio.run(story())
+
+
+def test_nothing_is_lost_between_a_wait_and_its_end() -> None:
+    """Events that come at any time beside the end of a wait."""
+
+    async def story() -> None:
+        told = Told(0.001)
+        for number in range(300):
+            told.events.put_nowait(ended(number))
+            await asyncio.sleep(0.0005 + number % 7 * 0.0002)
+        words = await told.tells(within=0.05)
+        assert sum(map(len, words)) == 300
+        await told.end()
+
+    asyncio.run(story())
