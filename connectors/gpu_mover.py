@@ -1,15 +1,14 @@
-"""Between an engine's blocks and the daemon's pages on the same GPU: kvferry's gather and scatter kernels, on a stream
-of their own that is ordered behind the engine's by events.
+"""Between an engine's blocks and the daemon's pages on the same GPU: a kernel of kvferry's, on a stream of its own that
+is ordered behind the engine's by events.
 
-Copies from place to place by the driver take some 4 us each within a GPU, whatever their size; two kernels and a buffer
-between them move all layers of many blocks at a time.
+Copies from place to place by the driver take some 4 us each within a GPU, whatever their size; the kernel moves all
+layers of hundreds of blocks at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,18 +17,6 @@ from numpy.typing import NDArray
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuPages, GpuUnavailable
 from kvferry.connectors.blocks import BlockMap, BlockPlaces, Memory, PoolPages, Tail
 from kvferry.connectors.movers import Moment
-
-STAGING_BYTES = 64 << 20
-Ids: TypeAlias = NDArray[np.int64]
-
-
-class Hop(NamedTuple):
-    """Rows, a block in all its layers each, from one place to another."""
-
-    source: GpuPages
-    from_ids: Ids
-    to_ids: Ids
-    target: GpuPages
 
 
 class GpuMover:
@@ -43,12 +30,9 @@ class GpuMover:
         self._device = torch.device("cuda", index)
         self._map = blocks
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        # All at the start: later the engine may have taken what there is.
-        self._staging = torch.empty(max(STAGING_BYTES, blocks.row_bytes), dtype=torch.uint8, device=self._device)
         self._order = torch.from_numpy(blocks.order).to(self._device)
         self._behind = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._pool: PoolPages | None = None
-        self._pages: list[GpuPages] = []  # of that pool, by the number of a block in its page
+        self._pool: tuple[PoolPages, GpuPages] | None = None  # the last one, and its blocks
         try:
             self._engine = GpuCopyEngine(index)
             self._blocks = self._engine.pages(blocks.bases, blocks.strides, blocks.block_bytes, blocks.blocks)
@@ -70,12 +54,12 @@ class GpuMover:
         )
 
     def to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment, tail: Tail | None = None) -> None:
-        hops = [Hop(self._blocks, blocks, pages, in_pool) for in_pool, blocks, pages in self._hops(pool, places)]
-        self._run(hops, after, None if tail is None else partial(self._clear_behind, pool, tail))
+        issue = partial(self._engine.move_pages, self._blocks, places.blocks, *self._in_pool(pool, places))
+        self._run(issue, len(places.blocks), after, None if tail is None else partial(self._clear_behind, pool, tail))
 
     def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
-        hops = self._hops(pool, places)
-        self._run([Hop(in_pool, pages, blocks, self._blocks) for in_pool, blocks, pages in hops], after)
+        issue = partial(self._engine.move_pages, *self._in_pool(pool, places), self._blocks, places.blocks)
+        self._run(issue, len(places.blocks), after)
 
     def _clear_behind(self, pool: PoolPages, tail: Tail) -> None:
         assert isinstance(pool.memory, torch.Tensor)
@@ -84,50 +68,36 @@ class GpuMover:
             page[:, tail.block + 1 :].zero_()
             page[:, tail.block].masked_fill_(self._order > tail.token, 0)
 
-    def _hops(self, pool: PoolPages, places: BlockPlaces) -> Iterator[tuple[GpuPages, Ids, Ids]]:
-        """(where blocks lie in the pool, block ids, page ids), each no more than the buffer holds."""
-        most = len(self._staging) // self._map.row_bytes
-        in_pool = self._pages_of(pool)
-        for number in range(self._map.blocks_per_page):
-            here = places.numbers == number
-            blocks, pages = places.blocks[here], places.pages[here]
-            for first in range(0, len(blocks), most):
-                yield in_pool[number], blocks[first : first + most], pages[first : first + most]
-
-    def _run(self, hops: Sequence[Hop], after: Moment, then: Callable[[], None] | None = None) -> None:
-        """The hops one behind the other, and what `then` issues on the same stream."""
+    def _run(
+        self, issue: Callable[[int], GpuCopy], blocks: int, after: Moment, then: Callable[[], None] | None = None
+    ) -> None:
+        """The copy that `issue` begins on a stream, and what `then` issues on the same one."""
         assert after is not None
-        if not hops:
+        if not blocks:
             return
-        buffer, stream = self._staging.data_ptr(), self._stream.cuda_stream
-        issued: list[GpuCopy] = []
         self._stream.wait_event(after)
+        copy = issue(self._stream.cuda_stream)
         try:
-            for hop in hops:
-                nbytes = len(hop.from_ids) * self._map.row_bytes
-                issued.append(self._engine.gather_part(hop.source, hop.from_ids, 0, nbytes, buffer, stream))
-                issued.append(self._engine.scatter_part(hop.target, hop.to_ids, 0, nbytes, buffer, stream))
             if then is not None:
                 then()
                 self._behind.record(self._stream)
         except BaseException:
-            self._stream.synchronize()  # those before the one that failed
+            self._stream.synchronize()
             raise
-        # However long it takes: until then the copies may touch both ends. These waits sleep, the stream's would spin.
+        # However long it takes: until then the copy may touch both ends. These waits sleep, the stream's would spin.
         if then is not None:
             self._behind.synchronize()
-        issued[-1].wait()
+        copy.wait()
 
-    def _pages_of(self, pool: PoolPages) -> list[GpuPages]:
-        if self._pool is None or pool.memory is not self._pool.memory:
-            where = self._map
-            layers = np.arange(len(where.bases), dtype=np.int64) * where.blocks_per_page
-            strides = np.full(len(where.bases), pool.page_bytes, dtype=np.int64)
-            self._pages = [
-                self._engine.pages(
-                    pool.address + (layers + number) * where.block_bytes, strides, where.block_bytes, pool.pages
-                )
-                for number in range(where.blocks_per_page)
-            ]
-            self._pool = pool
-        return self._pages
+    def _in_pool(self, pool: PoolPages, places: BlockPlaces) -> tuple[GpuPages, NDArray[np.int64]]:
+        """Where blocks lie in the pool, as pages that overlap: that many bytes of a block behind one another, in each
+        layer; and the ids there."""
+        where = self._map
+        in_layer = where.blocks_per_page
+        in_page = len(where.bases) * in_layer
+        if self._pool is None or self._pool[0].memory is not pool.memory:
+            layers = pool.address + np.arange(len(where.bases), dtype=np.int64) * in_layer * where.block_bytes
+            strides = np.full(len(where.bases), where.block_bytes, dtype=np.int64)
+            count = pool.pages * in_page - (len(where.bases) - 1) * in_layer
+            self._pool = pool, self._engine.pages(layers, strides, where.block_bytes, count)
+        return self._pool[1], places.pages * in_page + places.numbers

@@ -91,6 +91,25 @@ std::unique_ptr<Copying> zero(Engine& engine, const OwnedPages& pages, const int
   });
 }
 
+std::unique_ptr<Copying> move_pages(Engine& engine, const OwnedPages& from, const Integers& from_ids, const OwnedPages& to,
+                                    const Integers& to_ids, std::optional<int64_t> stream) {
+  check_device(engine, *from);
+  check_device(engine, *to);
+  const PageLayout &source = from->layout(), &target = to->layout();
+  check_ids("source_ids", from_ids, source.pages);
+  check_ids("target_ids", to_ids, target.pages);
+  check_distinct("target_ids", to_ids);
+  check_range("length of target_ids", int64_t(to_ids.size()), int64_t(from_ids.size()), int64_t(from_ids.size()));
+  check_range("tensors of target", int64_t(target.bases.size()), int64_t(source.bases.size()), int64_t(source.bases.size()));
+  check_range("pieces of target", target.pieces, source.pieces, source.pieces);
+  check_range("fragment_bytes of target", target.fragment_bytes, source.fragment_bytes, source.fragment_bytes);
+  const GpuStream on = stream ? stream_at(stream) : engine.parts().stream(PartDirection::kScatter);
+  return engine.issue(on, nb::make_tuple(nb::find(from), nb::find(to)), [&](SumCells::Held*) {
+    engine.parts().move(*from, from_ids.data(), *to, to_ids.data(), from_ids.size(), on);
+    return way(engine);
+  });
+}
+
 std::unique_ptr<Copying> zero_pages(Engine& engine, const OwnedPages& pages, const Integers& ids,
                                     std::optional<int64_t> stream) {
   check_device(engine, *pages);
@@ -137,6 +156,10 @@ void bind_gpu_parts(nb::module_&, nb::class_<Engine>& engine) {
   engine
       .def("add_up", &add_up, "address"_a, "nbytes"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>(),
            "The `part_checksum` of device memory, as `GpuCopy.checksum`; on `scatter_stream`.")
+      .def("move_pages", &move_pages, "source"_a, "source_ids"_a, "target"_a, "target_ids"_a, "stream"_a = nb::none(),
+           nb::keep_alive<0, 1>(), R"(
+           The pages source_ids of one pool into the pages target_ids of another of the same shape, on one device; their
+           bytes do not overlap. On `scatter_stream`. ValueError or IndexError before a byte has moved.)")
       .def("zero_pages", &zero_pages, "pages"_a, "page_ids"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>(),
            "All bytes of these pages become zero; on `scatter_stream`.")
       .def("zero_page_from", &zero_page_from, "pages"_a, "page_id"_a, "start"_a, "first_piece"_a = 0,

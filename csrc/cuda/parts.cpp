@@ -10,6 +10,7 @@ namespace {
 
 constexpr uint64_t kWordBytes[] = {16, 4, 1};
 const char* const kCopyNames[] = {"copy_part_16", "copy_part_4", "copy_part_1"};
+const char* const kMoveNames[] = {"move_rows_16", "move_rows_4", "move_rows_1"};
 const char* const kZeroNames[] = {"zero_pages_16", "zero_pages_4", "zero_pages_1"};
 
 struct LaunchRefused : GpuError {
@@ -35,6 +36,7 @@ GpuParts::GpuParts(std::shared_ptr<GpuDevice> device, std::shared_ptr<const GpuK
   const GpuDevice::Use use(*device_);
   for (size_t i = 0; i < kWidths; ++i) {
     copies_[i] = kernels_->get(kCopyNames[i]);
+    moves_[i] = kernels_->get(kMoveNames[i]);
     zeros_[i] = kernels_->get(kZeroNames[i]);
   }
   summed_copy_ = kernels_->get("copy_part_summed_16");
@@ -182,6 +184,21 @@ void GpuParts::copy_by_driver(Lane& lane, const GpuPages& pages, const int64_t* 
     direction == PartDirection::kGather ? list.add(slot, on_page, bytes) : list.add(on_page, slot, bytes);
     slot += bytes;
   });
+  issue_list(lane, list, stream);
+}
+
+void GpuParts::move_by_driver(Lane& lane, const PageLayout& from, const int64_t* from_ids, const PageLayout& to,
+                              const int64_t* to_ids, size_t count, GpuStream stream) {
+  CopyDescriptors list;
+  for (size_t i = 0; i < count; ++i) {
+    for (uint32_t f = 0; f < from.fragments(); ++f) {
+      list.append(to.address(to_ids[i], f), from.address(from_ids[i], f), from.fragment_bytes);
+    }
+  }
+  issue_list(lane, list, stream);
+}
+
+void GpuParts::issue_list(Lane& lane, const CopyDescriptors& list, GpuStream stream) {
   constexpr size_t kBatch = 4096;
   size_t done = 0;
   if (driver_.copy_batch == nullptr || batch_refused_) ++lane.fallbacks["the driver has no batch"];
@@ -201,6 +218,60 @@ void GpuParts::copy_by_driver(Lane& lane, const GpuPages& pages, const int64_t* 
   }
   for (; done < list.size(); ++done) {
     device_->check(driver_.copy_on_device(list.dst[done], list.src[done], list.sizes[done], stream), "copy");
+  }
+}
+
+void GpuParts::move(const GpuPages& from, const int64_t* from_ids, const GpuPages& to, const int64_t* to_ids, size_t count,
+                    GpuStream stream) {
+  Lane& lane = lanes_[size_t(PartDirection::kScatter)];
+  const std::lock_guard<std::mutex> hold(lane.mutex);
+  const GpuDevice::Use use(*device_);
+  if (stream == nullptr) stream = lane.stream.get();
+  try {
+    bool launched = false;
+    if (has_kernels()) {
+      try {
+        launch_moves(lane, from, from_ids, to, to_ids, count, stream);
+        launched = true;
+      } catch (const LaunchRefused&) {
+        ++lane.fallbacks["the driver refused a kernel"];
+      }
+    } else {
+      ++lane.fallbacks["the driver takes no kernels"];
+    }
+    if (!launched) move_by_driver(lane, from.layout(), from_ids, to.layout(), to_ids, count, stream);
+  } catch (...) {
+    drain_stream(*device_, stream);
+    throw;
+  }
+  lane.count.parts += 1;
+  lane.count.bytes += count * from.layout().row_bytes();
+}
+
+void GpuParts::launch_moves(Lane& lane, const GpuPages& from, const int64_t* from_ids, const GpuPages& to,
+                            const int64_t* to_ids, size_t count, GpuStream stream) {
+  const PageLayout &source = from.layout(), &target = to.layout();
+  const size_t width = width_of(source.alignment() | target.alignment());
+  const uint64_t word = kWordBytes[width], row_words = source.row_bytes() / word;
+  RowMove move{};
+  move.from_bases = reinterpret_cast<const uint64_t*>(from.bases());
+  move.to_bases = reinterpret_cast<const uint64_t*>(to.bases());
+  move.from_strides = reinterpret_cast<const int64_t*>(from.strides());
+  move.to_strides = reinterpret_cast<const int64_t*>(to.strides());
+  move.from_piece_stride = source.piece_stride;
+  move.to_piece_stride = target.piece_stride;
+  move.row_words = FastDivisor(uint32_t(row_words));
+  move.fragment_words = FastDivisor(uint32_t(source.fragment_bytes / word));
+  move.pieces = FastDivisor(source.pieces);
+  const size_t most = std::max<size_t>(1, std::min<size_t>(kRowsPerMove, kWordsPerLaunch / row_words));
+  for (size_t done = 0; done < count;) {
+    const size_t now = std::min(most, count - done);
+    move.words = uint32_t(now * row_words);
+    std::copy_n(from_ids + done, now, move.from_ids);
+    std::copy_n(to_ids + done, now, move.to_ids);
+    launch(moves_[width], blocks_for(move.words, kPartLoads), tuning_.threads, stream, &move);
+    ++lane.count.launches;
+    done += now;
   }
 }
 

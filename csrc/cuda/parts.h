@@ -1,4 +1,4 @@
-// Moves parts between pages and slots of one GPU, and zeroes pages. Gathers, scatters and spills never wait for each other
+// Moves parts between pages and slots of one GPU, rows between its pages, and zeroes pages. Gathers, scatters and spills never wait for each other
 // to be issued, and run on streams of their own.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include <string>
 
 #include "cuda/device.h"
+#include "cuda/pages.h"
 #include "cuda/sums.h"
 #include "cuda/kernels/part_kernels.h"
 
@@ -53,6 +54,10 @@ class GpuParts {
   // Of pages ids[0 .. count): in the fragments of pieces [first_piece, pieces), bytes [start, fragment_bytes).
   void zero(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start, GpuStream stream);
 
+  // Rows from_ids[0 .. count) of `from` into rows to_ids[0 .. count) of `to`, of equal tensors, pieces and fragments.
+  void move(const GpuPages& from, const int64_t* from_ids, const GpuPages& to, const int64_t* to_ids, size_t count,
+            GpuStream stream);
+
   bool has_kernels() const { return kernels_->loaded(); }
   GpuStream stream(PartDirection direction) const { return lanes_[size_t(direction)].stream.get(); }
   std::shared_ptr<SumCells> sums();
@@ -78,8 +83,13 @@ class GpuParts {
                     GpuStream stream);
   void zero_by_driver(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start,
                       GpuStream stream);
+  void launch_moves(Lane& lane, const GpuPages& from, const int64_t* from_ids, const GpuPages& to, const int64_t* to_ids,
+                    size_t count, GpuStream stream);
   void copy_by_driver(Lane& lane, const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
                       PartDirection direction, GpuStream stream);
+  void move_by_driver(Lane& lane, const PageLayout& from, const int64_t* from_ids, const PageLayout& to, const int64_t* to_ids,
+                      size_t count, GpuStream stream);
+  void issue_list(Lane& lane, const CopyDescriptors& list, GpuStream stream);
   unsigned blocks_for(uint64_t words, unsigned words_a_thread) const;
   void launch(GpuFunction kernel, unsigned blocks, unsigned threads, GpuStream stream, void* parameters);
 
@@ -87,7 +97,7 @@ class GpuParts {
   const GpuDriver& driver_;
   const std::shared_ptr<const GpuKernels> kernels_;
   const PartTuning tuning_;
-  std::array<GpuFunction, kWidths> copies_{}, zeros_{};
+  std::array<GpuFunction, kWidths> copies_{}, moves_{}, zeros_{};
   GpuFunction summed_copy_ = nullptr, sum_ = nullptr, put_header_ = nullptr;
   std::array<Lane, 2> lanes_;
   std::atomic<bool> batch_refused_{false};  // for good

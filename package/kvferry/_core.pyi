@@ -477,6 +477,19 @@ class GpuCopyEngine:
         The `part_checksum` of device memory, as `GpuCopy.checksum`; on `scatter_stream`.
         """
 
+    def move_pages(
+        self,
+        source: GpuPages,
+        source_ids: NDArray[numpy.int64],
+        target: GpuPages,
+        target_ids: NDArray[numpy.int64],
+        stream: int | None = None,
+    ) -> GpuCopy:
+        """
+        The pages source_ids of one pool into the pages target_ids of another of the same shape, on one device; their
+        bytes do not overlap. On `scatter_stream`. ValueError or IndexError before a byte has moved.
+        """
+
     def zero_pages(self, pages: GpuPages, page_ids: NDArray[numpy.int64], stream: int | None = None) -> GpuCopy:
         """All bytes of these pages become zero; on `scatter_stream`."""
 

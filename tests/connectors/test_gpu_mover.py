@@ -49,21 +49,14 @@ def test_whole_pages_go_there_and_back_and_nothing_beside_them(engine: EngineMem
         assert (held_bytes(layer)[:, BLOCK_BYTES:] == old[:, BLOCK_BYTES:]).all()
 
 
-def test_more_than_the_buffer_holds_goes_in_several_parts(
-    engine: EngineMemory, pool: PoolPages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvferry.connectors import gpu_mover
-
-    monkeypatch.setattr(gpu_mover, "STAGING_BYTES", 2 * engine.map.row_bytes)
-    small = EngineMemory(16, PER_PAGE, gap=24, device=0)
+def test_blocks_that_begin_within_a_page_go_there_and_back(engine: EngineMemory, pool: PoolPages) -> None:
     blocks = [3, 9, 1, 15, 0, 8, 7, 2, 11, 4]
-    assert len(list(small.mover._hops(pool, small.map.places(pool, [4, 0, 2, 5, 1], blocks, 0, 10 * BLOCK)))) == 6
-    small.to_pages(pool, [4, 0, 2, 5, 1], blocks, 0, 10 * BLOCK)
+    engine.to_pages(pool, [4, 0, 2, 5, 1], blocks, 0, 10 * BLOCK)
     for i, page in enumerate([4, 0, 2, 5, 1]):
-        assert pages_of(pool)[page].tobytes() == small.page(blocks[2 * i : 2 * i + 2])
-    wanted = small.block(15)
-    small.to_blocks(pool, [4, 0], [5, 6, 10], BLOCK, 4 * BLOCK)
-    assert [small.block(n) for n in (5, 6, 10)] == [small.block(9), small.block(1), wanted]
+        assert pages_of(pool)[page].tobytes() == engine.page(blocks[2 * i : 2 * i + 2])
+    wanted = engine.block(15)
+    engine.to_blocks(pool, [4, 0], [5, 6, 10], BLOCK, 4 * BLOCK)
+    assert [engine.block(n) for n in (5, 6, 10)] == [engine.block(9), engine.block(1), wanted]
 
 
 def test_what_the_engine_still_computes_is_waited_for(engine: EngineMemory, pool: PoolPages) -> None:

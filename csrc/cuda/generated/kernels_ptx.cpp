@@ -2471,6 +2471,995 @@ $L__BB9_43:
 $L__BB9_46:
 	ret;
 }
+.visible .entry move_rows_16(
+	.param .align 8 .b8 move_rows_16_param_0[3608]
+)
+.maxntid 256, 1, 1
+{
+	.reg .pred 	%p<23>;
+	.reg .b32 	%r<291>;
+	.reg .b64 	%rd<189>;
+	mov.b64 	%rd14, move_rows_16_param_0;
+	mov.u32 	%r91, %ntid.x;
+	shl.b32 	%r92, %r91, 2;
+	mov.u32 	%r93, %ctaid.x;
+	mov.u32 	%r94, %tid.x;
+	mad.lo.s32 	%r262, %r92, %r93, %r94;
+	add.s64 	%rd1, %rd14, 48;
+	ld.param.u32 	%r2, [move_rows_16_param_0+48];
+	setp.ge.u32 	%p1, %r262, %r2;
+	@%p1 bra 	$L__BB10_43;
+$L__BB10_2:
+	ld.param.u32 	%r96, [%rd1];
+	setp.ge.u32 	%p2, %r262, %r96;
+	@%p2 bra 	$L__BB10_10;
+	ld.param.u32 	%r97, [%rd1+4];
+	setp.eq.s32 	%p3, %r97, 1;
+	mov.u32 	%r263, %r262;
+	@%p3 bra 	$L__BB10_5;
+	ld.param.v2.u32 	{%r98, %r99}, [%rd1+8];
+	mul.wide.u32 	%rd17, %r98, %r262;
+	shr.u64 	%rd18, %rd17, 32;
+	cvt.u32.u64 	%r102, %rd18;
+	shr.u32 	%r263, %r102, %r99;
+$L__BB10_5:
+	ld.param.u32 	%r103, [%rd1+4];
+	mul.lo.s32 	%r104, %r103, %r263;
+	sub.s32 	%r22, %r262, %r104;
+	ld.param.u32 	%r105, [%rd1+16];
+	setp.eq.s32 	%p4, %r105, 1;
+	mov.u32 	%r264, %r22;
+	@%p4 bra 	$L__BB10_7;
+	ld.param.u32 	%r106, [%rd1+20];
+	mul.wide.u32 	%rd19, %r106, %r22;
+	shr.u64 	%rd20, %rd19, 32;
+	cvt.u32.u64 	%r107, %rd20;
+	ld.param.u32 	%r108, [%rd1+24];
+	shr.u32 	%r264, %r107, %r108;
+$L__BB10_7:
+	ld.param.u32 	%r109, [%rd1+16];
+	mul.lo.s32 	%r110, %r109, %r264;
+	sub.s32 	%r25, %r22, %r110;
+	ld.param.u32 	%r111, [%rd1+28];
+	setp.eq.s32 	%p5, %r111, 1;
+	mov.u32 	%r265, %r264;
+	@%p5 bra 	$L__BB10_9;
+	ld.param.v2.u32 	{%r112, %r113}, [%rd1+32];
+	mul.wide.u32 	%rd21, %r112, %r264;
+	shr.u64 	%rd22, %rd21, 32;
+	cvt.u32.u64 	%r116, %rd22;
+	shr.u32 	%r265, %r116, %r113;
+$L__BB10_9:
+	mul.wide.u32 	%rd24, %r25, 16;
+	ld.param.u32 	%r121, [%rd1+28];
+	mul.lo.s32 	%r122, %r121, %r265;
+	sub.s32 	%r123, %r264, %r122;
+	ld.param.u64 	%rd25, [%rd1+-48];
+	cvta.to.global.u64 	%rd26, %rd25;
+	mul.wide.u32 	%rd27, %r265, 8;
+	add.s64 	%rd28, %rd26, %rd27;
+	mul.wide.u32 	%rd30, %r263, 4;
+	add.s64 	%rd31, %rd14, %rd30;
+	ld.param.u32 	%rd32, [%rd31+88];
+	ld.param.u64 	%rd33, [%rd1+-32];
+	cvta.to.global.u64 	%rd34, %rd33;
+	add.s64 	%rd35, %rd34, %rd27;
+	ld.global.u64 	%rd36, [%rd35];
+	mul.lo.s64 	%rd37, %rd36, %rd32;
+	cvt.u64.u32 	%rd38, %r123;
+	ld.param.u64 	%rd39, [%rd1+-16];
+	mul.lo.s64 	%rd40, %rd39, %rd38;
+	add.s64 	%rd41, %rd37, %rd24;
+	add.s64 	%rd42, %rd41, %rd40;
+	ld.global.u64 	%rd43, [%rd28];
+	add.s64 	%rd23, %rd43, %rd42;
+	ld.param.u64 	%rd44, [%rd1+-40];
+	cvta.to.global.u64 	%rd45, %rd44;
+	add.s64 	%rd46, %rd45, %rd27;
+	ld.param.u32 	%rd47, [%rd31+1848];
+	ld.param.u64 	%rd48, [%rd1+-24];
+	cvta.to.global.u64 	%rd49, %rd48;
+	add.s64 	%rd50, %rd49, %rd27;
+	ld.global.u64 	%rd51, [%rd50];
+	mul.lo.s64 	%rd52, %rd51, %rd47;
+	ld.param.u64 	%rd53, [%rd1+-8];
+	mul.lo.s64 	%rd54, %rd53, %rd38;
+	add.s64 	%rd55, %rd52, %rd24;
+	add.s64 	%rd56, %rd55, %rd54;
+	ld.global.u64 	%rd57, [%rd46];
+	add.s64 	%rd185, %rd57, %rd56;
+	ld.global.cs.v4.u32 {%r269,%r268,%r267,%r266}, [%rd23];
+$L__BB10_10:
+	add.s32 	%r125, %r91, %r262;
+	ld.param.u32 	%r126, [%rd1];
+	setp.ge.u32 	%p6, %r125, %r126;
+	@%p6 bra 	$L__BB10_18;
+	ld.param.u32 	%r127, [%rd1+4];
+	setp.eq.s32 	%p7, %r127, 1;
+	mov.u32 	%r270, %r125;
+	@%p7 bra 	$L__BB10_13;
+	add.s32 	%r130, %r91, %r262;
+	ld.param.v2.u32 	{%r131, %r132}, [%rd1+8];
+	mul.wide.u32 	%rd58, %r131, %r130;
+	shr.u64 	%rd59, %rd58, 32;
+	cvt.u32.u64 	%r135, %rd59;
+	shr.u32 	%r270, %r135, %r132;
+$L__BB10_13:
+	ld.param.u32 	%r136, [%rd1+4];
+	mul.lo.s32 	%r137, %r136, %r270;
+	sub.s32 	%r39, %r125, %r137;
+	ld.param.u32 	%r140, [%rd1+16];
+	setp.eq.s32 	%p8, %r140, 1;
+	mov.u32 	%r271, %r39;
+	@%p8 bra 	$L__BB10_15;
+	ld.param.u32 	%r141, [%rd1+20];
+	mul.wide.u32 	%rd60, %r141, %r39;
+	shr.u64 	%rd61, %rd60, 32;
+	cvt.u32.u64 	%r142, %rd61;
+	ld.param.u32 	%r143, [%rd1+24];
+	shr.u32 	%r271, %r142, %r143;
+$L__BB10_15:
+	ld.param.u32 	%r144, [%rd1+16];
+	mul.lo.s32 	%r145, %r144, %r271;
+	sub.s32 	%r42, %r39, %r145;
+	ld.param.u32 	%r146, [%rd1+28];
+	setp.eq.s32 	%p9, %r146, 1;
+	mov.u32 	%r272, %r271;
+	@%p9 bra 	$L__BB10_17;
+	ld.param.v2.u32 	{%r147, %r148}, [%rd1+32];
+	mul.wide.u32 	%rd62, %r147, %r271;
+	shr.u64 	%rd63, %rd62, 32;
+	cvt.u32.u64 	%r151, %rd63;
+	shr.u32 	%r272, %r151, %r148;
+$L__BB10_17:
+	mul.wide.u32 	%rd65, %r42, 16;
+	ld.param.u32 	%r156, [%rd1+28];
+	mul.lo.s32 	%r157, %r156, %r272;
+	sub.s32 	%r158, %r271, %r157;
+	ld.param.u64 	%rd66, [%rd1+-48];
+	cvta.to.global.u64 	%rd67, %rd66;
+	mul.wide.u32 	%rd68, %r272, 8;
+	add.s64 	%rd69, %rd67, %rd68;
+	mul.wide.u32 	%rd71, %r270, 4;
+	add.s64 	%rd72, %rd14, %rd71;
+	ld.param.u32 	%rd73, [%rd72+88];
+	ld.param.u64 	%rd74, [%rd1+-32];
+	cvta.to.global.u64 	%rd75, %rd74;
+	add.s64 	%rd76, %rd75, %rd68;
+	ld.global.u64 	%rd77, [%rd76];
+	mul.lo.s64 	%rd78, %rd77, %rd73;
+	cvt.u64.u32 	%rd79, %r158;
+	ld.param.u64 	%rd80, [%rd1+-16];
+	mul.lo.s64 	%rd81, %rd80, %rd79;
+	add.s64 	%rd82, %rd78, %rd65;
+	add.s64 	%rd83, %rd82, %rd81;
+	ld.global.u64 	%rd84, [%rd69];
+	add.s64 	%rd64, %rd84, %rd83;
+	ld.param.u64 	%rd85, [%rd1+-40];
+	cvta.to.global.u64 	%rd86, %rd85;
+	add.s64 	%rd87, %rd86, %rd68;
+	ld.param.u32 	%rd88, [%rd72+1848];
+	ld.param.u64 	%rd89, [%rd1+-24];
+	cvta.to.global.u64 	%rd90, %rd89;
+	add.s64 	%rd91, %rd90, %rd68;
+	ld.global.u64 	%rd92, [%rd91];
+	mul.lo.s64 	%rd93, %rd92, %rd88;
+	ld.param.u64 	%rd94, [%rd1+-8];
+	mul.lo.s64 	%rd95, %rd94, %rd79;
+	add.s64 	%rd96, %rd93, %rd65;
+	add.s64 	%rd97, %rd96, %rd95;
+	ld.global.u64 	%rd98, [%rd87];
+	add.s64 	%rd186, %rd98, %rd97;
+	ld.global.cs.v4.u32 {%r276,%r275,%r274,%r273}, [%rd64];
+$L__BB10_18:
+	add.s32 	%r161, %r125, %r91;
+	ld.param.u32 	%r162, [%rd1];
+	setp.ge.u32 	%p10, %r161, %r162;
+	@%p10 bra 	$L__BB10_26;
+	ld.param.u32 	%r163, [%rd1+4];
+	setp.eq.s32 	%p11, %r163, 1;
+	mov.u32 	%r277, %r161;
+	@%p11 bra 	$L__BB10_21;
+	add.s32 	%r168, %r125, %r91;
+	ld.param.v2.u32 	{%r169, %r170}, [%rd1+8];
+	mul.wide.u32 	%rd99, %r169, %r168;
+	shr.u64 	%rd100, %rd99, 32;
+	cvt.u32.u64 	%r173, %rd100;
+	shr.u32 	%r277, %r173, %r170;
+$L__BB10_21:
+	ld.param.u32 	%r174, [%rd1+4];
+	mul.lo.s32 	%r175, %r174, %r277;
+	sub.s32 	%r56, %r161, %r175;
+	ld.param.u32 	%r179, [%rd1+16];
+	setp.eq.s32 	%p12, %r179, 1;
+	mov.u32 	%r278, %r56;
+	@%p12 bra 	$L__BB10_23;
+	ld.param.u32 	%r180, [%rd1+20];
+	mul.wide.u32 	%rd101, %r180, %r56;
+	shr.u64 	%rd102, %rd101, 32;
+	cvt.u32.u64 	%r181, %rd102;
+	ld.param.u32 	%r182, [%rd1+24];
+	shr.u32 	%r278, %r181, %r182;
+$L__BB10_23:
+	ld.param.u32 	%r183, [%rd1+16];
+	mul.lo.s32 	%r184, %r183, %r278;
+	sub.s32 	%r59, %r56, %r184;
+	ld.param.u32 	%r185, [%rd1+28];
+	setp.eq.s32 	%p13, %r185, 1;
+	mov.u32 	%r279, %r278;
+	@%p13 bra 	$L__BB10_25;
+	ld.param.v2.u32 	{%r186, %r187}, [%rd1+32];
+	mul.wide.u32 	%rd103, %r186, %r278;
+	shr.u64 	%rd104, %rd103, 32;
+	cvt.u32.u64 	%r190, %rd104;
+	shr.u32 	%r279, %r190, %r187;
+$L__BB10_25:
+	mul.wide.u32 	%rd106, %r59, 16;
+	ld.param.u32 	%r195, [%rd1+28];
+	mul.lo.s32 	%r196, %r195, %r279;
+	sub.s32 	%r197, %r278, %r196;
+	ld.param.u64 	%rd107, [%rd1+-48];
+	cvta.to.global.u64 	%rd108, %rd107;
+	mul.wide.u32 	%rd109, %r279, 8;
+	add.s64 	%rd110, %rd108, %rd109;
+	mul.wide.u32 	%rd112, %r277, 4;
+	add.s64 	%rd113, %rd14, %rd112;
+	ld.param.u32 	%rd114, [%rd113+88];
+	ld.param.u64 	%rd115, [%rd1+-32];
+	cvta.to.global.u64 	%rd116, %rd115;
+	add.s64 	%rd117, %rd116, %rd109;
+	ld.global.u64 	%rd118, [%rd117];
+	mul.lo.s64 	%rd119, %rd118, %rd114;
+	cvt.u64.u32 	%rd120, %r197;
+	ld.param.u64 	%rd121, [%rd1+-16];
+	mul.lo.s64 	%rd122, %rd121, %rd120;
+	add.s64 	%rd123, %rd119, %rd106;
+	add.s64 	%rd124, %rd123, %rd122;
+	ld.global.u64 	%rd125, [%rd110];
+	add.s64 	%rd105, %rd125, %rd124;
+	ld.param.u64 	%rd126, [%rd1+-40];
+	cvta.to.global.u64 	%rd127, %rd126;
+	add.s64 	%rd128, %rd127, %rd109;
+	ld.param.u32 	%rd129, [%rd113+1848];
+	ld.param.u64 	%rd130, [%rd1+-24];
+	cvta.to.global.u64 	%rd131, %rd130;
+	add.s64 	%rd132, %rd131, %rd109;
+	ld.global.u64 	%rd133, [%rd132];
+	mul.lo.s64 	%rd134, %rd133, %rd129;
+	ld.param.u64 	%rd135, [%rd1+-8];
+	mul.lo.s64 	%rd136, %rd135, %rd120;
+	add.s64 	%rd137, %rd134, %rd106;
+	add.s64 	%rd138, %rd137, %rd136;
+	ld.global.u64 	%rd139, [%rd128];
+	add.s64 	%rd187, %rd139, %rd138;
+	ld.global.cs.v4.u32 {%r283,%r282,%r281,%r280}, [%rd105];
+$L__BB10_26:
+	add.s32 	%r201, %r161, %r91;
+	ld.param.u32 	%r202, [%rd1];
+	setp.ge.u32 	%p14, %r201, %r202;
+	@%p14 bra 	$L__BB10_34;
+	ld.param.u32 	%r203, [%rd1+4];
+	setp.eq.s32 	%p15, %r203, 1;
+	mov.u32 	%r284, %r201;
+	@%p15 bra 	$L__BB10_29;
+	add.s32 	%r210, %r161, %r91;
+	ld.param.v2.u32 	{%r211, %r212}, [%rd1+8];
+	mul.wide.u32 	%rd140, %r211, %r210;
+	shr.u64 	%rd141, %rd140, 32;
+	cvt.u32.u64 	%r215, %rd141;
+	shr.u32 	%r284, %r215, %r212;
+$L__BB10_29:
+	ld.param.u32 	%r216, [%rd1+4];
+	mul.lo.s32 	%r217, %r216, %r284;
+	sub.s32 	%r73, %r201, %r217;
+	ld.param.u32 	%r222, [%rd1+16];
+	setp.eq.s32 	%p16, %r222, 1;
+	mov.u32 	%r285, %r73;
+	@%p16 bra 	$L__BB10_31;
+	ld.param.u32 	%r223, [%rd1+20];
+	mul.wide.u32 	%rd142, %r223, %r73;
+	shr.u64 	%rd143, %rd142, 32;
+	cvt.u32.u64 	%r224, %rd143;
+	ld.param.u32 	%r225, [%rd1+24];
+	shr.u32 	%r285, %r224, %r225;
+$L__BB10_31:
+	ld.param.u32 	%r226, [%rd1+16];
+	mul.lo.s32 	%r227, %r226, %r285;
+	sub.s32 	%r76, %r73, %r227;
+	ld.param.u32 	%r228, [%rd1+28];
+	setp.eq.s32 	%p17, %r228, 1;
+	mov.u32 	%r286, %r285;
+	@%p17 bra 	$L__BB10_33;
+	ld.param.v2.u32 	{%r229, %r230}, [%rd1+32];
+	mul.wide.u32 	%rd144, %r229, %r285;
+	shr.u64 	%rd145, %rd144, 32;
+	cvt.u32.u64 	%r233, %rd145;
+	shr.u32 	%r286, %r233, %r230;
+$L__BB10_33:
+	mul.wide.u32 	%rd147, %r76, 16;
+	ld.param.u32 	%r238, [%rd1+28];
+	mul.lo.s32 	%r239, %r238, %r286;
+	sub.s32 	%r240, %r285, %r239;
+	ld.param.u64 	%rd148, [%rd1+-48];
+	cvta.to.global.u64 	%rd149, %rd148;
+	mul.wide.u32 	%rd150, %r286, 8;
+	add.s64 	%rd151, %rd149, %rd150;
+	mul.wide.u32 	%rd153, %r284, 4;
+	add.s64 	%rd154, %rd14, %rd153;
+	ld.param.u32 	%rd155, [%rd154+88];
+	ld.param.u64 	%rd156, [%rd1+-32];
+	cvta.to.global.u64 	%rd157, %rd156;
+	add.s64 	%rd158, %rd157, %rd150;
+	ld.global.u64 	%rd159, [%rd158];
+	mul.lo.s64 	%rd160, %rd159, %rd155;
+	cvt.u64.u32 	%rd161, %r240;
+	ld.param.u64 	%rd162, [%rd1+-16];
+	mul.lo.s64 	%rd163, %rd162, %rd161;
+	add.s64 	%rd164, %rd160, %rd147;
+	add.s64 	%rd165, %rd164, %rd163;
+	ld.global.u64 	%rd166, [%rd151];
+	add.s64 	%rd146, %rd166, %rd165;
+	ld.param.u64 	%rd167, [%rd1+-40];
+	cvta.to.global.u64 	%rd168, %rd167;
+	add.s64 	%rd169, %rd168, %rd150;
+	ld.param.u32 	%rd170, [%rd154+1848];
+	ld.param.u64 	%rd171, [%rd1+-24];
+	cvta.to.global.u64 	%rd172, %rd171;
+	add.s64 	%rd173, %rd172, %rd150;
+	ld.global.u64 	%rd174, [%rd173];
+	mul.lo.s64 	%rd175, %rd174, %rd170;
+	ld.param.u64 	%rd176, [%rd1+-8];
+	mul.lo.s64 	%rd177, %rd176, %rd161;
+	add.s64 	%rd178, %rd175, %rd147;
+	add.s64 	%rd179, %rd178, %rd177;
+	ld.global.u64 	%rd180, [%rd169];
+	add.s64 	%rd188, %rd180, %rd179;
+	ld.global.cs.v4.u32 {%r290,%r289,%r288,%r287}, [%rd146];
+$L__BB10_34:
+	setp.ge.u32 	%p18, %r262, %r2;
+	@%p18 bra 	$L__BB10_36;
+	st.v4.u32 	[%rd185], {%r269, %r268, %r267, %r266};
+$L__BB10_36:
+	setp.ge.u32 	%p19, %r125, %r2;
+	@%p19 bra 	$L__BB10_38;
+	st.v4.u32 	[%rd186], {%r276, %r275, %r274, %r273};
+$L__BB10_38:
+	setp.ge.u32 	%p20, %r161, %r2;
+	@%p20 bra 	$L__BB10_40;
+	st.v4.u32 	[%rd187], {%r283, %r282, %r281, %r280};
+$L__BB10_40:
+	setp.ge.u32 	%p21, %r201, %r2;
+	@%p21 bra 	$L__BB10_42;
+	st.v4.u32 	[%rd188], {%r290, %r289, %r288, %r287};
+$L__BB10_42:
+	mov.u32 	%r245, %nctaid.x;
+	mad.lo.s32 	%r262, %r92, %r245, %r262;
+	setp.lt.u32 	%p22, %r262, %r2;
+	@%p22 bra 	$L__BB10_2;
+$L__BB10_43:
+	ret;
+}
+.visible .entry move_rows_4(
+	.param .align 8 .b8 move_rows_4_param_0[3608]
+)
+.maxntid 256, 1, 1
+{
+	.reg .pred 	%p<23>;
+	.reg .b32 	%r<130>;
+	.reg .b64 	%rd<186>;
+	mov.b64 	%rd23, move_rows_4_param_0;
+	mov.u32 	%r1, %ntid.x;
+	shl.b32 	%r2, %r1, 2;
+	mov.u32 	%r36, %ctaid.x;
+	mov.u32 	%r37, %tid.x;
+	mad.lo.s32 	%r125, %r2, %r36, %r37;
+	add.s64 	%rd1, %rd23, 48;
+	ld.param.u32 	%r4, [move_rows_4_param_0+48];
+	setp.ge.u32 	%p1, %r125, %r4;
+	@%p1 bra 	$L__BB11_19;
+	ld.param.v2.u32 	{%r39, %r40}, [%rd1];
+	ld.param.u32 	%r8, [%rd1+16];
+	ld.param.v2.u32 	{%r41, %r42}, [%rd1+8];
+	cvt.u64.u32 	%rd2, %r41;
+	ld.param.v2.u32 	{%r43, %r44}, [%rd1+16];
+	ld.param.u32 	%r12, [%rd1+28];
+	cvt.u64.u32 	%rd3, %r44;
+	ld.param.v2.u32 	{%r46, %r47}, [%rd1+24];
+	ld.param.u64 	%rd4, [%rd1+-48];
+	ld.param.u64 	%rd5, [%rd1+-32];
+	ld.param.u64 	%rd6, [%rd1+-16];
+	ld.param.u64 	%rd7, [%rd1+-40];
+	ld.param.u64 	%rd8, [%rd1+-24];
+	ld.param.u64 	%rd9, [%rd1+-8];
+	ld.param.v2.u32 	{%r48, %r49}, [%rd1+32];
+	cvt.u64.u32 	%rd10, %r48;
+	mov.u32 	%r50, %nctaid.x;
+	mul.lo.s32 	%r18, %r2, %r50;
+$L__BB11_2:
+	setp.ge.u32 	%p2, %r125, %r39;
+	@%p2 bra 	$L__BB11_4;
+	setp.eq.s32 	%p3, %r12, 1;
+	setp.eq.s32 	%p4, %r40, 1;
+	cvt.u64.u32 	%rd27, %r125;
+	mul.lo.s64 	%rd28, %rd2, %rd27;
+	shr.u64 	%rd29, %rd28, 32;
+	cvt.u32.u64 	%r52, %rd29;
+	shr.u32 	%r53, %r52, %r42;
+	selp.b32 	%r54, %r125, %r53, %p4;
+	mul.lo.s32 	%r55, %r40, %r54;
+	sub.s32 	%r56, %r125, %r55;
+	cvt.u64.u32 	%rd30, %r56;
+	mul.lo.s64 	%rd31, %rd3, %rd30;
+	shr.u64 	%rd32, %rd31, 32;
+	cvt.u32.u64 	%r57, %rd32;
+	shr.u32 	%r58, %r57, %r46;
+	setp.eq.s32 	%p5, %r8, 1;
+	selp.b32 	%r59, %r56, %r58, %p5;
+	mul.lo.s32 	%r60, %r43, %r59;
+	sub.s32 	%r61, %r56, %r60;
+	mul.wide.u32 	%rd33, %r61, 4;
+	cvt.u64.u32 	%rd34, %r59;
+	mul.lo.s64 	%rd35, %rd10, %rd34;
+	shr.u64 	%rd36, %rd35, 32;
+	cvt.u32.u64 	%r62, %rd36;
+	shr.u32 	%r63, %r62, %r49;
+	selp.b32 	%r64, %r59, %r63, %p3;
+	mul.lo.s32 	%r65, %r47, %r64;
+	sub.s32 	%r66, %r59, %r65;
+	cvta.to.global.u64 	%rd37, %rd4;
+	mul.wide.u32 	%rd38, %r64, 8;
+	add.s64 	%rd39, %rd37, %rd38;
+	mul.wide.u32 	%rd41, %r54, 4;
+	add.s64 	%rd42, %rd23, %rd41;
+	ld.param.u32 	%rd43, [%rd42+88];
+	cvta.to.global.u64 	%rd44, %rd5;
+	add.s64 	%rd45, %rd44, %rd38;
+	ld.global.u64 	%rd46, [%rd45];
+	mul.lo.s64 	%rd47, %rd46, %rd43;
+	cvt.u64.u32 	%rd48, %r66;
+	mul.lo.s64 	%rd49, %rd6, %rd48;
+	add.s64 	%rd50, %rd47, %rd33;
+	add.s64 	%rd51, %rd50, %rd49;
+	ld.global.u64 	%rd52, [%rd39];
+	add.s64 	%rd26, %rd52, %rd51;
+	cvta.to.global.u64 	%rd53, %rd7;
+	add.s64 	%rd54, %rd53, %rd38;
+	ld.param.u32 	%rd55, [%rd42+1848];
+	cvta.to.global.u64 	%rd56, %rd8;
+	add.s64 	%rd57, %rd56, %rd38;
+	ld.global.u64 	%rd58, [%rd57];
+	mul.lo.s64 	%rd59, %rd58, %rd55;
+	mul.lo.s64 	%rd60, %rd9, %rd48;
+	add.s64 	%rd61, %rd59, %rd33;
+	add.s64 	%rd62, %rd61, %rd60;
+	ld.global.u64 	%rd63, [%rd54];
+	add.s64 	%rd182, %rd63, %rd62;
+	ld.global.cs.u32 %r126, [%rd26];
+$L__BB11_4:
+	add.s32 	%r26, %r1, %r125;
+	setp.ge.u32 	%p6, %r26, %r39;
+	@%p6 bra 	$L__BB11_6;
+	setp.eq.s32 	%p7, %r12, 1;
+	setp.eq.s32 	%p8, %r40, 1;
+	cvt.u64.u32 	%rd65, %r26;
+	mul.lo.s64 	%rd66, %rd2, %rd65;
+	shr.u64 	%rd67, %rd66, 32;
+	cvt.u32.u64 	%r68, %rd67;
+	shr.u32 	%r69, %r68, %r42;
+	selp.b32 	%r70, %r26, %r69, %p8;
+	mul.lo.s32 	%r71, %r40, %r70;
+	sub.s32 	%r72, %r26, %r71;
+	cvt.u64.u32 	%rd68, %r72;
+	mul.lo.s64 	%rd69, %rd3, %rd68;
+	shr.u64 	%rd70, %rd69, 32;
+	cvt.u32.u64 	%r73, %rd70;
+	shr.u32 	%r74, %r73, %r46;
+	setp.eq.s32 	%p9, %r8, 1;
+	selp.b32 	%r75, %r72, %r74, %p9;
+	mul.lo.s32 	%r76, %r43, %r75;
+	sub.s32 	%r77, %r72, %r76;
+	mul.wide.u32 	%rd71, %r77, 4;
+	cvt.u64.u32 	%rd72, %r75;
+	mul.lo.s64 	%rd73, %rd10, %rd72;
+	shr.u64 	%rd74, %rd73, 32;
+	cvt.u32.u64 	%r78, %rd74;
+	shr.u32 	%r79, %r78, %r49;
+	selp.b32 	%r80, %r75, %r79, %p7;
+	mul.lo.s32 	%r81, %r47, %r80;
+	sub.s32 	%r82, %r75, %r81;
+	cvta.to.global.u64 	%rd75, %rd4;
+	mul.wide.u32 	%rd76, %r80, 8;
+	add.s64 	%rd77, %rd75, %rd76;
+	mul.wide.u32 	%rd79, %r70, 4;
+	add.s64 	%rd80, %rd23, %rd79;
+	ld.param.u32 	%rd81, [%rd80+88];
+	cvta.to.global.u64 	%rd82, %rd5;
+	add.s64 	%rd83, %rd82, %rd76;
+	ld.global.u64 	%rd84, [%rd83];
+	mul.lo.s64 	%rd85, %rd84, %rd81;
+	cvt.u64.u32 	%rd86, %r82;
+	mul.lo.s64 	%rd87, %rd6, %rd86;
+	add.s64 	%rd88, %rd85, %rd71;
+	add.s64 	%rd89, %rd88, %rd87;
+	ld.global.u64 	%rd90, [%rd77];
+	add.s64 	%rd64, %rd90, %rd89;
+	cvta.to.global.u64 	%rd91, %rd7;
+	add.s64 	%rd92, %rd91, %rd76;
+	ld.param.u32 	%rd93, [%rd80+1848];
+	cvta.to.global.u64 	%rd94, %rd8;
+	add.s64 	%rd95, %rd94, %rd76;
+	ld.global.u64 	%rd96, [%rd95];
+	mul.lo.s64 	%rd97, %rd96, %rd93;
+	mul.lo.s64 	%rd98, %rd9, %rd86;
+	add.s64 	%rd99, %rd97, %rd71;
+	add.s64 	%rd100, %rd99, %rd98;
+	ld.global.u64 	%rd101, [%rd92];
+	add.s64 	%rd183, %rd101, %rd100;
+	ld.global.cs.u32 %r127, [%rd64];
+$L__BB11_6:
+	add.s32 	%r29, %r26, %r1;
+	setp.ge.u32 	%p10, %r29, %r39;
+	@%p10 bra 	$L__BB11_8;
+	setp.eq.s32 	%p11, %r12, 1;
+	setp.eq.s32 	%p12, %r40, 1;
+	cvt.u64.u32 	%rd103, %r29;
+	mul.lo.s64 	%rd104, %rd2, %rd103;
+	shr.u64 	%rd105, %rd104, 32;
+	cvt.u32.u64 	%r84, %rd105;
+	shr.u32 	%r85, %r84, %r42;
+	selp.b32 	%r86, %r29, %r85, %p12;
+	mul.lo.s32 	%r87, %r40, %r86;
+	sub.s32 	%r88, %r29, %r87;
+	cvt.u64.u32 	%rd106, %r88;
+	mul.lo.s64 	%rd107, %rd3, %rd106;
+	shr.u64 	%rd108, %rd107, 32;
+	cvt.u32.u64 	%r89, %rd108;
+	shr.u32 	%r90, %r89, %r46;
+	setp.eq.s32 	%p13, %r8, 1;
+	selp.b32 	%r91, %r88, %r90, %p13;
+	mul.lo.s32 	%r92, %r43, %r91;
+	sub.s32 	%r93, %r88, %r92;
+	mul.wide.u32 	%rd109, %r93, 4;
+	cvt.u64.u32 	%rd110, %r91;
+	mul.lo.s64 	%rd111, %rd10, %rd110;
+	shr.u64 	%rd112, %rd111, 32;
+	cvt.u32.u64 	%r94, %rd112;
+	shr.u32 	%r95, %r94, %r49;
+	selp.b32 	%r96, %r91, %r95, %p11;
+	mul.lo.s32 	%r97, %r47, %r96;
+	sub.s32 	%r98, %r91, %r97;
+	cvta.to.global.u64 	%rd113, %rd4;
+	mul.wide.u32 	%rd114, %r96, 8;
+	add.s64 	%rd115, %rd113, %rd114;
+	mul.wide.u32 	%rd117, %r86, 4;
+	add.s64 	%rd118, %rd23, %rd117;
+	ld.param.u32 	%rd119, [%rd118+88];
+	cvta.to.global.u64 	%rd120, %rd5;
+	add.s64 	%rd121, %rd120, %rd114;
+	ld.global.u64 	%rd122, [%rd121];
+	mul.lo.s64 	%rd123, %rd122, %rd119;
+	cvt.u64.u32 	%rd124, %r98;
+	mul.lo.s64 	%rd125, %rd6, %rd124;
+	add.s64 	%rd126, %rd123, %rd109;
+	add.s64 	%rd127, %rd126, %rd125;
+	ld.global.u64 	%rd128, [%rd115];
+	add.s64 	%rd102, %rd128, %rd127;
+	cvta.to.global.u64 	%rd129, %rd7;
+	add.s64 	%rd130, %rd129, %rd114;
+	ld.param.u32 	%rd131, [%rd118+1848];
+	cvta.to.global.u64 	%rd132, %rd8;
+	add.s64 	%rd133, %rd132, %rd114;
+	ld.global.u64 	%rd134, [%rd133];
+	mul.lo.s64 	%rd135, %rd134, %rd131;
+	mul.lo.s64 	%rd136, %rd9, %rd124;
+	add.s64 	%rd137, %rd135, %rd109;
+	add.s64 	%rd138, %rd137, %rd136;
+	ld.global.u64 	%rd139, [%rd130];
+	add.s64 	%rd184, %rd139, %rd138;
+	ld.global.cs.u32 %r128, [%rd102];
+$L__BB11_8:
+	add.s32 	%r32, %r29, %r1;
+	setp.ge.u32 	%p14, %r32, %r39;
+	@%p14 bra 	$L__BB11_10;
+	setp.eq.s32 	%p15, %r12, 1;
+	setp.eq.s32 	%p16, %r40, 1;
+	cvt.u64.u32 	%rd141, %r32;
+	mul.lo.s64 	%rd142, %rd2, %rd141;
+	shr.u64 	%rd143, %rd142, 32;
+	cvt.u32.u64 	%r100, %rd143;
+	shr.u32 	%r101, %r100, %r42;
+	selp.b32 	%r102, %r32, %r101, %p16;
+	mul.lo.s32 	%r103, %r40, %r102;
+	sub.s32 	%r104, %r32, %r103;
+	cvt.u64.u32 	%rd144, %r104;
+	mul.lo.s64 	%rd145, %rd3, %rd144;
+	shr.u64 	%rd146, %rd145, 32;
+	cvt.u32.u64 	%r105, %rd146;
+	shr.u32 	%r106, %r105, %r46;
+	setp.eq.s32 	%p17, %r8, 1;
+	selp.b32 	%r107, %r104, %r106, %p17;
+	mul.lo.s32 	%r108, %r43, %r107;
+	sub.s32 	%r109, %r104, %r108;
+	mul.wide.u32 	%rd147, %r109, 4;
+	cvt.u64.u32 	%rd148, %r107;
+	mul.lo.s64 	%rd149, %rd10, %rd148;
+	shr.u64 	%rd150, %rd149, 32;
+	cvt.u32.u64 	%r110, %rd150;
+	shr.u32 	%r111, %r110, %r49;
+	selp.b32 	%r112, %r107, %r111, %p15;
+	mul.lo.s32 	%r113, %r47, %r112;
+	sub.s32 	%r114, %r107, %r113;
+	cvta.to.global.u64 	%rd151, %rd4;
+	mul.wide.u32 	%rd152, %r112, 8;
+	add.s64 	%rd153, %rd151, %rd152;
+	mul.wide.u32 	%rd155, %r102, 4;
+	add.s64 	%rd156, %rd23, %rd155;
+	ld.param.u32 	%rd157, [%rd156+88];
+	cvta.to.global.u64 	%rd158, %rd5;
+	add.s64 	%rd159, %rd158, %rd152;
+	ld.global.u64 	%rd160, [%rd159];
+	mul.lo.s64 	%rd161, %rd160, %rd157;
+	cvt.u64.u32 	%rd162, %r114;
+	mul.lo.s64 	%rd163, %rd6, %rd162;
+	add.s64 	%rd164, %rd161, %rd147;
+	add.s64 	%rd165, %rd164, %rd163;
+	ld.global.u64 	%rd166, [%rd153];
+	add.s64 	%rd140, %rd166, %rd165;
+	cvta.to.global.u64 	%rd167, %rd7;
+	add.s64 	%rd168, %rd167, %rd152;
+	ld.param.u32 	%rd169, [%rd156+1848];
+	cvta.to.global.u64 	%rd170, %rd8;
+	add.s64 	%rd171, %rd170, %rd152;
+	ld.global.u64 	%rd172, [%rd171];
+	mul.lo.s64 	%rd173, %rd172, %rd169;
+	mul.lo.s64 	%rd174, %rd9, %rd162;
+	add.s64 	%rd175, %rd173, %rd147;
+	add.s64 	%rd176, %rd175, %rd174;
+	ld.global.u64 	%rd177, [%rd168];
+	add.s64 	%rd185, %rd177, %rd176;
+	ld.global.cs.u32 %r129, [%rd140];
+$L__BB11_10:
+	setp.ge.u32 	%p18, %r125, %r4;
+	@%p18 bra 	$L__BB11_12;
+	st.u32 	[%rd182], %r126;
+$L__BB11_12:
+	add.s32 	%r115, %r1, %r125;
+	setp.ge.u32 	%p19, %r115, %r4;
+	@%p19 bra 	$L__BB11_14;
+	st.u32 	[%rd183], %r127;
+$L__BB11_14:
+	add.s32 	%r117, %r1, %r125;
+	add.s32 	%r116, %r117, %r1;
+	setp.ge.u32 	%p20, %r116, %r4;
+	@%p20 bra 	$L__BB11_16;
+	st.u32 	[%rd184], %r128;
+$L__BB11_16:
+	add.s32 	%r120, %r1, %r125;
+	add.s32 	%r119, %r120, %r1;
+	add.s32 	%r118, %r119, %r1;
+	setp.ge.u32 	%p21, %r118, %r4;
+	@%p21 bra 	$L__BB11_18;
+	st.u32 	[%rd185], %r129;
+$L__BB11_18:
+	add.s32 	%r125, %r125, %r18;
+	setp.lt.u32 	%p22, %r125, %r4;
+	@%p22 bra 	$L__BB11_2;
+$L__BB11_19:
+	ret;
+}
+.visible .entry move_rows_1(
+	.param .align 8 .b8 move_rows_1_param_0[3608]
+)
+.maxntid 256, 1, 1
+{
+	.reg .pred 	%p<23>;
+	.reg .b16 	%rs<22>;
+	.reg .b32 	%r<109>;
+	.reg .b64 	%rd<186>;
+	mov.b64 	%rd23, move_rows_1_param_0;
+	mov.u32 	%r1, %ntid.x;
+	shl.b32 	%r2, %r1, 2;
+	mov.u32 	%r24, %ctaid.x;
+	mov.u32 	%r25, %tid.x;
+	mad.lo.s32 	%r108, %r2, %r24, %r25;
+	add.s64 	%rd1, %rd23, 48;
+	ld.param.u32 	%r4, [move_rows_1_param_0+48];
+	setp.ge.u32 	%p1, %r108, %r4;
+	@%p1 bra 	$L__BB12_19;
+	ld.param.v2.u32 	{%r26, %r27}, [%rd1];
+	ld.param.u32 	%r8, [%rd1+16];
+	ld.param.v2.u32 	{%r28, %r29}, [%rd1+8];
+	cvt.u64.u32 	%rd2, %r28;
+	ld.param.v2.u32 	{%r30, %r31}, [%rd1+16];
+	ld.param.u32 	%r12, [%rd1+28];
+	cvt.u64.u32 	%rd3, %r31;
+	ld.param.v2.u32 	{%r33, %r34}, [%rd1+24];
+	ld.param.u64 	%rd4, [%rd1+-48];
+	ld.param.u64 	%rd5, [%rd1+-32];
+	ld.param.u64 	%rd6, [%rd1+-16];
+	ld.param.u64 	%rd7, [%rd1+-40];
+	ld.param.u64 	%rd8, [%rd1+-24];
+	ld.param.u64 	%rd9, [%rd1+-8];
+	ld.param.v2.u32 	{%r35, %r36}, [%rd1+32];
+	cvt.u64.u32 	%rd10, %r35;
+	mov.u32 	%r37, %nctaid.x;
+	mul.lo.s32 	%r18, %r2, %r37;
+$L__BB12_2:
+	setp.ge.u32 	%p2, %r108, %r26;
+	@%p2 bra 	$L__BB12_4;
+	setp.eq.s32 	%p3, %r12, 1;
+	setp.eq.s32 	%p4, %r27, 1;
+	cvt.u64.u32 	%rd27, %r108;
+	mul.lo.s64 	%rd28, %rd2, %rd27;
+	shr.u64 	%rd29, %rd28, 32;
+	cvt.u32.u64 	%r39, %rd29;
+	shr.u32 	%r40, %r39, %r29;
+	selp.b32 	%r41, %r108, %r40, %p4;
+	mul.lo.s32 	%r42, %r27, %r41;
+	sub.s32 	%r43, %r108, %r42;
+	cvt.u64.u32 	%rd30, %r43;
+	mul.lo.s64 	%rd31, %rd3, %rd30;
+	shr.u64 	%rd32, %rd31, 32;
+	cvt.u32.u64 	%r44, %rd32;
+	shr.u32 	%r45, %r44, %r33;
+	setp.eq.s32 	%p5, %r8, 1;
+	selp.b32 	%r46, %r43, %r45, %p5;
+	mul.lo.s32 	%r47, %r30, %r46;
+	sub.s32 	%r48, %r43, %r47;
+	cvt.u64.u32 	%rd33, %r48;
+	cvt.u64.u32 	%rd34, %r46;
+	mul.lo.s64 	%rd35, %rd10, %rd34;
+	shr.u64 	%rd36, %rd35, 32;
+	cvt.u32.u64 	%r49, %rd36;
+	shr.u32 	%r50, %r49, %r36;
+	selp.b32 	%r51, %r46, %r50, %p3;
+	mul.lo.s32 	%r52, %r34, %r51;
+	sub.s32 	%r53, %r46, %r52;
+	cvta.to.global.u64 	%rd37, %rd4;
+	mul.wide.u32 	%rd38, %r51, 8;
+	add.s64 	%rd39, %rd37, %rd38;
+	mul.wide.u32 	%rd41, %r41, 4;
+	add.s64 	%rd42, %rd23, %rd41;
+	ld.param.u32 	%rd43, [%rd42+88];
+	cvta.to.global.u64 	%rd44, %rd5;
+	add.s64 	%rd45, %rd44, %rd38;
+	ld.global.u64 	%rd46, [%rd45];
+	mul.lo.s64 	%rd47, %rd46, %rd43;
+	cvt.u64.u32 	%rd48, %r53;
+	mul.lo.s64 	%rd49, %rd6, %rd48;
+	add.s64 	%rd50, %rd47, %rd33;
+	add.s64 	%rd51, %rd50, %rd49;
+	ld.global.u64 	%rd52, [%rd39];
+	add.s64 	%rd26, %rd52, %rd51;
+	cvta.to.global.u64 	%rd53, %rd7;
+	add.s64 	%rd54, %rd53, %rd38;
+	ld.param.u32 	%rd55, [%rd42+1848];
+	cvta.to.global.u64 	%rd56, %rd8;
+	add.s64 	%rd57, %rd56, %rd38;
+	ld.global.u64 	%rd58, [%rd57];
+	mul.lo.s64 	%rd59, %rd58, %rd55;
+	mul.lo.s64 	%rd60, %rd9, %rd48;
+	add.s64 	%rd61, %rd59, %rd33;
+	add.s64 	%rd62, %rd61, %rd60;
+	ld.global.u64 	%rd63, [%rd54];
+	add.s64 	%rd182, %rd63, %rd62;
+	ld.global.cs.u8 %r38, [%rd26];
+	cvt.u16.u32 	%rs18, %r38;
+$L__BB12_4:
+	add.s32 	%r20, %r1, %r108;
+	setp.ge.u32 	%p6, %r20, %r26;
+	@%p6 bra 	$L__BB12_6;
+	setp.eq.s32 	%p7, %r12, 1;
+	setp.eq.s32 	%p8, %r27, 1;
+	cvt.u64.u32 	%rd65, %r20;
+	mul.lo.s64 	%rd66, %rd2, %rd65;
+	shr.u64 	%rd67, %rd66, 32;
+	cvt.u32.u64 	%r55, %rd67;
+	shr.u32 	%r56, %r55, %r29;
+	selp.b32 	%r57, %r20, %r56, %p8;
+	mul.lo.s32 	%r58, %r27, %r57;
+	sub.s32 	%r59, %r20, %r58;
+	cvt.u64.u32 	%rd68, %r59;
+	mul.lo.s64 	%rd69, %rd3, %rd68;
+	shr.u64 	%rd70, %rd69, 32;
+	cvt.u32.u64 	%r60, %rd70;
+	shr.u32 	%r61, %r60, %r33;
+	setp.eq.s32 	%p9, %r8, 1;
+	selp.b32 	%r62, %r59, %r61, %p9;
+	mul.lo.s32 	%r63, %r30, %r62;
+	sub.s32 	%r64, %r59, %r63;
+	cvt.u64.u32 	%rd71, %r64;
+	cvt.u64.u32 	%rd72, %r62;
+	mul.lo.s64 	%rd73, %rd10, %rd72;
+	shr.u64 	%rd74, %rd73, 32;
+	cvt.u32.u64 	%r65, %rd74;
+	shr.u32 	%r66, %r65, %r36;
+	selp.b32 	%r67, %r62, %r66, %p7;
+	mul.lo.s32 	%r68, %r34, %r67;
+	sub.s32 	%r69, %r62, %r68;
+	cvta.to.global.u64 	%rd75, %rd4;
+	mul.wide.u32 	%rd76, %r67, 8;
+	add.s64 	%rd77, %rd75, %rd76;
+	mul.wide.u32 	%rd79, %r57, 4;
+	add.s64 	%rd80, %rd23, %rd79;
+	ld.param.u32 	%rd81, [%rd80+88];
+	cvta.to.global.u64 	%rd82, %rd5;
+	add.s64 	%rd83, %rd82, %rd76;
+	ld.global.u64 	%rd84, [%rd83];
+	mul.lo.s64 	%rd85, %rd84, %rd81;
+	cvt.u64.u32 	%rd86, %r69;
+	mul.lo.s64 	%rd87, %rd6, %rd86;
+	add.s64 	%rd88, %rd85, %rd71;
+	add.s64 	%rd89, %rd88, %rd87;
+	ld.global.u64 	%rd90, [%rd77];
+	add.s64 	%rd64, %rd90, %rd89;
+	cvta.to.global.u64 	%rd91, %rd7;
+	add.s64 	%rd92, %rd91, %rd76;
+	ld.param.u32 	%rd93, [%rd80+1848];
+	cvta.to.global.u64 	%rd94, %rd8;
+	add.s64 	%rd95, %rd94, %rd76;
+	ld.global.u64 	%rd96, [%rd95];
+	mul.lo.s64 	%rd97, %rd96, %rd93;
+	mul.lo.s64 	%rd98, %rd9, %rd86;
+	add.s64 	%rd99, %rd97, %rd71;
+	add.s64 	%rd100, %rd99, %rd98;
+	ld.global.u64 	%rd101, [%rd92];
+	add.s64 	%rd183, %rd101, %rd100;
+	ld.global.cs.u8 %r54, [%rd64];
+	cvt.u16.u32 	%rs19, %r54;
+$L__BB12_6:
+	add.s32 	%r21, %r20, %r1;
+	setp.ge.u32 	%p10, %r21, %r26;
+	@%p10 bra 	$L__BB12_8;
+	setp.eq.s32 	%p11, %r12, 1;
+	setp.eq.s32 	%p12, %r27, 1;
+	cvt.u64.u32 	%rd103, %r21;
+	mul.lo.s64 	%rd104, %rd2, %rd103;
+	shr.u64 	%rd105, %rd104, 32;
+	cvt.u32.u64 	%r71, %rd105;
+	shr.u32 	%r72, %r71, %r29;
+	selp.b32 	%r73, %r21, %r72, %p12;
+	mul.lo.s32 	%r74, %r27, %r73;
+	sub.s32 	%r75, %r21, %r74;
+	cvt.u64.u32 	%rd106, %r75;
+	mul.lo.s64 	%rd107, %rd3, %rd106;
+	shr.u64 	%rd108, %rd107, 32;
+	cvt.u32.u64 	%r76, %rd108;
+	shr.u32 	%r77, %r76, %r33;
+	setp.eq.s32 	%p13, %r8, 1;
+	selp.b32 	%r78, %r75, %r77, %p13;
+	mul.lo.s32 	%r79, %r30, %r78;
+	sub.s32 	%r80, %r75, %r79;
+	cvt.u64.u32 	%rd109, %r80;
+	cvt.u64.u32 	%rd110, %r78;
+	mul.lo.s64 	%rd111, %rd10, %rd110;
+	shr.u64 	%rd112, %rd111, 32;
+	cvt.u32.u64 	%r81, %rd112;
+	shr.u32 	%r82, %r81, %r36;
+	selp.b32 	%r83, %r78, %r82, %p11;
+	mul.lo.s32 	%r84, %r34, %r83;
+	sub.s32 	%r85, %r78, %r84;
+	cvta.to.global.u64 	%rd113, %rd4;
+	mul.wide.u32 	%rd114, %r83, 8;
+	add.s64 	%rd115, %rd113, %rd114;
+	mul.wide.u32 	%rd117, %r73, 4;
+	add.s64 	%rd118, %rd23, %rd117;
+	ld.param.u32 	%rd119, [%rd118+88];
+	cvta.to.global.u64 	%rd120, %rd5;
+	add.s64 	%rd121, %rd120, %rd114;
+	ld.global.u64 	%rd122, [%rd121];
+	mul.lo.s64 	%rd123, %rd122, %rd119;
+	cvt.u64.u32 	%rd124, %r85;
+	mul.lo.s64 	%rd125, %rd6, %rd124;
+	add.s64 	%rd126, %rd123, %rd109;
+	add.s64 	%rd127, %rd126, %rd125;
+	ld.global.u64 	%rd128, [%rd115];
+	add.s64 	%rd102, %rd128, %rd127;
+	cvta.to.global.u64 	%rd129, %rd7;
+	add.s64 	%rd130, %rd129, %rd114;
+	ld.param.u32 	%rd131, [%rd118+1848];
+	cvta.to.global.u64 	%rd132, %rd8;
+	add.s64 	%rd133, %rd132, %rd114;
+	ld.global.u64 	%rd134, [%rd133];
+	mul.lo.s64 	%rd135, %rd134, %rd131;
+	mul.lo.s64 	%rd136, %rd9, %rd124;
+	add.s64 	%rd137, %rd135, %rd109;
+	add.s64 	%rd138, %rd137, %rd136;
+	ld.global.u64 	%rd139, [%rd130];
+	add.s64 	%rd184, %rd139, %rd138;
+	ld.global.cs.u8 %r70, [%rd102];
+	cvt.u16.u32 	%rs20, %r70;
+$L__BB12_8:
+	add.s32 	%r22, %r21, %r1;
+	setp.ge.u32 	%p14, %r22, %r26;
+	@%p14 bra 	$L__BB12_10;
+	setp.eq.s32 	%p15, %r12, 1;
+	setp.eq.s32 	%p16, %r27, 1;
+	cvt.u64.u32 	%rd141, %r22;
+	mul.lo.s64 	%rd142, %rd2, %rd141;
+	shr.u64 	%rd143, %rd142, 32;
+	cvt.u32.u64 	%r87, %rd143;
+	shr.u32 	%r88, %r87, %r29;
+	selp.b32 	%r89, %r22, %r88, %p16;
+	mul.lo.s32 	%r90, %r27, %r89;
+	sub.s32 	%r91, %r22, %r90;
+	cvt.u64.u32 	%rd144, %r91;
+	mul.lo.s64 	%rd145, %rd3, %rd144;
+	shr.u64 	%rd146, %rd145, 32;
+	cvt.u32.u64 	%r92, %rd146;
+	shr.u32 	%r93, %r92, %r33;
+	setp.eq.s32 	%p17, %r8, 1;
+	selp.b32 	%r94, %r91, %r93, %p17;
+	mul.lo.s32 	%r95, %r30, %r94;
+	sub.s32 	%r96, %r91, %r95;
+	cvt.u64.u32 	%rd147, %r96;
+	cvt.u64.u32 	%rd148, %r94;
+	mul.lo.s64 	%rd149, %rd10, %rd148;
+	shr.u64 	%rd150, %rd149, 32;
+	cvt.u32.u64 	%r97, %rd150;
+	shr.u32 	%r98, %r97, %r36;
+	selp.b32 	%r99, %r94, %r98, %p15;
+	mul.lo.s32 	%r100, %r34, %r99;
+	sub.s32 	%r101, %r94, %r100;
+	cvta.to.global.u64 	%rd151, %rd4;
+	mul.wide.u32 	%rd152, %r99, 8;
+	add.s64 	%rd153, %rd151, %rd152;
+	mul.wide.u32 	%rd155, %r89, 4;
+	add.s64 	%rd156, %rd23, %rd155;
+	ld.param.u32 	%rd157, [%rd156+88];
+	cvta.to.global.u64 	%rd158, %rd5;
+	add.s64 	%rd159, %rd158, %rd152;
+	ld.global.u64 	%rd160, [%rd159];
+	mul.lo.s64 	%rd161, %rd160, %rd157;
+	cvt.u64.u32 	%rd162, %r101;
+	mul.lo.s64 	%rd163, %rd6, %rd162;
+	add.s64 	%rd164, %rd161, %rd147;
+	add.s64 	%rd165, %rd164, %rd163;
+	ld.global.u64 	%rd166, [%rd153];
+	add.s64 	%rd140, %rd166, %rd165;
+	cvta.to.global.u64 	%rd167, %rd7;
+	add.s64 	%rd168, %rd167, %rd152;
+	ld.param.u32 	%rd169, [%rd156+1848];
+	cvta.to.global.u64 	%rd170, %rd8;
+	add.s64 	%rd171, %rd170, %rd152;
+	ld.global.u64 	%rd172, [%rd171];
+	mul.lo.s64 	%rd173, %rd172, %rd169;
+	mul.lo.s64 	%rd174, %rd9, %rd162;
+	add.s64 	%rd175, %rd173, %rd147;
+	add.s64 	%rd176, %rd175, %rd174;
+	ld.global.u64 	%rd177, [%rd168];
+	add.s64 	%rd185, %rd177, %rd176;
+	ld.global.cs.u8 %r86, [%rd140];
+	cvt.u16.u32 	%rs21, %r86;
+$L__BB12_10:
+	setp.ge.u32 	%p18, %r108, %r4;
+	@%p18 bra 	$L__BB12_12;
+	st.u8 	[%rd182], %rs18;
+$L__BB12_12:
+	add.s32 	%r102, %r1, %r108;
+	setp.ge.u32 	%p19, %r102, %r4;
+	@%p19 bra 	$L__BB12_14;
+	st.u8 	[%rd183], %rs19;
+$L__BB12_14:
+	add.s32 	%r104, %r1, %r108;
+	add.s32 	%r103, %r104, %r1;
+	setp.ge.u32 	%p20, %r103, %r4;
+	@%p20 bra 	$L__BB12_16;
+	st.u8 	[%rd184], %rs20;
+$L__BB12_16:
+	add.s32 	%r107, %r1, %r108;
+	add.s32 	%r106, %r107, %r1;
+	add.s32 	%r105, %r106, %r1;
+	setp.ge.u32 	%p21, %r105, %r4;
+	@%p21 bra 	$L__BB12_18;
+	st.u8 	[%rd185], %rs21;
+$L__BB12_18:
+	add.s32 	%r108, %r108, %r18;
+	setp.lt.u32 	%p22, %r108, %r4;
+	@%p22 bra 	$L__BB12_2;
+$L__BB12_19:
+	ret;
+}
 .visible .entry sum_part(
 	.param .align 8 .b8 sum_part_param_0[40]
 )
@@ -2493,14 +3482,14 @@ $L__BB9_46:
 	cvt.u64.u32 	%rd32, %r14;
 	add.s64 	%rd4, %rd31, %rd32;
 	setp.ge.u64 	%p1, %rd4, %rd30;
-	@%p1 bra 	$L__BB10_13;
+	@%p1 bra 	$L__BB13_13;
 	ld.param.u64 	%rd5, [%rd1+-8];
 	mov.u64 	%rd113, 0;
 	and.b64  	%rd35, %rd5, 7;
 	mov.u32 	%r15, %nctaid.x;
 	mov.u64 	%rd114, %rd4;
 	mov.u64 	%rd120, %rd113;
-$L__BB10_2:
+$L__BB13_2:
 	setp.ne.s64 	%p2, %rd35, 0;
 	mul.wide.u32 	%rd36, %r15, %r12;
 	mul.lo.s64 	%rd37, %rd36, %rd113;
@@ -2517,12 +3506,12 @@ $L__BB10_2:
 	cvt.u32.u64 	%r2, %rd48;
 	setp.ne.s32 	%p3, %r2, 8;
 	or.pred  	%p4, %p3, %p2;
-	@%p4 bra 	$L__BB10_4;
-	bra.uni 	$L__BB10_3;
-$L__BB10_4:
+	@%p4 bra 	$L__BB13_4;
+	bra.uni 	$L__BB13_3;
+$L__BB13_4:
 	setp.eq.s32 	%p5, %r2, 0;
 	mov.u64 	%rd119, 0;
-	@%p5 bra 	$L__BB10_12;
+	@%p5 bra 	$L__BB13_12;
 	not.b32 	%r20, %r1;
 	and.b32  	%r3, %r20, 3;
 	mov.u32 	%r21, -2;
@@ -2530,7 +3519,7 @@ $L__BB10_4:
 	setp.lt.u32 	%p6, %r22, 3;
 	mov.u64 	%rd119, 0;
 	mov.u32 	%r76, 0;
-	@%p6 bra 	$L__BB10_8;
+	@%p6 bra 	$L__BB13_8;
 	add.s32 	%r26, %r3, %r1;
 	add.s32 	%r4, %r26, 1;
 	cvta.to.global.u64 	%rd11, %rd3;
@@ -2538,7 +3527,7 @@ $L__BB10_4:
 	mov.u32 	%r73, 0;
 	mov.u32 	%r74, 24;
 	mov.u32 	%r76, %r73;
-$L__BB10_7:
+$L__BB13_7:
 	cvt.u64.u32 	%rd55, %r76;
 	add.s64 	%rd56, %rd9, %rd55;
 	add.s64 	%rd57, %rd11, %rd56;
@@ -2561,10 +3550,10 @@ $L__BB10_7:
 	add.s32 	%r76, %r76, 4;
 	add.s32 	%r29, %r4, %r76;
 	setp.ne.s32 	%p7, %r29, 0;
-	@%p7 bra 	$L__BB10_7;
-$L__BB10_8:
+	@%p7 bra 	$L__BB13_7;
+$L__BB13_8:
 	setp.eq.s32 	%p8, %r3, 0;
-	@%p8 bra 	$L__BB10_12;
+	@%p8 bra 	$L__BB13_12;
 	cvt.u64.u32 	%rd69, %r76;
 	add.s64 	%rd70, %rd9, %rd69;
 	cvta.to.global.u64 	%rd71, %rd3;
@@ -2574,23 +3563,23 @@ $L__BB10_8:
 	shl.b64 	%rd73, %rd72, %r30;
 	or.b64  	%rd119, %rd73, %rd119;
 	setp.eq.s32 	%p9, %r3, 1;
-	@%p9 bra 	$L__BB10_12;
+	@%p9 bra 	$L__BB13_12;
 	ld.global.u8 	%rd74, [%rd16+1];
 	add.s32 	%r32, %r30, 8;
 	shl.b64 	%rd75, %rd74, %r32;
 	or.b64  	%rd119, %rd75, %rd119;
 	setp.eq.s32 	%p10, %r3, 2;
-	@%p10 bra 	$L__BB10_12;
+	@%p10 bra 	$L__BB13_12;
 	ld.global.u8 	%rd76, [%rd16+2];
 	add.s32 	%r34, %r30, 16;
 	shl.b64 	%rd77, %rd76, %r34;
 	or.b64  	%rd119, %rd77, %rd119;
-	bra.uni 	$L__BB10_12;
-$L__BB10_3:
+	bra.uni 	$L__BB13_12;
+$L__BB13_3:
 	cvta.to.global.u64 	%rd49, %rd3;
 	add.s64 	%rd50, %rd49, %rd9;
 	ld.global.u64 	%rd119, [%rd50];
-$L__BB10_12:
+$L__BB13_12:
 	mul.lo.s64 	%rd78, %rd114, -7046029254386353131;
 	add.s64 	%rd79, %rd78, -7046029254386353131;
 	xor.b64  	%rd80, %rd119, %rd79;
@@ -2609,13 +3598,13 @@ $L__BB10_12:
 	add.s64 	%rd114, %rd114, %rd36;
 	setp.lt.u64 	%p11, %rd114, %rd30;
 	add.s64 	%rd113, %rd113, 1;
-	@%p11 bra 	$L__BB10_2;
-$L__BB10_13:
+	@%p11 bra 	$L__BB13_2;
+$L__BB13_13:
 	setp.ne.s32 	%p12, %r14, 0;
-	@%p12 bra 	$L__BB10_15;
+	@%p12 bra 	$L__BB13_15;
 	mov.u64 	%rd89, 0;
 	st.shared.u64 	[_ZZN46_INTERNAL_00000000_15_copy_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_copy_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total], %rd89;
-$L__BB10_15:
+$L__BB13_15:
 	bar.sync 	0;
 	mov.b64 {%r38,%r39}, %rd120;
 	mov.u32 	%r58, 2;
@@ -2651,12 +3640,12 @@ $L__BB10_15:
 	add.s64 	%rd25, %rd99, %rd98;
 	and.b32  	%r66, %r14, 31;
 	setp.ne.s32 	%p23, %r66, 0;
-	@%p23 bra 	$L__BB10_17;
+	@%p23 bra 	$L__BB13_17;
 	mov.u32 	%r67, _ZZN46_INTERNAL_00000000_15_copy_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_copy_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total;
 	atom.shared.add.u64 	%rd100, [%r67], %rd25;
-$L__BB10_17:
+$L__BB13_17:
 	bar.sync 	0;
-	@%p12 bra 	$L__BB10_20;
+	@%p12 bra 	$L__BB13_20;
 	ld.param.u64 	%rd102, [%rd26+16];
 	cvta.to.global.u64 	%rd103, %rd102;
 	ld.shared.u64 	%rd104, [_ZZN46_INTERNAL_00000000_15_copy_kernels_cu_6d2194a748_GLOBAL__N__00000000_15_copy_kernels_cu_6d2194a711add_to_cellERKN7kvferry7SumIntoEmE5total];
@@ -2667,7 +3656,7 @@ $L__BB10_17:
 	add.s32 	%r70, %r69, 1;
 	ld.param.u32 	%r71, [%rd26+32];
 	setp.ne.s32 	%p25, %r70, %r71;
-	@%p25 bra 	$L__BB10_20;
+	@%p25 bra 	$L__BB13_20;
 	membar.gl;
 	ld.param.u64 	%rd108, [%rd26+16];
 	cvta.to.global.u64 	%rd109, %rd108;
@@ -2677,7 +3666,7 @@ $L__BB10_17:
 	st.global.u64 	[%rd112], %rd110;
 	mov.u32 	%r72, 0;
 	st.global.u32 	[%rd109+8], %r72;
-$L__BB10_20:
+$L__BB13_20:
 	ret;
 }
 .visible .entry put_header(
@@ -2694,16 +3683,16 @@ $L__BB10_20:
 	ld.param.u32 	%r1, [put_header_param_0+16];
 	mov.u32 	%r2, %tid.x;
 	setp.ge.u32 	%p1, %r2, %r1;
-	@%p1 bra 	$L__BB11_5;
+	@%p1 bra 	$L__BB14_5;
 	cvt.u64.u32 	%rd3, %r2;
 	add.s64 	%rd6, %rd5, %rd3;
 	ld.param.u8 	%rs4, [%rd6+20];
 	ld.param.u64 	%rd4, [%rd2+-8];
 	setp.eq.s64 	%p2, %rd4, 0;
-	@%p2 bra 	$L__BB11_4;
+	@%p2 bra 	$L__BB14_4;
 	add.s32 	%r3, %r2, 8;
 	setp.lt.u32 	%p3, %r3, %r1;
-	@%p3 bra 	$L__BB11_4;
+	@%p3 bra 	$L__BB14_4;
 	add.s32 	%r4, %r1, -8;
 	cvt.u64.u32 	%rd7, %r4;
 	add.s64 	%rd8, %rd5, 20;
@@ -2758,12 +3747,12 @@ $L__BB10_20:
 	shl.b32 	%r16, %r15, 3;
 	shr.u64 	%rd46, %rd45, %r16;
 	cvt.u16.u64 	%rs4, %rd46;
-$L__BB11_4:
+$L__BB14_4:
 	ld.param.u64 	%rd47, [%rd2+-16];
 	cvta.to.global.u64 	%rd48, %rd47;
 	add.s64 	%rd49, %rd48, %rd3;
 	st.global.u8 	[%rd49], %rs4;
-$L__BB11_5:
+$L__BB14_5:
 	ret;
 }
 .visible .entry zero_pages_16(
@@ -2784,7 +3773,7 @@ $L__BB11_5:
 	add.s64 	%rd2, %rd15, 32;
 	ld.param.u32 	%r28, [zero_pages_16_param_0+32];
 	setp.ge.u32 	%p1, %r66, %r28;
-	@%p1 bra 	$L__BB12_7;
+	@%p1 bra 	$L__BB15_7;
 	ld.param.v2.u32 	{%r29, %r30}, [%rd2];
 	setp.eq.s32 	%p2, %r30, 1;
 	ld.param.v2.u32 	{%r31, %r32}, [%rd2+16];
@@ -2793,17 +3782,17 @@ $L__BB11_5:
 	cvta.to.global.u64 	%rd6, %rd5;
 	ld.param.v2.u32 	{%r33, %r34}, [%rd2+-8];
 	ld.param.u64 	%rd7, [%rd2+-16];
-	@%p2 bra 	$L__BB12_4;
-	bra.uni 	$L__BB12_2;
-$L__BB12_4:
+	@%p2 bra 	$L__BB15_4;
+	bra.uni 	$L__BB15_2;
+$L__BB15_4:
 	setp.eq.s32 	%p6, %r31, 1;
 	cvt.u64.u32 	%rd43, %r33;
 	mul.lo.s64 	%rd12, %rd7, %rd43;
 	mul.wide.u32 	%rd13, %r34, 16;
 	cvta.to.global.u64 	%rd14, %rd4;
-	@%p6 bra 	$L__BB12_6;
-	bra.uni 	$L__BB12_5;
-$L__BB12_6:
+	@%p6 bra 	$L__BB15_6;
+	bra.uni 	$L__BB15_5;
+$L__BB15_6:
 	ld.global.u64 	%rd54, [%rd14];
 	cvta.to.global.u64 	%rd55, %rd54;
 	mul.wide.u32 	%rd56, %r66, 4;
@@ -2818,9 +3807,9 @@ $L__BB12_6:
 	st.global.v4.u32 	[%rd63], {%r64, %r64, %r64, %r64};
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p8, %r66, %r29;
-	@%p8 bra 	$L__BB12_6;
-	bra.uni 	$L__BB12_7;
-$L__BB12_5:
+	@%p8 bra 	$L__BB15_6;
+	bra.uni 	$L__BB15_7;
+$L__BB15_5:
 	ld.global.u64 	%rd44, [%rd14];
 	cvta.to.global.u64 	%rd45, %rd44;
 	mul.wide.u32 	%rd46, %r66, 4;
@@ -2835,9 +3824,9 @@ $L__BB12_5:
 	st.global.v4.u32 	[%rd53], {%r63, %r63, %r63, %r63};
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p7, %r66, %r29;
-	@%p7 bra 	$L__BB12_5;
-	bra.uni 	$L__BB12_7;
-$L__BB12_2:
+	@%p7 bra 	$L__BB15_5;
+	bra.uni 	$L__BB15_7;
+$L__BB15_2:
 	ld.param.v2.u32 	{%r35, %r36}, [%rd2+8];
 	ld.param.u32 	%r9, [%rd2+16];
 	ld.param.u32 	%r10, [%rd2+28];
@@ -2848,7 +3837,7 @@ $L__BB12_2:
 	cvt.u64.u32 	%rd9, %r39;
 	cvt.u64.u32 	%rd10, %r32;
 	cvt.u64.u32 	%rd11, %r35;
-$L__BB12_3:
+$L__BB15_3:
 	setp.eq.s32 	%p3, %r31, 1;
 	cvt.u64.u32 	%rd16, %r65;
 	mul.lo.s64 	%rd17, %rd11, %rd16;
@@ -2896,8 +3885,8 @@ $L__BB12_3:
 	st.global.v4.u32 	[%rd42], {%r62, %r62, %r62, %r62};
 	add.s32 	%r65, %r65, %r1;
 	setp.lt.u32 	%p5, %r65, %r29;
-	@%p5 bra 	$L__BB12_3;
-$L__BB12_7:
+	@%p5 bra 	$L__BB15_3;
+$L__BB15_7:
 	ret;
 }
 .visible .entry zero_pages_4(
@@ -2918,7 +3907,7 @@ $L__BB12_7:
 	add.s64 	%rd2, %rd15, 32;
 	ld.param.u32 	%r28, [zero_pages_4_param_0+32];
 	setp.ge.u32 	%p1, %r66, %r28;
-	@%p1 bra 	$L__BB13_7;
+	@%p1 bra 	$L__BB16_7;
 	ld.param.v2.u32 	{%r29, %r30}, [%rd2];
 	setp.eq.s32 	%p2, %r30, 1;
 	ld.param.v2.u32 	{%r31, %r32}, [%rd2+16];
@@ -2927,17 +3916,17 @@ $L__BB12_7:
 	cvta.to.global.u64 	%rd6, %rd5;
 	ld.param.v2.u32 	{%r33, %r34}, [%rd2+-8];
 	ld.param.u64 	%rd7, [%rd2+-16];
-	@%p2 bra 	$L__BB13_4;
-	bra.uni 	$L__BB13_2;
-$L__BB13_4:
+	@%p2 bra 	$L__BB16_4;
+	bra.uni 	$L__BB16_2;
+$L__BB16_4:
 	setp.eq.s32 	%p6, %r31, 1;
 	cvt.u64.u32 	%rd43, %r33;
 	mul.lo.s64 	%rd12, %rd7, %rd43;
 	mul.wide.u32 	%rd13, %r34, 4;
 	cvta.to.global.u64 	%rd14, %rd4;
-	@%p6 bra 	$L__BB13_6;
-	bra.uni 	$L__BB13_5;
-$L__BB13_6:
+	@%p6 bra 	$L__BB16_6;
+	bra.uni 	$L__BB16_5;
+$L__BB16_6:
 	ld.global.u64 	%rd54, [%rd14];
 	cvta.to.global.u64 	%rd55, %rd54;
 	mul.wide.u32 	%rd56, %r66, 4;
@@ -2952,9 +3941,9 @@ $L__BB13_6:
 	st.global.u32 	[%rd63], %r64;
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p8, %r66, %r29;
-	@%p8 bra 	$L__BB13_6;
-	bra.uni 	$L__BB13_7;
-$L__BB13_5:
+	@%p8 bra 	$L__BB16_6;
+	bra.uni 	$L__BB16_7;
+$L__BB16_5:
 	ld.global.u64 	%rd44, [%rd14];
 	cvta.to.global.u64 	%rd45, %rd44;
 	mul.wide.u32 	%rd46, %r66, 4;
@@ -2969,9 +3958,9 @@ $L__BB13_5:
 	st.global.u32 	[%rd53], %r63;
 	add.s32 	%r66, %r66, %r1;
 	setp.lt.u32 	%p7, %r66, %r29;
-	@%p7 bra 	$L__BB13_5;
-	bra.uni 	$L__BB13_7;
-$L__BB13_2:
+	@%p7 bra 	$L__BB16_5;
+	bra.uni 	$L__BB16_7;
+$L__BB16_2:
 	ld.param.v2.u32 	{%r35, %r36}, [%rd2+8];
 	ld.param.u32 	%r9, [%rd2+16];
 	ld.param.u32 	%r10, [%rd2+28];
@@ -2982,7 +3971,7 @@ $L__BB13_2:
 	cvt.u64.u32 	%rd9, %r39;
 	cvt.u64.u32 	%rd10, %r32;
 	cvt.u64.u32 	%rd11, %r35;
-$L__BB13_3:
+$L__BB16_3:
 	mov.u32 	%r46, 0;
 	setp.eq.s32 	%p3, %r31, 1;
 	cvt.u64.u32 	%rd16, %r65;
@@ -3030,8 +4019,8 @@ $L__BB13_3:
 	st.global.u32 	[%rd42], %r46;
 	add.s32 	%r65, %r65, %r1;
 	setp.lt.u32 	%p5, %r65, %r29;
-	@%p5 bra 	$L__BB13_3;
-$L__BB13_7:
+	@%p5 bra 	$L__BB16_3;
+$L__BB16_7:
 	ret;
 }
 .visible .entry zero_pages_1(
@@ -3053,7 +4042,7 @@ $L__BB13_7:
 	add.s64 	%rd2, %rd15, 32;
 	ld.param.u32 	%r28, [zero_pages_1_param_0+32];
 	setp.ge.u32 	%p1, %r63, %r28;
-	@%p1 bra 	$L__BB14_7;
+	@%p1 bra 	$L__BB17_7;
 	ld.param.v2.u32 	{%r29, %r30}, [%rd2];
 	setp.eq.s32 	%p2, %r30, 1;
 	ld.param.v2.u32 	{%r31, %r32}, [%rd2+16];
@@ -3062,17 +4051,17 @@ $L__BB13_7:
 	cvta.to.global.u64 	%rd6, %rd5;
 	ld.param.v2.u32 	{%r33, %r34}, [%rd2+-8];
 	ld.param.u64 	%rd7, [%rd2+-16];
-	@%p2 bra 	$L__BB14_4;
-	bra.uni 	$L__BB14_2;
-$L__BB14_4:
+	@%p2 bra 	$L__BB17_4;
+	bra.uni 	$L__BB17_2;
+$L__BB17_4:
 	setp.eq.s32 	%p6, %r31, 1;
 	cvt.u64.u32 	%rd43, %r33;
 	mul.lo.s64 	%rd12, %rd7, %rd43;
 	cvt.u64.u32 	%rd13, %r34;
 	cvta.to.global.u64 	%rd14, %rd4;
-	@%p6 bra 	$L__BB14_6;
-	bra.uni 	$L__BB14_5;
-$L__BB14_6:
+	@%p6 bra 	$L__BB17_6;
+	bra.uni 	$L__BB17_5;
+$L__BB17_6:
 	ld.global.u64 	%rd54, [%rd14];
 	cvta.to.global.u64 	%rd55, %rd54;
 	mul.wide.u32 	%rd56, %r63, 4;
@@ -3087,9 +4076,9 @@ $L__BB14_6:
 	st.global.u8 	[%rd63], %rs3;
 	add.s32 	%r63, %r63, %r1;
 	setp.lt.u32 	%p8, %r63, %r29;
-	@%p8 bra 	$L__BB14_6;
-	bra.uni 	$L__BB14_7;
-$L__BB14_5:
+	@%p8 bra 	$L__BB17_6;
+	bra.uni 	$L__BB17_7;
+$L__BB17_5:
 	ld.global.u64 	%rd44, [%rd14];
 	cvta.to.global.u64 	%rd45, %rd44;
 	mul.wide.u32 	%rd46, %r63, 4;
@@ -3104,9 +4093,9 @@ $L__BB14_5:
 	st.global.u8 	[%rd53], %rs2;
 	add.s32 	%r63, %r63, %r1;
 	setp.lt.u32 	%p7, %r63, %r29;
-	@%p7 bra 	$L__BB14_5;
-	bra.uni 	$L__BB14_7;
-$L__BB14_2:
+	@%p7 bra 	$L__BB17_5;
+	bra.uni 	$L__BB17_7;
+$L__BB17_2:
 	ld.param.v2.u32 	{%r35, %r36}, [%rd2+8];
 	ld.param.u32 	%r9, [%rd2+16];
 	ld.param.u32 	%r10, [%rd2+28];
@@ -3117,7 +4106,7 @@ $L__BB14_2:
 	cvt.u64.u32 	%rd9, %r39;
 	cvt.u64.u32 	%rd10, %r32;
 	cvt.u64.u32 	%rd11, %r35;
-$L__BB14_3:
+$L__BB17_3:
 	setp.eq.s32 	%p3, %r31, 1;
 	cvt.u64.u32 	%rd16, %r62;
 	mul.lo.s64 	%rd17, %rd11, %rd16;
@@ -3165,8 +4154,8 @@ $L__BB14_3:
 	st.global.u8 	[%rd42], %rs1;
 	add.s32 	%r62, %r62, %r1;
 	setp.lt.u32 	%p5, %r62, %r29;
-	@%p5 bra 	$L__BB14_3;
-$L__BB14_7:
+	@%p5 bra 	$L__BB17_3;
+$L__BB17_7:
 	ret;
 }
 )ptx";

@@ -68,6 +68,34 @@ __device__ uint64_t copy_part(const PartCopy& copy) {
   return sum;
 }
 
+template <class Word>
+__device__ void move_words(const RowMove& move) {
+  const uint32_t step = gridDim.x * blockDim.x * kPartLoads;
+  for (uint32_t begin = blockIdx.x * blockDim.x * kPartLoads + threadIdx.x; begin < move.words; begin += step) {
+    Word words[kPartLoads];
+    char* to[kPartLoads];
+#pragma unroll
+    for (uint32_t i = 0; i < kPartLoads; ++i) {
+      const uint32_t word = begin + i * blockDim.x;
+      if (word >= move.words) continue;
+      const uint32_t row = move.row_words.divide(word), in_row = word - row * move.row_words.divisor;
+      const uint32_t fragment = move.fragment_words.divide(in_row);
+      const uint64_t inside = uint64_t(in_row - fragment * move.fragment_words.divisor) * sizeof(Word);
+      const uint32_t tensor = move.pieces.divide(fragment), piece = fragment - tensor * move.pieces.divisor;
+      const char* from = reinterpret_cast<const char*>(move.from_bases[tensor]) +
+                         int64_t(move.from_ids[row]) * move.from_strides[tensor] +
+                         int64_t(piece) * move.from_piece_stride + inside;
+      to[i] = reinterpret_cast<char*>(move.to_bases[tensor]) + int64_t(move.to_ids[row]) * move.to_strides[tensor] +
+              int64_t(piece) * move.to_piece_stride + inside;
+      words[i] = __ldcs(reinterpret_cast<const Word*>(from));
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kPartLoads; ++i) {
+      if (begin + i * blockDim.x < move.words) *reinterpret_cast<Word*>(to[i]) = words[i];
+    }
+  }
+}
+
 __device__ void sum_part_words(const PartSum& part) {
   const uint64_t words = (part.nbytes + 7) / 8, step = uint64_t(gridDim.x) * blockDim.x;
   const unsigned char* bytes = reinterpret_cast<const unsigned char*>(part.address);
@@ -132,6 +160,21 @@ extern "C" __global__ void __launch_bounds__(kvferry::kPartThreads)
 extern "C" __global__ void __launch_bounds__(kvferry::kPartThreads)
     copy_part_summed_16(const __grid_constant__ kvferry::PartCopy copy) {
   add_to_cell(copy.sum, copy_part<uint4, true>(copy));
+}
+
+extern "C" __global__ void __launch_bounds__(kvferry::kPartThreads)
+    move_rows_16(const __grid_constant__ kvferry::RowMove move) {
+  move_words<uint4>(move);
+}
+
+extern "C" __global__ void __launch_bounds__(kvferry::kPartThreads)
+    move_rows_4(const __grid_constant__ kvferry::RowMove move) {
+  move_words<uint32_t>(move);
+}
+
+extern "C" __global__ void __launch_bounds__(kvferry::kPartThreads)
+    move_rows_1(const __grid_constant__ kvferry::RowMove move) {
+  move_words<uint8_t>(move);
 }
 
 extern "C" __global__ void __launch_bounds__(kvferry::kPartThreads)

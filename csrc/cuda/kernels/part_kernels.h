@@ -1,4 +1,4 @@
-// The parameters of the kernels that copy parts, sum them up, and zero pages, as the GPU reads them: 4 KiB at most a launch.
+// The parameters of the kernels that copy parts and rows, sum parts up, and zero pages, as the GPU reads them: 4 KiB at most a launch.
 #pragma once
 
 #include <cstdint>
@@ -82,6 +82,20 @@ struct ZeroPages {
   uint32_t total;  // words of all of them
   FastDivisor page_words, tensor_words, words;  // those to be zeroed of a page, of a tensor, of a fragment
   uint32_t page_ids[kPagesPerPart];
+};
+
+constexpr uint32_t kRowsPerMove = 440;
+
+// The rows of `from_ids` of some pages into those of `to_ids` of others, both of so many tensors and pieces of equal fragments.
+struct RowMove {
+  const uint64_t* from_bases;
+  const uint64_t* to_bases;
+  const int64_t* from_strides;
+  const int64_t* to_strides;
+  int64_t from_piece_stride, to_piece_stride;
+  uint32_t words;  // of all of them
+  FastDivisor row_words, fragment_words, pieces;
+  uint32_t from_ids[kRowsPerMove], to_ids[kRowsPerMove];
 };
 
 constexpr uint32_t kPartThreads = 256;  // a block, at most

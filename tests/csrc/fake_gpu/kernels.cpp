@@ -86,6 +86,23 @@ void copy_part(const PartCopy& copy, size_t width, bool summed, unsigned blocks,
   if (summed) add_up(copy.sum, blocks, sum, operation);
 }
 
+void move_rows(const RowMove& move, size_t width, Operation& operation) {
+  const uint32_t fragments = move.row_words.divisor / move.fragment_words.divisor, tensors = fragments / move.pieces.divisor;
+  reads_tables(operation, move.from_bases, move.from_strides, tensors);
+  reads_tables(operation, move.to_bases, move.to_strides, tensors);
+  if (move.words % move.row_words.divisor != 0) abort();
+  for (uint32_t i = 0; i < move.words; ++i) {
+    const uint32_t row = i / move.row_words.divisor, in_row = i % move.row_words.divisor;
+    if (row >= kRowsPerMove || move.row_words.divide(i) != row) abort();
+    const uint32_t fragment = in_row / move.fragment_words.divisor, inside = in_row % move.fragment_words.divisor;
+    const uint32_t tensor = fragment / move.pieces.divisor, piece = fragment % move.pieces.divisor;
+    char* from = fragment_at(move.from_bases, move.from_strides, move.from_piece_stride, move.from_ids[row], tensor, piece);
+    char* to = fragment_at(move.to_bases, move.to_strides, move.to_piece_stride, move.to_ids[row], tensor, piece);
+    if ((reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to)) % width != 0) abort();
+    operation.copy(to + size_t(inside) * width, from + size_t(inside) * width, width);
+  }
+}
+
 void sum_part(const PartSum& part, unsigned blocks, Operation& operation) {
   uint64_t sum = 0;
   operation.reads(reinterpret_cast<const void*>(part.address), part.nbytes);
@@ -137,6 +154,8 @@ bool run_kernel(const std::string& name, const void* parameters, unsigned blocks
     copy_list(*static_cast<const ListCopy*>(parameters), width_of(name), operation);
   } else if (begins(name, "copy_part")) {
     copy_part(*static_cast<const PartCopy*>(parameters), width_of(name), begins(name, "copy_part_summed"), blocks, operation);
+  } else if (begins(name, "move_rows")) {
+    move_rows(*static_cast<const RowMove*>(parameters), width_of(name), operation);
   } else if (name == "sum_part") {
     sum_part(*static_cast<const PartSum*>(parameters), blocks, operation);
   } else if (name == "put_header") {
