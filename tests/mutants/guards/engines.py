@@ -162,10 +162,10 @@ COPIED: tuple[Guard, ...] = (
     ),
     Guard(
         "blocks are reported while a copy into them runs",
-        "connectors/worker_side.py",
-        "WorkerSide._copy",
-        "await complete(self._loop.run_in_executor(self._copier, work))",
-        "await self._loop.run_in_executor(self._copier, work)",
+        "connectors/worker_state.py",
+        "run_whole",
+        "cancelled = error",
+        "raise",
         COPIES,
     ),
     Guard(

@@ -2,6 +2,7 @@
 
 from tests.mutants.guard import Guard
 
+MOVES = ("tests/csrc/gpu/test_moves.py",)
 HOST_PAGES = ("tests/csrc/test_host_pages.py",)
 ORDERS = "tests/csrc/test_gpu_orders_engine.py"
 
@@ -191,6 +192,30 @@ GUARDS: tuple[Guard, ...] = (
         "if (range.holds(address_, bytes)) return;",
         "return;",
         ("tests/csrc/gpu/test_memory.py",),
+    ),
+    Guard(
+        "a move has a row for each row",
+        "csrc/bindings/gpu_parts.cpp",
+        "move_pages(",
+        "int64_t(to_ids.size()), int64_t(from_ids.size()), int64_t(from_ids.size())",
+        "int64_t(to_ids.size()), 0, kMaxInt64",
+        MOVES,
+    ),
+    Guard(
+        "a move's rows are written once",
+        "csrc/bindings/gpu_parts.cpp",
+        "move_pages(",
+        'check_distinct("target_ids", to_ids);',
+        "",
+        MOVES,
+    ),
+    Guard(
+        "a move is of pages of one shape",
+        "csrc/bindings/gpu_parts.cpp",
+        "move_pages(",
+        'check_range("pieces of target", target.pieces, source.pieces, source.pieces);',
+        "",
+        MOVES,
     ),
     Guard(
         "a handle of freed memory is not taken for the process's own",

@@ -7,6 +7,59 @@ ENGINE = (f"{SIDES}/test_engine_pool.py",)
 WORKERS = (f"{SIDES}/test_lock_holder.py",)
 EFFECTS = (f"{SIDES}/test_effects.py",)
 
+FRAMES, TOLD = ("tests/test_frames.py",), ("tests/daemon/test_worker_events.py",)
+
+_WORDS = (
+    Guard(
+        "a frame has a length",
+        "package/kvferry/frames.py",
+        "FrameStream.data_received",
+        "if length > self._most:",
+        "if False:",
+        FRAMES,
+    ),
+    Guard(
+        "a frame is taken when it is whole",
+        "package/kvferry/frames.py",
+        "FrameStream.data_received",
+        "if len(data) - at < self._needed:",
+        "if len(data) - at < _LENGTH.size:",
+        FRAMES,
+    ),
+    Guard(
+        "workers' connections have a bound",
+        "daemon/services/worker_frames.py",
+        "FramedWorkers._connected",
+        "self._serve if len(self._talks) < self._most else self._refuse",
+        "self._serve",
+        FRAMES,
+    ),
+    Guard(
+        "a worker that is gone ends its session",
+        "daemon/services/worker_frames.py",
+        "FrameTalk._over",
+        "if why:",
+        "if False:",
+        FRAMES,
+    ),
+    Guard(
+        "who fills pages of its own is admitted at once",
+        "daemon/services/worker_events.py",
+        "Telling._is_urgent",
+        "if request not in self._waits:",
+        "if True:",
+        TOLD,
+    ),
+    Guard(
+        "events are not late for ever",
+        "daemon/services/worker_events.py",
+        "Telling.run",
+        "until = loop.time() + self._late_seconds",
+        "until = loop.time() + 1e9",
+        TOLD,
+    ),
+)
+
 _WORKERS = (
     Guard(
         "a free lock of a process that is about to end proves nothing",
@@ -75,7 +128,7 @@ _WORKERS = (
     Guard(
         "an engine's stream ends once its memory is unmapped",
         "daemon/services/worker.py",
-        "WorkerService.Session",
+        "WorkerService.serve",
         "if worker.quiesced and not await side.memory_released(worker, RELEASE_SECONDS):",
         "if worker.quiesced and worker.overflown.is_set():",
         (f"{SIDES}/test_registering.py",),
@@ -328,4 +381,4 @@ _WAITS = (
     ),
 )
 
-GUARDS: tuple[Guard, ...] = (*_WORKERS, *_SIDES, *_WAITS)
+GUARDS: tuple[Guard, ...] = (*_WORDS, *_WORKERS, *_SIDES, *_WAITS)
