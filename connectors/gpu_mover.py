@@ -31,6 +31,7 @@ class GpuMover:
         self._map = blocks
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._order = torch.from_numpy(blocks.order).to(self._device)
+        self._behind_token = torch.empty_like(self._order, dtype=torch.bool)  # later there may be no memory left
         self._behind = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._pool: tuple[PoolPages, GpuPages] | None = None  # the last one, and its blocks
         try:
@@ -66,7 +67,8 @@ class GpuMover:
         page = pool.memory[pool.span(tail.page)].view(self._map.page_shape)
         with torch.cuda.stream(self._stream):
             page[:, tail.block + 1 :].zero_()
-            page[:, tail.block].masked_fill_(self._order > tail.token, 0)
+            torch.gt(self._order, tail.token, out=self._behind_token)
+            page[:, tail.block].masked_fill_(self._behind_token, 0)
 
     def _run(
         self, issue: Callable[[int], GpuCopy], blocks: int, after: Moment, then: Callable[[], None] | None = None

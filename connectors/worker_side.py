@@ -192,6 +192,7 @@ class WorkerSide:
                 del self._tasks[request]
             error = None if done.cancelled() else done.exception()
             if error is not None:
+                self.moved.failed += 1
                 _log.error("request %s: %r", request, error, exc_info=error)
             report(None if done.cancelled() or error is not None else done.result())
 
@@ -424,10 +425,8 @@ class WorkerSide:
         opened = True
         try:
             yield lease
-        except NotOpened as error:
-            opened = False  # the name may be that of a request that runs
-            self._failed(request, error)
-        except (RequestFailed, DaemonGone) as error:
+        except (NotOpened, RequestFailed, DaemonGone) as error:
+            opened = not isinstance(error, NotOpened)  # its name may be that of a request that runs
             self._failed(request, error)
         finally:
             if lease.ending is not None:
