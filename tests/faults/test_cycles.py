@@ -56,6 +56,7 @@ def check(samples: list[Usage]) -> None:
         assert found[name].end <= found[name].start + more, f"{name}: {found[name]}\n{table(samples)}"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_some_cycles_and_a_courier_that_stops() -> None:
     """Several at a time: both couriers of the decode daemon, over and over, and once a daemon and both workers."""

@@ -19,8 +19,9 @@ from tests.support.standstill import is_stopped
 WITH_STANDSTILL = str(Path(__file__).with_name("with_standstill.py"))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stands", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stands", ["decode-0", "prefill-0"])
 def test_a_daemon_that_stands_still_while_it_reaps_a_courier_lives_on(stands: str) -> None:
     with WrappedStack(stands, [sys.executable, WITH_STANDSTILL]) as stack:
         prefills, decodes = start_replicas(stack, SystemSpec(page_size=16))

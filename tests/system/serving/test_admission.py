@@ -50,7 +50,8 @@ def seven_pages_held(replica: Replica) -> Iterator[None]:
 REQUESTS, NEW_TOKENS = 16, 100  # of each a sixth of the pool
 
 
-@pytest.mark.parametrize("host_pages", [pytest.param(0, marks=pytest.mark.nightly), 400])
+@pytest.mark.nightly
+@pytest.mark.parametrize("host_pages", [0, 400])
 def test_overcommit_loses_no_token(host_pages: int) -> None:
     """Many requests, each of which may grow to a sixth of the pool, and does: those that were retracted end with the
     same tokens as in a system that never promises too much.
