@@ -94,10 +94,12 @@ class DaemonClient:
             hello.pool.CopyFrom(own.message)
             hello.facts.geometry.page_size = own.pools.geometry.page_size
         stream: Stream | None = None
+        loop = asyncio.get_running_loop()
+        until = loop.time() + deadline_s
         try:
             stream = await open_stream(socket, deadline_s)
             stream.send(worker_pb2.WorkerMessage(hello=hello))
-            welcome = await stream.welcome(deadline_s)
+            welcome = await stream.welcome(max(0.0, until - loop.time()))
             geometry = KVGeometry.from_proto(welcome.geometry)
             if own is not None:
                 own.mapped()

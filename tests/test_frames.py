@@ -61,6 +61,22 @@ def test_the_other_side_says_its_last(left: bytes, why: str) -> None:
     assert (heard.messages, heard.ends) == ([b"x"], [why])
 
 
+def test_nothing_is_sent_behind_the_last_word() -> None:
+    async def story() -> None:
+        ours, theirs = socket.socketpair()
+        heard = Heard()
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: heard.stream, sock=ours)
+        heard.stream.send(b"x")
+        heard.stream.end()
+        heard.stream.send(b"y")
+        theirs.settimeout(5)
+        assert theirs.recv(100) == frame(b"x") and theirs.recv(100) == b""
+        transport.close()
+        theirs.close()
+
+    asyncio.run(story())
+
+
 # -- the daemon's sockets
 
 
@@ -128,6 +144,7 @@ def test_what_was_sent_is_answered_behind_the_worker_s_last_word(tmp_path: Path)
 def test_more_connections_than_may_be_are_told_so(tmp_path: Path) -> None:
     async def story(connect: Callable[[], Awaitable[Raw]]) -> None:
         first, second, third = await connect(), await connect(), await connect()
+        third.writer.write(aux(b"a worker that writes first"))
         end = (await third.event()).end
         assert (end.code, end.details) == (8, "2 workers' connections are open")
         first.close()

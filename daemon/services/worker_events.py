@@ -68,4 +68,6 @@ class Telling:
                 return False
             self._waits.discard(request)
             return True
+        if kind in ("ended", "failed"):
+            self._waits.discard(getattr(event, kind).name.request_id)
         return bool(kind != "ended")

@@ -5,6 +5,7 @@ streams. Shell.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -19,11 +20,12 @@ from kvferry.daemon.peers.session import report_invariant
 from kvferry.frames import FrameStream
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import ENDED_IN_ORDER, MAX_MESSAGE_BYTES
-from kvferry.waiting import is_done
+from kvferry.waiting import is_done, within
 
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 64  # messages of a worker that are not taken yet: the rest stays in its socket
+REFUSED_SECONDS = 1.0  # for the first word of one worker too many
 CLOSE_SECONDS = 5.0  # for a worker to take the last of what it was told
 
 
@@ -99,6 +101,7 @@ class FrameTalk:
         self._eof = True
         self._arrived.set()
         if why:  # not that it has said its last: nobody is there any more
+            log.info("a worker's connection is over: %s", why)
             self.handler.cancel()
 
 
@@ -123,7 +126,9 @@ class FramedWorkers:
             raise
         finally:
             os.umask(before)
-        self._server = await asyncio.get_running_loop().create_unix_server(self._connected, sock=listening)
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            self._connected, sock=listening, backlog=self._most
+        )
 
     async def stop(self, grace: float) -> None:
         """`grace`: seconds for the sessions that run."""
@@ -141,4 +146,6 @@ class FramedWorkers:
         return talk.stream
 
     async def _refuse(self, talk: FrameTalk) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(REFUSED_SECONDS, talk.read())  # who writes before it reads would not hear the reason
         await talk.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._most} workers' connections are open")

@@ -28,6 +28,7 @@ class FrameStream(asyncio.Protocol):
         self._begun = bytearray()  # a frame that has not come whole
         self._needed = 0  # its bytes, as far as that is known
         self._over = False
+        self._said_last = False
         self._room = asyncio.Event()
         self._room.set()
         self.connected = asyncio.Event()
@@ -35,8 +36,9 @@ class FrameStream(asyncio.Protocol):
     # -- for its owner ---------------------------------------------------------------------------------------------
 
     def send(self, *messages: bytes) -> None:
-        """Sends them now, or behind what still waits (`unsent`). Into a connection that is over they go for nothing."""
-        if self._transport is not None:
+        """Sends them now, or behind what still waits (`unsent`). Behind `end`, or into a connection that is over, they
+        go for nothing."""
+        if self._transport is not None and not self._said_last:
             self._transport.write(b"".join(part for each in messages for part in (_LENGTH.pack(len(each)), each)))
 
     @property
@@ -60,6 +62,7 @@ class FrameStream(asyncio.Protocol):
     def end(self) -> None:
         """Says that nothing more comes from here."""
         if self._transport is not None and not self._transport.is_closing() and self._transport.can_write_eof():
+            self._said_last = True
             self._transport.write_eof()
 
     def close(self) -> None:
