@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import socket as unix
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,13 +23,13 @@ MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 MAX_RECEIVED_MESSAGE_BYTES = 64 * 1024 * 1024
 AGAIN_SECONDS = 0.1  # until a daemon that is not there is tried again
 
-_ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
+_ABSENT = (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """Why nothing comes any more. `code`: of gRPC's statuses, 0: the daemon ended the stream in order; None: it has
-    said nothing."""
+    """Why nothing comes any more. `code`: of gRPC's statuses, 0: the daemon ended the stream in order, INTERNAL: it
+    broke the protocol; None: it has said nothing."""
 
     code: int | None
     details: str
@@ -54,7 +56,7 @@ class Stream:
         """Events come from now on; a ValueError of the listener's breaks the stream."""
         self._listener = listener
         for event in self._early:
-            listener(event)
+            self._hear(listener, event)
         self._early.clear()
         self.frames.go_on()
 
@@ -89,22 +91,36 @@ class Stream:
             return
         try:
             event = worker_pb2.WorkerEvent.FromString(data)
-            if event.WhichOneof("kind") == "end":
-                self._ends_by(StreamEnd(event.end.code, event.end.details, event.end.daemon_ended))
-            elif self._listener is not None:
-                self._listener(event)
-            elif not self._first.done():
-                self._first.set_result(event)
-                self.frames.hold()  # but for what has come with it
-            else:
-                self._early.append(event)
-        except (ValueError, DecodeError) as error:
-            self._ends_by(StreamEnd(None, f"the daemon broke the protocol: {error}"))
-            self.frames.abort()
+        except DecodeError as error:
+            self._breaks(error)
+            return
+        if event.WhichOneof("kind") == "end":
+            self._ends_by(StreamEnd(event.end.code, event.end.details, event.end.daemon_ended))
+            self.frames.close()  # the daemon waits for that
+        elif self._listener is not None:
+            self._hear(self._listener, event)
+        elif not self._first.done():
+            self._first.set_result(event)
+            self.frames.hold()  # but for what has come with it
+        else:
+            self._early.append(event)
+
+    def _hear(self, listener: Callable[[worker_pb2.WorkerEvent], None], event: worker_pb2.WorkerEvent) -> None:
+        if self.over.done():
+            return
+        try:
+            listener(event)
+        except ValueError as error:
+            self._breaks(error)
+
+    def _breaks(self, error: Exception) -> None:
+        self._ends_by(StreamEnd(grpc.StatusCode.INTERNAL.value[0], f"the daemon broke the protocol: {error}"))
+        self.frames.abort()
 
     def _ends(self, why: str) -> None:
         if not self.over.done():
             self._ends_by(StreamEnd(None, why or "the daemon closed the connection"))
+            self.frames.abort()
 
     def _ends_by(self, end: StreamEnd) -> None:
         self.over.set_result(end)
@@ -118,13 +134,31 @@ async def open_stream(socket: str, deadline_s: float) -> Stream:
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline_s
     stream = Stream(socket)
-    while True:
-        try:
-            await loop.create_unix_connection(lambda: stream.frames, socket + SUFFIX)
-            return stream
-        except OSError as error:
-            if error.errno not in _ABSENT:
-                raise HandshakeFailed(f"cannot connect to {socket + SUFFIX}: {error}") from error
-            if loop.time() >= until:
-                raise DaemonAbsent(f"no daemon answered on {socket} within {deadline_s:g} s") from None
+    while (connection := _connected(socket + SUFFIX)) is None:
+        if loop.time() >= until:
+            raise _absent(socket, deadline_s)
         await asyncio.sleep(AGAIN_SECONDS)
+    await loop.create_unix_connection(lambda: stream.frames, sock=connection)
+    return stream
+
+
+def _absent(socket: str, deadline_s: float) -> DaemonAbsent:
+    why = f"no daemon answered on {socket + SUFFIX} within {deadline_s:g} s"
+    if os.path.exists(socket):
+        why += f"; {socket} is there, of a daemon older than this worker or just starting"
+    return DaemonAbsent(why)
+
+
+def _connected(path: str) -> unix.socket | None:
+    """A socket that is connected to the one at `path`; None where nobody takes it. asyncio's own connecting takes the
+    refusal of a listener whose queue is full, as a stopped daemon's, for a beginning."""
+    connection = unix.socket(unix.AF_UNIX)
+    try:
+        connection.setblocking(False)
+        connection.connect(path)
+        return connection
+    except OSError as error:
+        connection.close()
+        if error.errno in _ABSENT:
+            return None
+        raise HandshakeFailed(f"cannot connect to {path}: {error}") from error

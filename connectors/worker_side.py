@@ -79,9 +79,9 @@ class WorkerSide:
         try:
             seconds = self._settings.connect_seconds
             self._wait(self._sessions.open(seconds), seconds + STOP_SECONDS)
-        except HandshakeFailed as error:
+        except (HandshakeFailed, TimeoutError) as error:
             self.close()
-            raise DaemonRefused(str(error)) from error
+            raise DaemonRefused(f"the session with the daemon: {error}") from error
 
     def take(self, orders: Orders) -> None:
         """Takes a step's orders in, before its forward pass."""

@@ -129,7 +129,10 @@ class Daemon:
         await servers.start()
         os.chmod(config.socket, 0o600)
         framed = FramedWorkers(workers.serve, CALLS_PER_CLIENT * config.max_workers)
-        await framed.start(config.socket + SUFFIX)
+        try:
+            await framed.start(config.socket + SUFFIX)
+        except OSError as error:
+            raise ConfigError(f"--socket: cannot listen on {config.socket + SUFFIX!r}: {error.strerror}") from error
         self._sockets.append(SocketFile(config.socket + SUFFIX))
         self._running = _Running(servers, framed, workers)
         self._start_tasks()

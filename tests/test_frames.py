@@ -9,11 +9,17 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 
+import grpc
 import pytest
 
-from kvferry.daemon.services.worker_frames import MOST_WAITING, FramedWorkers, FrameTalk
-from kvferry.frames import FrameStream
+from kvferry.client.requests import DaemonAbsent
+from kvferry.client.stream import Stream, open_stream
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.services.worker import status_of
+from kvferry.daemon.services.worker_frames import CLOSE_SECONDS, MOST_WAITING, FramedWorkers, FrameTalk
+from kvferry.frames import SUFFIX, FrameStream
 from kvferry.proto import worker_pb2 as wire
+from kvferry.proto.limits import ENDED_IN_ORDER, MAX_MESSAGE_BYTES
 
 MOST = 1000
 
@@ -106,7 +112,10 @@ def served(
             return Raw(*await asyncio.open_unix_connection(path))
 
         async def serving(talk: FrameTalk) -> None:
-            await serve(talk)
+            try:
+                await serve(talk)
+            except RequestError as error:
+                await talk.abort(status_of(error), error.message)
 
         workers = FramedWorkers(serving, 2)
         await workers.start(path)
@@ -171,6 +180,105 @@ def test_bytes_that_are_no_message_end_that_connection_alone(tmp_path: Path) -> 
         bad.close()
 
     served(tmp_path, echo, story)
+
+
+def test_a_message_that_is_too_long_is_named_before_the_connection_ends(tmp_path: Path) -> None:
+    async def story(connect: Callable[[], Awaitable[Raw]]) -> None:
+        raw = await connect()
+        raw.writer.write(struct.pack("<I", MAX_MESSAGE_BYTES + 1) + bytes(1 << 20))
+        end = (await raw.event()).end
+        assert (end.code, end.details) == (
+            8,
+            f"a message of {MAX_MESSAGE_BYTES + 1} bytes came; it may have {MAX_MESSAGE_BYTES}",
+        )
+        assert await raw.reader.read() == b""
+        raw.close()
+
+    served(tmp_path, echo, story)
+
+
+def test_who_writes_while_the_daemon_ends_still_reads_why(tmp_path: Path) -> None:
+    """A connection that is closed with messages unread, or written to behind its close, breaks and loses the reason."""
+
+    async def refuse(talk: FrameTalk) -> None:
+        await asyncio.sleep(0.1)  # what was sent waits unread
+        await talk.abort(grpc.StatusCode.UNAVAILABLE, "the daemon has ended", ENDED_IN_ORDER)
+
+    async def story(connect: Callable[[], Awaitable[Raw]]) -> None:
+        raw = await connect()
+        begin = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() < begin + 0.5:
+            raw.writer.write(aux(bytes(1000)) * 100)
+            await asyncio.sleep(0.005)
+        end = (await raw.event()).end
+        assert (end.details, end.daemon_ended) == ("the daemon has ended", True)
+        assert await raw.reader.read() == b""
+        raw.close()
+
+    served(tmp_path, refuse, story)
+
+
+def test_a_client_hears_the_end_while_it_writes_and_hangs_up(tmp_path: Path) -> None:
+    async def refuse(talk: FrameTalk) -> None:
+        await asyncio.sleep(0.1)
+        await talk.abort(grpc.StatusCode.UNAVAILABLE, "the daemon has ended", ENDED_IN_ORDER)
+
+    async def run() -> None:
+        workers = FramedWorkers(refuse, 1)
+        await workers.start(str(tmp_path / "s") + SUFFIX)
+        stream = await open_stream(str(tmp_path / "s"), 5.0)
+        while not stream.over.done():
+            stream.send(wire.WorkerMessage(aux=wire.Aux(blob=bytes(100_000))))
+            await asyncio.sleep(0)
+        assert stream.over.result().daemon_ended
+        begin = asyncio.get_running_loop().time()
+        await workers.stop(CLOSE_SECONDS)
+        assert asyncio.get_running_loop().time() - begin < CLOSE_SECONDS / 2, "the client has not hung up"
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_daemon_that_stands_still_is_absent_when_nobody_more_is_taken_in(tmp_path: Path) -> None:
+    """The queue of its socket is full: a connection then is refused, and not one that has begun."""
+
+    async def run() -> None:
+        with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as other:
+            listening.bind(str(tmp_path / "s") + SUFFIX)
+            listening.listen(0)
+            other.connect(str(tmp_path / "s") + SUFFIX)
+            with pytest.raises(DaemonAbsent, match=r"no daemon answered on .*s\.f within 0\.3 s$"):
+                await open_stream(str(tmp_path / "s"), 0.3)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_daemon_without_frames_is_named(tmp_path: Path) -> None:
+    async def run() -> None:
+        with socket.socket(socket.AF_UNIX) as older:
+            older.bind(str(tmp_path / "s"))
+            with pytest.raises(DaemonAbsent, match="of a daemon older than this worker or just starting"):
+                await open_stream(str(tmp_path / "s"), 0.1)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_events_that_break_the_protocol_end_the_stream_whenever_they_come() -> None:
+    def refuse(event: wire.WorkerEvent) -> None:
+        raise ValueError("a second Welcome")
+
+    def event() -> bytes:
+        return frame(wire.WorkerEvent(welcome=wire.Welcome()).SerializeToString())
+
+    async def run() -> None:
+        for late in (False, True):
+            stream = Stream("s")
+            stream.frames.data_received(event() + (b"" if late else event()))
+            stream.listen(refuse)
+            if late:
+                stream.frames.data_received(event())
+            assert str(stream.over.result()) == "INTERNAL: the daemon broke the protocol: a second Welcome"
+
+    asyncio.run(run())
 
 
 def test_a_worker_that_does_not_read_is_waited_for_and_its_end_ends_the_wait(tmp_path: Path) -> None:

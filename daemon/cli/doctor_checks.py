@@ -25,6 +25,7 @@ from kvferry.daemon.memory.capacity import SHM_REMEDY, in_shm, lacks_on_gpus, me
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
 from kvferry.daemon.peers.tls import TlsError, files_of, read_identity, utc
 from kvferry.daemon.socket_file import MAX_PATH_BYTES
+from kvferry.frames import SUFFIX
 from kvferry.listening import is_loopback
 from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink
 
@@ -276,16 +277,17 @@ def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding(BAD, what, "another user may have made its folder", str(error))
         return
     existing = _existing(Path(config.socket).absolute().parent)
-    if (mode := _mode(config.socket)) is not None:
-        if not stat.S_ISSOCK(mode):
-            yield Finding(BAD, what, "exists and is no socket", "another --socket, or remove it")
-        else:
-            yield Finding(
-                NOTE,
-                what,
-                "is there: a daemon runs, or died",
-                f"kvferry health unix:{config.socket} says which; a start clears it",
-            )
+    modes = {path: _mode(path) for path in (config.socket, config.socket + SUFFIX)}
+    there = {path: mode for path, mode in modes.items() if mode is not None}
+    if others := [path for path, mode in there.items() if not stat.S_ISSOCK(mode)]:
+        yield Finding(BAD, f"socket {others[0]}", "exists and is no socket", "another --socket, or remove it")
+    elif there:
+        yield Finding(
+            NOTE,
+            what,
+            "is there: a daemon runs, or died",
+            f"kvferry health unix:{config.socket} says which; a start clears it",
+        )
     elif not os.path.isdir(existing):
         yield Finding(BAD, what, f"{existing} is no folder", "another --socket, or XDG_RUNTIME_DIR")
     elif not os.access(existing, os.W_OK | os.X_OK):

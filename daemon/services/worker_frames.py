@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
+from kvferry.daemon.core.errors import RequestError, invalid
 from kvferry.daemon.peers.session import report_invariant
 from kvferry.frames import FrameStream
 from kvferry.proto import worker_pb2 as wire
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST_WAITING = 64  # messages of a worker that are not taken yet: the rest stays in its socket
 REFUSED_SECONDS = 1.0  # for the first word of one worker too many
-CLOSE_SECONDS = 5.0  # for a worker to take the last of what it was told
+CLOSE_SECONDS = 5.0  # for a worker to take the last of what it was told and hang up
 
 
 class _Aborted(Exception):
@@ -59,7 +60,7 @@ class FrameTalk:
         try:
             return wire.WorkerMessage.FromString(data)
         except DecodeError:
-            await self.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a message of {len(data)} bytes is no WorkerMessage")
+            raise invalid(f"a message of {len(data)} bytes is no WorkerMessage") from None
 
     async def write(self, events: Sequence[wire.WorkerEvent]) -> None:
         self.stream.send(*(event.SerializeToString() for event in events))
@@ -82,9 +83,10 @@ class FrameTalk:
             if isinstance(error, AssertionError):
                 report_invariant(error)
         finally:
-            self.stream.close()
-            asyncio.get_running_loop().call_later(CLOSE_SECONDS, self.stream.abort)
-            self._gone(self)
+            try:
+                await self.stream.finish(CLOSE_SECONDS)
+            finally:
+                self._gone(self)
 
     def _say_end(self, code: grpc.StatusCode, details: str, *, daemon_ended: bool = False) -> None:
         end = wire.SessionEnd(code=code.value[0], details=details, daemon_ended=daemon_ended)
@@ -100,8 +102,9 @@ class FrameTalk:
     def _over(self, why: str) -> None:
         self._eof = True
         self._arrived.set()
-        if why:  # not that it has said its last: nobody is there any more
+        if why:  # not that it has said its last: nothing that follows could be understood
             log.info("a worker's connection is over: %s", why)
+            self._say_end(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
             self.handler.cancel()
 
 
@@ -109,14 +112,15 @@ class FramedWorkers:
     """The socket; `start` listens, `stop` ends what runs."""
 
     def __init__(self, serve: Callable[[FrameTalk], Coroutine[Any, Any, None]], most: int) -> None:
-        """`most`: connections at a time; of more each is ended at once."""
+        """`most`: connections at a time; one more is told so."""
         self._serve = serve
         self._most = most
         self._talks: set[FrameTalk] = set()
+        self._refused: set[FrameTalk] = set()
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, path: str) -> None:
-        """Binds it, for this user alone."""
+        """Binds it, for this user alone. OSError where that is not possible."""
         listening = socket.socket(socket.AF_UNIX)
         before = os.umask(0o177)
         try:
@@ -134,18 +138,20 @@ class FramedWorkers:
         """`grace`: seconds for the sessions that run."""
         if self._server is not None:
             self._server.close()
-        running = [talk.handler for talk in self._talks]
+        running = [talk.handler for talk in self._talks | self._refused]
         if running and not await is_done(asyncio.ensure_future(asyncio.wait(running)), grace):
             for handler in running:
                 handler.cancel()
             await asyncio.wait(running)
 
     def _connected(self) -> asyncio.BaseProtocol:
-        talk = FrameTalk(self._serve if len(self._talks) < self._most else self._refuse, self._talks.discard)
-        self._talks.add(talk)
+        free = len(self._talks) < self._most
+        talks = self._talks if free else self._refused
+        talk = FrameTalk(self._serve if free else self._refuse, talks.discard)
+        talks.add(talk)
         return talk.stream
 
     async def _refuse(self, talk: FrameTalk) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
+        with contextlib.suppress(asyncio.TimeoutError, RequestError):
             await within(REFUSED_SECONDS, talk.read())  # who writes before it reads would not hear the reason
         await talk.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._most} workers' connections are open")

@@ -7,9 +7,12 @@ A frame: four bytes of length, little-endian, and a message of so many. What eac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from collections.abc import Callable
 from typing import cast
+
+from kvferry.waiting import within
 
 SUFFIX = ".f"  # of the socket's path, behind that of gRPC's socket
 _LENGTH = struct.Struct("<I")
@@ -20,7 +23,7 @@ class FrameStream(asyncio.Protocol):
     where the other side has said its last. All of it on the event loop of the connection."""
 
     def __init__(self, most: int, take: Callable[[bytes], None], over: Callable[[str], None]) -> None:
-        """`most`: bytes of a message that comes in; a longer one ends the connection."""
+        """`most`: bytes of a message that comes in; behind a longer one nothing is taken any more."""
         self._most = most
         self._take = take
         self._tell_over = over
@@ -29,6 +32,9 @@ class FrameStream(asyncio.Protocol):
         self._needed = 0  # its bytes, as far as that is known
         self._over = False
         self._said_last = False
+        self._heard_last = False
+        self._finishing = False
+        self._lost = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
         self.connected = asyncio.Event()
@@ -65,6 +71,23 @@ class FrameStream(asyncio.Protocol):
             self._said_last = True
             self._transport.write_eof()
 
+    async def finish(self, deadline_s: float) -> None:
+        """Ends the connection in order: what is sent is taken, and what still comes is dropped until the other side
+        has closed its own, at most for `deadline_s`. Closed at once, the connection would break under the other side's
+        next message, and its last word be lost with it."""
+        self._finishing = True
+        if self._heard_last:
+            self.close()
+        else:
+            self.go_on()
+            self.end()
+        self._over = True
+        try:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(deadline_s, self._lost.wait())
+        finally:
+            self.abort()
+
     def close(self) -> None:
         """Ends the connection behind what is still to be sent. Idempotent."""
         if self._transport is not None:
@@ -82,6 +105,8 @@ class FrameStream(asyncio.Protocol):
         self.connected.set()
 
     def data_received(self, data: bytes) -> None:
+        if self._over:
+            return
         if self._begun:
             self._begun += data
             if len(self._begun) < self._needed:
@@ -89,13 +114,12 @@ class FrameStream(asyncio.Protocol):
             data = bytes(self._begun)
             self._begun.clear()
         at = 0
-        while not self._over:
+        while True:
             self._needed = _LENGTH.size
             if len(data) - at >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(data, at)
                 if length > self._most:
                     self._ends(f"a message of {length} bytes came; it may have {self._most}")
-                    self.abort()
                     return
                 self._needed += length
             if len(data) - at < self._needed:
@@ -106,11 +130,13 @@ class FrameStream(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Keeps this side's way open: the owner may have something to say still."""
+        self._heard_last = True
         self._ends("the connection ended within a message" if self._begun else "")
-        return True
+        return not self._finishing
 
     def connection_lost(self, error: Exception | None) -> None:
         self._room.set()
+        self._lost.set()
         self._ends(f"the connection broke: {error}" if error is not None else "the connection was closed")
 
     def pause_writing(self) -> None:
