@@ -164,7 +164,7 @@ def own(folder: Path) -> Own:
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(client_module, "UNMAP_DEADLINE_S", 0.8)
+    monkeypatch.setattr(client_module, "UNMAP_DEADLINE_S", 1.6)
     yield
     engine_gpu_pools._kept.clear()
 
@@ -211,7 +211,7 @@ async def closes_behind_the_daemon(daemon: FakeDaemon, client: DaemonClient) -> 
         pytest.param(closes, Mute, 0.0, id="no word"),
         pytest.param(closes, Failing, 0.0, id="an error"),
         pytest.param(closes_behind_the_daemon, FakeDaemon, 0.0, id="a broken stream"),
-        pytest.param(closes, FakeDaemon, 1.5, id="a device that is late"),
+        pytest.param(closes, FakeDaemon, 2.4, id="a device that is late"),
     ],
 )
 def test_own_memory_that_may_be_mapped_stays_with_the_process(
