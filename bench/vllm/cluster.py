@@ -5,6 +5,7 @@ VLLM_PYTHON   the interpreter that has vLLM          VLLM_MODEL  a model's folde
 VLLM_DECODE_PYTHON  decode's, where it has another vLLM
 VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: prefill on the first, decode on the last; without it vLLM for CPUs
 VLLM_FLAGS    more of the servers' arguments; those of the scripts (float32, eager) come before them
+VLLM_CACHES   a folder in which each server has its compile caches, by its name
 VLLM_TIE      another token than the reference's is allowed where its two best logits are nearer (1e-3; bfloat16: 1e-2)
 """
 
@@ -17,6 +18,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
@@ -37,8 +39,12 @@ MODEL_NAME = "smol"
 START_SECONDS = 600.0
 STOP_SECONDS = 60.0
 BLOCK = 32
+CACHES = os.environ.get("VLLM_CACHES", "")
 DEVICES = [name for name in os.environ.get("VLLM_DEVICES", "").split(",") if name]
+SIDE_PORT = 5600  # of NIXL's handshakes
 GPU_SHARE = 0.2  # of a GPU's memory, for each engine
+SMALL = ("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK), "--max-model-len", "1024")
+SMALL += ("--max-num-seqs", "16", "--max-num-batched-tokens", "512")  # of a step: longer prompts are computed in chunks
 
 
 class ClusterError(RuntimeError):
@@ -49,8 +55,9 @@ class ClusterError(RuntimeError):
 class Spec:
     decode_blocks: int = 0  # of the decode engine's KV cache; 0: as many as 1 GiB holds
     prefill_blocks: int = 0
-    max_model_len: int = 1024
-    batch_tokens: int = 512  # of a step: longer prompts are computed in chunks
+    decode_bytes: int = 0  # the same on a GPU in bytes; 0: what GPU_SHARE leaves
+    prefill_bytes: int = 0
+    flags: tuple[str, ...] = SMALL  # of each engine
     page_size: int = BLOCK
     pool_bytes: str = "512MiB"  # of each daemon
     host_bytes: str = "1GiB"  # of the decode daemon's host tier
@@ -110,16 +117,27 @@ class Cluster:
 
     def nixl(self) -> None:
         """A prefill and a decode engine with vLLM's own connector; routers ask prefill first."""
+        port = (
+            SIDE_PORT if CACHES else free_port()
+        )  # vLLM's compile caches go by it: one for both, and so two addresses
         for name, blocks in (("prefill", self.spec.prefill_blocks), ("decode", self.spec.decode_blocks)):
             transfer: dict[str, object] = {
                 "kv_connector": "NixlConnector",
                 "kv_role": "kv_both",
-                "kv_buffer_device": "cpu",
+                "kv_buffer_device": "cuda" if DEVICES else "cpu",
                 "kv_load_failure_policy": "recompute",
             }
-            self._vllm(name, blocks, transfer, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())})
+            host = "127.0.0.1" if name == "prefill" else "127.0.0.2"
+            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+            self._vllm(name, blocks, transfer, side)
         for engine in self.engines.values():
             self._wait(engine)
+
+    def start_nixl_front(self) -> None:
+        port = free_port()
+        words = [sys.executable, str(ROOT / "bench" / "vllm" / "nixl_front.py"), str(port)]
+        words += [self.engines[name].url for name in ("prefill", "decode")]
+        self.front = self._wait(self._spawn("front", port, words, {})).url
 
     def kvferry(self) -> None:
         self.start_daemons()
@@ -143,9 +161,13 @@ class Cluster:
         self.start_front()
 
     def start_front(self) -> None:
-        words = ["front", "--listen", "127.0.0.1:0", "--vllm-prefill", f"prefill={self.engines['prefill'].url}"]
-        words += ["--first-token-seconds", "240", "--next-token-seconds", "240"]
-        front = self.stack.start("front", [*words, "--vllm-decode", self.engines["decode"].url])
+        words = ["front", "--listen", "127.0.0.1:0", "--first-token-seconds", "240", "--next-token-seconds", "240"]
+        if alone := self.engines.get("alone"):
+            words += ["--vllm-decode", alone.url]
+        else:
+            words += ["--vllm-prefill", f"prefill={self.engines['prefill'].url}"]
+            words += ["--vllm-decode", self.engines["decode"].url]
+        front = self.stack.start("front", words)
         self.front = f"http://{self.stack.ready(front)}"
 
     # -- daemons ---------------------------------------------------------------------------------------------------
@@ -193,11 +215,8 @@ class Cluster:
             raise ClusterError(f"no vLLM at {python}: bench/vllm/venv.sh makes its environment (or set VLLM_PYTHON)")
         port = free_port()
         words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
-        words += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-        words += ["--block-size", str(BLOCK), "--enforce-eager"]
-        words += ["--max-model-len", str(self.spec.max_model_len), "--max-num-seqs", "16"]
-        words += ["--max-num-batched-tokens", str(self.spec.batch_tokens), "--disable-uvicorn-access-log"]
-        words += shlex.split(os.environ.get("VLLM_FLAGS", ""))
+        words += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
+        words += ["--disable-uvicorn-access-log", *self.spec.flags, *shlex.split(os.environ.get("VLLM_FLAGS", ""))]
         if blocks:
             words += ["--num-gpu-blocks-override", str(blocks)]
         if transfer is not None:
@@ -212,7 +231,19 @@ class Cluster:
         }
         if DEVICES:
             words += ["--gpu-memory-utilization", str(GPU_SHARE)]
+            if kv_bytes := self.spec.decode_bytes if name == "decode" else self.spec.prefill_bytes:
+                words += ["--kv-cache-memory-bytes", str(kv_bytes)]
             settings["CUDA_VISIBLE_DEVICES"] = device_of(name).removeprefix("cuda:")
+        if CACHES:  # one for each: two that compile at once do not share
+            root = Path(CACHES) / name
+            settings["VLLM_CACHE_ROOT"] = str(root)
+            settings["TRITON_CACHE_DIR"], settings["TORCHINDUCTOR_CACHE_DIR"] = (
+                str(root / "triton"),
+                str(root / "inductor"),
+            )
+        return self._spawn(name, port, words, {**settings, **(environment or {})})
+
+    def _spawn(self, name: str, port: int, words: list[str], settings: dict[str, str]) -> Engine:
         log = self.folder / f"{name}-{len(self.engines)}.log"
         with log.open("wb") as output:
             popen = subprocess.Popen(
@@ -220,7 +251,7 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **settings, **(environment or {})},
+                env={**os.environ, **settings},
                 cwd=self.folder,
                 start_new_session=True,
             )
@@ -231,14 +262,14 @@ class Cluster:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if engine.popen.poll() is not None:
-                raise ClusterError(f"vLLM {engine.name} ended with {engine.popen.returncode}:\n{engine.tail()}")
+                raise ClusterError(f"{engine.name} ended with {engine.popen.returncode}:\n{engine.tail()}")
             try:
                 if httpx.get(engine.url + "/health", trust_env=False, timeout=5).status_code == 200:
                     return engine
             except httpx.TransportError:
                 pass
             time.sleep(0.5)
-        raise ClusterError(f"vLLM {engine.name} was not up within {START_SECONDS:g} s:\n{engine.tail()}")
+        raise ClusterError(f"{engine.name} was not up within {START_SECONDS:g} s:\n{engine.tail()}")
 
 
 def model_folder() -> Path:
@@ -270,4 +301,4 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, commit {commit.stdout.strip() or 'unknown'}"
 
 
-__all__ = ["Cluster", "ClusterError", "Engine", "Spec", "free_port", "machine", "replace"]
+__all__ = ["Cluster", "ClusterError", "Engine", "Spec", "free_port", "machine", "model_folder", "replace"]

@@ -1,0 +1,276 @@
+"""vLLM as it is compiled, on GPUs: one alone, a pair with its own NixlConnector, and a pair joined by kvferry. Each is
+behind kvferry's front end, with the same flags and the same load.
+
+VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/part.json [--at-once 1 4 32 64] \\
+    [--tokens-out 16 128] [--decode-cache all half third host] [--systems alone nixl kvferry] [--visits 2]
+python bench/vllm/gpu_compare.py table build/*.json --output bench/results/gpu_compare.txt
+
+Systems are started one after the other, and the other way round on every second visit, so that each has the GPUs to
+itself and none is always the first. `--decode-cache`: the share of one round's tokens that the decode engine's blocks
+hold; `host` is a third, and kvferry's host tier. The working set is that of the largest `--at-once` of a call. Cells
+are measured with young caches and, with `--wrap`, once more when twice as many tokens as they hold have passed.
+A run is appended to `--output`; a call may hold any part of the cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster import DEVICES, Cluster, Spec, machine, model_folder
+from engine_threads import descendants
+from gpu_turns import Measured, Shape, drive, median
+from rich.console import Console
+from rich.table import Table
+
+SYSTEMS = ("alone", "nixl", "kvferry")
+SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
+WRAP_AT_ONCE = 32
+FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "64", "--prefix-caching-hash-algo", "sha256_cbor")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Of a cell."""
+
+    cache: str
+    state: str  # of the caches: "young" or "wrapped"
+    at_once: int
+    output: int
+
+    def __str__(self) -> str:
+        return f"{self.at_once} at a time, {self.output} tokens out, decode cache {self.cache}, {self.state}"
+
+
+def token_bytes(model: Path) -> int:
+    """Of KV in bfloat16, by the model's config.json."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * config["num_hidden_layers"] * heads * size * 2)
+
+
+def spec_of(args: argparse.Namespace, cache: str, each_token: int) -> Spec:
+    shape = Shape(args.first, args.more, args.turns, max(args.tokens_out))
+    working = max(args.at_once) * shape.tokens * each_token
+    flags = (*FLAGS, "--max-model-len", str(args.max_model_len), "--load-format", args.load_format)
+    return Spec(
+        decode_bytes=int(SHARES[cache] * working),
+        prefill_bytes=int(SHARES["all"] * working),
+        flags=flags,
+        page_size=args.page_size,
+        pool_bytes=args.pool_bytes,
+        host_bytes=str(working) if cache == "host" else "0",
+        extra={"revision": "bench"} if args.load_format == "dummy" else {},
+    )
+
+
+def start(cluster: Cluster, system: str) -> str:
+    """The front end's URL."""
+    if system == "alone":
+        cluster.alone()
+        cluster.start_front()
+    elif system == "nixl":
+        cluster.nixl()
+        cluster.start_nixl_front()
+    else:
+        cluster.kvferry()
+    return cluster.front
+
+
+def gpu_memory(cluster: Cluster) -> dict[str, int]:
+    """MiB of each process's GPU memory, by what it is."""
+    told = subprocess.run(
+        ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    used = {int(line.split(",")[0]): int(line.split(",")[1]) for line in told.splitlines() if line.strip()}
+    tops = {name: engine.popen.pid for name, engine in cluster.engines.items()}
+    tops |= {f"{name} daemon": daemon.popen.pid for name, daemon in cluster.daemons.items()}
+    return {name: sum(used.get(pid, 0) for pid in descendants(top)) for name, top in tops.items() if name != "front"}
+
+
+def warm(cluster: Cluster, url: str, output: int) -> None:
+    """Connections, handshakes and kernels of the first time."""
+    asyncio.run(drive(cluster, url, 4, Shape(1024, 512, 3, output), 2))
+
+
+def wrap(cluster: Cluster, url: str, spec: Spec, args: argparse.Namespace, each_token: int) -> None:
+    rounds = -(-2 * spec.prefill_bytes // (each_token * WRAP_AT_ONCE * args.first))
+    asyncio.run(drive(cluster, url, WRAP_AT_ONCE, Shape(args.first, args.more, 1, 1), rounds))
+
+
+def visit(system: str, cache: str, args: argparse.Namespace, console: Console) -> list[dict[str, object]]:
+    """One start of a system, and its cells."""
+    rows: list[dict[str, object]] = []
+    began = time.monotonic()
+    each_token = token_bytes(model_folder())
+    spec = spec_of(args, cache, each_token)
+    with Cluster(spec) as cluster:
+        url = start(cluster, system)
+        console.print(f"{system}, decode cache {cache}: up in {time.monotonic() - began:.0f} s")
+        warm(cluster, url, min(args.tokens_out))
+        for state in ("young", "wrapped") if args.wrap else ("young",):
+            if state == "wrapped":
+                wrap(cluster, url, spec, args, each_token)
+            for at_once in args.at_once:
+                for output in args.tokens_out:
+                    rounds = max(1, round(args.requests / (at_once * (args.turns - 1))))
+                    got = asyncio.run(
+                        drive(cluster, url, at_once, Shape(args.first, args.more, args.turns, output), rounds)
+                    )
+                    key = Key(cache, state, at_once, output)
+                    console.print(f"{system}, {key}: TTFT {median(got.ttft_ms):.1f} ms, {median(got.per_second):.2f}/s")
+                    rows.append({"system": system, "key": asdict(key), "got": asdict(got)})
+        memory = gpu_memory(cluster)
+    for row in rows:
+        row["memory"] = memory
+    return rows
+
+
+def run(args: argparse.Namespace) -> int:
+    if not DEVICES:
+        print("VLLM_DEVICES is not set: cuda:0,cuda:1, or cuda:0 for all on one GPU")
+        return 2
+    console = Console(width=170)
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for cache in args.decode_cache:
+        for number in range(args.visits):
+            for system in args.systems if number % 2 == 0 else args.systems[::-1]:
+                rows = visit(system, cache, args, console)
+                head = {
+                    "machine": f"{gpus()}, {machine()}",
+                    "devices": DEVICES,
+                    "shape": {**vars(args), "go": ""},
+                    "rows": rows,
+                }
+                with output.open("a") as file:
+                    file.write(json.dumps(head) + "\n")
+    return 0
+
+
+def gpus() -> str:
+    names = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+    return " and ".join(names.stdout.split("\n")[:-1])
+
+
+# -- the table
+
+
+def spread(values: list[float]) -> str:
+    """Median and the quarter on each side."""
+    if not values:
+        return "-"
+    ordered = sorted(values)
+    low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4]
+    return f"{median(ordered):.1f} ({low:.0f}-{high:.0f})"
+
+
+def merged(parts: list[dict[str, object]]) -> dict[Key, dict[str, list[tuple[Measured, dict[str, int]]]]]:
+    """What was measured by cell and system, in the order of the visits."""
+    cells: dict[Key, dict[str, list[tuple[Measured, dict[str, int]]]]] = {}
+    for part in parts:
+        for row in part["rows"]:
+            at = cells.setdefault(Key(**row["key"]), {})
+            at.setdefault(row["system"], []).append((Measured(**row["got"]), row["memory"]))
+    return cells
+
+
+COLUMNS = ("system", "answers", "turn 1: TTFT ms", "TTFT ms", "prefill ms", "hand-off ms", "of it", "between ms", "/s")
+COLUMNS += ("MiB each", "D hits", "GPU GiB")
+
+
+def shown(key: Key, systems: dict[str, list[tuple[Measured, dict[str, int]]]]) -> Table:
+    table = Table(title=f"{key}: turns 2 and later")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("system", "of it") else "right")
+    for system in (each for each in SYSTEMS if each in systems):
+        table.add_row(system, *cells_of([got for got, _ in systems[system]], systems[system][-1][1]))
+    return table
+
+
+def cells_of(visits: list[Measured], memory: dict[str, int]) -> list[str]:
+    told = {name: [value for got in visits for value in got.told.get(name, [])] for got in visits for name in got.told}
+    ttft = [value for got in visits for value in got.ttft_ms]
+    answers = len(ttft)
+    prefill = median(told.get("P e2e", []))
+    moved = sum(told.get("kvferry bytes", [])) + sum(told.get("NIXL bytes", []))
+    parts = [
+        f"{name} {median(told[name]):.1f}"
+        for name in ("NIXL read", "NIXL post", "D queue", "D prefill")
+        if name in told
+    ]
+    if loads := sum(told.get("kvferry loads", [])):
+        parts.insert(0, f"load {1000 * sum(told['kvferry load seconds']) / loads:.1f}")
+    failed = sum(told.get("NIXL failed", [])) + sum(told.get("kvferry failed", []))
+    return [
+        str(answers) + (f" ({failed:.0f} FAILED)" if failed else ""),
+        spread([value for got in visits for value in got.first_ms]),
+        spread(ttft) + " " + "/".join(f"{median(got.ttft_ms):.0f}" for got in visits),
+        f"{prefill:.1f}" if "P e2e" in told else "-",
+        f"{sum(ttft) / answers - sum(told['P e2e']) / len(told['P e2e']):.1f}" if told.get("P e2e") else "-",
+        ", ".join(parts),
+        f"{median([value for got in visits for value in got.between_ms]):.2f}",
+        spread([value for got in visits for value in got.per_second]),
+        f"{moved / answers / (1 << 20):.1f}",
+        f"{sum(told.get('D hit tokens', [])) / answers:.0f}",
+        ", ".join(f"{name} {mib / 1024:.1f}" for name, mib in memory.items()),
+    ]
+
+
+def write_table(args: argparse.Namespace) -> int:
+    parts = [json.loads(line) for name in args.files for line in Path(name).read_text().splitlines()]
+    console = Console(record=True, width=230)
+    for told in sorted({f"{part['machine']}, {', '.join(part['devices'])}" for part in parts}):
+        console.print(told)
+    shapes = sorted({tuple(part["shape"][name] for name in ("first", "more", "turns")) for part in parts})
+    console.print(", ".join(f"first turns of {a} tokens, {b} more in each of {c - 1} turns" for a, b, c in shapes))
+    console.print(
+        "medians (a quarter on each side), and of each visit; hand-off: TTFT less prefill's own end to end, in the mean"
+    )
+    for key, systems in merged(parts).items():
+        console.print(shown(key, systems))
+    if args.output:
+        Path(args.output).write_text(console.export_text())
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes = parser.add_subparsers(required=True)
+    runs = modes.add_parser("run")
+    runs.set_defaults(go=run)
+    runs.add_argument("--output", required=True, metavar="FILE")
+    runs.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    runs.add_argument("--at-once", nargs="+", type=int, default=[1, 4, 32, 64], metavar="N")
+    runs.add_argument("--tokens-out", nargs="+", type=int, default=[16, 128], metavar="N")
+    runs.add_argument("--decode-cache", nargs="+", choices=tuple(SHARES), default=["all"])
+    runs.add_argument("--visits", type=int, default=2, help="of each system")
+    runs.add_argument("--requests", type=int, default=200, help="of a cell, in each visit, about")
+    runs.add_argument("--wrap", action="store_true")
+    runs.add_argument("--first", type=int, default=8192, metavar="TOKENS")
+    runs.add_argument("--more", type=int, default=512, metavar="TOKENS")
+    runs.add_argument("--turns", type=int, default=6)
+    runs.add_argument("--max-model-len", type=int, default=16384, metavar="TOKENS")
+    runs.add_argument("--page-size", type=int, default=64, metavar="TOKENS")
+    runs.add_argument("--pool-bytes", default="8GiB", help="of each daemon")
+    runs.add_argument("--load-format", default=os.environ.get("VLLM_LOAD", "dummy"))
+    tables = modes.add_parser("table")
+    tables.set_defaults(go=write_table)
+    tables.add_argument("files", nargs="+", metavar="FILE")
+    tables.add_argument("--output")
+    args = parser.parse_args()
+    return int(args.go(args))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,171 @@
+"""The load of gpu_compare.py: chats as token ids, whose next turn has what was answered, and what servers say of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import secrets
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import httpx
+from cluster import MODEL_NAME, Cluster
+
+TIMERS = {
+    "P e2e": ("prefill", "e2e_request_latency_seconds"),
+    "P queue": ("prefill", "request_queue_time_seconds"),
+    "P prefill": ("prefill", "request_prefill_time_seconds"),
+    "D TTFT": ("decode", "time_to_first_token_seconds"),
+    "D queue": ("decode", "request_queue_time_seconds"),
+    "D prefill": ("decode", "request_prefill_time_seconds"),
+    "NIXL read": ("decode", "nixl_xfer_time_seconds"),
+    "NIXL post": ("decode", "nixl_post_time_seconds"),
+}
+"""vLLM's histograms, of which the mean is told: (server, name)."""
+COUNTERS = {
+    "NIXL bytes": ("decode", "nixl_bytes_transferred_sum"),
+    "NIXL descriptors": ("decode", "nixl_num_descriptors_sum"),
+    "NIXL failed": ("decode", "nixl_num_failed_transfers_total"),
+    "kvferry loads": ("decode", "kvferry_loads_total"),
+    "kvferry load seconds": ("decode", "kvferry_load_seconds_total"),
+    "kvferry failed": ("decode", "kvferry_failed_total"),
+    "D hit tokens": ("decode", "prefix_cache_hits_total"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of chats: `first` tokens, then `more` with each turn, and `output` answered."""
+
+    first: int
+    more: int
+    turns: int
+    output: int
+
+    @property
+    def tokens(self) -> int:
+        return self.first + (self.turns - 1) * self.more + self.turns * self.output
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    ttft_ms: float
+    between_ms: float  # its tokens, in the mean
+    ids: list[int]
+
+
+@dataclass(slots=True)
+class Measured:
+    """Some turns of some chats. Lists: an entry for each answer, or for each turn's requests/s."""
+
+    first_ms: list[float] = field(default_factory=list)  # TTFT of first turns
+    ttft_ms: list[float] = field(default_factory=list)  # of the later ones
+    between_ms: list[float] = field(default_factory=list)
+    per_second: list[float] = field(default_factory=list)  # of a round's later turns
+    told: dict[str, list[float]] = field(default_factory=dict)  # of each round: what the servers said of later turns
+
+
+async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], body: bytes) -> Answer:
+    """The answer, streamed. RuntimeError."""
+    began, times, ids = time.perf_counter(), [], []
+    async with client.stream("POST", url + "/v1/completions", content=body, headers=JSON) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{url}: {response.status_code} {(await response.aread())[:300]!r}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"{url}: {event['error']}")
+            for choice in event["choices"]:
+                if got := choice.get("token_ids"):
+                    times += [time.perf_counter()] * len(got)
+                    ids += got
+    if not ids:
+        raise RuntimeError(f"{url}: no token for a prompt of {len(prompt)}")
+    between = (times[-1] - times[0]) / max(1, len(times) - 1)
+    return Answer((times[0] - began) * 1000, between * 1000, ids)
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def body_of(prompt: list[int], output: int) -> bytes:
+    asked = {"model": MODEL_NAME, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    return json.dumps({**asked, "max_tokens": output, "prompt": prompt}).encode()
+
+
+async def drive(cluster: Cluster, url: str, at_once: int, shape: Shape, rounds: int) -> Measured:
+    """`at_once` chats side by side, turn by turn; other ones in each round."""
+    done, ids = Measured(), random.Random(secrets.randbits(64))
+    async with httpx.AsyncClient(timeout=httpx.Timeout(300.0), trust_env=False) as client:
+        for _ in range(rounds):
+            chats = [fresh(ids, shape.first) for _ in range(at_once)]
+            spent, before = 0.0, {}
+            for turn in range(shape.turns):
+                if turn == 1:
+                    before = await said(client, cluster)
+                bodies = [body_of(chat, shape.output) for chat in chats]
+                began = time.perf_counter()
+                answers = await asyncio.gather(*(ask(client, url, *each) for each in zip(chats, bodies, strict=True)))
+                spent += (time.perf_counter() - began) if turn else 0.0
+                (done.ttft_ms if turn else done.first_ms).extend(answer.ttft_ms for answer in answers)
+                done.between_ms += [answer.between_ms for answer in answers if len(answer.ids) > 1]
+                for chat, answer in zip(chats, answers, strict=True):
+                    chat += answer.ids + fresh(ids, shape.more)
+            if shape.turns > 1:
+                done.per_second.append(at_once * (shape.turns - 1) / spent)
+                await settled()
+                for name, value in growth(before, await said(client, cluster)).items():
+                    done.told.setdefault(name, []).append(value)
+    return done
+
+
+async def settled() -> None:
+    """vLLM logs its statistics, and stores what was generated, a moment after the answer."""
+    await asyncio.sleep(0.2)
+
+
+def fresh(ids: random.Random, count: int) -> list[int]:
+    return [ids.randrange(1000, 100_000) for _ in range(count)]
+
+
+async def said(client: httpx.AsyncClient, cluster: Cluster) -> dict[str, float]:
+    """Sums and counts so far; those that an engine does not have are left out."""
+    texts: dict[str, str] = {}
+    for name in ("prefill", "decode", "alone"):
+        if engine := cluster.engines.get(name):
+            texts["decode" if name == "alone" else name] = (await client.get(engine.url + "/metrics")).text
+    found: dict[str, float] = {}
+    for name, (server, metric) in TIMERS.items():
+        for part in ("sum", "count"):
+            put(found, f"{name} {part}", texts.get(server, ""), f"vllm:{metric}_{part}")
+    for name, (server, metric) in COUNTERS.items():
+        put(found, name, texts.get(server, ""), f"vllm:{metric}")
+    if cluster.daemons:
+        stats = cluster.stats("decode")
+        found["kvferry bytes"] = stats.transfers.wire_bytes
+        found["kvferry restored pages"] = stats.tiers.restored_pages
+    return found
+
+
+def put(found: dict[str, float], name: str, text: str, metric: str) -> None:
+    if samples := re.findall(rf"^{re.escape(metric)}(?:\{{.*\}})? (\S+)$", text, re.M):
+        found[name] = sum(float(sample) for sample in samples)
+
+
+def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Means of timers in ms, counters as they grew."""
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    means = {
+        name: 1000 * grown[f"{name} sum"] / grown[f"{name} count"] for name in TIMERS if grown.get(f"{name} count")
+    }
+    return {**means, **{name: value for name, value in grown.items() if not name.endswith((" sum", " count"))}}
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(list(values) or [float("nan")])

@@ -1,0 +1,48 @@
+"""kvferry's front end before a pair with vLLM's NixlConnector, so that both connectors are measured behind the same
+one: prefill is asked first, and decode with what it answered.
+
+python bench/vllm/nixl_front.py PORT PREFILL_URL DECODE_URL
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from kvferry.front import vllm_server
+from kvferry.front.vllm import DecodeAnswer, Server, VllmConfig, VllmFront
+from kvferry.front.vllm_body import Body, Refusal
+
+FROM_NOWHERE: dict[str, object] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class NixlFront(VllmFront):
+    """One leg behind the other."""
+
+    async def _both(
+        self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs, body: Body
+    ) -> DecodeAnswer:
+        fields = {**body.for_prefill(b""), "kv_transfer_params": FROM_NOWHERE}
+        reply = await self.client.post(prefill.url + legs.path, json=fields, headers=legs.headers)
+        if reply.status_code != 200:
+            raise Refusal(502, f"prefill answered {reply.status_code}: {reply.text[:200]}")
+        params = reply.json()["kv_transfer_params"]
+        return await self._begun(stack, decode, legs, {**body.fields, "kv_transfer_params": params})
+
+
+def main() -> int:
+    port, prefill, decode = sys.argv[1:]
+    vllm_server.VllmFront = NixlFront
+    config = VllmConfig((("prefill", prefill),), (decode,), first_token_s=240.0, next_token_s=240.0)
+    return vllm_server.run(config, host="127.0.0.1", port=int(port), wait_s=60.0, grace_s=1.0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
