@@ -30,8 +30,8 @@ _WORDS = (
         "workers' connections have a bound",
         "daemon/services/worker_frames.py",
         "FramedWorkers._connected",
-        "self._serve if len(self._talks) < self._most else self._refuse",
-        "self._serve",
+        "free = len(self._talks) < self._most",
+        "free = True",
         FRAMES,
     ),
     Guard(
