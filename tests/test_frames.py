@@ -67,6 +67,22 @@ def test_the_other_side_says_its_last(left: bytes, why: str) -> None:
     assert (heard.messages, heard.ends) == ([b"x"], [why])
 
 
+def test_a_connection_that_is_over_takes_every_call() -> None:
+    async def over() -> None:
+        ours, theirs = socket.socketpair()
+        heard = Heard()
+        transport, _ = await asyncio.get_running_loop().create_connection(lambda: heard.stream, sock=ours)
+        theirs.close()
+        await asyncio.wait_for(heard.stream.finish(30.0), 10.0)
+        assert transport.is_closing()
+        for call in (heard.stream.hold, heard.stream.go_on, heard.stream.end, heard.stream.close, heard.stream.abort):
+            call()
+        heard.stream.send(b"for nothing")
+        assert heard.stream.unsent == 0
+
+    asyncio.run(over())
+
+
 def test_nothing_is_sent_behind_the_last_word() -> None:
     async def story() -> None:
         ours, theirs = socket.socketpair()

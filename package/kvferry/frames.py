@@ -135,6 +135,7 @@ class FrameStream(asyncio.Protocol):
         return not self._finishing
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None  # asyncio's own is not to be asked anything behind this
         self._room.set()
         self._lost.set()
         self._ends(f"the connection broke: {error}" if error is not None else "the connection was closed")
