@@ -83,6 +83,9 @@ class DecodeScheduler(SchedulerSide):
         if tokens < 1 or tracked.alone or not self._view.up:
             del self._tracked[request.request_id]
             return False, None
+        if self._view.held_pages(tracked.chain.pages(tokens)) * self.shape.page_size >= tokens:
+            del self._tracked[request.request_id]  # as after most short answers: its prompt was loaded from there
+            return False, None
         prompt = tracked.chain.prompt(tokens)
         name = transfer_params.new_name()
         self._orders.append(StorePages(request.request_id, name, prompt, self._blocks(blocks, 0, tokens)))

@@ -115,7 +115,9 @@ def address_of(listener: socket.socket) -> str:
 def listen(host: str, port: int) -> socket.socket:
     """Raises OSError when the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Of a socket without its protocol's number asyncio does not know that it is TCP, and leaves Nagle's algorithm on:
+    # a stream's first event waits behind its headers for the client's delayed acknowledgement, 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))

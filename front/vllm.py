@@ -66,7 +66,8 @@ class _Legs(NamedTuple):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the call. A reply is passed on as it comes: not compressed."""
-        headers = {"accept-encoding": "identity", **dict(tracing.metadata_of(self.traceparent))}
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        headers |= dict(tracing.metadata_of(self.traceparent))
         return {**headers, "authorization": self.authorization} if self.authorization else headers
 
 
@@ -164,14 +165,14 @@ class VllmFront:
         stack.push_async_exit(inner)
         return reply
 
-    async def _prefill(self, server: Server, legs: _Legs, fields: dict[str, object]) -> None:
+    async def _prefill(self, server: Server, legs: _Legs, body: bytes) -> None:
         with tracing.span("prefill leg", legs.traceparent, "client", server=server.url) as span:
-            await self._prefill_under(server, legs._replace(traceparent=span.traceparent), fields)
+            await self._prefill_under(server, legs._replace(traceparent=span.traceparent), body)
 
-    async def _prefill_under(self, server: Server, leg: _Legs, fields: dict[str, object]) -> None:
+    async def _prefill_under(self, server: Server, leg: _Legs, body: bytes) -> None:
         server.running += 1
         try:
-            reply = await self.client.post(server.url + leg.path, json=fields, headers=leg.headers)
+            reply = await self.client.post(server.url + leg.path, content=body, headers=leg.headers)
         except httpx.TransportError as error:
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 server.down_until = self.clock() + DOWN_SECONDS
@@ -185,11 +186,9 @@ class VllmFront:
         if not _was_sent(reply):
             raise VllmPrefillFailed("answered without kv_transfer_params: its pages are not sent")
 
-    async def _begun(
-        self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, fields: dict[str, object]
-    ) -> DecodeAnswer:
+    async def _begun(self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, body: bytes) -> DecodeAnswer:
         """The reply once its first bytes are there: vLLM sends headers before it has anything to say."""
-        reply = await self._ask(stack, server, legs, fields)
+        reply = await self._ask(stack, server, legs, body)
         try:
             return reply._replace(first=await anext(reply.rest, b""))
         except httpx.TimeoutException as error:
@@ -197,16 +196,14 @@ class VllmFront:
         except httpx.TransportError as error:
             raise Refusal(502, f"decode server {server.url}: {type(error).__name__} {error}") from error
 
-    async def _ask(
-        self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, fields: dict[str, object]
-    ) -> DecodeAnswer:
+    async def _ask(self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, body: bytes) -> DecodeAnswer:
         server.running += 1
         stack.callback(_leave, server)
         span = stack.enter_context(tracing.span("decode leg", legs.traceparent, "client", server=server.url))
         leg = legs._replace(traceparent=span.traceparent)
         timeout = httpx.Timeout(leg.said_within_s, connect=CONNECT_SECONDS)
         request = self.client.build_request(
-            "POST", server.url + leg.path, json=fields, headers=leg.headers, timeout=timeout
+            "POST", server.url + leg.path, content=body, headers=leg.headers, timeout=timeout
         )
         try:
             response = await self.client.send(request, stream=True)

@@ -3,8 +3,10 @@ split."""
 
 from __future__ import annotations
 
+import functools
 import json
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 100  # of lists and objects in each other
@@ -17,8 +19,9 @@ class Refusal(Exception):
         self.status = status
 
 
-class Body(NamedTuple):
-    """A client's request, as parsed from JSON; what it says is vLLM's to judge."""
+@dataclass(frozen=True)
+class Body:
+    """A client's request, as parsed from JSON; what it says is vLLM's to judge. Its halves are JSON again."""
 
     fields: dict[str, object]
 
@@ -40,27 +43,47 @@ class Body(NamedTuple):
     def head(self) -> bytes:
         """The bytes with which all turns of a conversation begin, more or less."""
         messages = self.fields.get("messages")
-        shown = messages[:2] if isinstance(messages, list) else self.fields.get("prompt")
-        return json.dumps(shown).encode()[:HEAD_BYTES]
+        shown = _json(messages[:2]) if isinstance(messages, list) else self._written.get("prompt", b"")
+        return shown[:HEAD_BYTES]
 
     @property
     def streamed(self) -> bool:
         return bool(self.fields.get("stream"))
 
-    def for_prefill(self, request_id: bytes) -> dict[str, object]:
+    def for_prefill(self, request_id: bytes) -> bytes:
         fields = {name: value for name, value in self.fields.items() if name not in ("stream_options", "min_tokens")}
         fields |= {"stream": False, "max_tokens": 1}
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = 1
-        fields["kv_transfer_params"] = {"do_remote_decode": True, "kvferry_request": request_id.hex()}
-        return fields
+        return self.write(fields, {"do_remote_decode": True, "kvferry_request": request_id.hex()})
 
-    def for_decode(self, request_id: bytes, daemon: str) -> dict[str, object]:
+    def for_decode(self, request_id: bytes, daemon: str) -> bytes:
         params = {"do_remote_prefill": True, "kvferry_request": request_id.hex(), "kvferry_prefill": daemon}
-        return {**self.fields, "kv_transfer_params": params}
+        return self.write(self.fields, params)
 
-    def alone(self) -> dict[str, object]:
-        return {name: value for name, value in self.fields.items() if name != "kv_transfer_params"}
+    def alone(self) -> bytes:
+        return self.write(self.fields, None)
+
+    def write(self, fields: dict[str, object], kv_transfer_params: dict[str, object] | None) -> bytes:
+        """`fields`, in which the conversation is this one's, with the parameters in the place of the client's."""
+        others = {name: value for name, value in fields.items() if name not in (*_LONG, "kv_transfer_params")}
+        if kv_transfer_params is not None:
+            others["kv_transfer_params"] = kv_transfer_params
+        parts = [_json(others)[1:-1]] if others else []
+        parts += [_json(name) + b":" + value for name, value in self._written.items()]
+        return b"{" + b",".join(parts) + b"}"
+
+    @functools.cached_property
+    def _written(self) -> dict[str, bytes]:
+        """What is long is written once for both halves: half a millisecond for 9,000 token ids."""
+        return {name: _json(self.fields[name]) for name in _LONG if name in self.fields}
+
+
+_LONG = ("messages", "prompt")
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def parse_body(data: bytes) -> Body:

@@ -32,7 +32,7 @@ from rich.table import Table
 SYSTEMS = ("alone", "nixl", "kvferry")
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
-FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "64", "--prefix-caching-hash-algo", "sha256_cbor")
+FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "64")
 
 
 @dataclass(frozen=True, slots=True)

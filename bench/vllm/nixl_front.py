@@ -29,12 +29,13 @@ class NixlFront(VllmFront):
     async def _both(
         self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs, body: Body
     ) -> DecodeAnswer:
-        fields = {**body.for_prefill(b""), "kv_transfer_params": FROM_NOWHERE}
-        reply = await self.client.post(prefill.url + legs.path, json=fields, headers=legs.headers)
+        fields = {**body.fields, "stream": False, "max_tokens": 1}
+        half = body.write(fields, FROM_NOWHERE)
+        reply = await self.client.post(prefill.url + legs.path, content=half, headers=legs.headers)
         if reply.status_code != 200:
             raise Refusal(502, f"prefill answered {reply.status_code}: {reply.text[:200]}")
         params = reply.json()["kv_transfer_params"]
-        return await self._begun(stack, decode, legs, {**body.fields, "kv_transfer_params": params})
+        return await self._begun(stack, decode, legs, body.write(body.fields, params))
 
 
 def main() -> int:

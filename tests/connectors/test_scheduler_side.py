@@ -173,6 +173,17 @@ def test_at_the_end_full_pages_of_prompt_and_output_are_stored(per_page: int) ->
     assert side.tracked == 0
 
 
+@pytest.mark.parametrize(("held", "stored"), [(4, True), (5, False)])
+def test_what_the_daemon_holds_whole_is_not_stored_again(held: int, stored: bool) -> None:
+    daemon = Daemon(pages=held)
+    side, request = decode(daemon), Request("a", 30)
+    side.new_request(request)
+    request.output, request.num_computed_tokens = 11, 40  # 5 pages
+    assert side.finished(request, blocks(41)) == (stored, None)
+    assert [type(order) for order in orders(side)] == [StorePages] * stored
+    assert side.tracked == stored, "what is not stored is over"
+
+
 def test_what_a_step_under_way_computes_is_not_stored() -> None:
     side, request = decode(Daemon()), Request("a", 64)
     side.new_request(request)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from kvferry.front.server import listen
 from tests.support.front_stack import Stack
 
 READY = "ready: front "
@@ -74,6 +75,29 @@ def test_told_so_it_listens_on_every_address() -> None:
     with Stack() as stack, front(stack, "--listen", "0.0.0.0:0", "--insecure") as (_, url):
         assert url.startswith("http://0.0.0.0:")
         assert httpx.get(f"{url.replace('0.0.0.0', '127.0.0.1')}/health").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_nothing_waits_for_acknowledgements(host: str) -> None:
+    """A stream's first event would come 40 ms late, with Nagle's algorithm on."""
+
+    async def run() -> None:
+        made: asyncio.Queue[asyncio.BaseTransport] = asyncio.Queue()
+
+        class Protocol(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                made.put_nowait(transport)
+
+        with listen(host, 0) as listener:
+            server = await asyncio.get_running_loop().create_server(Protocol, sock=listener)
+            _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            transport = await asyncio.wait_for(made.get(), 5)
+            assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            transport.close()  # type: ignore[attr-defined]
+            writer.close()
+            server.close()
+
+    asyncio.run(run())
 
 
 def test_an_address_in_use() -> None:

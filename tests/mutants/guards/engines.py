@@ -252,6 +252,14 @@ DECIDED: tuple[Guard, ...] = (
         SCHEDULER,
     ),
     Guard(
+        "what is held in part is not stored",
+        "connectors/scheduler_decode.py",
+        "DecodeScheduler.finished",
+        "self._view.held_pages(tracked.chain.pages(tokens)) * self.shape.page_size >= tokens",
+        "self._view.held_pages(tracked.chain.pages(tokens))",
+        SCHEDULER,
+    ),
+    Guard(
         "a prompt that cannot be named ends the engine",
         "connectors/scheduler_side.py",
         "SchedulerSide._tracked_anew",
