@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from kvferry.connectors import params as transfer_params
 from kvferry.connectors.orders import Cancel, Load, Orders, Restore, StorePages
-from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked, traceparent_of
+from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked, counted, traceparent_of
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class DecodeScheduler(SchedulerSide):
             self._orders.append(Cancel(request.request_id))
             return False, None
         # The last token's KV is not computed, nor what a step under way is to compute.
-        ready = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+        ready = min(counted(tracked), request.num_tokens - 1)
         tokens = ready - ready % self.shape.page_size
         if tokens < 1 or tracked.alone or not self._view.up:
             del self._tracked[request.request_id]
@@ -95,10 +96,15 @@ class DecodeScheduler(SchedulerSide):
     def step(
         self, scheduled: Mapping[str, int], preempted: Sequence[str], blocks_of: Callable[[str], Sequence[int]]
     ) -> Orders:
+        self._mark(scheduled, preempted)
         for request_id in preempted:
             # What it computed may be found here again; a prefill daemon has forgotten it.
             if (tracked := self._tracked.get(request_id)) is not None and not (tracked.loading or tracked.alone):
                 tracked.params, tracked.settled = None, False
+        if self.awaits_outcomes:  # what it holds may be another's blocks, which this very step fails to load
+            self._orders = [
+                replace(order, held_blocks=()) if isinstance(order, Load) else order for order in self._orders
+            ]
         return super().step(scheduled, preempted, blocks_of)
 
     def _track(self, request: EngineRequest) -> Tracked:

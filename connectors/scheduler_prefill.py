@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvferry.connectors import params as transfer_params
 from kvferry.connectors.orders import Begin, Cancel, Drop, Orders, Release, Save
-from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, traceparent_of
+from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, counted, traceparent_of
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class PrefillScheduler(SchedulerSide):
     def step(
         self, scheduled: Mapping[str, int], preempted: Sequence[str], blocks_of: Callable[[str], Sequence[int]]
     ) -> Orders:
+        self._mark(scheduled, preempted)
         for request_id in preempted:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.saved = 0  # told again as it is computed again
@@ -65,7 +66,8 @@ class PrefillScheduler(SchedulerSide):
             if tracked is None or not tracked.begun or tracked.storing:
                 continue
             total = tracked.request.num_prompt_tokens
-            computed = min(tracked.request.num_computed_tokens + tokens, total)
+            ahead = tracked.request.num_computed_tokens + tokens
+            computed = min(counted(tracked) if self.awaits_outcomes else ahead, total)
             page = self.shape.page_size
             if computed // page > tracked.saved // page or tracked.saved < computed == total:
                 tracked.saved = computed
@@ -81,10 +83,14 @@ class PrefillScheduler(SchedulerSide):
             return False, None
         assert tracked.params is not None
         tracked.settled = tracked.storing = True
-        whole = tracked.saved == request.num_prompt_tokens
+        total = request.num_prompt_tokens
+        if self.awaits_outcomes and tracked.saved < total <= counted(tracked):
+            tracked.saved = total
+            self._orders.append(Save(request.request_id, total, self._blocks(blocks, 0, total)))
+        whole = tracked.saved == total
         # Decode would wait until its deadline for what does not come; a router that hears of it asks decode alone.
         sent = whole and not tracked.unsent and self._session and self._view.up
-        if tracked.loading:
+        if tracked.loading or tracked.alone:
             self._orders.append(Cancel(request.request_id))
             return False, None  # the scheduler keeps the blocks by itself until the load is reported
         self._orders.append(Release(request.request_id) if whole else Drop(request.request_id))

@@ -85,6 +85,7 @@ class Tracked:
     saved: int = 0  # prefill: tokens that the worker was told of
     unsent: bool = False  # prefill: the worker has failed to send it, or will
     storing: bool = False
+    since: int = -1  # tokens that it had when it was first computed, where another connector may have loaded them
     alone: bool = False  # nothing of it is fetched or kept: what its pages are named is not known
 
 
@@ -115,6 +116,7 @@ class SchedulerSide:
         self._view = view
         self._keys_of = keys_of
         self._default_prefill = default_prefill
+        self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
         self._session = True  # the worker has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[Order] = []
@@ -171,7 +173,24 @@ class SchedulerSide:
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.unsent = True
 
+    def loads_elsewhere(self, request: str) -> None:
+        """It is over while another connector of the engine loads into its blocks: nothing of them is kept, and the
+        engine has them back by that one's report."""
+        if (tracked := self._tracked.get(request)) is not None:
+            tracked.alone = True
+
     # -- for the roles ---------------------------------------------------------------------------------------------
+
+    def _mark(self, scheduled: Mapping[str, int], preempted: Sequence[str]) -> None:
+        """Called first of a step: notes what requests that are computed for the first time, or anew, had before."""
+        if not self.awaits_outcomes:
+            return
+        for request in preempted:
+            if (tracked := self._tracked.get(request)) is not None:
+                tracked.since = -1
+        for request in scheduled:
+            if (tracked := self._tracked.get(request)) is not None and tracked.since < 0:
+                tracked.since = tracked.request.num_computed_tokens
 
     def _held(self, tracked: Tracked, tokens: int, computed: int) -> tuple[int, bool]:
         """What `matched` answers, of what the daemon holds of the first `tokens`."""
@@ -209,6 +228,13 @@ class SchedulerSide:
 def traceparent_of(request: EngineRequest) -> str:
     """The traceparent of the span that the engine traces the request in; empty where it does not."""
     return (request.trace_headers or {}).get("traceparent", "")
+
+
+def counted(tracked: Tracked) -> int:
+    """The first tokens of it whose blocks are right, as the engine has counted the outcome of their steps. That of its
+    first step says whether what it had before was."""
+    tokens = tracked.request.num_computed_tokens - tracked.request.num_in_flight_tokens
+    return tokens if tokens > tracked.since else 0
 
 
 def is_over(tracked: Tracked) -> bool:

@@ -34,6 +34,7 @@ from kvferry.connectors.vllm import facts as vllm_facts
 from kvferry.connectors.vllm import versions as vllm_versions
 from kvferry.connectors.vllm.block_ids import BlockIds
 from kvferry.connectors.vllm.extra_keys import keys_of
+from kvferry.connectors.vllm.other_loads import OtherLoads
 from kvferry.connectors.vllm.stats import KVFerryCounters, KVFerryStats
 from kvferry.connectors.worker_session import connector_of
 from kvferry.connectors.worker_side import WorkerSide
@@ -94,6 +95,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._view: HeldPrefixes | None = None
         self._worker: WorkerSide | None = None
         self._block_ids = BlockIds()
+        self._others = OtherLoads()
         self._counted = Moved()  # of what vLLM has been told
         log_as_vllm()
         if role == KVConnectorRole.SCHEDULER:
@@ -119,14 +121,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._deciding.new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        self._others.asked(request, num_computed_tokens)
         return self._deciding.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._others.allocated(request, num_external_tokens)
         self._deciding.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._daemon_role == common_pb2.ROLE_PREFILL:  # only there blocks are asked for
             self._block_ids.follow(scheduler_output)
+        self._others.step(scheduler_output.num_scheduled_tokens)
+        self._deciding.awaits_outcomes = self._others.within_steps
         return KVFerryMetadata(
             self._deciding.step(
                 scheduler_output.num_scheduled_tokens,
@@ -145,11 +151,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._deciding.sent(tuple(connector_output.finished_sending))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._deciding.finished(request, block_ids)
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if self._others.ended(request):
+            self._deciding.loads_elsewhere(request.request_id)
         return self._deciding.finished(request, block_ids[0] if block_ids else [])
 
     # -- the worker's half -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from tests.mutants.guards import (
     memory,
     native,
     native_copies,
+    other_loads,
     peers,
     places,
     protocol,
@@ -27,4 +28,5 @@ GUARDS: tuple[Guard, ...] = (
     *peers.GUARDS,
     *sides.GUARDS,
     *engines.GUARDS,
+    *other_loads.GUARDS,
 )

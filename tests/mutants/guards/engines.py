@@ -245,10 +245,10 @@ DECIDED: tuple[Guard, ...] = (
     ),
     Guard(
         "what a step under way computes is stored",
-        "connectors/scheduler_decode.py",
-        "DecodeScheduler.finished",
-        "request.num_computed_tokens - request.num_in_flight_tokens",
-        "request.num_computed_tokens",
+        "connectors/scheduler_side.py",
+        "counted",
+        "tracked.request.num_computed_tokens - tracked.request.num_in_flight_tokens",
+        "tracked.request.num_computed_tokens",
         SCHEDULER,
     ),
     Guard(

@@ -1,0 +1,89 @@
+"""Loads of vLLM's other connectors beside this one."""
+
+from tests.mutants.guard import Guard
+
+SEEN = ("tests/connectors/vllm/test_other_loads.py",)
+KEPT = ("tests/connectors/test_loads_of_others.py",)
+
+GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "another connector's load within a step is not seen",
+        "connectors/vllm/other_loads.py",
+        "OtherLoads.step",
+        "request.num_computed_tokens <= accounted",
+        "True",
+        SEEN,
+    ),
+    Guard(
+        "a load from here counts as another's",
+        "connectors/vllm/other_loads.py",
+        "OtherLoads.allocated",
+        "held + ours",
+        "held",
+        SEEN,
+    ),
+    Guard(
+        "a load is under way for ever",
+        "connectors/vllm/other_loads.py",
+        "OtherLoads.step",
+        "if request not in scheduled}",
+        "}",
+        SEEN,
+    ),
+    Guard(
+        "what another connector may have failed to load is sent",
+        "connectors/scheduler_prefill.py",
+        "PrefillScheduler.step",
+        "counted(tracked) if self.awaits_outcomes else ahead",
+        "ahead",
+        KEPT,
+    ),
+    Guard(
+        "a prompt's last chunk is never sent where outcomes are awaited",
+        "connectors/scheduler_prefill.py",
+        "PrefillScheduler.finished",
+        "self.awaits_outcomes and",
+        "False and",
+        KEPT,
+    ),
+    Guard(
+        "what a request had before its first step is right, whatever that says",
+        "connectors/scheduler_side.py",
+        "counted",
+        "tokens if tokens > tracked.since else 0",
+        "tokens",
+        KEPT,
+    ),
+    Guard(
+        "a preempted request is believed by its steps before",
+        "connectors/scheduler_side.py",
+        "SchedulerSide._mark",
+        "tracked.since = -1",
+        "pass",
+        KEPT,
+    ),
+    Guard(
+        "blocks that another connector writes are sent, and freed twice",
+        "connectors/scheduler_prefill.py",
+        "PrefillScheduler.finished",
+        "tracked.loading or tracked.alone",
+        "tracked.loading",
+        KEPT,
+    ),
+    Guard(
+        "blocks that another connector writes are stored",
+        "connectors/scheduler_side.py",
+        "SchedulerSide.loads_elsewhere",
+        "tracked.alone = True",
+        "pass",
+        KEPT,
+    ),
+    Guard(
+        "held blocks that another connector may fail to load are handed in",
+        "connectors/scheduler_decode.py",
+        "DecodeScheduler.step",
+        "if self.awaits_outcomes:",
+        "if False:",
+        KEPT,
+    ),
+)
