@@ -208,3 +208,12 @@ class Comparison:
             return
         if len(reference.tokens) != len(got.tokens):
             self.wrong.append(f"{where}: {len(reference.tokens)} tokens became {len(got.tokens)}")
+
+
+def compared(reference: list[list[Reply]], got: list[list[Reply]]) -> Comparison:
+    """The same conversations, asked of two systems."""
+    comparison = Comparison()
+    for conversation, (wants, haves) in enumerate(zip(reference, got, strict=True)):
+        for turn, (want, have) in enumerate(zip(wants, haves, strict=True)):
+            comparison.add(f"conversation {conversation}, turn {turn}", want, have)
+    return comparison

@@ -57,6 +57,7 @@ class Spec:
     prefill_blocks: int = 0
     decode_bytes: int = 0  # the same on a GPU in bytes; 0: what GPU_SHARE leaves
     prefill_bytes: int = 0
+    program: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
     flags: tuple[str, ...] = SMALL  # of each engine
     page_size: int = BLOCK
     pool_bytes: str = "512MiB"  # of each daemon
@@ -64,6 +65,9 @@ class Spec:
     threads: int = 1  # of each engine
     connector_class: str = "kvferry.connectors.vllm:KVFerryConnector"
     extra: dict[str, object] = field(default_factory=dict)  # of kv_connector_extra_config
+    beside: dict[str, tuple[dict[str, object], ...]] = field(default_factory=dict)  # other connectors, by engine
+    python: Path = PYTHON  # of the prefill engine, and of one alone
+    decode_python: Path = DECODE_PYTHON
 
 
 @dataclass(eq=False)
@@ -155,6 +159,13 @@ class Cluster:
                     **self.spec.extra,
                 },
             }
+            if others := self.spec.beside.get(name):
+                transfer = {
+                    "kv_connector": "MultiConnector",
+                    "kv_role": "kv_both",
+                    "kv_load_failure_policy": "recompute",
+                    "kv_connector_extra_config": {"connectors": [*others, transfer]},
+                }
             self._vllm(name, blocks, transfer, {"PYTHONPATH": os.pathsep.join(here)})
         for engine in self.engines.values():
             self._wait(engine)
@@ -210,11 +221,11 @@ class Cluster:
     def _vllm(
         self, name: str, blocks: int, transfer: dict[str, object] | None, environment: dict[str, str] | None = None
     ) -> Engine:
-        python = DECODE_PYTHON if name == "decode" else PYTHON
+        python = self.spec.decode_python if name == "decode" else self.spec.python
         if not python.exists():
             raise ClusterError(f"no vLLM at {python}: bench/vllm/venv.sh makes its environment (or set VLLM_PYTHON)")
         port = free_port()
-        words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        words = [str(python), *self.spec.program, "--model", str(self.model)]
         words += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
         words += ["--disable-uvicorn-access-log", *self.spec.flags, *shlex.split(os.environ.get("VLLM_FLAGS", ""))]
         if blocks:

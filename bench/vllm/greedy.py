@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from chat import Comparison, Load, Reply, Token, chats, new_client, one_server
+from chat import Load, Reply, Token, chats, compared, new_client, one_server
 from cluster import Cluster, Spec, machine
 
 
@@ -62,10 +62,7 @@ def main() -> int:
         ) as cluster:
             cluster.kvferry()
             got = asyncio.run(run_chats(cluster.front, load, said))
-            comparison = Comparison()
-            for conversation, (wants, haves) in enumerate(zip(reference, got, strict=True)):
-                for turn, (want, have) in enumerate(zip(wants, haves, strict=True)):
-                    comparison.add(f"conversation {conversation}, turn {turn}", want, have)
+            comparison = compared(reference, got)
             stats = cluster.stats("decode")
             hits = cluster.metric("decode", "vllm:prefix_cache_hits_total")
         prompt = sum(reply.prompt_tokens for replies in got for reply in replies)

