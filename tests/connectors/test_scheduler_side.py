@@ -321,6 +321,28 @@ def test_a_preempted_prefill_is_saved_again_as_it_is_computed_again() -> None:
     assert [type(order) for order in orders(side, a=16)] == [Save]
 
 
+def test_a_prefill_that_is_preempted_and_computed_again_in_one_step_is_saved_from_its_beginning() -> None:
+    side, request = prefill(Daemon(pages=2)), Request("a", 61, TO_PREFILL)
+    side.new_request(request)
+    side.allocated(request, blocks(61), side.matched(request, 0)[0])
+    side.received(["a"])
+    request.num_computed_tokens = 16
+    orders(side, a=32)
+    request.num_computed_tokens = 0
+    assert side.matched(request, 0) == (0, False), "its push has begun, and loads no more"
+    side.allocated(request, blocks(61), 0)
+    again = side.step({"a": 24}, ("a",), lambda request: blocks(24))
+    assert (again.orders, again.preempted) == ([Save("a", 24, tuple(blocks(24)))], ("a",))
+
+
+def test_a_request_whose_load_is_under_way_is_not_asked_for_again() -> None:
+    side, request = decode(Daemon(pages=3)), Request("a", 30, TO_DECODE)
+    side.new_request(request)
+    side.allocated(request, blocks(30), side.matched(request, 0)[0])
+    side.step({}, ("a",), lambda request: [])
+    assert side.matched(request, 0) == (0, False)
+
+
 def test_a_plain_request_costs_prefill_nothing() -> None:
     daemon = Daemon()
     side, plain = prefill(daemon), Request("plain", 61)

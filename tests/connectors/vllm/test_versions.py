@@ -48,6 +48,8 @@ def test_the_installed_vllm_has_it() -> None:
         found = None
     if found is None:
         pytest.skip("vLLM is not installed here (bench/vllm/venv.sh makes an environment with it)")
-    from kvferry.connectors import vllm as connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    assert issubclass(connector.KVFerryConnector, connector.KVConnectorBase_V1)
+    from kvferry.connectors.vllm import KVFerryConnector
+
+    assert issubclass(KVFerryConnector, KVConnectorBase_V1)
