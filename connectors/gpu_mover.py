@@ -8,6 +8,7 @@ layers of hundreds of blocks at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -30,8 +31,11 @@ class GpuMover:
         self._device = torch.device("cuda", index)
         self._map = blocks
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._order = torch.from_numpy(blocks.order).to(self._device)
-        self._behind_token = torch.empty_like(self._order, dtype=torch.bool)  # later there may be no memory left
+        # Now, since later there may be no memory left; on a thread of its own, since this one's may be the engine's to
+        # discard when it sleeps, as its KV cache is.
+        with ThreadPoolExecutor(1) as outside:
+            self._order = outside.submit(torch.from_numpy(blocks.order).to, self._device).result()
+            self._behind_token = outside.submit(torch.empty_like, self._order, dtype=torch.bool).result()
         self._behind = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._pool: tuple[PoolPages, GpuPages] | None = None  # the last one, and its blocks
         try:
