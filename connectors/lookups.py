@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvferry import _core
-from kvferry.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from kvferry.proto import admin_pb2, admin_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 from kvferry.threads import name_thread
 from kvferry.waiting import have_ended
 
@@ -47,6 +47,7 @@ class HeldPrefixes:
         self._daemon: _Daemon | None = None
         self._told_gone = False
         self._ask = threading.Event()  # at once, whether the index is old or not
+        self._flushed = True  # nothing is to be freed at the daemon
         self._closed = False
         self._thread = threading.Thread(target=self._follow, name="kvferry index", daemon=True)
         self._thread.start()
@@ -75,6 +76,11 @@ class HeldPrefixes:
         """Has the daemon's name, bounds and index asked for: it may be another daemon. Does not wait."""
         self._ask.set()
 
+    def flush(self) -> None:
+        """Has the daemon free the pages of this namespace that nothing holds, when it answers. Does not wait."""
+        self._flushed = False
+        self._ask.set()
+
     def close(self) -> None:
         self._closed = True
         self._ask.set()
@@ -86,7 +92,23 @@ class HeldPrefixes:
             if self._ask.is_set() or not self.up:
                 self._ask.clear()
                 self._find()
+            if not self._flushed:
+                self._free()
             self._ask.wait(LOOK_SECONDS)
+
+    def _free(self) -> None:
+        self._flushed = True  # before it is asked: a flush that is wanted meanwhile is another
+        try:
+            with _channel(self._socket) as channel:
+                stub = admin_pb2_grpc.AdminStub(channel)
+                stub.Flush(
+                    admin_pb2.FlushRequest(role=self._request.role, namespace_id=self._namespace_id),
+                    timeout=self._timeout_s,
+                )
+        except grpc.RpcError as error:
+            # Any other answer is of a daemon that has nothing of this namespace: another one, or made anew.
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                self._flushed = False
 
     def _find(self) -> None:
         """Asks the daemon. What is known of one that does not answer stays."""

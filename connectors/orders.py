@@ -3,13 +3,14 @@
 Decode:  Load or Restore -> (reported received); at the end StorePages -> (reported sent)
 Prefill: Begin -> (reported received, where it loads) -> Save* -> Release or Drop -> (reported sent)
 Cancel ends a load, of a Begin too: it is still reported received, once, when nothing touches the blocks any more; where
-that had been reported already, nothing is.
+that had been reported already, nothing is. Forget ends everything that was ordered before it: loads are reported with
+all of their blocks bad, stores without having been made.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvferry.client.requests import RequestName
 
@@ -21,6 +22,11 @@ class PromptPages:
     digests: bytes
     tokens: int
     tail_digest: bytes = b""
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The fields of an Admit or Begin."""
+        return {"digests": self.digests, "tokens": self.tokens, "tail_digest": self.tail_digest}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,12 @@ class Cancel:
     request: str
 
 
-Order: TypeAlias = Load | Restore | StorePages | Begin | Save | Release | Drop | Cancel
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The engine's weights have changed: what was ordered before is to have no effect any more."""
+
+
+Order: TypeAlias = Load | Restore | StorePages | Begin | Save | Release | Drop | Cancel | Forget
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,10 @@ KeysBetween: TypeAlias = "Callable[[int, int], ExtraKeys | None]"
 `start` begins a page, `end` ends it or the tokens."""
 
 
+class Unnamed(RuntimeError):
+    """Nothing names the request's pages; the message says why."""
+
+
 class TokenSource(Protocol):
     """The part of a request that is hashed. Its tokens grow, and do not change."""
 
@@ -27,9 +31,12 @@ class TokenSource(Protocol):
 class PromptChain:
     """The digests of one request's pages, each hashed once, when it is first asked for."""
 
-    def __init__(self, source: TokenSource, page_size: int, keys: KeysBetween | None) -> None:
-        """`keys`: None where the token ids say all."""
+    def __init__(
+        self, source: TokenSource, page_size: int, keys: KeysBetween | None, root: bytes | None = None
+    ) -> None:
+        """`keys`: None where the token ids say all. `root`: the digest before the first page; None: the default."""
         self._source = source
+        self._root = root
         self._page_size = page_size
         self._keys = keys
         self._digests = bytearray()
@@ -58,5 +65,4 @@ class PromptChain:
         return PromptPages(digests, tokens, tail)
 
     def _parent(self, page: int) -> bytes | None:
-        """The digest before `page`; None: the root."""
-        return bytes(self._digests[(page - 1) * DIGEST_BYTES : page * DIGEST_BYTES]) if page else None
+        return bytes(self._digests[(page - 1) * DIGEST_BYTES : page * DIGEST_BYTES]) if page else self._root

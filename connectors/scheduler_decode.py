@@ -107,6 +107,11 @@ class DecodeScheduler(SchedulerSide):
             ]
         return super().step(scheduled, preempted, blocks_of)
 
+    def _renew(self, tracked: Tracked) -> None:
+        if tracked.settled:  # it was preempted, and the prefill daemon has forgotten it
+            tracked.params = None
+        super()._renew(tracked)
+
     def _track(self, request: EngineRequest) -> Tracked:
         try:
             half = transfer_params.decode_half(request.kv_transfer_params, self._default_prefill)

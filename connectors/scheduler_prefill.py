@@ -37,7 +37,7 @@ class PrefillScheduler(SchedulerSide):
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.begun:
+        if tracked is None or tracked.begun or tracked.alone:
             return
         assert tracked.params is not None
         # Whether a look-up found the daemon gone or not: what was promised to the engine must be reported, and a worker

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.connectors.orders import News, Order, Orders
+from kvferry.connectors.orders import Forget, News, Order, Orders
 from kvferry.connectors.params import TransferParams
-from kvferry.connectors.prompt_chain import KeysBetween, PromptChain
+from kvferry.connectors.prompt_chain import KeysBetween, PromptChain, Unnamed
+from kvferry.connectors.weights_epoch import WeightsEpoch
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,9 @@ class DaemonView(Protocol):
     def ask_again(self) -> None:
         """Asks for the daemon's name and bounds again: it may be another daemon."""
 
+    def flush(self) -> None:
+        """Has the daemon free what nothing holds, when it can be asked to."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -98,6 +102,7 @@ class SchedulerCounts:
     stores: int = 0
     begins: int = 0
     not_asked: int = 0  # requests that the daemon was not asked for, since it was down
+    resets: int = 0
 
 
 class SchedulerSide:
@@ -109,12 +114,14 @@ class SchedulerSide:
         view: DaemonView,
         *,
         keys_of: Callable[[EngineRequest], KeysBetween | None],
+        epoch: WeightsEpoch,
         default_prefill: str = "",
     ) -> None:
         self.shape = shape
         self.counts = SchedulerCounts()
         self._view = view
         self._keys_of = keys_of
+        self._epoch = epoch
         self._default_prefill = default_prefill
         self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
         self._session = True  # the worker has one with the daemon, as far as is known
@@ -179,6 +186,23 @@ class SchedulerSide:
         if (tracked := self._tracked.get(request)) is not None:
             tracked.alone = True
 
+    def reset(self) -> bool:
+        """Everything computed until now is of other weights: nothing finds it again, and nothing of the requests that
+        have any of it is fetched or kept. Requests that have none, or gave it back, are named anew. False: blocks of
+        before are still held, so the engine has not reset its own cache; the epoch gets no name, and the reset is to
+        be tried again."""
+        whole = not any(map(_holds, self._tracked.values()))
+        self._epoch.advance(named=whole)
+        for tracked in self._tracked.values():
+            if _holds(tracked) or tracked.begun:
+                tracked.alone = tracked.settled = tracked.unsent = True
+            elif not tracked.alone:
+                self._renew(tracked)
+        self._orders.append(Forget())
+        self._view.flush()
+        self.counts.resets += 1
+        return whole
+
     # -- for the roles ---------------------------------------------------------------------------------------------
 
     def _mark(self, scheduled: Mapping[str, int], preempted: Sequence[str]) -> None:
@@ -203,18 +227,32 @@ class SchedulerSide:
     def _tracked_anew(self, request: EngineRequest, params: TransferParams | None) -> Tracked:
         """Tracks it from now on, its prompt's digests made. A request that cannot be named is the engine's alone: that
         never ends the engine."""
-        chain = PromptChain(request, self.shape.page_size, self._keys_of(request))
-        tracked = self._tracked[request.request_id] = Tracked(request, params, chain)
+        tracked = self._tracked[request.request_id] = Tracked(request, params, self._chain(request))
+        self._name(tracked)
+        return tracked
+
+    def _chain(self, request: EngineRequest) -> PromptChain:
+        return PromptChain(request, self.shape.page_size, self._keys_of(request), self._epoch.root)
+
+    def _name(self, tracked: Tracked) -> None:
+        request = tracked.request
         if request.resumable:  # a session whose prompt changes under its name
             tracked.alone = True
         else:
             try:
-                chain.pages(request.num_prompt_tokens)
+                tracked.chain.pages(request.num_prompt_tokens)
+            except Unnamed as why:
+                tracked.alone = True
+                _log.warning("request %s is computed here alone: %s", request.request_id, why)
             except Exception:
                 tracked.alone = True
                 _log.exception("request %s is computed here alone: its prompt cannot be named", request.request_id)
         tracked.settled = tracked.alone
-        return tracked
+
+    def _renew(self, tracked: Tracked) -> None:
+        """Names it by the present epoch; it has no block."""
+        tracked.chain = self._chain(tracked.request)
+        self._name(tracked)
 
     def _blocks(self, blocks: Sequence[int], start: int, end: int) -> tuple[int, ...]:
         """The blocks of tokens [start, end); `start` begins a block."""
@@ -235,6 +273,11 @@ def counted(tracked: Tracked) -> int:
     first step says whether what it had before was."""
     tokens = tracked.request.num_computed_tokens - tracked.request.num_in_flight_tokens
     return tokens if tokens > tracked.since else 0
+
+
+def _holds(tracked: Tracked) -> bool:
+    """Whether the engine, or the worker for it, has blocks with anything of it."""
+    return tracked.loading or tracked.storing or tracked.request.num_computed_tokens > 0
 
 
 def is_over(tracked: Tracked) -> bool:

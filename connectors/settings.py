@@ -16,6 +16,7 @@ class Settings:
     page_size: int = 0  # tokens, as the daemon has it; 0: the engine's block size
     prefill: str = ""  # name of the prefill daemon, where a request names none
     revision: str = ""  # of the weights; empty: read from the files
+    weights_file: str = ""  # has the name of the weights that the engine has from a reset of its caches on
     deadline_seconds: float = 30.0  # until a prompt's pages are there
     lookup_seconds: float = 1.0  # that the daemon has to answer where it tells what it holds
     store_seconds: float = 5.0  # that a finished request's blocks wait at most for room in the daemon

@@ -5,7 +5,6 @@ blocks, on threads of its own. The engine's thread only hands orders in and take
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -23,11 +22,11 @@ from kvferry.connectors.orders import (
     Begin,
     Cancel,
     Drop,
+    Forget,
     Load,
     News,
     Order,
     Orders,
-    PromptPages,
     Release,
     Restore,
     Save,
@@ -35,9 +34,18 @@ from kvferry.connectors.orders import (
 )
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions, pool_of
-from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports, run_whole
+from kvferry.connectors.worker_state import (
+    DaemonRequest,
+    EngineStep,
+    Moved,
+    Push,
+    Reports,
+    end_all,
+    run_whole,
+    wait_for,
+)
 from kvferry.threads import name_thread
-from kvferry.waiting import have_ended, slices
+from kvferry.waiting import have_ended
 
 STOP_SECONDS = 10.0
 PREEMPT_SECONDS = 30.0  # a copy that runs takes milliseconds
@@ -78,7 +86,7 @@ class WorkerSide:
         self._thread.start()
         try:
             seconds = self._settings.connect_seconds
-            self._wait(self._sessions.open(seconds), seconds + STOP_SECONDS)
+            wait_for(self._sessions.open(seconds), self._loop, seconds + STOP_SECONDS)
         except (HandshakeFailed, TimeoutError) as error:
             self.close()
             raise DaemonRefused(f"the session with the daemon: {error}") from error
@@ -88,7 +96,7 @@ class WorkerSide:
         if not self._settled.is_set():
             self._loop.call_soon_threadsafe(self._settled.set)
         if orders.preempted and self._pushing:  # their pushes may not have been taken in yet
-            self._wait(self._preempt(orders.preempted), PREEMPT_SECONDS)
+            wait_for(self._preempt(orders.preempted), self._loop, PREEMPT_SECONDS)
         if not orders.orders:
             return
         self._saves = [order for order in orders.orders if isinstance(order, Save)]
@@ -125,10 +133,14 @@ class WorkerSide:
         if saves:
             self._loop.call_soon_threadsafe(self._save, saves, done)
 
+    def give_up(self) -> None:
+        """Ends everything that was ordered, reported as ever. When this returns nothing touches a block."""
+        wait_for(end_all(self._tasks.values()), self._loop, PREEMPT_SECONDS)
+
     def close(self) -> None:
         if self._thread.is_alive():
             try:
-                self._wait(self._sessions.close(), STOP_SECONDS)
+                wait_for(self._sessions.close(), self._loop, STOP_SECONDS)
             except TimeoutError:
                 _log.warning("the session with the daemon did not end within %g s", STOP_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -139,14 +151,6 @@ class WorkerSide:
         name_thread("kvferry requests")
         self._loop.run_forever()
 
-    def _wait(self, work: Coroutine[Any, Any, _T], seconds: float) -> _T:
-        """Raises TimeoutError."""
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        for part in slices(seconds):
-            if concurrent.futures.wait([running], part).done:
-                return running.result()
-        raise TimeoutError(f"not over within {seconds:g} s")
-
     # -- sessions --------------------------------------------------------------------------------------------------
 
     def _session_changed(self, there: bool) -> None:
@@ -154,10 +158,7 @@ class WorkerSide:
 
     async def _quiet(self) -> None:
         """Ends all that touches the daemon's memory."""
-        tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._behind]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all([*self._tasks.values(), *self._behind])
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
@@ -178,6 +179,10 @@ class WorkerSide:
             elif isinstance(order, Drop):
                 self._cancel(order.request)
                 self._release(order.request)
+            elif isinstance(order, Forget):
+                self.moved.resets += 1
+                for task in self._tasks.values():
+                    task.cancel()
             elif isinstance(order, Cancel):
                 self._cancel(order.request)
                 self._pushes.pop(order.request, None)  # that it was received is all that is to be reported
@@ -249,7 +254,7 @@ class WorkerSide:
             client = lease.client
             admitted = await client.admit(
                 order.name,
-                **_words(order.prompt),
+                **order.prompt.words,
                 prefill=order.prefill,
                 max_new_tokens=1,
                 deadline_s=self._settings.deadline_seconds,
@@ -281,7 +286,7 @@ class WorkerSide:
             client, tokens = lease.client, order.prompt.tokens
             admitted = await client.admit(
                 order.name,
-                **_words(order.prompt),
+                **order.prompt.words,
                 prefill="",
                 max_new_tokens=1,
                 deadline_s=self._settings.deadline_seconds,
@@ -310,7 +315,7 @@ class WorkerSide:
             client, tokens = lease.client, order.prompt.tokens
             admitted = await client.admit(
                 order.name,
-                **_words(order.prompt),
+                **order.prompt.words,
                 prefill="",
                 max_new_tokens=1,
                 deadline_s=self._settings.store_seconds,
@@ -340,7 +345,7 @@ class WorkerSide:
             client = lease.client
             begun = await client.begin(
                 name,
-                **_words(order.prompt),
+                **order.prompt.words,
                 deadline_s=self._settings.deadline_seconds,
                 traceparent=order.traceparent,
             )
@@ -443,7 +448,3 @@ class WorkerSide:
         task = self._loop.create_task(work)
         self._behind.add(task)
         task.add_done_callback(self._behind.discard)
-
-
-def _words(prompt: PromptPages) -> dict[str, Any]:
-    return {"digests": prompt.digests, "tokens": prompt.tokens, "tail_digest": prompt.tail_digest}

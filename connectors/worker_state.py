@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import DaemonGone
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Begin, News, Save
+from kvferry.waiting import slices
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ class Moved:
     failed: int = 0
     stored: int = 0
     pushed: int = 0
+    resets: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +127,23 @@ class DaemonRequest:
     def then(self, ending: Coroutine[Any, Any, None]) -> None:
         """Names what ends the request instead of an abort, behind the engine's back: it went well."""
         self.ending = ending
+
+
+def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, seconds: float) -> _T:
+    """Runs it on another thread's loop. Raises TimeoutError."""
+    running = asyncio.run_coroutine_threadsafe(work, loop)
+    for part in slices(seconds):
+        if concurrent.futures.wait([running], part).done:
+            return running.result()
+    raise TimeoutError(f"not over within {seconds:g} s")
+
+
+async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels those that there are when it begins; they are over when this is."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 async def run_whole(executor: Executor, work: Callable[[], None]) -> None:

@@ -27,6 +27,7 @@ PURE = (
     "kvferry.connectors.scheduler_prefill",
     "kvferry.connectors.scheduler_side",
     "kvferry.connectors.settings",
+    "kvferry.connectors.weights_epoch",
 )
 NOT_IN_CORE = frozenset(
     {

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -36,6 +37,7 @@ from kvferry.connectors.vllm.block_ids import BlockIds
 from kvferry.connectors.vllm.extra_keys import keys_of
 from kvferry.connectors.vllm.other_loads import OtherLoads
 from kvferry.connectors.vllm.stats import KVFerryCounters, KVFerryStats
+from kvferry.connectors.weights_epoch import WeightsEpoch
 from kvferry.connectors.worker_session import connector_of
 from kvferry.connectors.worker_side import WorkerSide
 from kvferry.connectors.worker_state import Moved
@@ -76,6 +78,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One half of it, in the scheduler's process or the worker's. Configurations that it cannot serve are refused when
     it is made, hybrid models (several KV cache groups) among them."""
 
+    _workers: ClassVar[dict[str, WorkerSide]] = {}
+    """The worker's halves in this process, by their engine's id."""
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -90,6 +95,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         spec = vllm_facts.check_config(vllm_config, kv_cache_config)
         self._daemon_role = _ROLES[transfer.kv_role]
         self._shape = vllm_facts.shape_of(spec, self._settings)
+        self._engine: str = transfer.engine_id or "engine"
         self._facts = vllm_facts.facts_of(vllm_config, kv_cache_config, self._shape, self._settings)
         self._scheduler: SchedulerSide | None = None
         self._view: HeldPrefixes | None = None
@@ -107,6 +113,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._shape,
                 self._view,
                 keys_of=keys_of,
+                epoch=WeightsEpoch(partial(vllm_facts.weights_name, self._settings)),
                 default_prefill=self._settings.prefill,
             )
 
@@ -160,6 +167,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._deciding.loads_elsewhere(request.request_id)
         return self._deciding.finished(request, block_ids[0] if block_ids else [])
 
+    def reset_cache(self) -> bool | None:
+        if self._scheduler is None:
+            return None
+        whole = self._scheduler.reset()
+        # Behind a reset the engine may sleep, its blocks taken away, before any step brings the worker an order.
+        if (worker := self._workers.get(self._engine)) is not None:
+            worker.give_up()
+        return whole
+
     # -- the worker's half -----------------------------------------------------------------------------------------
 
     @property
@@ -171,10 +187,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         order = vllm_facts.order_of(self._vllm_config, self._kv_cache_config, kv_caches)
         blocks = vllm_facts.block_map(kv_caches, self._kv_cache_config, self._shape, self._facts.geometry, order)
         mover = vllm_facts.mover_of(kv_caches, self._kv_cache_config, blocks)
-        engine = self._vllm_config.kv_transfer_config.engine_id or "engine"
-        connect = connector_of(self._settings, self._daemon_role, self._facts.to_proto(), f"vllm {engine}"[:128], mover)
+        name = f"vllm {self._engine}"[:128]
+        connect = connector_of(self._settings, self._daemon_role, self._facts.to_proto(), name, mover)
         self._worker = WorkerSide(self._settings, blocks, mover, connect)
         self._worker.start()
+        self._workers[self._engine] = self._worker
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -230,6 +247,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         if self._worker is not None:
+            self._workers.pop(self._engine, None)
             self._worker.close()
             self._worker = None
         if self._view is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,21 @@ from numpy.typing import NDArray
 
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import HostMover, Mover
+from kvferry.connectors.prompt_chain import Unnamed
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import order as vllm_order
+from kvferry.proto.limits import MAX_NAME_CHARS
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 
 DEVICES = ("cpu", "cuda")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+ADAPTER_FILES = (*WEIGHT_FILES, "*.json")
 SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
 _COMMIT = re.compile("[0-9a-f]{40}")
+_log = logging.getLogger(__name__)
 _WRITTEN_BY_WHOEVER = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
@@ -55,6 +60,13 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
         raise Unfit(
             f"the device is {vllm_config.device_config.device_type!r}; the connector copies memory of the host and of "
             f"NVIDIA's GPUs: it must be one of {', '.join(DEVICES)}"
+        )
+    # Only so this connector's halves are in one process, and copies can be ended before memory is taken away.
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and backend not in ("uni", "external_launcher"):
+        raise Unfit(
+            f"sleep mode is on, and distributed_executor_backend is {backend!r}: the KV cache could be taken away "
+            "under a copy; start vLLM with --distributed-executor-backend uni, or without --enable-sleep-mode"
         )
     spec = groups[0].kv_cache_spec
     for name in ("num_head_slots", "state_content_bytes"):
@@ -112,9 +124,40 @@ def revision_of(vllm_config: Any, settings: Settings) -> str:
     """The name of the weights; Unfit where nothing names them."""
     if settings.revision:
         return settings.revision
+    if str(getattr(vllm_config.load_config, "load_format", "")) == "dummy":
+        raise Unfit(
+            "load_format is dummy, so the model's files do not name the weights: set "
+            "kv_connector_extra_config.revision to a name of them that no others have had, the same on both sides"
+        )
     model = vllm_config.model_config
     cache = getattr(vllm_config.load_config, "download_dir", None)
     return weights_revision(model.model, getattr(model, "revision", None), cache)
+
+
+def weights_name(settings: Settings) -> str:
+    """The name that the file of the settings has now; empty where there is none, or none that is fit."""
+    if not (path := settings.weights_file):
+        return ""
+    try:
+        name = Path(path).read_text().strip()
+    except (OSError, ValueError) as error:
+        _log.warning("weights_file %s cannot be read: %s", path, error)
+        return ""
+    if len(name) > MAX_NAME_CHARS:
+        _log.warning("weights_file %s has %d characters; the bound is %d", path, len(name), MAX_NAME_CHARS)
+        return ""
+    return name
+
+
+def adapter_revision(path: str) -> str:
+    """Hash over a LoRA adapter's files, as `weights_revision`: weights, and the configuration that scales them. Unnamed
+    where there are none."""
+    folder = Path(path).expanduser()
+    found = folder if folder.is_dir() else _downloaded(path, None, None)
+    files = [] if found is None else sorted(file for name in ADAPTER_FILES for file in found.glob(name))
+    if not files:
+        raise Unnamed(f"no files of its adapter, {path!r}, were found on this host")
+    return _hash(files)
 
 
 def weights_revision(model: str, revision: str | None = None, cache: str | None = None) -> str:

@@ -21,6 +21,7 @@ MEANINGS = {
     "saved_bytes": "Bytes copied from the engine's blocks into the daemon's pages.",
     "pushed": "Prompts that prefill handed over whole.",
     "stored": "Finished requests whose blocks the daemon took.",
+    "resets": "Times that everything under way was given up, since the engine's caches were reset.",
     "failed": "Requests that the engine went on with alone.",
 }
 """The fields of `worker_state.Moved`, each a counter vllm:kvferry_<field>_total."""

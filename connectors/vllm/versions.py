@@ -23,6 +23,7 @@ HOOKS = {
     "get_finished": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
     "build_connector_worker_meta": (),
+    "reset_cache": (),
     "shutdown": (),
 }
 

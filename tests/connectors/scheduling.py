@@ -10,6 +10,7 @@ from kvferry.connectors.prompt_chain import KeysBetween
 from kvferry.connectors.scheduler_decode import DecodeScheduler
 from kvferry.connectors.scheduler_prefill import PrefillScheduler
 from kvferry.connectors.scheduler_side import SchedulerSide, Shape
+from kvferry.connectors.weights_epoch import WeightsEpoch
 from kvferry.radix.digests import DIGEST_BYTES, chain_digests
 
 BLOCK = 8
@@ -43,10 +44,10 @@ class Request:
     def all_token_ids(self) -> list[int]:
         return list(range(self.num_tokens))
 
-    def digests(self, tokens: int, page_size: int) -> bytes:
+    def digests(self, tokens: int, page_size: int, root: bytes | None = None) -> bytes:
         """Of the full pages of its first `tokens`."""
         extra = [self.adapter] if self.adapter else None
-        return chain_digests(np.arange(tokens), page_size=page_size, extra=extra).tobytes()
+        return chain_digests(np.arange(tokens), page_size=page_size, parent=root, extra=extra).tobytes()
 
 
 def keys_of(request: object) -> KeysBetween | None:
@@ -70,21 +71,25 @@ class Daemon:
     pages: int = 0
     asked: list[bytes] = field(default_factory=list)
     asked_again: int = 0
+    flushed: int = 0
 
     def ask_again(self) -> None:
         self.asked_again += 1
+
+    def flush(self) -> None:
+        self.flushed += 1
 
     def held_pages(self, digests: bytes) -> int:
         self.asked.append(digests)
         return min(self.pages, len(digests) // DIGEST_BYTES)
 
 
-def decode(daemon: Daemon, per_page: int = 1) -> DecodeScheduler:
-    return DecodeScheduler(Shape(BLOCK, per_page), daemon, keys_of=keys_of)
+def decode(daemon: Daemon, per_page: int = 1, weights: str = "") -> DecodeScheduler:
+    return DecodeScheduler(Shape(BLOCK, per_page), daemon, keys_of=keys_of, epoch=WeightsEpoch(lambda: weights))
 
 
-def prefill(daemon: Daemon, per_page: int = 1) -> PrefillScheduler:
-    return PrefillScheduler(Shape(BLOCK, per_page), daemon, keys_of=keys_of)
+def prefill(daemon: Daemon, per_page: int = 1, weights: str = "") -> PrefillScheduler:
+    return PrefillScheduler(Shape(BLOCK, per_page), daemon, keys_of=keys_of, epoch=WeightsEpoch(lambda: weights))
 
 
 def blocks(tokens: int) -> list[int]:

@@ -18,6 +18,7 @@ from kvferry.connectors.orders import Begin, Orders, PromptPages
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import RETRY_SECONDS
 from kvferry.connectors.worker_side import WorkerSide
+from kvferry.connectors.worker_state import wait_for
 from tests.support.standstill import run_with_standstill
 
 
@@ -79,6 +80,7 @@ def test_an_engine_that_stood_still_has_waited_for_what_is_soon_over() -> None:
         from kvferry.connectors.movers import HostMover
         from kvferry.connectors.settings import Settings
         from kvferry.connectors.worker_side import WorkerSide
+        from kvferry.connectors.worker_state import wait_for
 
         async def work():
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -87,7 +89,7 @@ def test_an_engine_that_stood_still_has_waited_for_what_is_soon_over() -> None:
 
         side = WorkerSide(Settings("/nowhere"), None, HostMover(None), None)
         side._thread.start()
-        print(side._wait(work(), 1.0))
+        print(wait_for(work(), side._loop, 1.0))
         side.close()
     """
     assert run_with_standstill(program, 2.0).stdout == "over\n"
@@ -98,6 +100,6 @@ def test_what_is_not_over_is_not_waited_for_for_ever() -> None:
     side._thread.start()
     over = asyncio.Event()
     with pytest.raises(TimeoutError, match=r"not over within 0\.1 s"):
-        side._wait(over.wait(), 0.1)
+        wait_for(over.wait(), side._loop, 0.1)
     side._loop.call_soon_threadsafe(over.set)
     side.close()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.client.requests import RequestFailed
+from kvferry.connectors import worker_side
 from kvferry.connectors.blocks import BlockPlaces, Memory, PoolPages, Tail
 from kvferry.connectors.orders import (
     Begin,
@@ -163,7 +164,7 @@ def test_a_decode_engine_waits_for_no_push_of_what_is_preempted(pair: Pair, monk
         raise AssertionError("the engine's thread waits")
 
     side = pair.sides["decode"]
-    monkeypatch.setattr(side, "_wait", never)
+    monkeypatch.setattr(worker_side, "wait_for", never)
     side.take(Orders([], ("a",)))
     monkeypatch.undo()
 
