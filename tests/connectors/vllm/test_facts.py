@@ -21,6 +21,7 @@ from kvferry.connectors.vllm.facts import (
     order_of,
     revision_of,
     shape_of,
+    weights_name,
     weights_revision,
 )
 from kvferry.connectors.vllm.order import name_of, runs_of, strided_order
@@ -50,15 +51,17 @@ class Engine:
     caching: bool = True
     images: bool = False
     device: str = "cpu"
+    sleeps: bool = False
+    backend: str = "mp"
     specs: tuple[FullAttentionSpec, ...] = (FullAttentionSpec(),)
 
     @property
     def vllm(self) -> SimpleNamespace:
         sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **self.parallel}
         return SimpleNamespace(
-            parallel_config=SimpleNamespace(**sizes),
+            parallel_config=SimpleNamespace(**sizes, distributed_executor_backend=self.backend),
             cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=self.caching),
-            model_config=SimpleNamespace(is_multimodal_model=self.images),
+            model_config=SimpleNamespace(is_multimodal_model=self.images, enable_sleep_mode=self.sleeps),
             device_config=SimpleNamespace(device_type=self.device),
         )
 
@@ -69,8 +72,8 @@ class Engine:
 
 
 def test_an_engine_that_fits() -> None:
-    engine = Engine()
-    assert check_config(engine.vllm, engine.kv) == FullAttentionSpec()
+    for engine in (Engine(), Engine(sleeps=True, backend="uni")):
+        assert check_config(engine.vllm, engine.kv) == FullAttentionSpec()
 
 
 @pytest.mark.parametrize(
@@ -79,6 +82,7 @@ def test_an_engine_that_fits() -> None:
         (Engine(parallel={"tensor_parallel_size": 2}), "tensor_parallel_size is 2; .* set it to 1"),
         (Engine(parallel={"pipeline_parallel_size": 4}), "pipeline_parallel_size is 4"),
         (Engine(caching=False, images=True), "prefix caching is off, .* --enable-prefix-caching"),
+        (Engine(sleeps=True), "sleep mode is on, .* is 'mp': .* --distributed-executor-backend uni, or without"),
         (Engine(device="xpu"), "the device is 'xpu'; .* one of cpu, cuda"),
         (
             Engine(specs=(FullAttentionSpec(), SlidingWindowSpec())),
@@ -286,3 +290,20 @@ def test_the_revision_that_is_configured_goes_before_what_is_found(tmp_path: Pat
     folder = downloaded(tmp_path, "1" * 40, b"weights")
     assert revision_of(vllm, Settings("/s")) == weights_revision(str(folder))
     assert revision_of(vllm, Settings("/s", revision="mine")) == "mine"
+    vllm.load_config.load_format = "dummy"
+    assert revision_of(vllm, Settings("/s", revision="mine")) == "mine"
+    with pytest.raises(Unfit, match=r"load_format is dummy, .* set kv_connector_extra_config\.revision"):
+        revision_of(vllm, Settings("/s"))
+
+
+def test_a_file_names_the_weights_from_a_reset_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "weights"
+    settings = Settings("/s", weights_file=str(file))
+    assert weights_name(Settings("/s")) == "" and not caplog.records
+    assert weights_name(settings) == "" and "cannot be read" in caplog.text
+    file.write_text("step 7\n")
+    assert weights_name(settings) == "step 7"
+    file.write_bytes(b"\xff")
+    assert weights_name(settings) == ""
+    file.write_text("7" * 129)
+    assert weights_name(settings) == "" and "has 129 characters; the bound is 128" in caplog.text
