@@ -106,3 +106,20 @@ def test_a_pool_in_shared_memory_or_of_several_ranks_is_refused(engine: EngineMe
     assert engine.mover.misfit([pool.memory]) == ""
     assert "shared memory" in engine.mover.misfit([np.zeros(8, np.uint8)])
     assert "cuda:0 and cuda:0" in engine.mover.misfit([pool.memory, pool.memory])
+
+
+def test_nothing_of_its_own_lies_in_the_engines_pool_which_is_discarded_when_it_sleeps(pool: PoolPages) -> None:
+    import torch
+
+    theirs = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(theirs):
+        engine = EngineMemory(16, PER_PAGE, device=0)
+    segments = [(each["address"], each["total_size"]) for each in theirs.snapshot()]
+
+    def discarded(tensor: torch.Tensor) -> bool:
+        return any(start <= tensor.data_ptr() < start + size for start, size in segments)
+
+    assert all(discarded(layer) for layer in engine.layers)
+    for layer in engine.layers:
+        layer.zero_()
+    assert not [name for name, held in vars(engine.mover).items() if torch.is_tensor(held) and discarded(held)]

@@ -4,6 +4,7 @@ from tests.mutants.guard import Guard
 from tests.mutants.guards import (
     core,
     couriers,
+    engine_resets,
     engines,
     files,
     memory,
@@ -29,4 +30,5 @@ GUARDS: tuple[Guard, ...] = (
     *sides.GUARDS,
     *engines.GUARDS,
     *other_loads.GUARDS,
+    *engine_resets.GUARDS,
 )

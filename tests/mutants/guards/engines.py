@@ -262,7 +262,7 @@ DECIDED: tuple[Guard, ...] = (
     Guard(
         "a prompt that cannot be named ends the engine",
         "connectors/scheduler_side.py",
-        "SchedulerSide._tracked_anew",
+        "SchedulerSide._name",
         "except Exception:",
         "except ZeroDivisionError:",
         SCHEDULER,
@@ -270,7 +270,7 @@ DECIDED: tuple[Guard, ...] = (
     Guard(
         "a session that is fed as it goes is matched by its first prompt",
         "connectors/scheduler_side.py",
-        "SchedulerSide._tracked_anew",
+        "SchedulerSide._name",
         "if request.resumable:",
         "if False:",
         SCHEDULER,
