@@ -27,6 +27,18 @@ REST_SECONDS = 120.0
 LEAVE_SECONDS = float(os.environ.get("VLLM_LEAVE_SECONDS", "4"))
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Of each prompt: what one vLLM alone answers, and a pair without kvferry, if it was asked."""
+
+    replies: list[Reply]
+    opinions: list[Reply] = field(default_factory=list)
+
+    def compare(self, comparison: Comparison, where: str, number: int, reply: Reply) -> None:
+        opinion = self.opinions[number] if self.opinions else None
+        comparison.add(f"{where}, prompt {number}", self.replies[number], reply, opinion)
+
+
 @dataclass
 class Run:
     aborts: int
@@ -67,7 +79,7 @@ async def references(url: str, asked: list[Messages], max_tokens: int) -> list[R
 
 
 async def client_loop(
-    run: Run, client: httpx.AsyncClient, url: str, asked: list[Messages], wanted: list[Reply], seed: int, tokens: int
+    run: Run, client: httpx.AsyncClient, url: str, asked: list[Messages], wanted: Wanted, seed: int, tokens: int
 ) -> None:
     chosen = random.Random(seed)
     while not run.over:
@@ -91,7 +103,7 @@ async def client_loop(
             run.refused.append(f"prompt {number}: {type(error).__name__} {error}")
             continue
         run.done += 1
-        run.comparison.add(f"request {run.done}, prompt {number}", wanted[number], reply)
+        wanted.compare(run.comparison, f"request {run.done}", number, reply)
 
 
 async def restart_loop(run: Run, cluster: Cluster) -> None:
@@ -105,9 +117,7 @@ async def restart_loop(run: Run, cluster: Cluster) -> None:
         run.restarted += 1
 
 
-async def storm(
-    run: Run, cluster: Cluster, asked: list[Messages], wanted: list[Reply], clients: int, tokens: int
-) -> None:
+async def storm(run: Run, cluster: Cluster, asked: list[Messages], wanted: Wanted, clients: int, tokens: int) -> None:
     async with new_client() as client:
         loops = [client_loop(run, client, cluster.front, asked, wanted, seed, tokens) for seed in range(clients)]
         await asyncio.gather(restart_loop(run, cluster), *loops)
@@ -164,7 +174,7 @@ def main() -> int:
     args = parser.parse_args()
     asked = prompts(4, 3)
     with Cluster(Spec()) as cluster:
-        wanted = asyncio.run(references(cluster.alone().url, asked, args.max_tokens))
+        wanted = Wanted(asyncio.run(references(cluster.alone().url, asked, args.max_tokens)))
     with Cluster(Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0})) as cluster:
         cluster.kvferry()
         lines, failed = run_on(cluster, asked, wanted, args.aborts, args.restarts, args.clients, args.max_tokens)
@@ -177,7 +187,7 @@ def main() -> int:
 
 
 def run_on(
-    cluster: Cluster, asked: list[Messages], wanted: list[Reply], aborts: int, restarts: int, clients: int, tokens: int
+    cluster: Cluster, asked: list[Messages], wanted: Wanted, aborts: int, restarts: int, clients: int, tokens: int
 ) -> tuple[list[str], int]:
     """The storm on servers that are up: what to tell, and how much was wrong."""
     run = Run(aborts, restarts)
@@ -185,29 +195,24 @@ def run_on(
     asyncio.run(storm(run, cluster, asked, wanted, clients, tokens))
     seconds = time.monotonic() - began
     leaked = leaks(cluster)
-    after = Comparison()
     before = done_by(cluster, "kvferry")
     replies = asyncio.run(references(cluster.front, asked, tokens))
-    for number, (want, have) in enumerate(zip(wanted, replies, strict=True)):
-        after.add(f"afterwards, prompt {number}", want, have)
+    for number, reply in enumerate(replies):
+        wanted.compare(run.comparison, "afterwards", number, reply)
     done = done_by(cluster, "kvferry").less(before)
     idle = done.delta_pages + done.hit_tokens == 0  # no engine has found its way back to its daemon
     leaked += leaks(cluster)
-    wrong = run.comparison.wrong + after.wrong
     lines = [
         f"{run.done} requests finished, {run.aborted} aborted, {run.restarted} daemons killed and started, "
         f"in {seconds:.0f} s",
-        f"{run.comparison.tokens + after.tokens} tokens compared: {len(wrong)} wrong, "
-        f"{len(run.comparison.ties) + len(after.ties)} at ties; {len(run.refused)} requests failed; "
-        f"{len(leaked)} leaks; afterwards the decode daemon received {done.delta_pages} pages and held "
-        f"{done.hit_tokens} tokens",
+        f"{run.comparison}; {len(run.refused)} requests failed; {len(leaked)} leaks; afterwards the decode daemon "
+        f"received {done.delta_pages} pages and held {done.hit_tokens} tokens",
         *(["  MISSED: with all daemons back nothing is received or found"] if idle else []),
-        *(f"  WRONG: {told}" for told in wrong),
         *(f"  FAILED: {told}" for told in run.refused),
         *(f"  LEAK: {told}" for told in leaked),
-        *(f"  allowed: {told}" for told in run.comparison.ties + after.ties),
+        *run.comparison.told,
     ]
-    return lines, len(wrong) + len(run.refused) + len(leaked) + idle
+    return lines, len(run.comparison.wrong) + len(run.refused) + len(leaked) + idle
 
 
 if __name__ == "__main__":

@@ -191,10 +191,12 @@ def new_client() -> httpx.AsyncClient:
 class Comparison:
     tokens: int = 0
     ties: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)  # differences that the opinion without kvferry has, too
     wrong: list[str] = field(default_factory=list)
 
-    def add(self, where: str, reference: Reply, got: Reply, tie: float = TIE) -> None:
-        """Token for token; behind a difference nothing can be compared. A reply of no tokens is wrong."""
+    def add(self, where: str, reference: Reply, got: Reply, opinion: Reply | None = None, tie: float = TIE) -> None:
+        """Token for token; behind a difference nothing can be compared. A reply of no tokens is wrong. `opinion`: what
+        a system without kvferry that computes the prompt in steps like those of `got` answers."""
         if not reference.tokens:
             self.wrong.append(f"{where}: the reference has no token to compare with")
         for position, (want, have) in enumerate(zip(reference.tokens, got.tokens, strict=False)):
@@ -204,10 +206,31 @@ class Comparison:
             told = (
                 f"{where}, token {position}: {want.text!r} became {have.text!r}; the reference's gap is {want.gap:.2e}"
             )
-            (self.ties if want.gap < tie else self.wrong).append(told)
+            if want.gap < tie:
+                self.ties.append(told)
+            elif opinion is not None and said(opinion, position + 1) == said(got, position + 1):
+                self.shared.append(told)
+            else:
+                self.wrong.append(told)
             return
         if len(reference.tokens) != len(got.tokens):
             self.wrong.append(f"{where}: {len(reference.tokens)} tokens became {len(got.tokens)}")
+
+    @property
+    def told(self) -> list[str]:
+        return [
+            *(f"  WRONG: {each}" for each in self.wrong),
+            *(f"  as without kvferry: {each}" for each in self.shared),
+            *(f"  allowed: {each}" for each in self.ties),
+        ]
+
+    def __str__(self) -> str:
+        counts = f"{self.tokens} tokens compared, {len(self.wrong)} wrong, {len(self.ties)} at ties"
+        return f"{counts}, {len(self.shared)} as a pair without kvferry has them" if self.shared else counts
+
+
+def said(reply: Reply, tokens: int) -> list[str]:
+    return [token.text for token in reply.tokens[:tokens]]
 
 
 def compared(reference: list[list[Reply]], got: list[list[Reply]]) -> Comparison:

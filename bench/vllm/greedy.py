@@ -67,12 +67,11 @@ def main() -> int:
             hits = cluster.metric("decode", "vllm:prefix_cache_hits_total")
         prompt = sum(reply.prompt_tokens for replies in got for reply in replies)
         lines.append(
-            f"{case} ({blocks or 'all'} blocks): {comparison.tokens} tokens compared, {len(comparison.wrong)} wrong, "
-            f"{len(comparison.ties)} at ties; prompts {prompt} tokens, the engine had {hits:.0f} itself, "
-            f"received {stats.transfers.delta_pages} pages, the daemon held {stats.requests.hit_tokens} tokens"
+            f"{case} ({blocks or 'all'} blocks): {comparison}; prompts {prompt} tokens, the engine had {hits:.0f} "
+            f"itself, received {stats.transfers.delta_pages} pages, the daemon held {stats.requests.hit_tokens} tokens"
         )
-        print(lines[-1], *comparison.ties, *comparison.wrong, sep="\n", flush=True)
-        lines += [f"  allowed: {told}" for told in comparison.ties] + [f"  WRONG: {told}" for told in comparison.wrong]
+        print(lines[-1], *comparison.told, sep="\n", flush=True)
+        lines += comparison.told
         wrong += len(comparison.wrong)
     text = "\n".join(lines)
     if args.output:

@@ -30,6 +30,7 @@ class NixlFront(VllmFront):
         self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs, body: Body
     ) -> DecodeAnswer:
         fields = {**body.fields, "stream": False, "max_tokens": 1}
+        fields.pop("stream_options", None)
         half = body.write(fields, FROM_NOWHERE)
         reply = await self.client.post(prefill.url + legs.path, content=half, headers=legs.headers)
         if reply.status_code != 200:

@@ -48,11 +48,11 @@ def run_pair(prefill: Path, decode: Path, load: Load, reference: list[list[Reply
     comparison = compared(reference, got)
     well = not (comparison.wrong or failed) and stats.transfers.delta_pages > 0 and stats.requests.hit_tokens > 0
     told = (
-        f"{comparison.tokens} tokens compared, {len(comparison.wrong)} wrong, {len(comparison.ties)} at ties; "
+        f"{comparison}; "
         f"the engine had {hits:.0f} tokens itself, the daemon held {stats.requests.hit_tokens}, "
         f"received {stats.transfers.delta_pages} pages; {failed:.0f} failed"
     )
-    return "\n".join([told, *(f"  allowed: {each}" for each in comparison.ties), *comparison.wrong]), well
+    return "\n".join([told, *comparison.told]), well
 
 
 def main() -> int:
