@@ -25,7 +25,7 @@ from pathlib import Path
 
 from cluster import DEVICES, Cluster, Spec, machine, model_folder
 from engine_threads import descendants
-from gpu_turns import Measured, Shape, drive, median
+from gpu_turns import STAGES, Measured, Shape, drive, median
 from rich.console import Console
 from rich.table import Table
 
@@ -206,7 +206,7 @@ def cells_of(visits: list[Measured], memory: dict[str, int]) -> list[str]:
     moved = sum(told.get("kvferry bytes", [])) + sum(told.get("NIXL bytes", []))
     parts = [
         f"{name} {median(told[name]):.1f}"
-        for name in ("NIXL read", "NIXL post", "D queue", "D prefill")
+        for name in (*STAGES, "NIXL read", "NIXL post", "P prefill", "D queue", "D prefill")
         if name in told
     ]
     if loads := sum(told.get("kvferry loads", [])):

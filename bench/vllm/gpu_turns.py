@@ -26,6 +26,12 @@ TIMERS = {
     "NIXL post": ("decode", "nixl_post_time_seconds"),
 }
 """vLLM's histograms, of which the mean is told: (server, name)."""
+STAGES = {
+    "gather": ("prefill", "gather"),
+    "write": ("prefill", "write"),
+    "scatter": ("decode", "scatter"),
+}
+"""Of kvferry's daemons, of each part, in the mean: (daemon, stage)."""
 COUNTERS = {
     "NIXL bytes": ("decode", "nixl_bytes_transferred_sum"),
     "NIXL descriptors": ("decode", "nixl_num_descriptors_sum"),
@@ -150,6 +156,10 @@ async def said(client: httpx.AsyncClient, cluster: Cluster) -> dict[str, float]:
         stats = cluster.stats("decode")
         found["kvferry bytes"] = stats.transfers.wire_bytes
         found["kvferry restored pages"] = stats.tiers.restored_pages
+        for name, (daemon, stage) in STAGES.items():
+            for each in cluster.stats(daemon).admit_to_ready.stages:
+                if each.stage == stage:
+                    found[f"{name} sum"], found[f"{name} count"] = each.seconds.sum, sum(each.seconds.counts)
     return found
 
 
@@ -162,7 +172,9 @@ def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float
     """Means of timers in ms, counters as they grew."""
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     means = {
-        name: 1000 * grown[f"{name} sum"] / grown[f"{name} count"] for name in TIMERS if grown.get(f"{name} count")
+        name: 1000 * grown[f"{name} sum"] / grown[f"{name} count"]
+        for name in (*TIMERS, *STAGES)
+        if grown.get(f"{name} count")
     }
     return {**means, **{name: value for name, value in grown.items() if not name.endswith((" sum", " count"))}}
 
