@@ -72,7 +72,9 @@ class Cache:
         self.events = self.copies.events = KvEventLog(self.page_size, self.pool, self.host, chain)
 
     def index_held(self, index: HeldIndex | None) -> None:
-        """Has what is readable, in either tier, in `index` from now on; None: in none."""
+        """Has what is readable, in either tier, in `index` from now on; None: in none. What leaves a tree is in it
+        until it is freed: when the step settles, or a copy of it ends.
+        """
         for pool in (self.pool, self.host):
             if pool is not None:
                 pool.publish(index)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 
+from kvferry._core import HeldIndex, HeldIndexReader
 from kvferry.daemon.core.decode import MAX_GROWTHS, DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import SendDone, StartCopy, StartTransfer, StopTransfer
 from kvferry.daemon.core.errors import RequestError, unavailable
@@ -200,6 +203,24 @@ def test_who_computes_its_prompt_is_admitted_once_the_rest_is_restored() -> None
     side.take()
     (admitted,) = side.told("admitted")
     assert admitted.admitted.matched_tokens == 2 * PAGE
+
+
+def test_what_a_failed_restore_takes_out_of_the_tree_is_not_in_the_index_once_the_step_is_over() -> None:
+    """A page that was restored goes with the lost one behind it: it is released, and readable until it is freed."""
+    side = in_the_host_tier(4)
+    memory = mmap.mmap(-1, HeldIndex.bytes_for(20))
+    index = HeldIndex(memory)
+    side.cache.index_held(index)
+    side.admit(A, "x", 3, prefill="")
+    for spill in side.of(StartCopy):
+        side.core.copy_ended(spill.started.number, [], 0, 0.0, 0.0)
+    side.take()
+    (restore,) = side.of(StartCopy)
+    held = HeldIndexReader(memory)
+    assert held.held_pages(digests("x", 2), NAMESPACE) == 2, "in the host tier"
+    side.core.abort(1, A, 0.0)
+    side.core.copy_ended(restore.started.number, restore.started.copy.device[1:], 0, 0.0, 0.0)
+    assert held.held_pages(digests("x", 2), NAMESPACE) == 0 == side.core.matched_tokens(NAMESPACE, digests("x", 2))
 
 
 def test_a_pin_ends_before_a_page_that_was_lost() -> None:

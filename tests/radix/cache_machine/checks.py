@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.daemon.core.namespaces import slack
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import RESTORE
-from tests.radix.cache_machine.model import Side, chain, content
+from tests.radix.cache_machine.model import Side, chain, content, digest
 from tests.radix.cache_machine.requests import Requests
 from tests.radix.cache_machine.world import World
 
@@ -87,9 +87,17 @@ def _check_matches(world: World, side: Side) -> None:
 
 
 def _check_index(world: World, side: Side) -> None:
-    """Who reads the index finds what is readable, of either tier, and not a page more; in its own namespace only."""
-    coming = {path for f in world.flights if f.side is side and f.copy.kind == RESTORE for path in f.paths}
+    """Who reads the index finds what is readable, of either tier, and not a page more; in its own namespace only. What
+    has left the tree is readable until it is freed: when the step that took it out settles, or a copy of it ends.
+    """
+    flights = [flight for flight in world.flights if flight.side is side]
+    coming = {path for flight in flights if flight.copy.kind == RESTORE for path in flight.paths}
     readable = {path for path in side.device if path not in side.arriving and path not in coming} | side.host.keys()
+    readable.update(path for owner, path in world.lingering if owner is side)
+    readable.update(path for flight in flights for path in flight.detached)
+    for path in side.outputs:  # whatever was ever held
+        held = world.index.held_pages(digest(path), side.namespace.id)
+        assert held == (path in readable), f"{path} is {'' if held else 'not '}in the index"
     for path in side.ends():
         each = [path[:pages] in readable for pages in range(1, len(path) + 1)]
         held = world.index.held_pages(chain(path), side.namespace.id)

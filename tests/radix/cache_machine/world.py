@@ -66,6 +66,7 @@ class World:
     now: float = 0.0
     flights: list[Flight] = field(default_factory=list)
     released: list[int] = field(default_factory=list)  # given back, not settled yet
+    lingering: list[tuple[Side, Path]] = field(default_factory=list)  # of them, those that were readable in a tree
     lock_paths: dict[Lock, tuple[Side, Path]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class World:
         self.index = HeldIndexReader(index)
         self.sides = [Side(i, self.cache.namespace(name)) for i, name in enumerate(setup.namespaces)]
         self.pins = Pins(self.cache, Unlocking(self))
-        self.flights, self.released, self.lock_paths = [], [], {}
+        self.flights, self.released, self.lingering, self.lock_paths = [], [], [], {}
 
     def side_of(self, namespace: Namespace) -> Side:
         return next(side for side in self.sides if side.namespace is namespace)
@@ -132,7 +133,6 @@ class World:
         expected = self.take_out(side, path[: start + 1])
         assert sorted(removed) == sorted(expected)
         assert removed[0] == expected[0], "path order first"
-        self.released += removed
         self.cache.pruned(side.namespace, removed)
         self.sync()
 
@@ -147,7 +147,10 @@ class World:
                 assert not detached or flight.writes_host, "a path that is being restored was taken out"
                 flight.detached |= detached
                 kept |= detached
-        pages = [side.device[path].page for path in gone if path in side.device and path not in kept]
+        freed = [path for path in gone if path in side.device and path not in kept]
+        pages = [side.device[path].page for path in freed]
+        self.released += pages
+        self.lingering += [(side, path) for path in freed if path not in side.arriving]
         side.drop(gone)
         return pages
 
@@ -163,7 +166,7 @@ class World:
         before = [(s, s.namespace.used - s.namespace.tree.spilling, s.namespace.tree.host_pages) for s in self.sides]
         dropped = self.cache.tiers.dropped
         taken = self.cache.take(side.namespace, pages)
-        self.released.clear()
+        self._settled()
         self.sync()
         self.collect()
         for other, used, host_pages in before:
@@ -189,7 +192,11 @@ class World:
 
     def settle(self) -> None:
         self.cache.settle()
+        self._settled()
+
+    def _settled(self) -> None:
         self.released.clear()
+        self.lingering.clear()
 
     def insert(
         self, side: Side, path: Path, pages: list[int], start: int, kind: int, priority: int, lock: Lock | None
@@ -321,9 +328,9 @@ class World:
         assert not bad.intersection(readable)
         for page in lost:
             assert by_page[page] in side.locks, "lost, and nobody waits for it"
-            side.arriving.add(by_page[page])
+        side.arriving.update(by_page[page] for page in bad)
         # Of pages that were to come from elsewhere it may have been the last that held them, too.
-        failed = [by_page[page] for page in bad] + list(side.arriving)
+        failed = list(side.arriving)
         for path in [held[page] for page in removed]:
             assert path not in side.locks, "removed, and somebody holds it"
             near = (f for f in failed if f[: len(path)] == path or path[: len(f)] == f)
@@ -333,7 +340,6 @@ class World:
             if path in side.device:
                 expected += self.take_out(side, path)
         assert sorted(expected) == sorted(removed)
-        self.released += removed
 
     def end_copies(self) -> None:
         while self.flights:
