@@ -9,6 +9,8 @@ from tests.simulation.clock import Clock
 
 # Of decode and of prefill workers: every seed has one.
 _CRASHES = [(decode, prefill) for decode in range(4) for prefill in range(4) if decode or prefill]
+# By whether copies between the tiers fail: of the pages that they lose few are pinned, and fewer by pins alone.
+_PINS = ((0, 0, 2, 5), (0, 0, 10, 40))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def draw_all(clock: Clock) -> Faults:
         held=0.2,
         hangs=0.2,
         warmups=0.1,
-        pins=3,
+        pins=max(3, drawn.pins),
         flushes=2,
         drains=1,
         bursts=1,
@@ -125,7 +127,7 @@ def _with_operator(clock: Clock, faults: Faults) -> Faults:
         held=held,
         hangs=random.choice([0.0, 0.1, 0.3]),
         warmups=random.choice([0.0, 0.0, 0.05, 0.1]),
-        pins=random.choice([0, 0, 2, 5]),
+        pins=random.choice(_PINS[faults.tier_fails > 0]),
         flushes=random.choice([0, 0, 1, 3]),
         drains=random.choice([0, 0, 0, 1, 2]),
         bursts=int(chance(0.1)),
