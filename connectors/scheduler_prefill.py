@@ -90,7 +90,7 @@ class PrefillScheduler(SchedulerSide):
         whole = tracked.saved == total
         # Decode would wait until its deadline for what does not come; a router that hears of it asks decode alone.
         sent = whole and not tracked.unsent and self._session and self._view.up
-        if tracked.loading or tracked.alone:
+        if tracked.loading or tracked.elsewhere:
             self._orders.append(Cancel(request.request_id))
             return False, None  # the scheduler keeps the blocks by itself until the load is reported
         self._orders.append(Release(request.request_id) if whole else Drop(request.request_id))

@@ -91,6 +91,7 @@ class Tracked:
     storing: bool = False
     since: int = -1  # tokens that it had when it was first computed, where another connector may have loaded them
     alone: bool = False  # nothing of it is fetched or kept: what its pages are named is not known
+    elsewhere: bool = False  # another connector loads into its blocks, and reports it
 
 
 @dataclass(slots=True)
@@ -184,15 +185,14 @@ class SchedulerSide:
         """It is over while another connector of the engine loads into its blocks: nothing of them is kept, and the
         engine has them back by that one's report."""
         if (tracked := self._tracked.get(request)) is not None:
-            tracked.alone = True
+            tracked.alone = tracked.elsewhere = True
 
-    def reset(self) -> bool:
+    def reset(self, *, emptied: bool) -> bool:
         """Everything computed until now is of other weights: nothing finds it again, and nothing of the requests that
-        have any of it is fetched or kept. Requests that have none, or gave it back, are named anew. False: blocks of
-        before are still held, so the engine has not reset its own cache; the epoch gets no name, and the reset is to
-        be tried again."""
-        whole = not any(map(_holds, self._tracked.values()))
-        self._epoch.advance(named=whole)
+        have any of it is fetched or kept. Requests that have none, or gave it back, are named anew. `emptied`: the
+        engine holds no block, and finds none. Else the epoch has no name, the answer is False, and the reset is to be
+        tried again: what the engine itself still finds would be taken for the new weights'."""
+        self._epoch.advance(named=emptied)
         for tracked in self._tracked.values():
             if _holds(tracked) or tracked.begun:
                 tracked.alone = tracked.settled = tracked.unsent = True
@@ -201,7 +201,7 @@ class SchedulerSide:
         self._orders.append(Forget())
         self._view.flush()
         self.counts.resets += 1
-        return whole
+        return emptied
 
     # -- for the roles ---------------------------------------------------------------------------------------------
 

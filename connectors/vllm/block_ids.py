@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
@@ -37,3 +38,9 @@ class BlockIds:
     def of(self, request: str) -> Sequence[int]:
         """The blocks of a request of the last step, from its first token on."""
         return self._of[request]
+
+
+def is_empty(pool: BlockPool) -> bool:
+    """Whether no request has a block, and none finds one by its hash: the engine has reset its own cache."""
+    used: int = pool.num_gpu_blocks - pool.get_num_free_blocks()
+    return used == 1 and not len(pool.cached_block_hash_to_block)  # the null block is always in use

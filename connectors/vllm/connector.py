@@ -5,8 +5,9 @@
 
 The producer is the prefill engine, the consumer the decode engine; `settings.Settings` has the rest of the extra
 configuration, `params` what requests carry. Everything here runs on the engine's own threads and waits for nothing, but
-for the copy that reads the blocks of a prompt that the prefill engine preempts: the scheduler's half decides
-(`scheduler_side`), the worker's half has threads of its own (`worker_side`).
+for the copy that reads the blocks of a prompt that the prefill engine preempts, and for an adapter's files when its
+first request comes: the scheduler's half decides (`scheduler_side`), the worker's half has threads of its own
+(`worker_side`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvferry.connectors.scheduler_side import SchedulerSide
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import facts as vllm_facts
 from kvferry.connectors.vllm import versions as vllm_versions
-from kvferry.connectors.vllm.block_ids import BlockIds
+from kvferry.connectors.vllm.block_ids import BlockIds, is_empty
 from kvferry.connectors.vllm.extra_keys import keys_of
 from kvferry.connectors.vllm.other_loads import OtherLoads
 from kvferry.connectors.vllm.stats import KVFerryCounters, KVFerryStats
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -102,6 +104,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._block_ids = BlockIds()
         self._others = OtherLoads()
+        self._pool: BlockPool | None = None  # of the scheduler's half
         self._counted = Moved()  # of what vLLM has been told
         log_as_vllm()
         if role == KVConnectorRole.SCHEDULER:
@@ -123,6 +126,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _deciding(self) -> SchedulerSide:
         assert self._scheduler is not None, "this is the worker's half"
         return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
         self._deciding.new_request(request)
@@ -153,6 +159,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(told := connector_output.kv_connector_worker_meta, KVFerryWorkerMetadata):
             self._deciding.hear(told.news)
         if connector_output.finished_recving:
+            self._others.received(connector_output.finished_recving)
             self._deciding.received(tuple(connector_output.finished_recving))
         if connector_output.finished_sending:
             self._deciding.sent(tuple(connector_output.finished_sending))
@@ -170,11 +177,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool | None:
         if self._scheduler is None:
             return None
-        whole = self._scheduler.reset()
+        assert self._pool is not None, "the scheduler binds its pool before it runs"
+        emptied = self._scheduler.reset(emptied=is_empty(self._pool))
         # Behind a reset the engine may sleep, its blocks taken away, before any step brings the worker an order.
         if (worker := self._workers.get(self._engine)) is not None:
             worker.give_up()
-        return whole
+        return emptied
 
     # -- the worker's half -----------------------------------------------------------------------------------------
 

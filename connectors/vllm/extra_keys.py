@@ -3,17 +3,21 @@ as later versions say it."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.connectors.prompt_chain import Unnamed
-from kvferry.connectors.vllm.facts import adapter_revision
+from kvferry.connectors.vllm.facts import adapter_files, hash_of
 
 if TYPE_CHECKING:
     from kvferry.connectors.prompt_chain import KeysBetween
     from kvferry.radix.cbor import ExtraKey
     from kvferry.radix.digests import ExtraKeys
+
+ADAPTERS = 1024  # whose names are kept; of others the files are hashed again
 
 
 def keys_of(request: Any) -> KeysBetween | None:
@@ -40,7 +44,7 @@ def _of_kinds(adapter: Any, keys: Sequence[Any]) -> Iterator[ExtraKey]:
     if adapter is not None:
         if adapter.load_inplace:  # its files may have been others with every request
             raise Unnamed(f"its adapter {adapter.lora_name!r} is loaded in place, whatever its files have just then")
-        yield "lora", adapter.lora_name, _revision(adapter.lora_int_id, adapter.lora_path)
+        yield "lora", adapter.lora_name, _adapters.revision(adapter.lora_int_id, adapter.lora_path)
         keys = keys[1:]
     for key in keys:
         if isinstance(key, str):
@@ -53,7 +57,43 @@ def _of_kinds(adapter: Any, keys: Sequence[Any]) -> Iterator[ExtraKey]:
             yield key
 
 
-@lru_cache(maxsize=1024)
-def _revision(number: int, path: str) -> str:
-    """`number`: the engine's, another one whenever an adapter is loaded."""
-    return adapter_revision(path)
+class Adapters:
+    """What names adapters by their contents. An adapter's files are hashed when its first request comes. Once they have
+    changed it has no name: nobody tells whether the engine has read them again."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[int, _Adapter] = OrderedDict()
+
+    def revision(self, number: int, path: str) -> str:
+        """The name of the adapter that the engine has as `number`, another one whenever one is loaded. Unnamed."""
+        known = self._known.get(number)
+        if known is None:
+            files = adapter_files(path)
+            states = _states(files)
+            known = self._known[number] = _Adapter(files, states, hash_of(files))
+            if len(self._known) > ADAPTERS:
+                self._known.popitem(last=False)
+        if known.states is None or known.states != _states(known.files):
+            known.states = None
+            raise Unnamed(f"the files of its adapter, {path!r}, have changed: other contents need a path of their own")
+        self._known.move_to_end(number)
+        return known.revision
+
+
+@dataclass(slots=True)
+class _Adapter:
+    files: list[Path]
+    states: list[tuple[int, ...]] | None  # as they were when they were hashed; None: they have changed since
+    revision: str
+
+
+def _states(files: list[Path]) -> list[tuple[int, ...]]:
+    """What no change of a file leaves as it was, of each. Unnamed where one is gone."""
+    try:
+        found = [file.stat() for file in files]
+    except OSError as error:
+        raise Unnamed(f"a file of its adapter is gone: {error}") from error
+    return [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found]
+
+
+_adapters = Adapters()

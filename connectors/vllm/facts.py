@@ -139,25 +139,27 @@ def weights_name(settings: Settings) -> str:
     if not (path := settings.weights_file):
         return ""
     try:
-        name = Path(path).read_text().strip()
+        if not Path(path).is_file():  # a pipe would be waited for
+            raise OSError("it is no file")
+        with Path(path).open() as file:
+            name = file.read(4 * MAX_NAME_CHARS).strip()
     except (OSError, ValueError) as error:
         _log.warning("weights_file %s cannot be read: %s", path, error)
         return ""
     if len(name) > MAX_NAME_CHARS:
-        _log.warning("weights_file %s has %d characters; the bound is %d", path, len(name), MAX_NAME_CHARS)
+        _log.warning("weights_file %s has %d characters or more; the bound is %d", path, len(name), MAX_NAME_CHARS)
         return ""
     return name
 
 
-def adapter_revision(path: str) -> str:
-    """Hash over a LoRA adapter's files, as `weights_revision`: weights, and the configuration that scales them. Unnamed
-    where there are none."""
+def adapter_files(path: str) -> list[Path]:
+    """The files of a LoRA adapter: weights, and the configuration that scales them. Unnamed where there are none."""
     folder = Path(path).expanduser()
     found = folder if folder.is_dir() else _downloaded(path, None, None)
     files = [] if found is None else sorted(file for name in ADAPTER_FILES for file in found.glob(name))
     if not files:
         raise Unnamed(f"no files of its adapter, {path!r}, were found on this host")
-    return _hash(files)
+    return files
 
 
 def weights_revision(model: str, revision: str | None = None, cache: str | None = None) -> str:
@@ -166,12 +168,12 @@ def weights_revision(model: str, revision: str | None = None, cache: str | None 
     there, a full commit hash names them as well. Unfit says what to do where nothing does."""
     path = Path(model)
     if path.is_file():
-        return _hash([path])
+        return hash_of([path])
     folder = path if path.is_dir() else _downloaded(model, revision, cache)
     if folder is not None:
         for pattern in WEIGHT_FILES:
             if files := sorted(folder.glob(pattern)):
-                return _hash(files)
+                return hash_of(files)
     if folder is not path and revision is not None and _COMMIT.fullmatch(revision):
         return hashlib.sha256(f"{model}@{revision}".encode()).hexdigest()
     raise Unfit(
@@ -192,7 +194,8 @@ def _downloaded(model: str, revision: str | None, cache: str | None) -> Path | N
         return None
 
 
-def _hash(files: list[Path]) -> str:
+def hash_of(files: list[Path]) -> str:
+    """Over their names, sizes and samples of their contents."""
     total = hashlib.sha256()
     for path in files:
         size = path.stat().st_size

@@ -4,7 +4,7 @@ promised here."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class OtherLoads:
-    """`asked` and `allocated` as vLLM calls the connector, then `step` for each step."""
+    """`asked`, `allocated`, `ended` as vLLM calls the connector, `step` for each step, `received` for its reports."""
 
     def __init__(self) -> None:
         self.within_steps = False  # some were: whether they failed is known when their step is over, to vLLM alone
@@ -40,6 +40,10 @@ class OtherLoads:
             else:
                 self._under_way.add(request.request_id)
         self._allocated.clear()
+
+    def received(self, requests: Iterable[str]) -> None:
+        """Their loads are over, whoever's."""
+        self._under_way.difference_update(requests)
 
     def ended(self, request: Request) -> bool:
         """The request is over; whether another connector may still write into its blocks."""

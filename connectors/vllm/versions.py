@@ -16,6 +16,7 @@ HOOKS = {
     "build_connector_meta": ("scheduler_output",),
     "update_connector_output": ("connector_output",),
     "on_new_request": ("request",),
+    "bind_gpu_block_pool": ("gpu_block_pool",),
     "bind_connector_metadata": ("connector_metadata",),
     "register_kv_caches": ("kv_caches",),
     "start_load_kv": ("forward_context", "kwargs"),

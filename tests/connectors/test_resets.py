@@ -81,7 +81,7 @@ def test_nothing_is_found_by_its_name_of_before(make: type[SchedulerSide]) -> No
     params = TO_PREFILL if make is prefill else None  # type: ignore[comparison-overlap]
     before = names(side, daemon, Request("a", 61, params))
     assert before == chain_digests(list(range(60)), page_size=BLOCK).tobytes()
-    assert side.reset() and daemon.flushed == 1 and side.counts.resets == 1
+    assert side.reset(emptied=True) and daemon.flushed == 1 and side.counts.resets == 1
     after = names(side, daemon, Request("b", 61, params))
     same = [after[i : i + 32] == before[i : i + 32] for i in range(0, len(after), DIGEST_BYTES)]
     assert len(after) == len(before) and not any(same)
@@ -108,10 +108,10 @@ def test_halves_of_a_pair_name_a_prompt_alike_once_both_were_reset() -> None:
 
     theirs, ours, their_tail, our_tail = prompts()
     assert (theirs, their_tail) == (ours, our_tail)
-    assert ahead.reset()
+    assert ahead.reset(emptied=True)
     theirs, ours, their_tail, our_tail = prompts()
     assert theirs[-32:] != ours[-32:] and their_tail != our_tail, "either would be refused"
-    assert behind.reset()
+    assert behind.reset(emptied=True)
     theirs, ours, their_tail, our_tail = prompts()
     assert (theirs, their_tail) == (ours, our_tail)
 
@@ -128,7 +128,7 @@ def test_what_a_prompt_shorter_than_a_page_is_named_changes_too() -> None:
         tails.append(load.prompt.tail_digest)
         side.received([name])
         request.num_computed_tokens = 0
-        side.reset()
+        side.reset(emptied=True)
     assert tails[0] != tails[1]
 
 
@@ -139,7 +139,7 @@ def test_a_load_under_way_is_forgotten_and_its_request_kept_by_nobody() -> None:
     side.allocated(request, blocks(64), 64)
     orders(side)
     request.num_computed_tokens = 64  # so vLLM counts while it loads
-    assert not side.reset(), "its blocks are in use"
+    assert not side.reset(emptied=False), "its blocks are in use"
     assert orders(side) == [Forget()]
     side.received(["a"])
     request.num_computed_tokens = 0  # the load failed
@@ -155,7 +155,7 @@ def test_what_runs_without_a_pause_is_kept_by_nobody_even_if_it_is_preempted_lat
     side.new_request(request)
     side.allocated(request, blocks(64), 0)
     request.num_computed_tokens = 64
-    assert not side.reset()
+    assert not side.reset(emptied=False)
     side.step({}, ["a"], lambda _: ())
     request.num_computed_tokens = 0
     assert side.matched(request, 0) == (0, False)
@@ -172,7 +172,7 @@ def test_what_was_preempted_for_the_reset_is_named_anew() -> None:
     orders(side)
     side.received(["a"])
     request.output, request.num_computed_tokens = 3, 0
-    assert side.reset()
+    assert side.reset(emptied=True)
     daemon.asked.clear()
     assert side.matched(request, 0) == (24, True), "prefill has forgotten it; what is held by now may be had"
     assert daemon.asked[0][:32] != request.digests(64, BLOCK)[:32]
@@ -188,7 +188,7 @@ def test_what_was_preempted_for_the_reset_is_named_anew() -> None:
 def test_what_waits_still_comes_from_prefill() -> None:
     side, request = decode(Daemon(), weights="step 1"), Request("a", 64, TO_DECODE)
     side.new_request(request)
-    assert side.reset()
+    assert side.reset(emptied=True)
     assert side.matched(request, 0) == (64, True)
     side.allocated(request, blocks(64), 64)
     forget, load = orders(side)
@@ -197,17 +197,36 @@ def test_what_waits_still_comes_from_prefill() -> None:
     assert forget == Forget(), "what comes behind it is not forgotten"
 
 
+def test_a_reset_that_leaves_blocks_to_be_found_names_no_epoch() -> None:
+    side, request = decode(Daemon(), weights="step 1"), Request("a", 64, TO_DECODE)
+    side.new_request(request)
+    assert not side.reset(emptied=False)
+    named = request.digests(64, BLOCK, root_digest("kvferry weights named step 1"))
+    side.matched(request, 0)
+    side.allocated(request, blocks(64), 64)
+    (_, load) = orders(side)
+    assert isinstance(load, Load) and load.prompt.digests != named
+    side.received(["a"])
+    assert side.reset(emptied=True), "tried again"
+    other = Request("b", 64, TO_DECODE)
+    side.new_request(other)
+    side.matched(other, 0)
+    side.allocated(other, blocks(64), 64)
+    (_, load) = orders(side)
+    assert isinstance(load, Load) and load.prompt.digests == named
+
+
 def test_what_is_not_stored_yet_is_not_stored() -> None:
     side, request = decode(Daemon()), Request("a", 64)
     side.new_request(request)
     side.allocated(request, blocks(64), 0)
     request.num_computed_tokens = 64
     assert side.finished(request, blocks(64))[0]
-    assert not side.reset()
+    assert not side.reset(emptied=False)
     store, forget = orders(side)
     assert isinstance(store, StorePages) and forget == Forget(), "the worker reports it, and does nothing"
     side.sent(["a"])
-    assert side.tracked == 0 and side.reset()
+    assert side.tracked == 0 and side.reset(emptied=True)
 
 
 def test_a_push_under_way_is_not_told_to_anyone() -> None:
@@ -216,7 +235,7 @@ def test_a_push_under_way_is_not_told_to_anyone() -> None:
     side.allocated(request, blocks(64), 0)
     orders(side, a=32)
     request.num_computed_tokens = 0  # preempted for the reset
-    assert side.reset(), "no block is held"
+    side.reset(emptied=True)
     assert orders(side) == [Forget()]
     assert side.matched(request, 0) == (0, False)
     side.allocated(request, blocks(64), 0)
@@ -225,12 +244,14 @@ def test_a_push_under_way_is_not_told_to_anyone() -> None:
     request.num_computed_tokens = 64
     assert side.finished(request, blocks(64)) == (True, None), "routers ask decode alone"
     assert orders(side) == [Release("a")]
+    side.sent(["a"])
+    assert side.tracked == 0
 
 
 def test_a_push_that_has_not_begun_is_named_anew() -> None:
     side, request = prefill(Daemon(), weights="step 1"), Request("a", 64, TO_PREFILL)
     side.new_request(request)
-    assert side.reset()
+    assert side.reset(emptied=True)
     side.allocated(request, blocks(64), 0)
     forget, begin = orders(side)
     root = root_digest("kvferry weights named step 1")
@@ -241,5 +262,5 @@ def test_a_push_that_has_not_begun_is_named_anew() -> None:
 def test_a_request_that_cannot_be_named_stays_alone() -> None:
     side, request = decode(Daemon(pages=8)), Request("a", 64, adapter="?")
     side.new_request(request)
-    assert side.reset()
+    assert side.reset(emptied=True)
     assert side.matched(request, 0) == (0, False)

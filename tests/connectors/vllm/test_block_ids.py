@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connectors.vllm.block_ids import BlockIds
+from kvferry.connectors.vllm.block_ids import BlockIds, is_empty
 
 
 @dataclass
@@ -58,3 +59,11 @@ def test_a_finished_request_is_forgotten() -> None:
     assert len(ids) == 2 and ids.of("c") == [4]
     with pytest.raises(KeyError):
         ids.of("a")
+
+
+@pytest.mark.parametrize(("free", "found", "empty"), [(9, 0, True), (8, 0, False), (9, 1, False)])
+def test_an_engine_that_holds_or_finds_a_block_is_not_empty(free: int, found: int, empty: bool) -> None:
+    pool = SimpleNamespace(
+        num_gpu_blocks=10, get_num_free_blocks=lambda: free, cached_block_hash_to_block=[None] * found
+    )
+    assert is_empty(pool) is empty

@@ -1,4 +1,4 @@
-"""What names a request's pages: kvferry's chain is vLLM's own but for adapters, of whatever a request carries."""
+"""What names a request's pages: kvferry's chain is vLLM's own, but for adapters and for keys whose kind vLLM leaves out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvferry.connectors.prompt_chain import PromptChain, Unnamed
+from kvferry.connectors.vllm import extra_keys
 from kvferry.connectors.vllm.extra_keys import keys_of
 
 BLOCK = 16
@@ -102,12 +103,35 @@ def test_an_adapter_that_is_loaded_anew_is_named_by_what_it_has_then(vllm: Vllm,
     first = key(1)
     assert key(2) == first and first[0][:2] == ("lora", "x")
     weights = {"weights": b"2"}
-    assert key(2, **weights) == first, "its files have changed, and what is loaded has not"
     second = key(3, **weights)
     third = key(4, **weights, scale=16)
     assert len({first, second, third}) == 3
-    other = first_keys(Request([1], lora_request=adapter(tmp_path / "b", number=1, weights=b"2")))
+    other = first_keys(Request([1], lora_request=adapter(tmp_path / "b", number=5, weights=b"2")))
     assert other == second, "on the other side it may lie elsewhere"
+
+
+def test_an_adapter_whose_files_change_has_no_name_from_then_on(vllm: Vllm, tmp_path: Path) -> None:
+    vllm(["x"])
+    loaded = adapter(tmp_path / "a", number=80)
+    weights = tmp_path / "a" / "adapter_model.safetensors"
+    assert first_keys(Request([1], lora_request=loaded)) == first_keys(Request([2], lora_request=loaded))
+    weights.write_bytes(b"2")
+    for _ in range(2):
+        with pytest.raises(Unnamed, match=r"files of its adapter, '.*/a', have changed"):
+            first_keys(Request([1], lora_request=loaded))
+    weights.unlink()
+    with pytest.raises(Unnamed, match=r"have changed|is gone"):
+        first_keys(Request([1], lora_request=loaded))
+
+
+def test_names_of_more_adapters_than_are_kept_are_made_again(vllm: Vllm, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(extra_keys, "ADAPTERS", 2)
+    adapters, hashed = extra_keys.Adapters(), []
+    monkeypatch.setattr(extra_keys, "hash_of", lambda files: hashed.append(files) or "name")
+    paths = {number: adapter(tmp_path / str(number)).lora_path for number in (1, 2, 3)}
+    for number in (1, 2, 1, 3, 1, 2):
+        adapters.revision(number, paths[number])
+    assert len(hashed) == 4
 
 
 def test_what_names_no_adapter_is_said(vllm: Vllm, tmp_path: Path) -> None:

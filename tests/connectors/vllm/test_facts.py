@@ -306,4 +306,4 @@ def test_a_file_names_the_weights_from_a_reset_on(tmp_path: Path, caplog: pytest
     file.write_bytes(b"\xff")
     assert weights_name(settings) == ""
     file.write_text("7" * 129)
-    assert weights_name(settings) == "" and "has 129 characters; the bound is 128" in caplog.text
+    assert weights_name(settings) == "" and "has 129 characters or more; the bound is 128" in caplog.text

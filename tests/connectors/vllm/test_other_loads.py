@@ -54,3 +54,10 @@ def test_a_request_that_ends_before_it_had_blocks_is_forgotten() -> None:
     request.num_computed_tokens = 40
     others.step({"a": 1})
     assert not others.within_steps
+
+
+def test_a_load_between_steps_is_over_with_its_report() -> None:
+    others, request = admitted(16, 0, 40)
+    others.step({"b": 1})
+    others.received(["a"])
+    assert not others.ended(request), "it ends before a step computes it"
