@@ -1,4 +1,4 @@
-"""What names a request's pages: kvferry's chain is vLLM's own, but for adapters and for keys whose kind vLLM leaves out."""
+"""What names a request's pages: the chain is vLLM's own, but for adapters and for keys whose kind vLLM leaves out."""
 
 from __future__ import annotations
 
