@@ -255,7 +255,7 @@ class Cluster:
         return self._spawn(name, port, words, {**settings, **(environment or {})})
 
     def _spawn(self, name: str, port: int, words: list[str], settings: dict[str, str]) -> Engine:
-        log = self.folder / f"{name}-{len(self.engines)}.log"
+        log = self.folder / f"{name}-{port}.log"
         with log.open("wb") as output:
             popen = subprocess.Popen(
                 words,

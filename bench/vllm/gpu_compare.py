@@ -6,22 +6,26 @@ VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/p
 python bench/vllm/gpu_compare.py table build/*.json --output bench/results/gpu_compare.txt
 
 Systems are started one after the other, and the other way round on every second visit, so that each has the GPUs to
-itself and none is always the first. `--decode-cache`: the share of one round's tokens that the decode engine's blocks
-hold; `host` is a third, and kvferry's host tier. The working set is that of the largest `--at-once` of a call. Cells
-are measured with young caches and, with `--wrap`, once more when twice as many tokens as they hold have passed.
-A run is appended to `--output`; a call may hold any part of the cells.
+itself and none is always the first. With `--together`, where GPU memory has room for them, all are up at once and idle
+but for the one that is asked: they differ less in what the machine does meanwhile. `--decode-cache`: the share of one
+round's tokens that the decode engine's blocks hold; `host` is a third, and kvferry's host tier. The working set is that
+of the largest `--at-once` of a call. Cells are measured with young caches and, with `--wrap`, once more when twice as
+many tokens as they hold have passed. A run is appended to `--output`; a call may hold any part of the cells.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from cluster import DEVICES, Cluster, Spec, machine, model_folder
 from engine_threads import descendants
@@ -32,6 +36,7 @@ from rich.table import Table
 SYSTEMS = ("alone", "nixl", "kvferry")
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
+Rows: TypeAlias = "list[dict[str, Any]]"
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "64")
 
 
@@ -108,31 +113,54 @@ def wrap(cluster: Cluster, url: str, spec: Spec, args: argparse.Namespace, each_
     asyncio.run(drive(cluster, url, WRAP_AT_ONCE, Shape(args.first, args.more, 1, 1), rounds))
 
 
-def visit(system: str, cache: str, args: argparse.Namespace, console: Console) -> list[dict[str, object]]:
-    """One start of a system, and its cells."""
-    rows: list[dict[str, object]] = []
-    began = time.monotonic()
-    each_token = token_bytes(model_folder())
-    spec = spec_of(args, cache, each_token)
-    with Cluster(spec) as cluster:
-        url = start(cluster, system)
-        console.print(f"{system}, decode cache {cache}: up in {time.monotonic() - began:.0f} s")
-        warm(cluster, url, min(args.tokens_out))
-        for state in ("young", "wrapped") if args.wrap else ("young",):
-            if state == "wrapped":
-                wrap(cluster, url, spec, args, each_token)
-            for at_once in args.at_once:
-                for output in args.tokens_out:
-                    rounds = max(1, round(args.requests / (at_once * (args.turns - 1))))
-                    got = asyncio.run(
-                        drive(cluster, url, at_once, Shape(args.first, args.more, args.turns, output), rounds)
-                    )
-                    key = Key(cache, state, at_once, output)
-                    console.print(f"{system}, {key}: TTFT {median(got.ttft_ms):.1f} ms, {median(got.per_second):.2f}/s")
-                    rows.append({"system": system, "key": asdict(key), "got": asdict(got)})
-        memory = gpu_memory(cluster)
-    for row in rows:
-        row["memory"] = memory
+class Running:
+    """A system that is up."""
+
+    def __init__(self, system: str, spec: Spec, cluster: Cluster) -> None:
+        self.system = system
+        self.spec = spec
+        self.cluster = cluster
+        self.url = start(cluster, system)
+
+    def cell(self, key: Key, args: argparse.Namespace) -> dict[str, object]:
+        """Measured once, as a row."""
+        rounds = max(1, round(args.requests / (key.at_once * (args.turns - 1))))
+        shape = Shape(args.first, args.more, args.turns, key.output)
+        got = asyncio.run(drive(self.cluster, self.url, key.at_once, shape, rounds))
+        memory = gpu_memory(self.cluster)
+        return {"system": self.system, "key": asdict(key), "got": asdict(got), "memory": memory}
+
+
+@contextlib.contextmanager
+def up(systems: Sequence[str], spec: Spec, args: argparse.Namespace, console: Console) -> Iterator[list[Running]]:
+    """Systems that are started and warm."""
+    with contextlib.ExitStack() as stack:
+        there = []
+        for system in systems:
+            began = time.monotonic()
+            each = Running(system, spec, stack.enter_context(Cluster(spec)))
+            console.print(f"{system}: up in {time.monotonic() - began:.0f} s")
+            warm(each.cluster, each.url, min(args.tokens_out))
+            there.append(each)
+        yield there
+
+
+def cells(there: list[Running], cache: str, args: argparse.Namespace, console: Console, visits: int) -> Rows:
+    """The cells of systems that are up, which are asked by turns."""
+    each_token, rows = token_bytes(model_folder()), []
+    for state in ("young", "wrapped") if args.wrap else ("young",):
+        if state == "wrapped":
+            for each in there:
+                wrap(each.cluster, each.url, each.spec, args, each_token)
+        for at_once in args.at_once:
+            for output in args.tokens_out:
+                key = Key(cache, state, at_once, output)
+                for number in range(visits):
+                    for each in there if number % 2 == 0 else there[::-1]:
+                        rows.append(row := each.cell(key, args))
+                        got = Measured(**row["got"])
+                        told = f"TTFT {median(got.ttft_ms):.1f} ms, {median(got.per_second):.2f}/s"
+                        console.print(f"{each.system}, {key}: {told}")
     return rows
 
 
@@ -144,18 +172,22 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     for cache in args.decode_cache:
+        spec = spec_of(args, cache, token_bytes(model_folder()))
+        if args.together:
+            with up(args.systems, spec, args, console) as there:
+                keep(output, args, cells(there, cache, args, console, args.visits))
+            continue
         for number in range(args.visits):
             for system in args.systems if number % 2 == 0 else args.systems[::-1]:
-                rows = visit(system, cache, args, console)
-                head = {
-                    "machine": f"{gpus()}, {machine()}",
-                    "devices": DEVICES,
-                    "shape": {**vars(args), "go": ""},
-                    "rows": rows,
-                }
-                with output.open("a") as file:
-                    file.write(json.dumps(head) + "\n")
+                with up([system], spec, args, console) as there:
+                    keep(output, args, cells(there, cache, args, console, 1))
     return 0
+
+
+def keep(output: Path, args: argparse.Namespace, rows: Rows) -> None:
+    head = {"machine": f"{gpus()}, {machine()}", "devices": DEVICES, "shape": {**vars(args), "go": ""}, "rows": rows}
+    with output.open("a") as file:
+        file.write(json.dumps(head) + "\n")
 
 
 def gpus() -> str:
@@ -257,6 +289,7 @@ def main() -> int:
     runs.add_argument("--visits", type=int, default=2, help="of each system")
     runs.add_argument("--requests", type=int, default=200, help="of a cell, in each visit, about")
     runs.add_argument("--wrap", action="store_true")
+    runs.add_argument("--together", action="store_true", help="all systems are up at once, and asked by turns")
     runs.add_argument("--first", type=int, default=8192, metavar="TOKENS")
     runs.add_argument("--more", type=int, default=512, metavar="TOKENS")
     runs.add_argument("--turns", type=int, default=6)
