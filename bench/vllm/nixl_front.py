@@ -29,14 +29,12 @@ class NixlFront(VllmFront):
     async def _both(
         self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs, body: Body
     ) -> DecodeAnswer:
-        fields = {**body.fields, "stream": False, "max_tokens": 1}
-        fields.pop("stream_options", None)
-        half = body.write(fields, FROM_NOWHERE)
+        half = body.first_token(FROM_NOWHERE)
         reply = await self.client.post(prefill.url + legs.path, content=half, headers=legs.headers)
         if reply.status_code != 200:
             raise Refusal(502, f"prefill answered {reply.status_code}: {reply.text[:200]}")
         params = reply.json()["kv_transfer_params"]
-        return await self._begun(stack, decode, legs, body.write(body.fields, params))
+        return await self._begun(stack, decode, legs, body.whole(params))
 
 
 def main() -> int:

@@ -48,10 +48,11 @@ def _pass_on(body: bytes) -> None:
     assert len(taken.head) <= HEAD_BYTES and taken.can_be_split in (True, False) and taken.streamed in (True, False)
     for half in (taken.for_prefill(bytes(16)), taken.for_decode(bytes(16), "p"), taken.alone()):
         fields = json.loads(half)
-        if any(fields.get(name) != taken.fields.get(name) for name in ("messages", "prompt", "model")):
+        if any(fields[name] != json.loads(bytes(taken.fields[name])) for name in _KEPT if name in taken.fields):
             raise Finding(f"{half!r} is not of {taken.fields}")
 
 
+_KEPT = ("messages", "prompt", "model")
 _TOKENS = (
     *ChatRequest.model_fields,
     *CompletionRequest.model_fields,

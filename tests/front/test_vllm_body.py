@@ -1,0 +1,54 @@
+"""Requests to the front end before vLLM servers: what is refused, passed on as it came, and split."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.front.vllm_body import MAX_DEPTH, Refusal, parse_body
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"temperature": NaN}', "not JSON: "),
+        (b'{"prompt": "\\ud800"}', "half of a pair of surrogates"),
+        (b'{"prompt": "\xed\xa0\x80"}', "not JSON"),
+        (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "more than 100 deep"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "more than 100 deep"),
+    ],
+)
+def test_bodies_that_cannot_be_passed_on(data: bytes, message: str) -> None:
+    with pytest.raises(Refusal, match=message) as refused:
+        parse_body(data)
+    assert refused.value.status == 400
+
+
+def test_bodies_with_many_parts_or_pairs_of_surrogates_are_passed_on() -> None:
+    for text in (b'"\\ud83d\\ude00"', b"[" + b"[]," * 500 + b"[]]", b"1e999", b"9" * 400, b" [1 , 2]"):
+        body = parse_body(b'{"prompt": ' + text + b"}")
+        assert body.whole({}) == b'{"prompt":' + text.strip() + b',"kv_transfer_params":{}}', "as it came"
+
+
+@pytest.mark.parametrize(
+    ("field", "split"),
+    [
+        (b'"prompt": [1, 2]', True),
+        (b'"prompt": [\n -1]', True),
+        (b'"prompt": [ ]', True),
+        (b'"prompt": "[["', True),
+        (b'"prompt": ["a"]', False),
+        (b'"prompt": [ [1], [2]]', False),
+        (b'"n": 1', True),
+        (b'"n": null', True),
+        (b'"n": 2', False),
+        (b'"n": ' + b"9" * 400, False),
+        (b'"n": 1e999', False),
+        (b'"best_of": 3', False),
+        (b'"echo": true', False),
+        (b'"echo": false', True),
+        (b'"prompt_logprobs": 0', False),
+        (b'"use_beam_search": true', False),
+    ],
+)
+def test_what_is_split(field: bytes, split: bool) -> None:
+    assert parse_body(b"{" + field + b"}").can_be_split is split
