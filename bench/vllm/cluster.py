@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -65,6 +66,7 @@ class Spec:
     threads: int = 1  # of each engine
     connector_class: str = "kvferry.connectors.vllm:KVFerryConnector"
     extra: dict[str, object] = field(default_factory=dict)  # of kv_connector_extra_config
+    extra_of: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # the same, by engine
     beside: dict[str, tuple[dict[str, object], ...]] = field(default_factory=dict)  # other connectors, by engine
     python: Path = PYTHON  # of the prefill engine, and of one alone
     decode_python: Path = DECODE_PYTHON
@@ -157,6 +159,7 @@ class Cluster:
                     "socket": self.socket_of(name),
                     "page_size": self.spec.page_size,
                     **self.spec.extra,
+                    **self.spec.extra_of.get(name, {}),
                 },
             }
             if others := self.spec.beside.get(name):

@@ -61,3 +61,10 @@ def test_every_pair_of_two_versions_answers_as_one_vllm_does() -> None:
 @pytest.mark.parametrize("which", [lambda: OLDEST, newest], ids=["oldest", "newest"])
 def test_beside_other_connectors_with_two_servers_and_where_requests_are_preempted(which: Callable[[], str]) -> None:
     succeeds("ways.py", [], VLLM_PYTHON=str(python_of(which())))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("which", [lambda: OLDEST, newest], ids=["oldest", "newest"])
+def test_engines_that_are_reset_find_nothing_of_before_and_agree_by_name(which: Callable[[], str]) -> None:
+    succeeds("resets.py", [], VLLM_PYTHON=str(python_of(which())))
