@@ -105,7 +105,9 @@ class Run:
             got = await task
             if cut:
                 self.expect(any(len(turn.tokens) < load.max_tokens for (turn,) in got), "no answer is cut off")
-                want = [[replace(a, tokens=a.tokens[: len(b.tokens)])] for (a,), (b,) in zip(want, got, strict=True)]
+                began = [(a, b) for (a,), (b,) in zip(want, got, strict=True) if b.tokens]
+                want = [[replace(a, tokens=a.tokens[: len(b.tokens)])] for a, b in began]
+                got = [[b] for _, b in began]
         except (httpx.HTTPError, RuntimeError, TimeoutError) as error:
             task.cancel()
             self.expect(False, f"{what}: {type(error).__name__} {error}")
