@@ -85,7 +85,7 @@ from kvferry.daemon import backstop, server
 from kvferry.daemon.config.model import DaemonConfig
 
 async def main(folder):
-    server.END_SECONDS, backstop.LATER_SECONDS = 3.0, 0.5
+    server.END_SECONDS, backstop.LATER_SECONDS = 6.0, 0.5
     daemon = server.Daemon(
         DaemonConfig(role="decode", shm_dir=folder, metrics="", listen="127.0.0.1:0", socket=folder + "/d.sock"),
         leave=os._exit,
@@ -107,6 +107,6 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 def test_an_end_that_stands_still_is_not_ended(tmp_path: Path) -> None:
-    done = run_with_standstill(STANDING_STILL, 5.0, str(tmp_path))
+    done = run_with_standstill(STANDING_STILL, 8.0, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "")
     assert os.listdir(tmp_path) == []
