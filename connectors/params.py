@@ -25,18 +25,20 @@ def new_name() -> RequestName:
     return RequestName(secrets.token_bytes(REQUEST_ID_BYTES), 1)
 
 
-def prefill_half(params: Mapping[str, object] | None) -> TransferParams | None:
+def prefill_half(params: object) -> TransferParams | None:
     """The params of a prefill half; None: its pages are not to be sent. ValueError names the field, its value and the
     bound."""
-    if not params or not params.get("do_remote_decode"):
+    params = _checked(params)
+    if not params.get("do_remote_decode"):
         return None
     return TransferParams(_name(params) if "kvferry_request" in params else new_name())
 
 
-def decode_half(params: Mapping[str, object] | None, default_prefill: str) -> TransferParams | None:
+def decode_half(params: object, default_prefill: str) -> TransferParams | None:
     """The params of a decode half; None: nobody prefills for it. ValueError names the field, its value and the
     bound."""
-    if not params or not params.get("do_remote_prefill"):
+    params = _checked(params)
+    if not params.get("do_remote_prefill"):
         return None
     prefill = params.get("kvferry_prefill") or default_prefill
     if not isinstance(prefill, str) or not 1 <= len(prefill) <= MAX_NAME_CHARS:
@@ -53,6 +55,15 @@ def answer(params: TransferParams, prefill: str) -> dict[str, object]:
         "kvferry_attempt": params.name.attempt,
     }
     return {**told, "kvferry_prefill": prefill} if prefill else told
+
+
+def _checked(params: object) -> Mapping[str, object]:
+    """Params as they may be: clients have ways to send anything."""
+    if params is None:
+        return {}
+    if not isinstance(params, Mapping):
+        raise ValueError(f"kv_transfer_params is {str(params)[:64]!r}; it must be an object")
+    return params
 
 
 def _name(params: Mapping[str, object]) -> RequestName:

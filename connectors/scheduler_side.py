@@ -240,7 +240,7 @@ class SchedulerSide:
             tracked.alone = True
         else:
             try:
-                tracked.chain.pages(request.num_prompt_tokens)
+                tracked.chain.prompt(request.num_prompt_tokens)
             except Unnamed as why:
                 tracked.alone = True
                 _log.warning("request %s is computed here alone: %s", request.request_id, why)

@@ -47,7 +47,7 @@ def create_app(front: VllmFront) -> Starlette:
             front.running -= 1
 
         try:
-            return await _unless_left(request, front.answer(request.url.path, body, left, _caller(request)))
+            return await _unless_left(request, front.answer(request.scope["path"], body, left, _caller(request)))
         except Refusal as error:
             return _error(error)
 

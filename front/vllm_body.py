@@ -12,6 +12,7 @@ import msgspec
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 100  # of lists and objects in each other
+MANY_BYTES = 1024 * 1024  # of messages: of more than these the first bytes count, whatever they are
 HEAD_BYTES = 4096  # of a prompt, by which conversations keep to a decode server
 
 Json: TypeAlias = "bytes | msgspec.Raw"
@@ -51,9 +52,9 @@ class Body:
     def head(self) -> bytes:
         """The bytes with which all turns of a conversation begin, more or less."""
         messages = self.fields.get("messages", b"")
-        if _OPENED.match(messages):
+        if _OPENED.match(messages) and memoryview(messages).nbytes <= MANY_BYTES:
             return b",".join(_ITEMS.decode(messages)[:2])[:HEAD_BYTES]
-        return bytes(memoryview(self.fields.get("prompt", b""))[:HEAD_BYTES])
+        return bytes(memoryview(messages or self.fields.get("prompt", b""))[:HEAD_BYTES])
 
     @property
     def streamed(self) -> bool:
@@ -108,7 +109,7 @@ def parse_body(data: bytes) -> Body:
     try:
         data.decode()
         fields = _FIELDS.decode(data)
-        if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _deeper(msgspec.json.decode(data), MAX_DEPTH):
+        if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deep(data):
             raise _too_deep()
     except msgspec.ValidationError as error:
         raise Refusal(400, f"the body must be an object: {error}") from error
@@ -118,6 +119,13 @@ def parse_body(data: bytes) -> Body:
     except RecursionError as error:
         raise _too_deep() from error
     return Body(fields)
+
+
+def _is_deep(data: bytes) -> bool:
+    try:
+        return _deeper(msgspec.json.decode(data), MAX_DEPTH)
+    except msgspec.DecodeError:  # a number that msgspec has no place for: msgspec itself has read it to its end
+        return False
 
 
 def _deeper(value: object, bound: int) -> bool:

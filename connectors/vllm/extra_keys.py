@@ -31,21 +31,32 @@ def keys_of(request: Any) -> KeysBetween | None:
         return None
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+    name: tuple[ExtraKey, ...] = ()
+    why = ""
+    if request.lora_request is not None:
+        try:
+            name = (_name_of(request.lora_request),)  # once: its files may change while the request runs
+        except Unnamed as error:
+            why = str(error)
+
     def between(start: int, end: int) -> ExtraKeys | None:
-        keys: Sequence[Any] | None = generate_block_hash_extra_keys(request, start, end, 0)[0]
-        return None if keys is None else tuple(_of_kinds(request.lora_request, keys))
+        if why:
+            raise Unnamed(why)
+        keys: Sequence[Any] = generate_block_hash_extra_keys(request, start, end, 0)[0] or ()
+        return (*name, *_of_kinds(keys[len(name) :])) or None  # an adapter's key is vLLM's first
 
     return between
 
 
-def _of_kinds(adapter: Any, keys: Sequence[Any]) -> Iterator[ExtraKey]:
-    """`keys` with their kinds: an adapter's name and a salt are bare texts in earlier versions, and may be equal. An
-    adapter, whose key is the first, is named by its contents: others may have had its name, and its path."""
-    if adapter is not None:
-        if adapter.load_inplace:  # its files may have been others with every request
-            raise Unnamed(f"its adapter {adapter.lora_name!r} is loaded in place, whatever its files have just then")
-        yield "lora", adapter.lora_name, _adapters.revision(adapter.lora_int_id, adapter.lora_path)
-        keys = keys[1:]
+def _name_of(adapter: Any) -> ExtraKey:
+    """The key of an adapter, by its contents: others may have had its name, and its path. Unnamed."""
+    if adapter.load_inplace:  # its files may have been others with every request
+        raise Unnamed(f"its adapter {adapter.lora_name!r} is loaded in place, whatever its files have just then")
+    return "lora", adapter.lora_name, _adapters.revision(adapter.lora_int_id, adapter.lora_path)
+
+
+def _of_kinds(keys: Sequence[Any]) -> Iterator[ExtraKey]:
+    """Keys with their kinds: an adapter's name and a salt are bare texts in earlier versions, and may be equal."""
     for key in keys:
         if isinstance(key, str):
             yield "cache_salt", key
@@ -62,21 +73,21 @@ class Adapters:
     changed it has no name: nobody tells whether the engine has read them again."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[int, _Adapter] = OrderedDict()
+        self._known: OrderedDict[tuple[int, str], _Adapter] = OrderedDict()
 
     def revision(self, number: int, path: str) -> str:
         """The name of the adapter that the engine has as `number`, another one whenever one is loaded. Unnamed."""
-        known = self._known.get(number)
+        known = self._known.get(key := (number, path))
         if known is None:
             files = adapter_files(path)
             states = _states(files)
-            known = self._known[number] = _Adapter(files, states, hash_of(files))
+            known = self._known[key] = _Adapter(files, states, hash_of(files))
             if len(self._known) > ADAPTERS:
                 self._known.popitem(last=False)
         if known.states is None or known.states != _states(known.files):
             known.states = None
             raise Unnamed(f"the files of its adapter, {path!r}, have changed: other contents need a path of their own")
-        self._known.move_to_end(number)
+        self._known.move_to_end(key)
         return known.revision
 
 

@@ -110,17 +110,20 @@ def test_a_session_that_is_fed_as_it_goes_is_the_engines_alone(side: Callable[[D
     assert orders(here, a=61) == [] and here.tracked == 0
 
 
+@pytest.mark.parametrize("tokens", [61, BLOCK - 3])
 @pytest.mark.parametrize("side", [decode, prefill])
 def test_a_prompt_that_cannot_be_named_does_not_end_the_engine(
-    side: Callable[[Daemon], SchedulerSide], caplog: pytest.LogCaptureFixture
+    side: Callable[[Daemon], SchedulerSide], tokens: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here, request = side(Daemon(pages=9)), Request("a", 61, TO_PREFILL if side is prefill else TO_DECODE, adapter="?")
+    params = TO_PREFILL if side is prefill else TO_DECODE
+    here, request = side(Daemon(pages=9)), Request("a", tokens, params, adapter="?")
     here.new_request(request)
     assert "a is computed here alone" in caplog.text
     assert here.matched(request, 0) == (0, False)
-    here.allocated(request, blocks(61), 0)
-    assert here.finished(request, blocks(61)) == (False, None)
-    assert orders(here, a=61) == [] and here.tracked == 0
+    here.allocated(request, blocks(tokens), 0)
+    request.num_computed_tokens, request.output = tokens + 19, 20
+    assert here.finished(request, blocks(tokens + 19)) == (False, None)
+    assert orders(here, a=tokens) == [] and here.tracked == 0
 
 
 @pytest.mark.parametrize("params", [None, TO_DECODE, TO_PREFILL])
@@ -232,6 +235,16 @@ def test_a_request_that_a_router_names_wrongly_is_computed_here(caplog: pytest.L
     daemon.pages = 0
     assert side.matched(request, 0) == (0, False)
     assert "kvferry_request is 'nonsense'" in caplog.text
+
+
+@pytest.mark.parametrize("side", [decode, prefill])
+def test_parameters_that_are_no_object_do_not_end_the_engine(
+    side: Callable[[Daemon], SchedulerSide], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = side(Daemon())
+    for number, params in enumerate(("x", ["do_remote_prefill", "do_remote_decode"], 7)):
+        here.new_request(Request(f"a{number}", 61, params))  # type: ignore[arg-type]
+        assert f"kv_transfer_params is {str(params)!r}; it must be an object" in caplog.text
 
 
 def test_a_tail_is_named_by_what_its_tokens_do_not_say() -> None:

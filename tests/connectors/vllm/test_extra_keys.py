@@ -124,6 +124,24 @@ def test_an_adapter_whose_files_change_has_no_name_from_then_on(vllm: Vllm, tmp_
         first_keys(Request([1], lora_request=loaded))
 
 
+def test_a_request_keeps_the_name_of_its_adapter(vllm: Vllm, tmp_path: Path) -> None:
+    vllm(["x"])
+    loaded = adapter(tmp_path / "a", number=81)
+    keys = keys_of(Request([1], lora_request=loaded))
+    assert keys is not None
+    first = keys(0, BLOCK)
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    assert keys(BLOCK, 2 * BLOCK) == first, "it may run on for long"
+    with pytest.raises(Unnamed):
+        first_keys(Request([1], lora_request=loaded))
+
+
+def test_another_adapter_of_a_number_has_a_name_of_its_own(vllm: Vllm, tmp_path: Path) -> None:
+    vllm(["x"])
+    one, other = (adapter(tmp_path / name, number=82, weights=name.encode()) for name in "ab")
+    assert first_keys(Request([1], lora_request=one)) != first_keys(Request([1], lora_request=other))
+
+
 def test_names_of_more_adapters_than_are_kept_are_made_again(vllm: Vllm, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(extra_keys, "ADAPTERS", 2)
     adapters, hashed = extra_keys.Adapters(), []

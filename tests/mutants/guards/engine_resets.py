@@ -139,7 +139,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "an adapter that is loaded anew is taken for the one before",
         "connectors/vllm/extra_keys.py",
-        "_of_kinds",
+        "_name_of",
         "_adapters.revision(adapter.lora_int_id, adapter.lora_path)",
         "_adapters.revision(0, adapter.lora_path)",
         KEYS,
@@ -147,7 +147,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "an adapter is taken for another of its name",
         "connectors/vllm/extra_keys.py",
-        "_of_kinds",
+        "_name_of",
         ", _adapters.revision(adapter.lora_int_id, adapter.lora_path)",
         "",
         KEYS,
@@ -155,10 +155,26 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "an adapter that is loaded in place is taken for the one before",
         "connectors/vllm/extra_keys.py",
-        "_of_kinds",
+        "_name_of",
         "if adapter.load_inplace:",
         "if False:",
         KEYS,
+    ),
+    Guard(
+        "a prompt of less than a page is named by nobody, and ends the engine",
+        "connectors/scheduler_side.py",
+        "SchedulerSide._name",
+        "tracked.chain.prompt(request.num_prompt_tokens)",
+        "tracked.chain.pages(request.num_prompt_tokens)",
+        ("tests/connectors/test_scheduler_side.py",),
+    ),
+    Guard(
+        "transfer parameters that are no object end the engine",
+        "connectors/params.py",
+        "_checked",
+        "if not isinstance(params, Mapping):",
+        "if False:",
+        ("tests/connectors/test_scheduler_side.py",),
     ),
     Guard(
         "a salt is taken for an adapter",
