@@ -122,6 +122,7 @@ def _add_routing(parser: argparse.ArgumentParser, defaults: ServiceConfig) -> No
 def run(args: argparse.Namespace) -> int:
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each call of a server
     host, port = args.listen
     if problem := _problem(args):
         print(f"kvferry front: {problem}", file=sys.stderr)

@@ -26,7 +26,6 @@ DOWN_SECONDS = 2.0  # that a server is passed over after it could not be reached
 CONNECT_SECONDS = 5.0
 _PASSED_ON = ("content-type", "x-request-id")
 _log = logging.getLogger(__name__)
-logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each call of a server
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,17 @@ def new_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=httpx.Timeout(300.0), trust_env=False)
 
 
+async def run_chats(url: str, load: Load, replies: Sequence[Sequence[str]] | None = None) -> list[list[Reply]]:
+    """`chats` with a server alone, or a front end, and a client of their own."""
+    async with new_client() as client:
+        return await chats(one_server(client, url), load, replies)
+
+
+def texts(replies: Sequence[Sequence[Reply]]) -> list[list[str]]:
+    """What `chats` takes as the assistant's answers."""
+    return [[reply.text for reply in turns] for turns in replies]
+
+
 @dataclass(slots=True)
 class Comparison:
     tokens: int = 0
@@ -233,10 +244,13 @@ def said(reply: Reply, tokens: int) -> list[str]:
     return [token.text for token in reply.tokens[:tokens]]
 
 
-def compared(reference: list[list[Reply]], got: list[list[Reply]]) -> Comparison:
-    """The same conversations, asked of two systems."""
+def compared(
+    reference: list[list[Reply]], got: list[list[Reply]], opinion: list[list[Reply]] | None = None
+) -> Comparison:
+    """The same conversations, asked of two systems, or of three: see `Comparison.add`."""
     comparison = Comparison()
     for conversation, (wants, haves) in enumerate(zip(reference, got, strict=True)):
-        for turn, (want, have) in enumerate(zip(wants, haves, strict=True)):
-            comparison.add(f"conversation {conversation}, turn {turn}", want, have)
+        others = opinion[conversation] if opinion is not None else [None] * len(wants)
+        for turn, (want, have, other) in enumerate(zip(wants, haves, others, strict=True)):
+            comparison.add(f"conversation {conversation}, turn {turn}", want, have, other)
     return comparison

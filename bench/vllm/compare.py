@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
-from chat import Ask, Load, Reply, chats, new_client, one_server, prefill_first
+from chat import Ask, Load, Reply, chats, new_client, one_server, prefill_first, texts
 from cluster import Cluster, Spec, machine
 from rich.console import Console
 from rich.table import Table
@@ -112,7 +112,7 @@ def main() -> int:
             with Cluster(Spec(decode_blocks=blocks)) as cluster:
                 getattr(cluster, system)()
                 result = asyncio.run(drive(cluster, system, load, said))
-            said = said or [[reply.text for reply in replies] for replies in result.replies]
+            said = said or texts(result.replies)
             results.append(result)
         console.print(table(case, blocks, results))
         missed += judge(case, *results)

@@ -15,13 +15,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from chat import Load, Reply, Token, chats, compared, new_client, one_server
+from chat import Load, Reply, Token, compared, run_chats, texts
 from cluster import Cluster, Spec, machine
-
-
-async def run_chats(url: str, load: Load, replies: list[list[str]] | None = None) -> list[list[Reply]]:
-    async with new_client() as client:
-        return await chats(one_server(client, url), load, replies)
 
 
 def kept(path: str | None) -> list[list[Reply]] | None:
@@ -54,7 +49,7 @@ def main() -> int:
         if args.reference:
             told = [[asdict(reply) for reply in replies] for replies in reference]
             Path(args.reference).write_text(json.dumps(told))
-    said = [[reply.text for reply in replies] for replies in reference]
+    said = texts(reference)
     wrong = 0
     for case, blocks in (("large decode cache", 0), ("small decode cache", args.small_blocks)):
         with Cluster(

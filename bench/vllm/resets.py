@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import httpx
 from chaos import leaks
-from chat import Comparison, Load, Reply, chats, compared, new_client, one_server
+from chat import Comparison, Load, Reply, compared, new_client, run_chats, texts
 from cluster import PYTHON, Cluster, Spec, machine
 from versions import version_of
 
@@ -67,9 +67,8 @@ def under_way(cluster: Cluster) -> list[float]:
     return [cluster.metric("decode", f"vllm:{name}") for name in names]
 
 
-async def run_chats(url: str, load: Load, said: list[list[str]] | None = None) -> Replies:
-    async with new_client() as client:
-        return await asyncio.wait_for(chats(one_server(client, url), load, said), LIMIT_SECONDS)
+async def in_time(url: str, load: Load, said: list[list[str]] | None = None) -> Replies:
+    return await asyncio.wait_for(run_chats(url, load, said), LIMIT_SECONDS)
 
 
 class Run:
@@ -96,8 +95,7 @@ class Run:
         """The chats, with what is done beside them; told of once all is at rest. `cut`: answers end early."""
         before = await asyncio.to_thread(counts, self.cluster)
         want = self._references[load]
-        said = [[reply.text for reply in turns] for turns in want]
-        task = asyncio.create_task(run_chats(self.cluster.front, load, said))
+        task = asyncio.create_task(in_time(self.cluster.front, load, texts(want)))
         got: Replies = []
         try:
             if beside is not None:
@@ -226,7 +224,7 @@ def main() -> int:
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     with Cluster(Spec()) as cluster:
         url = cluster.alone().url
-        references = {load: asyncio.run(run_chats(url, load)) for load in (CHATS, OTHERS, LONG)}
+        references = {load: asyncio.run(in_time(url, load)) for load in (CHATS, OTHERS, LONG)}
     references[FIRST_TURNS] = [turns[:1] for turns in references[CHATS]]
     with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as folder:
         files = {name: Path(folder) / f"{name}-weights" for name in SIDES}

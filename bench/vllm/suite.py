@@ -23,7 +23,7 @@ from pathlib import Path
 import chaos
 import compare
 import hooks
-from chat import Comparison, Load, Messages, Reply, chats, new_client, one_server
+from chat import Comparison, Load, Messages, Reply, compared, run_chats, texts
 from cluster import Cluster, Spec, machine
 from rich.console import Console
 
@@ -42,7 +42,7 @@ class Reference:
 
     @property
     def said(self) -> list[list[str]]:
-        return [[reply.text for reply in replies] for replies in self.replies]
+        return texts(self.replies)
 
 
 class Log:
@@ -65,19 +65,10 @@ def refer(load: Load, chaos_tokens: int) -> Reference:
         url = cluster.alone().url
 
         async def run() -> Reference:
-            async with new_client() as client:
-                replies = await chats(one_server(client, url), load)
+            replies = await run_chats(url, load)
             return Reference(load, replies, asked, await chaos.references(url, asked, chaos_tokens))
 
         return asyncio.run(run())
-
-
-def against(reference: Reference, result: compare.Result, opinion: compare.Result) -> Comparison:
-    comparison = Comparison()
-    for conversation, each in enumerate(zip(reference.replies, result.replies, opinion.replies, strict=True)):
-        for turn, (want, have, other) in enumerate(zip(*each, strict=True)):
-            comparison.add(f"{result.system}, conversation {conversation}, turn {turn}", want, have, other)
-    return comparison
 
 
 def tell_greedy(log: Log, case: str, done: compare.Done, comparison: Comparison) -> None:
@@ -130,7 +121,7 @@ class Cases:
     def served(self, case: str, cluster: Cluster) -> int:
         result = asyncio.run(compare.drive(cluster, "kvferry", self.load, self.reference.said))
         self.results[case, "kvferry"] = result
-        comparison = against(self.reference, result, self.results[case, "nixl"])
+        comparison = compared(self.reference.replies, result.replies, self.results[case, "nixl"].replies)
         tell_greedy(self.logs["greedy"], case, result.done, comparison)
         missed = compare.unused(case, result.done)
         self.logs["greedy"].add(*missed)

@@ -18,15 +18,10 @@ import sys
 import time
 from pathlib import Path
 
-from chat import Load, Reply, chats, compared, new_client, one_server
+from chat import Load, Reply, compared, run_chats, texts
 from cluster import Cluster, Spec, machine
 
 DECODE_BLOCKS = 34  # fewer than the chats take, and as few as one of the longest prompts
-
-
-async def run_chats(url: str, load: Load, replies: list[list[str]] | None = None) -> list[list[Reply]]:
-    async with new_client() as client:
-        return await chats(one_server(client, url), load, replies)
 
 
 def version_of(python: Path) -> str:
@@ -40,7 +35,7 @@ def run_pair(prefill: Path, decode: Path, load: Load, reference: list[list[Reply
     spec = Spec(decode_blocks=DECODE_BLOCKS, extra={"deadline_seconds": 120.0}, python=prefill, decode_python=decode)
     with Cluster(spec) as cluster:
         cluster.kvferry()
-        got = asyncio.run(run_chats(cluster.front, load, [[reply.text for reply in turns] for turns in reference]))
+        got = asyncio.run(run_chats(cluster.front, load, texts(reference)))
         stats = cluster.stats("decode")
         # 0.26 counts what a waiting request would find once for each step that it waits
         hits = cluster.metric("decode", "vllm:prefix_cache_hits_total")

@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from chat import Load, Reply, chats, compared, new_client, one_server
+from chat import Load, Reply, compared, run_chats, texts
 from cluster import SMALL, Cluster, Spec, machine
 from demo import held
 
@@ -58,11 +58,6 @@ def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
     return replace(plain, flags=CHUNKED, decode_blocks=34, prefill_blocks=34), LONG
 
 
-async def run_chats(url: str, load: Load, said: list[list[str]] | None = None) -> list[list[Reply]]:
-    async with new_client() as client:
-        return await chats(one_server(client, url), load, said)
-
-
 def leaks_of(cluster: Cluster) -> list[str]:
     """What the daemons still hold behind the deadline: prompts that decode had from another connector wait for it."""
     end = time.monotonic() + DEADLINE_SECONDS + 10
@@ -79,7 +74,7 @@ def run_way(way: str, stored: Path, references: dict[Load, list[list[Reply]]]) -
         with Cluster(Spec()) as cluster:
             references[load] = asyncio.run(run_chats(cluster.alone().url, load))
     reference = references[load]
-    said = [[reply.text for reply in turns] for turns in reference]
+    said = texts(reference)
     with Cluster(spec) as cluster:
         cluster.kvferry()
         got = [asyncio.run(run_chats(cluster.front, load, said)) for _ in range(2)]  # the second finds it all
