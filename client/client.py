@@ -132,9 +132,13 @@ class DaemonClient:
         warmup: bool = False,
         held_tokens: int = 0,
         traceparent: str = "",
+        blocks: Sequence[int] = (),
+        blocks_from: int = 0,
     ) -> Admitted:
         """Asks the daemon to hold this prompt until Ready, within `deadline_s`. `held_tokens`: with KV in memory of the
         worker's own, a multiple of the page size; it fills their pages behind the matched ones and says `progress`.
+        `blocks`: of an engine that has registered blocks, where the bytes go from token `blocks_from` on, or with all
+        tokens held where they are; they are the daemon's until `finish` or `abort` returns.
         Raises RequestFailed, DaemonGone; NotOpened when the name is in use or the digests of the prompt or of the
         output do not fit in a message."""
         message = worker_pb2.WorkerMessage(
@@ -150,6 +154,8 @@ class DaemonClient:
                 warmup=warmup,
                 held_tokens=held_tokens,
                 traceparent=traceparent,
+                blocks=blocks,
+                blocks_from=blocks_from,
             )
         )
         page_size = self.geometry.page_size
@@ -161,6 +167,7 @@ class DaemonClient:
                 f"{new_digests} bytes; they may have {MAX_FINISH_DIGEST_BYTES}",
             )
         request = self._open(name, message, tokens, deadline_s)
+        request.in_blocks = self.pools.in_blocks
         return await self._wait(name, request.admitted, deadline_s + ANSWER_SLACK_S, "Admitted")
 
     async def ready(self, name: RequestName) -> Ready:
@@ -228,9 +235,11 @@ class DaemonClient:
         priority: int = 0,
         warmup: bool = False,
         traceparent: str = "",
+        blocks: Sequence[int] = (),
     ) -> Begun:
-        """Asks the daemon for pages for this prompt. Raises RequestFailed, DaemonGone; NotOpened when the name is in
-        use or the prompt's digests do not fit in a message."""
+        """Asks the daemon for pages for this prompt. `blocks`: the first of them, of an engine that has registered
+        blocks; they are read until `ended` or `abort` returns. Raises RequestFailed, DaemonGone; NotOpened when the
+        name is in use or the prompt's digests do not fit in a message."""
         message = worker_pb2.WorkerMessage(
             begin=worker_pb2.Begin(
                 name=name.to_proto(),
@@ -241,15 +250,19 @@ class DaemonClient:
                 priority=priority,
                 warmup=warmup,
                 traceparent=traceparent,
+                blocks=blocks,
             )
         )
         request = self._open(name, message, tokens, deadline_s)
+        request.in_blocks = self.pools.in_blocks
         return await self._wait(name, request.begun, deadline_s + ANSWER_SLACK_S, "Begun")
 
-    def progress(self, name: RequestName, tokens: int) -> None:
-        """The KV of the prompt's first `tokens` tokens is in the pool. Raises RequestFailed if the request failed."""
+    def progress(self, name: RequestName, tokens: int, blocks: Sequence[int] = ()) -> None:
+        """The KV of the prompt's first `tokens` tokens is in the pool; `blocks`: those that follow what was named.
+        Raises RequestFailed if the request failed."""
         self.check(name)
-        self._send(worker_pb2.WorkerMessage(progress=worker_pb2.Progress(name=name.to_proto(), tokens=tokens)))
+        told = worker_pb2.Progress(name=name.to_proto(), tokens=tokens, blocks=blocks)
+        self._send(worker_pb2.WorkerMessage(progress=told))
 
     def aux(self, name: RequestName, blob: bytes) -> None:
         """The worker's last word: it touches the request's pages no more."""

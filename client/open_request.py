@@ -27,6 +27,7 @@ class OpenRequest:
     ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     grown: asyncio.Future[tuple[int, ...]] | None = None
     pages: int = 0
+    in_blocks: bool = False  # its pages are blocks that the worker names: the daemon names none
     failure: RequestFailed | None = None
     retracted: bool = False
 
@@ -67,6 +68,8 @@ class OpenRequest:
 
     def _new_pages(self, pages: Sequence[int], count: int, field_name: str) -> tuple[int, ...]:
         """Takes new pages, checked here because a wrong id would overwrite another request's memory."""
+        if self.in_blocks:
+            count = 0
         if len(pages) != count:
             raise ValueError(f"{field_name} has {len(pages)} ids; the request needs {count}")
         for page in pages:

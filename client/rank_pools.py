@@ -25,6 +25,9 @@ class RankPools:
     """The ranks' memories of pages 0..pages-1 of `geometry`. Only pages of the worker's living requests may be
     touched."""
 
+    in_blocks = False
+    """Whether the pages are blocks that the worker names to the daemon."""
+
     def __init__(self, geometry: KVGeometry, order: StorageOrder, pages: int, memories: Sequence[Memory]) -> None:
         """`memories`: of each rank. ValueError where so many ranks cannot share the heads."""
         ranks = len(memories)

@@ -102,14 +102,16 @@ class WorkerHello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., worker: _Optional[str] = ..., facts: _Optional[_Union[_common_pb2.NamespaceFacts, _Mapping]] = ..., pool: _Optional[_Union[EnginePool, _Mapping]] = ..., late_ms: _Optional[int] = ...) -> None: ...
 
 class EnginePool(_message.Message):
-    __slots__ = ("pages", "storage", "ranks")
+    __slots__ = ("pages", "storage", "ranks", "block_tokens")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     pages: int
     storage: _common_pb2.Storage
     ranks: _containers.RepeatedCompositeFieldContainer[EngineRank]
-    def __init__(self, pages: _Optional[int] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., ranks: _Optional[_Iterable[_Union[EngineRank, _Mapping]]] = ...) -> None: ...
+    block_tokens: int
+    def __init__(self, pages: _Optional[int] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., ranks: _Optional[_Iterable[_Union[EngineRank, _Mapping]]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class EngineRank(_message.Message):
     __slots__ = ("memories", "tensors")
@@ -212,7 +214,7 @@ class Quiesced(_message.Message):
     def __init__(self) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup", "held_tokens", "traceparent")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup", "held_tokens", "traceparent", "blocks", "blocks_from")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +226,8 @@ class Admit(_message.Message):
     WARMUP_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FROM_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
@@ -235,7 +239,9 @@ class Admit(_message.Message):
     warmup: bool
     held_tokens: int
     traceparent: str
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., held_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    blocks_from: int
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., held_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., blocks_from: _Optional[int] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages", "local_tokens", "host_tokens")
@@ -324,7 +330,7 @@ class Abort(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "deadline_ms", "priority", "warmup", "traceparent")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "deadline_ms", "priority", "warmup", "traceparent", "blocks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +339,7 @@ class Begin(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     WARMUP_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
@@ -341,7 +348,8 @@ class Begin(_message.Message):
     priority: int
     warmup: bool
     traceparent: str
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., traceparent: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages")
@@ -354,12 +362,14 @@ class Begun(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., matched_tokens: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("name", "tokens")
+    __slots__ = ("name", "tokens", "blocks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     tokens: int
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Aux(_message.Message):
     __slots__ = ("name", "blob")

@@ -156,7 +156,7 @@ uint64_t gather_summed(BufferArgument dst, int64_t dst_offset, BufferArgument sr
   return gather<uint64_t>(dst, dst_offset, src, page_ids, page_bytes, byte_offset, nbytes, threads,
                           [&](const Buffer& pool, const PageRange& range, uint8_t* out) {
                             const PageLayout layout = plain_layout(pool, page_bytes);
-                            const PartRange part{uint64_t(byte_offset), uint64_t(nbytes)};
+                            const PartRange part{uint64_t(byte_offset), uint64_t(nbytes), layout.tensor_bytes()};
                             nb::gil_scoped_release release;
                             return gather_part_summed(out, layout, range.ids.data(), part, unsigned(threads));
                           });
@@ -177,7 +177,7 @@ uint64_t scatter_summed(BufferArgument dst, IdsArgument page_ids, int64_t page_b
   return scatter<uint64_t>(dst, page_ids, page_bytes, byte_offset, src, src_offset, nbytes, threads,
                            [&](const Buffer& pool, const PageRange& range, const uint8_t* in) {
                              const PageLayout layout = plain_layout(pool, page_bytes);
-                             const PartRange part{uint64_t(byte_offset), uint64_t(nbytes)};
+                             const PartRange part{uint64_t(byte_offset), uint64_t(nbytes), layout.tensor_bytes()};
                              nb::gil_scoped_release release;
                              return scatter_part_summed(layout, range.ids.data(), part, in, unsigned(threads));
                            });

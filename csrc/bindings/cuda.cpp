@@ -29,8 +29,9 @@ CopyStrategy strategy_named(const std::string& name) {
 const char* name_of(CopyStrategy strategy) { return kStrategyNames[size_t(strategy)]; }
 
 std::unique_ptr<OwnedPages> pages_of(Engine& engine, const Integers& bases, const Integers& strides,
-                                     int64_t fragment_bytes, int64_t pages, int64_t pieces, int64_t piece_stride) {
-  PageLayout layout = checked_layout("bases", bases, 1, strides, fragment_bytes, pages, pieces, piece_stride);
+                                     int64_t fragment_bytes, int64_t pages, int64_t pieces, int64_t piece_stride,
+                                     bool in_blocks) {
+  PageLayout layout = checked_layout("bases", bases, 1, strides, fragment_bytes, pages, pieces, piece_stride, in_blocks);
   nb::gil_scoped_release release;
   return std::make_unique<OwnedPages>(engine.device(), std::move(layout));
 }
@@ -47,19 +48,18 @@ std::unique_ptr<Copying> copy_pages(Engine& engine, const OwnedPages& owned, con
   const Buffer memory(rows, "rows", to_host ? Buffer::Access::kWrite : Buffer::Access::kRead);
   const int64_t row_bytes = int64_t(pages.layout().row_bytes());
   check_range("row_stride", row_stride, row_bytes, kMaxInt64);
-  check_range("row_ids", int64_t(row_ids.size()), int64_t(ids.size()), int64_t(ids.size()));
-  const int64_t size = int64_t(memory.size());
-  check_ids("page_ids", ids, pages.layout().pages);
+  const int64_t size = int64_t(memory.size()), count = checked_pages(pages.layout(), ids, !to_host);
+  check_range("row_ids", int64_t(row_ids.size()), count, count);
   check_ids("row_ids", row_ids, size < row_bytes ? 0 : std::min((size - row_bytes) / row_stride + 1, kMaxPages - 1));
   check_distinct(to_host ? "row_ids" : "page_ids", to_host ? row_ids : ids);
   const GpuStream on = stream ? stream_at(stream) : engine.get().stream();
   auto copying = engine.issue(on, nb::make_tuple(rows, nb::find(owned)), [&](SumCells::Held*) {
     const PageRows to{reinterpret_cast<uint64_t>(memory.data()), row_stride};
-    const Issued issued = engine.get().copy_pages(pages, ids.data(), to, row_ids.data(), ids.size(), direction,
+    const Issued issued = engine.get().copy_pages(pages, ids.data(), to, row_ids.data(), size_t(count), direction,
                                                   order == "none" ? nullptr : on, wanted);
     return Engine::Run(name_of(issued.strategy), issued.end);
   });
-  engine.get().backlog(direction).add(copying->end, ids.size() * size_t(row_bytes));
+  engine.get().backlog(direction).add(copying->end, size_t(count * row_bytes));
   return copying;
 }
 
@@ -284,10 +284,11 @@ void bind_cuda(nb::module_& m) {
           GpuUnavailable or GpuError. The numbers are those of CopyTuning in csrc/cuda/engine.h and of PartTuning in
           csrc/cuda/parts.h.)")
       .def("pages", &pages_of, "bases"_a, "strides"_a, "fragment_bytes"_a, "pages"_a, "pieces"_a = 1,
-           "piece_stride"_a = 0, R"(
+           "piece_stride"_a = 0, "in_blocks"_a = false, R"(
            A pool of `pages` pages: fragment tensor * pieces + piece of page p is the fragment_bytes at bases[tensor] +
-           p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. The addresses are
-           the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.)")
+           p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. in_blocks:
+           as of HostPages; a block that is not there is zeros where it is gathered, and is left out where it would be
+           written, but none may lack that goes to host memory. The addresses are the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.)")
       .def("copy_pages_to_host",
            [](Engine& self, const OwnedPages& pages, const Integers& page_ids, BufferArgument rows, int64_t row_stride,
               const Integers& row_ids, std::optional<int64_t> stream, const CopyStrategyArgument& strategy,

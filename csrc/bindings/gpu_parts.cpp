@@ -54,9 +54,10 @@ PartLabel checked_label(nb::handle object, int64_t slot, int64_t least) {
 
 template <bool kSummed>
 std::unique_ptr<Copying> gather_part(Engine& engine, const OwnedPages& pages, const Integers& ids, int64_t byte_offset,
-                                     int64_t nbytes, int64_t slot, std::optional<int64_t> stream, BufferArgument header) {
+                                     int64_t nbytes, int64_t slot, std::optional<int64_t> stream, BufferArgument header,
+                                     std::optional<int64_t> last_bytes) {
   check_device(engine, *pages);
-  const PartRange part = checked_part(pages->layout(), ids, byte_offset, nbytes);
+  const PartRange part = checked_part(pages->layout(), ids, byte_offset, nbytes, last_bytes);
   const PartLabel label = checked_label(header, slot, kSummed ? sizeof(uint64_t) : 1);
   return copy_part(engine, pages, ids, part, slot, PartDirection::kGather, stream, sum_of<kSummed>(engine, part), label);
 }
@@ -96,6 +97,8 @@ std::unique_ptr<Copying> move_pages(Engine& engine, const OwnedPages& from, cons
   check_device(engine, *from);
   check_device(engine, *to);
   const PageLayout &source = from->layout(), &target = to->layout();
+  check_not_in_blocks("source", source);
+  check_not_in_blocks("target", target);
   check_ids("source_ids", from_ids, source.pages);
   check_ids("target_ids", to_ids, target.pages);
   check_distinct("target_ids", to_ids);
@@ -113,6 +116,7 @@ std::unique_ptr<Copying> move_pages(Engine& engine, const OwnedPages& from, cons
 std::unique_ptr<Copying> zero_pages(Engine& engine, const OwnedPages& pages, const Integers& ids,
                                     std::optional<int64_t> stream) {
   check_device(engine, *pages);
+  check_not_in_blocks("pages", pages->layout());
   check_ids("page_ids", ids, pages->layout().pages);
   return zero(engine, pages, ids.data(), ids.size(), 0, 0, stream);
 }
@@ -120,6 +124,7 @@ std::unique_ptr<Copying> zero_pages(Engine& engine, const OwnedPages& pages, con
 std::unique_ptr<Copying> zero_page_from(Engine& engine, const OwnedPages& pages, int64_t page_id, int64_t start,
                                         int64_t first_piece, std::optional<int64_t> stream) {
   check_device(engine, *pages);
+  check_not_in_blocks("pages", pages->layout());
   check_range("page_id", page_id, 0, pages->layout().pages - 1);
   check_range("start", start, 0, pages->layout().fragment_bytes);
   check_range("first_piece", first_piece, 0, pages->layout().pieces);
@@ -133,7 +138,8 @@ void bind_gpu_parts(nb::module_&, nb::class_<Engine>& engine) {
   constexpr auto kGather = PartDirection::kGather, kScatter = PartDirection::kScatter;
   const auto gather = [&](const char* name, auto function, const char* doc) {
     engine.def(name, function, "pages"_a, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot_address"_a,
-               "stream"_a = nb::none(), "header"_a.sig("b''") = nb::bytes("", 0), nb::keep_alive<0, 1>(), doc);
+               "stream"_a = nb::none(), "header"_a.sig("b''") = nb::bytes("", 0), "last_bytes"_a = nb::none(),
+               nb::keep_alive<0, 1>(), doc);
   };
   const auto scatter = [&](const char* name, auto function, const char* doc) {
     engine.def(name, function, "pages"_a, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot_address"_a,
@@ -142,15 +148,17 @@ void bind_gpu_parts(nb::module_&, nb::class_<Engine>& engine) {
   gather("gather_part", &gather_part<false>, R"(
          Pool to slot on one device, or devices that reach each other: the rows of page_ids laid end to end; their
          [byte_offset, byte_offset + nbytes), which touches every page named (so byte_offset < row_bytes), goes to
-         slot_address, and the header, at most 64 bytes, right before it. stream None: `gather_stream`. Fast where all
-         addresses and sizes are multiples of 16.
+         slot_address, and the header, at most 64 bytes, right before it. A block that is not there is zeros,
+         and so is of each tensor of the last page what lies behind its first last_bytes (None: nothing): nobody reads
+         it. stream None: `gather_stream`. Fast where all addresses and sizes are multiples of 16.
 
          IndexError (page id) or ValueError (any other bound) before a byte has moved.)");
   gather("gather_part_summed", &gather_part<true>, R"(
          `gather_part`, and adds up: `GpuCopy.checksum`, which is also added to the last 8 bytes of a header, a
          little-endian number. GpuError: the driver takes no kernels, or 1024 sums are held.)");
   scatter("scatter_part", &scatter_part<false>,
-          "The reverse of `gather_part`, on `scatter_stream`; a page named twice is a ValueError as well.");
+          "The reverse of `gather_part`, without blocks that are not there, on `scatter_stream`; an id named twice is a "
+          "ValueError as well.");
   scatter("scatter_part_summed", &scatter_part<true>,
           "`scatter_part`, and adds up: `GpuCopy.checksum`. GpuError as of `gather_part_summed`.");
   engine
@@ -161,11 +169,11 @@ void bind_gpu_parts(nb::module_&, nb::class_<Engine>& engine) {
            The pages source_ids of one pool into the pages target_ids of another of the same shape, on one device; their
            bytes do not overlap. On `scatter_stream`. ValueError or IndexError before a byte has moved.)")
       .def("zero_pages", &zero_pages, "pages"_a, "page_ids"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>(),
-           "All bytes of these pages become zero; on `scatter_stream`.")
+           "All bytes of these pages become zero; on `scatter_stream`. ValueError: pages in blocks.")
       .def("zero_page_from", &zero_page_from, "pages"_a, "page_id"_a, "start"_a, "first_piece"_a = 0,
            "stream"_a = nb::none(), nb::keep_alive<0, 1>(), R"(
            In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero; on
-           `scatter_stream`.)")
+           `scatter_stream`. ValueError: pages in blocks.)")
       .def("prepare_sums", [](Engine& self) { self.parts().sums(); }, nb::call_guard<nb::gil_scoped_release>(), R"(
            Makes the places of sums, so that no `_summed` part does: it may wait for the device; GIL released. GpuError:
            the driver takes no kernels, or memory cannot be had or pinned. Idempotent.)")

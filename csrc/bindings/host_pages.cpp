@@ -1,5 +1,6 @@
 // Pages in a buffer of host memory: every bound is checked before a byte moves, and copies run with the GIL released.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include <memory>
@@ -19,9 +20,9 @@ constexpr int64_t kMaxThreads = 64;
 class HostPages {
  public:
   HostPages(BufferArgument buffer, const Integers& offsets, const Integers& strides, int64_t pieces, int64_t piece_stride,
-            int64_t fragment_bytes, int64_t pages)
+            int64_t fragment_bytes, int64_t pages, bool in_blocks)
       : buffer_(std::make_unique<Buffer>(buffer, "buffer", Buffer::Access::kWrite)),
-        layout_(checked_layout("offsets", offsets, 0, strides, fragment_bytes, pages, pieces, piece_stride)) {
+        layout_(checked_layout("offsets", offsets, 0, strides, fragment_bytes, pages, pieces, piece_stride, in_blocks)) {
     for (size_t t = 0; t < layout_.bases.size(); ++t) {
       const uint64_t end = layout_.bases[t] + uint64_t((pages - 1) * layout_.strides[t] + layout_.extent());
       if (end > buffer_->size()) {
@@ -64,8 +65,8 @@ class HostPages {
 // A part and the bytes of a slot that it goes to or comes from.
 struct Checked {
   Checked(HostPages& pages, const Integers& ids, int64_t byte_offset, int64_t nbytes, const Buffer& slot, int64_t offset,
-          int64_t threads)
-      : part(checked_part(pages.open(), ids, byte_offset, nbytes)) {
+          int64_t threads, std::optional<int64_t> last_bytes = std::nullopt)
+      : part(checked_part(pages.open(), ids, byte_offset, nbytes, last_bytes)) {
     check_range("threads", threads, 1, kMaxThreads);
     const int64_t size = int64_t(slot.size());
     check_range("nbytes", nbytes, 1, size);
@@ -85,9 +86,9 @@ struct Checked {
 
 template <class Sum, class Copy>
 Sum gather(HostPages& pages, const Integers& ids, int64_t byte_offset, int64_t nbytes, nb::handle slot, int64_t slot_offset,
-           int64_t threads, const Copy& copy) {
+           int64_t threads, std::optional<int64_t> last_bytes, const Copy& copy) {
   const Buffer target(slot, "slot", Buffer::Access::kWrite);
-  const Checked to(pages, ids, byte_offset, nbytes, target, slot_offset, threads);
+  const Checked to(pages, ids, byte_offset, nbytes, target, slot_offset, threads, last_bytes);
   const HostPages::Use use(pages);
   nb::gil_scoped_release release;
   return copy(to.bytes, pages.layout(), ids.data(), to.part, unsigned(threads));
@@ -106,6 +107,7 @@ Sum scatter(HostPages& pages, const Integers& ids, int64_t byte_offset, int64_t 
 
 void zero_from(HostPages& pages, int64_t page_id, int64_t start, int64_t first_piece) {
   const PageLayout& layout = pages.open();
+  check_not_in_blocks("pages", layout);
   check_range("page_id", page_id, 0, layout.pages - 1);
   check_range("start", start, 0, layout.fragment_bytes);
   check_range("first_piece", first_piece, 0, layout.pieces);
@@ -129,47 +131,64 @@ void bind_host_pages(nb::module_& m) {
       offsets[tensor] + p * strides[tensor] + piece * piece_stride; a page's row is its fragments one behind the other.
 
       So page-major pools are one tensor of one piece, layer-major ones a tensor for each layer's K and V, and a range of
-      heads of NHD pages is pieces = tokens, piece_stride = a token's bytes, fragment_bytes = those of the heads. The
-      buffer is writable, and stays exported until `close`. ValueError, names the field: the buffer is too small, or any
+      heads of NHD pages is pieces = tokens, piece_stride = a token's bytes, fragment_bytes = those of the heads.
+
+      in_blocks: a page is of `pieces` blocks of an engine, each wherever it is, and named by their ids, `pieces` a page
+      and -1 for one that is not there. Block b is the fragment_bytes at offsets[tensor] + b * strides[tensor];
+      piece_stride is 0, `pages` counts blocks, and a page's row is what it is otherwise: tensor for tensor its blocks.
+
+      The buffer is writable, and stays exported until `close`. ValueError, names the field: the buffer is too small, or any
       other bound.)");
   pages
-      .def(nb::init<BufferArgument, const Integers&, const Integers&, int64_t, int64_t, int64_t, int64_t>(), "buffer"_a,
-           "offsets"_a, "strides"_a, "pieces"_a, "piece_stride"_a, "fragment_bytes"_a, "pages"_a)
+      .def(nb::init<BufferArgument, const Integers&, const Integers&, int64_t, int64_t, int64_t, int64_t, bool>(), "buffer"_a,
+           "offsets"_a, "strides"_a, "pieces"_a, "piece_stride"_a, "fragment_bytes"_a, "pages"_a, "in_blocks"_a = false)
       .def_prop_ro("fragments", [](const HostPages& self) { return self.layout().fragments(); }, "Fragments of a page.")
       .def_prop_ro("fragment_bytes", [](const HostPages& self) { return self.layout().fragment_bytes; })
       .def_prop_ro("row_bytes", [](const HostPages& self) { return self.layout().row_bytes(); }, "Bytes of a page.")
-      .def_prop_ro("pages", [](const HostPages& self) { return self.layout().pages; });
-  const auto part = [&](const char* name, auto function, const char* doc) {
+      .def_prop_ro("pages", [](const HostPages& self) { return self.layout().pages; },
+                   "Ids are 0 to pages - 1; of blocks, in blocks.")
+      .def_prop_ro("ids_a_page", [](const HostPages& self) { return self.layout().ids_a_page(); },
+                   "Ids that name a page: 1, or in blocks the number of them.");
+  using Part = int64_t;
+  using LastBytes = std::optional<int64_t>;
+  const auto gathers = [&](const char* name, auto function, const char* doc) {
+    pages.def(name, function, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot"_a, "slot_offset"_a = 0, "threads"_a = 1,
+              "last_bytes"_a = nb::none(), doc);
+  };
+  gathers("gather_part",
+          [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads,
+             LastBytes last) { gather<void>(self, ids, at, nbytes, slot, offset, threads, last, gather_part); },
+          R"(
+          The rows of page_ids laid end to end; their [byte_offset, byte_offset + nbytes), which touches every page
+          named (so byte_offset < row_bytes), goes to slot[slot_offset:]. A block that is not there is zeros, and so is
+          of each tensor of the last page what lies behind its first last_bytes (None: nothing): nobody reads it. GIL
+          released.
+
+          IndexError (page id) or ValueError (any other bound, or the slot lies in the pages) before a byte has
+          moved.)");
+  gathers("gather_part_summed",
+          [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads,
+             LastBytes last) {
+            return gather<uint64_t>(self, ids, at, nbytes, slot, offset, threads, last, gather_part_summed);
+          },
+          "`gather_part`, and the `part_checksum` of what is in the slot.");
+  const auto scatters = [&](const char* name, auto function, const char* doc) {
     pages.def(name, function, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot"_a, "slot_offset"_a = 0, "threads"_a = 1, doc);
   };
-  using Part = int64_t;
-  part("gather_part",
-       [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
-         gather<void>(self, ids, at, nbytes, slot, offset, threads, gather_part);
-       },
-       R"(
-       The rows of page_ids laid end to end; their [byte_offset, byte_offset + nbytes), which touches every page
-       named (so byte_offset < row_bytes), goes to slot[slot_offset:]. GIL released.
-
-       IndexError (page id) or ValueError (any other bound, or the slot lies in the pages) before a byte has moved.)");
-  part("gather_part_summed",
-       [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
-         return gather<uint64_t>(self, ids, at, nbytes, slot, offset, threads, gather_part_summed);
-       },
-       "`gather_part`, and the `part_checksum` of the part.");
-  part("scatter_part",
+  scatters("scatter_part",
        [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
          scatter<void>(self, ids, at, nbytes, slot, offset, threads, scatter_part);
        },
-       "The reverse of `gather_part`; a page named twice is a ValueError as well.");
-  part("scatter_part_summed",
+       "The reverse of `gather_part`, without blocks that are not there; an id named twice is a ValueError as well.");
+  scatters("scatter_part_summed",
        [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
          return scatter<uint64_t>(self, ids, at, nbytes, slot, offset, threads, scatter_part_summed);
        },
-       "`scatter_part`, and the `part_checksum` of the part.");
+       "`scatter_part`, and the `part_checksum` of what is in the slot.");
   pages
       .def("zero_page_from", &zero_from, "page_id"_a, "start"_a, "first_piece"_a = 0,
-           "In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero.")
+           "In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero. "
+           "ValueError: pages in blocks.")
       .def("close", &HostPages::close,
            "Lets go of the buffer; later calls are ValueErrors. ValueError: a call is running in another thread.");
   m.def("part_checksum", &checksum, "buffer"_a, R"(

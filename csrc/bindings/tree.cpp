@@ -113,18 +113,31 @@ LockObject lock(nb::handle self, const Match& match, int32_t priority) {
   return {nb::cast<TreeObject&>(self).tree.lock(match, priority), nb::borrow<TreeReference>(self)};
 }
 
-InsertObject insert(TreeObject& self, DigestsArgument digests, PagesArgument pages, int64_t start, int64_t kind,
-                    int32_t priority) {
+using Insertion = Inserted (RadixTree::*)(const uint8_t*, uint32_t, const PageIds&, uint32_t, bool, int32_t);
+
+InsertObject insert_into(TreeObject& self, Insertion insertion, const char* field, nb::handle digests, const PageIds& ids,
+                         int64_t start, int64_t kind, int32_t priority) {
   const DigestBuffer buffer(digests, "digests");
-  const PageIds ids = read_page_ids(pages, self.tree.device());
   if (start < 0 || uint64_t(start) + ids.size() != buffer.count()) {
-    refuse("pages has " + std::to_string(ids.size()) + " entries from start " + std::to_string(start) + "; digests has " +
-           std::to_string(buffer.count()));
+    refuse(std::string(field) + " has " + std::to_string(ids.size()) + " entries from start " + std::to_string(start) +
+           "; digests has " + std::to_string(buffer.count()));
   }
   check_range("kind", kind, kPrompt, kOutput);
-  const Inserted done =
-      self.tree.insert(buffer.data(), buffer.count(), ids, uint32_t(start), kind == kOutput, priority);
+  const Inserted done = (self.tree.*insertion)(buffer.data(), buffer.count(), ids, uint32_t(start), kind == kOutput, priority);
   return {done.existing, list_of(done.duplicates), done.match};
+}
+
+InsertObject insert(TreeObject& self, DigestsArgument digests, PagesArgument pages, int64_t start, int64_t kind,
+                    int32_t priority) {
+  const PageIds ids = read_page_ids(pages, self.tree.device());
+  return insert_into(self, &RadixTree::insert, "pages", digests, ids, start, kind, priority);
+}
+
+InsertObject insert_host(TreeObject& self, DigestsArgument digests, PagesArgument rows, int64_t start, int64_t kind,
+                         int32_t priority) {
+  if (self.tree.host() == nullptr) refuse("rows: the tree has no host pool");
+  const PageIds ids = read_page_ids(rows, *self.tree.host());
+  return insert_into(self, &RadixTree::insert_host, "rows", digests, ids, start, kind, priority);
 }
 
 IntList prune(TreeObject& self, LockObject& lock, int64_t start) {
@@ -255,6 +268,9 @@ void bind_paths(TreeClass& tree) {
       .def("path_pages",
            [](const TreeObject& self, const LockObject& lock) { return list_of(self.tree.path_pages(lock.lock)); }, "lock"_a,
            "Device page ids of the locked path, in order: `lock.device_pages` of them.")
+      .def("path_rows",
+           [](const TreeObject& self, const LockObject& lock) { return list_of(self.tree.path_rows(lock.lock)); }, "lock"_a,
+           "Host page ids of the locked path, in order; an AssertionError where a page of it is not on the host.")
       .def("insert", &insert, "digests"_a, "pages"_a, "start"_a = 0, "kind"_a = kPrompt, "priority"_a = 0, R"(
            pages[i] is of digest start + i; digests before `start` must be held on the device, else ValueError. What is
            held on the device wins; a node that is on the host only takes the page given.
@@ -262,6 +278,10 @@ void bind_paths(TreeClass& tree) {
            New LEASED pages become CACHED. New ARRIVING pages stay so, and the caller locks them before anything else
            happens; one for a page that the host holds is an AssertionError: that is `restore`. Duplicates keep their
            state. kind: PROMPT or OUTPUT, of new nodes.)")
+      .def("insert_host", &insert_host, "digests"_a, "rows"_a, "start"_a = 0, "kind"_a = kPrompt, "priority"_a = 0, R"(
+           rows[i], a LEASED page of the host, is of digest start + i: CACHED from now on, and its page on the host alone.
+           Digests before `start` must be held, else ValueError. What is held already wins, whatever tier it is in, and
+           duplicates stay LEASED. kind: PROMPT or OUTPUT, of new nodes.)")
       .def("arrived",
            [](TreeObject& self, PagesArgument pages) { self.tree.arrived(read_page_ids(pages, self.tree.device())); },
            "pages"_a, "ARRIVING -> CACHED: their bytes are there and verified.")

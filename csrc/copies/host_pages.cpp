@@ -9,10 +9,10 @@
 namespace kvferry {
 namespace {
 
-constexpr size_t kBlock = 16 << 10;  // stays in a first-level cache between a copy and its sum
+constexpr size_t kCached = 16 << 10;  // stays in a first-level cache between a copy and its sum
 constexpr uint64_t kWord = sizeof(uint64_t);
 
-// Calls move(page bytes, offset in the slot, bytes).
+// Calls move(page bytes, offset in the slot, bytes); null: there are none.
 template <class Move>
 void walk(const PageLayout& layout, const int64_t* ids, const PartRange& part, size_t begin, size_t end, const Move& move) {
   walk_part(layout, ids, part, begin, end, [&](uint64_t address, size_t bytes) {
@@ -23,27 +23,32 @@ void walk(const PageLayout& layout, const int64_t* ids, const PartRange& part, s
 
 // Whether every fragment, or part of one, begins with a word of the part.
 bool in_words(const PageLayout& layout, const PartRange& part) {
-  return layout.fragment_bytes % kWord == 0 && part.offset % kWord == 0;
+  return layout.fragment_bytes % kWord == 0 && part.offset % kWord == 0 && part.last_bytes % kWord == 0;
 }
 
 template <class Copy>
-void in_blocks(size_t begin, size_t end, const Copy& copy) {
-  for (; begin < end; begin += kBlock) copy(begin, std::min(begin + kBlock, end));
+void by_cached(size_t begin, size_t end, const Copy& copy) {
+  for (; begin < end; begin += kCached) copy(begin, std::min(begin + kCached, end));
+}
+
+void gather_range(uint8_t* slot, const PageLayout& layout, const int64_t* ids, const PartRange& part, size_t begin,
+                  size_t end) {
+  walk(layout, ids, part, begin, end, [slot](const uint8_t* page, size_t at, size_t bytes) {
+    page != nullptr ? std::memcpy(slot + at, page, bytes) : std::memset(slot + at, 0, bytes);
+  });
 }
 
 }  // namespace
 
 void gather_part(uint8_t* slot, const PageLayout& layout, const int64_t* ids, const PartRange& part, unsigned threads) {
-  split(part.bytes, threads, [&](size_t begin, size_t end) {
-    walk(layout, ids, part, begin, end,
-         [slot](const uint8_t* page, size_t at, size_t bytes) { std::memcpy(slot + at, page, bytes); });
-  });
+  split(part.bytes, threads, [&](size_t begin, size_t end) { gather_range(slot, layout, ids, part, begin, end); });
 }
 
 void scatter_part(const PageLayout& layout, const int64_t* ids, const PartRange& part, const uint8_t* slot, unsigned threads) {
   split(part.bytes, threads, [&](size_t begin, size_t end) {
-    walk(layout, ids, part, begin, end,
-         [slot](uint8_t* page, size_t at, size_t bytes) { std::memcpy(page, slot + at, bytes); });
+    walk(layout, ids, part, begin, end, [slot](uint8_t* page, size_t at, size_t bytes) {
+      if (page != nullptr) std::memcpy(page, slot + at, bytes);
+    });
   });
 }
 
@@ -54,12 +59,16 @@ uint64_t gather_part_summed(uint8_t* slot, const PageLayout& layout, const int64
     uint64_t own = 0;
     if (in_words(layout, part)) {
       walk(layout, ids, part, first, last, [&](const uint8_t* page, size_t at, size_t bytes) {
-        own += copy_words(slot + at, page, bytes, at / kWord);
+        if (page != nullptr) {
+          own += copy_words(slot + at, page, bytes, at / kWord);
+        } else {
+          std::memset(slot + at, 0, bytes);
+          own += sum_words(slot + at, bytes, at / kWord);
+        }
       });
     } else {
-      in_blocks(first, last, [&](size_t begin, size_t end) {
-        walk(layout, ids, part, begin, end,
-             [slot](const uint8_t* page, size_t at, size_t bytes) { std::memcpy(slot + at, page, bytes); });
+      by_cached(first, last, [&](size_t begin, size_t end) {
+        gather_range(slot, layout, ids, part, begin, end);
         own += sum_words(slot + begin, end - begin, begin / kWord);
       });
     }
@@ -75,16 +84,18 @@ uint64_t scatter_part_summed(const PageLayout& layout, const int64_t* ids, const
     uint64_t own = 0;
     if (in_words(layout, part)) {
       walk(layout, ids, part, first, last, [&](uint8_t* page, size_t at, size_t bytes) {
-        own += copy_words(page, slot + at, bytes, at / kWord);
+        own += page != nullptr ? copy_words(page, slot + at, bytes, at / kWord)
+                               : sum_words(slot + at, bytes, at / kWord);
       });
     } else {
       // Read once: a late write to the slot between sum and copy would pass the check.
-      uint8_t block[kBlock];
-      in_blocks(first, last, [&](size_t begin, size_t end) {
-        std::memcpy(block, slot + begin, end - begin);
-        own += sum_words(block, end - begin, begin / kWord);
-        walk(layout, ids, part, begin, end,
-             [&block, begin](uint8_t* page, size_t at, size_t bytes) { std::memcpy(page, block + (at - begin), bytes); });
+      uint8_t cached[kCached];
+      by_cached(first, last, [&](size_t begin, size_t end) {
+        std::memcpy(cached, slot + begin, end - begin);
+        own += sum_words(cached, end - begin, begin / kWord);
+        walk(layout, ids, part, begin, end, [&cached, begin](uint8_t* page, size_t at, size_t bytes) {
+          if (page != nullptr) std::memcpy(page, cached + (at - begin), bytes);
+        });
       });
     }
     sum += own;
@@ -95,7 +106,7 @@ uint64_t scatter_part_summed(const PageLayout& layout, const int64_t* ids, const
 void zero_page(const PageLayout& layout, int64_t page, uint32_t first_piece, uint32_t start) {
   for (uint32_t f = 0; f < layout.fragments(); ++f) {
     if (f % layout.pieces < first_piece) continue;
-    std::memset(reinterpret_cast<uint8_t*>(layout.address(page, f)) + start, 0, layout.fragment_bytes - start);
+    std::memset(reinterpret_cast<uint8_t*>(layout.address(&page, f)) + start, 0, layout.fragment_bytes - start);
   }
 }
 

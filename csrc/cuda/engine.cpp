@@ -294,10 +294,11 @@ bool GpuCopyEngine::run_staged(const Pages& copy, GpuStream* on) {
 
 // False: the driver refused it.
 bool GpuCopyEngine::run_kernel(const Pages& copy, GpuAddress rows_on_device, GpuStream stream) {
-  const uint32_t fragments = copy.pages.layout().fragments();
-  for (size_t begin = 0; begin < copy.count; begin += kPagesPerLaunch) {
-    const size_t end = std::min<size_t>(begin + kPagesPerLaunch, copy.count);
-    if (!launch(copy, {begin, end, 0, fragments}, rows_on_device, false, stream)) return false;
+  const PageLayout& layout = copy.pages.layout();
+  const size_t most = pages_per_launch(layout);
+  for (size_t begin = 0; begin < copy.count; begin += most) {
+    const size_t end = std::min(begin + most, copy.count);
+    if (!launch(copy, {begin, end, 0, layout.fragments()}, rows_on_device, false, stream)) return false;
   }
   return true;
 }
@@ -314,8 +315,10 @@ void GpuCopyEngine::add_fragments(const Pages& copy, size_t page) {
   const PageLayout& layout = copy.pages.layout();
   const bool to_host = copy.direction == CopyDirection::kToHost;
   uint64_t in_row = copy.rows.of(copy.row_ids[page]);
+  const int64_t* const ids = copy.ids_of(page);
   for (uint32_t f = 0; f < layout.fragments(); ++f, in_row += layout.fragment_bytes) {
-    const uint64_t on_device = layout.address(copy.ids[page], f);
+    if (layout.id_of(ids, f) == kNoBlock) continue;
+    const uint64_t on_device = layout.address(ids, f);
     scratch_.add(to_host ? in_row : on_device, to_host ? on_device : in_row, layout.fragment_bytes);
   }
 }
@@ -368,8 +371,9 @@ bool GpuCopyEngine::launch(const Pages& copy, const PageChunk& chunk, GpuAddress
   parameters.fragments = chunk.count;
   parameters.pages = uint32_t(chunk.end - chunk.begin);
   parameters.to_rows = copy.direction == CopyDirection::kToHost;
+  parameters.in_blocks = layout.in_blocks;
+  std::copy(copy.ids_of(chunk.begin), copy.ids_of(chunk.end), parameters.page_ids);
   for (size_t i = chunk.begin; i < chunk.end; ++i) {
-    parameters.page_ids[i - chunk.begin] = uint32_t(copy.ids[i]);
     parameters.row_ids[i - chunk.begin] = rows_are_staged ? uint32_t(i - chunk.begin) : uint32_t(copy.row_ids[i]);
   }
   const uint64_t alignment = layout.alignment() | rows | uint64_t(parameters.row_stride);

@@ -70,7 +70,8 @@ struct StrategyCount {
   uint64_t copies = 0, descriptors = 0, bytes = 0;
 };
 
-// Bounds were checked by the caller: ids lie in the layout and in the rows, and no destination is named twice.
+// Bounds were checked by the caller: ids lie in the layout and in the rows, and no destination is named twice. `count` is of
+// rows; in blocks each has a page's ids, of which kNoBlock, to the device only, is left out.
 class GpuCopyEngine {
  public:
   GpuCopyEngine(std::shared_ptr<GpuDevice> device, std::shared_ptr<const GpuKernels> kernels, const CopyTuning& tuning);
@@ -78,7 +79,7 @@ class GpuCopyEngine {
   GpuCopyEngine(const GpuCopyEngine&) = delete;
   GpuCopyEngine& operator=(const GpuCopyEngine&) = delete;
 
-  // Page ids[i] <-> row row_ids[i], ordered on `stream`, never waiting for the GPU; null: in no order with what is not done
+  // Page i of ids <-> row row_ids[i], ordered on `stream`, never waiting for the GPU; null: in no order with what is not done
   // yet, on whatever stream, so that copies which follow each other overlap. To the device: rows must be written already and
   // no copy may be writing to them, since they may be read before the stream gets there. The strategy is not the one asked
   // for where that cannot be.
@@ -136,6 +137,8 @@ class GpuCopyEngine {
     size_t count;
     CopyDirection direction;
     bool alone;  // in no order with others
+
+    const int64_t* ids_of(size_t page) const { return ids + page * pages.layout().ids_a_page(); }
   };
 
   bool prepare(Ring& ring, size_t bytes, unsigned count);

@@ -10,11 +10,12 @@ namespace kvferry {
 std::vector<PitchedRun> pitched_runs(const PageLayout& layout) {
   std::vector<PitchedRun> runs;
   const uint32_t tensors = uint32_t(layout.bases.size());
-  if (layout.pieces > 1) {
+  if (layout.pieces > 1 && !layout.in_blocks) {
     if (layout.piece_stride > kMaxPitch) return {};
-    for (uint32_t t = 0; t < tensors; ++t) runs.push_back({t * layout.pieces, layout.pieces, layout.piece_stride});
+    for (uint32_t t = 0; t < tensors; ++t) runs.push_back({t * layout.pieces, layout.pieces, 1, layout.piece_stride});
     return runs;
   }
+  const uint32_t step = layout.pieces;  // of a block, or of a page that is of one piece, tensor after tensor
   for (uint32_t first = 0; first < tensors;) {
     const auto pitch_after = [&](uint32_t t) {
       if (t + 1 >= tensors || layout.strides[t + 1] != layout.strides[t]) return int64_t(-1);
@@ -25,7 +26,9 @@ std::vector<PitchedRun> pitched_runs(const PageLayout& layout) {
     if (pitch >= int64_t(layout.fragment_bytes) && pitch <= kMaxPitch) {
       while (pitch_after(first + count - 1) == pitch) ++count;
     }
-    runs.push_back({first, count, count > 1 ? pitch : int64_t(layout.fragment_bytes)});
+    for (uint32_t piece = 0; piece < layout.pieces; ++piece) {
+      runs.push_back({first * step + piece, count, step, count > 1 ? pitch : int64_t(layout.fragment_bytes)});
+    }
     first += count;
   }
   return runs;
@@ -57,6 +60,8 @@ void CopyDescriptors::reserve(size_t count) {
   sizes.reserve(count);
 }
 
+uint32_t pages_per_launch(const PageLayout& layout) { return kPagesPerLaunch / layout.ids_a_page(); }
+
 std::vector<PageChunk> staged_chunks(const PageLayout& layout, size_t pages, size_t buffer_bytes, size_t small_bytes,
                                      unsigned growth, bool growing) {
   std::vector<PageChunk> chunks;
@@ -73,7 +78,7 @@ std::vector<PageChunk> staged_chunks(const PageLayout& layout, size_t pages, siz
   std::vector<size_t> lengths;
   size_t bytes = std::min(small_bytes, buffer_bytes);
   for (size_t left = pages; left > 0; left -= lengths.back()) {
-    const size_t wanted = std::clamp<size_t>(bytes / layout.row_bytes(), 1, kPagesPerLaunch);
+    const size_t wanted = std::clamp<size_t>(bytes / layout.row_bytes(), 1, pages_per_launch(layout));
     lengths.push_back(std::min(wanted, left));
     bytes = std::min(bytes * growth, buffer_bytes);
   }

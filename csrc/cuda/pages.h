@@ -9,9 +9,9 @@
 
 namespace kvferry {
 
-// Fragments [first, first + count) of a page lie `pitch` bytes apart.
+// Fragments first, first + step, ..., `count` of them, of a page lie `pitch` bytes apart; in blocks they are of one block.
 struct PitchedRun {
-  uint32_t first, count;
+  uint32_t first, count, step;
   int64_t pitch;
 };
 
@@ -45,6 +45,9 @@ struct PageChunk {
   size_t begin, end;
   uint32_t first, count;
 };
+
+// Pages whose ids, and those of their rows, a launch takes.
+uint32_t pages_per_launch(const PageLayout& layout);
 
 // The parts of a copy that is staged in buffers of `buffer_bytes`, in order. They begin small, and grow (if `growing`) or
 // else shrink: what the first gather, or the last scatter, takes is time in which nothing is on the bus.

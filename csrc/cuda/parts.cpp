@@ -108,7 +108,7 @@ void GpuParts::copy(const GpuPages& pages, const int64_t* ids, const PartRange& 
 void GpuParts::launch_copies(Lane& lane, const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
                              PartDirection direction, GpuStream stream, SumCells::Held* sum) {
   const PageLayout& layout = pages.layout();
-  const size_t width = width_of(layout.alignment() | part.offset | part.bytes | slot);
+  const size_t width = width_of(layout.alignment() | part.offset | part.bytes | part.last_bytes | slot);
   const uint64_t word = kWordBytes[width], row_words = layout.row_bytes() / word, words = part.bytes / word;
   const bool summed = sum != nullptr && width == 0;
   PartCopy copy{};
@@ -119,16 +119,21 @@ void GpuParts::launch_copies(Lane& lane, const GpuPages& pages, const int64_t* i
   copy.fragment_words = FastDivisor(uint32_t(layout.fragment_bytes / word));
   copy.pieces = FastDivisor(layout.pieces);
   copy.to_slot = direction == PartDirection::kGather;
+  copy.in_blocks = layout.in_blocks;
+  copy.last_words = uint32_t(part.last_bytes / word);
+  const bool tail = part.last_bytes < layout.tensor_bytes();
+  const uint64_t last = (part.offset + part.bytes - 1) / layout.row_bytes(), most_rows = kPagesPerPart / layout.ids_a_page();
   if (sum != nullptr && !summed && direction == PartDirection::kScatter) launch_sum(slot, part.bytes, stream, *sum);
   uint32_t all_blocks = 0;
   for (uint64_t done = 0; done < words;) {
-    const uint64_t at = part.offset / word + done, page = at / row_words;
+    const uint64_t at = part.offset / word + done, row = at / row_words;
     copy.first = uint32_t(at % row_words);
-    copy.words = uint32_t(std::min({words - done, uint64_t(kWordsPerLaunch), kPagesPerPart * row_words - copy.first}));
+    copy.words = uint32_t(std::min({words - done, uint64_t(kWordsPerLaunch), most_rows * row_words - copy.first}));
     copy.slot = slot + done * word;
     copy.first_sum = done * word / sizeof(uint64_t);
-    const size_t count = size_t((copy.first + uint64_t(copy.words) - 1) / row_words + 1);
-    for (size_t i = 0; i < count; ++i) copy.page_ids[i] = uint32_t(ids[page + i]);
+    const uint64_t rows = (copy.first + uint64_t(copy.words) - 1) / row_words + 1;
+    copy.last_row = tail && last < row + rows ? uint32_t(last - row) : kNotHere;
+    std::copy_n(ids + row * layout.ids_a_page(), rows * layout.ids_a_page(), copy.page_ids);
     const unsigned blocks = blocks_for(copy.words, kPartLoads);
     done += copy.words;
     all_blocks += blocks;
@@ -180,8 +185,13 @@ void GpuParts::launch_sum(GpuAddress address, uint64_t nbytes, GpuStream stream,
 void GpuParts::copy_by_driver(Lane& lane, const GpuPages& pages, const int64_t* ids, const PartRange& part, GpuAddress slot,
                               PartDirection direction, GpuStream stream) {
   CopyDescriptors list;
+  const bool to_slot = direction == PartDirection::kGather;
   walk_part(pages.layout(), ids, part, 0, part.bytes, [&](uint64_t on_page, size_t bytes) {
-    direction == PartDirection::kGather ? list.add(slot, on_page, bytes) : list.add(on_page, slot, bytes);
+    if (on_page != 0) {
+      to_slot ? list.add(slot, on_page, bytes) : list.add(on_page, slot, bytes);
+    } else if (to_slot) {
+      device_->check(driver_.set_bytes(slot, 0, bytes, stream), "zeros");
+    }
     slot += bytes;
   });
   issue_list(lane, list, stream);
@@ -192,7 +202,7 @@ void GpuParts::move_by_driver(Lane& lane, const PageLayout& from, const int64_t*
   CopyDescriptors list;
   for (size_t i = 0; i < count; ++i) {
     for (uint32_t f = 0; f < from.fragments(); ++f) {
-      list.append(to.address(to_ids[i], f), from.address(from_ids[i], f), from.fragment_bytes);
+      list.append(to.address(to_ids + i, f), from.address(from_ids + i, f), from.fragment_bytes);
     }
   }
   issue_list(lane, list, stream);
@@ -309,7 +319,7 @@ void GpuParts::zero_by_driver(const GpuPages& pages, const int64_t* ids, size_t 
   for (size_t i = 0; i < count; ++i) {
     for (uint32_t f = 0; f < layout.fragments(); ++f) {
       if (f % layout.pieces < first_piece) continue;
-      device_->check(driver_.set_bytes(layout.address(ids[i], f) + start, 0, layout.fragment_bytes - start, stream), "zeros");
+      device_->check(driver_.set_bytes(layout.address(ids + i, f) + start, 0, layout.fragment_bytes - start, stream), "zeros");
     }
   }
 }

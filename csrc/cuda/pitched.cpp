@@ -86,20 +86,22 @@ bool GpuCopyEngine::issue_pitched(const Pages& copy, size_t apart, GpuStream str
   return true;
 }
 
-// Long runs in several copies: while the engine stands still between them, the bus and HBM are others'.
+// Without blocks that are not there. Long runs in several copies: while the engine stands still between them, the bus and HBM are others'.
 void GpuCopyEngine::add_runs(const Pages& copy, size_t page) {
   const PageLayout& layout = copy.pages.layout();
   const bool to_host = copy.direction == CopyDirection::kToHost;
   const size_t width = layout.fragment_bytes;
+  const int64_t* const ids = copy.ids_of(page);
   for (const PitchedRun& run : copy.pages.runs()) {
     const size_t most = tuning_.pitched_bytes, copies = std::min<size_t>((run.count * width + most - 1) / most, run.count);
+    if (layout.id_of(ids, run.first) == kNoBlock) continue;
     for (size_t i = 0; i < copies; ++i) {
       const uint32_t begin = uint32_t(run.count * i / copies), end = uint32_t(run.count * (i + 1) / copies);
-      const uint32_t first = run.first + begin;
-      const PitchedOperand on_device{kAddressOperand, layout.address(copy.ids[page], first), size_t(run.pitch), end - begin,
+      const uint32_t first = run.first + begin * run.step;
+      const PitchedOperand on_device{kAddressOperand, layout.address(ids, first), size_t(run.pitch), end - begin,
                                      {kDeviceLocation, device_->number()}};
-      const PitchedOperand in_row{kAddressOperand, copy.rows.of(copy.row_ids[page]) + first * width, width, end - begin,
-                                  {kHostLocation, 0}};
+      const PitchedOperand in_row{kAddressOperand, copy.rows.of(copy.row_ids[page]) + first * width, run.step * width,
+                                  end - begin, {kHostLocation, 0}};
       // As in a batch of fragments: host memory may be read ahead of the stream.
       runs_.push_back({to_host ? on_device : in_row, to_host ? in_row : on_device, width, end - begin, 1,
                        to_host ? SourceOrder::kStream : SourceOrder::kAny, 0});

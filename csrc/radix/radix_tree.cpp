@@ -128,11 +128,25 @@ void RadixTree::relock(Lock& lock, const Match& longer) {
   lock.pages = longer.pages;
 }
 
-uint32_t RadixTree::device_pages(const Lock& lock) const {
-  check_lock(lock);
-  const Node* step = lock.end;
+uint32_t RadixTree::device_pages_to(const Node& end) const {
+  const Node* step = &end;
   while (step != &root_ && !step->on_device()) step = step->parent;
   return step->depth + step->size;
+}
+
+uint32_t RadixTree::device_pages(const Lock& lock) const {
+  check_lock(lock);
+  return device_pages_to(*lock.end);
+}
+
+PageIds RadixTree::path_rows(const Lock& lock) const {
+  check_lock(lock);
+  PageIds rows(lock.pages);
+  for (const Node* step = lock.end; step != &root_; step = step->parent) {
+    check_that(step->on_host(), "a page of the path has no row");
+    std::copy_n(step->host.get(), step->size, rows.begin() + step->depth);
+  }
+  return rows;
 }
 
 PageIds RadixTree::path_pages(const Lock& lock) const {
@@ -259,6 +273,55 @@ void RadixTree::insert_behind(Node* node, const uint8_t* digests, uint32_t n, ui
     at = end;
   }
   match.node = node;
+}
+
+Inserted RadixTree::insert_host(const uint8_t* digests, uint32_t n, const PageIds& rows, uint32_t start, bool output,
+                                int32_t priority) {
+  const Match match = this->match(digests, n);
+  if (match.pages < start) {
+    throw std::invalid_argument("start is " + std::to_string(start) + "; only " + std::to_string(match.pages) +
+                                " pages of the path are held");
+  }
+  check_that(distinct(rows), "a row is named twice");
+  check_that(host_->count(rows.data(), rows.size(), PageState::kLeased) == rows.size(), "a row is not LEASED");
+  Inserted done{match.pages, PageIds(rows.begin(), rows.begin() + (match.pages - start)), match};
+  if (match.pages == n) {
+    touch(*match.node, match.node->mark);
+    return done;
+  }
+  Node* node = match.offset < match.node->size ? split(*match.node, match.offset) : match.node;
+  uint32_t at = match.pages, base = at;
+  for (const Node* step = node; !is_root(*step) && step->hits == 0; step = step->parent) base = step->depth;
+  touch(*node, policy_.on_grow(node->use(), {digests, n, at, base, output}, clock_.tick, clock_.now));
+  while (at < n) {
+    const uint8_t* const here = digests + size_t(at) * kPageDigestBytes;
+    const auto first = rows.begin() + (at - start);
+    if (Node* next = node->children.find(here)) {  // adopted just now: it has rows
+      const uint32_t same = next->common_pages(here, n - at);
+      node = same < next->size ? split(*next, same) : next;
+      done.duplicates.insert(done.duplicates.end(), first, first + same);
+      at += same;
+      continue;
+    }
+    uint32_t end = n;
+    if (!orphans_by_parent_.empty()) {
+      for (end = at + 1; end < n && orphans_by_parent_.count(key_of(digests + size_t(end - 1) * kPageDigestBytes)) == 0;) ++end;
+    }
+    const PageIds taken(first, first + (end - at));
+    host_->move(taken, PageState::kLeased, PageState::kCached);
+    Node* const fresh = add_run(node, here, end - at, nullptr, taken.data());
+    fresh->output = output;
+    fresh->priority = priority;
+    fresh->mark = node->mark;
+    policy_.on_insert(fresh->use(), clock_.tick, clock_.now);
+    settle(*fresh);
+    settle(*node);
+    if (!orphans_by_parent_.empty()) adopt_orphans(*fresh);
+    node = fresh;
+    at = end;
+  }
+  done.match = {node, node->size, n, device_pages_to(*node), version_};
+  return done;
 }
 
 void RadixTree::arrived(const PageIds& pages) {

@@ -102,8 +102,10 @@ class RadixTree {
   void unlock(Lock& lock);
   void relock(Lock& lock, const Match& longer);
   PageIds path_pages(const Lock& lock) const;
+  PageIds path_rows(const Lock& lock) const;
   uint32_t device_pages(const Lock& lock) const;
   Inserted insert(const uint8_t* digests, uint32_t n, const PageIds& pages, uint32_t start, bool output, int32_t priority);
+  Inserted insert_host(const uint8_t* digests, uint32_t n, const PageIds& rows, uint32_t start, bool output, int32_t priority);
   void arrived(const PageIds& pages);
   PageIds prune(Lock& lock, uint32_t start);
 
@@ -180,6 +182,7 @@ class RadixTree {
 
   // radix_tree.cpp
   void check_lock(const Lock& lock) const;
+  uint32_t device_pages_to(const Node& end) const;
   bool arrives(const Node& node, uint32_t begin, uint32_t end) const;
   void release(Node& end);
   PageIds release_and_remove(Node& end, Node& top);

@@ -171,6 +171,8 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
         ),
         (f"promised / locks / evicted by {side.policy or '-'}", f"{pool.promised} / {pool.locks} / {pool.evicted}"),
     ]
+    if pool.block_tokens:
+        rows.append(("pages are blocks that the engine names, of", f"{pool.block_tokens} tokens"))
     if transfers.mismatched_parts:
         rows.append(("parts with a wrong checksum", f"{transfers.mismatched_parts}"))
     if pool.zeroed:

@@ -9,7 +9,7 @@ None and is to be asked again when a copy has ended. Frees are batched: `release
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.daemon.core.counters import TierCounters
 from kvferry.daemon.core.errors import exhausted
@@ -30,6 +30,7 @@ class CacheLimits:
     write_through_hits: int = 0  # 0: write-back only
     zero_freed: bool = False  # pages that were used before are cleared before a request has them
     used_before: bool = False  # the memory is somebody else's: every page may hold something already
+    in_blocks: bool = False  # device pages are blocks that an engine names for a request: see `block_tier`
     quotas: Mapping[bytes, Quota] | None = None  # by namespace id
     default_quota: Quota = field(default_factory=Quota)
 
@@ -90,6 +91,8 @@ class Cache:
             tree = PagedRadixTree(self.pool, self.host, self._policy, self.clock, self.limits.write_through_hits)
             quotas = self.limits.quotas or {}
             quota = quotas.get(namespace_id, self.limits.default_quota)
+            if self.limits.in_blocks:  # how many a request has is the engine's to say
+                quota = replace(quota, soft=0, hard=0)
             found = self.namespaces[namespace_id] = Namespace(namespace_id, tree, quota)
         return found
 

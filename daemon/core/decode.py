@@ -113,9 +113,16 @@ class DecodeCore:
     # -- worker's words ------------------------------------------------------------------------------------------
 
     def admit(
-        self, worker: int, namespace_id: bytes, name: Name, request: wire.Admit, deadline: float, now: float
+        self,
+        worker: int,
+        namespace_id: bytes,
+        name: Name,
+        request: wire.Admit,
+        deadline: float,
+        now: float,
+        blocks: tuple[int, ...] = (),
     ) -> None:
-        """Takes a checked Admit into the queue, or raises why not."""
+        """Takes a checked Admit into the queue, or raises why not. `blocks`: see `block_tier`."""
         if name in self.leases:
             raise precondition(f"name {name} is already in use; a new try takes the next attempt number")
         if request.max_new_tokens < 1 or request.tokens + request.max_new_tokens > self.limits.max_tokens:
@@ -128,6 +135,8 @@ class DecodeCore:
                 f"held_tokens is {request.held_tokens}; it must be a multiple of {self.cache.page_size}, "
                 f"at most the prompt's {request.tokens}"
             )
+        if blocks and request.max_new_tokens != 1:
+            raise invalid(f"max_new_tokens is {request.max_new_tokens}; with blocks it must be 1")
         namespace = self.cache.namespace(namespace_id)
         need = pages_for(request.tokens + request.max_new_tokens - 1, self.cache.page_size)
         if need > self.cache.most(namespace):
@@ -141,7 +150,7 @@ class DecodeCore:
         if self.waiting_requests >= self.limits.queue and not comes_back:
             self.counters.refused += 1
             raise exhausted(f"{self.waiting_requests} requests wait for admission; the bound is {self.limits.queue}")
-        self._keeper.admit(worker, namespace, name, request, deadline, now)
+        self._keeper.admit(worker, namespace, name, request, blocks, deadline, now)
         self._pump(now)
 
     def filled(self, worker: int, name: Name, tokens: int, now: float) -> None:
@@ -242,6 +251,8 @@ class DecodeCore:
                 self.counters.finished += 1
             if lease.keep:
                 self._keeper.keep_all(lease, full, lease.digests + digests, page_tokens)
+            elif lease.stores:
+                self._keeper.blocks.store(lease)
             lease.acknowledge = True
             self._keeper.end(lease)
         self._pump(now)
@@ -389,26 +400,7 @@ class DecodeCore:
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
         """A copy between the tiers is over; `failed` are the device ids of pages whose bytes are not right."""
-        ended = self.cache.copies.ended(number, failed, mismatched, seconds)
-        waiters = self._arrivals.arrived(ended.readable)
-        heirs, stranded = self._arrivals.lost(ended.lost)
-        self._holds.removed(ended.namespace, ended.removed)  # held by nobody: nobody waits for them either
-        if ended.lost:
-            self.pins.shorten(ended.namespace)
-        for heir, pages in heirs.items():
-            if heir.asks >= MAX_ASKS_PER_REQUEST:
-                self._keeper.fail(
-                    heir, exhausted(f"pages were asked for {heir.asks} times; the bound is {MAX_ASKS_PER_REQUEST}")
-                )
-            else:
-                self._asks.ask_again(heir, pages)
-        for lease in stranded:
-            # Nothing of it was told to its worker yet: it is admitted once more, with what is readable then.
-            self._holds.drop(lease.hold, lease.own)
-            lease.state, lease.tree_pages, lease.waiting_since = LeaseState.WAITING, 0, now
-            self._supply.queue.push(lease)
-        for waiter in waiters:
-            self._keeper.check_ready(waiter, now)
+        self._keeper.copy_ended(number, failed, mismatched, seconds, now)
         self._pump(now)
 
     def stood_still(self, seconds: float, now: float) -> None:

@@ -7,16 +7,18 @@ and no copy of its transfers runs.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.admission_queue import OVERTAKES
+from kvferry.daemon.core.block_tier import BlockCopy, BlockTier
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies, RequestCounters, reason_of
 from kvferry.daemon.core.decode_scheduler import Supply
-from kvferry.daemon.core.effects import Outbox, SendDone
-from kvferry.daemon.core.errors import RequestError, precondition
+from kvferry.daemon.core.effects import BindPages, Outbox, SendDone
+from kvferry.daemon.core.errors import RequestError, exhausted, precondition
 from kvferry.daemon.core.lease import Lease, LeaseState
-from kvferry.daemon.core.limits import Name, pages_for
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.daemon.core.pins import Pins
 from kvferry.daemon.core.reservations import Hold, Holds
@@ -25,7 +27,7 @@ from kvferry.daemon.core.transfers import Asks
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
-from kvferry.radix.tree import OUTPUT, PROMPT
+from kvferry.radix.tree import OUTPUT, PROMPT, RESTORE
 
 MAX_RETRACTED = 4096  # retracted requests that keep their place in the queue until they come back
 
@@ -65,25 +67,34 @@ class LeaseKeeper:
         self._holds = holds
         self._asks = asks
         self.pins = Pins(cache, holds)
+        self.blocks = BlockTier(cache)
         self._retracted: OrderedDict[Name, tuple[int, int]] = OrderedDict()  # to their worker and order
         self._next_order = 1
 
     # -- admitted -----------------------------------------------------------------------------------------------
 
     def admit(
-        self, worker: int, namespace: Namespace, name: Name, request: wire.Admit, deadline: float, now: float
+        self,
+        worker: int,
+        namespace: Namespace,
+        name: Name,
+        request: wire.Admit,
+        blocks: tuple[int, ...],
+        deadline: float,
+        now: float,
     ) -> None:
-        """A lease of a checked Admit: it waits from now on."""
+        """A lease of a checked Admit, which waits from now on. `blocks`: of an engine's, those of its pages."""
         need = pages_for(request.tokens + request.max_new_tokens - 1, self._cache.page_size)
         prompt = pages_for(request.tokens, self._cache.page_size)
         order = self._retracted.pop(name)[1] if self.comes_back(worker, name) else None
-        keep = self._limits.reuse == "on" and not request.warmup
+        reuse = self._limits.reuse == "on" and not request.warmup
+        hands_in = request.prefill == "" and request.held_tokens == request.tokens
         lease = Lease(
             name=name,
             worker=worker,
             hold=Hold(
                 namespace,
-                digests=self._matchable(request) if keep else b"",
+                digests=self._matchable(request) if reuse else b"",
                 wanted=prompt,
                 growth=need - prompt,
                 priority=request.priority,
@@ -99,12 +110,14 @@ class LeaseKeeper:
             waiting_since=now,
             deadline=deadline,
             order=self._next_order if order is None else order,
-            keep=keep,
+            keep=reuse and not blocks,
             held_pages=request.held_tokens // self._cache.page_size,
+            blocks=blocks,
+            stores=reuse and bool(blocks) and hands_in,
             resumed=order is not None,
-            # What the worker only hands in says nothing about what was found.
-            looked_up=order is not None or (request.prefill == "" and request.held_tokens == request.tokens),
+            looked_up=order is not None or hands_in,  # what is handed in says nothing about what was found
         )
+        self.blocks.claim(lease)
         self._next_order += 1
         self.leases[name] = lease
         self.supply.queue.push(lease)
@@ -131,11 +144,15 @@ class LeaseKeeper:
     def on_claimed(self, lease: Lease, fresh: list[int], now: float) -> None:
         """(SupplyEvents)"""
         hold = lease.hold
-        lease.state, lease.tree_pages = LeaseState.FILLING, hold.matched
-        path = lease.pages[: hold.matched]
-        coming = self._cache.pool.those(path, PageState.RESTORING)
-        self._arrivals.restoring(page for page in coming if page not in self._arrivals)
-        adopted = [p for p in path if p in self._arrivals and self._arrivals.follow(p, lease)]
+        lease.state = LeaseState.FILLING
+        if lease.blocks:
+            fresh, adopted = self._fill_blocks(lease), []
+        else:
+            lease.tree_pages = hold.matched
+            path = lease.pages[: hold.matched]
+            coming = self._cache.pool.those(path, PageState.RESTORING)
+            self._arrivals.restoring(page for page in coming if page not in self._arrivals)
+            adopted = [p for p in path if p in self._arrivals and self._arrivals.follow(p, lease)]
         if not lease.looked_up:
             hit, host = hold.matched * self._cache.page_size, hold.host_matched * self._cache.page_size
             self.counters.lookup(lease.tokens, hit, host)
@@ -146,6 +163,16 @@ class LeaseKeeper:
             self._outbox.tell(lease.worker, wire.WorkerEvent(admitted=self._admitted(lease)))
             self._fetch(lease, fresh, adopted)
         self.check_ready(lease, now)
+
+    def _fill_blocks(self, lease: Lease) -> list[int]:
+        """Has what is held of the prompt, and its engine lacks, copied into its blocks. Returns the pages that prefill
+        is to be asked for."""
+        self._outbox.put(BindPages(tuple(lease.pages), lease.blocks))
+        loading = self.blocks.load(lease)
+        self._arrivals.restoring(loading)
+        for page in loading:
+            self._arrivals.follow(page, lease)
+        return lease.pages[lease.promised :]
 
     def on_grown(self, lease: Lease, first_page: int) -> None:
         """(SupplyEvents)"""
@@ -178,7 +205,7 @@ class LeaseKeeper:
         return wire.Admitted(
             name=lease.name.to_proto(),
             matched_tokens=matched,
-            pages=lease.pages,
+            pages=() if lease.blocks else lease.pages,
             local_tokens=matched if lease.local else 0,
             host_tokens=lease.hold.host_matched * page_size,
         )
@@ -205,6 +232,49 @@ class LeaseKeeper:
         them: a worker that hangs, or is lost, may write them at any time.
         """
         return lease.keep and not lease.to_fill
+
+    # -- copies between the tiers --------------------------------------------------------------------------------
+
+    def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
+        """A copy between the tiers is over; `failed` are the device ids of pages whose bytes are not right."""
+        copy = self.blocks.ended(number, failed, mismatched, seconds)
+        if copy is None:
+            ended = self._cache.copies.ended(number, failed, mismatched, seconds)
+            self._holds.removed(ended.namespace, ended.removed)  # held by nobody: nobody waits for them either
+            self._restored(ended.namespace, ended.readable, ended.lost, now)
+        else:
+            if copy.kind == RESTORE:
+                self._loaded(copy, failed, now)
+            self.settle(copy.lease)
+
+    def _loaded(self, copy: BlockCopy, failed: Sequence[int], now: float) -> None:
+        wrong = set(failed)
+        if wrong:
+            first = next(i for i, page in enumerate(copy.device) if page in wrong)
+            self.blocks.forget_wrong(copy.lease, copy.first + first)
+        readable = [page for page in copy.device if page not in wrong]
+        self._restored(copy.lease.hold.namespace, readable, list(failed), now)
+
+    def _restored(self, namespace: Namespace, readable: list[int], lost: list[int], now: float) -> None:
+        """Pages came back from the host tier; the bytes of `lost` are not right."""
+        waiters = self._arrivals.arrived(readable)
+        heirs, stranded = self._arrivals.lost(lost)
+        if lost:
+            self.pins.shorten(namespace)
+        for heir, pages in heirs.items():
+            if heir.asks >= MAX_ASKS_PER_REQUEST:
+                self.fail(
+                    heir, exhausted(f"pages were asked for {heir.asks} times; the bound is {MAX_ASKS_PER_REQUEST}")
+                )
+            else:
+                self._asks.ask_again(heir, pages)
+        for lease in stranded:
+            # Nothing of it was told to its worker yet: it is admitted once more, with what is readable then.
+            self._holds.drop(lease.hold, lease.own)
+            lease.state, lease.tree_pages, lease.waiting_since = LeaseState.WAITING, 0, now
+            self.supply.queue.push(lease)
+        for waiter in waiters:
+            self.check_ready(waiter, now)
 
     # -- ready, failed, ended ------------------------------------------------------------------------------------
 
@@ -288,7 +358,7 @@ class LeaseKeeper:
         )
         if lease.queued:
             self._leave_queue(lease)
-            del self.leases[lease.name]
+            self._remove(lease)
             return
         unfilled = [page for page in lease.to_fill if page in lease.filling]
         self.withdraw(lease)
@@ -324,10 +394,10 @@ class LeaseKeeper:
         self.settle(lease)
 
     def settle(self, lease: Lease) -> None:
-        """Settles the lease once no copy of its transfers runs: others take over what it was to bring, and if its
-        worker is done its pages go.
+        """Settles the lease once no copy of its pages runs: others take over what it was to bring, and if its worker is
+        done its pages go.
         """
-        if lease.live or lease.transfers:
+        if lease.live or lease.transfers or lease.copies:
             return
         filled = bool(lease.filling)
         for heir, pages in self._arrivals.hand_over(lease).items():
@@ -338,8 +408,12 @@ class LeaseKeeper:
             self._holds.drop(lease.hold, lease.own)
             self._forget(lease)
 
-    def _forget(self, lease: Lease) -> None:
+    def _remove(self, lease: Lease) -> None:
         del self.leases[lease.name]
+        self.blocks.give_back(lease)
+
+    def _forget(self, lease: Lease) -> None:
+        self._remove(lease)
         if lease.acknowledge:
             self._outbox.tell_ended(lease.worker, lease.name)
 

@@ -112,6 +112,14 @@ class ZeroPages:
 
 
 @dataclass(frozen=True, slots=True)
+class BindPages:
+    """These pages are blocks of the engine's from now on, an equal number each, in order; -1: none."""
+
+    pages: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetRows:
     """Forget these rows of the host tier, which were freed: what its file says of them is void."""
 
@@ -128,6 +136,7 @@ class StartCopy:
 Effect: TypeAlias = (
     ToWorker
     | ZeroPages
+    | BindPages
     | ForgetRows
     | StartCopy
     | StartTransfer

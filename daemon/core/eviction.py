@@ -85,6 +85,14 @@ class Eviction:
         if namespace.quota.host_hard and over > 0:
             self._counters.host_evicted += namespace.tree.evict_host(over)
 
+    def host_room(self, namespace: Namespace, pages: int) -> int:
+        """Makes room for up to `pages` new pages of the namespace in the host tier: how many may be taken now."""
+        if self._host is None or not pages:
+            return 0
+        self._make_host_room(self._host, namespace, pages)
+        left = namespace.quota.host_hard - namespace.tree.host_pages if namespace.quota.host_hard else pages
+        return max(0, min(pages, left, self._host.free))
+
     def _evict(self, asker: Namespace, pages: int, others: list[Namespace]) -> int:
         """Takes up to `pages`, in the policy's order, from the asker and from what `others` have above their soft
         quotas. Returns how many: some may be free only when their spill ends.

@@ -37,6 +37,9 @@ class Lease:
     order: int  # of admission requests: the oldest follower takes over, the youngest is retracted
     keep: bool  # its pages enter the tree
     held_pages: int = 0  # of the prompt, that the worker has in memory of its own
+    blocks: tuple[int, ...] = ()  # of an engine's, that its pages are, `blocks_per_page` each; -1: not the daemon's
+    stores: bool = False  # they are there to be copied to the host tier
+    copies: set[int] = field(default_factory=set)  # of them, between the tiers, that run
     resumed: bool = False  # it was retracted before
     looked_up: bool = False  # it is in the hit rate
     overtaken: int = 0
@@ -113,7 +116,7 @@ class Lease:
     @property
     def to_fill(self) -> list[int]:
         """Pages that the worker itself fills (or has filled), from memory of its own."""
-        return self.hold.pages[self.hold.matched : self.held_pages]
+        return [] if self.blocks else self.hold.pages[self.hold.matched : self.held_pages]
 
     @property
     def own(self) -> list[int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.daemon.core.errors import invalid
 from kvferry.proto import common_pb2 as common
+from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_ATTEMPT, MAX_PRIORITY, REQUEST_ID_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 
@@ -56,3 +59,85 @@ def check_prompt(*, tokens: int, digests: bytes, tail_digest: bytes, page_size: 
 
 def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """The blocks of an engine: how many there are, and of how many tokens one and a page are."""
+
+    blocks: int
+    block_tokens: int
+    page_size: int
+
+    @property
+    def per_page(self) -> int:
+        return self.page_size // self.block_tokens
+
+    def check(self, blocks: Sequence[int]) -> None:
+        """INVALID_ARGUMENT unless the engine has these blocks, each of which is there once."""
+        if blocks and max(blocks) >= self.blocks:
+            raise invalid(f"blocks has {max(blocks)}; the engine has blocks 0 to {self.blocks - 1}")
+        if len(set(blocks)) < len(blocks):
+            raise invalid(f"blocks has {len(blocks) - len(set(blocks))} entries twice; a prompt's blocks are distinct")
+
+    def of_pages(self, blocks: Sequence[int], start: int, tokens: int) -> tuple[int, ...]:
+        """The blocks of each page of a prompt of `tokens`, where `blocks` are those from token `start` on; -1 where
+        there is none. INVALID_ARGUMENT."""
+        size, most = self.block_tokens, pages_for(tokens, self.block_tokens)
+        if start % size or start >= tokens:
+            raise invalid(f"blocks_from is {start}; it must be a multiple of {size} below the prompt's {tokens} tokens")
+        first = start // size
+        if not 1 <= len(blocks) <= most - first:
+            raise invalid(f"blocks has {len(blocks)} entries from token {start} on; it must have 1 to {most - first}")
+        self.check(blocks)
+        behind = pages_for(tokens, self.page_size) * self.per_page - first - len(blocks)
+        return (-1,) * first + tuple(blocks) + (-1,) * behind
+
+    def of_admit(self, request: wire.Admit) -> tuple[int, ...]:
+        """The blocks of each page of an Admit. INVALID_ARGUMENT."""
+        blocks = self.of_pages(request.blocks, request.blocks_from, request.tokens)
+        hands_in = request.prefill == "" and request.held_tokens == request.tokens
+        held = request.blocks_from // self.page_size * self.page_size
+        if not hands_in and request.held_tokens != held:
+            raise invalid(f"held_tokens is {request.held_tokens}; with blocks_from {request.blocks_from} it is {held}")
+        if (request.prefill or hands_in) and blocks[pages_for(request.tokens, self.block_tokens) - 1] < 0:
+            raise invalid(f"blocks has {len(request.blocks)} entries; they must go on to the prompt's end")
+        if hands_in and request.blocks_from:
+            raise invalid(f"blocks_from is {request.blocks_from}; of what the worker hands in it is 0")
+        return blocks
+
+    def of_begin(self, request: wire.Begin) -> NamedBlocks:
+        """The blocks of a Begin, more of which may follow. INVALID_ARGUMENT."""
+        named = NamedBlocks(self, request.tokens)
+        named.add(request.blocks)
+        return named
+
+
+class NamedBlocks:
+    """The blocks of a prompt of `tokens`, as its engine names them, from its beginning on."""
+
+    def __init__(self, shape: BlockShape, tokens: int) -> None:
+        self._shape = shape
+        self._most = pages_for(tokens, shape.block_tokens)
+        self._blocks: list[int] = []
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that there are blocks of."""
+        return len(self._blocks) * self._shape.block_tokens
+
+    def add(self, blocks: Sequence[int]) -> range:
+        """More of them: the indexes of the pages that these are of. INVALID_ARGUMENT; then nothing has changed."""
+        first, behind = len(self._blocks), len(self._blocks) + len(blocks)
+        if behind > self._most:
+            raise invalid(f"blocks has {len(blocks)} entries behind {first}; the prompt has {self._most}")
+        self._shape.check(blocks)
+        self._blocks += blocks
+        per_page = self._shape.per_page
+        return range(first // per_page, pages_for(behind, per_page)) if blocks else range(0)
+
+    def of_pages(self, pages: range) -> tuple[int, ...]:
+        """Those of these pages, in order; -1 where none is named yet."""
+        per_page = self._shape.per_page
+        ids = self._blocks[pages.start * per_page : pages.stop * per_page]
+        return tuple(ids) + (-1,) * (len(pages) * per_page - len(ids))

@@ -27,7 +27,7 @@ from kvferry.daemon.core.errors import (
     precondition,
     unavailable,
 )
-from kvferry.daemon.core.limits import Name, pages_for
+from kvferry.daemon.core.limits import Name, NamedBlocks, pages_for
 from kvferry.daemon.core.pins import Pins
 from kvferry.daemon.core.prefill_entries import EntryKeeper, PrefillLimits, PrefillSends
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState, Rendezvous
@@ -107,8 +107,16 @@ class PrefillCore:
     # -- worker's words ------------------------------------------------------------------------------------------
 
     def begin(
-        self, worker: int, namespace_id: bytes, name: Name, request: wire.Begin, deadline: float, now: float
+        self,
+        worker: int,
+        namespace_id: bytes,
+        name: Name,
+        request: wire.Begin,
+        deadline: float,
+        now: float,
+        blocks: NamedBlocks | None = None,
     ) -> None:
+        """Takes a checked Begin, or raises why not. `blocks`: of an engine's, that its pages are."""
         entry = self.entries.get(name)
         if entry is not None and entry.state not in (EntryState.EXPECTED, EntryState.OVER):
             raise precondition(f"name {name} is already in use; a new try takes the next attempt number")
@@ -122,7 +130,7 @@ class PrefillCore:
         if entry is None:
             entry = self._table.add(name, deadline, now)
         entry.deadline = max(entry.deadline, deadline)
-        keep = self.limits.reuse == "on" and not request.warmup
+        keep = self.limits.reuse == "on" and not request.warmup and blocks is None
         # The last token's logits are needed, so at least one token is computed.
         matchable = (request.tokens - 1) // self.cache.page_size if keep else 0
         hold = Hold(
@@ -134,7 +142,7 @@ class PrefillCore:
             readable_only=True,
             overcommit=1.0,
         )
-        entry.prompt = BegunPrompt(worker, hold, request.digests, request.tokens, request.tail_digest, keep)
+        entry.prompt = BegunPrompt(worker, hold, request.digests, request.tokens, request.tail_digest, keep, blocks)
         self._supply.add(entry)
         self._sends.check_asks(entry)
         self._pump(now)
@@ -154,7 +162,8 @@ class PrefillCore:
             self._sends.fail_asks(entry, error)
             self._table.drop(entry)
 
-    def progress(self, worker: int, name: Name, tokens: int, now: float) -> None:
+    def progress(self, worker: int, name: Name, tokens: int, now: float, blocks: Sequence[int] = ()) -> None:
+        """The prompt's first `tokens` tokens are computed; `blocks` are more of its engine's, where it names them."""
         entry, prompt = self._table.prompt_of(worker, name)
         if entry.told:
             return
@@ -164,6 +173,10 @@ class PrefillCore:
             self._keeper.fail(
                 entry, invalid(f"tokens is {tokens}; it must be {prompt.computed} to {prompt.tokens}, after Begun")
             )
+            self._pump(now)
+            return
+        if error := self._keeper.name_blocks(prompt, blocks, tokens):
+            self._keeper.fail(entry, error)
             self._pump(now)
             return
         prompt.computed = tokens

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.admission_queue import OVERTAKES
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import RequestCounters, TransferCounters, reason_of
 from kvferry.daemon.core.effects import (
+    BindPages,
     EndSend,
     FailAsk,
     OpenSend,
@@ -218,9 +220,32 @@ class EntryKeeper:
         host = hold.host_matched * page_size
         self.counters.lookup(prompt.tokens, prompt.computed, host)
         hold.namespace.looked_up(prompt.tokens, prompt.computed, host)
-        begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=prompt.computed, pages=prompt.pages)
+        begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=prompt.computed)
+        if prompt.blocks is not None:
+            self._bind(prompt, range(len(prompt.pages)))
+        else:
+            begun.pages.extend(prompt.pages)
         self._outbox.tell(prompt.worker, wire.WorkerEvent(begun=begun))
         self._sends.open_asks(entry)
+
+    def name_blocks(self, prompt: BegunPrompt, blocks: Sequence[int], tokens: int) -> RequestError | None:
+        """Takes in more blocks of the prompt, whose first `tokens` tokens are computed. The objection, or None."""
+        if prompt.blocks is None:
+            return precondition(f"blocks has {len(blocks)} entries; Begin named none") if blocks else None
+        try:
+            pages = prompt.blocks.add(blocks)
+        except RequestError as error:
+            return error
+        if prompt.blocks.tokens < tokens:
+            return invalid(f"tokens is {tokens}; blocks of {prompt.blocks.tokens} are named")
+        self._bind(prompt, pages)
+        return None
+
+    def _bind(self, prompt: BegunPrompt, pages: range) -> None:
+        assert prompt.blocks is not None
+        if pages:
+            ids = tuple(prompt.pages[pages.start : pages.stop])
+            self._outbox.put(BindPages(ids, prompt.blocks.of_pages(pages)))
 
     def publish(self, prompt: BegunPrompt, full: int) -> None:
         """Computed full pages enter the tree. Where another request was first, its page wins and ours stays private

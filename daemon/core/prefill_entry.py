@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvferry.daemon.core.errors import RequestError, exhausted, precondition
-from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.limits import Name, NamedBlocks
 from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import peer_pb2 as peer
 
@@ -64,6 +64,7 @@ class BegunPrompt:
     tokens: int
     tail_digest: bytes
     keep: bool  # its pages enter the tree
+    blocks: NamedBlocks | None = None  # of an engine's, that its pages are
     # Of its pages, those that are not the tree's: where another was first, then all behind `tree_pages`.
     private: list[int] = field(default_factory=list)
     tree_pages: int = 0  # leading digests that are in the tree and under the lock

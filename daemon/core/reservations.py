@@ -104,6 +104,10 @@ class Holds:
         if taken is None:
             return None
         hold.host_matched = lock.pages - lock.device_pages
+        if self._cache.limits.in_blocks:  # they are the request's own: what is held is copied into them
+            hold.matched, hold.pages = lock.pages, taken
+            hold.promise(0, hold.growth)
+            return taken[lock.pages :]
         fresh = taken[hold.host_matched :]
         if hold.host_matched:
             self._cache.restore(namespace, lock, taken[: hold.host_matched])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvferry.daemon.core.counters import TierCounters
 from kvferry.daemon.core.kv_events import KvEventLog
@@ -16,13 +17,37 @@ from kvferry.radix.tree import RESTORE, SPILL, Copy
 MAX_COPIES = 64  # to the host tier, under way at once; more pages wait
 
 
+class TierCopy(Protocol):
+    """Pages to be copied, of one kind: device[i] <-> host[i]."""
+
+    @property
+    def kind(self) -> int:
+        """SPILL, BACKUP or RESTORE."""
+
+    @property
+    def device(self) -> list[int]: ...
+    @property
+    def host(self) -> list[int]: ...
+    @property
+    def digests(self) -> bytes:
+        """Of each page."""
+
+    @property
+    def parents(self) -> bytes:
+        """The digests before them; zeros where there is none."""
+
+    @property
+    def outputs(self) -> bytes:
+        """A byte a page: whether it is of an answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class CopyStarted:
-    """A copy that the shell is to carry out. `number` names it in `TierCopies.ended`."""
+    """A copy that the shell is to carry out, and to tell the core of its end by `number`."""
 
     number: int
     namespace_id: bytes
-    copy: Copy
+    copy: TierCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +70,8 @@ class TierCopies:
         self.events: KvEventLog | None = None  # if there, it is told which pages come into which tier
         self._counters = counters
         self._started: list[CopyStarted] = []
-        self._running: dict[int, tuple[Namespace, Copy]] = {}
+        self._running: dict[int, tuple[Namespace, TierCopy]] = {}
+        self._of_trees: dict[int, int] = {}  # those that came from a tree, to its own number for it
         self._next = 1
 
     @property
@@ -64,20 +90,26 @@ class TierCopies:
         return self.yielding >= MAX_COPIES
 
     def start(self, namespace: Namespace, copy: Copy) -> None:
-        """`copy` has just come from the namespace's tree."""
-        number = self._next
-        self._next += 1
-        self._running[number] = (namespace, copy)
-        assert self._host is not None, "a copy, and no host tier"
+        """Starts a copy that has just come from the namespace's tree."""
+        number = self.begin(namespace, copy)
+        self._of_trees[number] = copy.id
         if copy.kind == RESTORE:
             self._device.name_pages(copy.device, copy.digests, namespace.id)
             if self.events is not None:
                 self.events.name_device(namespace.id, copy.device, copy.digests)
-        else:
+
+    def begin(self, namespace: Namespace, copy: TierCopy) -> int:
+        """Starts a copy, whose end is told to `end` by the number."""
+        number = self._next
+        self._next += 1
+        self._running[number] = (namespace, copy)
+        assert self._host is not None, "a copy, and no host tier"
+        if copy.kind != RESTORE:
             self._host.name_pages(copy.host, copy.digests, namespace.id)
             if self.events is not None:
                 self.events.name_host(namespace.id, copy.host, copy.digests)
         self._started.append(CopyStarted(number, namespace.id, copy))
+        return number
 
     def take_started(self) -> list[CopyStarted]:
         """Copies started since the last time, in order."""
@@ -85,16 +117,22 @@ class TierCopies:
         return started
 
     def ended(self, number: int, failed: Iterable[int], mismatched: int, seconds: float) -> CopyEnded:
-        """`failed`: device ids of pages whose bytes are not right; `mismatched`: how many of them by checksum."""
-        namespace, copy = self._running.pop(number)
+        """A tree's copy is over. `failed`: device ids of pages whose bytes are not right; `mismatched`: how many of
+        them by checksum."""
         bad = list(failed)
-        result = namespace.tree.finish_copy(copy.id, bad)
-        self._count(copy, len(bad), mismatched, seconds)
+        namespace, copy = self.end(number, len(bad), mismatched, seconds)
+        result = namespace.tree.finish_copy(self._of_trees.pop(number), bad)
         namespace.evicted += len(result.freed)
         namespace.arrivals += bool(result.readable)
         return CopyEnded(namespace, copy.kind, result.readable, result.lost, result.removed)
 
-    def _count(self, copy: Copy, bad: int, mismatched: int, seconds: float) -> None:
+    def end(self, number: int, bad: int, mismatched: int, seconds: float) -> tuple[Namespace, TierCopy]:
+        """A copy is over, and is counted: `bad` of its pages are not right. What it changes is the caller's to do."""
+        namespace, copy = self._running.pop(number)
+        self._count(copy, bad, mismatched, seconds)
+        return namespace, copy
+
+    def _count(self, copy: TierCopy, bad: int, mismatched: int, seconds: float) -> None:
         counters, good = self._counters, len(copy.device) - bad
         counters.mismatched += mismatched
         if copy.kind == RESTORE:

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
-import numpy as np
-
 from kvferry._core import (
     GpuCopy,
     GpuError,
     GpuUnavailable,
     PinnedBuffer,
 )
+from kvferry.daemon.memory.block_table import BlockTable, PagePlaces, PlainPages, table_of
 from kvferry.daemon.memory.gpu_completions import CopyEnds
 from kvferry.daemon.memory.gpu_ranks import MappedRank, OwnRank, RankMemory, run_all
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
@@ -53,9 +52,11 @@ class GpuPartCopies:
         ranks: list[RankMemory],
         lanes: list[tuple[int, RowMap]],
         ends: CopyEnds,
+        places: PagePlaces,
     ) -> None:
         """slot_of: of the session's direction. lanes: own rank and rows of each. OSError: what they need on a device
         cannot be had."""
+        self._places = places
         self._slot_of = slot_of
         self._gathers_at_once = GATHERS * len(ranks)
         self._ends = ends
@@ -80,18 +81,19 @@ class GpuPartCopies:
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot = self._slot_of(gather.send_slot)
         engine, rows = self._lanes[gather.lane]
-        payload, ids = _payload(slot, gather.nbytes), np.asarray(gather.page_ids, np.int64)
+        payload, ids = _payload(slot, gather.nbytes), self._places.of(gather.page_ids)
+        last_bytes = self._places.last_bytes(gather.page_ids)
         if self._sums:  # the GPU adds the sum to the header: nobody here has to wait for it first
             copy, header = engine.gather_part_summed, gather.header.with_sum(0).pack()
         else:
             copy, header = engine.gather_part, gather.header.pack()
         part = rows, ids, gather.byte_offset, gather.nbytes, payload
-        issue(self._ends, lambda: copy(*part, header=header), done)
+        issue(self._ends, lambda: copy(*part, header=header, last_bytes=last_bytes), done)
 
     def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
         slot = self._slot_of(scatter.slot)
         engine, rows = self._lanes[scatter.lane]
-        payload, ids = _payload(slot, scatter.nbytes), np.asarray(scatter.page_ids, np.int64)
+        payload, ids = _payload(slot, scatter.nbytes), self._places.of(scatter.page_ids)
         part = rows, ids, scatter.byte_offset, scatter.nbytes, payload
         if not self._sums:
             issue(self._ends, lambda: engine.scatter_part(*part), lambda problem: done(problem, None))
@@ -150,9 +152,11 @@ def _payload(slot: GpuSlot, nbytes: int) -> int:
 class GpuPoolMemory:
     """The memory of a pool on GPUs: see `kvferry.daemon.memory.interface.PoolMemory`."""
 
-    def __init__(self, shape: PoolShape, ranks: list[RankMemory]) -> None:
+    def __init__(self, shape: PoolShape, ranks: list[RankMemory], table: BlockTable | None = None) -> None:
         """Use `create`."""
         self.shape = shape
+        self.block_table = table
+        self._places: PagePlaces = table or PlainPages()
         self._ranks = ranks
         self._ends = CopyEnds()
         self._rows: memoryview | None = None
@@ -177,14 +181,14 @@ class GpuPoolMemory:
         own = rank_geometry(geometry, len(registration.ranks))
         ranks: list[MappedRank] = []
         try:
-            for i, (rank, device) in enumerate(zip(registration.ranks, devices, strict=True)):
+            for i, device in enumerate(devices):
                 try:
-                    ranks.append(MappedRank(f"pool.ranks[{i}]", rank, registration, own, device))
+                    ranks.append(MappedRank(i, registration, own, device))
                 except (GpuUnavailable, GpuError) as error:
                     raise OSError(f"cuda:{device}: {error}") from error
             places = tuple(rank.storage for rank in ranks)
             shape = PoolShape(geometry, len(ranks), registration.order, registration.pages, places)
-            return GpuPoolMemory(shape, list(ranks))
+            return GpuPoolMemory(shape, list(ranks), table_of(registration, geometry))
         except BaseException:
             for made in ranks:
                 made.close()
@@ -211,14 +215,18 @@ class GpuPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.sending_rows(lanes)
         own = [(lane.sender, each) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link.gpu_slots.send_slot, self._ranks, own, self._ends)
+        return GpuPartCopies(link.gpu_slots.send_slot, self._ranks, own, self._ends, self._places)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.receiving_rows(lanes)
         own = [(lane.receiver, each) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link.gpu_slots.receive_slot, self._ranks, own, self._ends)
+        return GpuPartCopies(link.gpu_slots.receive_slot, self._ranks, own, self._ends, self._places)
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
+        if self.block_table is not None:
+            self.block_table.cut(page, tokens)
+            asyncio.get_running_loop().call_soon(done, "")
+            return
         ended = _when_all(len(self._ranks), done)
         for rank in self._ranks:
             try:
@@ -248,7 +256,8 @@ class GpuPoolMemory:
         for shard in self.shape.row_shards:
             rank = self._ranks[shard.ranks[0]]
             to = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
-            issues.append(partial(rank.spills.to_host, rank.whole, pages, self._tier_rows, rows, **to))
+            ids = self._places.of(pages)
+            issues.append(partial(rank.spills.to_host, rank.whole, ids, self._tier_rows, rows, **to))
         run_all(issues)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
@@ -257,7 +266,8 @@ class GpuPoolMemory:
             source = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
             for each in shard.ranks:
                 rank = self._ranks[each]
-                issues.append(partial(rank.restores.from_host, rank.whole, pages, self._tier_rows, rows, **source))
+                ids = self._places.of(pages)
+                issues.append(partial(rank.restores.from_host, rank.whole, ids, self._tier_rows, rows, **source))
         run_all(issues)
 
     def copy_statistics(self) -> CopyStatistics:

@@ -11,8 +11,8 @@ import numpy as np
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuMapping, GpuPages, gpu_device_ordinal
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
-from kvferry.transfer.geometry.layouts import Int64s, RankStorage, RowMap
-from kvferry.transfer.geometry.registration import GpuAllocation, RegisteredRank, Registration
+from kvferry.transfer.geometry.layouts import BlockStorage, Int64s, RankStorage, RowMap
+from kvferry.transfer.geometry.registration import GpuAllocation, Registration
 from kvferry.transfer.host_tier.copy_plan import GpuCopies
 
 COPY_SECONDS = 60.0  # for a spill or a restore: a device that takes longer is lost
@@ -29,16 +29,19 @@ def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
 class RankMemory:
     """One rank's memory, and the engines that copy there."""
 
-    def __init__(self, storage: RankStorage, ordinal: int, engines: tuple[GpuCopies, GpuCopies], base: int) -> None:
+    def __init__(
+        self, storage: RankStorage | BlockStorage, ordinal: int, engines: tuple[GpuCopies, GpuCopies], base: int
+    ) -> None:
         """`storage` begins at address `base`."""
         self.ordinal = ordinal
         self.spills, self.restores = engines
         self._base = base
-        self._storage = storage
+        self._planes: tuple[GpuPages, int] | None = None  # of all heads, and bytes of a token there; none of blocks
         self._tables: dict[tuple[bytes | int, ...], GpuPages] = {}
         self._making = threading.Lock()
         self.whole = self.pages(storage.rows())
-        self._planes = self.pages(storage.planes())
+        if isinstance(storage, RankStorage):
+            self._planes = self.pages(storage.planes()), storage.geometry.fragment_token_bytes
 
     @property
     def parts(self) -> GpuCopyEngine:
@@ -52,7 +55,7 @@ class RankMemory:
         thread. GpuError."""
         bases = np.ascontiguousarray(rows.offsets + self._base)
         strides = np.ascontiguousarray(rows.strides)
-        shape = rows.fragment_bytes, rows.pages, rows.pieces, rows.piece_stride
+        shape = rows.fragment_bytes, rows.pages, rows.pieces, rows.piece_stride, rows.in_blocks
         with self._making:
             table = self._tables.get(key := (bases.tobytes(), strides.tobytes(), *shape))
             if table is None:
@@ -61,12 +64,16 @@ class RankMemory:
 
     def zero_tail(self, page: int, tokens: int) -> GpuCopy:
         """Clears the page's tail before any gather that is issued later."""
-        start = tokens * self._storage.geometry.fragment_token_bytes
-        return self.parts.zero_page_from(self._planes, page, start, 0, self.parts.gather_stream)
+        planes, token_bytes = self._whole_planes()
+        return self.parts.zero_page_from(planes, page, tokens * token_bytes, 0, self.parts.gather_stream)
 
     def zero_pages(self, pages: Int64s) -> GpuCopy:
         """Clears whole pages."""
-        return self.parts.zero_pages(self._planes, pages)
+        return self.parts.zero_pages(self._whole_planes()[0], pages)
+
+    def _whole_planes(self) -> tuple[GpuPages, int]:
+        assert self._planes is not None, "an engine's blocks were to be cleared"
+        return self._planes
 
     def rank_pools(self) -> list[wire.RankPool]:
         """The pools by which workers find the memory; none: they know."""
@@ -85,11 +92,12 @@ class OwnRank(RankMemory):
         engines = copiers(ordinal)
         self.memory = engines[0].engine.allocate(storage.nbytes)
         engines[0].engine.check_range(self.memory.address, storage.nbytes)
+        self._nbytes = storage.nbytes
         super().__init__(storage, ordinal, engines, self.memory.address)
 
     def rank_pools(self) -> list[wire.RankPool]:
         self.memory.leave()
-        nbytes = self._storage.nbytes
+        nbytes = self._nbytes
         handle, offset = self.parts.export_memory(self.memory.address, nbytes)
         uuid = self.parts.device_uuid()
         return [wire.RankPool(ipc_handle=handle, device=self.ordinal, device_uuid=uuid, nbytes=nbytes, offset=offset)]
@@ -98,11 +106,10 @@ class OwnRank(RankMemory):
 class MappedRank(RankMemory):
     """Allocations of an engine. They stay where they are until `close`, whatever becomes of the engine's process."""
 
-    def __init__(
-        self, field: str, rank: RegisteredRank, registration: Registration, own: KVGeometry, device: int
-    ) -> None:
+    def __init__(self, number: int, registration: Registration, own: KVGeometry, device: int) -> None:
         """`own`: the rank's geometry. GpuUnavailable, GpuError; ValueError where the memory is not what was
         registered."""
+        field, rank = f"pool.ranks[{number}]", registration.ranks[number]
         sources = [(memory.source, memory.nbytes) for memory in rank.memories]
         self.mappings: list[GpuMapping] = []
         engines = copiers(device)
@@ -124,7 +131,7 @@ class MappedRank(RankMemory):
                     engines[0].engine.check_range(start, tensor.extent(registration.pages))
                 except (GpuError, ValueError) as error:
                     raise ValueError(f"{field}.tensors[{i}]: {error}") from error
-            self.storage = rank.storage(own, registration.order, registration.pages, addresses)
+            self.storage = registration.storage(number, own, addresses)
             super().__init__(self.storage, device, engines, 0)
         except BaseException:
             self._unmap()

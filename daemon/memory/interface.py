@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Protocol, TypeAlias
 
+from kvferry.daemon.memory.block_table import BlockTable
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.geometry.layouts import Int64s
@@ -63,6 +64,10 @@ class PoolMemory(Protocol):
     def shape(self) -> PoolShape: ...
 
     @property
+    def block_table(self) -> BlockTable | None:
+        """The blocks that pages are, where an engine names them; None: pages lie where the shape says."""
+
+    @property
     def can_sum(self) -> bool:
         """Whether its copies of parts can add up."""
 
@@ -90,7 +95,8 @@ class PoolMemory(Protocol):
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
         """Clears what lies behind the first `tokens` tokens of a page on every rank, before any gather that is issued
-        later; until `done` the page is nobody else's. OSError: it could not be issued, and `done` may not come."""
+        later; until `done` the page is nobody else's. Blocks stay as they are: gathers give zeros for it. OSError: it
+        could not be issued, and `done` may not come."""
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """Clears whole pages on every rank."""

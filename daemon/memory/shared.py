@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import _core
+from kvferry.daemon.memory.block_table import BlockTable, PagePlaces, PlainPages, table_of
 from kvferry.daemon.memory.copy_threads import CopyThreads, attempt
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier.host_slots import HostSlots
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
-from kvferry.transfer.geometry.layouts import Int64s, RankStorage, RowMap
+from kvferry.transfer.geometry.layouts import BlockStorage, Int64s, RankStorage, RowMap
 from kvferry.transfer.geometry.pool_shape import PoolShape, RowShard
 from kvferry.transfer.geometry.rank_lanes import Lane, rank_geometry
 from kvferry.transfer.geometry.registration import Registration, SharedFile
@@ -35,14 +36,17 @@ INLINE_BYTES = 256 * 1024  # below it the hop to a thread costs more than the co
 
 def host_pages(pool: memoryview, rows: RowMap) -> _core.HostPages:
     """These rows of a rank's memory, to be copied part by part. ValueError where they do not lie in it."""
-    bounds = (rows.pieces, rows.piece_stride, rows.fragment_bytes, rows.pages)
+    bounds = (rows.pieces, rows.piece_stride, rows.fragment_bytes, rows.pages, rows.in_blocks)
     return _core.HostPages(pool, rows.offsets, rows.strides, *bounds)
 
 
 class SharedPartCopies:
     """The copies of one session."""
 
-    def __init__(self, slots: HostSlots, lanes: list[_core.HostPages], threads: CopyThreads) -> None:
+    def __init__(
+        self, slots: HostSlots, lanes: list[_core.HostPages], threads: CopyThreads, places: PagePlaces
+    ) -> None:
+        self._places = places
         self._slots = slots
         self._lanes = lanes
         self._threads = threads
@@ -59,8 +63,9 @@ class SharedPartCopies:
         slot, rows = self._slots.send_slot(gather.send_slot), self._lanes[gather.lane]
 
         def copy() -> None:
-            ids, header = np.asarray(gather.page_ids, np.int64), gather.header
-            part = ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES
+            ids, header = self._places.of(gather.page_ids), gather.header
+            last_bytes = self._places.last_bytes(gather.page_ids)
+            part = ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES, 1, last_bytes
             if self._sums:
                 header = header.with_sum(rows.gather_part_summed(*part))
             else:
@@ -75,7 +80,7 @@ class SharedPartCopies:
 
         def copy() -> None:
             nonlocal payload_sum
-            part = np.asarray(scatter.page_ids, np.int64), scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES
+            part = self._places.of(scatter.page_ids), scatter.byte_offset, scatter.nbytes, slot, HEADER_BYTES
             if self._sums:
                 payload_sum = rows.scatter_part_summed(*part)
             else:
@@ -101,13 +106,18 @@ class SharedPartCopies:
 class SharedPoolMemory:
     """The memory of a pool in shared memory: see `kvferry.daemon.memory.interface.PoolMemory`."""
 
-    def __init__(self, shape: PoolShape, segments: list[Segment], threads: int) -> None:
+    def __init__(
+        self, shape: PoolShape, segments: list[Segment], threads: int, table: BlockTable | None = None
+    ) -> None:
         """Use `create`."""
         self.shape = shape
+        self.block_table = table
+        self._places: PagePlaces = table or PlainPages()
         self._segments = segments
         self._memory = [np.frombuffer(segment.buffer, np.uint8) for segment in segments]
-        self._planes = [
-            host_pages(segment.buffer, shape.storage_of(rank).planes()) for rank, segment in enumerate(segments)
+        storages = [(segment.buffer, shape.storage_of(rank)) for rank, segment in enumerate(segments)]
+        self._planes = [  # none of blocks, of which nothing is cleared
+            host_pages(buffer, storage.planes()) for buffer, storage in storages if isinstance(storage, RankStorage)
         ]
         self._tier_rows: NDArray[np.uint8] | None = None
         self._threads = CopyThreads(threads)
@@ -136,7 +146,7 @@ class SharedPoolMemory:
         must be: they name the field.
         """
         segments: list[Segment] = []
-        places: list[RankStorage] = []
+        places: list[RankStorage | BlockStorage] = []
         own = rank_geometry(geometry, len(registration.ranks))
         try:
             for i, rank in enumerate(registration.ranks):
@@ -147,9 +157,9 @@ class SharedPoolMemory:
                 except (OSError, ValueError) as error:
                     kind = OSError if isinstance(error, OSError) else ValueError
                     raise kind(f"pool.ranks[{i}].memories[0].file.name {memory.source.name!r}: {error}") from error
-                places.append(rank.storage(own, registration.order, registration.pages, [0]))
+                places.append(registration.storage(i, own, [0]))
             shape = PoolShape(geometry, len(segments), registration.order, registration.pages, tuple(places))
-            return SharedPoolMemory(shape, segments, threads)
+            return SharedPoolMemory(shape, segments, threads, table_of(registration, geometry))
         except BaseException:
             for segment in segments:
                 segment.close()
@@ -178,14 +188,16 @@ class SharedPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SharedPartCopies:
         rows = zip(lanes, self.shape.sending_rows(lanes), strict=True)
         ranks = [host_pages(self._segments[lane.sender].buffer, each) for lane, each in rows]
-        return SharedPartCopies(link.host_slots, ranks, self._threads)
+        return SharedPartCopies(link.host_slots, ranks, self._threads, self._places)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> SharedPartCopies:
         rows = zip(lanes, self.shape.receiving_rows(lanes), strict=True)
         ranks = [host_pages(self._segments[lane.receiver].buffer, each) for lane, each in rows]
-        return SharedPartCopies(link.host_slots, ranks, self._threads)
+        return SharedPartCopies(link.host_slots, ranks, self._threads, self._places)
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
+        if self.block_table is not None:
+            self.block_table.cut(page, tokens)
         for planes in self._planes:
             planes.zero_page_from(page, tokens * self.shape.rank_geometry.fragment_token_bytes)
         asyncio.get_running_loop().call_soon(done, "")
@@ -212,15 +224,18 @@ class SharedPoolMemory:
     def spill(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:
             tier, sizes = self._tier_runs(shard, shard.ranks[0], rows)
-            _core.copy_list(tier, self._pool_runs(shard.ranks[0], pages), sizes, self._threads.count)
+            pool, there = self._pool_runs(shard.ranks[0], pages)
+            assert there.all(), "a block that is not there was to be spilled"
+            _core.copy_list(tier, pool, sizes, self._threads.count)
             self._count(sizes)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:
             for rank in shard.ranks:
                 tier, sizes = self._tier_runs(shard, rank, rows)
-                _core.copy_list(self._pool_runs(rank, pages), tier, sizes, self._threads.count)
-                self._count(sizes)
+                pool, there = self._pool_runs(rank, pages)
+                _core.copy_list(pool[there], tier[there], sizes[there], self._threads.count)
+                self._count(sizes[there])
 
     def copy_statistics(self) -> CopyStatistics:
         forced = MEMCPY if os.environ.get(ENVIRONMENT) == MEMCPY else AUTO
@@ -258,6 +273,11 @@ class SharedPoolMemory:
         at = (starts[:, None] + fragments).ravel()
         return at, np.full(len(at), size, np.int64)
 
-    def _pool_runs(self, rank: int, pages: Int64s) -> Int64s:
-        found: Int64s = (self._memory[rank].ctypes.data + self.shape.whole_rows[rank].fragments_of(pages)).ravel()
-        return found
+    def _pool_runs(self, rank: int, pages: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
+        """Addresses of the pages' fragments, and which of them there are."""
+        ids, rows = self._places.of(pages), self.shape.whole_rows[rank]
+        there = np.ones((len(pages), rows.fragments), np.bool_)
+        if rows.in_blocks:
+            there = np.tile((ids >= 0).reshape(-1, rows.pieces), (1, len(rows.offsets)))
+            ids = np.maximum(ids, 0)
+        return (self._memory[rank].ctypes.data + rows.fragments_of(ids)).ravel(), there.ravel()

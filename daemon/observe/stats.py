@@ -98,6 +98,7 @@ def side_stats(side: AnySide) -> wire.SideStats:
     side.cache.settle()
     _requests(side, stats.requests)
     _device(side.cache, side.tiers.page_bytes, stats.pool)
+    stats.pool.block_tokens = side.tiers.block_tokens
     _host(side.cache, side.tiers.row_bytes, stats.host)
     _tiers(side, stats.tiers)
     _copies(side.tiers.copy_statistics(), stats.copies)

@@ -123,8 +123,10 @@ class DecodeSide(Side[DecodeCore]):
                 where = self.config.peer_service
                 raise unavailable(f"prefill is {request.prefill[:128]!r}; found at {where} by now are: {known}")
             raise precondition(f"prefill is {request.prefill[:128]!r}; the configured peers are: {known}")
+        shape = self.tiers.block_shape(len(request.blocks))
+        blocks = () if shape is None else shape.of_admit(request)
         deadline = self.deadline_of(request.deadline_ms)
-        self.ready_core.admit(worker.number, worker.namespace_id, name, request, deadline, now)
+        self.ready_core.admit(worker.number, worker.namespace_id, name, request, deadline, now, blocks)
         self.ready_core.latencies.add_stage("match", self.now() - now)
         self.traces.looked_up(worker.number, name, now)
 

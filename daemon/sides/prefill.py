@@ -62,7 +62,7 @@ class PrefillSide(Side[PrefillCore]):
             if kind == "begin":
                 self._begin(worker, name, message.begin, now)
             elif kind == "progress":
-                core.progress(number, name, message.progress.tokens, now)
+                core.progress(number, name, message.progress.tokens, now, message.progress.blocks)
             elif kind == "aux":
                 core.aux(number, name, message.aux.blob, now)
             else:
@@ -76,8 +76,10 @@ class PrefillSide(Side[PrefillCore]):
         self.traces.opened(worker.number, name, request.traceparent, request.tokens)
         try:
             self._check_begin(request)
+            shape = self.tiers.block_shape(len(request.blocks))
+            blocks = None if shape is None else shape.of_begin(request)
             deadline = self.deadline_of(request.deadline_ms)
-            self.ready_core.begin(worker.number, worker.namespace_id, name, request, deadline, now)
+            self.ready_core.begin(worker.number, worker.namespace_id, name, request, deadline, now, blocks)
         except RequestError as error:
             self.ready_core.begin_refused(name, error)
             raise
@@ -122,7 +124,8 @@ class PrefillSide(Side[PrefillCore]):
 
     def _zero_tail(self, effect: ZeroTail) -> None:
         """Clears a page's tail. What gathers the page later is behind that, and need not wait for its end."""
-        if self.tiers.memory.shape.geometry.layout is Layout.ENGINE:
+        memory = self.tiers.memory
+        if memory.shape.geometry.layout is Layout.ENGINE and memory.block_table is None:
             self.ready_core.tail_zeroed(effect.name, self.now())  # only the engine knows where a token's bytes lie
             return
 
@@ -136,7 +139,7 @@ class PrefillSide(Side[PrefillCore]):
             self.flush()
 
         try:
-            self.tiers.memory.zero_tail(effect.page, effect.tokens, done)
+            memory.zero_tail(effect.page, effect.tokens, done)
         except OSError as error:  # it may hold another tenant's bytes: nothing that sends it may go on
             self._zeroing = True
             raise AssertionError(f"a page's tail could not be cleared: {error}") from error

@@ -122,7 +122,7 @@ class Registering:
             namespace_id=facts.id,
             geometry=facts.geometry.to_proto(),
             epoch=tiers.epoch,
-            pages=tiers.cache.pool.pages,
+            pages=tiers.welcome_pages,
             segment=pools[0].segment if plain else "",
             session_file=worker.lock.path,
             max_tokens=self._config.max_tokens,

@@ -15,7 +15,7 @@ import numpy as np
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
-from kvferry.daemon.core.effects import Effect, ForgetRows, StartCopy, ToWorker, ZeroPages, tier_effects
+from kvferry.daemon.core.effects import BindPages, Effect, ForgetRows, StartCopy, ToWorker, ZeroPages, tier_effects
 from kvferry.daemon.core.errors import RequestError, exhausted
 from kvferry.daemon.core.interface import Core
 from kvferry.daemon.core.kv_events import EventSink, TokenChain
@@ -123,8 +123,9 @@ class Side(Generic[CoreT]):
 
     # -- its tiers (tiers.TiersOwner) ----------------------------------------------------------------------------
 
-    def new_cache(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Cache:
-        cache = Cache(pages, self.config.page_size, host_pages=host_pages, limits=cache_limits(self.config))
+    def new_cache(self, facts: NamespaceFacts, pages: int, host_pages: int, in_blocks: bool) -> Cache:
+        limits = cache_limits(self.config, in_blocks)
+        cache = Cache(pages, self.config.page_size, host_pages=host_pages, limits=limits)
         cache.clock.now = self.now()
         if self.event_sink is not None:
             cache.log_events(TokenChain.of(facts))
@@ -201,6 +202,8 @@ class Side(Generic[CoreT]):
                 elif isinstance(effect, StartCopy):
                     self.on_copy_starts(effect.started)
                     self.tiers.host.start(effect.started, self._copy_done)
+                elif isinstance(effect, BindPages):
+                    self.tiers.block_table.bind(effect.pages, effect.blocks)
                 elif isinstance(effect, ForgetRows):
                     self.tiers.host.forget(effect.rows)
                 else:

@@ -17,6 +17,8 @@ from typing import Protocol
 from kvferry.daemon.config.model import STORAGES, DaemonConfig
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import exhausted, precondition
+from kvferry.daemon.core.limits import BlockShape
+from kvferry.daemon.memory.block_table import BlockTable, page_ids_of
 from kvferry.daemon.memory.held_pages import HeldPages
 from kvferry.daemon.memory.host_tier import HostTier, open_tier
 from kvferry.daemon.memory.interface import PoolMemory
@@ -34,7 +36,7 @@ log = logging.getLogger(__name__)
 class TiersOwner(Protocol):
     """A side, as far as its tiers go."""
 
-    def new_cache(self, facts: NamespaceFacts, pages: int, host_pages: int) -> Cache:
+    def new_cache(self, facts: NamespaceFacts, pages: int, host_pages: int, in_blocks: bool) -> Cache:
         """Makes a cache of empty tiers, for a model. ValueError where they cannot be so."""
 
     def tiers_made(self, cache: Cache) -> None:
@@ -58,6 +60,7 @@ class SideTiers:
         self._memory: PoolMemory | None = None
         self._shape: PoolShape | None = None  # of the memory that is, or was last
         self._host: HostTier | None = None
+        self._blocks: BlockShape | None = None  # likewise, where an engine names blocks
         self._held: HeldPages | None = None  # of the cache, for its present number of pages
         self._indexes = 0  # ever made
         self._copies_before = CopyStatistics()  # of memory that was let go
@@ -78,6 +81,30 @@ class SideTiers:
     def host(self) -> HostTier:
         assert self._host is not None
         return self._host
+
+    def block_shape(self, named: int) -> BlockShape | None:
+        """The shape of the blocks that requests name; None where they name none. `named`: how many one does.
+        FAILED_PRECONDITION."""
+        if named and self._blocks is None:
+            raise precondition(f"blocks has {named} entries; the pool is of pages, which this daemon gives out")
+        return self._blocks
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, where an engine names those that its requests have; 0: the pool is of pages."""
+        return self._blocks.block_tokens if self._blocks is not None else 0
+
+    @property
+    def welcome_pages(self) -> int:
+        """Pages that workers may be told of, or blocks that they may name."""
+        return self.cache.pool.pages if self._blocks is None else self._blocks.blocks
+
+    @property
+    def block_table(self) -> BlockTable:
+        """The blocks that pages are."""
+        table = self.memory.block_table
+        assert table is not None, "the pool is of pages"
+        return table
 
     @property
     def page_bytes(self) -> int:
@@ -144,7 +171,7 @@ class SideTiers:
             memory = await make_pool(self._config, facts.geometry, pages, name)
         host: HostTier | None = None
         try:
-            cache = self._side.new_cache(facts, pages, host_pages)
+            cache = self._side.new_cache(facts, pages, host_pages, memory.block_table is not None)
             held = await self._new_index(pages, host_pages)
             if host_pages:
                 opening = partial(open_tier, self._config, self._role, self._incarnation, facts, memory, cache)
@@ -160,13 +187,27 @@ class SideTiers:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG)
             raise (exhausted(message) if full else precondition(message)) from error
         self.take(facts, cache, memory, host)
+        self._blocks = self._shape_of(registration)
         held.show(cache)
         self._side.tiers_made(cache)
         self.has_pool.set()
         log.info(
-            "%s pool: %d pages, host tier: %d pages, of %d bytes for %s on %d ranks",
-            *(self._role, pages, host_pages, self.page_bytes, facts.model, self._config.ranks),
+            "%s pool: %s, host tier: %d pages, of %d bytes for %s on %d ranks",
+            *(self._role, self._described(registration), host_pages, self.page_bytes, facts.model, self._config.ranks),
         )
+
+    def _described(self, registration: Registration | None) -> str:
+        """The pool for an operator."""
+        if registration is None:
+            return f"{self.cache.pool.pages} pages of this daemon's"
+        if registration.block_tokens:
+            return f"{registration.pages} blocks of {registration.block_tokens} tokens, the engine's"
+        return f"{registration.pages} pages in the engine's memory"
+
+    def _shape_of(self, registration: Registration | None) -> BlockShape | None:
+        if registration is None or not registration.block_tokens:
+            return None
+        return BlockShape(registration.pages, registration.block_tokens, self._config.page_size)
 
     def _sizes(self, facts: NamespaceFacts, registration: Registration | None) -> tuple[int, int]:
         """Pages of the pool and of the host tier."""
@@ -175,13 +216,16 @@ class SideTiers:
             page_bytes, row_bytes = page_bytes_of(facts.geometry, config.ranks), facts.geometry.page_bytes
         except ValueError as error:
             raise precondition(f"this daemon cannot serve the model: {error}") from error
-        pages = config.pool_bytes // page_bytes if registration is None else registration.pages
+        pages = config.pool_bytes // page_bytes if registration is None else page_ids_of(registration)
         if not 1 <= pages < 1 << 31:
             raise exhausted(
                 f"--pool-bytes is {config.pool_bytes}, a page of this model {page_bytes}; "
                 "the pool must hold 1 to 2^31 - 1 pages"
             )
         host_pages = config.host_bytes // row_bytes
+        if host_pages and self._role == "prefill" and registration is not None and registration.block_tokens:
+            log.warning("host_bytes is %d, of no use: a prefill engine's own blocks are its cache", config.host_bytes)
+            return pages, 0
         if config.host_bytes and not 1 <= host_pages < 1 << 31:
             raise exhausted(
                 f"--host-bytes is {config.host_bytes}, a page of this model {row_bytes}; "
@@ -254,6 +298,12 @@ class SideTiers:
 
     async def _replace_memory(self, facts: NamespaceFacts, registration: Registration) -> None:
         """Maps the memory of an engine that has come again; the host tier has kept what it had."""
+        if bool(registration.block_tokens) != self.cache.limits.in_blocks:
+            before = "blocks" if self.cache.limits.in_blocks else "pages"
+            raise precondition(
+                f"pool.block_tokens is {registration.block_tokens}; engines have registered {before} before: start "
+                "another daemon for this one"
+            )
         memory = await map_pool(self._config, facts.geometry, registration)
         try:
             held = await self._new_index(*self._sizes(facts, registration))
@@ -267,12 +317,13 @@ class SideTiers:
             finally:
                 await _let_go(memory)
             raise
-        self.cache.resize(registration.pages)
+        self.cache.resize(page_ids_of(registration))
+        self._blocks = self._shape_of(registration)
         held.show(self.cache)
         self.epoch = secrets.randbits(63)
         self._take_memory(memory)
         self.has_pool.set()
-        log.info("%s pool: %d pages, registered again", self._role, registration.pages)
+        log.info("%s pool: %s, registered again", self._role, self._described(registration))
 
     def halt(self) -> None:
         """See `HostTier.halt`."""

@@ -270,11 +270,13 @@ class GpuCopyEngine:
         pages: int,
         pieces: int = 1,
         piece_stride: int = 0,
+        in_blocks: bool = False,
     ) -> GpuPages:
         """
         A pool of `pages` pages: fragment tensor * pieces + piece of page p is the fragment_bytes at bases[tensor] +
-        p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. The addresses are
-        the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.
+        p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. in_blocks:
+        as of HostPages; a block that is not there is zeros where it is gathered, and is left out where it would be
+        written, but none may lack that goes to host memory. The addresses are the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.
         """
 
     def copy_pages_to_host(
@@ -421,12 +423,14 @@ class GpuCopyEngine:
         slot_address: int,
         stream: int | None = None,
         header: Buffer = b"",
+        last_bytes: int | None = None,
     ) -> GpuCopy:
         """
         Pool to slot on one device, or devices that reach each other: the rows of page_ids laid end to end; their
         [byte_offset, byte_offset + nbytes), which touches every page named (so byte_offset < row_bytes), goes to
-        slot_address, and the header, at most 64 bytes, right before it. stream None: `gather_stream`. Fast where all
-        addresses and sizes are multiples of 16.
+        slot_address, and the header, at most 64 bytes, right before it. A block that is not there is zeros,
+        and so is of each tensor of the last page what lies behind its first last_bytes (None: nothing): nobody reads
+        it. stream None: `gather_stream`. Fast where all addresses and sizes are multiples of 16.
 
         IndexError (page id) or ValueError (any other bound) before a byte has moved.
         """
@@ -440,6 +444,7 @@ class GpuCopyEngine:
         slot_address: int,
         stream: int | None = None,
         header: Buffer = b"",
+        last_bytes: int | None = None,
     ) -> GpuCopy:
         """
         `gather_part`, and adds up: `GpuCopy.checksum`, which is also added to the last 8 bytes of a header, a
@@ -456,7 +461,7 @@ class GpuCopyEngine:
         stream: int | None = None,
     ) -> GpuCopy:
         """
-        The reverse of `gather_part`, on `scatter_stream`; a page named twice is a ValueError as well.
+        The reverse of `gather_part`, without blocks that are not there, on `scatter_stream`; an id named twice is a ValueError as well.
         """
 
     def scatter_part_summed(
@@ -491,14 +496,16 @@ class GpuCopyEngine:
         """
 
     def zero_pages(self, pages: GpuPages, page_ids: NDArray[numpy.int64], stream: int | None = None) -> GpuCopy:
-        """All bytes of these pages become zero; on `scatter_stream`."""
+        """
+        All bytes of these pages become zero; on `scatter_stream`. ValueError: pages in blocks.
+        """
 
     def zero_page_from(
         self, pages: GpuPages, page_id: int, start: int, first_piece: int = 0, stream: int | None = None
     ) -> GpuCopy:
         """
         In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero; on
-        `scatter_stream`.
+        `scatter_stream`. ValueError: pages in blocks.
         """
 
     def prepare_sums(self) -> None:
@@ -630,8 +637,13 @@ class HostPages:
     offsets[tensor] + p * strides[tensor] + piece * piece_stride; a page's row is its fragments one behind the other.
 
     So page-major pools are one tensor of one piece, layer-major ones a tensor for each layer's K and V, and a range of
-    heads of NHD pages is pieces = tokens, piece_stride = a token's bytes, fragment_bytes = those of the heads. The
-    buffer is writable, and stays exported until `close`. ValueError, names the field: the buffer is too small, or any
+    heads of NHD pages is pieces = tokens, piece_stride = a token's bytes, fragment_bytes = those of the heads.
+
+    in_blocks: a page is of `pieces` blocks of an engine, each wherever it is, and named by their ids, `pieces` a page
+    and -1 for one that is not there. Block b is the fragment_bytes at offsets[tensor] + b * strides[tensor];
+    piece_stride is 0, `pages` counts blocks, and a page's row is what it is otherwise: tensor for tensor its blocks.
+
+    The buffer is writable, and stays exported until `close`. ValueError, names the field: the buffer is too small, or any
     other bound.
     """
 
@@ -644,6 +656,7 @@ class HostPages:
         piece_stride: int,
         fragment_bytes: int,
         pages: int,
+        in_blocks: bool = False,
     ) -> None: ...
     @property
     def fragments(self) -> int:
@@ -656,7 +669,13 @@ class HostPages:
         """Bytes of a page."""
 
     @property
-    def pages(self) -> int: ...
+    def pages(self) -> int:
+        """Ids are 0 to pages - 1; of blocks, in blocks."""
+
+    @property
+    def ids_a_page(self) -> int:
+        """Ids that name a page: 1, or in blocks the number of them."""
+
     def gather_part(
         self,
         page_ids: NDArray[numpy.int64],
@@ -665,12 +684,16 @@ class HostPages:
         slot: Buffer,
         slot_offset: int = 0,
         threads: int = 1,
+        last_bytes: int | None = None,
     ) -> None:
         """
         The rows of page_ids laid end to end; their [byte_offset, byte_offset + nbytes), which touches every page
-        named (so byte_offset < row_bytes), goes to slot[slot_offset:]. GIL released.
+        named (so byte_offset < row_bytes), goes to slot[slot_offset:]. A block that is not there is zeros, and so is
+        of each tensor of the last page what lies behind its first last_bytes (None: nothing): nobody reads it. GIL
+        released.
 
-        IndexError (page id) or ValueError (any other bound, or the slot lies in the pages) before a byte has moved.
+        IndexError (page id) or ValueError (any other bound, or the slot lies in the pages) before a byte has
+        moved.
         """
 
     def gather_part_summed(
@@ -681,8 +704,9 @@ class HostPages:
         slot: Buffer,
         slot_offset: int = 0,
         threads: int = 1,
+        last_bytes: int | None = None,
     ) -> int:
-        """`gather_part`, and the `part_checksum` of the part."""
+        """`gather_part`, and the `part_checksum` of what is in the slot."""
 
     def scatter_part(
         self,
@@ -694,7 +718,7 @@ class HostPages:
         threads: int = 1,
     ) -> None:
         """
-        The reverse of `gather_part`; a page named twice is a ValueError as well.
+        The reverse of `gather_part`, without blocks that are not there; an id named twice is a ValueError as well.
         """
 
     def scatter_part_summed(
@@ -706,11 +730,11 @@ class HostPages:
         slot_offset: int = 0,
         threads: int = 1,
     ) -> int:
-        """`scatter_part`, and the `part_checksum` of the part."""
+        """`scatter_part`, and the `part_checksum` of what is in the slot."""
 
     def zero_page_from(self, page_id: int, start: int, first_piece: int = 0) -> None:
         """
-        In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero.
+        In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero. ValueError: pages in blocks.
         """
 
     def close(self) -> None:
@@ -1104,6 +1128,11 @@ class PagedRadixTree:
         Device page ids of the locked path, in order: `lock.device_pages` of them.
         """
 
+    def path_rows(self, lock: Lock) -> list[int]:
+        """
+        Host page ids of the locked path, in order; an AssertionError where a page of it is not on the host.
+        """
+
     def insert(self, digests: Digests, pages: Pages, start: int = 0, kind: int = 0, priority: int = 0) -> InsertResult:
         """
         pages[i] is of digest start + i; digests before `start` must be held on the device, else ValueError. What is
@@ -1112,6 +1141,15 @@ class PagedRadixTree:
         New LEASED pages become CACHED. New ARRIVING pages stay so, and the caller locks them before anything else
         happens; one for a page that the host holds is an AssertionError: that is `restore`. Duplicates keep their
         state. kind: PROMPT or OUTPUT, of new nodes.
+        """
+
+    def insert_host(
+        self, digests: Digests, rows: Pages, start: int = 0, kind: int = 0, priority: int = 0
+    ) -> InsertResult:
+        """
+        rows[i], a LEASED page of the host, is of digest start + i: CACHED from now on, and its page on the host alone.
+        Digests before `start` must be held, else ValueError. What is held already wins, whatever tier it is in, and
+        duplicates stay LEASED. kind: PROMPT or OUTPUT, of new nodes.
         """
 
     def arrived(self, pages: Pages) -> None:

@@ -152,6 +152,12 @@ def stats(replica: Replica) -> cache_pb2.SideStats:
         return fetch(channel).sides[0]
 
 
+def side_stats(socket: str) -> cache_pb2.SideStats:
+    """The first side's statistics, by the daemon's Unix socket."""
+    with grpc.insecure_channel(f"unix:{socket}", OPTIONS) as channel:
+        return fetch(channel).sides[0]
+
+
 def settled(replica: Replica, seconds: float = 10.0) -> cache_pb2.SideStats:
     """Statistics once nothing is held any more; asserts that this comes to pass."""
     deadline = time.monotonic() + seconds

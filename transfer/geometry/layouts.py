@@ -31,14 +31,18 @@ class Runs(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
     """Fragment tensor * pieces + piece of page p's row lies at offsets[tensor] + p * strides[tensor] + piece *
-    piece_stride of the memory, and has fragment_bytes bytes. Bytes throughout."""
+    piece_stride of the memory, and has fragment_bytes bytes. Bytes throughout.
+
+    `in_blocks`: a page is `pieces` blocks of an engine, each with an id of its own, -1 where there is none: fragment
+    tensor * pieces + piece lies at offsets[tensor] + id * strides[tensor]. Ids come as `pieces` for each page."""
 
     offsets: Int64s  # (tensors,)
     strides: Int64s  # (tensors,): from a page to the next
     pieces: int  # of a tensor
     piece_stride: int
     fragment_bytes: int
-    pages: int  # ids are 0..pages-1
+    pages: int  # ids are 0..pages-1, of pages or of blocks
+    in_blocks: bool = False
 
     @property
     def fragments(self) -> int:
@@ -58,6 +62,7 @@ class RowMap:
     def compact(self) -> RowMap:
         """The same rows in fewer fragments: a tensor's pieces are one where they touch, and all tensors are one where
         every one of them touches the next on every page. (K and V that touch within a layer alone stay two.)"""
+        assert not self.in_blocks, "what lies in blocks touches nothing"
         merged = self
         if merged.pieces > 1 and merged.piece_stride == merged.fragment_bytes:
             merged = RowMap(merged.offsets, merged.strides, 1, 0, merged.fragment_bytes * merged.pieces, merged.pages)
@@ -79,6 +84,9 @@ class RowMap:
     def fragments_of(self, page_ids: Sequence[int] | Int64s) -> Int64s:
         """The byte at which each fragment begins, (pages, fragments). ValueError for a page that is not there."""
         ids = self.check_ids(page_ids)
+        if self.in_blocks:
+            blocks = ids.reshape(-1, 1, self.pieces)
+            return (self.offsets[:, None] + blocks * self.strides[:, None]).reshape(-1, self.fragments)
         tensors = self.offsets[None, :] + ids[:, None] * self.strides[None, :]
         pieces = np.arange(self.pieces, dtype=np.int64) * self.piece_stride
         return (tensors[:, :, None] + pieces).reshape(len(ids), self.fragments)
@@ -86,6 +94,7 @@ class RowMap:
     def part(self, page_ids: Sequence[int] | Int64s, byte_offset: int, nbytes: int) -> Runs:
         """Bytes [byte_offset, byte_offset + nbytes) of these pages' rows laid end to end. ValueError for a page that
         is not there, or a part that does not lie in the rows."""
+        assert not self.in_blocks, "parts of blocks are found natively"
         ids = self.check_ids(page_ids)
         end, size = byte_offset + nbytes, self.fragment_bytes
         if byte_offset < 0 or nbytes < 1 or end > len(ids) * self.row_bytes:
@@ -103,6 +112,23 @@ class RowMap:
         sizes[0] -= skipped
         sizes[-1] -= (last + 1) * size - end
         return Runs(memory, np.cumsum(sizes) - sizes, sizes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockStorage:
+    """A rank's memory in blocks of an engine's: block b has `block_bytes` bytes at bases[i] + b * strides[i] in each of
+    the engine's places i, and a page is `per_page` blocks. A page's row is, place by place, the bytes of its blocks."""
+
+    bases: Int64s  # (places,)
+    strides: Int64s  # (places,)
+    block_bytes: int
+    blocks: int
+    per_page: int
+
+    def rows(self, first_head: int = 0, heads: int | None = None) -> RowMap:
+        """Rows of all heads: which lie where in a block only the engine knows."""
+        assert first_head == 0, "a block was to be taken apart"
+        return RowMap(self.bases, self.strides, self.per_page, 0, self.block_bytes, self.blocks, in_blocks=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
-from kvferry.transfer.geometry.layouts import RankStorage, RowMap
+from kvferry.transfer.geometry.layouts import BlockStorage, RankStorage, RowMap
 from kvferry.transfer.geometry.rank_lanes import Lane, check_ranks, rank_geometry, shards_of
 
 
@@ -29,7 +29,7 @@ class PoolShape:
     ranks: int
     order: StorageOrder
     pages: int
-    places: tuple[RankStorage, ...] = ()
+    places: tuple[RankStorage | BlockStorage, ...] = ()
 
     def __post_init__(self) -> None:
         """ValueError names the field, its value and the bound."""
@@ -41,7 +41,7 @@ class PoolShape:
         """The shape of each rank's part."""
         return rank_geometry(self.geometry, self.ranks)
 
-    def storage_of(self, rank: int) -> RankStorage:
+    def storage_of(self, rank: int) -> RankStorage | BlockStorage:
         return self.places[rank] if self.places else self.storage
 
     @cached_property

@@ -1,5 +1,6 @@
 """An engine's own memory as it names it to a daemon: for each rank the memories that its tensors lie in, and where the
-pages of each tensor lie. No I/O: who maps the memories gives their addresses.
+pages of each tensor lie, or the blocks of which the engine makes pages. No I/O: who maps the memories gives their
+addresses.
 
 Every field is judged before anything is mapped: how many tensors there are and how long a page is follow from the
 geometry and the storage; a tensor's pages must lie in its memory, and no two pages may share a byte.
@@ -10,15 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
-from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.layouts import BlockStorage, RankStorage
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
 
+MAX_TENSORS = 1 << 14  # of blocks
 IPC_HANDLE_BYTES = 64
 DEVICE_UUID_BYTES = 16
 MAX_PAGES = (1 << 31) - 1
@@ -65,7 +68,7 @@ class RegisteredRank:
     memories: tuple[RegisteredMemory, ...]
     tensors: tuple[RegisteredTensor, ...]
 
-    def storage(self, geometry: KVGeometry, order: StorageOrder, pages: int, addresses: Sequence[int]) -> RankStorage:
+    def pages(self, geometry: KVGeometry, order: StorageOrder, pages: int, addresses: Sequence[int]) -> RankStorage:
         """The memory of a rank with this geometry of its own. `addresses`: where each memory begins."""
         starts = np.array([addresses[tensor.memory] + tensor.offset for tensor in self.tensors], np.int64)
         strides = np.array([tensor.page_stride for tensor in self.tensors], np.int64)
@@ -74,12 +77,38 @@ class RegisteredRank:
         bases = (starts[:, None] + np.arange(inside, dtype=np.int64) * size).ravel()
         return RankStorage(geometry, bases, np.repeat(strides, inside), pages)
 
+    def blocks(self, per_page: int, blocks: int, addresses: Sequence[int]) -> BlockStorage:
+        """The memory of a rank that registered `blocks` blocks, `per_page` of them a page. `addresses`: as above."""
+        starts = np.array([addresses[tensor.memory] + tensor.offset for tensor in self.tensors], np.int64)
+        strides = np.array([tensor.page_stride for tensor in self.tensors], np.int64)
+        return BlockStorage(starts, strides, self.tensors[0].page_bytes, blocks, per_page)
+
+
+class TensorShape(NamedTuple):
+    """The tensors that a rank is to register: how many and why, and what a page (or block) has in each."""
+
+    tensors: int
+    counted: str
+    page_bytes: int
+    sized: str
+
 
 @dataclass(frozen=True, slots=True)
 class Registration:
+    """`block_tokens` 0: pages, which the daemon gives out. Else the `pages` are blocks of so many tokens, which the
+    engine names, and tensors are of blocks."""
+
     pages: int
     order: StorageOrder
     ranks: tuple[RegisteredRank, ...]
+    block_tokens: int = 0
+
+    def storage(self, rank: int, geometry: KVGeometry, addresses: Sequence[int]) -> RankStorage | BlockStorage:
+        """The memory of a rank with this geometry of its own. `addresses`: where each of its memories begins."""
+        registered = self.ranks[rank]
+        if self.block_tokens:
+            return registered.blocks(geometry.page_size // self.block_tokens, self.pages, addresses)
+        return registered.pages(geometry, self.order, self.pages, addresses)
 
     @property
     def on_gpus(self) -> bool:
@@ -98,13 +127,16 @@ class Registration:
             raise ValueError(f"pool.ranks has {len(message.ranks)} entries; this daemon's --ranks is {ranks}")
         own = rank_geometry(geometry, ranks)
         found = tuple(
-            _rank(f"pool.ranks[{i}]", each, own, order, message.pages) for i, each in enumerate(message.ranks)
+            _rank(f"pool.ranks[{i}]", each, _shape(f"pool.ranks[{i}]", each, own, order, message), message.pages)
+            for i, each in enumerate(message.ranks)
         )
         _check_sources(found)
-        return Registration(message.pages, order, found)
+        return Registration(message.pages, order, found, message.block_tokens)
 
     def to_proto(self) -> wire.EnginePool:
-        message = wire.EnginePool(pages=self.pages, storage=common.Storage.Name(int(self.order)))
+        message = wire.EnginePool(
+            pages=self.pages, storage=common.Storage.Name(int(self.order)), block_tokens=self.block_tokens
+        )
         for rank in self.ranks:
             to = message.ranks.add()
             for memory in rank.memories:
@@ -136,15 +168,42 @@ def _bound(field: str, value: int, low: int, high: int) -> None:
         raise ValueError(f"{field} is {value}; it must be {low} to {high}")
 
 
-def _rank(
-    field: str, message: wire.EngineRank, geometry: KVGeometry, order: StorageOrder, pages: int
-) -> RegisteredRank:
-    count, page_bytes = tensors_of(geometry, order)
-    if len(message.tensors) != count:
-        raise ValueError(
-            f"{field}.tensors has {len(message.tensors)} entries; {geometry.layers} layers of {geometry.tensors} "
-            f"tensors in storage {order.name} have {count}"
+def _shape(
+    field: str, message: wire.EngineRank, geometry: KVGeometry, order: StorageOrder, pool: wire.EnginePool
+) -> TensorShape:
+    if not pool.block_tokens:
+        count, page_bytes = tensors_of(geometry, order)
+        planes = f"{geometry.layers} layers of {geometry.tensors} tensors in storage {order.name}"
+        page = (
+            f"a page of {geometry.page_size} tokens, {geometry.kv_heads} heads of {geometry.head_dim} {geometry.dtype}"
         )
+        return TensorShape(count, f"{planes} have {count}", page_bytes, f"{page} has {page_bytes} there")
+    if geometry.layout is not Layout.ENGINE or order is not StorageOrder.PAGE_MAJOR or len(pool.ranks) != 1:
+        raise ValueError(
+            f"pool.block_tokens is {pool.block_tokens}, on {len(pool.ranks)} ranks, in layout {geometry.layout.name} "
+            f"and storage {order.name}; blocks take 1 rank, layout ENGINE and storage PAGE_MAJOR"
+        )
+    if geometry.page_size % pool.block_tokens:
+        raise ValueError(
+            f"pool.block_tokens is {pool.block_tokens}; a page of {geometry.page_size} tokens is no whole "
+            "number of such blocks"
+        )
+    count, per_page = len(message.tensors), geometry.page_size // pool.block_tokens
+    _bound(f"{field}.tensors, the number of entries,", count, 1, MAX_TENSORS)
+    if geometry.page_bytes % (count * per_page * pool.block_tokens):
+        raise ValueError(
+            f"{field}.tensors has {count} entries; a page of {geometry.page_bytes} bytes in {per_page} blocks of "
+            f"{pool.block_tokens} tokens cannot have equal parts in so many"
+        )
+    block_bytes = geometry.page_bytes // (count * per_page)
+    sized = f"a block of {pool.block_tokens} tokens in {count} tensors has {block_bytes} there"
+    return TensorShape(count, "", block_bytes, sized)
+
+
+def _rank(field: str, message: wire.EngineRank, shape: TensorShape, pages: int) -> RegisteredRank:
+    count, counted, page_bytes, sized = shape
+    if len(message.tensors) != count:
+        raise ValueError(f"{field}.tensors has {len(message.tensors)} entries; {counted}")
     if not 1 <= len(message.memories) <= count:
         raise ValueError(f"{field}.memories has {len(message.memories)} entries; it must have 1 to {count}")
     memories = tuple(_memory(f"{field}.memories[{i}]", each) for i, each in enumerate(message.memories))
@@ -153,10 +212,7 @@ def _rank(
         name = f"{field}.tensors[{i}]"
         _bound(f"{name}.memory", tensor.memory, 0, len(memories) - 1)
         if tensor.page_bytes != page_bytes:
-            raise ValueError(
-                f"{name}.page_bytes is {tensor.page_bytes}; a page of {geometry.page_size} tokens, {geometry.kv_heads} "
-                f"heads of {geometry.head_dim} {geometry.dtype} has {page_bytes} there"
-            )
+            raise ValueError(f"{name}.page_bytes is {tensor.page_bytes}; {sized}")
         _bound(f"{name}.page_stride", tensor.page_stride, page_bytes, MAX_BYTES)
         nbytes = memories[tensor.memory].nbytes
         if tensor.offset + tensor.extent(pages) > nbytes:

@@ -40,9 +40,11 @@ __device__ void copy_pages(const PageCopy& copy) {
     const uint32_t in_page = uint32_t(tile % tiles_a_page);
     const uint32_t fragment = copy.first_fragment + in_page / tiles_a_fragment;
     const uint32_t begin = in_page % tiles_a_fragment * kTileBytes;
-    const uint32_t tensor = fragment / copy.pieces;
-    const uint64_t on_device = copy.bases[tensor] + uint64_t(int64_t(copy.page_ids[page]) * copy.strides[tensor] +
-                                                             int64_t(fragment % copy.pieces) * copy.piece_stride);
+    const uint32_t tensor = fragment / copy.pieces, piece = fragment % copy.pieces;
+    const uint32_t id = copy.page_ids[copy.in_blocks ? page * copy.pieces + piece : page];
+    if (id == kNotHere) continue;
+    const uint64_t on_device = copy.bases[tensor] + uint64_t(int64_t(id) * copy.strides[tensor] +
+                                                             int64_t(piece) * copy.piece_stride);
     const uint64_t in_row = copy.rows + uint64_t(int64_t(copy.row_ids[page]) * copy.row_stride) +
                             uint64_t(fragment) * copy.fragment_bytes;
     const char* from = reinterpret_cast<const char*>(copy.to_rows ? on_device : in_row);

@@ -3,13 +3,20 @@
 
 #include <cstdint>
 
+#include "copies/page_layout.h"
+
 namespace kvferry {
+
+constexpr uint32_t kNotHere = ~uint32_t(0);  // as an id: a block that is not there
+static_assert(uint32_t(kNoBlock) == kNotHere);
 
 // One launch takes its page ids as parameters (4 KiB at most): nothing has to be uploaded before it, or kept until it ends.
 constexpr uint32_t kPagesPerLaunch = 480;
+static_assert(kPagesPerLaunch >= kMostBlocksAPage);
 
 // A page is `fragments` fragments of fragment_bytes bytes. Fragment f = tensor * pieces + piece of page p lies at
 // bases[tensor] + p * strides[tensor] + piece * piece_stride; in row r it lies at rows + r * row_stride + f * fragment_bytes.
+// In blocks there are `pieces` ids a page, each in the place of p for one piece, of which kNotHere is left out.
 struct PageCopy {
   const uint64_t* bases;   // on the device, one a tensor
   const int64_t* strides;  // on the device, one a tensor: bytes from a page to the next
@@ -22,6 +29,7 @@ struct PageCopy {
   uint32_t fragments;       // copied of each page
   uint32_t pages;
   uint32_t to_rows;  // 1: fragments to rows; 0: rows to fragments
+  uint32_t in_blocks;
   uint32_t page_ids[kPagesPerLaunch];
   uint32_t row_ids[kPagesPerLaunch];
 };

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "copies/part_sum.h"
+#include "cuda/kernels/copy_kernels.h"
 
 namespace kvferry {
 
@@ -40,8 +41,10 @@ struct SumInto {
 };
 
 constexpr uint32_t kPagesPerPart = 900;
+static_assert(kPagesPerPart >= kMostBlocksAPage);
 
-// Words first .. first + words of the rows of `page_ids` laid end to end <-> slot. Bases and strides as in PageLayout.
+// Words first .. first + words of the rows of `page_ids` laid end to end <-> slot. Bases and strides as in PageLayout; so are
+// ids in blocks, with kNotHere for kNoBlock.
 struct PartCopy {
   const uint64_t* bases;   // on the device, one a tensor
   const int64_t* strides;  // on the device, one a tensor
@@ -51,6 +54,9 @@ struct PartCopy {
   uint32_t first, words;
   FastDivisor row_words, fragment_words, pieces;
   uint32_t to_slot;     // 1: gather; 0: scatter
+  uint32_t in_blocks;
+  uint32_t last_row;    // of which each tensor has last_words, and zeros behind them; kNotHere: of none
+  uint32_t last_words;
   SumInto sum;          // of copy_part_summed_16 only
   uint32_t page_ids[kPagesPerPart];
 };

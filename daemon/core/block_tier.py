@@ -1,0 +1,139 @@
+"""The host tier under pages that are blocks of their engine's. Core: no I/O.
+
+The engine gives each request blocks of its own, so that device pages never enter the tree: what it holds is in the host
+tier. A load copies held rows into a request's pages, under its lock; a store copies a request's pages to rows, which
+enter the tree once they are written. The engine has its blocks back when the request has ended: not before the last
+copy of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.daemon.core.cache import Cache
+from kvferry.daemon.core.errors import precondition
+from kvferry.daemon.core.lease import Lease
+from kvferry.daemon.core.namespaces import Namespace
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.pool import PageState
+from kvferry.radix.tree import BACKUP, PROMPT, RESTORE
+
+NO_PARENT = bytes(DIGEST_BYTES)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockCopy:
+    """A load (`kind` RESTORE) or store (BACKUP) of a lease's pages, from page `first` of its prompt on."""
+
+    lease: Lease
+    kind: int
+    first: int
+    device: list[int]
+    host: list[int]
+    digests: bytes
+    parents: bytes
+    outputs: bytes = field(default=b"")
+
+
+class BlockTier:
+    """Loads and stores, from their start to their end."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._running: dict[int, BlockCopy] = {}
+        self._written: set[int] = set()  # blocks, by living requests
+        self._storing: dict[bytes, set[bytes]] = {}  # by namespace, digests on their way: no second store has them
+
+    def claim(self, lease: Lease) -> None:
+        """Guard: blocks that a request has written are nobody else's until it has ended. FAILED_PRECONDITION where one
+        is another's."""
+        if not lease.blocks or lease.stores:
+            return
+        blocks = {block for block in lease.blocks if block >= 0}
+        if twice := blocks & self._written:
+            raise precondition(f"blocks has {min(twice)}, which is another request's that has not ended")
+        self._written |= blocks
+
+    def give_back(self, lease: Lease) -> None:
+        """The lease has ended: no copy touches its blocks."""
+        if lease.blocks and not lease.stores:
+            self._written.difference_update(lease.blocks)
+
+    def load(self, lease: Lease) -> list[int]:
+        """Starts the copy of what the lease has matched and its engine does not hold. Returns the pages."""
+        pages = lease.pages[lease.held_pages : lease.matched]
+        if pages:
+            lock = lease.hold.lock
+            assert lock is not None
+            rows = lease.hold.namespace.tree.path_rows(lock)[lease.held_pages :]
+            self._begin(lease, RESTORE, lease.held_pages, pages, rows)
+        return pages
+
+    def store(self, lease: Lease) -> None:
+        """Starts the copy of those of the lease's full pages that the tier has not, nor is being given, as far as it
+        has room."""
+        cache, namespace = self._cache, lease.hold.namespace
+        if cache.host is None:
+            return
+        storing = self._storing.setdefault(namespace.id, set())
+        digests = _each(lease.digests)
+        first = namespace.tree.match(lease.digests).pages
+        while first < len(digests) and digests[first] in storing:
+            first += 1
+        room = cache.eviction.host_room(namespace, len(digests) - first)
+        if room and not cache.copies.full:
+            storing.update(digests[first : first + room])
+            rows = cache.host.allocate(room, PageState.LEASED)
+            self._begin(lease, BACKUP, first, lease.pages[first : first + room], rows)
+
+    def _begin(self, lease: Lease, kind: int, first: int, pages: list[int], rows: list[int]) -> None:
+        behind = first + len(pages)
+        digests = lease.digests[first * DIGEST_BYTES : behind * DIGEST_BYTES]
+        parents = (NO_PARENT + lease.digests)[first * DIGEST_BYTES : behind * DIGEST_BYTES]
+        copy = BlockCopy(lease, kind, first, pages, rows, digests, parents, bytes(len(pages)))
+        number = self._cache.copies.begin(lease.hold.namespace, copy)
+        self._running[number] = copy
+        lease.copies.add(number)
+
+    def ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> BlockCopy | None:
+        """A copy is over; `failed`: those of its pages whose bytes are not right. None: it is none of these."""
+        copy = self._running.pop(number, None)
+        if copy is not None:
+            self._cache.copies.end(number, len(failed), mismatched, seconds)
+            copy.lease.copies.discard(number)
+            if copy.kind == BACKUP:
+                self._stored(copy, failed)
+        return copy
+
+    def _stored(self, copy: BlockCopy, failed: Sequence[int]) -> None:
+        """Takes the rows into the tree, up to the first that is not right, or frees them."""
+        host, namespace = self._cache.host, copy.lease.hold.namespace
+        assert host is not None
+        self._storing[namespace.id].difference_update(_each(copy.digests))
+        good = min((copy.device.index(page) for page in failed), default=len(copy.device))
+        digests = copy.lease.digests[: (copy.first + good) * DIGEST_BYTES]
+        if good and self._path_is_held(namespace, digests, copy.first):
+            result = namespace.tree.insert_host(digests, copy.host[:good], copy.first, PROMPT, copy.lease.priority)
+            host.free_pages(result.duplicates + copy.host[good:])
+            self._cache.eviction.keep_host_quota(namespace)
+        else:
+            host.free_pages(copy.host)
+
+    def _path_is_held(self, namespace: Namespace, digests: bytes, pages: int) -> bool:
+        """Whether what is before them is there: it may have been another's store, or be evicted."""
+        return namespace.tree.match(digests).pages >= pages
+
+    def forget_wrong(self, lease: Lease, page: int) -> None:
+        """What the lease's path holds from prompt page `page` on is not right: it leaves the tree, but for what others
+        hold. The lease holds what is before it."""
+        hold, tree = lease.hold, lease.hold.namespace.tree
+        assert hold.lock is not None
+        shorter = tree.lock(tree.match(lease.digests[: page * DIGEST_BYTES]), hold.priority)
+        removed = tree.prune(hold.lock, page)
+        assert not removed, "pages of the device were in the tree"
+        hold.lock = shorter
+
+
+def _each(digests: bytes) -> list[bytes]:
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]

@@ -1,0 +1,218 @@
+"""Daemons that copy straight from an engine's blocks and into them: what they write, what they leave alone, and when
+the engine has its blocks back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+
+from kvferry.client.requests import RequestFailed
+from kvferry.daemon.cli.stack import Process, Stack
+from tests.support.block_engine import CANARY, FACTS, GEOMETRY, PAGE, BlockEngine, Prompt, new_name
+from tests.support.engines import side_stats
+
+SLOT_BYTES = 4096 + 64
+
+
+class Pair:
+    """A prefill and a decode daemon over blocks of unlike sizes."""
+
+    def __init__(
+        self, stack: Stack, *flags: str, host: str = "1MiB", prefill_tokens: int = 8, decode_tokens: int = 4
+    ) -> None:
+        self.stack = stack
+        sockets = {role: os.path.join(stack.folder, f"{role}.sock") for role in ("prefill", "decode")}
+        common = [
+            "--listen",
+            "127.0.0.1:0",
+            "--page-size",
+            str(PAGE),
+            "--pool",
+            "engine",
+            "--slot-bytes",
+            str(SLOT_BYTES),
+        ]
+        common += flags
+        words = ["serve", "--role", "prefill", "--name", "p", "--socket", sockets["prefill"], *common]
+        self.prefill_daemon = stack.start("prefill", words)
+        address = stack.ready(self.prefill_daemon)
+        words = ["serve", "--role", "decode", "--name", "d", "--socket", sockets["decode"], *common]
+        self.decode_daemon = stack.start("decode", [*words, "--peer", f"p={address}", "--host-bytes", host])
+        stack.ready(self.decode_daemon)
+        self.prefill = BlockEngine("prefill", sockets["prefill"], prefill_tokens, 40)
+        self.decode = BlockEngine("decode", sockets["decode"], decode_tokens, 96)
+
+    async def __aenter__(self) -> Pair:
+        await self.prefill.connect()
+        await self.decode.connect()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.decode.client.close()
+        await self.prefill.client.close()
+
+    async def hand_over(self, prompt: Prompt, start: int = 0, chunk: int = PAGE) -> tuple[list[int], int]:
+        """Returns decode's blocks from token `start` on, and the tokens that its daemon held."""
+        name = new_name()
+        blocks = self.decode.take(prompt.tokens - start)
+        pushed, admitted = await asyncio.gather(
+            self.prefill.push(prompt, name, chunk=chunk), self.decode.fetch(prompt, name, blocks, start, "p")
+        )
+        assert self.decode.wrong(prompt, blocks, start, prompt.tokens) == []
+        assert not self.decode.touched() and not self.prefill.touched()
+        return blocks, admitted.matched_tokens
+
+
+@pytest.mark.parametrize("flags", [(), ("--checksums", "on")])
+def test_prompts_go_from_blocks_to_blocks(stack: Stack, flags: tuple[str, ...]) -> None:
+    async def run() -> None:
+        async with Pair(stack, *flags) as pair:
+            for tokens, start, chunk in ((1, 0, 16), (16, 0, 16), (61, 0, 16), (64, 20, 32), (75, 36, 16), (75, 72, 8)):
+                prompt = Prompt(tokens, tokens * 100 + start)
+                blocks, _ = await pair.hand_over(prompt, start, chunk)
+                behind = tokens % pair.decode.block_tokens
+                if behind:
+                    rest = pair.decode.memory[:, blocks[-1], behind:]
+                    assert (rest == 0).all(), "what prefill's engine had there has been sent"
+                pair.decode.give_back(blocks)
+            side = side_stats(pair.decode.socket)
+            assert side.pool.block_tokens == 4 and side.pool.leased == side.pool.cached == 0
+            assert side.transfers.failed == side.transfers.mismatched_parts == 0
+
+    asyncio.run(run())
+
+
+def test_the_host_tier_keeps_what_is_handed_in(stack: Stack) -> None:
+    async def run() -> None:
+        async with Pair(stack, "--checksums", "on") as pair:
+            prompt = Prompt(70, 5)
+            blocks, held = await pair.hand_over(prompt)
+            assert held == 0
+            await pair.decode.store(prompt, blocks)
+            await pair.decode.store(prompt, blocks)  # it is there
+            pair.decode.give_back(blocks)
+            side = side_stats(pair.decode.socket)
+            assert side.host.cached == 4 and side.tiers.backup_pages == 4 and side.pool.cached == 0
+            # The engine holds nothing, then a page and a block of it; the rest of the held ones is loaded.
+            for start, more in ((0, 6), (20, 7), (0, 8)):
+                longer = Prompt(90, more, shared=0) if more == 8 else Prompt(70, 5)
+                blocks, held = await pair.hand_over(longer, start)
+                assert held == (0 if more == 8 else 64)
+                pair.decode.give_back(blocks)
+            # Without a prefill half, as far as the tier goes.
+            blocks = pair.decode.take(64 - 20)
+            admitted = await pair.decode.fetch(Prompt(65, 5), new_name(), blocks, 20, "")
+            assert admitted.local_tokens == 64
+            assert pair.decode.wrong(Prompt(64, 5), blocks, 20, 64) == [] and not pair.decode.touched()
+            side = side_stats(pair.decode.socket)
+            assert side.tiers.restored_pages == 4 + 3 + 3 and side.tiers.restore_failed_pages == 0
+            assert side.requests.host_hit_tokens == 64 * 3
+
+    asyncio.run(run())
+
+
+def test_what_an_engine_may_not_say(stack: Stack) -> None:
+    async def run() -> None:
+        async with Pair(stack) as pair:
+            client, prompt = pair.decode.client, Prompt(40, 1)
+            for words, blocks, start, held, extra in (
+                ("blocks has 96; the engine has blocks 0 to 95", [0, 96], 32, 32, {}),
+                ("blocks has 1 entries twice", [3, 3], 32, 32, {}),
+                ("blocks_from is 30; it must be a multiple of 4", [3], 30, 16, {}),
+                ("blocks has 3 entries from token 32 on; it must have 1 to 2", [1, 2, 3], 32, 32, {}),
+                ("held_tokens is 16; with blocks_from 32 it is 32", [1, 2], 32, 16, {}),
+                ("blocks has 1 entries; they must go on to the prompt's end", [1], 32, 32, {}),
+                ("blocks has 0 entries", [], 0, 0, {}),
+                ("max_new_tokens is 2; with blocks it must be 1", [1, 2], 32, 32, {"max_new_tokens": 2}),
+            ):
+                wanted = {"max_new_tokens": 1, **extra}
+                with pytest.raises(RequestFailed, match=words):
+                    await client.admit(
+                        name := new_name(),
+                        **prompt.words,  # type: ignore[arg-type]
+                        prefill="p",
+                        deadline_s=5,
+                        held_tokens=held,
+                        blocks=blocks,
+                        blocks_from=start,
+                        **wanted,
+                    )
+                await client.abort(name, "refused")
+            # A block of a request that has not ended is nobody else's to be written.
+            first = new_name()
+            waiting = {**prompt.words, "prefill": "p", "max_new_tokens": 1, "deadline_s": 20}
+            await client.admit(first, **waiting, blocks=range(10))  # type: ignore[arg-type]
+            with pytest.raises(RequestFailed, match="blocks has 9, which is another request's that has not ended"):
+                await client.admit(second := new_name(), **waiting, blocks=range(9, 19))  # type: ignore[arg-type]
+            await client.abort(second, "refused")
+            await client.abort(first, "left")
+            await client.admit(first := new_name(), **waiting, blocks=range(9, 19))  # type: ignore[arg-type]
+            await client.abort(first, "left")
+            with pytest.raises(RequestFailed, match="blocks has 5 entries behind 1; the prompt has 5"):
+                await pair.prefill.client.begin(name := new_name(), **prompt.words, deadline_s=5, blocks=[1])  # type: ignore[arg-type]
+                pair.prefill.client.progress(name, 16, [2, 3, 4, 5, 6])
+                await pair.prefill.client.ended(name, 5)
+            with pytest.raises(RequestFailed, match="tokens is 32; blocks of 16 are named"):
+                await pair.prefill.client.begin(name := new_name(), **prompt.words, deadline_s=5, blocks=[1])  # type: ignore[arg-type]
+                pair.prefill.client.progress(name, 32, [2])
+                await pair.prefill.client.ended(name, 5)
+
+    asyncio.run(run())
+
+
+def test_blocks_come_back_when_the_last_copy_has_ended(stack: Stack) -> None:
+    """Requests are aborted at any time, and their blocks given to others as soon as that is answered: nothing is written
+    there that is not theirs."""
+
+    async def run() -> None:
+        chosen = random.Random(7)
+        async with Pair(stack, "--checksums", "on") as pair:
+            for number in range(40):
+                prompt, name = Prompt(chosen.randint(60, 200), number), new_name()
+                blocks = pair.decode.take(prompt.tokens)
+                fetching = asyncio.ensure_future(pair.decode.fetch(prompt, name, blocks, 0, "p"))
+                pushing = asyncio.ensure_future(pair.prefill.push(prompt, name, end=False))
+                await asyncio.sleep(chosen.choice([0.0, 0.001, 0.003, 0.01]))
+                fetching.cancel()
+                await asyncio.gather(fetching, return_exceptions=True)
+                await pair.decode.client.abort(name, "left")
+                pair.decode.give_back(blocks)
+                await asyncio.gather(pushing, return_exceptions=True)
+                await pair.prefill.client.abort(name, "left")
+                pair.prefill.give_back([block for block in range(40) if block not in pair.prefill.free])
+            await asyncio.sleep(0.1)
+            assert not pair.decode.touched() and not pair.prefill.touched()
+            blocks, _ = await pair.hand_over(Prompt(70, 1000))
+            side = side_stats(pair.decode.socket)
+            assert side.pool.leased == 0 and side.pool.orphaned == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_daemon_that_is_killed_takes_no_block_with_it(stack: Stack, role: str) -> None:
+    async def run() -> None:
+        pair = Pair(stack)
+        await pair.prefill.connect()
+        await pair.decode.connect()
+        await pair.hand_over(Prompt(70, 1))
+        daemon: Process = pair.prefill_daemon if role == "prefill" else pair.decode_daemon
+        engine = pair.prefill if role == "prefill" else pair.decode
+        other = pair.decode if role == "prefill" else pair.prefill
+        daemon.popen.send_signal(signal.SIGKILL)
+        await asyncio.wait_for(engine.client.gone, 10)
+        assert not pair.decode.touched() and not pair.prefill.touched()
+        assert (engine.memory[:, engine.free[0]] == CANARY).all(), "the memory stays the engine's"
+        await engine.client.close()
+        await other.client.close()
+
+    asyncio.run(run())
+
+
+def test_facts_are_those_of_pages() -> None:
+    """An engine's blocks and a daemon's pages are of one namespace: either side may be of either kind."""
+    assert FACTS.geometry == GEOMETRY
