@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from kvferry.client.attachment import Attachment
+from kvferry.client.daemon_end import DaemonEnd
 from kvferry.client.engine_pools import EnginePools
 from kvferry.client.open_request import OpenRequest
 from kvferry.client.requests import (
+    MAX_FINISH_DIGEST_BYTES,
     Admitted,
     Begun,
     DaemonEnded,
@@ -29,16 +31,16 @@ from kvferry.client.requests import (
     RequestFailed,
     RequestName,
     Retracted,
+    check_output_digests,
     name_in_use,
+    with_page_tokens,
 )
 from kvferry.client.stream import MAX_UNSENT_BYTES, PROTOCOL, Stream, StreamEnd, open_stream
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.proto.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
-from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.waiting import complete, is_done
 
-MAX_FINISH_DIGEST_BYTES = MAX_MESSAGE_BYTES - 256  # beside them: a name and two numbers
 ANSWER_SLACK_S = 5.0  # the daemon keeps a request's deadline itself; the client waits this much longer for its word
 ANSWER_DEADLINE_S = 30.0  # for answers that wait for nothing but the daemon
 UNMAP_DEADLINE_S = 30.0  # its copies end, its sessions are torn down
@@ -60,6 +62,8 @@ class DaemonClient:
         """The daemon's. Only pages of this worker's living requests may be touched."""
         self.gone: asyncio.Future[DaemonGone] = asyncio.get_running_loop().create_future()
         """Done when the session is broken; not when it was closed from here."""
+        self.end = DaemonEnd(welcome) if attachment.pools.in_blocks else None
+        """The proof that nothing touches blocks that were registered; None where none were."""
         self._stream = stream
         self._attachment = attachment
         self._requests: dict[RequestName, OpenRequest] = {}
@@ -112,7 +116,12 @@ class DaemonClient:
             if isinstance(error, (OSError, ValueError)):
                 raise HandshakeFailed(f"cannot attach to the pool of daemon {welcome.daemon!r}: {error}") from error
             raise
-        client = cls(stream, welcome, attachment, geometry)
+        try:
+            client = cls(stream, welcome, attachment, geometry)
+        except OSError as error:
+            stream.frames.abort()
+            await asyncio.to_thread(attachment.close if own is None else attachment.close_mapped)
+            raise HandshakeFailed(f"the lock of daemon {welcome.daemon!r}: {error}") from error
         client._send(worker_pb2.WorkerMessage(attached=worker_pb2.Attached()))
         return client
 
@@ -158,14 +167,7 @@ class DaemonClient:
                 blocks_from=blocks_from,
             )
         )
-        page_size = self.geometry.page_size
-        new_digests = ((tokens + max_new_tokens) // page_size - tokens // page_size) * DIGEST_BYTES
-        if new_digests > MAX_FINISH_DIGEST_BYTES:  # refused now: behind the output it would be too late
-            raise NotOpened(
-                common_pb2.ERROR_INVALID_ARGUMENT,
-                f"max_new_tokens is {max_new_tokens}: the output's digests at page size {page_size} may have "
-                f"{new_digests} bytes; they may have {MAX_FINISH_DIGEST_BYTES}",
-            )
+        check_output_digests(tokens, max_new_tokens, self.geometry.page_size)
         request = self._open(name, message, tokens, deadline_s)
         request.in_blocks = self.pools.in_blocks
         return await self._wait(name, request.admitted, deadline_s + ANSWER_SLACK_S, "Admitted")
@@ -213,12 +215,7 @@ class DaemonClient:
         again; `page_tokens`: where Ready asked for them, those of all full pages that were not sent yet."""
         request = self._of(name)
         finish = worker_pb2.Finish(name=name.to_proto(), tokens=tokens, digests=digests, continues=continues)
-        if page_tokens is not None:
-            finish.page_tokens.first_token = page_tokens.first_token
-            finish.page_tokens.tokens.extend(page_tokens.tokens)
-            if finish.ByteSize() > MAX_FINISH_DIGEST_BYTES:
-                finish.ClearField("page_tokens")
-        self._send(worker_pb2.WorkerMessage(finish=finish))
+        self._send(worker_pb2.WorkerMessage(finish=with_page_tokens(finish, page_tokens)))
         await self._wait(name, request.ended, ANSWER_DEADLINE_S, "Ended")
         self._requests.pop(name, None)
 
@@ -306,6 +303,22 @@ class DaemonClient:
         finally:
             self._requests.pop(name, None)
 
+    async def release(self, name: RequestName, reason: str) -> None:
+        """Aborts a request that named blocks, and returns when the daemon touches none of them any more: it has said
+        so, or its end is proven. However long that takes."""
+        assert self.end is not None, "the worker has registered no blocks"
+        request = self._requests.get(name)
+        if request is None:
+            return
+        abort = worker_pb2.Abort(name=name.to_proto(), reason=reason[:MAX_REASON_CHARS])
+        try:
+            self._send(worker_pb2.WorkerMessage(abort=abort))
+            await request.released
+        except DaemonGone:
+            await self.end.wait()
+        finally:
+            self._requests.pop(name, None)
+
     @property
     def open_requests(self) -> int:
         """Requests that neither ended nor were aborted."""
@@ -322,6 +335,8 @@ class DaemonClient:
         heard = await self._quiesced(max(deadline_s, UNMAP_DEADLINE_S) if owns else deadline_s)
         self._stream.frames.abort()
         self._break(DaemonGone("the session was closed"))
+        if heard and self.end is not None:
+            self.end.prove()
         close = self._attachment.close_mapped if owns and not heard else self._attachment.close
         await asyncio.to_thread(close)  # it waits for the devices, however long
 
@@ -398,7 +413,7 @@ class DaemonClient:
             return
         self._broken = broken
         for request in self._requests.values():
-            request.fail(self._broken)
+            request.lose(self._broken)
         if not self._closing and not self.gone.done():
             self.gone.set_result(self._broken)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,29 +22,15 @@ from kvferry.transfer.mapping.segment import Segment
 
 
 class OwnBlocks(RankPools):
-    """`blocks` blocks that stay the engine's. `settle` waits until nothing that this process has queued touches them,
-    `keep` has their memory stay until this process ends."""
+    """`blocks` blocks that stay the engine's, whatever becomes of the session: nothing of theirs is let go of."""
 
     in_blocks = True
 
-    def __init__(
-        self,
-        geometry: KVGeometry,
-        blocks: int,
-        memories: Sequence[Memory],
-        settle: Callable[[], None] = lambda: None,
-        keep: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(geometry, StorageOrder.PAGE_MAJOR, blocks, memories)
-        self._settle = settle
-        self._keep = keep
-
-    def settle(self) -> None:
-        self._settle()
-
-    def release_mapped(self) -> None:
-        self._keep()
-        self.release()
+    def __init__(self, geometry: KVGeometry, blocks: int, memory: Memory | None = None) -> None:
+        """memory: of shared memory, all of it; None where it is not for this process to look into."""
+        super().__init__(
+            geometry, StorageOrder.PAGE_MAJOR, blocks, [np.zeros(0, np.uint8) if memory is None else memory]
+        )
 
 
 def make_block_file(geometry: KVGeometry, block_tokens: int, blocks: int, places: int, shm_dir: str) -> EnginePools:
@@ -62,5 +47,5 @@ def make_block_file(geometry: KVGeometry, block_tokens: int, blocks: int, places
     tensors = [RegisteredTensor(0, place * blocks * block_bytes, block_bytes, block_bytes) for place in range(places)]
     memory = RegisteredMemory(SharedFile(os.path.basename(file.path)), file.nbytes)
     rank = RegisteredRank((memory,), tuple(tensors))
-    pools = OwnBlocks(geometry, blocks, [np.frombuffer(file.buffer, np.uint8)])
+    pools = OwnBlocks(geometry, blocks, np.frombuffer(file.buffer, np.uint8))
     return EnginePools(pools, Registration(blocks, StorageOrder.PAGE_MAJOR, (rank,), block_tokens), [file])

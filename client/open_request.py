@@ -25,6 +25,8 @@ class OpenRequest:
     begun: asyncio.Future[Begun] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ready: asyncio.Future[Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    released: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """The daemon touches its pages no more; unlike `ended` that is awaited of a request that has failed, too."""
     grown: asyncio.Future[tuple[int, ...]] | None = None
     pages: int = 0
     in_blocks: bool = False  # its pages are blocks that the worker names: the daemon names none
@@ -56,10 +58,16 @@ class OpenRequest:
                 _refuse(self.grown, Retracted())
         elif kind == "ended":
             _resolve(self.ended, None)
+            _resolve(self.released, None)
         elif kind == "failed":
             error = event.failed.error
             self.failure = RequestFailed(error.code, error.message, error.of_prefill)
             self.fail(self.failure)
+
+    def lose(self, error: Exception) -> None:
+        """Nothing more comes of it."""
+        self.fail(error)
+        _refuse(self.released, error)
 
     def fail(self, error: Exception) -> None:
         for future in (self.admitted, self.begun, self.ready, self.ended, self.grown):

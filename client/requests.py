@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvferry.proto import common_pb2
-from kvferry.proto.limits import MAX_ATTEMPT, REQUEST_ID_BYTES
+from kvferry.proto import common_pb2, worker_pb2
+from kvferry.proto.limits import MAX_ATTEMPT, MAX_MESSAGE_BYTES, REQUEST_ID_BYTES
+from kvferry.radix.digests import DIGEST_BYTES
+
+MAX_FINISH_DIGEST_BYTES = MAX_MESSAGE_BYTES - 256  # beside them: a name and two numbers
 
 
 class RequestName(NamedTuple):
@@ -97,3 +100,24 @@ class PageTokens(NamedTuple):
 
     first_token: int
     tokens: Sequence[int]
+
+
+def check_output_digests(tokens: int, max_new_tokens: int, page_size: int) -> None:
+    """NotOpened where the digests of the output do not fit in a message: behind the output it would be too late."""
+    new_digests = ((tokens + max_new_tokens) // page_size - tokens // page_size) * DIGEST_BYTES
+    if new_digests > MAX_FINISH_DIGEST_BYTES:
+        raise NotOpened(
+            common_pb2.ERROR_INVALID_ARGUMENT,
+            f"max_new_tokens is {max_new_tokens}: the output's digests at page size {page_size} may have "
+            f"{new_digests} bytes; they may have {MAX_FINISH_DIGEST_BYTES}",
+        )
+
+
+def with_page_tokens(finish: worker_pb2.Finish, tokens: PageTokens | None) -> worker_pb2.Finish:
+    """The message with these tokens, where they fit: they are for others only."""
+    if tokens is not None:
+        finish.page_tokens.first_token = tokens.first_token
+        finish.page_tokens.tokens.extend(tokens.tokens)
+        if finish.ByteSize() > MAX_FINISH_DIGEST_BYTES:
+            finish.ClearField("page_tokens")
+    return finish

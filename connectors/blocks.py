@@ -84,6 +84,12 @@ class BlockMap:
             )
 
     @property
+    def in_token_order(self) -> bool:
+        """Whether each run of bytes has its tokens one behind the other."""
+        each = np.arange(self.block_tokens, dtype=np.int32)
+        return np.array_equal(self.order, np.repeat(each, self.block_bytes // self.block_tokens))
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a block in all places."""
         return len(self.bases) * self.block_bytes

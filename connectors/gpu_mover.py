@@ -45,9 +45,13 @@ class GpuMover:
             raise OSError(f"{self._device}: {error}") from error
 
     def moment(self) -> Moment:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def computed(self, after: Moment) -> None:
+        assert after is not None
+        after.synchronize()
 
     def misfit(self, memories: Sequence[Memory]) -> str:
         where = [memory.device if isinstance(memory, torch.Tensor) else "shared memory" for memory in memories]

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 class _Daemon:
     name: str
     pages: int
+    keeps: bool
     index: _core.HeldIndexReader
 
     @property
@@ -66,6 +67,11 @@ class HeldPrefixes:
     def most_pages(self) -> int:
         """The most pages that a prompt may have there; 0 while it is not known."""
         return found.pages if (found := self._daemon) is not None else 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps pages that are handed in; False while that is not known."""
+        return (found := self._daemon) is not None and found.keeps
 
     def held_pages(self, digests: bytes) -> int:
         """The first pages of a prompt that the daemon can read just now; 32 bytes a page."""
@@ -117,7 +123,7 @@ class HeldPrefixes:
                 stub = worker_pb2_grpc.WorkerStub(channel)
                 reply = stub.Held(self._request, timeout=self._timeout_s)
             if reply.file:  # else no worker has come yet
-                self._daemon = _Daemon(reply.daemon, reply.pages, _map(reply.file, reply.nbytes))
+                self._daemon = _Daemon(reply.daemon, reply.pages, reply.keeps, _map(reply.file, reply.nbytes))
             self._told_gone = False
         except (grpc.RpcError, OSError, ValueError) as error:
             if not self._told_gone and not self._closed:

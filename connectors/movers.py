@@ -29,6 +29,9 @@ class Mover(Protocol):
     def moment(self) -> Moment:
         """The present moment. Called on the thread that tells the engine what to compute; waits for nothing."""
 
+    def computed(self, after: Moment) -> None:
+        """Returns when what the engine had begun before `after` is computed. On a thread: it may sleep."""
+
     def misfit(self, memories: Sequence[Memory]) -> str:
         """Why a daemon with such memories, one a rank, cannot be used; empty where it can."""
 
@@ -48,6 +51,9 @@ class HostMover:
 
     def moment(self) -> Moment:
         return None
+
+    def computed(self, after: Moment) -> None:
+        """It is, when the engine says so."""
 
     def misfit(self, memories: Sequence[Memory]) -> str:
         if len(memories) == 1 and isinstance(memories[0], np.ndarray):

@@ -81,7 +81,7 @@ class DecodeScheduler(SchedulerSide):
         # The last token's KV is not computed, nor what a step under way is to compute.
         ready = min(counted(tracked), request.num_tokens - 1)
         tokens = ready - ready % self.shape.page_size
-        if tokens < 1 or tracked.alone or not self._view.up:
+        if tokens < 1 or tracked.alone or not (self._view.up and self._view.keeps):
             del self._tracked[request.request_id]
             return False, None
         if self._view.held_pages(tracked.chain.pages(tokens)) * self.shape.page_size >= tokens:

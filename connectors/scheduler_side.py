@@ -57,6 +57,10 @@ class DaemonView(Protocol):
     def most_pages(self) -> int:
         """The most pages that a prompt may have there; 0 while it is not known."""
 
+    @property
+    def keeps(self) -> bool:
+        """The daemon keeps pages that are handed in."""
+
     def held_pages(self, digests: bytes) -> int:
         """The first pages of a prompt that the daemon can read just now."""
 

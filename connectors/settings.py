@@ -14,6 +14,7 @@ _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (i
 class Settings:
     socket: str  # of the daemon beside this engine
     page_size: int = 0  # tokens, as the daemon has it; 0: the engine's block size
+    pool: str = "daemon"  # "engine": the engine's own blocks are registered with a daemon of --pool engine
     prefill: str = ""  # name of the prefill daemon, where a request names none
     revision: str = ""  # of the weights; empty: read from the files
     weights_file: str = ""  # has the name of the weights that the engine has from a reset of its caches on
@@ -41,6 +42,8 @@ class Settings:
         for name in ("deadline_seconds", "lookup_seconds", "store_seconds", "connect_seconds"):
             if not 0 < getattr(settings, name) <= 3600:
                 raise ValueError(f"{_WHERE}.{name} is {getattr(settings, name)}; it must be above 0, at most 3600")
+        if settings.pool not in ("daemon", "engine"):
+            raise ValueError(f"{_WHERE}.pool is {settings.pool!r}; it must be 'daemon' or 'engine'")
         if settings.page_size < 0:
             raise ValueError(f"{_WHERE}.page_size is {settings.page_size}; it must be at least 0")
         return settings

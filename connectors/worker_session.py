@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from kvferry.client.client import DaemonClient
+from kvferry.client.engine_pools import EnginePools
 from kvferry.client.requests import DaemonAbsent, HandshakeFailed
 from kvferry.connectors.blocks import PoolPages
 from kvferry.connectors.movers import Mover
@@ -38,12 +39,27 @@ def pool_of(client: DaemonClient) -> PoolPages:
 
 
 def connector_of(
-    settings: Settings, role: common_pb2.Role, facts: common_pb2.NamespaceFacts, worker: str, mover: Mover
+    settings: Settings,
+    role: common_pb2.Role,
+    facts: common_pb2.NamespaceFacts,
+    worker: str,
+    mover: Mover,
+    own: Callable[[], EnginePools] | None = None,
 ) -> OpenSession:
+    """`own`: registers the engine's blocks anew; None: the pool is the daemon's."""
+
     async def connect(*, deadline_s: float) -> DaemonClient:
         client = await DaemonClient.connect(
-            settings.socket, role, facts, worker, deadline_s=deadline_s, late_ms=LATE_MS
+            settings.socket,
+            role,
+            facts,
+            worker,
+            deadline_s=deadline_s,
+            own=None if own is None else own(),
+            late_ms=LATE_MS,
         )
+        if own is not None:
+            return client
         if misfit := mover.misfit(client.pools.memories):
             await client.close()
             raise HandshakeFailed(misfit)
@@ -55,9 +71,14 @@ def connector_of(
 def greeting(client: DaemonClient) -> str:
     """What an operator reads of a new session."""
     told = client.welcome
+    ways = (
+        "copied straight from and into this engine's blocks"
+        if client.pools.in_blocks
+        else "copied to and from its pool"
+    )
     return (
         f"connected to kvferry's daemon {told.daemon!r}: namespace {told.namespace_id.hex()[:12]}, pages of "
-        f"{told.geometry.page_size} tokens; while it is away prompts are computed here"
+        f"{told.geometry.page_size} tokens, {ways}; while it is away prompts are computed here"
     )
 
 
@@ -80,6 +101,7 @@ class Sessions:
         self._quiet = quiet
         self._changed = changed
         self._keeping: asyncio.Task[None] | None = None
+        self._unproven: list[DaemonClient] = []  # that are over, and whose daemons may still touch the engine's blocks
 
     async def open(self, deadline_s: float) -> None:
         """The first; HandshakeFailed where it is refused. Where no daemon is there it is tried again and again."""
@@ -120,12 +142,22 @@ class Sessions:
         self._changed(False)
         await self._quiet()
         if client is not None:
-            await client.close()  # no copy runs: the memory and the lock may go
+            await client.close()  # no copy of ours runs: the memory and the lock may go
+            if client.end is not None and not client.end.proven:
+                self._unproven.append(client)
+
+    def _prove(self, client: DaemonClient) -> None:
+        """A daemon that maps blocks anew has let go of what it had mapped."""
+        for before in self._unproven:
+            if before.end is not None and before.welcome.incarnation == client.welcome.incarnation:
+                before.end.prove()
+        self._unproven = [each for each in self._unproven if each.end is not None and not each.end.proven]
 
     async def _reopen(self) -> DaemonClient:
         while True:
             try:
                 self.client = await self._connect(deadline_s=CONNECT_SECONDS)
+                self._prove(self.client)
                 self._changed(True)
                 _log.info("again %s", greeting(self.client))
                 return self.client

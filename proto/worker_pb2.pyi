@@ -16,16 +16,18 @@ class HeldRequest(_message.Message):
     def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
 
 class HeldReply(_message.Message):
-    __slots__ = ("daemon", "pages", "file", "nbytes")
+    __slots__ = ("daemon", "pages", "file", "nbytes", "keeps")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
     daemon: str
     pages: int
     file: str
     nbytes: int
-    def __init__(self, daemon: _Optional[str] = ..., pages: _Optional[int] = ..., file: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    keeps: bool
+    def __init__(self, daemon: _Optional[str] = ..., pages: _Optional[int] = ..., file: _Optional[str] = ..., nbytes: _Optional[int] = ..., keeps: bool = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("hello", "attached", "admit", "begin", "progress", "aux", "grow", "finish", "abort", "quiesced", "page_tokens")

@@ -196,7 +196,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks = vllm_facts.block_map(kv_caches, self._kv_cache_config, self._shape, self._facts.geometry, order)
         mover = vllm_facts.mover_of(kv_caches, self._kv_cache_config, blocks)
         name = f"vllm {self._engine}"[:128]
-        connect = connector_of(self._settings, self._daemon_role, self._facts.to_proto(), name, mover)
+        own = None
+        if self._settings.pool == "engine":
+            own = vllm_facts.own_blocks(kv_caches, self._kv_cache_config, blocks, self._facts.geometry)
+        connect = connector_of(self._settings, self._daemon_role, self._facts.to_proto(), name, mover, own)
         self._worker = WorkerSide(self._settings, blocks, mover, connect)
         self._worker.start()
         self._workers[self._engine] = self._worker

@@ -6,12 +6,14 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.client.engine_pools import EnginePools
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import HostMover, Mover
 from kvferry.connectors.prompt_chain import Unnamed
@@ -229,6 +231,28 @@ def mover_of(kv_caches: dict[str, Any], kv_cache_config: Any, blocks: BlockMap) 
         return GpuMover(blocks, device)
     except OSError as error:
         raise Unfit(f"kvferry cannot copy on the engine's GPU: {error}") from error
+
+
+def own_blocks(
+    kv_caches: dict[str, Any], kv_cache_config: Any, blocks: BlockMap, geometry: KVGeometry
+) -> Callable[[], EnginePools]:
+    """Registers the engine's blocks with a daemon, each time that it is called. Unfit where they cannot be."""
+    device = _cache_of(kv_caches, kv_cache_config.kv_cache_groups[0].layer_names[0]).device
+    if device.type == "cpu":
+        raise Unfit("kv_connector_extra_config.pool is 'engine'; blocks in the machine's memory are no other process's")
+    from kvferry.connectors.gpu_blocks import registered
+
+    def register() -> EnginePools:
+        try:
+            return registered(blocks, geometry, device.index or 0)
+        except OSError as error:
+            raise Unfit(
+                f"kv_connector_extra_config.pool is 'engine', and the KV cache cannot be shared: {error}; start vLLM "
+                "without sleep mode and expandable segments, or set pool to 'daemon'"
+            ) from error
+
+    register()  # it is refused at the start, or never
+    return register
 
 
 def block_map(

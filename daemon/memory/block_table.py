@@ -30,6 +30,9 @@ class PlainPages:
         return None
 
 
+PLAIN_PAGES = PlainPages()
+
+
 class BlockTable:
     """`per_page` blocks for each page, in order; -1: none, whose bytes are not the daemon's to read or write."""
 

@@ -20,7 +20,7 @@ from kvferry._core import (
     GpuUnavailable,
     PinnedBuffer,
 )
-from kvferry.daemon.memory.block_table import BlockTable, PagePlaces, PlainPages, table_of
+from kvferry.daemon.memory.block_table import PLAIN_PAGES, BlockTable, PagePlaces, table_of
 from kvferry.daemon.memory.gpu_completions import CopyEnds
 from kvferry.daemon.memory.gpu_ranks import MappedRank, OwnRank, RankMemory, run_all
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
@@ -52,7 +52,7 @@ class GpuPartCopies:
         ranks: list[RankMemory],
         lanes: list[tuple[int, RowMap]],
         ends: CopyEnds,
-        places: PagePlaces,
+        places: PagePlaces = PLAIN_PAGES,
     ) -> None:
         """slot_of: of the session's direction. lanes: own rank and rows of each. OSError: what they need on a device
         cannot be had."""
@@ -156,7 +156,7 @@ class GpuPoolMemory:
         """Use `create`."""
         self.shape = shape
         self.block_table = table
-        self._places: PagePlaces = table or PlainPages()
+        self._places: PagePlaces = table or PLAIN_PAGES
         self._ranks = ranks
         self._ends = CopyEnds()
         self._rows: memoryview | None = None

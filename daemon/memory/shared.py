@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import _core
-from kvferry.daemon.memory.block_table import BlockTable, PagePlaces, PlainPages, table_of
+from kvferry.daemon.memory.block_table import PLAIN_PAGES, BlockTable, PagePlaces, table_of
 from kvferry.daemon.memory.copy_threads import CopyThreads, attempt
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.proto import worker_pb2 as wire
@@ -112,7 +112,7 @@ class SharedPoolMemory:
         """Use `create`."""
         self.shape = shape
         self.block_table = table
-        self._places: PagePlaces = table or PlainPages()
+        self._places: PagePlaces = table or PLAIN_PAGES
         self._segments = segments
         self._memory = [np.frombuffer(segment.buffer, np.uint8) for segment in segments]
         storages = [(segment.buffer, shape.storage_of(rank)) for rank, segment in enumerate(segments)]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.daemon.core.errors import exhausted, precondition
-from kvferry.daemon.sides.lock_holder import LockHolder
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.mapping.lock_holder import LockHolder
 from kvferry.transfer.mapping.segment import FileLock
 from kvferry.waiting import awake
 

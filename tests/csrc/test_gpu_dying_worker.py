@@ -19,7 +19,7 @@ import pytest
 from kvferry._core import GpuCopyEngine
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.sides import workers as side_workers
-from kvferry.daemon.sides.lock_holder import LockHolder
+from kvferry.transfer.mapping.lock_holder import LockHolder
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.daemon.sides.workers import SideWorkers
 from kvferry.proto import worker_pb2

@@ -12,8 +12,8 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from kvferry.client.client import MAX_FINISH_DIGEST_BYTES, DaemonClient
-from kvferry.client.requests import NotOpened, RequestName
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import MAX_FINISH_DIGEST_BYTES, NotOpened, RequestName
 from kvferry.proto import common_pb2, engine_pb2, limits, worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.workers.engine_service import MAX_DETAILS_BYTES

@@ -50,21 +50,25 @@ class Pair:
         self.start("prefill")
         address = self.addresses["prefill"]
         self.start("decode", "--peer", f"p={address}", "--host-bytes", "64KiB")
-        devices = {"prefill": chosen()[:1], "decode": chosen()[-1:]}
-        self.engines = {
-            role: EngineMemory(64, PER_PAGE, seed=seed, device=next(iter(devices[role]), None))
-            for seed, role in enumerate(self.daemons)
-        }
+        self.engines = {role: self.engine(role, seed) for seed, role in enumerate(self.daemons)}
         self.sides = {role: self.side(role) for role in self.daemons}
         for side in self.sides.values():
             side.start()
+
+    def engine(self, role: str, seed: int) -> EngineMemory:
+        devices = chosen()[:1] if role == "prefill" else chosen()[-1:]
+        return EngineMemory(64, PER_PAGE, seed=seed, device=next(iter(devices), None))
+
+    def pool_words(self) -> list[str]:
+        """The daemons' flags for their pools."""
+        return ["--pool-bytes", str(POOL_PAGES * FACTS.geometry.page_bytes)]
 
     def start(self, role: str, *more: str) -> None:
         name = "p" if role == "prefill" else "d"
         if role not in self.words:
             self.words[role] = ["serve", "--role", role, "--name", name, "--listen", "127.0.0.1:0", *more]
             self.words[role] += ["--socket", self.socket(role), "--page-size", str(PAGE)]
-            self.words[role] += ["--pool-bytes", str(POOL_PAGES * FACTS.geometry.page_bytes)]
+            self.words[role] += self.pool_words()
         self.daemons[role] = self.stack.start(f"{role}-daemon", self.words[role])
         self.addresses[role] = self.stack.ready(self.daemons[role])
         if role == "prefill":  # a restarted one is found where it was

@@ -17,12 +17,12 @@ from typing import Any, cast
 import pytest
 
 from kvferry.daemon.core.errors import RequestError
-from kvferry.daemon.sides import lock_holder
 from kvferry.daemon.sides import workers as side_workers
-from kvferry.daemon.sides.lock_holder import LockHolder, flags_of, holder_of
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.daemon.sides.workers import SideWorkers, Worker
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.mapping import lock_holder
+from kvferry.transfer.mapping.lock_holder import LockHolder, flags_of, holder_of
 from kvferry.transfer.mapping.segment import FileLock
 from tests.daemon.sides.worker_ends import WorkerEnds
 from tests.support.standstill import jumping_clock
@@ -115,7 +115,7 @@ def test_a_holder_is_seen_from_its_pid_namespace_and_those_around_it(lock: FileL
         assert holder.lives_on()
         holder.close()
     finding = f"""if True:
-        from kvferry.daemon.sides.lock_holder import LockHolder
+        from kvferry.transfer.mapping.lock_holder import LockHolder
         from kvferry.transfer.mapping.segment import FileLock
         print(LockHolder.find(FileLock.open({lock.path!r})))
         """

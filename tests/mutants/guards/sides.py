@@ -111,7 +111,7 @@ _WORKERS = (
     ),
     Guard(
         "a number that was listed is looked at again once its process is held",
-        "daemon/sides/lock_holder.py",
+        "transfer/mapping/lock_holder.py",
         "LockHolder.find",
         "if _listed(device, inode) == pid:",
         "if _listed(device, inode) or pid:",

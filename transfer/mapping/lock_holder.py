@@ -1,6 +1,6 @@
-"""The process that holds a file's lock: a worker. When such a process is killed, the kernel may let the lock go long
-before the driver of a GPU ends what the process had queued there (bench/gpu/proofs.py, `unlocked`); its end comes
-behind both, unless a child shares the driver's open files (docs/internals/orders.md)."""
+"""The process that holds a file's lock: a worker, or a daemon. When such a process is killed, the kernel may let the
+lock go long before the driver of a GPU ends what the process had queued there (bench/gpu/proofs.py, `unlocked`); its
+end comes behind both, unless a child shares the driver's open files (docs/internals/orders.md)."""
 
 from __future__ import annotations
 

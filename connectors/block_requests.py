@@ -1,0 +1,185 @@
+"""A connector's requests over the engine's own blocks: the daemon copies straight into them and from them.
+
+A block that was named is the daemon's until it says that the request has ended, or its own end is proven: no request is
+over before that, and so the engine gives no block to anybody else. The daemon is told of blocks once what the engine
+had begun before, which may still use them, is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import DaemonGone, NotOpened, RequestFailed, RequestName
+from kvferry.connectors.daemon_requests import RequestTools
+from kvferry.connectors.movers import Moment, Mover
+from kvferry.connectors.orders import Load, Restore, StorePages
+from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Push, run_whole
+from kvferry.waiting import complete
+
+_log = logging.getLogger(__name__)
+
+
+class BlockRequests:
+    """See `daemon_requests.DaemonRequests`. `mover` knows what is computed."""
+
+    def __init__(self, tools: RequestTools, mover: Mover) -> None:
+        self._tools = tools
+        self._mover = mover
+        self._settings = tools.settings
+        self._blocks = tools.blocks
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    async def load(self, order: Load, step: EngineStep) -> int:
+        began = time.monotonic()
+        await self._computed(step.begun)
+        async with self._lease(order.request, order.name) as lease:
+            client = lease.client
+            await client.admit(
+                order.name,
+                **order.prompt.words,
+                prefill=order.prefill,
+                max_new_tokens=1,
+                deadline_s=self._settings.deadline_seconds,
+                held_tokens=self._whole(order.start),
+                traceparent=order.traceparent,
+                blocks=order.blocks,
+                blocks_from=order.start,
+            )
+            ready = await client.ready(order.name)
+            client.check(order.name)
+            lease.then(self._tools.finish(client, order.name, order.prompt.tokens))
+            self._tools.moved.loaded_bytes += ready.delta_bytes
+            self._tools.loaded(time.monotonic() - began)
+            return len(order.blocks)
+        return 0
+
+    async def restore(self, order: Restore, begun: Moment) -> int:
+        began = time.monotonic()
+        await self._computed(begun)
+        async with self._lease(order.request, order.name) as lease:
+            client, tokens = lease.client, order.prompt.tokens
+            admitted = await client.admit(
+                order.name,
+                **order.prompt.words,
+                prefill="",
+                max_new_tokens=1,
+                deadline_s=self._settings.deadline_seconds,
+                held_tokens=self._whole(order.start),
+                traceparent=order.traceparent,
+                blocks=order.blocks,
+                blocks_from=order.start,
+            )
+            await client.ready(order.name)
+            client.check(order.name)
+            lease.then(self._tools.finish(client, order.name, tokens))
+            good = max(0, min(admitted.local_tokens, tokens - 1) - order.start) // self._blocks.block_tokens
+            self._tools.moved.loaded_bytes += good * self._blocks.row_bytes
+            self._tools.loaded(time.monotonic() - began)
+            return good
+        return 0
+
+    async def store(self, order: StorePages, begun: Moment) -> None:
+        await self._computed(begun)
+        async with self._lease(order.request, order.name) as lease:
+            client, tokens = lease.client, order.prompt.tokens
+            await client.admit(
+                order.name,
+                **order.prompt.words,
+                prefill="",
+                max_new_tokens=1,
+                deadline_s=self._settings.store_seconds,
+                held_tokens=tokens,
+                blocks=order.blocks,
+            )
+            await client.ready(order.name)
+            await client.finish(order.name, tokens=tokens, digests=b"")  # its copies have ended
+            lease.used = None
+            self._tools.moved.saved_bytes += len(order.blocks) * self._blocks.row_bytes
+            self._tools.moved.stored += 1
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    async def push(self, push: Push) -> bool:
+        order, name = push.order, push.order.name
+        if not push.received:  # it was found where the daemon had pages of its own
+            push.received = True
+            self._tools.reports.add_received(order.request, order.blocks)
+        async with self._lease(order.request, name) as lease:
+            client = lease.client
+            await client.begin(
+                name,
+                **order.prompt.words,
+                deadline_s=self._settings.deadline_seconds,
+                traceparent=order.traceparent,
+            )
+            await self._push_chunks(client, push)
+            client.aux(name, b"")  # decode computes the last token again, and samples from that
+            await client.ended(name, self._tools.end_seconds)
+            lease.used = None
+            self._tools.moved.pushed += 1
+            return True
+        return False
+
+    async def _push_chunks(self, client: DaemonClient, push: Push) -> None:
+        total, page, size = push.order.prompt.tokens, self._blocks.page_size, self._blocks.block_tokens
+        saved = named = 0
+        while saved < total:
+            if push.save is None or push.save.tokens <= saved:
+                push.wake.clear()
+                await push.wake.wait()
+                continue
+            save, done = push.save, push.saved
+            end = total if save.tokens >= total else save.tokens // page * page
+            if end <= saved:
+                push.save = None
+                continue
+            await self._computed(done)
+            upto = -(-end // size)
+            client.progress(push.order.name, end, save.blocks[named:upto])
+            saved, named = end, max(named, upto)
+
+    async def take_away(self, push: Push, task: asyncio.Task[Any] | None) -> None:
+        """The daemon forgets the prompt: what its engine computes of it later lies elsewhere."""
+        if task is not None and not push.over:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def quiet(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """They use nothing of the session's; what the daemon may still do they wait for themselves."""
+        for task in tasks:
+            task.cancel()
+
+    # -- both ------------------------------------------------------------------------------------------------------
+
+    def _whole(self, start: int) -> int:
+        """The tokens of whole pages before this one, which the engine has."""
+        return start // self._blocks.page_size * self._blocks.page_size
+
+    async def _computed(self, after: Moment) -> None:
+        if after is not None:
+            await run_whole(self._tools.copier, partial(self._mover.computed, after))
+
+    @contextlib.asynccontextmanager
+    async def _lease(self, request: str, name: RequestName) -> AsyncIterator[DaemonRequest]:
+        """One request at the daemon: its failure is logged and ends the block. What did not end well is aborted, and
+        that has been heard, or needs no more to be, when this is over; however often it is cancelled."""
+        lease = DaemonRequest(self._tools.sessions.client)
+        opened = True
+        try:
+            yield lease
+        except (NotOpened, RequestFailed, DaemonGone) as error:
+            opened = not isinstance(error, NotOpened)  # its name may be that of a request that runs
+            self._tools.failed(request, error)
+        finally:
+            if lease.ending is not None:
+                self._tools.later(lease.ending)
+            elif opened and lease.used is not None:
+                await complete(lease.used.release(name, "the engine needs it no more"))

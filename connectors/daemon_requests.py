@@ -1,0 +1,84 @@
+"""Requests of a connector's worker half at the daemon: what each way of having them there shares."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
+from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
+from kvferry.connectors.blocks import BlockMap
+from kvferry.connectors.movers import Moment
+from kvferry.connectors.orders import Load, Restore, StorePages
+from kvferry.connectors.settings import Settings
+from kvferry.connectors.worker_session import Sessions
+from kvferry.connectors.worker_state import EngineStep, Moved, Push, Reports
+
+_log = logging.getLogger(__name__)
+
+
+class DaemonRequests(Protocol):
+    """The requests, as orders make them; each call is a task of its own, which may be cancelled. When it is over the
+    engine has its blocks back."""
+
+    async def load(self, order: Load, step: EngineStep) -> int:
+        """How many of its blocks are as they should be."""
+
+    async def restore(self, order: Restore, begun: Moment) -> int:
+        """Likewise."""
+
+    async def store(self, order: StorePages, begun: Moment) -> None: ...
+
+    async def push(self, push: Push) -> bool:
+        """Whether all of it is in the daemon's hands."""
+
+    async def take_away(self, push: Push, task: asyncio.Task[Any] | None) -> None:
+        """Nothing is read any more from the blocks of a push that is under way in this task."""
+
+    async def quiet(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """Ends these tasks, as far as they use the session that is over: when this returns, it may be closed."""
+
+
+@dataclass(slots=True)
+class RequestTools:
+    """The tools of these requests, on the loop that runs them."""
+
+    settings: Settings
+    blocks: BlockMap
+    sessions: Sessions
+    copier: Executor  # one thread
+    reports: Reports
+    moved: Moved = field(default_factory=Moved)
+    behind: set[asyncio.Task[None]] = field(default_factory=set)  # what the engine does not wait for
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts work that the engine need not wait for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.behind.add(task)
+        task.add_done_callback(self.behind.discard)
+
+    def failed(self, request: str, error: Exception) -> None:
+        self.moved.failed += 1
+        _log.warning("request %s: the engine goes on alone: %s", request, error)
+
+    def loaded(self, seconds: float) -> None:
+        """Counts a load that went well."""
+        self.moved.loads += 1
+        self.moved.load_seconds += seconds
+
+    async def finish(self, client: DaemonClient, name: RequestName, tokens: int) -> None:
+        try:
+            await client.finish(name, tokens=tokens, digests=b"")
+        except RequestFailed as error:
+            await client.abort(name, str(error))
+        except DaemonGone:
+            pass
+
+    @property
+    def end_seconds(self) -> float:
+        """For which the end of a prompt that was handed in is awaited."""
+        return self.settings.deadline_seconds + ANSWER_SLACK_S

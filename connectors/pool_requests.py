@@ -1,0 +1,219 @@
+"""A connector's requests over the daemon's own pool: pages that the daemon gives out, and copies between them and the
+engine's blocks, on a thread of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import DaemonGone, NotOpened, RequestFailed, RequestName
+from kvferry.connectors.blocks import BlockPlaces, PoolPages, Tail
+from kvferry.connectors.daemon_requests import RequestTools
+from kvferry.connectors.movers import Moment, Mover
+from kvferry.connectors.orders import Load, Restore, StorePages
+from kvferry.connectors.worker_session import pool_of
+from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Push, end_all, run_whole
+
+_log = logging.getLogger(__name__)
+
+
+class PoolRequests:
+    """See `daemon_requests.DaemonRequests`. `mover` moves bytes between the daemon's pages and the engine's blocks."""
+
+    def __init__(self, tools: RequestTools, mover: Mover) -> None:
+        self._tools = tools
+        self._mover = mover
+        self._settings = tools.settings
+        self._blocks = tools.blocks
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    async def _copy(self, work: Callable[[], None]) -> None:
+        """Copies on the copying thread. However often the caller is cancelled, the copy is over when this is."""
+        await run_whole(self._tools.copier, work)
+
+    async def _to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
+        """Copies pages to blocks, which what the engine had begun before `after` may still use."""
+        await self._copy(partial(self._mover.to_blocks, pool, places, after))
+        self._tools.moved.loaded_bytes += len(places.blocks) * self._blocks.row_bytes
+
+    async def _to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment, tail: Tail | None = None) -> None:
+        """Copies blocks to pages, behind what the engine had begun before `after`, which computes them."""
+        await self._copy(partial(self._mover.to_pages, pool, places, after, tail))
+        self._tools.moved.saved_bytes += len(places.blocks) * self._blocks.row_bytes
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    async def load(self, order: Load, step: EngineStep) -> int:
+        began = time.monotonic()
+        held = len(order.held_blocks) * self._blocks.block_tokens
+        async with self._lease(order.request, order.name) as lease:
+            client = lease.client
+            admitted = await client.admit(
+                order.name,
+                **order.prompt.words,
+                prefill=order.prefill,
+                max_new_tokens=1,
+                deadline_s=self._settings.deadline_seconds,
+                held_tokens=held,
+                traceparent=order.traceparent,
+            )
+            matched = admitted.matched_tokens
+            if matched < held:
+                own = order.held_blocks[matched // self._blocks.block_tokens :]
+                await step.over.wait()
+                client.check(order.name)  # the pages are still ours
+                pool = pool_of(client)
+                places = self._blocks.places(pool, admitted.pages, own, matched, held)
+                await self._to_pages(pool, places, step.done)
+                client.progress(order.name, held)
+            await client.ready(order.name)
+            pool, tokens = pool_of(client), order.prompt.tokens
+            places = self._blocks.places(pool, admitted.pages, order.blocks, order.start, tokens)
+            await self._to_blocks(pool, places, step.begun)
+            client.check(order.name)  # the pages were ours until now
+            lease.then(self._tools.finish(client, order.name, tokens))
+            self._tools.loaded(time.monotonic() - began)
+            return len(order.blocks)
+        return 0
+
+    async def restore(self, order: Restore, begun: Moment) -> int:
+        began = time.monotonic()
+        async with self._lease(order.request, order.name) as lease:
+            client, tokens = lease.client, order.prompt.tokens
+            admitted = await client.admit(
+                order.name,
+                **order.prompt.words,
+                prefill="",
+                max_new_tokens=1,
+                deadline_s=self._settings.deadline_seconds,
+                traceparent=order.traceparent,
+            )
+            await client.ready(order.name)
+            end = min(admitted.local_tokens, tokens - 1)
+            if end <= order.start:
+                return 0
+            pool = pool_of(client)
+            places = self._blocks.places(pool, admitted.pages, order.blocks, order.start, end)
+            await self._to_blocks(pool, places, begun)
+            client.check(order.name)
+            if end == tokens - 1:  # else it has pages that nobody filled: it is aborted
+                lease.then(self._tools.finish(client, order.name, tokens))
+            self._tools.loaded(time.monotonic() - began)
+            return (end - order.start) // self._blocks.block_tokens
+        return 0
+
+    async def store(self, order: StorePages, begun: Moment) -> None:
+        async with self._lease(order.request, order.name) as lease:
+            client, tokens = lease.client, order.prompt.tokens
+            admitted = await client.admit(
+                order.name,
+                **order.prompt.words,
+                prefill="",
+                max_new_tokens=1,
+                deadline_s=self._settings.store_seconds,
+                held_tokens=tokens,
+            )
+            await client.ready(order.name)
+            pool, matched = pool_of(client), admitted.matched_tokens
+            own = order.blocks[matched // self._blocks.block_tokens :]
+            await self._to_pages(pool, self._blocks.places(pool, admitted.pages, own, matched, tokens), begun)
+            lease.then(self._tools.finish(client, order.name, tokens))
+            self._tools.moved.stored += 1
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    async def push(self, push: Push) -> bool:
+        """Whether all of it is in the daemon's hands."""
+        order, name = push.order, push.order.name
+        async with self._lease(order.request, name) as lease:
+            client = lease.client
+            begun = await client.begin(
+                name,
+                **order.prompt.words,
+                deadline_s=self._settings.deadline_seconds,
+                traceparent=order.traceparent,
+            )
+            if not push.received:
+                await self._load_first(client, push, begun.matched_tokens, begun.pages)
+            await self._push_chunks(client, push, begun.matched_tokens, begun.pages)
+            client.aux(name, b"")  # decode computes the last token again, and samples from that
+            lease.then(self._hand_over(client, name))
+            self._tools.moved.pushed += 1
+            return True
+        return False
+
+    async def _load_first(self, client: DaemonClient, push: Push, matched: int, pages: Sequence[int]) -> None:
+        order = push.order
+        end = min(matched, order.end)
+        good = 0
+        if end > order.start:
+            pool = pool_of(client)
+            places = self._blocks.places(pool, pages, order.blocks, order.start, end)
+            await self._to_blocks(pool, places, push.begun)
+            client.check(order.name)
+            good = (end - order.start) // self._blocks.block_tokens
+        push.received = True
+        self._tools.reports.add_received(order.request, order.blocks[good:])
+
+    async def _push_chunks(self, client: DaemonClient, push: Push, matched: int, pages: Sequence[int]) -> None:
+        total, page = push.order.prompt.tokens, self._blocks.page_size
+        saved = matched
+        while saved < total:
+            if push.save is None or push.save.tokens <= saved:
+                push.wake.clear()
+                await push.wake.wait()
+                continue
+            save, computed = push.save, push.saved
+            end = total if save.tokens >= total else save.tokens // page * page
+            if end <= saved:
+                push.save = None
+                continue
+            own = save.blocks[saved // self._blocks.block_tokens :]
+            pool = pool_of(client)
+            places = self._blocks.places(pool, pages, own, saved, end)
+            push.copying.clear()
+            try:
+                await self._to_pages(pool, places, computed, self._blocks.tail(pages, end) if end == total else None)
+            finally:
+                push.copying.set()
+            client.progress(push.order.name, end)
+            saved = end
+
+    async def _hand_over(self, client: DaemonClient, name: RequestName) -> None:
+        try:
+            await client.ended(name, self._tools.end_seconds)
+        except RequestFailed as error:
+            _log.info("request %s ended unfinished: %s", name, error)
+            await client.abort(name, error.message)
+        except DaemonGone:
+            pass
+
+    async def take_away(self, push: Push, task: asyncio.Task[Any] | None) -> None:
+        push.save = None
+        await push.copying.wait()
+
+    async def quiet(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        await end_all(tasks)
+
+    @contextlib.asynccontextmanager
+    async def _lease(self, request: str, name: RequestName) -> AsyncIterator[DaemonRequest]:
+        """One request at the daemon: its failure is logged and ends the block; what did not end well is aborted."""
+        lease = DaemonRequest(self._tools.sessions.client)
+        opened = True
+        try:
+            yield lease
+        except (NotOpened, RequestFailed, DaemonGone) as error:
+            opened = not isinstance(error, NotOpened)  # its name may be that of a request that runs
+            self._tools.failed(request, error)
+        finally:
+            if lease.ending is not None:
+                self._tools.later(lease.ending)
+            elif opened and lease.used is not None:
+                self._tools.later(lease.used.abort(name, "the engine needs it no more"))

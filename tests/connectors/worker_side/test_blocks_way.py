@@ -1,0 +1,240 @@
+"""The worker's half over blocks of its engine's own, which real daemons copy from and into: in shared memory here."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.client.engine_blocks import OwnBlocks
+from kvferry.client.engine_pools import EnginePools
+from kvferry.connectors.blocks import BlockMap
+from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Release, Restore, Save, StorePages
+from kvferry.connectors.settings import Settings
+from kvferry.connectors.worker_session import connector_of
+from kvferry.connectors.worker_side import WorkerSide
+from kvferry.proto import common_pb2
+from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from kvferry.transfer.geometry.registration import (
+    RegisteredMemory,
+    RegisteredRank,
+    RegisteredTensor,
+    Registration,
+    SharedFile,
+)
+from kvferry.transfer.mapping.segment import Segment
+from tests.connectors.engine_memory import BLOCK, BLOCK_BYTES, LAYERS, EngineMemory
+from tests.connectors.worker_side.engine_pair import (
+    FACTS,
+    PAGE,
+    PER_PAGE,
+    Pair,
+    exchange,
+    new_name,
+    new_prompt,
+    received,
+    sent,
+    until,
+)
+from tests.support.devices import DeviceStack
+
+BLOCKS = 64
+CANARY = 0xCA
+ORDER = np.repeat(np.arange(BLOCK, dtype=np.int32), BLOCK_BYTES // BLOCK)
+
+
+class SharedEngine(EngineMemory):
+    """Blocks in a file of shared memory, tokens one behind the other in each layer's."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(BLOCKS, PER_PAGE, seed=seed)
+        size = LAYERS * BLOCKS * BLOCK_BYTES
+        self.file = Segment.create("/dev/shm", f"kvferry-engine-{os.getpid()}-{secrets.token_hex(8)}", size)
+        memory = np.frombuffer(self.file.buffer, np.uint8).reshape(LAYERS, BLOCKS, BLOCK_BYTES)
+        memory[:] = np.random.default_rng(seed).integers(0, 255, memory.shape, dtype=np.uint8)
+        self.memory = memory
+        self.layers = list(memory)
+        bases = np.array([layer.ctypes.data for layer in self.layers], np.int64)
+        self.map = BlockMap(bases, self.map.strides, BLOCK_BYTES, BLOCKS, BLOCK, PER_PAGE, ORDER)
+        assert self.map.in_token_order
+
+    def own(self) -> EnginePools:
+        """Registers the blocks; each time anew."""
+        each = BLOCKS * BLOCK_BYTES
+        tensors = tuple(RegisteredTensor(0, i * each, BLOCK_BYTES, BLOCK_BYTES) for i in range(LAYERS))
+        memory = RegisteredMemory(SharedFile(os.path.basename(self.file.path)), self.file.nbytes)
+        ranks = (RegisteredRank((memory,), tensors),)
+        registration = Registration(BLOCKS, StorageOrder.PAGE_MAJOR, ranks, BLOCK)
+        return EnginePools(OwnBlocks(FACTS.geometry, BLOCKS), registration, [])
+
+    def clear(self, *numbers: int) -> None:
+        self.memory[:, list(numbers)] = CANARY
+
+    def beginning(self, number: int, tokens: int) -> bytes:
+        return b"".join(np.where(tokens > ORDER, self._held(layer, number), 0).tobytes() for layer in self.layers)
+
+
+class BlockPair(Pair):
+    def pool_words(self) -> list[str]:
+        return ["--pool", "engine", "--checksums", "on"]
+
+    def engine(self, role: str, seed: int) -> SharedEngine:
+        return SharedEngine(seed)
+
+    def settings(self, role: str) -> Settings:
+        return Settings(self.socket(role), pool="engine", deadline_seconds=5.0, store_seconds=5.0)
+
+    def of(self, role: str) -> SharedEngine:
+        engine = self.engines[role]
+        assert isinstance(engine, SharedEngine)
+        return engine
+
+    def side(self, role: str, facts: object = FACTS) -> WorkerSide:
+        settings, engine = self.settings(role), self.of(role)
+        number = common_pb2.ROLE_PREFILL if role == "prefill" else common_pb2.ROLE_DECODE
+        connect = connector_of(settings, number, FACTS.to_proto(), role, engine.mover, engine.own)
+        return WorkerSide(settings, engine.map, engine.mover, connect)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[BlockPair]:
+    with DeviceStack() as stack:
+        made = BlockPair(stack)
+        try:
+            for number in range(20):  # until the daemons' session is up
+                exchange(made, f"first {number}", new_name(), new_prompt(PAGE), range(PER_PAGE), range(PER_PAGE))
+                if made.sides["decode"].moved.loads:
+                    break
+                time.sleep(0.3)
+            yield made
+        finally:
+            for side in made.sides.values():
+                side.close()
+            for engine in made.engines.values():
+                assert isinstance(engine, SharedEngine)
+                engine.file.unlink()
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK)
+
+
+def same(pair: BlockPair, theirs: range, ours: range, last: int) -> bool:
+    prefill, decode = pair.of("prefill"), pair.of("decode")
+    *full, end = zip(theirs, ours, strict=True)
+    return prefill.beginning(end[0], last) == decode.block(end[1]) and all(
+        prefill.block(a) == decode.block(b) for a, b in full
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK, PAGE, PAGE + 1, 3 * PAGE, 3 * PAGE + BLOCK + 3])
+def test_prompts_go_from_blocks_to_blocks(pair: BlockPair, tokens: int) -> None:
+    count = blocks_of(tokens)
+    theirs, ours = range(30, 30 + count), range(10, 10 + count)
+    before = pair.of("decode").memory.copy()
+    assert exchange(pair, f"whole {tokens}", new_name(), new_prompt(tokens), theirs, ours) == set()
+    assert same(pair, theirs, ours, (tokens - 1) % BLOCK + 1)
+    others = [block for block in range(BLOCKS) if block not in ours]
+    assert (pair.of("decode").memory[:, others] == before[:, others]).all()
+    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
+
+
+def test_what_the_engine_holds_is_never_written(pair: BlockPair) -> None:
+    """It holds a page and a block of the next: the page is not sent, the block is left out of its page's bytes."""
+    tokens, held = 3 * PAGE + 5, PAGE + BLOCK
+    count = blocks_of(tokens)
+    theirs, ours = range(20, 20 + count), range(count)
+    before = pair.of("decode").memory.copy()
+    received_before = pair.stats("decode").transfers.delta_pages
+    assert exchange(pair, "held", new_name(), new_prompt(tokens), theirs, ours, held=PAGE, start=held) == set()
+    own = held // BLOCK
+    assert (pair.of("decode").memory[:, :own] == before[:, :own]).all()
+    assert same(pair, range(20 + own, 20 + count), range(own, count), (tokens - 1) % BLOCK + 1)
+    assert pair.stats("decode").transfers.delta_pages == received_before + 3
+
+
+def test_what_is_handed_in_comes_back(pair: BlockPair) -> None:
+    tokens = 3 * PAGE
+    count = blocks_of(tokens)
+    prompt, engine = new_prompt(tokens), pair.of("decode")
+    stored = engine.memory[:, 40 : 40 + count].copy()
+    pair.give("decode", StorePages("store", new_name(), prompt, tuple(range(40, 40 + count))))
+    sent(pair.sides["decode"], "store")
+    engine.clear(*range(40, 40 + count))  # its blocks are the engine's again
+    assert pair.stats("decode").host.cached >= 3
+    longer = new_prompt(tokens + 1, shared=prompt)
+    engine.clear(*range(count))
+    pair.give("decode", Restore("restore", new_name(), longer, BLOCK, tuple(range(1, count))))
+    assert received(pair.sides["decode"], "restore") == set()
+    assert (engine.memory[:, 0] == CANARY).all() and (engine.memory[:, 1:count] == stored[:, 1:]).all()
+    # What the tier holds is not asked for, but for the block of it that is the engine's own.
+    pages = pair.stats("decode").transfers.delta_pages
+    engine.clear(*range(count + 1))
+    theirs = range(20, 20 + count + 1)
+    pair.of("prefill").memory[:, 20 : 20 + count] = stored
+    assert exchange(pair, "mixed", new_name(), longer, theirs, range(count + 1)) == set()
+    assert (engine.memory[:, :count] == stored).all()
+    assert pair.stats("decode").transfers.delta_pages == pages + 1
+
+
+def test_a_load_that_is_cancelled_is_reported_when_the_daemon_has_let_go(pair: BlockPair) -> None:
+    name, prompt = new_name(), new_prompt(4 * PAGE)
+    ours = tuple(range(blocks_of(4 * PAGE)))
+    pair.give("decode", Load("cancelled", name, prompt, "p", 0, (), ours))
+    until(lambda: pair.stats("decode").requests.running)
+    pair.give("decode", Cancel("cancelled"))
+    assert received(pair.sides["decode"], "cancelled") == set(ours)
+    assert pair.at_rest("decode"), "it was reported while the daemon had the blocks"
+
+
+def test_a_push_that_is_dropped_is_reported_when_the_daemon_has_let_go(pair: BlockPair) -> None:
+    name, prompt = new_name(), new_prompt(4 * PAGE)
+    theirs = tuple(range(blocks_of(4 * PAGE)))
+    pair.give("prefill", Begin("dropped", name, prompt), Save("dropped", 2 * PAGE, theirs[: 2 * PER_PAGE]))
+    until(lambda: pair.stats("prefill").requests.running)
+    pair.give("prefill", Drop("dropped"))
+    sent(pair.sides["prefill"], "dropped")
+    assert pair.at_rest("prefill")
+
+
+def test_a_preempted_prompt_is_read_no_more(pair: BlockPair) -> None:
+    name, prompt = new_name(), new_prompt(4 * PAGE)
+    theirs = tuple(range(blocks_of(4 * PAGE)))
+    pair.give("prefill", Begin("preempted", name, prompt), Save("preempted", 2 * PAGE, theirs[: 2 * PER_PAGE]))
+    until(lambda: pair.stats("prefill").requests.running)
+    pair.give("prefill", preempted=("preempted",))
+    assert pair.at_rest("prefill"), "the engine gives the blocks away, and the daemon may read them"
+    news = pair.sides["prefill"].reports.take_news()
+    assert news is not None and "preempted" in news.failed
+    pair.give("prefill", Save("preempted", 4 * PAGE, theirs), Release("preempted"))
+    sent(pair.sides["prefill"], "preempted")
+
+
+def test_a_killed_daemon_is_proven_gone_before_its_blocks_are_reported(pair: BlockPair) -> None:
+    """A daemon that stands still may still copy: nothing is reported. Killed, it is; then another one comes, and all is
+    as before."""
+    name, prompt = new_name(), new_prompt(4 * PAGE)
+    side, daemon = pair.sides["decode"], pair.daemons["decode"]
+    ours = tuple(range(blocks_of(4 * PAGE)))
+    pair.give("decode", Load("killed", name, prompt, "p", 0, (), ours))
+    until(lambda: pair.stats("decode").requests.running)
+    daemon.popen.send_signal(signal.SIGSTOP)
+    pair.give("decode", Cancel("killed"))
+    time.sleep(1.5)
+    assert side.reports.take() == (set(), set()), "blocks were given back that a daemon may write"
+    pair.stack.kill(daemon)
+    pair.stack.processes.remove(daemon)
+    assert received(side, "killed") == set(ours)
+    pair.start("decode")
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        prompt = new_prompt(PAGE)
+        if exchange(pair, "again", new_name(), prompt, range(20, 22), range(2)) == set():
+            break
+        time.sleep(0.3)
+    assert same(pair, range(20, 22), range(2), BLOCK)
