@@ -182,9 +182,7 @@ class DaemonClient:
         given."""
         self.check(name)
         told = worker_pb2.PageTokens(name=name.to_proto(), first_token=first_token, tokens=tokens)
-        if (
-            told.ByteSize() <= MAX_FINISH_DIGEST_BYTES
-        ):  # they are for others only: a message that is too long is left out
+        if told.ByteSize() <= MAX_FINISH_DIGEST_BYTES:  # for others only: a message that is too long is left out
             self._send(worker_pb2.WorkerMessage(page_tokens=told))
 
     async def grow(self, name: RequestName, tokens: int) -> tuple[int, ...]:

@@ -71,14 +71,10 @@ def connector_of(
 def greeting(client: DaemonClient) -> str:
     """What an operator reads of a new session."""
     told = client.welcome
-    ways = (
-        "copied straight from and into this engine's blocks"
-        if client.pools.in_blocks
-        else "copied to and from its pool"
-    )
+    way = "straight from and into this engine's blocks" if client.pools.in_blocks else "by way of its pool"
     return (
         f"connected to kvferry's daemon {told.daemon!r}: namespace {told.namespace_id.hex()[:12]}, pages of "
-        f"{told.geometry.page_size} tokens, {ways}; while it is away prompts are computed here"
+        f"{told.geometry.page_size} tokens, {way}; while it is away prompts are computed here"
     )
 
 
