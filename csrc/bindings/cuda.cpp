@@ -286,9 +286,11 @@ void bind_cuda(nb::module_& m) {
       .def("pages", &pages_of, "bases"_a, "strides"_a, "fragment_bytes"_a, "pages"_a, "pieces"_a = 1,
            "piece_stride"_a = 0, "in_blocks"_a = false, R"(
            A pool of `pages` pages: fragment tensor * pieces + piece of page p is the fragment_bytes at bases[tensor] +
-           p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. in_blocks:
-           as of HostPages; a block that is not there is zeros where it is gathered, and is left out where it would be
-           written, but none may lack that goes to host memory. The addresses are the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.)")
+           p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. The addresses are
+           the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.
+
+           in_blocks: as of HostPages. A block that is not there is zeros where a part is gathered, and is left out where
+           it would be written; of pages that go to host memory none may lack.)")
       .def("copy_pages_to_host",
            [](Engine& self, const OwnedPages& pages, const Integers& page_ids, BufferArgument rows, int64_t row_stride,
               const Integers& row_ids, std::optional<int64_t> stream, const CopyStrategyArgument& strategy,

@@ -157,8 +157,9 @@ void bind_gpu_parts(nb::module_&, nb::class_<Engine>& engine) {
          `gather_part`, and adds up: `GpuCopy.checksum`, which is also added to the last 8 bytes of a header, a
          little-endian number. GpuError: the driver takes no kernels, or 1024 sums are held.)");
   scatter("scatter_part", &scatter_part<false>,
-          "The reverse of `gather_part`, without blocks that are not there, on `scatter_stream`; an id named twice is a "
-          "ValueError as well.");
+          R"(
+          The reverse of `gather_part`, without blocks that are not there, on `scatter_stream`; an id named twice is a
+          ValueError as well.)");
   scatter("scatter_part_summed", &scatter_part<true>,
           "`scatter_part`, and adds up: `GpuCopy.checksum`. GpuError as of `gather_part_summed`.");
   engine

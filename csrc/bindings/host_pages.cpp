@@ -137,8 +137,8 @@ void bind_host_pages(nb::module_& m) {
       and -1 for one that is not there. Block b is the fragment_bytes at offsets[tensor] + b * strides[tensor];
       piece_stride is 0, `pages` counts blocks, and a page's row is what it is otherwise: tensor for tensor its blocks.
 
-      The buffer is writable, and stays exported until `close`. ValueError, names the field: the buffer is too small, or any
-      other bound.)");
+      The buffer is writable, and stays exported until `close`. ValueError, names the field: the buffer is too small, or
+      any other bound.)");
   pages
       .def(nb::init<BufferArgument, const Integers&, const Integers&, int64_t, int64_t, int64_t, int64_t, bool>(), "buffer"_a,
            "offsets"_a, "strides"_a, "pieces"_a, "piece_stride"_a, "fragment_bytes"_a, "pages"_a, "in_blocks"_a = false)
@@ -176,19 +176,20 @@ void bind_host_pages(nb::module_& m) {
     pages.def(name, function, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot"_a, "slot_offset"_a = 0, "threads"_a = 1, doc);
   };
   scatters("scatter_part",
-       [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
-         scatter<void>(self, ids, at, nbytes, slot, offset, threads, scatter_part);
-       },
-       "The reverse of `gather_part`, without blocks that are not there; an id named twice is a ValueError as well.");
+           [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
+             scatter<void>(self, ids, at, nbytes, slot, offset, threads, scatter_part);
+           },
+           "The reverse of `gather_part`, without blocks that are not there; an id named twice is a ValueError as well.");
   scatters("scatter_part_summed",
-       [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
-         return scatter<uint64_t>(self, ids, at, nbytes, slot, offset, threads, scatter_part_summed);
-       },
-       "`scatter_part`, and the `part_checksum` of what is in the slot.");
+           [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
+             return scatter<uint64_t>(self, ids, at, nbytes, slot, offset, threads, scatter_part_summed);
+           },
+           "`scatter_part`, and the `part_checksum` of what is in the slot.");
   pages
       .def("zero_page_from", &zero_from, "page_id"_a, "start"_a, "first_piece"_a = 0,
-           "In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero. "
-           "ValueError: pages in blocks.")
+           R"(
+           In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero.
+           ValueError: pages in blocks.)")
       .def("close", &HostPages::close,
            "Lets go of the buffer; later calls are ValueErrors. ValueError: a call is running in another thread.");
   m.def("part_checksum", &checksum, "buffer"_a, R"(

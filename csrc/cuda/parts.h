@@ -55,7 +55,8 @@ class GpuParts {
   // Of pages ids[0 .. count), not in blocks: in the fragments of pieces [first_piece, pieces), bytes [start, fragment_bytes).
   void zero(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start, GpuStream stream);
 
-  // Rows from_ids[0 .. count) of `from` into rows to_ids[0 .. count) of `to`, of equal tensors, pieces and fragments, neither in blocks.
+  // Rows from_ids[0 .. count) of `from` into rows to_ids[0 .. count) of `to`, of equal tensors, pieces and fragments, neither in
+  // blocks.
   void move(const GpuPages& from, const int64_t* from_ids, const GpuPages& to, const int64_t* to_ids, size_t count,
             GpuStream stream);
 

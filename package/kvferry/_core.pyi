@@ -274,9 +274,11 @@ class GpuCopyEngine:
     ) -> GpuPages:
         """
         A pool of `pages` pages: fragment tensor * pieces + piece of page p is the fragment_bytes at bases[tensor] +
-        p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. in_blocks:
-        as of HostPages; a block that is not there is zeros where it is gathered, and is left out where it would be
-        written, but none may lack that goes to host memory. The addresses are the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.
+        p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. The addresses are
+        the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.
+
+        in_blocks: as of HostPages. A block that is not there is zeros where a part is gathered, and is left out where
+        it would be written; of pages that go to host memory none may lack.
         """
 
     def copy_pages_to_host(
@@ -461,7 +463,8 @@ class GpuCopyEngine:
         stream: int | None = None,
     ) -> GpuCopy:
         """
-        The reverse of `gather_part`, without blocks that are not there, on `scatter_stream`; an id named twice is a ValueError as well.
+        The reverse of `gather_part`, without blocks that are not there, on `scatter_stream`; an id named twice is a
+        ValueError as well.
         """
 
     def scatter_part_summed(
@@ -643,8 +646,8 @@ class HostPages:
     and -1 for one that is not there. Block b is the fragment_bytes at offsets[tensor] + b * strides[tensor];
     piece_stride is 0, `pages` counts blocks, and a page's row is what it is otherwise: tensor for tensor its blocks.
 
-    The buffer is writable, and stays exported until `close`. ValueError, names the field: the buffer is too small, or any
-    other bound.
+    The buffer is writable, and stays exported until `close`. ValueError, names the field: the buffer is too small, or
+    any other bound.
     """
 
     def __init__(
@@ -734,7 +737,8 @@ class HostPages:
 
     def zero_page_from(self, page_id: int, start: int, first_piece: int = 0) -> None:
         """
-        In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero. ValueError: pages in blocks.
+        In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero.
+        ValueError: pages in blocks.
         """
 
     def close(self) -> None:

@@ -159,7 +159,7 @@ class BlockMachine(RuleBasedStateMachine):
         )
         return [self.memory[block] for block in self.bound[page]]
 
-    # -- what the engine does -------------------------------------------------------------------------------------------
+    # -- what the engine does ------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.workers)
     @rule(
@@ -245,7 +245,7 @@ class BlockMachine(RuleBasedStateMachine):
             if name not in self.core.leases:
                 self.give_back(name)  # the mapping kept the memory as long as copies ran
 
-    # -- what prefill and copies do ---------------------------------------------------------------------------------------
+    # -- what prefill and copies do ------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.transfers)
     @rule(data=st.data(), aux=st.booleans())

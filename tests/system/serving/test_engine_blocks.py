@@ -59,7 +59,7 @@ class Pair:
         """Returns decode's blocks from token `start` on, and the tokens that its daemon held."""
         name = new_name()
         blocks = self.decode.take(prompt.tokens - start)
-        pushed, admitted = await asyncio.gather(
+        _, admitted = await asyncio.gather(
             self.prefill.push(prompt, name, chunk=chunk), self.decode.fetch(prompt, name, blocks, start, "p")
         )
         assert self.decode.wrong(prompt, blocks, start, prompt.tokens) == []
@@ -152,21 +152,23 @@ def test_what_an_engine_may_not_say(stack: Stack) -> None:
             await client.abort(first, "left")
             await client.admit(first := new_name(), **waiting, blocks=range(9, 19))  # type: ignore[arg-type]
             await client.abort(first, "left")
-            with pytest.raises(RequestFailed, match="blocks has 5 entries behind 1; the prompt has 5"):
-                await pair.prefill.client.begin(name := new_name(), **prompt.words, deadline_s=5, blocks=[1])  # type: ignore[arg-type]
-                pair.prefill.client.progress(name, 16, [2, 3, 4, 5, 6])
-                await pair.prefill.client.ended(name, 5)
-            with pytest.raises(RequestFailed, match="tokens is 32; blocks of 16 are named"):
-                await pair.prefill.client.begin(name := new_name(), **prompt.words, deadline_s=5, blocks=[1])  # type: ignore[arg-type]
-                pair.prefill.client.progress(name, 32, [2])
-                await pair.prefill.client.ended(name, 5)
+            for tokens, more, words in (
+                (16, [2, 3, 4, 5, 6], "blocks has 5 entries behind 1; the prompt has 5"),
+                (32, [2], "tokens is 32; blocks of 16 are named"),
+                (16, [1], "blocks has 1 entries twice"),
+            ):
+                begun = {**prompt.words, "deadline_s": 5, "blocks": [1]}
+                await pair.prefill.client.begin(name := new_name(), **begun)  # type: ignore[arg-type]
+                pair.prefill.client.progress(name, tokens, more)
+                with pytest.raises(RequestFailed, match=words):
+                    await pair.prefill.client.ended(name, 5)
 
     asyncio.run(run())
 
 
 def test_blocks_come_back_when_the_last_copy_has_ended(stack: Stack) -> None:
-    """Requests are aborted at any time, and their blocks given to others as soon as that is answered: nothing is written
-    there that is not theirs."""
+    """Requests are aborted at any time, and their blocks given to others as soon as that is answered: nothing is
+    written there that is not theirs."""
 
     async def run() -> None:
         chosen = random.Random(7)
