@@ -30,7 +30,7 @@ class TierCopy(Protocol):
     def host(self) -> list[int]: ...
     @property
     def digests(self) -> bytes:
-        """Of each page."""
+        """The digest of each page, one behind the other."""
 
     @property
     def parents(self) -> bytes:

@@ -17,13 +17,13 @@ from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.effects import BindPages, Effect, ForgetRows, StartCopy, ToWorker, ZeroPages, tier_effects
 from kvferry.daemon.core.errors import RequestError, exhausted
-from kvferry.daemon.core.interface import Core
 from kvferry.daemon.core.kv_events import EventSink, TokenChain
 from kvferry.daemon.core.limits import Name, name_of
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.host_tier import cache_limits
 from kvferry.daemon.peers.session import SessionBroken, report_invariant
 from kvferry.daemon.peers.traces import traces_of
+from kvferry.daemon.sides.core_interface import Core
 from kvferry.daemon.sides.engine_pool import EnginePool
 from kvferry.daemon.sides.registering import Registering
 from kvferry.daemon.sides.tasks import SideTasks
