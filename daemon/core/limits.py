@@ -131,7 +131,7 @@ class NamedBlocks:
         first, behind = len(self._blocks), len(self._blocks) + len(blocks)
         if behind > self._most:
             raise invalid(f"blocks has {len(blocks)} entries behind {first}; the prompt has {self._most}")
-        self._shape.check(blocks)
+        self._shape.check([*self._blocks, *blocks])
         self._blocks += blocks
         per_page = self._shape.per_page
         return range(first // per_page, pages_for(behind, per_page)) if blocks else range(0)
