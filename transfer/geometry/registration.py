@@ -22,6 +22,7 @@ from kvferry.transfer.geometry.layouts import BlockStorage, RankStorage
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
 
 MAX_TENSORS = 1 << 14  # of blocks
+MAX_BLOCKS_A_PAGE = 256  # kMostBlocksAPage of csrc/copies/page_layout.h: a launch names a page by all of them
 IPC_HANDLE_BYTES = 64
 DEVICE_UUID_BYTES = 16
 MAX_PAGES = (1 << 31) - 1
@@ -187,6 +188,11 @@ def _shape(
         raise ValueError(
             f"pool.block_tokens is {pool.block_tokens}; a page of {geometry.page_size} tokens is no whole "
             "number of such blocks"
+        )
+    if geometry.page_size // pool.block_tokens > MAX_BLOCKS_A_PAGE:
+        raise ValueError(
+            f"pool.block_tokens is {pool.block_tokens}; a page of {geometry.page_size} tokens has at most "
+            f"{MAX_BLOCKS_A_PAGE} blocks"
         )
     count, per_page = len(message.tensors), geometry.page_size // pool.block_tokens
     _bound(f"{field}.tensors, the number of entries,", count, 1, MAX_TENSORS)
