@@ -11,10 +11,13 @@ from typing import Any, cast
 
 from kvferry import tracing
 from kvferry.daemon.config import sources as config_sources
+from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.decode import MAX_GROWTHS
 from kvferry.daemon.core.decode_leases import MAX_RETRACTED
+from kvferry.daemon.core.effects import ToWorker
 from kvferry.daemon.core.errors import MAX_MESSAGE_CHARS, RequestError
-from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.limits import BlockShape, Name
+from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.peers import discovery, session
 from kvferry.daemon.peers.session import Session, SessionSetup, SessionTimes
 from kvferry.front.engines import MAX_ADDRESS_CHARS, MAX_PATH_CHARS, EngineFacts
@@ -34,6 +37,7 @@ from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import INCARNATION_BYTES, MAX_CAPABILITIES, MAX_CAPABILITY_CHARS, MAX_NAME_CHARS
 from kvferry.radix.prompt_cache import PromptCache
 from kvferry.transfer.courier.config import CourierConfig
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import MAX_TEXT, NamespaceFacts
 from kvferry.transfer.geometry.rank_lanes import lanes_of
 from kvferry.transfer.geometry.registration import Registration
@@ -44,6 +48,40 @@ from tests.limits.limit_cases import GEOMETRY, NAME, PAGE, CreditOf, Decoding, L
 
 def held(tokens: int) -> None:
     Decoding().admit(Name(bytes(16), 2), 8, 8, held=tokens)
+
+
+SHAPE = BlockShape(blocks=8, block_tokens=2, page_size=PAGE)
+
+
+def admit_blocks(count: int) -> None:
+    SHAPE.of_admit(wire.Admit(tokens=8, prefill="p", blocks=range(count)))
+
+
+def begin_blocks(count: int) -> None:
+    SHAPE.of_begin(wire.Begin(tokens=8, blocks=range(count)))
+
+
+def progress_blocks(count: int) -> str | None:
+    """With those that Begin named."""
+    core = PrefillCore(Cache(16, PAGE, limits=CacheLimits(in_blocks=True)), PrefillLimits(table=8))
+    begin = wire.Begin(name=NAME.to_proto(), digests=digests(2), tokens=8, blocks=[0])
+    core.begin(1, bytes(32), NAME, begin, 60.0, 0.0, SHAPE.of_begin(begin))
+    core.progress(1, NAME, 2, 0.0, range(1, count))
+    told = [effect.event for effect in core.take_effects() if isinstance(effect, ToWorker)]
+    return next((event.failed.error.message for event in told if event.WhichOneof("kind") == "failed"), None)
+
+
+def block_number(most: int) -> None:
+    SHAPE.of_admit(wire.Admit(tokens=2, prefill="p", blocks=[most]))
+
+
+def block_tokens(tokens: int) -> None:
+    geometry = KVGeometry(1, 1, 1, "float16", PAGE, Layout.ENGINE)
+    pool = wire.EnginePool(pages=1, block_tokens=tokens)
+    rank = pool.ranks.add()
+    rank.memories.add(nbytes=geometry.page_bytes).file.name = "mine"
+    rank.tensors.add(page_stride=geometry.page_bytes, page_bytes=geometry.page_bytes)
+    Registration.from_proto(pool, geometry, 1)
 
 
 def page_tokens(count: int) -> str | None:
@@ -218,6 +256,11 @@ def past(give: Any, most: int, refusal: str) -> Limit:
 
 MORE: dict[str, Limit] = {
     "held tokens": Limit(held, 8, 12, "held_tokens is 12; it must be a multiple of 4, at most the prompt's 8"),
+    "blocks of an Admit": past(admit_blocks, 4, "blocks has 5 entries from token 0 on; it must have 1 to 4"),
+    "blocks of a Begin": past(begin_blocks, 4, "blocks has 5 entries behind 0; the prompt has 4"),
+    "blocks of a Progress": past(progress_blocks, 4, "blocks has 4 entries behind 1; the prompt has 4"),
+    "a block's number": past(block_number, 7, "blocks has 8; the engine has blocks 0 to 7"),
+    "tokens of a block": past(block_tokens, PAGE, "pool.block_tokens is 5; a page of 4 tokens is no whole number"),
     "page tokens": past(page_tokens, 8, "page_tokens has 9 tokens from first_token 0 on"),
     "page tokens of Finish": past(page_tokens_of_finish, 8, "page_tokens has 9 tokens from first_token 0 on"),
     "digests of Finish": past(digests_of_finish, 32, "digests has 33 bytes"),
