@@ -159,8 +159,8 @@ GUARDS: tuple[Guard, ...] = (
         "a page whose restore failed is not readable",
         "daemon/core/tier_copies.py",
         "TierCopies.ended",
-        "namespace.tree.finish_copy(copy.id, bad)",
-        "namespace.tree.finish_copy(copy.id, [])",
+        "finish_copy(self._of_trees.pop(number), bad)",
+        "finish_copy(self._of_trees.pop(number), [])",
         DECODE,
     ),
     Guard(

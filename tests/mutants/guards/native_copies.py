@@ -12,8 +12,8 @@ GUARDS: tuple[Guard, ...] = (
         "a slot is read once for its sum and its copy",
         "csrc/copies/host_pages.cpp",
         "uint64_t scatter_part_summed(",
-        "[&block, begin](uint8_t* page, size_t at, size_t bytes) { std::memcpy(page, block + (at - begin), bytes); }",
-        "[slot](uint8_t* page, size_t at, size_t bytes) { std::memcpy(page, slot + at, bytes); }",
+        "std::memcpy(page, cached + (at - begin), bytes);",
+        "std::memcpy(page, slot + at, bytes);",
         HOST_PAGES,
     ),
     Guard(
