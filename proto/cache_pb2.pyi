@@ -330,7 +330,7 @@ class PoolStats(_message.Message):
     def __init__(self, pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., arriving: _Optional[int] = ..., cached: _Optional[int] = ..., spilling: _Optional[int] = ..., restoring: _Optional[int] = ..., orphaned: _Optional[int] = ..., evictable: _Optional[int] = ..., promised: _Optional[int] = ..., locks: _Optional[int] = ..., evicted: _Optional[int] = ..., tree_nodes: _Optional[int] = ..., zeroed: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class TransferStats(_message.Message):
-    __slots__ = ("active", "completed", "failed", "aborted", "delta_pages", "delta_bytes", "wire_bytes", "parts", "saved_bytes", "saved_pages", "asked_again", "dropped_parts", "stale_notifications", "failures", "aborts", "mismatched_parts")
+    __slots__ = ("active", "completed", "failed", "aborted", "delta_pages", "delta_bytes", "wire_bytes", "parts", "saved_bytes", "saved_pages", "asked_again", "dropped_parts", "stale_notifications", "failures", "aborts", "mismatched_parts", "copied_bytes")
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +347,7 @@ class TransferStats(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     ABORTS_FIELD_NUMBER: _ClassVar[int]
     MISMATCHED_PARTS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     active: int
     completed: int
     failed: int
@@ -363,7 +364,8 @@ class TransferStats(_message.Message):
     failures: _containers.RepeatedCompositeFieldContainer[ReasonCount]
     aborts: _containers.RepeatedCompositeFieldContainer[ReasonCount]
     mismatched_parts: int
-    def __init__(self, active: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., aborted: _Optional[int] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., parts: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., saved_pages: _Optional[int] = ..., asked_again: _Optional[int] = ..., dropped_parts: _Optional[int] = ..., stale_notifications: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., mismatched_parts: _Optional[int] = ...) -> None: ...
+    copied_bytes: int
+    def __init__(self, active: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., aborted: _Optional[int] = ..., delta_pages: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., parts: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., saved_pages: _Optional[int] = ..., asked_again: _Optional[int] = ..., dropped_parts: _Optional[int] = ..., stale_notifications: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., mismatched_parts: _Optional[int] = ..., copied_bytes: _Optional[int] = ...) -> None: ...
 
 class LatencyStats(_message.Message):
     __slots__ = ("count", "p50_ms", "p99_ms", "stages", "seconds")

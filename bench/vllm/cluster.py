@@ -61,6 +61,7 @@ class Spec:
     program: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
     flags: tuple[str, ...] = SMALL  # of each engine
     page_size: int = BLOCK
+    pool: str = "daemon"  # or "engine": its blocks are registered with the daemon
     pool_bytes: str = "512MiB"  # of each daemon
     host_bytes: str = "1GiB"  # of the decode daemon's host tier
     threads: int = 1  # of each engine
@@ -158,6 +159,7 @@ class Cluster:
                 "kv_connector_extra_config": {
                     "socket": self.socket_of(name),
                     "page_size": self.spec.page_size,
+                    "pool": self.spec.pool,
                     **self.spec.extra,
                     **self.spec.extra_of.get(name, {}),
                 },
@@ -191,7 +193,8 @@ class Cluster:
 
     def start_daemons(self) -> None:
         ports = {name: free_port() for name in ("prefill", "decode")}
-        common = ["--page-size", str(self.spec.page_size), "--pool-bytes", self.spec.pool_bytes]
+        pool = ["--pool", "engine"] if self.spec.pool == "engine" else ["--pool-bytes", self.spec.pool_bytes]
+        common = ["--page-size", str(self.spec.page_size), *pool]
         for name in ("prefill", "decode"):
             words = ["serve", "--role", name, "--name", name, "--listen", f"127.0.0.1:{ports[name]}", *common]
             words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(name)]

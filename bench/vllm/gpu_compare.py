@@ -1,8 +1,10 @@
-"""vLLM as it is compiled, on GPUs: one alone, a pair with its own NixlConnector, and a pair joined by kvferry. Each is
-behind kvferry's front end, with the same flags and the same load.
+"""vLLM as it is compiled, on GPUs: one alone, a pair with its own NixlConnector, and a pair joined by kvferry, by way of
+its daemons' pools ("kvferry") or straight from block to block ("blocks"). Each is behind kvferry's front end, with the
+same flags and the same load.
 
 VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/part.json [--at-once 1 4 32 64] \\
-    [--tokens-out 16 128] [--decode-cache all half third host] [--systems alone nixl kvferry] [--visits 2]
+    [--tokens-out 16 128] [--decode-cache all half third host] [--systems alone nixl kvferry blocks]
+    [--visits 2]
 python bench/vllm/gpu_compare.py table build/*.json --output bench/results/gpu_compare.txt
 
 Systems are started one after the other, and the other way round on every second visit, so that each has the GPUs to
@@ -23,7 +25,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,7 +35,7 @@ from gpu_turns import STAGES, Measured, Shape, drive, median
 from rich.console import Console
 from rich.table import Table
 
-SYSTEMS = ("alone", "nixl", "kvferry")
+SYSTEMS = ("alone", "nixl", "kvferry", "blocks")
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
 Rows: TypeAlias = "list[dict[str, Any]]"
@@ -138,7 +140,8 @@ def up(systems: Sequence[str], spec: Spec, args: argparse.Namespace, console: Co
         there = []
         for system in systems:
             began = time.monotonic()
-            each = Running(system, spec, stack.enter_context(Cluster(spec)))
+            own = replace(spec, pool="engine") if system == "blocks" else spec
+            each = Running(system, own, stack.enter_context(Cluster(own)))
             console.print(f"{system}: up in {time.monotonic() - began:.0f} s")
             warm(each.cluster, each.url, min(args.tokens_out))
             there.append(each)

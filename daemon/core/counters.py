@@ -97,6 +97,7 @@ class TransferCounters:
     pages: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0
+    copied_bytes: int = 0  # between pages and slots: gathered, or scattered
     parts: int = 0
     dropped_parts: int = 0
     stale_notifications: int = 0

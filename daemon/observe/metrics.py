@@ -219,6 +219,7 @@ def _transfers(sides: Sides) -> Iterator[Metric]:
     yield _counter("delta_pages", help_, role, one("delta_pages"))
     yield _counter("delta_bytes", "bytes of them", role, one("delta_bytes"))
     yield _counter("wire_bytes", "bytes over NIXL, slot headers included", role, one("wire_bytes"))
+    yield _counter("copied_bytes", "bytes gathered into slots or scattered from them", role, one("copied_bytes"))
     help_ = "pages that did not travel because the decode side held them"
     yield _counter("saved_pages", help_, role, one("saved_pages"))
     yield _counter("saved_bytes", "bytes of them", role, one("saved_bytes"))

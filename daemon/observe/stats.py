@@ -262,6 +262,7 @@ def _transfers(side: AnySide, stats: wire.TransferStats) -> None:
     counters = side.ready_core.transfer_counters
     stats.completed, stats.failed, stats.aborted = counters.completed, counters.failed, counters.aborted
     stats.delta_pages, stats.delta_bytes, stats.wire_bytes = counters.pages, counters.payload_bytes, counters.wire_bytes
+    stats.copied_bytes = counters.copied_bytes
     stats.parts, stats.dropped_parts = counters.parts, counters.dropped_parts
     stats.stale_notifications = counters.stale_notifications
     stats.mismatched_parts = counters.mismatched_parts

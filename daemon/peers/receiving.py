@@ -139,6 +139,7 @@ class ReceivingSession(Session):
             self._latencies.add_stage("publish", time.monotonic() - copied)
 
         self.copy_begins()
+        self._counters.copied_bytes += scatter.nbytes
         self.parts.scatter(scatter, done)
 
     def _scattered(self, result: ScatterResult) -> None:

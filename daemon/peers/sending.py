@@ -181,5 +181,6 @@ class SendingSession(Session):
             self._pump()
 
         self.copy_begins()
+        self._counters.copied_bytes += gather.nbytes
         self._gathering += 1
         self.parts.gather(gather, done)

@@ -68,6 +68,7 @@ class Daemon:
     up: bool = True
     daemon: str = "p"
     most_pages: int = 0
+    keeps: bool = True
     pages: int = 0
     asked: list[bytes] = field(default_factory=list)
     asked_again: int = 0

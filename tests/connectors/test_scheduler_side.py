@@ -187,6 +187,14 @@ def test_what_the_daemon_holds_whole_is_not_stored_again(held: int, stored: bool
     assert side.tracked == stored, "what is not stored is over"
 
 
+def test_nothing_is_handed_in_to_a_daemon_that_keeps_nothing() -> None:
+    side, request = decode(Daemon(keeps=False)), Request("a", 30)
+    side.new_request(request)
+    request.output, request.num_computed_tokens = 11, 40
+    assert side.finished(request, blocks(41)) == (False, None)
+    assert orders(side) == [] and side.tracked == 0
+
+
 def test_what_a_step_under_way_computes_is_not_stored() -> None:
     side, request = decode(Daemon()), Request("a", 64)
     side.new_request(request)

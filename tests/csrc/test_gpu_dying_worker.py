@@ -19,12 +19,12 @@ import pytest
 from kvferry._core import GpuCopyEngine
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.sides import workers as side_workers
-from kvferry.transfer.mapping.lock_holder import LockHolder
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.daemon.sides.workers import SideWorkers
 from kvferry.proto import worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.mapping.lock_holder import LockHolder
 from tests.csrc import dying_worker
 from tests.daemon.sides.worker_ends import WorkerEnds
 

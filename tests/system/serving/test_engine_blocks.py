@@ -82,6 +82,8 @@ def test_prompts_go_from_blocks_to_blocks(stack: Stack, flags: tuple[str, ...]) 
             side = side_stats(pair.decode.socket)
             assert side.pool.block_tokens == 4 and side.pool.leased == side.pool.cached == 0
             assert side.transfers.failed == side.transfers.mismatched_parts == 0
+            for each in (side, side_stats(pair.prefill.socket)):
+                assert each.transfers.copied_bytes == each.transfers.delta_bytes > 0, "one copy on each side"
 
     asyncio.run(run())
 
