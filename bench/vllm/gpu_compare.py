@@ -1,6 +1,6 @@
-"""vLLM as it is compiled, on GPUs: one alone, a pair with its own NixlConnector, and a pair joined by kvferry, by way of
-its daemons' pools ("kvferry") or straight from block to block ("blocks"). Each is behind kvferry's front end, with the
-same flags and the same load.
+"""vLLM as it is compiled, on GPUs: one alone, a pair with its own NixlConnector, and a pair joined by kvferry, by way
+of its daemons' pools ("kvferry") or straight from block to block ("blocks"). Each is behind kvferry's front end, with
+the same flags and the same load.
 
 VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/part.json [--at-once 1 4 32 64] \\
     [--tokens-out 16 128] [--decode-cache all half third host] [--systems alone nixl kvferry blocks]
