@@ -2,6 +2,7 @@
 
 from tests.mutants.guard import Guard
 from tests.mutants.guards import (
+    blocks,
     core,
     couriers,
     engine_resets,
@@ -19,6 +20,7 @@ from tests.mutants.guards import (
 
 GUARDS: tuple[Guard, ...] = (
     *core.GUARDS,
+    *blocks.GUARDS,
     *protocol.GUARDS,
     *places.GUARDS,
     *couriers.GUARDS,

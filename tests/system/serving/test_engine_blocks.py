@@ -10,8 +10,12 @@ import signal
 
 import pytest
 
-from kvferry.client.requests import RequestFailed
+from kvferry.client.client import DaemonClient
+from kvferry.client.engine_pools import PoolSpec, make_files
+from kvferry.client.requests import HandshakeFailed, RequestFailed
 from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.proto import common_pb2
+from kvferry.transfer.geometry.kv_geometry import StorageOrder
 from tests.support.block_engine import CANARY, FACTS, GEOMETRY, PAGE, BlockEngine, Prompt, new_name
 from tests.support.engines import side_stats
 
@@ -213,6 +217,21 @@ def test_a_daemon_that_is_killed_takes_no_block_with_it(stack: Stack, role: str)
         assert (engine.memory[:, engine.free[0]] == CANARY).all(), "the memory stays the engine's"
         await engine.client.close()
         await other.client.close()
+
+    asyncio.run(run())
+
+
+def test_a_daemon_of_blocks_takes_no_pages(stack: Stack) -> None:
+    async def run() -> None:
+        pair = Pair(stack)
+        engine = await pair.decode.connect()
+        await engine.client.close()
+        pages = make_files(PoolSpec(8, PAGE, StorageOrder.PAGE_MAJOR, (), 1, "/dev/shm"), GEOMETRY)
+        role = common_pb2.ROLE_DECODE
+        with pytest.raises(HandshakeFailed, match=r"pool\.block_tokens is 0; engines have registered blocks before"):
+            await DaemonClient.connect(engine.socket, role, FACTS.to_proto(), "pages", own=pages)
+        await pair.decode.connect()
+        await pair.decode.client.close()
 
     asyncio.run(run())
 

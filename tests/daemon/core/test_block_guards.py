@@ -1,0 +1,194 @@
+"""What keeps wrong bytes out of an engine's blocks, each by the shortest way to the harm."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.daemon.core.cache import Cache, CacheLimits
+from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
+from kvferry.daemon.core.effects import BindPages, StartCopy
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.limits import BlockShape, Name
+from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
+from kvferry.daemon.core.tier_copies import CopyStarted
+from kvferry.proto import worker_pb2 as wire
+from kvferry.radix.tree import BACKUP, RESTORE
+from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Effects, digests, name
+
+A, B, C, D = (name(number) for number in range(1, 5))
+SHAPE = BlockShape(blocks=40, block_tokens=2, page_size=PAGE)
+PER_PAGE = SHAPE.per_page
+
+
+def blocks_of(first: int, pages: int) -> range:
+    return range(first, first + pages * PER_PAGE)
+
+
+class Decode(Effects):
+    def __init__(self, host_pages: int = 16) -> None:
+        super().__init__()
+        self.cache = Cache(80, PAGE, host_pages=host_pages, limits=CacheLimits(in_blocks=True))
+        self.core = DecodeCore(self.cache, DecodeLimits(max_tokens=400, page_bytes=64, admission_seconds=30.0, queue=8))
+
+    def admit(self, number: Name, pages: int, first: int, *, prefill: str = "p", held: int = 0) -> None:
+        """Of prompt x, with blocks from `first` on for the pages that are not held."""
+        request = wire.Admit(
+            name=number.to_proto(),
+            digests=digests("x", pages),
+            tokens=pages * PAGE,
+            prefill=prefill,
+            max_new_tokens=1,
+            held_tokens=held * PAGE,
+            blocks=blocks_of(first, pages if held == pages else pages - held),
+            blocks_from=0 if held == pages else held * PAGE,
+        )
+        self.core.admit(1, NAMESPACE, number, request, DEADLINE, 0.0, SHAPE.of_admit(request))
+        self.take()
+
+    def store(self, number: Name, pages: int, first: int) -> list[CopyStarted]:
+        """Hands so many pages of prompt x in. Returns the copies that it has started."""
+        self.admit(number, pages, first, prefill="", held=pages)
+        assert self.told("ready")
+        self.core.finish(1, number, pages * PAGE, b"", 0.0)
+        self.take()
+        return self.copies()
+
+    def copies(self) -> list[CopyStarted]:
+        return [effect.started for effect in self.of(StartCopy)]
+
+    def end(self, copy: CopyStarted, *failed: int) -> None:
+        self.core.copy_ended(copy.number, failed, len(failed), 0.0, 0.0)
+        self.take()
+
+    def stored(self, pages: int) -> None:
+        (copy,) = self.store(name(90), pages, 0)
+        self.end(copy)
+        assert self.held() == pages and not self.core.leases
+
+    def held(self) -> int:
+        """Pages of prompt x that the tree holds, all in the host tier."""
+        return self.cache.namespace(NAMESPACE).tree.match(digests("x", 10)).pages
+
+    def take(self) -> None:
+        self.seen = self.core.take_effects()
+
+
+def test_a_block_that_is_written_is_nobody_elses_until_its_request_has_ended() -> None:
+    side = Decode()
+    side.admit(A, 2, 0)
+    with pytest.raises(RequestError, match="blocks has 3, which is another request's that has not ended"):
+        side.admit(B, 2, 3)
+    assert B not in side.core.leases
+    side.core.abort(1, A, 0.0)
+    for effect in side.core.take_effects():
+        assert not isinstance(effect, StartCopy)
+    assert A in side.core.leases, "its transfer has not drained"
+    with pytest.raises(RequestError, match="another request's"):
+        side.admit(B, 2, 3)
+    side.core.transfer_drained(1, 0.0)
+    side.take()
+    assert side.told("ended")
+    side.admit(B, 2, 3)
+
+
+def test_a_request_has_not_ended_while_a_load_of_it_runs() -> None:
+    side = Decode()
+    side.stored(2)
+    side.admit(A, 2, 10, prefill="", held=0)
+    (load,) = side.copies()
+    assert load.copy.kind == RESTORE
+    side.core.abort(1, A, 0.0)
+    side.take()
+    assert not side.told("ended")
+    with pytest.raises(RequestError, match="another request's"):
+        side.admit(B, 2, 10)
+    side.end(load)
+    assert side.told("ended") and not side.core.leases
+
+
+def test_a_request_has_not_ended_while_a_store_of_it_runs() -> None:
+    side = Decode()
+    (store,) = side.store(A, 2, 0)
+    assert store.copy.kind == BACKUP and not side.told("ended")
+    side.end(store)
+    assert side.told("ended")
+
+
+def test_pages_are_bound_before_a_copy_touches_them() -> None:
+    side = Decode()
+    side.stored(2)
+    side.admit(A, 3, 10)
+    kinds = [type(effect) for effect in side.seen]
+    (bound,) = side.of(BindPages)
+    assert bound.pages == tuple(side.core.leases[A].pages) and bound.blocks == tuple(blocks_of(10, 3))
+    assert kinds.index(BindPages) < kinds.index(StartCopy)
+
+
+def test_what_was_loaded_wrongly_is_forgotten() -> None:
+    side = Decode()
+    side.stored(3)
+    side.admit(A, 4, 10)
+    (load,) = side.copies()
+    assert len(load.copy.device) == 3
+    side.end(load, load.copy.device[1])
+    assert side.held() == 1, "what is behind the first wrong page is forgotten with it"
+    side.core.abort(1, A, 0.0)
+    side.take()
+    assert side.held() == 1
+
+
+def test_a_page_on_its_way_to_the_tier_is_not_stored_again() -> None:
+    side = Decode()
+    (first,) = side.store(A, 2, 0)
+    assert side.store(B, 2, 10) == []
+    (longer,) = side.store(C, 3, 20)
+    assert len(longer.copy.host) == 1
+    side.end(first)
+    side.end(longer)
+    assert side.held() == 3 and side.cache.host_pages == 3
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_rows_whose_path_is_not_held_are_given_back(wrong: bool) -> None:
+    side = Decode()
+    (first,) = side.store(A, 2, 0)
+    (behind,) = side.store(B, 4, 10)
+    if wrong:
+        side.end(first, first.copy.device[0])
+        assert side.held() == 0
+    side.end(behind)
+    assert side.held() == 0
+    if not wrong:
+        side.end(first)
+    assert side.held() == side.cache.host_pages == (0 if wrong else 2)
+    (again,) = side.store(D, 4, 20)
+    side.end(again)
+    assert side.held() == 4, "nothing is still on its way"
+
+
+def test_a_store_ends_at_its_first_wrong_page() -> None:
+    side = Decode()
+    (store,) = side.store(A, 3, 0)
+    side.end(store, store.copy.device[1])
+    assert side.held() == side.cache.host_pages == 1
+
+
+def test_a_prompt_is_computed_as_far_as_its_blocks_are_named() -> None:
+    side = Effects()
+    core = PrefillCore(Cache(40, PAGE, limits=CacheLimits(in_blocks=True)), PrefillLimits(table=8))
+    begin = wire.Begin(name=A.to_proto(), digests=digests("x", 2), tokens=2 * PAGE, blocks=[7])
+    core.begin(1, NAMESPACE, A, begin, DEADLINE, 0.0, SHAPE.of_begin(begin))
+    side.seen = core.take_effects()
+    (begun,) = side.told("begun")
+    assert not begun.begun.pages
+    first, second = core.entries[A].prompt.pages
+    assert [(bound.pages, bound.blocks) for bound in side.of(BindPages)] == [((first, second), (7, -1, -1, -1))]
+    core.progress(1, A, PAGE, 0.0, [5])
+    side.seen = core.take_effects()
+    assert not side.told("failed")
+    assert [(bound.pages, bound.blocks) for bound in side.of(BindPages)] == [((first,), (7, 5))]
+    core.progress(1, A, 2 * PAGE, 0.0, [9])
+    side.seen = core.take_effects()
+    (failed,) = side.told("failed")
+    assert failed.failed.error.message == "tokens is 8; blocks of 6 are named"
+    assert not side.of(BindPages)

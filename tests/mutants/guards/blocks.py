@@ -1,0 +1,191 @@
+"""Pools of an engine's blocks: whose a block is, which bytes of it are sent or written, what the tier holds of it."""
+
+from tests.mutants.guard import Guard
+
+CORE = ("tests/daemon/core/test_block_guards.py",)
+NAMED = ("tests/daemon/core/test_named_blocks.py",)
+TABLE = ("tests/daemon/memory/test_block_table.py",)
+REGISTERED = ("tests/transfer/geometry/test_blocks.py",)
+SYSTEM = "tests/system/serving/test_engine_blocks.py"
+_TIER, _LEASES = "daemon/core/block_tier.py", "daemon/core/decode_leases.py"
+_TABLE, _SHARED = "daemon/memory/block_table.py", "daemon/memory/shared.py"
+_LIMITS = "daemon/core/limits.py"
+
+GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "a block that a request writes is nobody else's",
+        _TIER,
+        "BlockTier.claim",
+        "if twice := blocks & self._written:",
+        "if twice := set():",
+        CORE,
+    ),
+    Guard(
+        "a request has not ended while a copy of its blocks runs",
+        _LEASES,
+        "LeaseKeeper.settle",
+        " or lease.copies",
+        "",
+        CORE,
+    ),
+    Guard(
+        "blocks of a request that has ended are given back",
+        _LEASES,
+        "LeaseKeeper._remove",
+        "self.blocks.give_back(lease)",
+        "pass",
+        CORE,
+    ),
+    Guard(
+        "what was loaded wrongly is forgotten",
+        _LEASES,
+        "LeaseKeeper._loaded",
+        "self.blocks.forget_wrong(copy.lease, copy.first + first)",
+        "pass",
+        CORE,
+    ),
+    Guard(
+        "rows enter the tree behind what it holds alone",
+        _TIER,
+        "BlockTier._path_is_held",
+        "return namespace.tree.match(digests).pages >= pages",
+        "return True",
+        CORE,
+    ),
+    Guard(
+        "a page on its way to the tier is not stored again",
+        _TIER,
+        "BlockTier.store",
+        "while first < len(digests) and digests[first] in storing:",
+        "while False:",
+        CORE,
+    ),
+    Guard(
+        "a store that has ended is on its way no more",
+        _TIER,
+        "BlockTier._stored",
+        "self._storing[namespace.id].difference_update(_each(copy.digests))",
+        "pass",
+        CORE,
+    ),
+    Guard(
+        "no row enters the tree behind a wrong one",
+        _TIER,
+        "BlockTier._stored",
+        "good = min((copy.device.index(page) for page in failed), default=len(copy.device))",
+        "good = len(copy.device)",
+        CORE,
+    ),
+    Guard(
+        "pages are bound to their blocks before they are copied",
+        _LEASES,
+        "LeaseKeeper._fill_blocks",
+        "self._outbox.put(BindPages(tuple(lease.pages), lease.blocks))",
+        "pass",
+        CORE,
+    ),
+    Guard(
+        "prefill's pages are bound to the blocks that follow",
+        "daemon/core/prefill_entries.py",
+        "EntryKeeper.name_blocks",
+        "self._bind(prompt, pages)",
+        "pass",
+        CORE,
+    ),
+    Guard(
+        "no token is computed in a block that is not named",
+        "daemon/core/prefill_entries.py",
+        "EntryKeeper.name_blocks",
+        "if prompt.blocks.tokens < tokens:",
+        "if False:",
+        CORE,
+    ),
+    Guard(
+        "an engine has the blocks that it names",
+        _LIMITS,
+        "BlockShape.check",
+        "if blocks and max(blocks) >= self.blocks:",
+        "if False:",
+        NAMED,
+    ),
+    Guard(
+        "a block is named once",
+        _LIMITS,
+        "NamedBlocks.add",
+        "self._shape.check([*self._blocks, *blocks])",
+        "self._shape.check(blocks)",
+        NAMED,
+    ),
+    Guard(
+        "blocks go on to the end of what prefill brings",
+        _LIMITS,
+        "BlockShape.of_admit",
+        "if (request.prefill or hands_in) and",
+        "if False and",
+        NAMED,
+    ),
+    Guard(
+        "what is loaded goes to no block that is not there",
+        _SHARED,
+        "SharedPoolMemory.restore",
+        "_core.copy_list(pool[there], tier[there], sizes[there], self._threads.count)",
+        "_core.copy_list(pool, tier, sizes, self._threads.count)",
+        TABLE,
+    ),
+    Guard(
+        "what lacks a block is not stored",
+        _SHARED,
+        "SharedPoolMemory.spill",
+        'assert there.all(), "a block that is not there was to be spilled"',
+        "",
+        TABLE,
+    ),
+    Guard(
+        "a prompt's end is kept",
+        _TABLE,
+        "BlockTable.cut",
+        "self._ends[page] = tokens * self._token_bytes",
+        "pass",
+        TABLE,
+    ),
+    Guard(
+        "a page that is bound again has no end",
+        _TABLE,
+        "BlockTable.bind",
+        "self._ends.pop(page, None)",
+        "pass",
+        TABLE,
+    ),
+    Guard(
+        "what lies behind a prompt's end is not sent",
+        _SHARED,
+        "SharedPartCopies.gather",
+        "last_bytes = self._places.last_bytes(gather.page_ids)",
+        "last_bytes = None",
+        (f"{SYSTEM}::test_prompts_go_from_blocks_to_blocks",),
+    ),
+    Guard(
+        "a daemon of blocks takes no pages",
+        "daemon/sides/tiers.py",
+        "SideTiers._replace_memory",
+        "if bool(registration.block_tokens) != self.cache.limits.in_blocks:",
+        "if False:",
+        (f"{SYSTEM}::test_a_daemon_of_blocks_takes_no_pages",),
+    ),
+    Guard(
+        "a copy can name a page by all of its blocks",
+        "transfer/geometry/registration.py",
+        "_shape",
+        "if geometry.page_size // pool.block_tokens > MAX_BLOCKS_A_PAGE:",
+        "if False:",
+        REGISTERED,
+    ),
+    Guard(
+        "an engine's blocks are of one rank, in its own layout",
+        "transfer/geometry/registration.py",
+        "_shape",
+        "if geometry.layout is not Layout.ENGINE or order is not StorageOrder.PAGE_MAJOR or len(pool.ranks) != 1:",
+        "if False:",
+        REGISTERED,
+    ),
+)
