@@ -48,8 +48,9 @@ std::unique_ptr<Copying> copy_pages(Engine& engine, const OwnedPages& owned, con
   const Buffer memory(rows, "rows", to_host ? Buffer::Access::kWrite : Buffer::Access::kRead);
   const int64_t row_bytes = int64_t(pages.layout().row_bytes());
   check_range("row_stride", row_stride, row_bytes, kMaxInt64);
-  const int64_t size = int64_t(memory.size()), count = checked_pages(pages.layout(), ids, !to_host);
+  const int64_t count = checked_pages(pages.layout(), ids, !to_host);
   check_range("row_ids", int64_t(row_ids.size()), count, count);
+  const int64_t size = int64_t(memory.size());
   check_ids("row_ids", row_ids, size < row_bytes ? 0 : std::min((size - row_bytes) / row_stride + 1, kMaxPages - 1));
   check_distinct(to_host ? "row_ids" : "page_ids", to_host ? row_ids : ids);
   const GpuStream on = stream ? stream_at(stream) : engine.get().stream();
@@ -199,7 +200,10 @@ void bind_cuda(nb::module_& m) {
       .def_prop_ro("runs", [](const OwnedPages& self) { return self->runs().size(); },
                    "Copies of a page by `pitched`; 0: its fragments lie too far apart.")
       .def_prop_ro("row_bytes", [](const OwnedPages& self) { return self->layout().row_bytes(); }, "Bytes of a page.")
-      .def_prop_ro("pages", [](const OwnedPages& self) { return self->layout().pages; });
+      .def_prop_ro("pages", [](const OwnedPages& self) { return self->layout().pages; },
+                   "Ids are 0 to pages - 1; of blocks, in blocks.")
+      .def_prop_ro("ids_a_page", [](const OwnedPages& self) { return self->layout().ids_a_page(); },
+                   "Ids that name a page: 1, or in blocks the number of them.");
 
   nb::class_<Copying>(m, "GpuCopy", "A copy that was issued. Hold it until it is done: it keeps alive what the copy uses.")
       .def_prop_ro("strategy", [](const Copying& self) { return self.strategy; },
@@ -286,11 +290,9 @@ void bind_cuda(nb::module_& m) {
       .def("pages", &pages_of, "bases"_a, "strides"_a, "fragment_bytes"_a, "pages"_a, "pieces"_a = 1,
            "piece_stride"_a = 0, "in_blocks"_a = false, R"(
            A pool of `pages` pages: fragment tensor * pieces + piece of page p is the fragment_bytes at bases[tensor] +
-           p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. The addresses are
-           the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.
-
-           in_blocks: as of HostPages. A block that is not there is zeros where a part is gathered, and is left out where
-           it would be written; of pages that go to host memory none may lack.)")
+           p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. in_blocks: as of
+           `HostPages`. The addresses are the caller's word. Waits for the device, which writes its table, behind no other
+           copy; GIL released.)")
       .def("copy_pages_to_host",
            [](Engine& self, const OwnedPages& pages, const Integers& page_ids, BufferArgument rows, int64_t row_stride,
               const Integers& row_ids, std::optional<int64_t> stream, const CopyStrategyArgument& strategy,
@@ -299,9 +301,10 @@ void bind_cuda(nb::module_& m) {
            },
            "pages"_a, "page_ids"_a, "rows"_a, "row_stride"_a, "row_ids"_a, "stream"_a = nb::none(), "strategy"_a = "staged",
            "order"_a = "stream", nb::keep_alive<0, 1>(), R"(
-           Page page_ids[i] to the row that begins at row_ids[i] * row_stride. order `none`, of a copy without a stream:
-           in no order with what is not done yet, so that it overlaps copies before it. IndexError: an id out of bounds;
-           ValueError: any other bound, or a row named twice; nothing has moved then.)")
+           Page page_ids[i], in blocks that of the i-th `ids_a_page` ids, to the row that begins at row_ids[i] *
+           row_stride. order `none`, of a copy without a stream: in no order with what is not done yet, so that it overlaps
+           copies before it. IndexError: an id out of bounds, or a block that is not there; ValueError: any other bound, or
+           a row named twice; nothing has moved then.)")
       .def("copy_pages_from_host",
            [](Engine& self, const OwnedPages& pages, const Integers& page_ids, BufferArgument rows, int64_t row_stride,
               const Integers& row_ids, std::optional<int64_t> stream, const CopyStrategyArgument& strategy,
@@ -309,7 +312,9 @@ void bind_cuda(nb::module_& m) {
              return copy_pages(self, pages, page_ids, rows, row_stride, row_ids, CopyDirection::kToDevice, stream, strategy, order);
            },
            "pages"_a, "page_ids"_a, "rows"_a, "row_stride"_a, "row_ids"_a, "stream"_a = nb::none(), "strategy"_a = "staged",
-           "order"_a = "stream", nb::keep_alive<0, 1>(), "The reverse of `copy_pages_to_host`; a page named twice is a ValueError.")
+           "order"_a = "stream", nb::keep_alive<0, 1>(), R"(
+           The reverse of `copy_pages_to_host`, without blocks that are not there (-1); an id named twice is a
+           ValueError.)")
       .def("copy_list_to_host",
            [](Engine& self, const Integers& dst, const Integers& src, const Integers& sizes, std::optional<int64_t> stream,
               const ListStrategyArgument& strategy) {

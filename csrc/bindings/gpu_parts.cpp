@@ -148,27 +148,27 @@ void bind_gpu_parts(nb::module_&, nb::class_<Engine>& engine) {
   gather("gather_part", &gather_part<false>, R"(
          Pool to slot on one device, or devices that reach each other: the rows of page_ids laid end to end; their
          [byte_offset, byte_offset + nbytes), which touches every page named (so byte_offset < row_bytes), goes to
-         slot_address, and the header, at most 64 bytes, right before it. A block that is not there is zeros,
-         and so is of each tensor of the last page what lies behind its first last_bytes (None: nothing): nobody reads
-         it. stream None: `gather_stream`. Fast where all addresses and sizes are multiples of 16.
+         slot_address, and the header, at most 64 bytes, right before it. A block that is not there is zeros, and so is
+         of each tensor of the last page what lies behind its first last_bytes (None: nothing): nobody reads it. stream
+         None: `gather_stream`. Fast where all addresses and sizes are multiples of 16.
 
          IndexError (page id) or ValueError (any other bound) before a byte has moved.)");
   gather("gather_part_summed", &gather_part<true>, R"(
-         `gather_part`, and adds up: `GpuCopy.checksum`, which is also added to the last 8 bytes of a header, a
-         little-endian number. GpuError: the driver takes no kernels, or 1024 sums are held.)");
+         `gather_part`, and adds up what is in the slot: `GpuCopy.checksum`, which is also added to the last 8 bytes of a
+         header, a little-endian number. GpuError: the driver takes no kernels, or 1024 sums are held.)");
   scatter("scatter_part", &scatter_part<false>,
           R"(
           The reverse of `gather_part`, without blocks that are not there, on `scatter_stream`; an id named twice is a
           ValueError as well.)");
   scatter("scatter_part_summed", &scatter_part<true>,
-          "`scatter_part`, and adds up: `GpuCopy.checksum`. GpuError as of `gather_part_summed`.");
+          "`scatter_part`, and adds up what is in the slot: `GpuCopy.checksum`. GpuError as of `gather_part_summed`.");
   engine
       .def("add_up", &add_up, "address"_a, "nbytes"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>(),
            "The `part_checksum` of device memory, as `GpuCopy.checksum`; on `scatter_stream`.")
       .def("move_pages", &move_pages, "source"_a, "source_ids"_a, "target"_a, "target_ids"_a, "stream"_a = nb::none(),
            nb::keep_alive<0, 1>(), R"(
-           The pages source_ids of one pool into the pages target_ids of another of the same shape, on one device; their
-           bytes do not overlap. On `scatter_stream`. ValueError or IndexError before a byte has moved.)")
+           The pages source_ids of one pool into the pages target_ids of another of the same shape, neither in blocks, on
+           one device; their bytes do not overlap. On `scatter_stream`. ValueError or IndexError before a byte has moved.)")
       .def("zero_pages", &zero_pages, "pages"_a, "page_ids"_a, "stream"_a = nb::none(), nb::keep_alive<0, 1>(),
            "All bytes of these pages become zero; on `scatter_stream`. ValueError: pages in blocks.")
       .def("zero_page_from", &zero_page_from, "pages"_a, "page_id"_a, "start"_a, "first_piece"_a = 0,

@@ -176,18 +176,17 @@ void bind_host_pages(nb::module_& m) {
     pages.def(name, function, "page_ids"_a, "byte_offset"_a, "nbytes"_a, "slot"_a, "slot_offset"_a = 0, "threads"_a = 1, doc);
   };
   scatters("scatter_part",
-           [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
-             scatter<void>(self, ids, at, nbytes, slot, offset, threads, scatter_part);
-           },
-           "The reverse of `gather_part`, without blocks that are not there; an id named twice is a ValueError as well.");
+       [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
+         scatter<void>(self, ids, at, nbytes, slot, offset, threads, scatter_part);
+       },
+       "The reverse of `gather_part`, without blocks that are not there; an id named twice is a ValueError as well.");
   scatters("scatter_part_summed",
-           [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
-             return scatter<uint64_t>(self, ids, at, nbytes, slot, offset, threads, scatter_part_summed);
-           },
-           "`scatter_part`, and the `part_checksum` of what is in the slot.");
+       [](HostPages& self, const Integers& ids, Part at, Part nbytes, BufferArgument slot, Part offset, Part threads) {
+         return scatter<uint64_t>(self, ids, at, nbytes, slot, offset, threads, scatter_part_summed);
+       },
+       "`scatter_part`, and the `part_checksum` of what is in the slot.");
   pages
-      .def("zero_page_from", &zero_from, "page_id"_a, "start"_a, "first_piece"_a = 0,
-           R"(
+      .def("zero_page_from", &zero_from, "page_id"_a, "start"_a, "first_piece"_a = 0, R"(
            In the fragments of pieces [first_piece, pieces) of a page: bytes [start, fragment_bytes) become zero.
            ValueError: pages in blocks.)")
       .def("close", &HostPages::close,

@@ -12,14 +12,22 @@ namespace {
 constexpr size_t kCached = 16 << 10;  // stays in a first-level cache between a copy and its sum
 constexpr uint64_t kWord = sizeof(uint64_t);
 
-// Calls move(page bytes, offset in the slot, bytes); null: there are none.
-template <class Move>
-void walk(const PageLayout& layout, const int64_t* ids, const PartRange& part, size_t begin, size_t end, const Move& move) {
-  walk_part(layout, ids, part, begin, end, [&](uint64_t address, size_t bytes) {
+// Calls move(page bytes, offset in the slot, bytes), or lack(offset in the slot, bytes) for what the page has not.
+template <class Move, class Lack>
+void walk(const PageLayout& layout, const int64_t* ids, const PartRange& part, size_t begin, size_t end, const Move& move,
+          const Lack& lack) {
+  const auto move_next = [&](uint64_t address, size_t bytes) {
     move(reinterpret_cast<uint8_t*>(address), begin, bytes);
     begin += bytes;
-  });
+  };
+  const auto lack_next = [&](size_t bytes) {
+    lack(begin, bytes);
+    begin += bytes;
+  };
+  walk_part(layout, ids, part, begin, end, move_next, lack_next);
 }
+
+constexpr auto kLeaveOut = [](size_t, size_t) {};
 
 // Whether every fragment, or part of one, begins with a word of the part.
 bool in_words(const PageLayout& layout, const PartRange& part) {
@@ -33,9 +41,10 @@ void by_cached(size_t begin, size_t end, const Copy& copy) {
 
 void gather_range(uint8_t* slot, const PageLayout& layout, const int64_t* ids, const PartRange& part, size_t begin,
                   size_t end) {
-  walk(layout, ids, part, begin, end, [slot](const uint8_t* page, size_t at, size_t bytes) {
-    page != nullptr ? std::memcpy(slot + at, page, bytes) : std::memset(slot + at, 0, bytes);
-  });
+  walk(
+      layout, ids, part, begin, end,
+      [slot](const uint8_t* page, size_t at, size_t bytes) { std::memcpy(slot + at, page, bytes); },
+      [slot](size_t at, size_t bytes) { std::memset(slot + at, 0, bytes); });
 }
 
 }  // namespace
@@ -46,9 +55,9 @@ void gather_part(uint8_t* slot, const PageLayout& layout, const int64_t* ids, co
 
 void scatter_part(const PageLayout& layout, const int64_t* ids, const PartRange& part, const uint8_t* slot, unsigned threads) {
   split(part.bytes, threads, [&](size_t begin, size_t end) {
-    walk(layout, ids, part, begin, end, [slot](uint8_t* page, size_t at, size_t bytes) {
-      if (page != nullptr) std::memcpy(page, slot + at, bytes);
-    });
+    walk(
+        layout, ids, part, begin, end,
+        [slot](uint8_t* page, size_t at, size_t bytes) { std::memcpy(page, slot + at, bytes); }, kLeaveOut);
   });
 }
 
@@ -58,13 +67,12 @@ uint64_t gather_part_summed(uint8_t* slot, const PageLayout& layout, const int64
   split(part.bytes, threads, [&](size_t first, size_t last) {
     uint64_t own = 0;
     if (in_words(layout, part)) {
-      walk(layout, ids, part, first, last, [&](const uint8_t* page, size_t at, size_t bytes) {
-        if (page != nullptr) {
-          own += copy_words(slot + at, page, bytes, at / kWord);
-        } else {
-          std::memset(slot + at, 0, bytes);
-          own += sum_words(slot + at, bytes, at / kWord);
-        }
+      const auto copy = [&](const uint8_t* page, size_t at, size_t bytes) {
+        own += copy_words(slot + at, page, bytes, at / kWord);
+      };
+      walk(layout, ids, part, first, last, copy, [&](size_t at, size_t bytes) {
+        std::memset(slot + at, 0, bytes);
+        own += sum_words(slot + at, bytes, at / kWord);
       });
     } else {
       by_cached(first, last, [&](size_t begin, size_t end) {
@@ -83,19 +91,21 @@ uint64_t scatter_part_summed(const PageLayout& layout, const int64_t* ids, const
   split(part.bytes, threads, [&](size_t first, size_t last) {
     uint64_t own = 0;
     if (in_words(layout, part)) {
-      walk(layout, ids, part, first, last, [&](uint8_t* page, size_t at, size_t bytes) {
-        own += page != nullptr ? copy_words(page, slot + at, bytes, at / kWord)
-                               : sum_words(slot + at, bytes, at / kWord);
-      });
+      const auto copy = [&](uint8_t* page, size_t at, size_t bytes) {
+        own += copy_words(page, slot + at, bytes, at / kWord);
+      };
+      const auto sum_alone = [&](size_t at, size_t bytes) { own += sum_words(slot + at, bytes, at / kWord); };
+      walk(layout, ids, part, first, last, copy, sum_alone);
     } else {
       // Read once: a late write to the slot between sum and copy would pass the check.
       uint8_t cached[kCached];
       by_cached(first, last, [&](size_t begin, size_t end) {
         std::memcpy(cached, slot + begin, end - begin);
         own += sum_words(cached, end - begin, begin / kWord);
-        walk(layout, ids, part, begin, end, [&cached, begin](uint8_t* page, size_t at, size_t bytes) {
-          if (page != nullptr) std::memcpy(page, cached + (at - begin), bytes);
-        });
+        const auto copy = [&cached, begin](uint8_t* page, size_t at, size_t bytes) {
+          std::memcpy(page, cached + (at - begin), bytes);
+        };
+        walk(layout, ids, part, begin, end, copy, kLeaveOut);
       });
     }
     sum += own;

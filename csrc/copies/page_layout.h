@@ -51,13 +51,23 @@ struct PartRange {
   uint64_t offset, bytes, last_bytes;
 };
 
-// Calls move(address, bytes), in order, for the fragments, or parts of them, that [begin, end) of the part consists of.
-// address 0: the page has no such bytes. They are zeros in a slot, and go nowhere from one.
-template <class Move>
+// Of a fragment that is piece `piece` of a tensor of which the page has `given` bytes: [inside, inside + bytes).
+template <class Move, class Lack>
+void walk_fragment(const PageLayout& layout, uint64_t address, uint32_t piece, uint64_t given, uint64_t inside, uint64_t bytes,
+                   const Move& move, const Lack& lack) {
+  const uint64_t before = uint64_t(piece) * layout.fragment_bytes + inside;
+  const uint64_t left = before < given ? given - before : 0, known = left < bytes ? left : bytes;
+  if (known > 0) move(address + inside, size_t(known));
+  if (known < bytes) lack(size_t(bytes - known));
+}
+
+// Calls move(address, bytes), in order, for the fragments, or parts of them, that [begin, end) of the part consists of, and
+// lack(bytes) for those that the page has not: they are zeros in a slot, and go nowhere from one.
+template <class Move, class Lack>
 void walk_part(const PageLayout& layout, const int64_t* ids, const PartRange& part, uint64_t begin, uint64_t end,
-               const Move& move) {
+               const Move& move, const Lack& lack) {
   const uint64_t row_bytes = layout.row_bytes(), at = part.offset + begin;
-  const size_t last = size_t((part.offset + part.bytes - 1) / row_bytes), step = layout.in_blocks;
+  const size_t last = size_t((part.offset + part.bytes - 1) / row_bytes);
   uint64_t left = end - begin;
   size_t row = size_t(at / row_bytes);
   uint32_t fragment = uint32_t(at % row_bytes / layout.fragment_bytes);
@@ -66,19 +76,19 @@ void walk_part(const PageLayout& layout, const int64_t* ids, const PartRange& pa
   for (; left > 0; ++row, tensor = 0) {
     const int64_t* const row_ids = ids + row * layout.ids_a_page();
     const uint64_t given = row == last ? part.last_bytes : layout.tensor_bytes();
+    const bool whole = !layout.in_blocks && given == layout.tensor_bytes();
     for (; left > 0 && tensor < layout.bases.size(); ++tensor, piece = 0) {
-      for (; left > 0 && piece < layout.pieces; ++piece, inside = 0) {
+      const uint64_t base = layout.bases[tensor];
+      uint64_t address = base + uint64_t(*row_ids * layout.strides[tensor]) + uint64_t(int64_t(piece) * layout.piece_stride);
+      for (; left > 0 && piece < layout.pieces; ++piece, inside = 0, address += uint64_t(layout.piece_stride)) {
         const uint64_t there = layout.fragment_bytes - inside, bytes = there < left ? there : left;
-        const uint64_t in_tensor = uint64_t(piece) * layout.fragment_bytes + inside;
-        const int64_t id = row_ids[piece * step];
-        uint64_t known = in_tensor < given && id != kNoBlock ? given - in_tensor : 0;
-        if (known > bytes) known = bytes;
-        if (known > 0) {
-          move(layout.bases[tensor] + uint64_t(id * layout.strides[tensor]) +
-                   uint64_t(int64_t(piece) * layout.piece_stride) + inside,
-               size_t(known));
+        if (whole) {
+          move(address + inside, size_t(bytes));
+        } else {
+          const int64_t id = row_ids[layout.in_blocks ? piece : 0];
+          const uint64_t from = layout.in_blocks ? base + uint64_t(id * layout.strides[tensor]) : address;
+          walk_fragment(layout, from, piece, id == kNoBlock ? 0 : given, inside, bytes, move, lack);
         }
-        if (known < bytes) move(uint64_t(0), size_t(bytes - known));
         left -= bytes;
       }
     }

@@ -186,12 +186,12 @@ void GpuParts::copy_by_driver(Lane& lane, const GpuPages& pages, const int64_t* 
                               PartDirection direction, GpuStream stream) {
   CopyDescriptors list;
   const bool to_slot = direction == PartDirection::kGather;
-  walk_part(pages.layout(), ids, part, 0, part.bytes, [&](uint64_t on_page, size_t bytes) {
-    if (on_page != 0) {
-      to_slot ? list.add(slot, on_page, bytes) : list.add(on_page, slot, bytes);
-    } else if (to_slot) {
-      device_->check(driver_.set_bytes(slot, 0, bytes, stream), "zeros");
-    }
+  const auto move = [&](uint64_t on_page, size_t bytes) {
+    to_slot ? list.add(slot, on_page, bytes) : list.add(on_page, slot, bytes);
+    slot += bytes;
+  };
+  walk_part(pages.layout(), ids, part, 0, part.bytes, move, [&](size_t bytes) {
+    if (to_slot) device_->check(driver_.set_bytes(slot, 0, bytes, stream), "zeros");
     slot += bytes;
   });
   issue_list(lane, list, stream);

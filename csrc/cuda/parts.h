@@ -35,8 +35,8 @@ struct PartLabel {
   uint32_t size = 0;
 };
 
-// All bounds were checked by the caller; slot and pages do not overlap. What a page has not (PartRange, kNoBlock) is gathered as
-// zeros, and is left out by a scatter; a sum is that of the slot.
+// All bounds were checked by the caller; slot and pages do not overlap. What a page has not (PartRange, kNoBlock) is gathered
+// as zeros, and is left out by a scatter; a sum is that of the slot.
 class GpuParts {
  public:
   GpuParts(std::shared_ptr<GpuDevice> device, std::shared_ptr<const GpuKernels> kernels, const PartTuning& tuning);
@@ -55,8 +55,7 @@ class GpuParts {
   // Of pages ids[0 .. count), not in blocks: in the fragments of pieces [first_piece, pieces), bytes [start, fragment_bytes).
   void zero(const GpuPages& pages, const int64_t* ids, size_t count, uint32_t first_piece, uint32_t start, GpuStream stream);
 
-  // Rows from_ids[0 .. count) of `from` into rows to_ids[0 .. count) of `to`, of equal tensors, pieces and fragments, neither in
-  // blocks.
+  // Rows from_ids[0 .. count) of `from` into rows to_ids[0 .. count) of `to`, of equal tensors, pieces and fragments, neither in blocks.
   void move(const GpuPages& from, const int64_t* from_ids, const GpuPages& to, const int64_t* to_ids, size_t count,
             GpuStream stream);
 

@@ -86,8 +86,8 @@ bool GpuCopyEngine::issue_pitched(const Pages& copy, size_t apart, GpuStream str
   return true;
 }
 
-// Without blocks that are not there. Long runs in several copies: while the engine stands still between them, the bus and HBM
-// are others'.
+// Long runs in several copies: while the engine stands still between them, the bus and HBM are others'. Blocks that are not
+// there are left out.
 void GpuCopyEngine::add_runs(const Pages& copy, size_t page) {
   const PageLayout& layout = copy.pages.layout();
   const bool to_host = copy.direction == CopyDirection::kToHost;

@@ -49,14 +49,20 @@ class Case:
     byte_offset: int
     nbytes: int
     slot_offset: int
+    in_blocks: bool = False
+    last_bytes: int | None = None
+
+    @property
+    def ids_a_page(self) -> int:
+        return self.pieces if self.in_blocks else 1
 
     @property
     def piece_stride(self) -> int:
-        return self.fragment_bytes + self.padding
+        return 0 if self.in_blocks else self.fragment_bytes + self.padding
 
     @property
     def stride(self) -> int:
-        return self.pieces * self.piece_stride + self.padding
+        return (self.fragment_bytes if self.in_blocks else self.pieces * self.piece_stride) + self.padding
 
     @property
     def row_bytes(self) -> int:
@@ -72,39 +78,76 @@ class Case:
     def host_pages(self, memory: Any) -> HostPages:
         strides = np.full(self.tensors, self.stride, np.int64)
         return HostPages(
-            memory, self.offsets(), strides, self.pieces, self.piece_stride, self.fragment_bytes, self.pages
+            memory,
+            self.offsets(),
+            strides,
+            self.pieces,
+            self.piece_stride,
+            self.fragment_bytes,
+            self.pages,
+            self.in_blocks,
         )
 
-    def part(self) -> NDArray[np.int64]:
-        """Where in the buffer the part's bytes lie, one index a byte."""
+    def part(self, last_bytes: int | None = None) -> NDArray[np.int64]:
+        """Where in the buffer the part's bytes lie, one index a byte; -1: nowhere. last_bytes: of the last page's
+        tensors, if not all."""
         row = (
             self.offsets()[:, None, None]
             + np.arange(self.pieces)[None, :, None] * self.piece_stride
             + np.arange(self.fragment_bytes)[None, None, :]
-        ).reshape(-1)
-        pages = np.array(self.ids, np.int64)[:, None] * self.stride
-        where: NDArray[np.int64] = (pages + row[None, :]).reshape(-1)[self.byte_offset : self.byte_offset + self.nbytes]
-        return where
+        )
+        ids = np.array(self.ids, np.int64).reshape(-1, 1, self.ids_a_page, 1)
+        where: NDArray[np.int64] = np.where(ids < 0, -1, ids * self.stride + row)
+        where.reshape(len(ids), self.tensors, -1)[-1, :, last_bytes or self.row_bytes :] = -1
+        return where.reshape(-1)[self.byte_offset : self.byte_offset + self.nbytes]
+
+    def given(self, memory: Bytes) -> Bytes:
+        """What a gather of this memory puts into the slot."""
+        where = self.part(self.last_bytes)
+        return np.where(where < 0, 0, memory[where]).astype(np.uint8)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def block_ids(draw: st.DrawFn, count: int) -> tuple[int, tuple[int, ...]]:
+    """How many blocks there are, and ids of `count` different ones, of which some are none."""
+    there = draw(st.lists(st.sampled_from([True, True, False]), min_size=count, max_size=count))
+    blocks = max(1, sum(there) + draw(st.integers(0, 2)))
+    ids = iter(draw(st.permutations(range(blocks))))
+    return blocks, tuple(next(ids) if each else -1 for each in there)
+
+
+@st.composite
+def cases(draw: st.DrawFn, in_blocks: bool = False) -> Case:
     tensors, pieces = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     fragment_bytes = draw(st.sampled_from([1, 3, 8, 16, 24, 64, 100]))
     pages = draw(st.integers(1, 7))
     ids = tuple(draw(st.permutations(range(pages)))[: draw(st.integers(1, pages))])
+    count = len(ids)
+    if in_blocks:
+        pages, ids = draw(block_ids(count * pieces))
     row_bytes = tensors * pieces * fragment_bytes
     byte_offset = draw(st.integers(0, row_bytes - 1))
-    least = max((len(ids) - 1) * row_bytes - byte_offset + 1, 1)
-    nbytes = draw(st.integers(least, len(ids) * row_bytes - byte_offset))
-    padding = draw(st.sampled_from([0, 0, 1, 16]))
+    least = max((count - 1) * row_bytes - byte_offset + 1, 1)
+    nbytes = draw(st.integers(least, count * row_bytes - byte_offset))
+    padding, slot_offset = draw(st.sampled_from([0, 0, 1, 16])), draw(st.sampled_from([0, 1, 64]))
+    last_bytes = draw(st.none() | st.integers(1, pieces * fragment_bytes))
     return Case(
-        tensors, pieces, fragment_bytes, padding, pages, ids, byte_offset, nbytes, draw(st.sampled_from([0, 1, 64]))
+        tensors,
+        pieces,
+        fragment_bytes,
+        padding,
+        pages,
+        ids,
+        byte_offset,
+        nbytes,
+        slot_offset,
+        in_blocks,
+        last_bytes,
     )
 
 
-@settings(max_examples=200, deadline=None)
-@given(cases(), st.booleans())
+@settings(max_examples=400, deadline=None)
+@given(st.booleans().flatmap(cases), st.booleans())
 def test_a_part(case: Case, summed: bool) -> None:
     ids = np.array(case.ids, np.int64)
     memory = np.zeros(case.size + 3 * case.padding, np.uint8)
@@ -112,22 +155,23 @@ def test_a_part(case: Case, summed: bool) -> None:
     before = memory.copy()
     pages = case.host_pages(memory)
     assert (pages.row_bytes, pages.fragments) == (case.row_bytes, case.tensors * case.pieces)
+    assert pages.ids_a_page == case.ids_a_page
     slot = poisoned(case.slot_offset + case.nbytes + 9)
     expected = slot.copy()
-    expected[case.slot_offset : case.slot_offset + case.nbytes] = before[case.part()]
+    expected[case.slot_offset : case.slot_offset + case.nbytes] = case.given(before)
     part = (ids, case.byte_offset, case.nbytes, slot, case.slot_offset)
     if summed:
-        assert pages.gather_part_summed(*part) == checksum(before[case.part()].tobytes())
+        assert pages.gather_part_summed(*part, last_bytes=case.last_bytes) == checksum(case.given(before).tobytes())
     else:
-        pages.gather_part(*part)
+        pages.gather_part(*part, last_bytes=case.last_bytes)
     assert (slot == expected).all()
     assert (memory == before).all()
 
     memory[:] = POISON
     slot[:] = pattern(len(slot), 1)
     expected = memory.copy()
-    inside = slot[case.slot_offset : case.slot_offset + case.nbytes]
-    expected[case.part()] = inside
+    inside, there = slot[case.slot_offset : case.slot_offset + case.nbytes], case.part() >= 0
+    expected[case.part()[there]] = inside[there]
     if summed:
         assert pages.scatter_part_summed(*part) == checksum(inside.tobytes()) == _core.part_checksum(inside)
     else:
@@ -136,25 +180,27 @@ def test_a_part(case: Case, summed: bool) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 64])
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("fragment_bytes", [40_001, 40_000])
-def test_threads_move_the_same_bytes(threads: int, fragment_bytes: int) -> None:
-    case = Case(5, 3, fragment_bytes, 8, 16, tuple(range(15, 3, -1)), 8_008, 12 * 600_000 - 8_008 - 77, 64)
+def test_threads_move_the_same_bytes(threads: int, fragment_bytes: int, in_blocks: bool) -> None:
+    ids = tuple(np.where(np.arange(36) % 7 == 5, -1, np.arange(36)[::-1])) if in_blocks else tuple(range(15, 3, -1))
+    size = (12 * 600_000 - 8_008 - 77, 64, in_blocks, 40_008)
+    case = Case(5, 3, fragment_bytes, 8, 36 if in_blocks else 16, ids, 8_008, *size)
     memory = pattern(case.size + 24)
     slot = poisoned(case.nbytes + 128)
     pages = case.host_pages(memory)
-    ids = np.array(case.ids, np.int64)
-    part = (ids, case.byte_offset, case.nbytes, slot, 64, threads)
-    total = pages.gather_part_summed(*part)
-    assert (slot[64:-64] == memory[case.part()]).all()
+    part = (np.array(case.ids, np.int64), case.byte_offset, case.nbytes, slot, 64, threads)
+    total = pages.gather_part_summed(*part, last_bytes=case.last_bytes)
+    assert (slot[64:-64] == case.given(memory)).all()
     assert total == _core.part_checksum(slot[64:-64])
     kept = slot.copy()
     slot[:] = POISON
-    pages.gather_part(*part)
+    pages.gather_part(*part, last_bytes=case.last_bytes)
     assert (slot == kept).all()
     memory[:] = POISON
     assert pages.scatter_part_summed(*part) == total
-    expected = np.full_like(memory, POISON)
-    expected[case.part()] = slot[64:-64]
+    expected, there = np.full_like(memory, POISON), case.part() >= 0
+    expected[case.part()[there]] = slot[64:-64][there]
     assert (memory == expected).all()
 
 
@@ -219,6 +265,9 @@ def make(memory: Any, **changes: Any) -> HostPages:
         ({"pieces": 3}, r"offsets\[1\]"),
         ({"piece_stride": 3}, "piece_stride: 3"),
         ({"fragment_bytes": 0}, "fragment_bytes: 0"),
+        ({"in_blocks": True}, r"piece_stride: 8, must be in \[0, 0\]"),
+        ({"in_blocks": True, "pieces": 257, "piece_stride": 0}, r"pieces: 257, must be in \[1, 256\]"),
+        ({"in_blocks": True, "piece_stride": 0, "pages": 4}, "with 4 pages of stride 16 ends at 100, behind the 92"),
     ],
 )
 def test_a_layout_must_lie_in_its_buffer(changes: dict[str, Any], message: str) -> None:
@@ -252,6 +301,46 @@ def test_bad_parts_move_nothing(changes: dict[str, Any], error: type[Exception],
             copy(**(part | changes))
     assert (memory == POISON).all()
     assert (slot == pattern(24)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"page_ids": np.array([0, 3])}, IndexError, r"page_ids\[1\]: 3, must be in \[-1, 3\)"),
+        ({"page_ids": np.array([-2, 0])}, IndexError, r"page_ids\[0\]: -2, must be in \[-1, 3\)"),
+        (
+            {"page_ids": np.array([0, 1, 2])},
+            ValueError,
+            "page_ids: 3 ids, must be a multiple of the 2 blocks of a page",
+        ),
+        ({"page_ids": np.array([], np.int64)}, ValueError, "page_ids: 0"),
+        ({"page_ids": np.array([0, 1, 2, -1]), "nbytes": 12}, ValueError, r"nbytes: 12, must be in \[13, 28\]"),
+    ],
+)
+def test_bad_blocks_move_nothing(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    memory, slot = poisoned(92), pattern(24)
+    pages = make(memory, in_blocks=True, piece_stride=0)
+    part = {"page_ids": np.array([0, 2]), "byte_offset": 4, "nbytes": 10, "slot": slot}
+    for copy in (pages.gather_part, pages.gather_part_summed, pages.scatter_part, pages.scatter_part_summed):
+        with pytest.raises(error, match=message):
+            copy(**(part | changes))
+    with pytest.raises(ValueError, match="page_ids: 2 would be written twice"):
+        pages.scatter_part(np.array([-1, 2, -1, 2]), 0, 24, bytes(24))
+    with pytest.raises(ValueError, match="pages: in blocks, must be pages that one id names"):
+        pages.zero_page_from(0, 0)
+    assert (memory == POISON).all()
+    assert (slot == pattern(24)).all()
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("last_bytes", [0, 9, -1])
+def test_a_last_page_has_some_bytes_and_no_more_than_all(last_bytes: int, in_blocks: bool) -> None:
+    slot = poisoned(16)
+    pages = make(poisoned(92), in_blocks=in_blocks, piece_stride=0 if in_blocks else 8)
+    for copy in (pages.gather_part, pages.gather_part_summed):
+        with pytest.raises(ValueError, match=rf"last_bytes: {last_bytes}, must be in \[1, 8\]"):
+            copy(np.arange(pages.ids_a_page), 0, 16, slot, last_bytes=last_bytes)
+    assert (slot == POISON).all()
 
 
 def test_overlaps_and_twice_named_pages_are_refused() -> None:

@@ -8,7 +8,7 @@ stores its pages, a row has the same bytes. A row's fragments are its runs that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,16 +33,22 @@ class RowMap:
     """Fragment tensor * pieces + piece of page p's row lies at offsets[tensor] + p * strides[tensor] + piece *
     piece_stride of the memory, and has fragment_bytes bytes. Bytes throughout.
 
-    `in_blocks`: a page is `pieces` blocks of an engine, each with an id of its own, -1 where there is none: fragment
-    tensor * pieces + piece lies at offsets[tensor] + id * strides[tensor]. Ids come as `pieces` for each page."""
+    In blocks a page is made of `pieces` blocks of an engine, each anywhere in the memory, and named by their ids in
+    order, `ids_a_page` a page: its fragment lies at offsets[tensor] + block * strides[tensor], piece_stride is 0, and
+    pages is the number of blocks. Copies take the id -1 for a block that is not there; here it is no id."""
 
     offsets: Int64s  # (tensors,)
     strides: Int64s  # (tensors,): from a page to the next
     pieces: int  # of a tensor
     piece_stride: int
     fragment_bytes: int
-    pages: int  # ids are 0..pages-1, of pages or of blocks
+    pages: int  # ids are 0..pages-1
     in_blocks: bool = False
+
+    @property
+    def ids_a_page(self) -> int:
+        """The number of ids that name a page."""
+        return self.pieces if self.in_blocks else 1
 
     @property
     def fragments(self) -> int:
@@ -61,51 +67,51 @@ class RowMap:
 
     def compact(self) -> RowMap:
         """The same rows in fewer fragments: a tensor's pieces are one where they touch, and all tensors are one where
-        every one of them touches the next on every page. (K and V that touch within a layer alone stay two.)"""
-        assert not self.in_blocks, "what lies in blocks touches nothing"
+        every one of them touches the next on every page. (K and V that touch within a layer alone stay two. So do
+        the blocks of a page that has more than one.)"""
         merged = self
-        if merged.pieces > 1 and merged.piece_stride == merged.fragment_bytes:
-            merged = RowMap(merged.offsets, merged.strides, 1, 0, merged.fragment_bytes * merged.pieces, merged.pages)
+        if merged.pieces > 1 and not merged.in_blocks and merged.piece_stride == merged.fragment_bytes:
+            whole = merged.fragment_bytes * merged.pieces
+            merged = replace(merged, pieces=1, piece_stride=0, fragment_bytes=whole)
         touching = bool((np.diff(merged.offsets) == merged.fragment_bytes).all())
         if merged.pieces == 1 and touching and bool((merged.strides == merged.strides[0]).all()):
             size = merged.fragment_bytes * len(merged.offsets)
             # Of a pool of one page nobody takes the stride, which is that of one tensor: it must still hold the page.
             strides = np.maximum(merged.strides[:1], size) if merged.pages == 1 else merged.strides[:1]
-            return RowMap(merged.offsets[:1], strides, 1, 0, size, merged.pages)
+            return replace(merged, offsets=merged.offsets[:1], strides=strides, piece_stride=0, fragment_bytes=size)
         return merged
 
     def check_ids(self, page_ids: Sequence[int] | Int64s) -> Int64s:
-        """The ids as an array. ValueError for one that is not there."""
+        """The ids as an array. ValueError for one that is not there, or for blocks that are no whole pages."""
         ids = np.asarray(page_ids, np.int64)
+        if len(ids) % self.ids_a_page:
+            raise ValueError(f"there are {len(ids)} page ids; they must be a multiple of {self.ids_a_page}, a page's")
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.pages):
             raise ValueError(f"page ids are {int(ids.min())} to {int(ids.max())}; they must be 0 to {self.pages - 1}")
         return ids
 
     def fragments_of(self, page_ids: Sequence[int] | Int64s) -> Int64s:
-        """The byte at which each fragment begins, (pages, fragments). ValueError for a page that is not there."""
-        ids = self.check_ids(page_ids)
-        if self.in_blocks:
-            blocks = ids.reshape(-1, 1, self.pieces)
-            return (self.offsets[:, None] + blocks * self.strides[:, None]).reshape(-1, self.fragments)
-        tensors = self.offsets[None, :] + ids[:, None] * self.strides[None, :]
+        """The byte at which each fragment begins, (pages, fragments). ValueError as of `check_ids`."""
+        ids = self.check_ids(page_ids).reshape(-1, 1, self.ids_a_page)
         pieces = np.arange(self.pieces, dtype=np.int64) * self.piece_stride
-        return (tensors[:, :, None] + pieces).reshape(len(ids), self.fragments)
+        found = self.offsets[:, None] + ids * self.strides[:, None] + pieces
+        return found.reshape(len(ids), self.fragments)
 
     def part(self, page_ids: Sequence[int] | Int64s, byte_offset: int, nbytes: int) -> Runs:
-        """Bytes [byte_offset, byte_offset + nbytes) of these pages' rows laid end to end. ValueError for a page that
-        is not there, or a part that does not lie in the rows."""
-        assert not self.in_blocks, "parts of blocks are found natively"
+        """Bytes [byte_offset, byte_offset + nbytes) of these pages' rows laid end to end. ValueError as of `check_ids`,
+        or for a part that does not lie in the rows."""
         ids = self.check_ids(page_ids)
-        end, size = byte_offset + nbytes, self.fragment_bytes
-        if byte_offset < 0 or nbytes < 1 or end > len(ids) * self.row_bytes:
+        end, size, rows = byte_offset + nbytes, self.fragment_bytes, len(ids) // self.ids_a_page
+        if byte_offset < 0 or nbytes < 1 or end > rows * self.row_bytes:
             raise ValueError(
                 f"part of {nbytes} bytes at byte {byte_offset}; it must have at least 1 and end within the "
-                f"{len(ids) * self.row_bytes} bytes of {len(ids)} rows"
+                f"{rows * self.row_bytes} bytes of {rows} rows"
             )
         first, last = byte_offset // size, (end - 1) // size
         page, fragment = np.divmod(np.arange(first, last + 1, dtype=np.int64), self.fragments)
         tensor, piece = np.divmod(fragment, self.pieces)
-        memory = self.offsets[tensor] + ids[page] * self.strides[tensor] + piece * self.piece_stride
+        named = ids[page * self.ids_a_page + piece if self.in_blocks else page]
+        memory = self.offsets[tensor] + named * self.strides[tensor] + piece * self.piece_stride
         sizes = np.full(len(memory), size, np.int64)
         skipped = byte_offset - first * size
         memory[0] += skipped

@@ -118,12 +118,12 @@ class GpuCopies:
         row_stride: int | None = None,
         row_offset: int = 0,
     ) -> GpuCopy:
-        """Page page_ids[i] to the pages.row_bytes at row_offset + row_ids[i] * row_stride, which is pages.row_bytes if
-        None: a rank has its slice of wider rows. Ordered on `stream`; None: in no order with what is not done yet. Hold
-        the result until it is done.
+        """Page page_ids[i], in blocks that of the i-th pages.ids_a_page ids, to the pages.row_bytes at row_offset +
+        row_ids[i] * row_stride, which is pages.row_bytes if None: a rank has its slice of wider rows. Ordered on
+        `stream`; None: in no order with what is not done yet. Hold the result until it is done.
         """
         ids = _ids(page_ids)
-        strategy = self.plan(pages, len(ids), lambda: self.engine.under_way_to_host)
+        strategy = self.plan(pages, len(ids) // pages.ids_a_page, lambda: self.engine.under_way_to_host)
         to = _from(rows, row_offset), row_stride or pages.row_bytes, _ids(row_ids)
         return self.engine.copy_pages_to_host(pages, ids, *to, stream, strategy, _order(stream))
 
@@ -140,7 +140,7 @@ class GpuCopies:
     ) -> GpuCopy:
         """The reverse of `to_host`. No copy may still be writing these rows, on any stream."""
         ids = _ids(page_ids)
-        strategy = self.plan(pages, len(ids), lambda: self.engine.under_way_from_host)
+        strategy = self.plan(pages, len(ids) // pages.ids_a_page, lambda: self.engine.under_way_from_host)
         source = _from(rows, row_offset), row_stride or pages.row_bytes, _ids(row_ids)
         return self.engine.copy_pages_from_host(pages, ids, *source, stream, strategy, _order(stream))
 

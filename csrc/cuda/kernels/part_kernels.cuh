@@ -45,7 +45,7 @@ __device__ void add_to_cell(const SumInto& into, uint64_t sum) {
 }
 
 template <class Word, bool kSummed, bool kWhole>
-__device__ uint64_t copy_words(const PartCopy& copy) {
+__device__ uint64_t copy_part_words(const PartCopy& copy) {
   const uint32_t step = gridDim.x * blockDim.x * kPartLoads;
   uint64_t sum = 0;
   for (uint32_t begin = blockIdx.x * blockDim.x * kPartLoads + threadIdx.x; begin < copy.words; begin += step) {
@@ -79,8 +79,8 @@ __device__ uint64_t copy_words(const PartCopy& copy) {
 // One branch a launch: whole pages are found as fast as if there were no others.
 template <class Word, bool kSummed>
 __device__ uint64_t copy_part(const PartCopy& copy) {
-  if (copy.in_blocks || copy.last_row != kNotHere) return copy_words<Word, kSummed, false>(copy);
-  return copy_words<Word, kSummed, true>(copy);
+  if (copy.in_blocks || copy.last_row != kNotHere) return copy_part_words<Word, kSummed, false>(copy);
+  return copy_part_words<Word, kSummed, true>(copy);
 }
 
 template <class Word>

@@ -34,11 +34,11 @@ void copy_word_by_word(const PageCopy& copy, size_t width, Operation& operation)
   }
   for (uint32_t p = 0; p < copy.pages; ++p) {
     for (uint32_t f = copy.first_fragment; f < copy.first_fragment + copy.fragments; ++f) {
-      const uint32_t tensor = f / copy.pieces, at_id = copy.in_blocks ? p * copy.pieces + f % copy.pieces : p;
-      if (at_id >= kPagesPerLaunch) abort();
-      if (copy.page_ids[at_id] == kNotHere) continue;
-      char* device = reinterpret_cast<char*>(copy.bases[tensor]) + int64_t(copy.page_ids[at_id]) * copy.strides[tensor] +
-                     int64_t(f % copy.pieces) * copy.piece_stride;
+      const uint32_t tensor = f / copy.pieces, piece = f % copy.pieces, at = copy.in_blocks ? p * copy.pieces + piece : p;
+      if (at >= kPagesPerLaunch) abort();
+      if (copy.page_ids[at] == kNotHere) continue;
+      char* device = reinterpret_cast<char*>(copy.bases[tensor]) + int64_t(copy.page_ids[at]) * copy.strides[tensor] +
+                     int64_t(piece) * copy.piece_stride;
       char* row = reinterpret_cast<char*>(copy.rows) + int64_t(copy.row_ids[p]) * copy.row_stride +
                   size_t(f) * copy.fragment_bytes;
       if ((reinterpret_cast<uint64_t>(device) | reinterpret_cast<uint64_t>(row) | copy.fragment_bytes) % width != 0) abort();
@@ -77,20 +77,15 @@ void copy_part(const PartCopy& copy, size_t width, bool summed, unsigned blocks,
     if (copy.row_words.divide(at) != row) abort();
     const uint32_t fragment = in_row / copy.fragment_words.divisor, inside = in_row % copy.fragment_words.divisor;
     if (copy.fragment_words.divide(in_row) != fragment) abort();
-    const uint32_t piece = fragment % copy.pieces.divisor, in_tensor = piece * copy.fragment_words.divisor + inside;
-    const uint32_t at_id = copy.in_blocks ? row * copy.pieces.divisor + piece : row;
-    if (at_id >= kPagesPerPart) abort();
-    const uint32_t id = copy.page_ids[at_id];
+    const uint32_t piece = fragment % copy.pieces.divisor, id = copy.in_blocks ? row * copy.pieces.divisor + piece : row;
+    if (id >= kPagesPerPart) abort();
+    const bool behind = row == copy.last_row && piece * copy.fragment_words.divisor + inside >= copy.last_words;
     char* in_slot = reinterpret_cast<char*>(copy.slot) + size_t(i) * width;
-    if (id == kNotHere || (row == copy.last_row && in_tensor >= copy.last_words)) {
-      if (copy.to_slot) {
-        operation.set(in_slot, 0, width);
-      } else {
-        operation.reads(in_slot, width);
-      }
+    if (behind || copy.page_ids[id] == kNotHere) {
+      copy.to_slot ? operation.set(in_slot, 0, width) : operation.reads(in_slot, width);
     } else {
-      char* on_page = fragment_at(copy.bases, copy.strides, copy.piece_stride, id, fragment / copy.pieces.divisor, piece) +
-                      size_t(inside) * width;
+      char* on_page = fragment_at(copy.bases, copy.strides, copy.piece_stride, copy.page_ids[id],
+                                  fragment / copy.pieces.divisor, piece) + size_t(inside) * width;
       if ((reinterpret_cast<uint64_t>(on_page) | reinterpret_cast<uint64_t>(in_slot)) % width != 0) abort();
       operation.copy(copy.to_slot ? in_slot : on_page, copy.to_slot ? on_page : in_slot, width);
     }

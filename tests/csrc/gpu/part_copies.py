@@ -24,14 +24,20 @@ class Case:
     byte_offset: int
     nbytes: int
     slot_offset: int = 0
+    in_blocks: bool = False
+    last_bytes: int | None = None
+
+    @property
+    def ids_a_page(self) -> int:
+        return self.pieces if self.in_blocks else 1
 
     @property
     def piece_stride(self) -> int:
-        return self.fragment_bytes + self.padding
+        return 0 if self.in_blocks else self.fragment_bytes + self.padding
 
     @property
     def stride(self) -> int:
-        return self.pieces * self.piece_stride + self.padding
+        return (self.fragment_bytes if self.in_blocks else self.pieces * self.piece_stride) + self.padding
 
     @property
     def row_bytes(self) -> int:
@@ -46,13 +52,22 @@ class Case:
         return self.padding + np.arange(self.tensors, dtype=np.int64)[::-1] * (self.pages * self.stride + self.padding)
 
     def row(self) -> NDArray[np.int64]:
-        """Where the bytes of page 0 lie, in the order of its row."""
+        """Where the bytes of page 0 lie, in the order of its row: (tensors, pieces, bytes)."""
         pieces = np.arange(self.pieces)[None, :, None] * self.piece_stride
-        return (self.offsets()[:, None, None] + pieces + np.arange(self.fragment_bytes)).reshape(-1)
+        found: NDArray[np.int64] = self.offsets()[:, None, None] + pieces + np.arange(self.fragment_bytes)
+        return found
 
-    def part(self) -> NDArray[np.int64]:
-        where: NDArray[np.int64] = (np.array(self.ids, np.int64)[:, None] * self.stride + self.row()).reshape(-1)
-        return where[self.byte_offset : self.byte_offset + self.nbytes]
+    def part(self, last_bytes: int | None = None) -> NDArray[np.int64]:
+        """Where the part's bytes lie; -1: nowhere. last_bytes: of the last page's tensors, if not all."""
+        ids = np.array(self.ids, np.int64).reshape(-1, 1, self.ids_a_page, 1)
+        where: NDArray[np.int64] = np.where(ids < 0, -1, ids * self.stride + self.row())
+        where.reshape(len(ids), self.tensors, -1)[-1, :, last_bytes or self.row_bytes :] = -1
+        return where.reshape(-1)[self.byte_offset : self.byte_offset + self.nbytes]
+
+    def given(self, pool: Bytes) -> Bytes:
+        """What a gather of this pool puts into the slot."""
+        where = self.part(self.last_bytes)
+        return np.where(where < 0, 0, pool[where]).astype(np.uint8)
 
 
 def whole(tensors: int, pieces: int, fragment_bytes: int, padding: int, pages: int, ids: tuple[int, ...]) -> Case:
@@ -60,18 +75,32 @@ def whole(tensors: int, pieces: int, fragment_bytes: int, padding: int, pages: i
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def block_ids(draw: st.DrawFn, count: int) -> tuple[int, tuple[int, ...]]:
+    """How many blocks there are, and ids of `count` different ones, of which some are none."""
+    there = draw(st.lists(st.sampled_from([True, True, False]), min_size=count, max_size=count))
+    blocks = max(1, sum(there) + draw(st.integers(0, 2)))
+    ids = iter(draw(st.permutations(range(blocks))))
+    return blocks, tuple(next(ids) if each else -1 for each in there)
+
+
+@st.composite
+def cases(draw: st.DrawFn, in_blocks: bool = False) -> Case:
     tensors, pieces, pages = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
     unit = draw(st.sampled_from([1, 4, 16]))  # of all sizes
     fragment_bytes = unit * draw(st.sampled_from([1, 2, 5, 16]))
     ids = tuple(draw(st.permutations(range(pages)))[: draw(st.integers(1, pages))])
+    count = len(ids)
+    if in_blocks:
+        pages, ids = draw(block_ids(count * pieces))
     row_bytes = tensors * pieces * fragment_bytes
     byte_offset = unit * draw(st.integers(0, row_bytes // unit - 1))
-    least = max((len(ids) - 1) * row_bytes - byte_offset + unit, unit)
-    nbytes = unit * draw(st.integers(least // unit, (len(ids) * row_bytes - byte_offset) // unit))
+    least = max((count - 1) * row_bytes - byte_offset + unit, unit)
+    nbytes = unit * draw(st.integers(least // unit, (count * row_bytes - byte_offset) // unit))
     padding = unit * draw(st.sampled_from([0, 0, 1, 3]))
     slot_offset = draw(st.sampled_from([0, 0, 64, unit, 1]))
-    return Case(tensors, pieces, fragment_bytes, padding, pages, ids, byte_offset, nbytes, slot_offset)
+    tail = st.integers(1, pieces * fragment_bytes) | st.integers(1, pieces * fragment_bytes // unit).map(unit.__mul__)
+    shape = tensors, pieces, fragment_bytes, padding, pages
+    return Case(*shape, ids, byte_offset, nbytes, slot_offset, in_blocks, draw(st.none() | tail))
 
 
 class PartCopies:
@@ -88,7 +117,9 @@ class PartCopies:
             case.pages,
             case.pieces,
             case.piece_stride,
+            case.in_blocks,
         )
+        assert self.pages.ids_a_page == case.ids_a_page
         engine.check_pages(self.pages)
         self.ids = np.array(case.ids, np.int64)
         self.inside = slice(case.slot_offset, case.slot_offset + case.nbytes)
@@ -120,26 +151,29 @@ class PartCopies:
 
     def check(self, summed: bool) -> None:
         case, engine = self.case, self.engine
-        part = case.part()
         pool: Bytes = np.random.default_rng(1).integers(0, 256, case.size, np.uint8)
+        given = case.given(pool)
         self.put(self.pool, pool)
         expected = np.full(len(self.slot), POISON, np.uint8)
         self.put(self.slot, expected)
-        expected[self.inside] = pool[part]
-        header, written = self.header(_core.part_checksum(pool[part]) if summed else None)
+        expected[self.inside] = given
+        header, written = self.header(_core.part_checksum(given) if summed else None)
         expected[case.slot_offset - len(written) : case.slot_offset] = np.frombuffer(written, np.uint8)
-        copy = (engine.gather_part_summed if summed else engine.gather_part)(*self.arguments(), header=header)
+        gather = engine.gather_part_summed if summed else engine.gather_part
+        copy = gather(*self.arguments(), header=header, last_bytes=case.last_bytes)
         assert copy.wait_for(20) and copy.done()
         assert (self.get(self.slot) == expected).all()
         assert (self.get(self.pool) == pool).all()
         if summed:
-            assert copy.checksum() == _core.part_checksum(pool[part])
+            assert copy.checksum() == _core.part_checksum(given)
 
         slot: Bytes = np.random.default_rng(2).integers(0, 256, len(self.slot), np.uint8)
         self.put(self.slot, slot)
         expected = np.full(case.size, POISON, np.uint8)
         self.put(self.pool, expected)
-        expected[part] = slot[self.inside]
+        part = case.part()
+        there = part >= 0
+        expected[part[there]] = slot[self.inside][there]
         copy = (engine.scatter_part_summed if summed else engine.scatter_part)(*self.arguments())
         copy.wait()
         assert (self.get(self.pool) == expected).all()
@@ -156,10 +190,9 @@ class PartCopies:
         pool: Bytes = np.full(case.size, POISON, np.uint8)
         self.put(self.pool, pool)
         self.engine.zero_page_from(self.pages, page, start, first_piece).wait()
-        shape = (case.tensors, case.pieces, case.fragment_bytes)
-        pool[(page * case.stride + case.row()).reshape(shape)[:, first_piece:, start:].reshape(-1)] = 0
+        pool[(page * case.stride + case.row())[:, first_piece:, start:].reshape(-1)] = 0
         assert (self.get(self.pool) == pool).all()
         self.engine.zero_pages(self.pages, self.ids).wait()
         for id_ in case.ids:
-            pool[id_ * case.stride + case.row()] = 0
+            pool[(id_ * case.stride + case.row()).reshape(-1)] = 0
         assert (self.get(self.pool) == pool).all()

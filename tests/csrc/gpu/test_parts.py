@@ -17,8 +17,8 @@ from tests.csrc.gpu.driver import calls
 from tests.csrc.gpu.part_copies import Bytes, Case, PartCopies, cases, whole
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases(), summed=st.booleans())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=st.booleans().flatmap(cases), summed=st.booleans())
 def test_parts_over_the_fake(fake: ctypes.CDLL, library: str, case: Case, summed: bool) -> None:
     PartCopies(GpuCopyEngine(0, library), case).check(summed)
 

@@ -1,13 +1,14 @@
 """Pitched copies: runs of fragments, batches of them, and how many go by fragments behind other copies."""
 
 import ctypes
+import dataclasses
 
 import numpy as np
 import pytest
 
 from kvferry._core import GpuCopyEngine
 from tests.csrc.gpu.driver import answer, calls
-from tests.csrc.gpu.row_copies import Case, RowCopies
+from tests.csrc.gpu.row_copies import BLOCKS, Case, RowCopies
 
 BESIDE = Case(3, 2, 8192, 40, tuple(range(37)), tuple(range(36, -1, -1)), 16, 0)
 
@@ -63,6 +64,21 @@ def test_long_runs_go_in_several_pitched_copies(fake: ctypes.CDLL, library: str)
     assert halves.statistics()["pitched"]["descriptors"] == 2 * 37 * 3 * 2
     with pytest.raises(ValueError, match="pitched_bytes: 0, must be in"):
         GpuCopyEngine(0, library, pitched_bytes=0)
+
+
+def test_a_block_of_all_tensors_is_a_pitched_copy(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    RowCopies(engine, BLOCKS).check("pitched")
+    assert engine.statistics()["pitched"]["descriptors"] == 16 + 9  # seven are not there when they are restored
+    uneven = dataclasses.replace(BLOCKS, tensors=5, uneven=16)
+    RowCopies(engine, uneven).check("pitched")
+    assert engine.statistics()["fallbacks"] == {}
+    apart = GpuCopyEngine(0, library, apart_percent=100)
+    world = RowCopies(apart, dataclasses.replace(BLOCKS, fragment_bytes=8192))
+    world.check("pitched")
+    answer(fake, "event_query", 600)
+    world.check("pitched", done=False)
+    assert calls(fake, "copy_batch") == 2
 
 
 def went_apart(fake: ctypes.CDLL, engine: GpuCopyEngine, world: RowCopies) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
 from tests.csrc.gpu.driver import answer, calls
-from tests.csrc.gpu.row_copies import POISON, SMALL, STRATEGIES, RowCopies, Strategy
+from tests.csrc.gpu.row_copies import BLOCKS, POISON, SMALL, STRATEGIES, RowCopies, Strategy
 
 
 @pytest.mark.parametrize("status", [801, 1])
@@ -33,6 +33,7 @@ def test_an_old_driver_has_no_batch(fake: ctypes.CDLL, library: str) -> None:
     assert [engine.can(strategy) for strategy in STRATEGIES] == [False, True, True, True, True]
     for strategy in STRATEGIES:
         RowCopies(engine, SMALL).check(strategy)
+        RowCopies(engine, BLOCKS).check(strategy)
     assert calls(fake, "copy_batch") == 0
 
 
@@ -51,9 +52,10 @@ def test_without_kernels_or_pinned_rows_batch_moves_the_bytes(
     answer(fake, function, 801)
     engine = GpuCopyEngine(0, library, "hip")
     RowCopies(engine, SMALL).check(strategy)
+    RowCopies(engine, BLOCKS).check(strategy)
     counts = engine.statistics()
-    assert counts["fallbacks"] == {reason: 2}
-    assert counts["batch"]["copies"] == 2
+    assert counts["fallbacks"] == {reason: 4}
+    assert counts["batch"]["copies"] == 4
 
 
 def test_without_memory_for_staging_batch_moves_the_bytes(fake: ctypes.CDLL, library: str) -> None:
@@ -110,6 +112,25 @@ def test_bad_bounds_move_nothing(fake: ctypes.CDLL, library: str) -> None:
     with pytest.raises(ValueError, match="by batch, loop or kernel"):
         engine.copy_list_to_host(np.array([8]), np.array([8]), np.array([4]), strategy="staged")  # type: ignore[arg-type]
     assert calls(fake, "copy_to_host") == 0
+    assert calls(fake, "launch") == 0
+    assert (world.rows == POISON).all()
+
+
+def test_bad_blocks_move_nothing(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library)
+    world = RowCopies(engine, BLOCKS)
+    pages, ids, rows, stride, row_ids = world.arguments(restored=True)
+    with pytest.raises(IndexError, match=r"page_ids\[2\]: -1, must be in \[0, 24\)"):
+        engine.copy_pages_to_host(pages, ids, rows, stride, row_ids)
+    for copy in (engine.copy_pages_to_host, engine.copy_pages_from_host):
+        with pytest.raises(ValueError, match="page_ids: 6 ids, must be a multiple of the 4 blocks of a page"):
+            copy(pages, np.arange(6), rows, stride, np.array([0]))
+        with pytest.raises(ValueError, match=r"row_ids: 4, must be in \[1, 1\]"):
+            copy(pages, np.arange(4), rows, stride, row_ids)
+    with pytest.raises(IndexError, match=r"page_ids\[1\]: -2, must be in \[-1, 24\)"):
+        engine.copy_pages_from_host(pages, np.array([0, -2, -1, 3]), rows, stride, np.array([0]))
+    with pytest.raises(ValueError, match="page_ids: 3 would be written twice"):
+        engine.copy_pages_from_host(pages, np.array([3, -1, -1, 3]), rows, stride, np.array([0]))
     assert calls(fake, "launch") == 0
     assert (world.rows == POISON).all()
 

@@ -16,7 +16,7 @@ from kvferry import _core
 from kvferry._core import GpuCopyEngine
 from kvferry.transfer.host_tier.copy_plan import GpuCopies
 from tests.csrc.gpu.driver import calls
-from tests.csrc.gpu.row_copies import POISON, SMALL, STRATEGIES, TIGHT, Bytes, Case, RowCopies, Strategy, cases
+from tests.csrc.gpu.row_copies import BLOCKS, POISON, SMALL, STRATEGIES, TIGHT, Bytes, Case, RowCopies, Strategy, cases
 
 
 @pytest.mark.parametrize("api", ["cuda", "hip"])
@@ -32,8 +32,8 @@ def test_a_driver_is_a_table_of_entry_points(
     assert engine.statistics()["fallbacks"] == {}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases(), strategy=st.sampled_from(STRATEGIES), tight=st.booleans())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=st.booleans().flatmap(cases), strategy=st.sampled_from(STRATEGIES), tight=st.booleans())
 def test_bytes_over_the_fake(fake: ctypes.CDLL, library: str, case: Case, strategy: Strategy, tight: bool) -> None:
     RowCopies(GpuCopyEngine(0, library, **(TIGHT if tight else {})), case).check(strategy)
 
@@ -43,6 +43,21 @@ def test_more_pages_than_one_launch_takes(fake: ctypes.CDLL, library: str) -> No
     case = Case(2, 1, 32, 1100, tuple(ids.tolist()), tuple(ids[::-1].tolist()), 0, 0)
     for strategy in STRATEGIES:
         RowCopies(GpuCopyEngine(0, library), case).check(strategy)
+
+
+def many_blocks(fragment_bytes: int) -> Case:
+    ids = np.random.default_rng(3).permutation(1200).tolist()
+    rows = np.random.default_rng(4).permutation(300).tolist()
+    lacking = tuple(range(0, 1200, 7))
+    return Case(2, 4, fragment_bytes, 300, tuple(ids), tuple(rows), 0, 0, in_blocks=True, lacking=lacking)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_blocks_than_one_launch_takes(fake: ctypes.CDLL, library: str, strategy: Strategy) -> None:
+    engine = GpuCopyEngine(0, library)
+    RowCopies(engine, many_blocks(32)).check(strategy)
+    assert engine.statistics()[strategy]["copies"] >= 2
+    assert engine.statistics()["fallbacks"] == {}
 
 
 def test_batches_are_capped_ordered_and_merged(fake: ctypes.CDLL, library: str) -> None:
@@ -141,6 +156,9 @@ def test_small_pages_on_a_gpu(strategy: Strategy, gpu_engine: Callable[..., GpuC
         Case(2, 2, 100, 5, (1, 4, 2), (0, 4, 1), 0, 4),
         Case(4, 1, 5000, 4, (3, 1), (0, 2), 1, 1),
         Case(5, 1, 2048, 4, (3, 1), (0, 2), 16, 0, uneven=48),
+        BLOCKS,
+        Case(2, 2, 100, 5, (1, 9, 2, 4), (4, 1), 0, 4, in_blocks=True, lacking=(1,)),
+        Case(5, 1, 5000, 4, (3, 1), (0, 2), 16, 0, uneven=48, in_blocks=True, lacking=(0,)),
     ):
         RowCopies(engine, case).check(strategy)
     assert engine.statistics()["fallbacks"] == {}
@@ -159,6 +177,7 @@ def test_many_pages_on_a_gpu(strategy: Strategy, gpu_engine: Callable[..., GpuCo
     ids = np.random.default_rng(3).permutation(1100)[:1000]
     RowCopies(engine, Case(6, 1, 4096, 1100, tuple(ids.tolist()), tuple(ids[::-1].tolist()), 0, 0)).check(strategy)
     RowCopies(engine, Case(3, 4, 1 << 18, 70, tuple(range(0, 70, 2)), tuple(range(35)), 0, 0)).check(strategy)
+    RowCopies(engine, many_blocks(4096)).check(strategy)
     assert engine.statistics()["fallbacks"] == {}
 
 

@@ -9,6 +9,46 @@ ORDERS = "tests/csrc/test_gpu_orders_engine.py"
 GUARDS: tuple[Guard, ...] = (
     # -- copies in host memory
     Guard(
+        "a block that is not there is gathered as zeros",
+        "csrc/copies/page_layout.h",
+        "void walk_part(",
+        "id == kNoBlock ? 0 : given",
+        "given",
+        HOST_PAGES,
+    ),
+    Guard(
+        "bytes behind a last page's last are not gathered",
+        "csrc/copies/page_layout.h",
+        "void walk_part(",
+        "row == last ? part.last_bytes : layout.tensor_bytes()",
+        "layout.tensor_bytes()",
+        HOST_PAGES,
+    ),
+    Guard(
+        "no rows of the host are without a block",
+        "csrc/bindings/layout.cpp",
+        "int64_t checked_pages(",
+        "layout.in_blocks && may_lack ? kNoBlock : 0",
+        "layout.in_blocks ? kNoBlock : 0",
+        ("tests/csrc/gpu/test_refusals.py",),
+    ),
+    Guard(
+        "a block that is not there is not restored",
+        "csrc/cuda/pitched.cpp",
+        "void GpuCopyEngine::add_runs(",
+        "if (layout.id_of(ids, run.first) == kNoBlock) continue;",
+        "",
+        ("tests/csrc/gpu/test_pitched.py",),
+    ),
+    Guard(
+        "the launch that has the last page ends it",
+        "csrc/cuda/parts.cpp",
+        "void GpuParts::launch_copies(",
+        "tail && last < row + rows",
+        "false",
+        ("tests/csrc/gpu/test_block_parts.py",),
+    ),
+    Guard(
         "a slot is read once for its sum and its copy",
         "csrc/copies/host_pages.cpp",
         "uint64_t scatter_part_summed(",

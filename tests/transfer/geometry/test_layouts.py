@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry._core import HostPages
+from kvferry.daemon.memory.shared import host_pages
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.geometry.layouts import RankStorage, RowMap
 from tests.support.reshard import random_pages, rows, stored
@@ -119,6 +120,49 @@ def test_a_pool_of_one_page_is_one_fragment() -> None:
         storage = RankStorage.make(GEOMETRY, order, 1)
         assert shape(storage.rows()) == ([0], [4 * TENSOR], 1, 0, 4 * TENSOR)
         assert storage.rows().end == storage.nbytes == 4 * TENSOR
+
+
+def blocks_of(offsets: list[int], pieces: int, size: int, blocks: int) -> RowMap:
+    strides = np.full(len(offsets), 2 * size, np.int64)
+    return RowMap(np.array(offsets, np.int64), strides, pieces, 0, size, blocks, in_blocks=True)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_rows_of_blocks(tensors: int, pieces: int, count: int, data: st.DataObject) -> None:
+    size, blocks = 8, 12
+    rows = blocks_of([i * 2 * size * blocks for i in range(tensors)], pieces, size, blocks)
+    memory = np.random.default_rng(0).integers(0, 256, rows.end, dtype=np.uint8)
+    ids = data.draw(st.permutations(range(blocks)))[: count * pieces]
+    expected = b"".join(
+        memory[at + block * 2 * size :][:size].tobytes()
+        for row in range(count)
+        for at in rows.offsets.tolist()
+        for block in ids[row * pieces : (row + 1) * pieces]
+    )
+    found = rows.fragments_of(ids)
+    assert found.shape == (count, rows.fragments) and rows.ids_a_page == pieces
+    assert b"".join(memory[at : at + size].tobytes() for at in found.ravel().tolist()) == expected
+    start = data.draw(st.integers(0, len(expected) - 1))
+    nbytes = data.draw(st.integers(1, len(expected) - start))
+    assert gathered(memory, rows, ids, start, nbytes) == expected[start : start + nbytes]
+    slot = np.full(len(expected), 0xAA, np.uint8)
+    host_pages(memoryview(memory), rows).gather_part(np.array(ids), 0, len(slot), slot)
+    assert slot.tobytes() == expected
+
+
+def test_blocks_stay_apart() -> None:
+    apart = blocks_of([0, 8], 2, 8, 3)
+    assert apart.compact() is apart
+    one = blocks_of([0, 8], 1, 8, 3).compact()
+    assert shape(one) == ([0], [16], 1, 0, 16) and one.in_blocks and one.ids_a_page == 1
+    with pytest.raises(ValueError, match="there are 3 page ids; they must be a multiple of 2"):
+        apart.check_ids([0, 1, 2])
+    for use in (apart.fragments_of, lambda ids: apart.part(ids, 0, 1)):
+        with pytest.raises(ValueError, match="page ids are -1 to 1; they must be 0 to 2"):
+            use([1, -1])
+    with pytest.raises(ValueError, match="end within the 64 bytes of 2 rows"):
+        apart.part([0, 1, 2, 0], 0, 65)
 
 
 def test_an_engines_own_tensors() -> None:
