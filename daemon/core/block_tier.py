@@ -129,6 +129,8 @@ class BlockTier:
         hold. The lease holds what is before it."""
         hold, tree = lease.hold, lease.hold.namespace.tree
         assert hold.lock is not None
+        # Else two that wait once more would match it again and again, each because the other one holds it.
+        hold.digests = hold.digests[: page * DIGEST_BYTES]
         shorter = tree.lock(tree.match(lease.digests[: page * DIGEST_BYTES]), hold.priority)
         removed = tree.prune(hold.lock, page)
         assert not removed, "pages of the device were in the tree"
