@@ -8,6 +8,7 @@ copy of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,22 +44,29 @@ class BlockTier:
         self._cache = cache
         self._running: dict[int, BlockCopy] = {}
         self._written: set[int] = set()  # blocks, by living requests
+        self._read: Counter[int] = Counter()  # how many living requests are to have a block stored
         self._storing: dict[bytes, set[bytes]] = {}  # by namespace, digests on their way: no second store has them
 
     def claim(self, lease: Lease) -> None:
-        """Guard: blocks that a request has written are nobody else's until it has ended. FAILED_PRECONDITION where one
-        is another's."""
-        if not lease.blocks or lease.stores:
-            return
+        """Guard: blocks that a request has written, or is to have stored, are written for nobody else until it has
+        ended. FAILED_PRECONDITION where one is another's."""
         blocks = {block for block in lease.blocks if block >= 0}
-        if twice := blocks & self._written:
+        if lease.stores:
+            self._read.update(blocks)
+            return
+        if twice := blocks & (self._written | self._read.keys()):
             raise precondition(f"blocks has {min(twice)}, which is another request's that has not ended")
         self._written |= blocks
 
     def give_back(self, lease: Lease) -> None:
         """The lease has ended: no copy touches its blocks."""
-        if lease.blocks and not lease.stores:
+        if not lease.stores:
             self._written.difference_update(lease.blocks)
+            return
+        for block in lease.blocks:
+            self._read[block] -= 1
+            if not self._read[block]:
+                del self._read[block]
 
     def load(self, lease: Lease) -> list[int]:
         """Starts the copy of what the lease has matched and its engine does not hold. Returns the pages."""
