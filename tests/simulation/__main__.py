@@ -1,5 +1,6 @@
 """python -m tests.simulation --seed N             replays a seed, and says what is wrong with it
 python -m tests.simulation --seeds 0:500 --jobs 2  runs many, and prints what happened in them
+With --blocks the engines of each seed have blocks of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from tests.simulation.faults import Draw, draw_all, draw_faults
+from tests.simulation.faults import Draw, draw_all, draw_faults, with_blocks
 from tests.simulation.simulator import Simulation, simulate, simulated
 
 COMMAND = "python -m tests.simulation"
@@ -22,7 +23,7 @@ COMMAND = "python -m tests.simulation"
 LEAST = {
     "requests": ("requests",),
     "aborts": ("aborts",),
-    "evictions": ("evicted pages",),
+    "evictions": ("evicted pages", "blocks that another request has had"),
     "restores": ("restores",),
     "crashes": ("decode worker crashes", "prefill worker crashes"),
 }
@@ -66,7 +67,8 @@ def replay(seed: int, faults: Draw, last: int) -> int:
 
 
 def _flag(faults: Draw) -> str:
-    return " --all-faults" if faults is draw_all else ""
+    drawn = faults.args[0] if isinstance(faults, partial) else faults
+    return " --all-faults" * (drawn is draw_all) + " --blocks" * isinstance(faults, partial)
 
 
 def show(counts: Counter[str]) -> None:
@@ -109,11 +111,14 @@ def main() -> int:
     chosen.add_argument("--seed", type=int, help="replay this one")
     chosen.add_argument("--seeds", metavar="FIRST:END", help="run these")
     parser.add_argument("--all-faults", action="store_true", help="every kind of fault in each seed")
+    parser.add_argument("--blocks", action="store_true", help="engines with blocks of their own in each seed")
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--last", type=int, default=40, help="events shown of a seed that is wrong (40)")
     options = parser.parse_args()
     logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # they warn of every fault
     faults = draw_all if options.all_faults else draw_faults
+    if options.blocks:
+        faults = partial(with_blocks, faults)
     if options.seed is not None:
         return replay(options.seed, faults, options.last)
     first, _, end = options.seeds.partition(":")

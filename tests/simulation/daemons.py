@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,7 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache, CacheLimits
 from kvferry.daemon.core.effects import Effect, StartTransfer
 from kvferry.daemon.core.kv_events import TokenChain
-from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.limits import BlockShape, Name
 from kvferry.daemon.core.namespaces import Quota, slack
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.memory.interface import PoolMemory
@@ -25,6 +25,7 @@ from kvferry.daemon.sides.side import AnySide
 from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import root_digest
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.host_tier.index import layout_fingerprint
 from kvferry.transfer.protocol.slots import HEADER_BYTES
@@ -32,7 +33,8 @@ from tests.simulation.clients import watching
 from tests.simulation.clients.published import Published
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.loops import ProcessLoop
-from tests.simulation.prompts import GEOMETRY, PAGE
+from tests.simulation.prompts import ENGINE_GEOMETRY, GEOMETRY, PAGE
+from tests.simulation.storage.blocks import BlockMemory
 from tests.simulation.storage.memory import Memory
 from tests.simulation.storage.parts import SimPoolMemory
 from tests.simulation.storage.tier import LooseRows, SimTier
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 ROOT = root_digest(b"simulation")
 TENANTS = tuple(NamespaceFacts("model", "1", GEOMETRY, "sha256_cbor", ROOT, salt) for salt in (b"", b"\x01" * 32))
+ENGINE_TENANTS = tuple(replace(facts, geometry=ENGINE_GEOMETRY, engine_layout="places") for facts in TENANTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,9 @@ class Setting:
     checksums: bool  # of the parts of its sessions
     zero_freed: bool
     ranks: int
+    geometry: KVGeometry = GEOMETRY
+    blocks: int = 0  # of its engine's, that the pages are
+    block_tokens: int = 0
 
 
 # Of a side that stands alone in a test, which replaces what it is about.
@@ -96,6 +102,10 @@ class SimSide:
     unclaimed = True  # its pool is to be an engine's, and none has come yet
 
     @property
+    def tenants(self) -> tuple[NamespaceFacts, ...]:
+        return TENANTS if self.setting.geometry is GEOMETRY else ENGINE_TENANTS
+
+    @property
     def dead(self) -> bool:
         return self.process.ended
 
@@ -114,22 +124,28 @@ class SimSide:
         limits = CacheLimits(
             policy=setting.policy,
             write_through_hits=setting.write_through,
-            quotas={TENANTS[1].id: setting.quota} if setting.quota is not None else None,
+            quotas={self.tenants[1].id: setting.quota} if setting.quota is not None else None,
             zero_freed=setting.zero_freed,
             used_before=side.config.pool == "engine",
+            in_blocks=setting.blocks > 0,
         )
         cache = Cache(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
         cache.clock.now = clock.now
-        self.pages_memory = Memory(cache, side.config.name, ranks=setting.ranks)
+        if setting.blocks:
+            self.pages_memory = BlockMemory(cache, side.config.name, clock, setting.block_tokens)
+        else:
+            self.pages_memory = Memory(cache, side.config.name, ranks=setting.ranks)
         if faults.events:
             side.event_sink = self.published = Published(clock, self.pages_memory, ROOT, faults.lies)
-            cache.log_events(TokenChain.of(TENANTS[0]))
+            cache.log_events(TokenChain.of(self.tenants[0]))
         memory, tier = self.pool_of(self.pages_memory), None
         if cache.host is not None:
             tier = self._open_tier(cache, memory, disk)
-        side.tiers.take(TENANTS[0], cache, cast(PoolMemory, memory), cast("HostTier | None", tier))
+        side.tiers.take(self.tenants[0], cache, cast(PoolMemory, memory), cast("HostTier | None", tier))
+        if setting.blocks:
+            side.tiers._blocks = BlockShape(setting.blocks, setting.block_tokens, PAGE)
         side.tiers_made(cache)
-        for facts in TENANTS:
+        for facts in self.tenants:
             cache.namespace(facts.id)
         if tier is not None:
             side.flush()  # what was found is published, what cannot stay is forgotten
@@ -138,16 +154,16 @@ class SimSide:
         """As `open_tier`. With other ranks the file of the daemon before is another layout's, and replaced."""
         assert cache.host is not None
         pages, setting = cache.host.pages, self.setting
-        layout = layout_fingerprint(GEOMETRY, setting.ranks)
+        layout = layout_fingerprint(setting.geometry, setting.ranks)
         rows = LooseRows(pages) if disk is None else disk.open(pages, layout)
         tier = SimTier(self.process, memory, rows, failing=self.faults.tier_fails, checksums=setting.checksums)
         cache.host.log_frees = True
-        tier.recover(cache, TENANTS[0].id, MAX_NAMESPACES - 1)
+        tier.recover(cache, self.tenants[0].id, MAX_NAMESPACES - 1)
         return tier
 
     def pool_of(self, memory: Memory) -> SimPoolMemory:
         """What the daemon knows of this memory."""
-        pool = SimPoolMemory(self.clock, memory, self.faults.copies_fail, self.setting.ranks)
+        pool = SimPoolMemory(self.clock, memory, self.faults.copies_fail, self.setting.ranks, self.setting.geometry)
         pool.tell = self.process.deliver
         return pool
 
@@ -155,7 +171,9 @@ class SimSide:
         """A worker that is here, and holds the lock of its session file."""
         side = cast(AnySide, self)
         number = side.workers.new_number()
-        worker = Worker(number, f"w{number}", TENANTS[tenant].id, cast(Any, lock), cast(Any, events), attached=True)
+        worker = Worker(
+            number, f"w{number}", self.tenants[tenant].id, cast(Any, lock), cast(Any, events), attached=True
+        )
         side.workers.enter(worker)
         side.tiers.has_pool.set()  # the first one brings the pool
         return worker
@@ -207,6 +225,8 @@ class SimSide:
         """At any moment."""
         cache = cast(AnySide, self).cache
         who = cast(AnySide, self).config.name
+        if self.pages_memory.blocks is not None:
+            self.pages_memory.blocks.check()
         counts = cache.pool.counts()
         expect(counts.total == cache.pool.pages, f"{who}: {counts} are not {cache.pool.pages} pages")
         if self.setting.overcommit == 1.0:
@@ -251,7 +271,7 @@ class SimSide:
     def check_cache(self, tenant: int, prompts: Iterable[Prompt]) -> int:
         """Every page that the tree has on the device for these prompts; how many."""
         cache = cast(AnySide, self).cache
-        tree = cache.namespaces[TENANTS[tenant].id].tree
+        tree = cache.namespaces[self.tenants[tenant].id].tree
         seen = 0
         for prompt in prompts:
             lock = tree.lock(tree.match(prompt.digests))

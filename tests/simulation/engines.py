@@ -20,8 +20,8 @@ from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
-from tests.simulation.daemons import TENANTS
-from tests.simulation.prompts import GARBAGE, GEOMETRY
+from tests.simulation.prompts import GARBAGE, PAGE
+from tests.simulation.storage.blocks import BLOCK_PAGES, BLOCK_TOKENS, PLACES, BlockMemory, block_bytes
 from tests.simulation.workers import Process, SessionLock
 
 if TYPE_CHECKING:
@@ -72,14 +72,35 @@ class EngineProcess(Process):
         engine.own(self.worker.number)
 
     def _hello(self) -> wire.WorkerHello:
+        if self.side.setting.blocks:
+            return self._hello_with_blocks()
         pages = self.clock.random.choice([40, 48, 64])
         pool = wire.EnginePool(pages=pages, storage=common.STORAGE_PAGE_MAJOR)
-        each = rank_geometry(GEOMETRY, self.side.setting.ranks).page_bytes  # of a page, on one rank
+        each = rank_geometry(self.side.setting.geometry, self.side.setting.ranks).page_bytes  # of a page, on one rank
         for rank in range(self.side.setting.ranks):
             memory = wire.EngineMemory(file=wire.SharedFile(name=f"engine-{rank}"), nbytes=pages * each)
             tensor = wire.EngineTensor(memory=0, offset=0, page_stride=each, page_bytes=each)
             pool.ranks.add(memories=[memory], tensors=[tensor])
-        facts = TENANTS[self.tenant].to_proto()
+        return self._hello_of(pool)
+
+    def _hello_with_blocks(self) -> wire.WorkerHello:
+        """Another number of them, and of another size."""
+        tokens, random = self.clock.random.choice(BLOCK_TOKENS), self.clock.random
+        blocks = random.choice(BLOCK_PAGES[self.side.role]) * PAGE // tokens + random.randrange(2)
+        pool = wire.EnginePool(pages=blocks, storage=common.STORAGE_PAGE_MAJOR, block_tokens=tokens)
+        size = block_bytes(tokens)
+        memory = wire.EngineMemory(file=wire.SharedFile(name="engine-0"), nbytes=PLACES * blocks * size)
+        pool.ranks.add(
+            memories=[memory],
+            tensors=[
+                wire.EngineTensor(memory=0, offset=place * blocks * size, page_stride=size, page_bytes=size)
+                for place in range(PLACES)
+            ],
+        )
+        return self._hello_of(pool)
+
+    def _hello_of(self, pool: wire.EnginePool) -> wire.WorkerHello:
+        facts = self.side.tenants[self.tenant].to_proto()
         return wire.WorkerHello(protocol=1, role=common.ROLE_DECODE, worker="engine", facts=facts, pool=pool)
 
 
@@ -89,7 +110,11 @@ async def map_pool(
     """In place of `kvferry.daemon.memory.making.map_pool`."""
     side = next(side for side in simulation.sides if side.config.name == config.name)
     await asyncio.sleep(simulation.clock.between(0.001, 0.1))
-    side.pages_memory.map(registration.pages, GARBAGE)
+    memory = side.pages_memory
+    if isinstance(memory, BlockMemory):
+        memory.map_blocks(registration.pages, registration.block_tokens)
+    else:
+        memory.map(registration.pages, GARBAGE)
     return cast("PoolMemory", side.pool_of(side.pages_memory))
 
 

@@ -44,6 +44,8 @@ class Faults:
     lies: float = 0.0  # of tokens that workers send for it: they are not the digests'
     host_files: float = 0.0  # of a daemon with a host tier: that it is in a file
     decode_restarts: int = 0  # of a decode daemon
+    blocks: bool = False  # engines of a side, or of both, have blocks of their own
+    blunders: float = 0.0  # of their requests, which name a block of another one's
 
     @property
     def none(self) -> bool:
@@ -51,7 +53,7 @@ class Faults:
         events = self.partitions + self.broken_streams + self.decode_crashes + self.prefill_crashes + self.restarts
         writes = self.post_fails or self.early or self.flips
         others = self.quiesces or self.couriers_fail or self.standstills or self.drains or self.decode_restarts
-        return not (events or others or writes or self.copies_fail or self.tier_fails)
+        return not (events or others or writes or self.blunders or self.copies_fail or self.tier_fails)
 
 
 Draw = Callable[[Clock], Faults]
@@ -88,6 +90,11 @@ def draw_faults(clock: Clock) -> Faults:
         standstills=random.randint(0, 3) if chance(0.5) else 0,
     )
     return _with_operator(clock, faults)
+
+
+def with_blocks(draw: Draw, clock: Clock) -> Faults:
+    """Of every seed, whichever it is."""
+    return replace(draw(clock), blocks=True, blunders=0.02)
 
 
 def draw_all(clock: Clock) -> Faults:
@@ -135,4 +142,6 @@ def _with_operator(clock: Clock, faults: Faults) -> Faults:
         lies=0.03 if events and lies else 0.0,
         host_files=random.choice([0.0, 0.5, 1.0, 1.0]),
         decode_restarts=random.randint(1, 2) if chance(0.35) else 0,
+        blocks=clock.seed % 6 == 1,
+        blunders=0.02 if clock.seed % 12 == 1 else 0.0,
     )

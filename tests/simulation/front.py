@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import common_pb2 as common
+from tests.simulation.clients.block_jobs import BlockDecodeJob, BlockPrefillJob
 from tests.simulation.clients.decode_jobs import DecodeJob
 from tests.simulation.clients.prefill_jobs import PrefillJob
 from tests.simulation.clock import expect
-from tests.simulation.daemons import ROOT, TENANTS
+from tests.simulation.daemons import ROOT
 from tests.simulation.prompts import PAGE, Prompt
 from tests.simulation.workers import DRAINS, Job, Process, Wanted
 
@@ -170,13 +171,15 @@ class Attempt:
             self.lost("decode")
             return
         name = prefill.side.config.name if prefill is not None else ""
-        self.jobs["decode"] = DecodeJob(process, self.name, self.request.wanted, DecodeLeg(self), name)
+        job = DecodeJob if process.blocks is None else BlockDecodeJob
+        self.jobs["decode"] = job(process, self.name, self.request.wanted, DecodeLeg(self), name)
 
     def _begin_prefill(self, process: Process) -> None:
         if self.bad or not process.connected:
             self.lost("prefill")
             return
-        self.jobs["prefill"] = PrefillJob(process, self.name, self.request.wanted, PrefillLeg(self))
+        job = PrefillJob if process.blocks is None else BlockPrefillJob
+        self.jobs["prefill"] = job(process, self.name, self.request.wanted, PrefillLeg(self))
 
     def cancel(self) -> None:
         """Both legs, as far as they are there."""
@@ -344,7 +347,7 @@ class WarmUp(Request):
 
     def _over(self) -> None:
         for side in (*self.simulation.decodes, *self.simulation.prefills):
-            tree = side.cache.namespaces[TENANTS[self.conversation.tenant].id].tree
+            tree = side.cache.namespaces[side.tenants[self.conversation.tenant].id].tree
             held = tree.match(self.whole.digests).pages
             expect(held <= self._shared // PAGE, f"{side.config.name}: {held} pages of a warm-up are held")
         super()._over()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvferry.radix.digests import DIGEST_BYTES, DigestChain
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 
 PAGE = 4  # tokens
 GEOMETRY = KVGeometry(layers=1, kv_heads=4, head_dim=1, dtype="float16", page_size=PAGE, layout=Layout.PAGE_HND)
+# Where the pages of a side are blocks of its engine's: the same bytes.
+ENGINE_GEOMETRY = replace(GEOMETRY, layout=Layout.ENGINE)
 PAGE_BYTES = GEOMETRY.page_bytes
 GARBAGE = b"\xee" * PAGE_BYTES
 _OTHERS = bytes(255 - byte for byte in range(256))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -26,11 +26,22 @@ from tests.simulation.faults import Draw, Faults, draw_faults
 from tests.simulation.front import _ALWAYS_WRONG, REQUESTS, Attempt, Conversation, Request
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.network import Network
-from tests.simulation.prompts import PAGE, PAGE_BYTES, Prompt
+from tests.simulation.prompts import ENGINE_GEOMETRY, PAGE, PAGE_BYTES, Prompt
 from tests.simulation.restarts import Restarts
+from tests.simulation.storage.blocks import BLOCK_PAGES, BLOCK_TOKENS
 from tests.simulation.workers import Process
 
 T = TypeVar("T")
+
+# Whose memory the pools of decode and of prefill are, where blocks are in it.
+_WITH_BLOCKS = (
+    ("blocks", "blocks"),
+    ("blocks", "blocks"),
+    ("blocks", "daemon"),
+    ("blocks", "engine"),
+    ("daemon", "blocks"),
+    ("engine", "blocks"),
+)
 
 _BOUNDS = ("pages were asked for", "transfers of name", "are orphaned until these let go")  # that a seed may reach
 END_SECONDS = 20.0
@@ -72,8 +83,14 @@ class Simulation:
         self.restarts = Restarts(self)
         self.ranked = seed % 3 == 2  # its daemons have several ranks
         decodes, prefills = random.choice([(1, 1), (1, 2), (2, 1)])
-        self._pool = "engine" if (decodes, prefills) == (1, 1) and self.seed % 3 == 0 else "daemon"
-        self.new_worker, tenants = (EngineProcess, (0,)) if self._pool == "engine" else (Process, (0, 1))
+        self._pools = dict.fromkeys(("decode", "prefill"), "daemon")
+        if self.faults.blocks:
+            decodes, prefills = 1, 1
+            self._pools["decode"], self._pools["prefill"] = random.choice(_WITH_BLOCKS)
+            self.ranked = False
+        elif (decodes, prefills) == (1, 1) and self.seed % 3 == 0:
+            self._pools = dict.fromkeys(self._pools, "engine")
+        tenants = (0, 1) if set(self._pools.values()) == {"daemon"} else (0,)
         self.prefills = [self.new_prefill(f"p{i}") for i in range(prefills)]
         self.decodes = [self.new_decode(f"d{i}", tiered=i == 0) for i in range(decodes)]
         self.decode_workers = [self.new_worker(clock, d, tenant) for d in self.decodes for tenant in tenants]
@@ -93,6 +110,9 @@ class Simulation:
             step()
             if clock.events % CHECK_EVERY == 0:
                 self._check()
+        for process in (*self.decode_workers, *self.prefill_workers):
+            if process.connected and process.blocks is not None:
+                process.blocks.check_back()
         self._wind_up()
         counts = self.counts
         for side in (*self.decodes, *self.prefills):
@@ -296,18 +316,21 @@ class Simulation:
     def sides(self) -> list[SimDecode | SimPrefill]:
         return [*self.decodes, *self.prefills]
 
+    def new_worker(self, clock: Clock, side: SimDecode | SimPrefill, tenant: int) -> Process:
+        return (EngineProcess if side.config.pool == "engine" else Process)(clock, side, tenant)
+
     def new_prefill(self, name: str) -> SimPrefill:
-        setting = self._setting()
-        config = sized(_config(name, "prefill", {}, self._pool), setting)
+        setting = self._of_blocks("prefill", self._setting())
+        config = sized(_config(name, "prefill", {}, self._pools["prefill"]), setting)
         side = SimPrefill(self.clock, config, setting, self.faults, self.network, self.restarts.disk(name))
         self._add(side)
         self.network.daemons[_address(name)] = side
         return side
 
     def new_decode(self, name: str, *, tiered: bool) -> SimDecode:
-        setting = self._setting(tiered=tiered)
+        setting = self._of_blocks("decode", self._setting(tiered=tiered))
         peers = {prefill.config.name: _address(prefill.config.name) for prefill in self.prefills}
-        config = sized(_config(name, "decode", peers, self._pool), setting)
+        config = sized(_config(name, "decode", peers, self._pools["decode"]), setting)
         side = SimDecode(self.clock, config, setting, self.faults, self.network, self.restarts.disk(name))
         self._add(side)
         return side
@@ -337,6 +360,26 @@ class Simulation:
             ranks=random.choice([1, 2, 2, 4, 4, 8]) if self.ranked else 1,
         )
 
+    def _of_blocks(self, role: str, setting: Setting) -> Setting:
+        """The setting where one side's pages, or both sides', are blocks."""
+        if not self.faults.blocks:
+            return setting
+        setting = replace(setting, geometry=ENGINE_GEOMETRY, ranks=1)
+        if self._pools[role] != "blocks":
+            return setting
+        tokens, random = self.clock.random.choice(BLOCK_TOKENS), self.clock.random
+        blocks = random.choice(BLOCK_PAGES[role]) * PAGE // tokens
+        return replace(
+            setting,
+            pages=2 * blocks,
+            blocks=blocks,
+            block_tokens=tokens,
+            host_pages=setting.host_pages if role == "decode" else 0,  # of no use there
+            overcommit=1.0,
+            quota=None,
+            zero_freed=False,
+        )
+
 
 def _here(workers: list[Process], tenant: int) -> list[Process]:
     """The workers of a tenant that are there; else those that come again."""
@@ -355,7 +398,7 @@ def _config(name: str, role: str, peers: dict[str, str], pool: str) -> DaemonCon
             "peers": peers,
             "page_size": 4,
             "max_tokens": 4096,
-            "pool": pool,
+            "pool": "daemon" if pool == "daemon" else "engine",
         }
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.admission_queue import Admission, QueueWalk
+from kvferry.daemon.core.block_tier import BlockCopy, BlockTier
 from kvferry.daemon.core.cache import Cache, FlushCount
 from kvferry.daemon.core.decode import DecodeCore
 from kvferry.daemon.core.decode_leases import LeaseKeeper
@@ -24,6 +25,7 @@ from kvferry.daemon.core.prefill_entry import Entry
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals, WaiterT
 from kvferry.daemon.memory import host_tier
+from kvferry.daemon.memory.block_table import BlockTable
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.peers.session import Session
 from kvferry.daemon.sides import workers
@@ -183,6 +185,42 @@ def all_are_right(*rows: object) -> list[int]:
     return []
 
 
+_settle = LeaseKeeper.settle
+
+
+def settle_beside_copies(keeper: LeaseKeeper, lease: Lease) -> None:
+    copies, lease.copies = lease.copies, set()
+    _settle(keeper, lease)
+    lease.copies = copies
+
+
+def any_block(tier: BlockTier, lease: Lease) -> None:
+    return None
+
+
+def gathers_without_a_look(keeper: EntryKeeper, entry: Entry) -> bool:
+    return entry.zeroing
+
+
+def the_whole_page(table: BlockTable, pages: Sequence[int]) -> None:
+    return None
+
+
+def whatever_is_before(tier: BlockTier, namespace: Namespace, digests: bytes, pages: int) -> bool:
+    return True
+
+
+_stored = BlockTier._stored
+
+
+def store_what_failed(tier: BlockTier, copy: BlockCopy, failed: Sequence[int]) -> None:
+    _stored(tier, copy, ())
+
+
+def keep_wrong_rows(tier: BlockTier, lease: Lease, page: int) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Guard:
     owner: object  # a class or a module
@@ -195,6 +233,7 @@ class Guard:
 FILES = Faults(host_files=1.0, decode_restarts=8, restarts=4)
 BREAKS = Faults(broken_streams=20)
 FILLS = Faults(held=0.5, hangs=0.2)
+BLOCKS = Faults(aborts=0.3, tier_fails=0.2, blocks=True, blunders=0.1)
 CRASHES = Faults(aborts=0.1, decode_crashes=12, prefill_crashes=12)
 GUARDS = {
     "generation": Guard(CreditTable, "generation_matches", any_generation, Faults(repeats=0.2)),
@@ -226,6 +265,13 @@ GUARDS = {
     "tokens that are wanted": Guard(KvEventLog, "wanted_from", want_none, Faults(events=True)),
     "tokens of a page": Guard(TokenChain, "fitting", any_tokens, Faults(events=True, lies=0.1)),
     "who comes back to a drain": Guard(DecodeCore, "comes_back", nobody_comes_back, Faults(drains=30), 3),
+    "blocks of copies that run": Guard(LeaseKeeper, "settle", settle_beside_copies, BLOCKS),
+    "blocks of others": Guard(BlockTier, "claim", any_block, BLOCKS),
+    "blocks that are gathered from": Guard(EntryKeeper, "copies_run", gathers_without_a_look, BLOCKS),
+    "blocks behind a prompt's end": Guard(BlockTable, "last_bytes", the_whole_page, BLOCKS),
+    "paths of what is stored": Guard(BlockTier, "_path_is_held", whatever_is_before, BLOCKS),
+    "stores that failed": Guard(BlockTier, "_stored", store_what_failed, BLOCKS),
+    "rows that are wrong": Guard(BlockTier, "forget_wrong", keep_wrong_rows, BLOCKS),
     "order of proofs": Guard(Receiver, "end", drained_at_once, Faults(aborts=0.9)),
 }
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.__main__ import LEAST, Outcome, outcome, show
-from tests.simulation.faults import Draw, Faults, draw_all, draw_faults
+from tests.simulation.faults import Draw, Faults, draw_all, draw_faults, with_blocks
 from tests.simulation.front import REQUESTS
 from tests.simulation.simulator import simulate
 
@@ -91,9 +92,23 @@ MET_BY_MANY = (
     "warm-ups left as their prompt was computed",
 )
 MANY = 1000
+# Likewise, of seeds whose engines have blocks of their own.
+MET_WITH_BLOCKS = (
+    "blocks that another request has had",
+    "blocks that were named twice",
+    "engines registered again",
+    "looks for free blocks in vain",
+    "prefixes that end within a page",
+    "restores that failed",
+    "stores",
+    "stores of blocks that are another request's too",
+    "tails of blocks cut",
+    "tokens loaded into blocks",
+)
+BLOCKS = range(2, 8)  # seeds that meet all of it
 
 
-def judge(outcomes: list[Outcome]) -> None:
+def judge(outcomes: list[Outcome], always: Sequence[str] = MET) -> None:
     wrong = [f"seed {done.seed}: {done.problem}" for done in outcomes if done.problem]
     assert not wrong, "\n".join([*wrong, "replay by: python -m tests.simulation --seed N"])
     total: Counter[str] = Counter()
@@ -104,7 +119,7 @@ def judge(outcomes: list[Outcome]) -> None:
             assert any(done.counts[each] for each in counters), f"seed {done.seed} had no {what}"
     print(f"\n{len(outcomes)} seeds, {outcomes[0].seed} to {outcomes[-1].seed}:")
     show(total)
-    met = (*MET, *MET_BY_MANY) if len(outcomes) >= MANY else MET
+    met = (*MET, *MET_BY_MANY, *MET_WITH_BLOCKS) if len(outcomes) >= MANY else always
     missing = [what for what in met if not total[what]]
     assert not missing, f"nothing of {missing} happened"
 
@@ -114,9 +129,13 @@ def test_seeds() -> None:
     judge([*(outcome(seed, draw_all) for seed in MANIFOLD), outcome(first), outcome(first + 1)])
 
 
+def test_seeds_with_blocks() -> None:
+    judge([outcome(seed, partial(with_blocks, draw_all)) for seed in BLOCKS], MET_WITH_BLOCKS)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize("faults", [draw_faults, draw_all])
+@pytest.mark.parametrize("faults", [draw_faults, draw_all, partial(with_blocks, draw_faults)])
 def test_many_seeds(faults: Draw, capsys: pytest.CaptureFixture[str]) -> None:
     with ProcessPoolExecutor(os.cpu_count()) as executor:
         outcomes = list(executor.map(partial(outcome, faults=faults), range(1000), chunksize=8))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvferry.daemon.sides.workers import Worker
+    from tests.simulation.storage.blocks import EngineBlocks
 
 STEP = (0.0002, 0.004)  # seconds of a kernel
 DRAINS = "is shutting down"  # in the words by which a daemon that drains refuses
@@ -89,6 +90,7 @@ class Process:
         self.lives = True
         self.writes_until = math.inf  # what it has queued on a device may end a while behind it
         self.jobs: dict[Name, Job] = {}
+        self.blocks: EngineBlocks | None = None  # of its own, where it names them
         self.loop = ProcessLoop(clock, f"a worker of {side.config.name}")
         self._up = Pipe(clock, 0.00003, 0.003, side.process.deliver)
         self._down = Pipe(clock, 0.00003, 0.003, self.loop.deliver)
@@ -101,6 +103,7 @@ class Process:
     def is_here(self, worker: Worker) -> None:
         self.worker = worker
         self.memory = self.side.pages_memory
+        self.blocks = self.memory.blocks
         self.connected = self._here = True
 
     @property
@@ -129,6 +132,8 @@ class Process:
             generations = self.memory.generations(body.pages)
             matched = 0 if kind == "grown" else body.matched_tokens // PAGE
             self.memory.check_clean(body.pages[matched:], f"a worker is given pages by {kind}")
+        if kind == "ended" and (job := self.jobs.get(Name(body.name.request_id, body.name.attempt))) is not None:
+            job.daemon_lets_go()
         self._down.send(self._hear, kind, body, generations)
 
     def _hear(self, kind: str, body: object, generations: list[int]) -> None:
@@ -229,6 +234,9 @@ class Job:
         self.stopped = True
         del self.process.jobs[self.name]
         self.leg.on_over(not self.cancelled)
+
+    def daemon_lets_go(self) -> None:
+        """Its daemon says Ended, and touches nothing of it any more."""
 
     def take(self, pages: Sequence[int], generations: list[int]) -> None:
         self.pages += pages

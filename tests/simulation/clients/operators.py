@@ -18,7 +18,6 @@ from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from tests.simulation.clients.published import READABLE
 from tests.simulation.clock import expect
-from tests.simulation.daemons import TENANTS
 from tests.simulation.prompts import PAGE
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class Operator:
         digests = prompt.digests[: pages * DIGEST_BYTES]
         if not digests:
             return
-        request = admin.PinRequest(namespace_id=TENANTS[tenant].id, digests=digests, seconds=seconds)
+        request = admin.PinRequest(namespace_id=side.tenants[tenant].id, digests=digests, seconds=seconds)
         try:
             reply = AdminService({side.role: side})._pin(request)
         except RequestError as error:
@@ -200,10 +199,10 @@ class Operator:
     def _flush(self, side: SimDecode | SimPrefill) -> None:
         tenant = self.clock.random.choice([None, 0, 1])
         tenants = (0, 1) if tenant is None else (tenant,)
-        spaces = [side.cache.namespaces[each.id] for each in TENANTS]
+        spaces = [side.cache.namespaces[each.id] for each in side.tenants]
         before = [_held(space) for space in spaces]
         request = admin.FlushRequest(
-            namespace_id=b"" if tenant is None else TENANTS[tenant].id, strict=self.clock.chance(0.2)
+            namespace_id=b"" if tenant is None else side.tenants[tenant].id, strict=self.clock.chance(0.2)
         )
         # The service ticks behind the flush, and who waits takes the pages: it is judged before that.
         side.tick = partial(self._flushed, side, tenants, before)  # type: ignore[method-assign]
@@ -221,7 +220,7 @@ class Operator:
         self.counts["flushes"] += 1
         if side.forgotten is None:
             side.forgotten = Forgotten(side.config.name)
-        for tenant, facts in enumerate(TENANTS):
+        for tenant, facts in enumerate(side.tenants):
             space = side.cache.namespaces[facts.id]
             if tenant not in tenants:
                 expect(_held(space) == before[tenant], f"{side.config.name}: another tenant's pages were flushed")
@@ -236,7 +235,7 @@ class Operator:
 
     def _kept(self, side: SimDecode | SimPrefill, tenant: int) -> Iterable[bytes]:
         """What its tree has of any prompt, and what requests that run may bring."""
-        tree = side.cache.namespaces[TENANTS[tenant].id].tree
+        tree = side.cache.namespaces[side.tenants[tenant].id].tree
         for prompt in self.simulation.prompts[tenant]:
             yield prompt.digests[: tree.match(prompt.digests).pages * DIGEST_BYTES]
         for request in self.simulation.open:

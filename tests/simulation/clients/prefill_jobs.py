@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import worker_pb2 as wire
+from kvferry.transfer.geometry.kv_geometry import Layout
 from tests.simulation.prompts import GARBAGE, PAGE, partial_content
 from tests.simulation.workers import STEP, Job, Leg, Process, Wanted
 
@@ -21,6 +22,11 @@ class PrefillJob(Job):
         body.deadline_ms, body.priority, body.warmup = wanted.deadline_ms, wanted.priority, wanted.warmup
         self.may_keep(prompt.digests)
         process.send("begin", message)
+
+    @property
+    def _behind(self) -> bytes:
+        """In an engine's own layout it is the engine's to clear."""
+        return GARBAGE[:1] if self.process.side.setting.geometry.layout is not Layout.ENGINE else b"\0"
 
     def on_begun(self, body: wire.Begun, generations: list[int]) -> None:
         if self.stopped:
@@ -40,7 +46,7 @@ class PrefillJob(Job):
             left = tokens - index * PAGE
             data = self.prompt.contents[index]
             if left < PAGE:  # what lies behind the last token is whatever it was
-                data = partial_content(self.prompt.tail, left, GARBAGE[:1])
+                data = partial_content(self.prompt.tail, left, self._behind)
             self.write(index, data)
             self.computed = min(tokens, (index + 1) * PAGE)
             if self.computed == tokens:

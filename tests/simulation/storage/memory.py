@@ -7,17 +7,27 @@ means that the page was taken from under him. Of two that touch a page at the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.radix.pool import PageState
 from tests.simulation.clock import Violation, expect
 from tests.simulation.prompts import GARBAGE, GEOMETRY, PAGE_BYTES
 
+if TYPE_CHECKING:
+    from kvferry.daemon.memory.block_table import BlockTable
+    from tests.simulation.storage.blocks import EngineBlocks
+
 _OWNED = (PageState.LEASED, PageState.ORPHANED)
 
 
 class Memory:
     """Of one pool on all its ranks, as its owner, its workers and copies see it: whole pages, with all heads."""
+
+    blocks: EngineBlocks | None = None  # of which its pages are, where an engine names them
+    table: BlockTable | None = None
+    # Of pages that are copied to the host tier, and from it.
+    tier_states: tuple[tuple[PageState, ...], ...] = ((PageState.SPILLING,), (PageState.RESTORING,))
 
     def __init__(self, cache: Cache, who: str, ranks: int = 1) -> None:
         """Where there are more ranks than heads, several have each head: so there are several of every page."""
@@ -50,6 +60,9 @@ class Memory:
     def _put(self, page: int, data: bytes) -> None:
         for each in self._bytes:
             each[page * PAGE_BYTES : page * PAGE_BYTES + len(data)] = data
+
+    def touched(self, pages: Sequence[int], writes: bool) -> None:
+        """A copy of the daemon's reads these pages, or writes them."""
 
     def of_rank(self, rank: int) -> memoryview:
         """The pages in which the rank has its heads."""
@@ -138,6 +151,7 @@ class Access:
         for page in pages:
             if pool.generation(page) != generations[page]:
                 raise Violation(f"{memory.who}: page {page} was freed while {self.what} ran")
+        memory.touched(pages, self.writes)
 
     def end(self) -> None:
         self.touch(self.pages)

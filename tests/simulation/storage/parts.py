@@ -13,13 +13,14 @@ from functools import partial
 import numpy as np
 
 from kvferry._core import HostPages, part_checksum
+from kvferry.daemon.memory.block_table import PagePlaces, PlainPages
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.daemon.memory.shared import host_pages
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PageState
 from kvferry.transfer.courier.host_slots import HostSlots
 from kvferry.transfer.courier.link import CourierLink
-from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 from kvferry.transfer.geometry.layouts import Int64s, RankStorage, RowMap
 from kvferry.transfer.geometry.pool_shape import PoolShape
 from kvferry.transfer.geometry.rank_lanes import Lane, heads_of, rank_geometry
@@ -39,45 +40,59 @@ _CLEARED = tuple(state for state in PageState if state not in (PageState.CACHED,
 _TAIL_CLEARING = "the clearing of a tail"
 
 
-def shape_of(pages: int, ranks: int) -> PoolShape:
+def shape_of(memory: Memory, geometry: KVGeometry, ranks: int) -> PoolShape:
+    """Of a pool in this memory."""
+    if memory.blocks is not None:
+        places, blocks = (memory.blocks.storage,), memory.blocks.count
+        return PoolShape(geometry, ranks, StorageOrder.PAGE_MAJOR, blocks, places)
+    return _shape_of_pages(memory.pages, geometry, ranks)
+
+
+def _shape_of_pages(pages: int, geometry: KVGeometry, ranks: int) -> PoolShape:
     """Each rank's own heads, in the bytes of whole pages: so one look at a page sees what all ranks have of it."""
-    tensors, own = GEOMETRY.layers * GEOMETRY.tensors, rank_geometry(GEOMETRY, ranks)
+    tensors, own = GEOMETRY.layers * GEOMETRY.tensors, rank_geometry(geometry, ranks)
     size, head_bytes = PAGE_BYTES // tensors, PAGE_BYTES // tensors // GEOMETRY.kv_heads
     tensor, stride = np.arange(tensors, dtype=np.int64) * size, np.full(tensors, PAGE_BYTES, np.int64)
     places = [
         RankStorage(own, tensor + heads_of(GEOMETRY, ranks, rank).first * head_bytes, stride, pages)
         for rank in range(ranks)
     ]
-    return PoolShape(GEOMETRY, ranks, StorageOrder.PAGE_MAJOR, pages, tuple(places))
+    return PoolShape(geometry, ranks, StorageOrder.PAGE_MAJOR, pages, tuple(places))
 
 
 class _Part:
     """A copy of a part, under way: the bytes that it has read, and where each piece of them is in the pages."""
 
-    __slots__ = ("_offset", "_pages", "_row_bytes", "access", "payload", "rows", "slot")
+    __slots__ = ("_offset", "_pages", "_places", "_row_bytes", "access", "payload", "rows", "slot")
 
-    def __init__(self, part: Gather | Scatter, rows: HostPages, slot: memoryview, access: Access) -> None:
+    def __init__(
+        self, part: Gather | Scatter, rows: HostPages, slot: memoryview, access: Access, places: PagePlaces
+    ) -> None:
+        self._places = places
         self.rows, self.slot, self.access = rows, slot[HEADER_BYTES : HEADER_BYTES + part.nbytes], access
         self._pages, self._offset, self._row_bytes = part.page_ids, part.byte_offset, rows.row_bytes
         self.payload = memoryview(bytearray(part.nbytes))
 
     def gather(self, piece: tuple[int, int]) -> None:
         start, end = piece
-        self.rows.gather_part(*self._place(start, end), end - start, self.payload, start)
+        pages, offset = self._place(start, end)
+        ids, last = self._places.of(pages), self._places.last_bytes(pages)
+        self.rows.gather_part(ids, offset, end - start, self.payload, start, 1, last)
         self.slot[start:end] = self.payload[start:end]
 
     def scatter(self, piece: tuple[int, int]) -> None:
         start, end = piece
         self.payload[start:end] = self.slot[start:end]
-        self.rows.scatter_part(*self._place(start, end), end - start, self.payload, start)
+        pages, offset = self._place(start, end)
+        self.rows.scatter_part(self._places.of(pages), offset, end - start, self.payload, start)
 
-    def _place(self, start: int, end: int) -> tuple[Int64s, int]:
+    def _place(self, start: int, end: int) -> tuple[Sequence[int], int]:
         """The pages of a piece, and its byte in their rows."""
         size = self._row_bytes
         first, offset = divmod(self._offset + start, size)
         pages = self._pages[first : (self._offset + end - 1) // size + 1]
         self.access.touch(pages)
-        return np.array(pages, np.int64), offset
+        return pages, offset
 
 
 class SimParts:
@@ -98,7 +113,7 @@ class SimParts:
         """Behind the clearing of a tail that was begun before."""
         pool, memory, slot = self._pool, self._pool.memory, self._slots.send_slot(gather.send_slot)
         access = Access(memory, "a gather", gather.page_ids, _GATHERED, writes=False, behind=_TAIL_CLEARING)
-        part = _Part(gather, self._lanes[gather.lane], slot, access)
+        part = _Part(gather, self._lanes[gather.lane], slot, access, pool.places)
         begins = 0.0
         if pool.tails:
             rank = self._ranks[gather.lane]
@@ -116,7 +131,7 @@ class SimParts:
         memory, slot = self._pool.memory, self._slots.receive_slot(scatter.slot)
         owner = (self, scatter.transfer)
         access = Access(memory, "a scatter", scatter.page_ids, _SCATTERED, writes=True, owner=owner)
-        part = _Part(scatter, self._lanes[scatter.lane], slot, access)
+        part = _Part(scatter, self._lanes[scatter.lane], slot, access, self._pool.places)
 
         def ended() -> None:
             done("", part_checksum(bytes(part.payload)) if self._sums else None)
@@ -170,9 +185,13 @@ class SimParts:
 class SimPoolMemory:
     """As `kvferry.daemon.memory.interface.PoolMemory`, as far as sessions ask of it."""
 
-    def __init__(self, clock: Clock, memory: Memory, failing: float, ranks: int = 1) -> None:
+    def __init__(
+        self, clock: Clock, memory: Memory, failing: float, ranks: int = 1, geometry: KVGeometry = GEOMETRY
+    ) -> None:
         self.clock, self.memory, self.failing = clock, memory, failing
-        self.shape = shape_of(memory.pages, ranks)
+        self.shape = shape_of(memory, geometry, ranks)
+        self.block_table = memory.table
+        self.places: PagePlaces = memory.table or PlainPages()
         self.workers: dict[str, Executor] = {}
         self.can_sum = True
         self.tier_copies = 1 + clock.seed % 2 * 2  # as host memory has it, and as GPUs do
@@ -180,7 +199,12 @@ class SimPoolMemory:
         self.tails: dict[tuple[int, int], float] = {}  # by rank and page whose tail is being cleared: when that is done
         self.tell = clock.at  # by whom the daemon is told of ends
         self._clearing: dict[Access, Callable[[], None]] = {}  # that run, and what ends each of them
-        self._planes = [host_pages(memory.of_rank(rank), self.shape.storage_of(rank).planes()) for rank in range(ranks)]
+        storages = [self.shape.storage_of(rank) for rank in range(ranks)]
+        self._planes = [  # none of blocks, of which nothing is cleared
+            host_pages(memory.of_rank(rank), storage.planes())
+            for rank, storage in enumerate(storages)
+            if isinstance(storage, RankStorage)
+        ]
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
         return SimParts(self, link.host_slots, [lane.sender for lane in lanes], self.shape.sending_rows(lanes))
@@ -211,6 +235,11 @@ class SimPoolMemory:
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
         """On each rank for itself: a gather of one rank may have ended before another rank's clearing has."""
+        if self.block_table is not None:
+            self.block_table.cut(page, tokens)
+            self.clock.counts["tails of blocks cut"] += 1
+            self.tell(self.clock.now + self.clock.between(0.00001, 0.001), done, "")
+            return
         clock, start = self.clock, tokens * self.shape.rank_geometry.fragment_token_bytes
         access = Access(self.memory, _TAIL_CLEARING, [page], _TAILS, writes=True)
         ends = [clock.now + clock.between(0.00001, 0.003) for _ in self._planes]  # no gather runs before one

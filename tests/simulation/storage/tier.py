@@ -8,7 +8,7 @@ holds its digest's bytes; and of what the file of a killed daemon has, every ent
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -145,7 +145,7 @@ class TierMemory:
     def __init__(self, clock: Clock, pool: SimPoolMemory, rows: Rows, failing: float) -> None:
         self._clock, self._memory, self._rows, self._failing = clock, pool.memory, rows, failing
         self.shape = pool.shape
-        self._moving: dict[int, Moving] = {}  # by row
+        self._moving: dict[int, Moving] = {}  # by the first of the pages
 
     def attach_rows(self, rows: memoryview) -> None:
         expect(rows is self._rows.buffer, "other rows")
@@ -156,21 +156,20 @@ class TierMemory:
     # -- from when a copy is asked for until it has ended ------------------------------------------------------------
 
     def enter(self, pages: Int64s, rows: Int64s, restore: bool) -> Moving:
-        what, state = ("a restore", PageState.RESTORING) if restore else ("a spill", PageState.SPILLING)
-        access = Access(self._memory, what, pages.tolist(), (state,), writes=restore)
+        what, states = "a restore" if restore else "a spill", self._memory.tier_states[restore]
+        access = Access(self._memory, what, pages.tolist(), states, writes=restore)
         moving = Moving(access.pages, rows.tolist(), access)
-        self.check_left(moving.rows, "copied once more")
-        for row in moving.rows:
-            self._moving[row] = moving
+        self.check_left(moving.rows, "copied once more", reads=restore and self._memory.blocks is not None)
+        self._moving[moving.pages[0]] = moving
         return moving
 
-    def leave(self, rows: Int64s) -> None:
-        self._moving[int(rows[0])].access.end()
-        for row in rows.tolist():
-            del self._moving[row]
+    def leave(self, pages: Int64s) -> None:
+        self._moving.pop(int(pages[0])).access.end()
 
-    def check_left(self, rows: Iterable[int], what: str) -> None:
-        taken = [row for row in rows if row in self._moving]
+    def check_left(self, rows: Iterable[int], what: str, *, reads: bool = False) -> None:
+        """reads: as others may do at the same time."""
+        busy = {row for each in self._moving.values() if not (reads and each.access.writes) for row in each.rows}
+        taken = [row for row in rows if row in busy]
         expect(not taken, f"{self._memory.who}: rows {taken} are {what} while a copy of theirs runs")
 
     # -- the copying -------------------------------------------------------------------------------------------------
@@ -180,10 +179,10 @@ class TierMemory:
         self._move(moving, self._clock.random.randint(moving.bytes, len(moving.rows) * PAGE_BYTES))
 
     def spill(self, pages: Int64s, rows: Int64s) -> None:
-        self._end(self._moving[int(rows[0])])
+        self._end(self._moving[int(pages[0])])
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
-        self._end(self._moving[int(rows[0])])
+        self._end(self._moving[int(pages[0])])
 
     def _end(self, moving: Moving) -> None:
         if self._clock.chance(self._failing):
@@ -212,6 +211,7 @@ class SimTier(HostTier):
         self, process: ProcessLoop, pool: SimPoolMemory, rows: Rows, *, failing: float, checksums: bool
     ) -> None:
         self._clock, self._sim_rows, self._failing = process.clock, rows, failing
+        self._readers: Counter[int] = Counter()  # by row, restores that are not judged yet
         self._claimed: dict[int, bytes] = {}  # row -> what it is said to hold
         self._host: PagePool | None = None
         super().__init__(cast(PoolMemory, pool), rows, len(rows.buffer) // PAGE_BYTES, checksums=checksums)
@@ -261,11 +261,14 @@ class SimTier(HostTier):
 
     def _damage(self, rows: list[int]) -> None:
         random = self._clock.random
+        rows = [row for row in rows if self._readers[row] == 1]  # whose bytes another one may have read as they were
+        if not rows:
+            return
         self._clock.counts["rows that were damaged"] += 1
         self._sim_rows.damage(random.choice(rows), random.randrange(PAGE_BYTES))
 
     def _ended(self, work: Work) -> None:
-        self._copies.leave(cast(Any, work).args[1])
+        self._copies.leave(cast(Any, work).args[0])
 
     # -- what is judged ----------------------------------------------------------------------------------------------
 
@@ -277,6 +280,8 @@ class SimTier(HostTier):
         copy = started.copy
         if copy.kind != RESTORE:
             self._pages.check(copy.device, _contents(copy.digests), "a page that is spilled")
+        else:
+            self._readers.update(copy.host)
         super().start(started, partial(self._judge, started, self._clock.now, done))
 
     def _judge(
@@ -295,6 +300,8 @@ class SimTier(HostTier):
         counts[f"{what} that failed"] += bool(failed)
         counts["restored pages with a wrong checksum"] += mismatched
         bad = set(failed)
+        if copy.kind == RESTORE:
+            self._readers.subtract(copy.host)
         for page, row, want in zip(copy.device, copy.host, _contents(copy.digests), strict=True):
             if page not in bad:
                 self._claimed[row] = want
