@@ -261,7 +261,8 @@ class SimTier(HostTier):
 
     def _damage(self, rows: list[int]) -> None:
         random = self._clock.random
-        rows = [row for row in rows if self._readers[row] == 1]  # whose bytes another one may have read as they were
+        # Not those whose bytes another one may have read as they were, or has verified for all that follow.
+        rows = [row for row in rows if self._readers[row] == 1 and self._verify[row]]
         if not rows:
             return
         self._clock.counts["rows that were damaged"] += 1
