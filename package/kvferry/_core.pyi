@@ -187,7 +187,12 @@ class GpuPages:
         """Bytes of a page."""
 
     @property
-    def pages(self) -> int: ...
+    def pages(self) -> int:
+        """Ids are 0 to pages - 1; of blocks, in blocks."""
+
+    @property
+    def ids_a_page(self) -> int:
+        """Ids that name a page: 1, or in blocks the number of them."""
 
 class GpuCopy:
     """
@@ -274,11 +279,9 @@ class GpuCopyEngine:
     ) -> GpuPages:
         """
         A pool of `pages` pages: fragment tensor * pieces + piece of page p is the fragment_bytes at bases[tensor] +
-        p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. The addresses are
-        the caller's word. Waits for the device, which writes its table, behind no other copy; GIL released.
-
-        in_blocks: as of HostPages. A block that is not there is zeros where a part is gathered, and is left out where
-        it would be written; of pages that go to host memory none may lack.
+        p * strides[tensor] + piece * piece_stride. In a row a page's fragments follow each other. in_blocks: as of
+        `HostPages`. The addresses are the caller's word. Waits for the device, which writes its table, behind no other
+        copy; GIL released.
         """
 
     def copy_pages_to_host(
@@ -293,9 +296,10 @@ class GpuCopyEngine:
         order: Literal["stream", "none"] = "stream",
     ) -> GpuCopy:
         """
-        Page page_ids[i] to the row that begins at row_ids[i] * row_stride. order `none`, of a copy without a stream:
-        in no order with what is not done yet, so that it overlaps copies before it. IndexError: an id out of bounds;
-        ValueError: any other bound, or a row named twice; nothing has moved then.
+        Page page_ids[i], in blocks that of the i-th `ids_a_page` ids, to the row that begins at row_ids[i] *
+        row_stride. order `none`, of a copy without a stream: in no order with what is not done yet, so that it overlaps
+        copies before it. IndexError: an id out of bounds, or a block that is not there; ValueError: any other bound, or
+        a row named twice; nothing has moved then.
         """
 
     def copy_pages_from_host(
@@ -310,7 +314,8 @@ class GpuCopyEngine:
         order: Literal["stream", "none"] = "stream",
     ) -> GpuCopy:
         """
-        The reverse of `copy_pages_to_host`; a page named twice is a ValueError.
+        The reverse of `copy_pages_to_host`, without blocks that are not there (-1); an id named twice is a
+        ValueError.
         """
 
     def copy_list_to_host(
@@ -430,9 +435,9 @@ class GpuCopyEngine:
         """
         Pool to slot on one device, or devices that reach each other: the rows of page_ids laid end to end; their
         [byte_offset, byte_offset + nbytes), which touches every page named (so byte_offset < row_bytes), goes to
-        slot_address, and the header, at most 64 bytes, right before it. A block that is not there is zeros,
-        and so is of each tensor of the last page what lies behind its first last_bytes (None: nothing): nobody reads
-        it. stream None: `gather_stream`. Fast where all addresses and sizes are multiples of 16.
+        slot_address, and the header, at most 64 bytes, right before it. A block that is not there is zeros, and so is
+        of each tensor of the last page what lies behind its first last_bytes (None: nothing): nobody reads it. stream
+        None: `gather_stream`. Fast where all addresses and sizes are multiples of 16.
 
         IndexError (page id) or ValueError (any other bound) before a byte has moved.
         """
@@ -449,8 +454,8 @@ class GpuCopyEngine:
         last_bytes: int | None = None,
     ) -> GpuCopy:
         """
-        `gather_part`, and adds up: `GpuCopy.checksum`, which is also added to the last 8 bytes of a header, a
-        little-endian number. GpuError: the driver takes no kernels, or 1024 sums are held.
+        `gather_part`, and adds up what is in the slot: `GpuCopy.checksum`, which is also added to the last 8 bytes of a
+        header, a little-endian number. GpuError: the driver takes no kernels, or 1024 sums are held.
         """
 
     def scatter_part(
@@ -477,7 +482,7 @@ class GpuCopyEngine:
         stream: int | None = None,
     ) -> GpuCopy:
         """
-        `scatter_part`, and adds up: `GpuCopy.checksum`. GpuError as of `gather_part_summed`.
+        `scatter_part`, and adds up what is in the slot: `GpuCopy.checksum`. GpuError as of `gather_part_summed`.
         """
 
     def add_up(self, address: int, nbytes: int, stream: int | None = None) -> GpuCopy:
@@ -494,8 +499,8 @@ class GpuCopyEngine:
         stream: int | None = None,
     ) -> GpuCopy:
         """
-        The pages source_ids of one pool into the pages target_ids of another of the same shape, on one device; their
-        bytes do not overlap. On `scatter_stream`. ValueError or IndexError before a byte has moved.
+        The pages source_ids of one pool into the pages target_ids of another of the same shape, neither in blocks, on
+        one device; their bytes do not overlap. On `scatter_stream`. ValueError or IndexError before a byte has moved.
         """
 
     def zero_pages(self, pages: GpuPages, page_ids: NDArray[numpy.int64], stream: int | None = None) -> GpuCopy:
