@@ -18,7 +18,7 @@ from typing import Any
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import DaemonGone, NotOpened, RequestFailed, RequestName
 from kvferry.connectors.daemon_requests import RequestTools
-from kvferry.connectors.movers import Moment, Mover
+from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Push, run_whole
 from kvferry.waiting import complete
@@ -27,11 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class BlockRequests:
-    """See `daemon_requests.DaemonRequests`. `mover` knows what is computed."""
+    """See `daemon_requests.DaemonRequests`. The mover knows what is computed."""
 
-    def __init__(self, tools: RequestTools, mover: Mover) -> None:
+    def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
-        self._mover = mover
         self._settings = tools.settings
         self._blocks = tools.blocks
 
@@ -165,7 +164,7 @@ class BlockRequests:
 
     async def _computed(self, after: Moment) -> None:
         if after is not None:
-            await run_whole(self._tools.copier, partial(self._mover.computed, after))
+            await run_whole(self._tools.copier, partial(self._tools.mover.computed, after))
 
     @contextlib.asynccontextmanager
     async def _lease(self, request: str, name: RequestName) -> AsyncIterator[DaemonRequest]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.connectors.blocks import BlockMap
-from kvferry.connectors.movers import Moment
+from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Sessions
@@ -49,6 +49,7 @@ class RequestTools:
 
     settings: Settings
     blocks: BlockMap
+    mover: Mover
     sessions: Sessions
     copier: Executor  # one thread
     reports: Reports

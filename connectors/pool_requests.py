@@ -15,7 +15,7 @@ from kvferry.client.client import DaemonClient
 from kvferry.client.requests import DaemonGone, NotOpened, RequestFailed, RequestName
 from kvferry.connectors.blocks import BlockPlaces, PoolPages, Tail
 from kvferry.connectors.daemon_requests import RequestTools
-from kvferry.connectors.movers import Moment, Mover
+from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_session import pool_of
 from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Push, end_all, run_whole
@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 
 
 class PoolRequests:
-    """See `daemon_requests.DaemonRequests`. `mover` moves bytes between the daemon's pages and the engine's blocks."""
+    """See `daemon_requests.DaemonRequests`. The mover moves bytes between the daemon's pages and the engine's
+    blocks."""
 
-    def __init__(self, tools: RequestTools, mover: Mover) -> None:
+    def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
-        self._mover = mover
         self._settings = tools.settings
         self._blocks = tools.blocks
 
@@ -40,12 +40,12 @@ class PoolRequests:
 
     async def _to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         """Copies pages to blocks, which what the engine had begun before `after` may still use."""
-        await self._copy(partial(self._mover.to_blocks, pool, places, after))
+        await self._copy(partial(self._tools.mover.to_blocks, pool, places, after))
         self._tools.moved.loaded_bytes += len(places.blocks) * self._blocks.row_bytes
 
     async def _to_pages(self, pool: PoolPages, places: BlockPlaces, after: Moment, tail: Tail | None = None) -> None:
         """Copies blocks to pages, behind what the engine had begun before `after`, which computes them."""
-        await self._copy(partial(self._mover.to_pages, pool, places, after, tail))
+        await self._copy(partial(self._tools.mover.to_pages, pool, places, after, tail))
         self._tools.moved.saved_bytes += len(places.blocks) * self._blocks.row_bytes
 
     # -- decode ----------------------------------------------------------------------------------------------------

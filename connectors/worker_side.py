@@ -52,7 +52,6 @@ class WorkerSide:
     def __init__(self, settings: Settings, blocks: BlockMap, mover: Mover, connect: OpenSession) -> None:
         self.reports = Reports()
         self._settings = settings
-        self._mover = mover
         self._loop = asyncio.new_event_loop()
         self._copier = ThreadPoolExecutor(1, "kvferry copies", initializer=name_thread, initargs=("kvferry copies",))
         self._thread = threading.Thread(target=self._run_loop, name="kvferry requests", daemon=True)
@@ -60,10 +59,8 @@ class WorkerSide:
         if not mover.records:
             self._settled.set()
         self._sessions = Sessions(connect, quiet=self._quiet, changed=self._session_changed, settled=self._settled)
-        tools = self._tools = RequestTools(settings, blocks, self._sessions, self._copier, self.reports)
-        self._requests: DaemonRequests = (
-            BlockRequests(tools, mover) if settings.pool == "engine" else PoolRequests(tools, mover)
-        )
+        tools = self._tools = RequestTools(settings, blocks, mover, self._sessions, self._copier, self.reports)
+        self._requests: DaemonRequests = BlockRequests(tools) if settings.pool == "engine" else PoolRequests(tools)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._pushes: dict[str, Push] = {}
         self._pushing = False  # a push was ever handed in: decode engines have none, and wait for none
@@ -100,7 +97,7 @@ class WorkerSide:
         now: list[Order] = [each for each in orders.orders if not (isinstance(each, Save) or self._is_released(each))]
         self._pushing = self._pushing or any(isinstance(order, Begin) for order in now)
         if now:
-            step = EngineStep(self._mover.moment())
+            step = EngineStep(self._tools.mover.moment())
             # Blocks that a request holds may be another's that are computed in this very step.
             self._step = step if any(isinstance(order, Load) and order.held_blocks for order in now) else None
             self._loop.call_soon_threadsafe(self._begin, now, step)
@@ -124,7 +121,7 @@ class WorkerSide:
             return
         step, self._step = self._step, None
         saves, self._saves = self._saves, []
-        done = self._mover.moment()
+        done = self._tools.mover.moment()
         if step is not None:
             self._loop.call_soon_threadsafe(step.ended, done)
         if saves:

@@ -74,7 +74,7 @@ def test_copies_of_a_decode_engine_wait_for_what_computes_or_uses_the_blocks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side, mover = pair.sides["decode"], Numbered(pair.engines["decode"])
-    monkeypatch.setattr(side, "_mover", mover)
+    monkeypatch.setattr(side._tools, "mover", mover)
     prompt, name = new_prompt(2 * PAGE), new_name()
     push(pair, "a", name, prompt, (0, 1, 2, 3))
     pair.give("decode", Load("a", name, prompt, "p", PAGE, (40, 41), (42, 43)))  # between 1 and 2
@@ -99,7 +99,7 @@ def test_copies_of_a_prefill_engine_wait_for_what_computes_or_uses_the_blocks(
     side, mover = pair.sides["prefill"], Numbered(pair.engines["prefill"])
     prompt = new_prompt(2 * PAGE)
     exchange(pair, "a", new_name(), prompt, range(4), range(20, 24))
-    monkeypatch.setattr(side, "_mover", mover)
+    monkeypatch.setattr(side._tools, "mover", mover)
     longer, name = new_prompt(4 * PAGE, prompt), new_name()
     blocks = tuple(range(40, 48))
     pair.give("prefill", Begin("b", name, longer, 0, 2 * PAGE, blocks[:4]))  # behind 1
@@ -242,7 +242,7 @@ def test_a_chunk_is_told_of_and_its_blocks_are_given_back_behind_its_copy(
     assert client is not None
     done: list[object] = []
     told, to_pages = client.progress, mover.to_pages
-    monkeypatch.setattr(side, "_mover", mover)
+    monkeypatch.setattr(side._tools, "mover", mover)
     monkeypatch.setattr(mover, "to_pages", lambda *words: (to_pages(*words), done.append("copied")))
     monkeypatch.setattr(client, "progress", lambda name, tokens: (done.append(tokens), told(name, tokens)))
     prompt, name = new_prompt(2 * PAGE), new_name()

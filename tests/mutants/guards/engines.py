@@ -11,6 +11,7 @@ CHAIN = ("tests/connectors/test_prompt_chain.py",)
 SCHEDULER = ("tests/connectors/test_scheduler_side.py",)
 COPIES = ("tests/connectors/worker_side/test_copies.py",)
 ENDS = ("tests/connectors/worker_side/test_ends.py",)
+BLOCKS_WAY = ("tests/connectors/worker_side/test_blocks_way.py",)
 
 PAGES: tuple[Guard, ...] = (
     Guard(
@@ -170,40 +171,40 @@ COPIED: tuple[Guard, ...] = (
     ),
     Guard(
         "pages that are another's are written",
-        "connectors/worker_side.py",
-        "WorkerSide._load",
+        "connectors/pool_requests.py",
+        "PoolRequests.load",
         "                client.check(order.name)  # the pages are still ours\n",
         "",
         ENDS,
     ),
     Guard(
         "a load whose pages were taken away is good",
-        "connectors/worker_side.py",
-        "WorkerSide._load",
+        "connectors/pool_requests.py",
+        "PoolRequests.load",
         "            client.check(order.name)  # the pages were ours until now\n",
         "",
         COPIES,
     ),
     Guard(
         "a restore whose pages were taken away is good",
-        "connectors/worker_side.py",
-        "WorkerSide._restore",
+        "connectors/pool_requests.py",
+        "PoolRequests.restore",
         "            client.check(order.name)\n",
         "",
         COPIES,
     ),
     Guard(
         "preempted blocks are another's while they are read",
-        "connectors/worker_side.py",
-        "WorkerSide._preempt",
+        "connectors/pool_requests.py",
+        "PoolRequests.take_away",
         "push.save = None",
         "pass",
         COPIES,
     ),
     Guard(
         "a chunk is told of before it is copied",
-        "connectors/worker_side.py",
-        "WorkerSide._push_chunks",
+        "connectors/pool_requests.py",
+        "PoolRequests._push_chunks",
         "            push.copying.clear()\n",
         "            push.copying.clear()\n            client.progress(push.order.name, end)\n",
         COPIES,
@@ -215,6 +216,49 @@ COPIED: tuple[Guard, ...] = (
         "push.over and push.released and",
         "push.released and",
         COPIES,
+    ),
+)
+
+BLOCK_WAY: tuple[Guard, ...] = (
+    Guard(
+        "blocks are given back while the daemon may write them",
+        "client/client.py",
+        "DaemonClient.release",
+        "await request.released",
+        "pass",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "a daemon that is gone has ended",
+        "client/client.py",
+        "DaemonClient.release",
+        "await self.end.wait()",
+        "pass",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "a load ends before its abort is heard",
+        "connectors/block_requests.py",
+        "BlockRequests._lease",
+        'await complete(lease.used.release(name, "the engine needs it no more"))',
+        'self._tools.later(lease.used.release(name, "the engine needs it no more"))',
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "blocks of a preempted prompt are read on",
+        "connectors/block_requests.py",
+        "BlockRequests.take_away",
+        "            task.cancel()\n            await asyncio.wait([task])\n",
+        "            pass\n",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "blocks are named from the beginning on again",
+        "connectors/block_requests.py",
+        "BlockRequests._push_chunks",
+        "save.blocks[named:upto]",
+        "save.blocks[:upto]",
+        BLOCKS_WAY,
     ),
 )
 
@@ -301,4 +345,4 @@ DECIDED: tuple[Guard, ...] = (
     ),
 )
 
-GUARDS: tuple[Guard, ...] = (*PAGES, *COPIED, *DECIDED)
+GUARDS: tuple[Guard, ...] = (*PAGES, *COPIED, *BLOCK_WAY, *DECIDED)
