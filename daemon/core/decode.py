@@ -251,7 +251,7 @@ class DecodeCore:
                 self.counters.finished += 1
             if lease.keep:
                 self._keeper.keep_all(lease, full, lease.digests + digests, page_tokens)
-            elif lease.stores:
+            elif lease.stores and lease.hold.digests:  # none: nothing is to be kept
                 self._keeper.blocks.store(lease)
             lease.acknowledge = True
             self._keeper.end(lease)

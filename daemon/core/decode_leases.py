@@ -113,7 +113,7 @@ class LeaseKeeper:
             keep=reuse and not blocks,
             held_pages=request.held_tokens // self._cache.page_size,
             blocks=blocks,
-            stores=reuse and bool(blocks) and hands_in,
+            stores=bool(blocks) and hands_in,
             resumed=order is not None,
             looked_up=order is not None or hands_in,  # what is handed in says nothing about what was found
         )

@@ -118,7 +118,7 @@ def test_an_engines_memory_is_cleared_at_its_first_use_whatever_its_size() -> No
     ("settings", "before"), [({}, False), ({"pool": "engine"}, True), ({"device": "cuda:0"}, True)]
 )
 def test_only_new_memory_of_the_kernels_is_taken_for_clear(settings: dict[str, str], before: bool) -> None:
-    limits = cache_limits(DaemonConfig(role="decode", zero_freed="on", **settings))
+    limits = cache_limits(DaemonConfig(role="decode", zero_freed="on", **settings), in_blocks=False)
     assert limits.zero_freed and limits.used_before is before
 
 

@@ -16,7 +16,7 @@ GUARDS: tuple[Guard, ...] = (
         "a block that a request writes is nobody else's",
         _TIER,
         "BlockTier.claim",
-        "if twice := blocks & self._written:",
+        "if twice := blocks & (self._written | self._read.keys()):",
         "if twice := set():",
         CORE,
     ),

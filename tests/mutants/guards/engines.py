@@ -50,7 +50,7 @@ PAGES: tuple[Guard, ...] = (
         "a daemon that is gone leaves its requests waiting",
         "client/client.py",
         "DaemonClient._break",
-        "request.fail(self._broken)",
+        "request.lose(self._broken)",
         "pass",
         CLIENT,
     ),

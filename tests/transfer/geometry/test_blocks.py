@@ -75,12 +75,9 @@ def test_interleaved_places_of_one_stride() -> None:
     assert read(registration.to_proto()) == registration
 
 
-def test_what_lies_in_blocks_is_neither_compacted_nor_taken_apart() -> None:
-    storage = registered().storage(0, GEOMETRY, [0])
-    rows = storage.rows()
-    for wrong in (rows.compact, lambda: rows.part([0, 1, 2, 3], 0, 1), lambda: storage.rows(first_head=1)):
-        with pytest.raises(AssertionError, match="block"):
-            wrong()
+def test_only_the_engine_knows_where_heads_lie_in_a_block() -> None:
+    with pytest.raises(AssertionError, match="block"):
+        registered().storage(0, GEOMETRY, [0]).rows(first_head=1)
 
 
 def test_a_pool_of_blocks_is_one_rank_of_its_rows() -> None:
