@@ -144,6 +144,20 @@ def test_prompts_go_from_blocks_to_blocks(pair: BlockPair, tokens: int) -> None:
     until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
 
 
+def test_chunks_name_the_blocks_that_follow(pair: BlockPair) -> None:
+    tokens, half, name = 4 * PAGE, 2 * PAGE, new_name()
+    prompt, theirs = new_prompt(tokens), tuple(range(20, 20 + blocks_of(tokens)))
+    before = pair.stats("decode").transfers.delta_pages
+    pair.give("decode", Load("chunks", name, prompt, "p", 0, (), tuple(range(blocks_of(tokens)))))
+    pair.give("prefill", Begin("chunks", name, prompt), Save("chunks", half, theirs[: blocks_of(half)]))
+    until(lambda: pair.stats("decode").transfers.delta_pages == before + 2)
+    pair.give("prefill", Save("chunks", tokens, theirs))
+    pair.give("prefill", Release("chunks"))
+    assert received(pair.sides["decode"], "chunks") == set()
+    sent(pair.sides["prefill"], "chunks")
+    assert same(pair, range(20, 20 + blocks_of(tokens)), range(blocks_of(tokens)), BLOCK)
+
+
 def test_what_the_engine_holds_is_never_written(pair: BlockPair) -> None:
     """It holds a page and a block of the next: the page is not sent, the block is left out of its page's bytes."""
     tokens, held = 3 * PAGE + 5, PAGE + BLOCK
