@@ -36,6 +36,11 @@ class Attachment:
         if own is not None:
             if geometry != own.pools.geometry or welcome.pages != own.pools.pages:
                 raise ValueError(f"the daemon speaks of {welcome.pages} pages; {own.pools.pages} were registered")
+            if welcome.block_tokens != own.message.block_tokens:
+                raise ValueError(
+                    f"block_tokens is {welcome.block_tokens}; {own.message.block_tokens} was registered: the daemon is "
+                    "older than blocks, upgrade it"
+                )
             self._lock = FileLock.open(session_file)
             self._take_lock()
             self.pools: RankPools = own.pools

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from kvferry.client.attachment import Attachment
-from kvferry.client.daemon_end import DaemonEnd
+from kvferry.client.daemon_end import LATE_SECONDS, DaemonEnd
 from kvferry.client.engine_pools import EnginePools
 from kvferry.client.open_request import OpenRequest
 from kvferry.client.requests import (
@@ -311,7 +311,9 @@ class DaemonClient:
         abort = worker_pb2.Abort(name=name.to_proto(), reason=reason[:MAX_REASON_CHARS])
         try:
             self._send(worker_pb2.WorkerMessage(abort=abort))
-            await request.released
+            while not await is_done(request.released, LATE_SECONDS):
+                _log.error("daemon %r does not let go of the blocks of request %s", self.welcome.daemon, name)
+            request.released.result()
         except DaemonGone:
             await self.end.wait()
         finally:

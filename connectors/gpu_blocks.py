@@ -18,9 +18,9 @@ from kvferry.transfer.mapping.ipc_memory import Exporter
 
 def registered(blocks: BlockMap, geometry: KVGeometry, device: int) -> EnginePools:
     """Names the blocks' allocations for another process. OSError where they have no name: they were not allocated whole
-    (torch's expandable segments, vLLM's sleep mode)."""
+    (torch's expandable segments, vLLM's sleep mode). ValueError where a block's bytes are not in its tokens' order."""
     if not blocks.in_token_order:  # the daemon could not tell what is behind a prompt's last token
-        raise OSError("the tokens of a block do not lie one behind the other")
+        raise ValueError("the tokens of a block do not lie one behind the other")
     exporter = Exporter(device)
     ends: dict[bytes, int] = {}  # of each allocation, what is named of it
     tensors: list[RegisteredTensor] = []

@@ -123,7 +123,7 @@ class HeldPrefixes:
                 stub = worker_pb2_grpc.WorkerStub(channel)
                 reply = stub.Held(self._request, timeout=self._timeout_s)
             if reply.file:  # else no worker has come yet
-                self._daemon = _Daemon(reply.daemon, reply.pages, reply.keeps, _map(reply.file, reply.nbytes))
+                self._daemon = _Daemon(reply.daemon, reply.pages, not reply.drops, _map(reply.file, reply.nbytes))
             self._told_gone = False
         except (grpc.RpcError, OSError, ValueError) as error:
             if not self._told_gone and not self._closed:

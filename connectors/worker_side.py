@@ -218,9 +218,8 @@ class WorkerSide:
 
     async def _preempt(self, requests: Sequence[str]) -> None:
         """Takes the requests' blocks away: nothing is read from them any more."""
-        for request in requests:
-            if (push := self._pushes.get(request)) is not None:
-                await self._requests.take_away(push, self._tasks.get(request))
+        pushes = [(push, self._tasks.get(push.order.request)) for push in map(self._pushes.get, requests) if push]
+        await asyncio.gather(*(self._requests.take_away(push, task) for push, task in pushes))
 
     def _stored(self, order: StorePages, _: None) -> None:
         self.reports.add_sent(order.request)

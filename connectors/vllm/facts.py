@@ -245,6 +245,8 @@ def own_blocks(
     def register() -> EnginePools:
         try:
             return registered(blocks, geometry, device.index or 0)
+        except ValueError as error:
+            raise Unfit(f"kv_connector_extra_config.pool is 'engine', and {error}: set it to 'daemon'") from error
         except OSError as error:
             raise Unfit(
                 f"kv_connector_extra_config.pool is 'engine', and the KV cache cannot be shared: {error}; start vLLM "

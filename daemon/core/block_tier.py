@@ -50,7 +50,7 @@ class BlockTier:
     def claim(self, lease: Lease) -> None:
         """Guard: blocks that a request has written, or is to have stored, are written for nobody else until it has
         ended. FAILED_PRECONDITION where one is another's."""
-        blocks = {block for block in lease.blocks if block >= 0}
+        blocks = _named(lease)
         if lease.stores:
             self._read.update(blocks)
             return
@@ -60,10 +60,11 @@ class BlockTier:
 
     def give_back(self, lease: Lease) -> None:
         """The lease has ended: no copy touches its blocks."""
+        blocks = _named(lease)
         if not lease.stores:
-            self._written.difference_update(lease.blocks)
+            self._written -= blocks
             return
-        for block in lease.blocks:
+        for block in blocks:
             self._read[block] -= 1
             if not self._read[block]:
                 del self._read[block]
@@ -82,7 +83,7 @@ class BlockTier:
         """Starts the copy of those of the lease's full pages that the tier has not, nor is being given, as far as it
         has room."""
         cache, namespace = self._cache, lease.hold.namespace
-        if cache.host is None:
+        if cache.host is None or cache.copies.full:
             return
         storing = self._storing.setdefault(namespace.id, set())
         digests = _each(lease.digests)
@@ -90,7 +91,7 @@ class BlockTier:
         while first < len(digests) and digests[first] in storing:
             first += 1
         room = cache.eviction.host_room(namespace, len(digests) - first)
-        if room and not cache.copies.full:
+        if room:
             storing.update(digests[first : first + room])
             rows = cache.host.allocate(room, PageState.LEASED)
             self._begin(lease, BACKUP, first, lease.pages[first : first + room], rows)
@@ -143,6 +144,11 @@ class BlockTier:
         removed = tree.prune(hold.lock, page)
         assert not removed, "pages of the device were in the tree"
         hold.lock = shorter
+
+
+def _named(lease: Lease) -> set[int]:
+    """The blocks of the lease's pages."""
+    return {block for block in lease.blocks if block >= 0}
 
 
 def _each(digests: bytes) -> list[bytes]:

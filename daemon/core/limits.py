@@ -120,6 +120,7 @@ class NamedBlocks:
         self._shape = shape
         self._most = pages_for(tokens, shape.block_tokens)
         self._blocks: list[int] = []
+        self._known: set[int] = set()  # the same
 
     @property
     def tokens(self) -> int:
@@ -131,10 +132,15 @@ class NamedBlocks:
         first, behind = len(self._blocks), len(self._blocks) + len(blocks)
         if behind > self._most:
             raise invalid(f"blocks has {len(blocks)} entries behind {first}; the prompt has {self._most}")
-        self._shape.check([*self._blocks, *blocks])
+        if not blocks:
+            return range(0)
+        self._shape.check(blocks)
+        if twice := self._known.intersection(blocks):
+            raise invalid(f"blocks has {min(twice)}, which was named before; a prompt's blocks are distinct")
         self._blocks += blocks
+        self._known.update(blocks)
         per_page = self._shape.per_page
-        return range(first // per_page, pages_for(behind, per_page)) if blocks else range(0)
+        return range(first // per_page, pages_for(behind, per_page))
 
     def of_pages(self, pages: range) -> tuple[int, ...]:
         """Those of these pages, in order; -1 where none is named yet."""

@@ -11,6 +11,8 @@ from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.layouts import Int64s
 from kvferry.transfer.geometry.registration import Registration
 
+SHARING = 16
+
 
 class PagePlaces(Protocol):
     def of(self, pages: Sequence[int] | Int64s) -> Int64s:
@@ -62,10 +64,12 @@ class BlockTable:
         return self._ends.get(pages[-1])
 
 
-def page_ids_of(registration: Registration) -> int:
-    """How many pages a pool over this memory has. Of blocks: as many as its requests can name, though a few of them may
-    name the same ones; their ids are of no memory."""
-    return 2 * registration.pages if registration.block_tokens else registration.pages
+def page_ids_of(registration: Registration, page_size: int) -> int:
+    """How many pages a pool over this memory has. Of blocks, whose pages are ids alone: so many that SHARING requests
+    may have each block in common, of a prefix that the engine holds itself."""
+    if not registration.block_tokens:
+        return registration.pages
+    return SHARING * -(-registration.pages * registration.block_tokens // page_size)
 
 
 def table_of(registration: Registration, geometry: KVGeometry) -> BlockTable | None:
@@ -73,4 +77,4 @@ def table_of(registration: Registration, geometry: KVGeometry) -> BlockTable | N
     if not (tokens := registration.block_tokens):
         return None
     token_bytes = registration.ranks[0].tensors[0].page_bytes // tokens
-    return BlockTable(page_ids_of(registration), geometry.page_size // tokens, token_bytes)
+    return BlockTable(page_ids_of(registration, geometry.page_size), geometry.page_size // tokens, token_bytes)

@@ -123,6 +123,7 @@ class Registering:
             geometry=facts.geometry.to_proto(),
             epoch=tiers.epoch,
             pages=tiers.welcome_pages,
+            block_tokens=tiers.block_tokens,
             segment=pools[0].segment if plain else "",
             session_file=worker.lock.path,
             max_tokens=self._config.max_tokens,

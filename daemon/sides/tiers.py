@@ -216,22 +216,33 @@ class SideTiers:
             page_bytes, row_bytes = page_bytes_of(facts.geometry, config.ranks), facts.geometry.page_bytes
         except ValueError as error:
             raise precondition(f"this daemon cannot serve the model: {error}") from error
-        pages = config.pool_bytes // page_bytes if registration is None else page_ids_of(registration)
+        pages = config.pool_bytes // page_bytes if registration is None else page_ids_of(registration, config.page_size)
         if not 1 <= pages < 1 << 31:
             raise exhausted(
                 f"--pool-bytes is {config.pool_bytes}, a page of this model {page_bytes}; "
                 "the pool must hold 1 to 2^31 - 1 pages"
             )
         host_pages = config.host_bytes // row_bytes
-        if host_pages and self._role == "prefill" and registration is not None and registration.block_tokens:
-            log.warning("host_bytes is %d, of no use: a prefill engine's own blocks are its cache", config.host_bytes)
-            return pages, 0
+        if registration is not None and registration.block_tokens:
+            return pages, self._host_pages_below_blocks(host_pages)
         if config.host_bytes and not 1 <= host_pages < 1 << 31:
             raise exhausted(
                 f"--host-bytes is {config.host_bytes}, a page of this model {row_bytes}; "
                 "the host tier must hold 1 to 2^31 - 1 pages"
             )
         return pages, host_pages
+
+    def _host_pages_below_blocks(self, pages: int) -> int:
+        """The host tier's size below an engine's blocks; the log says what else of the settings is of no use there."""
+        config = self._config
+        idle = {
+            "zero_freed": config.zero_freed == "on",
+            "quotas of the device": any(quota.soft or quota.hard for quota in config.quotas.values()),
+            "host_bytes": bool(pages) and self._role == "prefill",
+        }
+        if said := [name for name, is_set in idle.items() if is_set]:
+            log.warning("%s: of no use, the %s engine has its blocks itself", ", ".join(said), self._role)
+        return 0 if self._role == "prefill" else pages
 
     def _check_layout(self, facts: NamespaceFacts, storage: StorageOrder) -> None:
         ranks = self._config.ranks
@@ -317,7 +328,7 @@ class SideTiers:
             finally:
                 await _let_go(memory)
             raise
-        self.cache.resize(page_ids_of(registration))
+        self.cache.resize(page_ids_of(registration, self._config.page_size))
         self._blocks = self._shape_of(registration)
         held.show(self.cache)
         self.epoch = secrets.randbits(63)

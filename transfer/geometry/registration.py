@@ -22,6 +22,7 @@ from kvferry.transfer.geometry.layouts import BlockStorage, RankStorage
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
 
 MAX_TENSORS = 1 << 14  # of blocks
+MAX_BLOCKS = 1 << 24
 MAX_BLOCKS_A_PAGE = 256  # kMostBlocksAPage of csrc/copies/page_layout.h: a launch names a page by all of them
 IPC_HANDLE_BYTES = 64
 DEVICE_UUID_BYTES = 16
@@ -194,6 +195,7 @@ def _shape(
             f"pool.block_tokens is {pool.block_tokens}; a page of {geometry.page_size} tokens has at most "
             f"{MAX_BLOCKS_A_PAGE} blocks"
         )
+    _bound("pool.pages", pool.pages, 1, MAX_BLOCKS)
     count, per_page = len(message.tensors), geometry.page_size // pool.block_tokens
     _bound(f"{field}.tensors, the number of entries,", count, 1, MAX_TENSORS)
     if geometry.page_bytes % (count * per_page * pool.block_tokens):

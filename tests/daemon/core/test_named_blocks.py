@@ -74,7 +74,7 @@ def test_blocks_that_are_named_one_after_the_other() -> None:
         ([1, 2, 3], "blocks has 3 entries behind 2; the prompt has 4"),
         ([20], "blocks has 20; the engine has blocks 0 to 19"),
         ([3, 3], "blocks has 1 entries twice"),
-        ([9], "blocks has 1 entries twice"),
+        ([9], "blocks has 9, which was named before"),
     ],
 )
 def test_what_may_not_follow(more: list[int], words: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.daemon.memory.block_table import BlockTable, PlainPages, page_ids_of, table_of
+from kvferry.daemon.memory.block_table import SHARING, BlockTable, PlainPages, page_ids_of, table_of
 from kvferry.daemon.memory.shared import SharedPoolMemory
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.geometry.registration import (
@@ -56,15 +56,15 @@ def test_pages_that_are_no_blocks_are_found_by_their_ids() -> None:
     assert PlainPages().of([3, 1]).tolist() == [3, 1]
     assert PlainPages().of([3]).dtype == np.int64
     assert table_of(registered(0), GEOMETRY) is None
-    assert page_ids_of(registered(0)) == BLOCKS
+    assert page_ids_of(registered(0), GEOMETRY.page_size) == BLOCKS
 
 
 def test_requests_may_name_the_same_blocks() -> None:
     registration = registered()
-    assert page_ids_of(registration) == 2 * BLOCKS
+    assert page_ids_of(registration, GEOMETRY.page_size) == SHARING * BLOCKS // PER_PAGE
     table = table_of(registration, GEOMETRY)
     assert table is not None
-    last = 2 * BLOCKS - 1
+    last = SHARING * BLOCKS // PER_PAGE - 1
     table.bind([0, last], [1, 2, 3, 4] * 2)
     assert table.of([last]).tolist() == table.of([0]).tolist() == [1, 2, 3, 4]
     with pytest.raises(IndexError):

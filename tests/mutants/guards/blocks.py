@@ -112,8 +112,8 @@ GUARDS: tuple[Guard, ...] = (
         "a block is named once",
         _LIMITS,
         "NamedBlocks.add",
-        "self._shape.check([*self._blocks, *blocks])",
-        "self._shape.check(blocks)",
+        "if twice := self._known.intersection(blocks):",
+        "if twice := set():",
         NAMED,
     ),
     Guard(

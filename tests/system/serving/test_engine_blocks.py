@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.engine_pools import PoolSpec, make_files
-from kvferry.client.requests import HandshakeFailed, RequestFailed
+from kvferry.client.requests import DaemonGone, HandshakeFailed, RequestFailed
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.proto import common_pb2
 from kvferry.transfer.geometry.kv_geometry import StorageOrder
@@ -161,7 +161,7 @@ def test_what_an_engine_may_not_say(stack: Stack) -> None:
             for tokens, more, words in (
                 (16, [2, 3, 4, 5, 6], "blocks has 5 entries behind 1; the prompt has 5"),
                 (32, [2], "tokens is 32; blocks of 16 are named"),
-                (16, [1], "blocks has 1 entries twice"),
+                (16, [1], "blocks has 1, which was named before"),
             ):
                 begun = {**prompt.words, "deadline_s": 5, "blocks": [1]}
                 await pair.prefill.client.begin(name := new_name(), **begun)  # type: ignore[arg-type]
@@ -232,6 +232,30 @@ def test_a_daemon_of_blocks_takes_no_pages(stack: Stack) -> None:
             await DaemonClient.connect(engine.socket, role, FACTS.to_proto(), "pages", own=pages)
         await pair.decode.connect()
         await pair.decode.client.close()
+
+    asyncio.run(run())
+
+
+def test_a_session_that_breaks_proves_nothing(stack: Stack) -> None:
+    """A daemon that is heard no more may copy on: blocks are the engine's again when its process has ended."""
+
+    async def run() -> None:
+        pair = Pair(stack)
+        await pair.prefill.connect()
+        client = (await pair.decode.connect()).client
+        words = {**Prompt(40, 1).words, "prefill": "p", "max_new_tokens": 1, "deadline_s": 20}
+        await client.admit(name := new_name(), **words, blocks=range(10))  # type: ignore[arg-type]
+        pair.decode_daemon.popen.send_signal(signal.SIGSTOP)
+        client._stream.frames.abort()
+        client._break(DaemonGone("cut"))
+        released = asyncio.ensure_future(client.release(name, "left"))
+        await asyncio.sleep(1.5)
+        assert not released.done() and client.end is not None and not client.end.proven
+        pair.decode_daemon.popen.send_signal(signal.SIGKILL)
+        await asyncio.wait_for(released, 10)
+        assert client.end.proven
+        await client.close()
+        await pair.prefill.client.close()
 
     asyncio.run(run())
 
