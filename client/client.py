@@ -169,7 +169,6 @@ class DaemonClient:
         )
         check_output_digests(tokens, max_new_tokens, self.geometry.page_size)
         request = self._open(name, message, tokens, deadline_s)
-        request.in_blocks = self.pools.in_blocks
         return await self._wait(name, request.admitted, deadline_s + ANSWER_SLACK_S, "Admitted")
 
     async def ready(self, name: RequestName) -> Ready:
@@ -249,7 +248,6 @@ class DaemonClient:
             )
         )
         request = self._open(name, message, tokens, deadline_s)
-        request.in_blocks = self.pools.in_blocks
         return await self._wait(name, request.begun, deadline_s + ANSWER_SLACK_S, "Begun")
 
     def progress(self, name: RequestName, tokens: int, blocks: Sequence[int] = ()) -> None:
@@ -380,7 +378,8 @@ class DaemonClient:
                 f"tokens has {tokens} tokens: with their digests at page size {self.geometry.page_size} the message to "
                 f"the daemon has {size} bytes; it may have {MAX_MESSAGE_BYTES}",
             )
-        request = OpenRequest(tokens, deadline_s, self.geometry.page_size, self.welcome.pages)
+        shape = self.geometry.page_size, self.welcome.pages, self.pools.in_blocks
+        request = OpenRequest(tokens, deadline_s, *shape)
         self._requests[name] = request
         self._send(message)
         return request

@@ -21,6 +21,7 @@ class OpenRequest:
     deadline_s: float
     page_size: int
     pool_pages: int
+    in_blocks: bool  # its pages are blocks that the worker names: the daemon names none
     admitted: asyncio.Future[Admitted] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     begun: asyncio.Future[Begun] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ready: asyncio.Future[Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -29,7 +30,6 @@ class OpenRequest:
     """The daemon touches its pages no more; unlike `ended` that is awaited of a request that has failed, too."""
     grown: asyncio.Future[tuple[int, ...]] | None = None
     pages: int = 0
-    in_blocks: bool = False  # its pages are blocks that the worker names: the daemon names none
     failure: RequestFailed | None = None
     retracted: bool = False
 

@@ -54,6 +54,7 @@ class EventMachine(CoreMachine):
             digests, _, _ = self.prompts[name]
             self.wanted[name] = len(digests)
             self.core.page_tokens(lease.worker, name, first * PAGE, tokens_of(digests[first:]), self.now)
+        super().run_effects()  # those words are a step, too
         self.read()
 
     def end(self, name: Name, output: int) -> int:
