@@ -357,7 +357,7 @@ class Loop:
 
     def drain(self) -> None:
         """Everything that is under way goes its way; what cannot end is a violation."""
-        for _ in range(400):
+        for _ in range(2000):  # a part a round, where there is one slot of a few bytes
             for step in (
                 self.step_control,
                 self.step_progress,
