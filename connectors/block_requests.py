@@ -8,16 +8,16 @@ had begun before, which may still use them, is computed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonGone, NotOpened, RequestFailed, RequestName
-from kvferry.connectors.daemon_requests import RequestTools
+from kvferry.client.requests import RequestName
+from kvferry.connectors.daemon_requests import UNWANTED, RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Push, run_whole
@@ -128,22 +128,13 @@ class BlockRequests:
         return False
 
     async def _push_chunks(self, client: DaemonClient, push: Push) -> None:
-        total, page, size = push.order.prompt.tokens, self._blocks.page_size, self._blocks.block_tokens
         saved = named = 0
-        while saved < total:
-            if push.save is None or push.save.tokens <= saved:
-                push.wake.clear()
-                await push.wake.wait()
-                continue
-            save, done = push.save, push.saved
-            end = total if save.tokens >= total else save.tokens // page * page
-            if end <= saved:
-                push.save = None
-                continue
+        while saved < push.order.prompt.tokens:
+            save, done, end = await push.more(saved, self._blocks.page_size)
             await self._computed(done)
-            upto = -(-end // size)
+            upto = -(-end // self._blocks.block_tokens)
             client.progress(push.order.name, end, save.blocks[named:upto])
-            saved, named = end, max(named, upto)
+            saved, named = end, upto
 
     async def take_away(self, push: Push, task: asyncio.Task[Any] | None) -> None:
         """The daemon forgets the prompt: what its engine computes of it later lies elsewhere."""
@@ -166,19 +157,9 @@ class BlockRequests:
         if after is not None:
             await run_whole(self._tools.copier, partial(self._tools.mover.computed, after))
 
-    @contextlib.asynccontextmanager
-    async def _lease(self, request: str, name: RequestName) -> AsyncIterator[DaemonRequest]:
-        """One request at the daemon: its failure is logged and ends the block. What did not end well is aborted, and
-        that has been heard, or needs no more to be, when this is over; however often it is cancelled."""
-        lease = DaemonRequest(self._tools.sessions.client)
-        opened = True
-        try:
-            yield lease
-        except (NotOpened, RequestFailed, DaemonGone) as error:
-            opened = not isinstance(error, NotOpened)  # its name may be that of a request that runs
-            self._tools.failed(request, error)
-        finally:
-            if lease.ending is not None:
-                self._tools.later(lease.ending)
-            elif opened and lease.used is not None:
-                await complete(lease.used.release(name, "the engine needs it no more"))
+    def _lease(self, request: str, name: RequestName) -> AbstractAsyncContextManager[DaemonRequest]:
+        return self._tools.lease(request, name, self._give_up)
+
+    async def _give_up(self, client: DaemonClient, name: RequestName) -> None:
+        """The blocks are the engine's again when this is over; however often it is cancelled."""
+        await complete(client.release(name, UNWANTED))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
-from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
+from kvferry.client.requests import DaemonGone, NotOpened, RequestFailed, RequestName
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Sessions
-from kvferry.connectors.worker_state import EngineStep, Moved, Push, Reports
+from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports
 
+UNWANTED = "the engine needs it no more"  # why a request is aborted
 _log = logging.getLogger(__name__)
 
 
@@ -55,6 +57,24 @@ class RequestTools:
     reports: Reports
     moved: Moved = field(default_factory=Moved)
     behind: set[asyncio.Task[None]] = field(default_factory=set)  # what the engine does not wait for
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, request: str, name: RequestName, give_up: Callable[[DaemonClient, RequestName], Awaitable[None]]
+    ) -> AsyncIterator[DaemonRequest]:
+        """One request at the daemon: its failure is logged and ends the block; what did not end well is given up."""
+        lease = DaemonRequest(self.sessions.client)
+        opened = True
+        try:
+            yield lease
+        except (NotOpened, RequestFailed, DaemonGone) as error:
+            opened = not isinstance(error, NotOpened)  # its name may be that of a request that runs
+            self.failed(request, error)
+        finally:
+            if lease.ending is not None:
+                self.later(lease.ending)
+            elif opened and lease.used is not None:
+                await give_up(lease.used, name)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Starts work that the engine need not wait for."""

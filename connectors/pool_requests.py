@@ -4,17 +4,17 @@ engine's blocks, on a thread of ours."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonGone, NotOpened, RequestFailed, RequestName
+from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.connectors.blocks import BlockPlaces, PoolPages, Tail
-from kvferry.connectors.daemon_requests import RequestTools
+from kvferry.connectors.daemon_requests import UNWANTED, RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_session import pool_of
@@ -163,18 +163,9 @@ class PoolRequests:
         self._tools.reports.add_received(order.request, order.blocks[good:])
 
     async def _push_chunks(self, client: DaemonClient, push: Push, matched: int, pages: Sequence[int]) -> None:
-        total, page = push.order.prompt.tokens, self._blocks.page_size
-        saved = matched
+        total, saved = push.order.prompt.tokens, matched
         while saved < total:
-            if push.save is None or push.save.tokens <= saved:
-                push.wake.clear()
-                await push.wake.wait()
-                continue
-            save, computed = push.save, push.saved
-            end = total if save.tokens >= total else save.tokens // page * page
-            if end <= saved:
-                push.save = None
-                continue
+            save, computed, end = await push.more(saved, self._blocks.page_size)
             own = save.blocks[saved // self._blocks.block_tokens :]
             pool = pool_of(client)
             places = self._blocks.places(pool, pages, own, saved, end)
@@ -202,18 +193,9 @@ class PoolRequests:
     async def quiet(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
         await end_all(tasks)
 
-    @contextlib.asynccontextmanager
-    async def _lease(self, request: str, name: RequestName) -> AsyncIterator[DaemonRequest]:
-        """One request at the daemon: its failure is logged and ends the block; what did not end well is aborted."""
-        lease = DaemonRequest(self._tools.sessions.client)
-        opened = True
-        try:
-            yield lease
-        except (NotOpened, RequestFailed, DaemonGone) as error:
-            opened = not isinstance(error, NotOpened)  # its name may be that of a request that runs
-            self._tools.failed(request, error)
-        finally:
-            if lease.ending is not None:
-                self._tools.later(lease.ending)
-            elif opened and lease.used is not None:
-                self._tools.later(lease.used.abort(name, "the engine needs it no more"))
+    def _lease(self, request: str, name: RequestName) -> AbstractAsyncContextManager[DaemonRequest]:
+        return self._tools.lease(request, name, self._give_up)
+
+    async def _give_up(self, client: DaemonClient, name: RequestName) -> None:
+        """The engine need not wait for that: nothing of its own is touched by the daemon."""
+        self._tools.later(client.abort(name, UNWANTED))

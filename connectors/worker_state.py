@@ -107,6 +107,19 @@ class Push:
     released: bool = False  # its blocks are wanted back
     over: bool = False  # nothing touches its blocks any more
 
+    async def more(self, saved: int, page_size: int) -> tuple[Save, Moment, int]:
+        """Waits until more of it than the first `saved` tokens is computed, or will be: the newest word of it, behind
+        what it is, and how many tokens there are then: whole pages, or all of them."""
+        total = self.order.prompt.tokens
+        while True:
+            if (save := self.save) is not None:
+                end = total if save.tokens >= total else save.tokens // page_size * page_size
+                if end > saved:
+                    return save, self.saved, end
+                self.save = None
+            self.wake.clear()
+            await self.wake.wait()
+
 
 class DaemonRequest:
     """A request of ours at the daemon, from its first word to what ends it."""

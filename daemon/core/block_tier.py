@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import precondition
@@ -34,7 +34,7 @@ class BlockCopy:
     host: list[int]
     digests: bytes
     parents: bytes
-    outputs: bytes = field(default=b"")
+    outputs: bytes
 
 
 class BlockTier:

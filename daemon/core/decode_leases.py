@@ -18,7 +18,7 @@ from kvferry.daemon.core.decode_scheduler import Supply
 from kvferry.daemon.core.effects import BindPages, Outbox, SendDone
 from kvferry.daemon.core.errors import RequestError, exhausted, precondition
 from kvferry.daemon.core.lease import Lease, LeaseState
-from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, hands_in, pages_for
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.daemon.core.pins import Pins
 from kvferry.daemon.core.reservations import Hold, Holds
@@ -88,7 +88,7 @@ class LeaseKeeper:
         prompt = pages_for(request.tokens, self._cache.page_size)
         order = self._retracted.pop(name)[1] if self.comes_back(worker, name) else None
         reuse = self._limits.reuse == "on" and not request.warmup
-        hands_in = request.prefill == "" and request.held_tokens == request.tokens
+        given = hands_in(request)
         lease = Lease(
             name=name,
             worker=worker,
@@ -113,9 +113,9 @@ class LeaseKeeper:
             keep=reuse and not blocks,
             held_pages=request.held_tokens // self._cache.page_size,
             blocks=blocks,
-            stores=bool(blocks) and hands_in,
+            stores=bool(blocks) and given,
             resumed=order is not None,
-            looked_up=order is not None or hands_in,  # what is handed in says nothing about what was found
+            looked_up=order is not None or given,  # what is handed in says nothing about what was found
         )
         self.blocks.claim(lease)
         self._next_order += 1
@@ -123,7 +123,7 @@ class LeaseKeeper:
         self.supply.queue.push(lease)
 
     def _matchable(self, request: wire.Admit) -> bytes:
-        if request.prefill or request.held_tokens == request.tokens:
+        if request.prefill or hands_in(request):
             return request.digests
         # At least one token is left to compute, for its logits.
         return request.digests[: (request.tokens - 1) // self._cache.page_size * DIGEST_BYTES]

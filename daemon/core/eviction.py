@@ -90,8 +90,7 @@ class Eviction:
         if self._host is None or not pages:
             return 0
         self._make_host_room(self._host, namespace, pages)
-        left = namespace.quota.host_hard - namespace.tree.host_pages if namespace.quota.host_hard else pages
-        return max(0, min(pages, left, self._host.free))
+        return min(pages, self._host_quota_left(namespace), self._host.free)
 
     def _evict(self, asker: Namespace, pages: int, others: list[Namespace]) -> int:
         """Takes up to `pages`, in the policy's order, from the asker and from what `others` have above their soft

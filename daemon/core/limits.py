@@ -61,6 +61,11 @@ def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
+def hands_in(request: wire.Admit) -> bool:
+    """Whether the worker has all of the prompt, and only gives it to be kept."""
+    return request.prefill == "" and request.held_tokens == request.tokens
+
+
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """The blocks of an engine: how many there are, and of how many tokens one and a page are."""
@@ -96,13 +101,13 @@ class BlockShape:
     def of_admit(self, request: wire.Admit) -> tuple[int, ...]:
         """The blocks of each page of an Admit. INVALID_ARGUMENT."""
         blocks = self.of_pages(request.blocks, request.blocks_from, request.tokens)
-        hands_in = request.prefill == "" and request.held_tokens == request.tokens
+        given = hands_in(request)
         held = request.blocks_from // self.page_size * self.page_size
-        if not hands_in and request.held_tokens != held:
+        if not given and request.held_tokens != held:
             raise invalid(f"held_tokens is {request.held_tokens}; with blocks_from {request.blocks_from} it is {held}")
-        if (request.prefill or hands_in) and blocks[pages_for(request.tokens, self.block_tokens) - 1] < 0:
+        if (request.prefill or given) and blocks[pages_for(request.tokens, self.block_tokens) - 1] < 0:
             raise invalid(f"blocks has {len(request.blocks)} entries; they must go on to the prompt's end")
-        if hands_in and request.blocks_from:
+        if given and request.blocks_from:
             raise invalid(f"blocks_from is {request.blocks_from}; of what the worker hands in it is 0")
         return blocks
 

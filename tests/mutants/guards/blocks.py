@@ -120,7 +120,7 @@ GUARDS: tuple[Guard, ...] = (
         "blocks go on to the end of what prefill brings",
         _LIMITS,
         "BlockShape.of_admit",
-        "if (request.prefill or hands_in) and",
+        "if (request.prefill or given) and",
         "if False and",
         NAMED,
     ),

@@ -240,9 +240,9 @@ BLOCK_WAY: tuple[Guard, ...] = (
     Guard(
         "a load ends before its abort is heard",
         "connectors/block_requests.py",
-        "BlockRequests._lease",
-        'await complete(lease.used.release(name, "the engine needs it no more"))',
-        'self._tools.later(lease.used.release(name, "the engine needs it no more"))',
+        "BlockRequests._give_up",
+        "await complete(client.release(name, UNWANTED))",
+        "self._tools.later(client.release(name, UNWANTED))",
         BLOCKS_WAY,
     ),
     Guard(
