@@ -161,6 +161,8 @@ class GpuPoolMemory:
         self._ends = CopyEnds()
         self._rows: memoryview | None = None
         self._pinned: PinnedBuffer | None = None
+        if not self.can_sum:
+            log.warning("the driver takes none of the kernels that copy: copies are slow, and checksums cannot be made")
 
     @staticmethod
     def create(shape: PoolShape, devices: Sequence[int]) -> GpuPoolMemory:

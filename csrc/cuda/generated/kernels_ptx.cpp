@@ -51,7 +51,6 @@ $L__BB0_4:
 	cvt.u64.u32 	%rd62, %r77;
 	cvt.u64.u32 	%rd63, %r79;
 $L__BB0_5:
-	.pragma "used_bytes_mask 15";
 	ld.param.v2.u32 	{%r80, %r81}, [%rd13+40];
 	cvt.u32.u64 	%r84, %rd63;
 	div.u32 	%r85, %r84, %r62;
@@ -212,7 +211,6 @@ $L__BB1_4:
 	cvt.u64.u32 	%rd62, %r41;
 	cvt.u64.u32 	%rd63, %r43;
 $L__BB1_5:
-	.pragma "used_bytes_mask 15";
 	ld.param.v2.u32 	{%r44, %r45}, [%rd13+40];
 	cvt.u32.u64 	%r48, %rd63;
 	div.u32 	%r49, %r48, %r26;
@@ -374,7 +372,6 @@ $L__BB2_4:
 	cvt.u64.u32 	%rd62, %r29;
 	cvt.u64.u32 	%rd63, %r31;
 $L__BB2_5:
-	.pragma "used_bytes_mask 15";
 	ld.param.v2.u32 	{%r32, %r33}, [%rd13+40];
 	cvt.u32.u64 	%r36, %rd63;
 	div.u32 	%r37, %r36, %r14;
