@@ -294,7 +294,7 @@ class NamespaceStats(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., device_pages: _Optional[int] = ..., host_pages: _Optional[int] = ..., evictable: _Optional[int] = ..., promised: _Optional[int] = ..., soft_quota: _Optional[int] = ..., hard_quota: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., evicted: _Optional[int] = ..., pinned_pages: _Optional[int] = ...) -> None: ...
 
 class PoolStats(_message.Message):
-    __slots__ = ("pages", "page_bytes", "free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned", "evictable", "promised", "locks", "evicted", "tree_nodes", "zeroed", "block_tokens")
+    __slots__ = ("pages", "page_bytes", "free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned", "evictable", "promised", "locks", "evicted", "tree_nodes", "zeroed", "block_tokens", "asked_pages")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +311,7 @@ class PoolStats(_message.Message):
     TREE_NODES_FIELD_NUMBER: _ClassVar[int]
     ZEROED_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_PAGES_FIELD_NUMBER: _ClassVar[int]
     pages: int
     page_bytes: int
     free: int
@@ -327,7 +328,8 @@ class PoolStats(_message.Message):
     tree_nodes: int
     zeroed: int
     block_tokens: int
-    def __init__(self, pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., arriving: _Optional[int] = ..., cached: _Optional[int] = ..., spilling: _Optional[int] = ..., restoring: _Optional[int] = ..., orphaned: _Optional[int] = ..., evictable: _Optional[int] = ..., promised: _Optional[int] = ..., locks: _Optional[int] = ..., evicted: _Optional[int] = ..., tree_nodes: _Optional[int] = ..., zeroed: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    asked_pages: int
+    def __init__(self, pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., arriving: _Optional[int] = ..., cached: _Optional[int] = ..., spilling: _Optional[int] = ..., restoring: _Optional[int] = ..., orphaned: _Optional[int] = ..., evictable: _Optional[int] = ..., promised: _Optional[int] = ..., locks: _Optional[int] = ..., evicted: _Optional[int] = ..., tree_nodes: _Optional[int] = ..., zeroed: _Optional[int] = ..., block_tokens: _Optional[int] = ..., asked_pages: _Optional[int] = ...) -> None: ...
 
 class TransferStats(_message.Message):
     __slots__ = ("active", "completed", "failed", "aborted", "delta_pages", "delta_bytes", "wire_bytes", "parts", "saved_bytes", "saved_pages", "asked_again", "dropped_parts", "stale_notifications", "failures", "aborts", "mismatched_parts", "copied_bytes")

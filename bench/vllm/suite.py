@@ -95,7 +95,8 @@ class Cases:
         args, reference = self.args, self.reference
         self.without("evicting", args.small_blocks)
         wanted = chaos.Wanted(reference.answers, self.opinions)
-        with Cluster(Spec(decode_blocks=args.small_blocks, pool_bytes=args.small_pool, extra=PATIENT)) as cluster:
+        spec = Spec(decode_blocks=args.small_blocks, pool=args.pool, pool_bytes=args.small_pool, extra=PATIENT)
+        with Cluster(spec) as cluster:
             cluster.kvferry()
             bad = self.served("evicting", cluster)
             lines, failed = chaos.run_on(
@@ -109,7 +110,7 @@ class Cases:
         self.without("large", 0)
         with tempfile.TemporaryDirectory() as times:
             os.environ["HOOK_TIMES"] = times
-            spec = Spec(connector_class="timed_connector:TimedConnector", extra=PATIENT)
+            spec = Spec(connector_class="timed_connector:TimedConnector", pool=args.pool, extra=PATIENT)
             with Cluster(spec) as cluster:
                 cluster.kvferry()
                 bad = self.served("large", cluster)
@@ -154,6 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--user-words", type=int, default=80)
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--small-blocks", type=int, default=44)
+    parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is, on GPUs")
     parser.add_argument("--small-pool", default="64MiB", help="of the daemons in the evicting case")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--prefill-steps", type=int, default=hooks.PREFILL_STEPS)

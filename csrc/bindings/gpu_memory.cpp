@@ -98,9 +98,10 @@ void hold_for(Engine& engine, const GpuIpcEvent& event, std::optional<int64_t> s
 // to seconds, without the GIL.
 class PinnedBuffer {
  public:
-  PinnedBuffer(Engine& engine, BufferArgument object) : buffer_(object, "buffer", Buffer::Access::kWrite) {
+  PinnedBuffer(std::shared_ptr<GpuDevice> device, BufferArgument object)
+      : buffer_(object, "buffer", Buffer::Access::kWrite) {
     const nb::gil_scoped_release release;
-    range_.emplace(engine.device(), buffer_.data(), buffer_.size());
+    range_.emplace(std::move(device), buffer_.data(), buffer_.size());
   }
   ~PinnedBuffer() {
     const nb::gil_scoped_release release;
@@ -112,6 +113,11 @@ class PinnedBuffer {
  private:
   Buffer buffer_;
   std::optional<PinnedRange> range_;
+};
+
+// Pins for a device, whatever becomes of the engine that it is of.
+struct Pinner {
+  std::shared_ptr<GpuDevice> device;
 };
 
 int64_t find_ordinal(const nb::bytes& uuid, const std::string& library, const GpuApiArgument& api) {
@@ -249,7 +255,15 @@ void bind_gpu_memory(nb::module_& m, nb::class_<Engine>& engine) {
   nb::class_<PinnedBuffer>(m, "PinnedBuffer", R"(
       A writable buffer, pinned and exported as long as this lives: anonymous or shared memory (/dev/shm, memfd).
       GpuError says why it cannot be pinned. To pin and to unpin takes up to seconds; GIL released.)")
-      .def(nb::init<Engine&, BufferArgument>(), "engine"_a, "buffer"_a);
+      .def("__init__", [](PinnedBuffer* self, Engine& engine, BufferArgument buffer) {
+             new (self) PinnedBuffer(engine.device(), buffer);
+           }, "engine"_a, "buffer"_a);
+  nb::class_<Pinner>(m, "GpuPinner", R"(
+      Pins memory for an engine's device, whose context stays as long as this and what it has pinned.)")
+      .def("__init__", [](Pinner* self, Engine& engine) { new (self) Pinner{engine.device()}; }, "engine"_a)
+      .def("pin", [](const Pinner& self, BufferArgument buffer) {
+             return std::make_unique<PinnedBuffer>(self.device, buffer);
+           }, "buffer"_a, "See `PinnedBuffer`.");
   bind_engine(engine);
   bind_devices(m);
 }

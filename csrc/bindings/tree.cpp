@@ -249,6 +249,8 @@ void bind_policies(nb::module_& m) {
       An eviction policy, to be shared by trees that are compared. ValueError: unknown name or parameter.)")
       .def("__init__", &init_policy, "name"_a, "evict_output_first"_a = false, "params"_a,
            nb::sig("def __init__(self, name: str, evict_output_first: bool = False, **params: float) -> None"))
+      .def("on_pool", [](PolicyObject& self, uint64_t pages) { self.policy->on_pool(pages); }, "pages"_a,
+           "Pages that its trees are over, in both tiers, where that is more than when they were made.")
       .def_prop_ro("name", [](const PolicyObject& self) { return self.policy->name; })
       .def_prop_ro("evict_output_first", [](const PolicyObject& self) { return self.policy->evict_output_first; });
 }

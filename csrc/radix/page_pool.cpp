@@ -24,6 +24,11 @@ bool allowed(S source, S target) {
 
 uint64_t size_key(uint32_t start, uint32_t length) { return uint64_t(length) << 32 | start; }
 
+void check_pages(int64_t pages, int64_t least) {
+  if (pages >= least && pages < int64_t(1) << 31) return;
+  throw std::invalid_argument("pages is " + std::to_string(pages) + "; it must be " + std::to_string(least) + " to 2^31 - 1");
+}
+
 std::string page_name(uint32_t page) { return "page " + std::to_string(page); }
 
 }  // namespace
@@ -33,20 +38,25 @@ const char* name_of(PageState state) {
   return names[size_t(state)];
 }
 
-PagePool::PagePool(int64_t pages, std::string tier) : tier_(std::move(tier)) { make_free(pages, 0); }
+PagePool::PagePool(int64_t pages, std::string tier) : tier_(std::move(tier)) { grow(pages); }
+
+void PagePool::grow(int64_t pages) {
+  const uint32_t before = this->pages();
+  check_pages(pages, before);
+  states_.resize(size_t(pages), uint8_t(S::kFree));
+  generations_.resize(size_t(pages), 0);
+  names_.resize(size_t(pages), 0);
+  counts_[size_t(S::kFree)] += uint32_t(pages) - before;
+  if (uint32_t(pages) > before) add_free({before, uint32_t(pages) - before});
+}
 
 void PagePool::resize(int64_t pages) {
+  check_pages(pages, 1);
   if (free() != this->pages()) {
     throw BrokenInvariant(std::to_string(this->pages() - free()) + " " + tier_ + " pages are in use: the pool cannot be resized");
   }
-  make_free(pages, 1 + *std::max_element(generations_.begin(), generations_.end()));
-}
-
-// Checks before it changes anything.
-void PagePool::make_free(int64_t pages, uint64_t generation) {
-  if (pages < 1 || pages >= int64_t(1) << 31) {
-    throw std::invalid_argument("pages is " + std::to_string(pages) + "; it must be 1 to 2^31 - 1");
-  }
+  uint64_t generation = 0;
+  for (const uint64_t each : generations_) generation = std::max(generation, each + 1);
   states_.assign(size_t(pages), uint8_t(S::kFree));
   generations_.assign(size_t(pages), generation);
   names_.assign(size_t(pages), 0);

@@ -49,6 +49,9 @@ class PagePool {
   void free_pages(const PageIds& pages);              // any state but free -> free
   void move(const PageIds& pages, PageState source, PageState target);
 
+  // More pages behind those that there are, free. std::invalid_argument: pages, which is how many there are then.
+  void grow(int64_t pages);
+
   // Another number of pages, all free; none may be in use now. Generations go on where the greatest one was.
   void resize(int64_t pages);
 
@@ -78,7 +81,6 @@ class PagePool {
   };
   using Runs = std::map<uint32_t, uint32_t>;  // start -> length; no two are adjacent
 
-  void make_free(int64_t pages, uint64_t generation);
   std::vector<Run> runs_of(const PageIds& pages) const;
   void set_state(Run run, PageState state);
   void add_free(Run run);  // joins it with its neighbours

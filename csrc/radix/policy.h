@@ -60,7 +60,7 @@ class Policy {
 
   // For policies that learn. A node rests from the insert, or the unlock, that leaves it unlocked. A hit: a lock touches a
   // node, whose use is not yet updated. A hold: a lock moves down over what its own request has inserted.
-  virtual void on_pool(uint64_t /*pages*/) {}  // a tree is made over so many pages, of both tiers
+  virtual void on_pool(uint64_t /*pages*/) {}  // its trees are over so many pages, of both tiers
   virtual void on_rest(const Use&, uint64_t /*tick*/, double /*now*/) {}
   virtual void on_hold(const Use&, uint64_t /*tick*/, double /*now*/) {}
   // The mark that all nodes of a path get, the new ones too: when a lock takes a path, and when an insert makes it longer.

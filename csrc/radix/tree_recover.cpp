@@ -118,12 +118,19 @@ class RadixTree::Recovery {
     }
   }
 
-  // Looks for the given digests and their parents in all nodes: no index of single pages is kept.
+  // Looks for the given digests and their parents in all nodes: no index of single pages is kept. Most of what is held
+  // is none of them, and a sieve tells so in a fraction of a look-up.
   void find_held() {
     std::unordered_set<DigestKey, DigestHash> wanted;
     for (uint32_t i = 0; i < n_; ++i) wanted.insert(key_of(parent(i)));
+    size_t places = 1024;
+    while (places < size_t(n_) * 32) places *= 2;
+    std::vector<bool> sieve(places);
+    const auto place = [places](const uint8_t* digest) { return DigestHash()(key_of(digest)) & (places - 1); };
+    for (uint32_t i = 0; i < n_; ++i) sieve[place(digest(i))] = sieve[place(parent(i))] = true;
     for (Node* node : tree_.all_nodes()) {
       for (uint32_t offset = 0; offset < node->size; ++offset) {
+        if (!sieve[place(node->digest(offset))]) continue;
         const DigestKey key = key_of(node->digest(offset));
         if (wanted.count(key) > 0) spots_[key] = {node, offset};
         const auto given = given_.find(key);

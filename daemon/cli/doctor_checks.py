@@ -21,13 +21,14 @@ from kvferry.daemon.cli.doctor_peers import peers
 from kvferry.daemon.cli.findings import BAD, NOTE, OK, Finding
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import ConfigError, check_own_folder, parse_address, size
-from kvferry.daemon.memory.capacity import SHM_REMEDY, in_shm, lacks_on_gpus, meminfo, shared_memory, shared_words
+from kvferry.daemon.memory.capacity import SHM_REMEDY, in_memory, in_shm, lacks_on_gpus, shared_memory
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
 from kvferry.daemon.peers.tls import TlsError, files_of, read_identity, utc
 from kvferry.daemon.socket_file import MAX_PATH_BYTES
 from kvferry.frames import SUFFIX
 from kvferry.listening import is_loopback
 from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink
+from kvferry.transfer.mapping import memory_room
 
 COURIER_SECONDS = 20.0
 PROBE_SLOT_BYTES = 64 << 10
@@ -52,11 +53,12 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
     else:
         yield Finding(OK, what, text)
     slots = config.slots * config.slot_bytes * max(1, len(config.peers))
-    available = meminfo("MemAvailable")
-    shared = in_shm(config)
-    text = f"{size(available)} available; slots of {max(1, len(config.peers))} session(s) take {size(slots)}"
-    text += f", {shared_words(config)} {size(shared)}" if shared else ""
-    if available < slots + shared:
+    room = min(memory_room.rooms(), key=lambda each: each.nbytes)
+    shared, tier = in_shm(config), in_memory(config)
+    text = f"{size(room.nbytes)} by {room.name}; slots of {max(1, len(config.peers))} session(s) take {size(slots)}"
+    text += f", pools take {size(shared)}" if shared else ""
+    text += f", host tier takes {size(tier)}" if tier else ""
+    if room.nbytes < slots + shared + tier:
         yield Finding(BAD, "memory", text, "fewer --slots or smaller --slot-bytes, a smaller pool, or more memory")
     else:
         yield Finding(OK, "memory", text)

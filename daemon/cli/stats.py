@@ -193,15 +193,20 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
     return table
 
 
+def _of(host: cache.PoolStats) -> str:
+    """Of how many there are to be, where some are missing."""
+    return f" of {host.asked_pages}" if host.pages < host.asked_pages else ""
+
+
 def _host_rows(host: cache.PoolStats, tiers: cache.TierStats) -> list[tuple[str, str]]:
     """Nothing where there is no host tier."""
-    if not host.pages:
+    if not host.asked_pages:
         return []
     failed = f"{tiers.spill_failed_pages} / {tiers.restore_failed_pages} / {tiers.mismatched_pages}"
     to_host = _speed((tiers.spilled_pages + tiers.backup_pages) * host.page_bytes, tiers.spill_seconds)
     speed = f"{to_host} / {_speed(tiers.restored_pages * host.page_bytes, tiers.restore_seconds)}"
     rows = [
-        ("host pages", f"{host.pages} x {size(host.page_bytes)}"),
+        ("host pages", f"{host.pages}{_of(host)} x {size(host.page_bytes)}"),
         ("  free", f"{host.free}"),
         ("  cached (evictable)", f"{host.cached} ({host.evictable})"),
         ("  being written / read", f"{host.spilling} / {host.restoring}, {tiers.copies} copies"),

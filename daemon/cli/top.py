@@ -189,6 +189,12 @@ def _same_side(earlier: Shot, shot: Shot, index: int) -> cache.SideStats | None:
     return earlier.stats.sides[index]
 
 
+def _host(host: cache.PoolStats, draw: Draw) -> str | Text:
+    if host.pages == host.asked_pages:
+        return draw(host) if host.pages else "-"
+    return f"{host.pages / host.asked_pages:.0%} is there"
+
+
 def _row(stats: cache.StatsReply, side: cache.SideStats, old: cache.SideStats, seconds: float, draw: Draw) -> Row:
     role = common.Role.Name(side.role).removeprefix("ROLE_").lower()
     requests, transfers = side.requests, side.transfers
@@ -204,7 +210,7 @@ def _row(stats: cache.StatsReply, side: cache.SideStats, old: cache.SideStats, s
         f"{hit / queried:.1%}" if queried else "-",
         f"{requests.running}/{requests.waiting}",
         draw(side.pool),
-        draw(side.host) if side.host.pages else "-",
+        _host(side.host, draw),
         size(moved / seconds),
         size(saved / seconds) if role == "decode" else "-",
         ended + (f" / [red]{failed} failed[/]" if failed else ""),

@@ -8,7 +8,7 @@ None and is to be asked again when a copy has ended. Frees are batched: `release
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvferry.daemon.core.counters import TierCounters
@@ -45,13 +45,23 @@ class FlushCount:
 
 
 class Cache:
-    """`pages` device pages of `page_size` tokens; `host_pages` 0: no host tier."""
+    """`pages` device pages of `page_size` tokens; `host_pages` 0: no host tier. `host_there`: how many of those there
+    are at first, where the tier has yet to grow; None: all."""
 
-    def __init__(self, pages: int, page_size: int, *, host_pages: int = 0, limits: CacheLimits | None = None) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        host_pages: int = 0,
+        host_there: int | None = None,
+        limits: CacheLimits | None = None,
+    ) -> None:
         self.page_size = page_size
         self.limits = limits if limits is not None else CacheLimits()
         self.pool = PagePool(pages)
-        self.host = PagePool(host_pages, "host") if host_pages else None
+        self.host_asked = host_pages
+        self.host = PagePool(host_pages if host_there is None else host_there, "host") if host_pages else None
         self.clock = Clock()  # one for all trees, so that their eviction keys compare
         self.namespaces: dict[bytes, Namespace] = {}
         self.tiers = TierCounters()
@@ -64,6 +74,7 @@ class Cache:
         self._used = self._used_at_first(pages)
         self._unclean: list[int] = []
         self._policy = Policy(self.limits.policy, self.limits.evict_output_first)
+        self._policy.on_pool(pages + host_pages)
         self._released: list[int] = []
 
     def log_events(self, chain: TokenChain | None = None) -> None:
@@ -242,10 +253,16 @@ class Cache:
         assert not self._unclean, f"{len(self._unclean)} pages were taken and not cleared"
         self._used = self._used_at_first(pages)
 
-    def recover(self, namespace: Namespace, digests: bytes, parents: bytes, rows: list[int], outputs: bytes) -> None:
-        """Takes in the pages of the host tier's file, found again at the start."""
+    def grow_host(self, pages: int, found: Sequence[int]) -> None:
+        """The host tier has so many pages now. Those of them that are `found` hold something of an earlier run: each is
+        to be recovered, or discarded."""
         assert self.host is not None
-        self.host.claim(rows, PageState.LEASED)
+        self.host.grow(pages)
+        self.host.claim(found, PageState.LEASED)
+
+    def recover(self, namespace: Namespace, digests: bytes, parents: bytes, rows: list[int], outputs: bytes) -> None:
+        """Takes in pages that were found in the host tier's file."""
+        assert self.host is not None
         self.host.name_pages(rows, digests, namespace.id)
         if self.events is not None:
             self.events.name_host(namespace.id, rows, digests)
@@ -253,6 +270,12 @@ class Cache:
         self.tiers.recovered += result.attached + result.orphans
         self.eviction.keep_host_quota(namespace)
         self.tiers.discarded_entries += result.dropped
+
+    def discard(self, rows: Sequence[int]) -> None:
+        """Forgets pages that were found, and have no place in a tree."""
+        assert self.host is not None
+        self.host.free_pages(rows)
+        self.tiers.discarded_entries += len(rows)
 
     def take_forgotten(self) -> tuple[int, ...]:
         """Host rows that were freed since the last time (where frees are logged)."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import size
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
+from kvferry.transfer.mapping import memory_room
 
 SHM_REMEDY = (
-    "a smaller --pool-bytes or --host-bytes, another --shm-dir, or more: mount -o remount,size=...; in a container "
+    "a smaller --pool-bytes, another --shm-dir, or more: mount -o remount,size=...; in a container "
     "--shm-size, or a memory-backed emptyDir with a sizeLimit"
 )
 
@@ -25,21 +25,19 @@ def pools(config: DaemonConfig) -> int:
 
 
 def in_shm(config: DaemonConfig) -> int:
-    """Bytes of the pools and of the host tier that will be in shared memory."""
-    tier = 0 if config.host_dir else config.host_bytes * len(config.roles)
-    return tier if config.devices else pools(config) + tier
+    """Bytes of the pools that will be in shared memory."""
+    return 0 if config.devices else pools(config)
 
 
-def shared_words(config: DaemonConfig) -> str:
-    """Words for what lies in shared memory, with the verb."""
-    tier = bool(config.host_bytes and not config.host_dir)
-    return "pools and host tier take" if tier and not config.devices else "host tier takes" if tier else "pools take"
+def in_memory(config: DaemonConfig) -> int:
+    """Bytes of the host tiers that will be in memory of the daemon's own."""
+    return 0 if config.host_dir else config.host_bytes * len(config.roles)
 
 
 def shared_memory(config: DaemonConfig) -> tuple[str, bool]:
     """The room that --shm-dir has and what it is to hold, in words, and whether that is enough."""
     free, needed = shutil.disk_usage(config.shm_dir).free, in_shm(config)
-    return f"{size(free)} free" + (f"; {shared_words(config)} {size(needed)}" if needed else ""), free >= needed
+    return f"{size(free)} free" + (f"; pools take {size(needed)}" if needed else ""), free >= needed
 
 
 def lacks_on_gpus(config: DaemonConfig, driver: Driver) -> Iterator[str]:
@@ -59,6 +57,9 @@ def lacks(config: DaemonConfig) -> list[str]:
     if os.path.isdir(config.shm_dir):
         text, enough = shared_memory(config)
         found += [] if enough else [f"shared memory {config.shm_dir}: {text}; {SHM_REMEDY}"]
+    tier = in_memory(config)
+    if tier and (lack := memory_room.lacks(tier)):
+        found.append(f"host tier: {lack}; a smaller --host-bytes, or --host-dir: it grows as far as that")
     if config.devices:
         try:
             found += [
@@ -67,10 +68,3 @@ def lacks(config: DaemonConfig) -> list[str]:
         except DriverError as error:
             found.append(f"--device is {config.device}: {error}")
     return found
-
-
-def meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -16,7 +16,9 @@ from functools import partial
 
 from kvferry._core import (
     GpuCopy,
+    GpuCopyEngine,
     GpuError,
+    GpuPinner,
     GpuUnavailable,
     PinnedBuffer,
 )
@@ -149,6 +151,19 @@ def _payload(slot: GpuSlot, nbytes: int) -> int:
     return slot.address + HEADER_BYTES
 
 
+class RowsPinner:
+    """Pins for all devices of the process, since the context of one of them stays: `interface.Pinner`."""
+
+    def __init__(self, engine: GpuCopyEngine) -> None:
+        self._pinner = GpuPinner(engine)
+
+    def pin(self, memory: memoryview) -> PinnedBuffer:
+        try:
+            return self._pinner.pin(memory)
+        except GpuError as error:
+            raise OSError(f"{len(memory)} bytes are not pinned: {error}") from error
+
+
 class GpuPoolMemory:
     """The memory of a pool on GPUs: see `kvferry.daemon.memory.interface.PoolMemory`."""
 
@@ -160,7 +175,6 @@ class GpuPoolMemory:
         self._ranks = ranks
         self._ends = CopyEnds()
         self._rows: memoryview | None = None
-        self._pinned: PinnedBuffer | None = None
         if not self.can_sum:
             log.warning("the driver takes none of the kernels that copy: copies are slow, and checksums cannot be made")
 
@@ -242,15 +256,13 @@ class GpuPoolMemory:
         for rank in self._ranks:
             issue(self._ends, partial(rank.zero_pages, pages), ended)
 
+    def pinner(self) -> RowsPinner:
+        return RowsPinner(self._ranks[0].spills.engine)
+
     def attach_rows(self, rows: memoryview) -> None:
         self._rows = rows
-        try:
-            self._pinned = PinnedBuffer(self._ranks[0].spills.engine, rows)  # for all devices of the process
-        except GpuError as error:
-            log.warning("the host tier is not pinned, its copies will be slow: %s", error)
 
     def detach_rows(self) -> None:
-        self._pinned = None
         self._rows = None
 
     def spill(self, pages: Int64s, rows: Int64s) -> None:

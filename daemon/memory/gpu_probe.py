@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvferry.transfer.mapping.populate import cpus_near
 
 UNIFIED_ADDRESSING = 41  # CU_DEVICE_ATTRIBUTE_...: IPC of memory needs it
 NAME_BYTES = 100
@@ -51,6 +55,16 @@ class Driver:
         self._call("cuDeviceCanAccessPeer", ctypes.byref(found), self._device(device), self._device(other))
         return bool(found.value)
 
+    def memory_node(self, device: int) -> int | None:
+        """The node of host memory that it is on; None where the system does not say."""
+        text = ctypes.create_string_buffer(NAME_BYTES)
+        self._call("cuDeviceGetPCIBusId", text, NAME_BYTES, self._device(device))
+        try:
+            node = int(Path(f"/sys/bus/pci/devices/{text.value.decode().lower()}/numa_node").read_text())
+        except (OSError, ValueError):
+            return None
+        return node if node >= 0 else None
+
     def _device(self, ordinal: int) -> ctypes.c_int:
         handle = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(handle), ordinal)
@@ -60,3 +74,15 @@ class Driver:
         status = getattr(self._cuda, name)(*arguments)
         if status:
             raise DriverError(f"{name} gives CUDA error {status}")
+
+
+def near_cpus(devices: Sequence[int]) -> list[frozenset[int]]:
+    """The CPUs beside each of these GPUs; none where there is no GPU, or nothing tells."""
+    if not devices:
+        return []
+    try:
+        driver = Driver()
+        nodes = [driver.memory_node(device) for device in devices]
+    except DriverError:
+        return []
+    return [cpus for node in nodes if node is not None and (cpus := cpus_near(node))]

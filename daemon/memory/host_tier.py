@@ -1,4 +1,5 @@
-"""The host tier's memory, the copies to and from it, and what is known of its rows. Shell.
+"""The host tier's memory, which grows while its daemon runs, the copies to and from it, and what is known of its rows.
+Shell.
 
 A spill clears the rows' index entries, copies, takes checksums where they are wanted, and writes the entries: so an
 entry never names bytes that are not there. A restore verifies what it copied, where a checksum is known: always with
@@ -23,6 +24,8 @@ from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache, CacheLimits
 from kvferry.daemon.core.namespaces import Quota
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.copy_threads import CopyThreads
+from kvferry.daemon.memory.gpu_probe import near_cpus
+from kvferry.daemon.memory.growing_rows import Found, GrowingRows
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.radix.tree import RESTORE
 from kvferry.transfer.geometry.namespace import NamespaceFacts
@@ -36,6 +39,9 @@ CopyDone = Callable[[int, Sequence[int], int, float], None]
 """Copy number, device ids of pages whose bytes are not right, how many of them by checksum, seconds."""
 
 
+TAKEN_AT_A_TIME = 4096  # entries of a file: some 10 ms
+
+
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     failed: list[int]
@@ -47,8 +53,13 @@ class _Outcome:
 class HostTier:
     """The host tier of a pool. Completions run on the event loop's thread."""
 
-    def __init__(self, memory: PoolMemory, rows: TierRows, pages: int, *, checksums: bool) -> None:
+    def __init__(
+        self, memory: PoolMemory, rows: TierRows, pages: int, *, checksums: bool, near: Sequence[frozenset[int]] = ()
+    ) -> None:
+        """`near`: CPUs beside each of the devices. Nothing of it is there before `grow`."""
         self._rows = rows
+        self._there = GrowingRows(rows, pages, memory.pinner(), near)
+        self._grown = False
         self._memory: PoolMemory | None = None
         self.attach(memory)
         self._file = rows if isinstance(rows, FileRows) else None
@@ -59,6 +70,7 @@ class HostTier:
         # Threads of their own: a restore, which a request waits for, is not behind the spills.
         self._spills = CopyThreads(memory.tier_copies, "kvferry-spill")
         self._restores = CopyThreads(memory.tier_copies, "kvferry-restore")
+        self._growth = CopyThreads(1, "kvferry-host-growth")
         self._running: set[asyncio.Future[_Outcome]] = set()
         self._closing = False
         self._halted = False
@@ -81,35 +93,62 @@ class HostTier:
     def unverified(self) -> int:
         return len(self._unverified)
 
-    def recover(self, cache: Cache, first: bytes, max_namespaces: int) -> Recovered | None:
-        """Puts what the file holds into the trees of their namespaces: that of `first`, then those written last; what
-        is of more than `max_namespaces` is discarded.
-        """
-        if self._file is None:
-            return None
-        found = self._file.recover()
-        # A file whose header is wrong cannot say how many it held: it counts as one.
-        dropped = sum(found.report.dropped.values())
-        cache.tiers.discarded_entries += dropped or int(found.report.replaced is not None)
+    @property
+    def reads_file(self) -> bool:
+        """Whether rows may come yet that an earlier daemon's file holds."""
+        return self.survives and not self._grown
+
+    async def grow(self, cache: Cache, first: bytes, grown: Callable[[], None]) -> None:
+        """Has its rows be made, chunk by chunk, and what a file holds in them put into the trees: of the namespace
+        `first`, for which a place is kept, and of those that are met while there is one. `grown` hears of each chunk,
+        which the cache may use from then on. One that cannot be had is the last: those before it stay. Cancelled, it
+        ends when its chunk has."""
+        began, found, there = time.perf_counter(), Found(), self._there
+        there.warn()
+        try:
+            for chunk in there.chunks():
+                held = await complete(self._growth.submit(partial(there.make, *chunk)))
+                if self._closing or self._halted:
+                    return
+                self._name_rows()
+                cache.grow_host(there.pages, held.rows.tolist() if held is not None else [])
+                if held is not None:
+                    found.count(held.report)
+                    await self._take_in(cache, first, held)
+                grown()
+        except OSError as error:
+            log.error("the host tier stays at %d of %d pages: %s", there.pages, there.asked, error)
+        self._grown = True
+        seconds = time.perf_counter() - began
+        log.info("host tier: %d of %d pages are there, after %.1f s", there.pages, there.asked, seconds)
+        if self.survives:
+            cache.tiers.discarded_entries += found.tell()
+
+    async def _take_in(self, cache: Cache, first: bytes, found: Recovered) -> None:
+        """Puts what rows hold into the trees of their namespaces, few at a time: others have the event loop between."""
         ids, of_row = np.unique(found.namespace_ids, axis=0, return_inverse=True)
         newest = np.zeros(len(ids), np.uint64)
         np.maximum.at(newest, of_row.ravel(), found.generations)
-        ranked = sorted(range(len(ids)), key=lambda i: (ids[i].tobytes() != first, -int(newest[i])))
-        for rank, number in enumerate(ranked):
-            namespace_id = ids[number]
-            mine = np.flatnonzero(of_row.ravel() == number)
-            rows = found.rows[mine]
-            if rank >= max_namespaces:
-                self._file.clear(rows)
-                cache.tiers.discarded_entries += len(rows)
-                continue
-            self._sums[rows] = found.checksums[mine]
-            self._verify[rows] = True
-            self._unverified.update(rows.tolist())
-            outputs = (found.flags[mine] & OUTPUT_PAGE).astype(np.uint8).tobytes()
-            digests, parents = found.digests[mine].tobytes(), found.parents[mine].tobytes()
-            cache.recover(cache.namespace(namespace_id.tobytes()), digests, parents, rows.tolist(), outputs)
-        return found
+        for number in np.argsort(newest)[::-1]:  # those written last, where there are too many
+            each, mine = ids[number], np.flatnonzero(of_row.ravel() == number)
+            for at in (mine[i : i + TAKEN_AT_A_TIME] for i in range(0, len(mine), TAKEN_AT_A_TIME)):
+                self._take(cache, first, each.tobytes(), found, at)
+                await asyncio.sleep(0)
+                if self._closing or self._halted:
+                    return
+
+    def _take(self, cache: Cache, first: bytes, name: bytes, found: Recovered, at: NDArray[np.int64]) -> None:
+        rows = found.rows[at]
+        known = cache.namespaces.keys() | {first}
+        if name not in known and len(known) >= MAX_NAMESPACES:
+            cache.discard(rows.tolist())
+            return
+        self._sums[rows] = found.checksums[at]
+        self._verify[rows] = True
+        self._unverified.update(rows.tolist())
+        outputs = (found.flags[at] & OUTPUT_PAGE).astype(np.uint8).tobytes()
+        digests, parents = found.digests[at].tobytes(), found.parents[at].tobytes()
+        cache.recover(cache.namespace(name), digests, parents, rows.tolist(), outputs)
 
     def forget(self, rows: Sequence[int]) -> None:
         """Forgets rows that were freed."""
@@ -144,17 +183,21 @@ class HostTier:
         future.add_done_callback(finished)
 
     def attach(self, memory: PoolMemory) -> None:
-        """The device pool's memory, before the first copy. On a thread: rows are pinned for GPUs, which takes seconds,
-        as does the reverse."""
+        """The device pool's memory, before the first copy."""
         assert self._memory is None, "the tier is attached to another memory"
-        memory.attach_rows(self._rows.buffer)
         self._memory = memory
+        self._name_rows()
 
     def detach(self) -> None:
-        """Detaches the tier from that memory, which goes; no copy runs. Rows stay. On a thread. Idempotent."""
+        """Detaches the tier from that memory, which goes; no copy runs. Rows stay, and stay pinned. Idempotent."""
         if self._memory is not None:
             self._memory.detach_rows()
             self._memory = None
+
+    def _name_rows(self) -> None:
+        """Tells the memory of the rows that there are."""
+        if self._memory is not None and self._there.pages:
+            self._memory.attach_rows(self._there.buffer)
 
     def halt(self) -> None:
         """An invariant is broken: no copy starts, and no index entry is written of one that runs."""
@@ -165,18 +208,18 @@ class HostTier:
         go.
         """
         self._closing = True
-        for threads in (self._spills, self._restores):
+        for threads in (self._spills, self._restores, self._growth):
             threads.executor.shutdown(wait=False, cancel_futures=True)
         while self._running:
             await asyncio.wait(self._running)
-        for threads in (self._spills, self._restores):
+        for threads in (self._spills, self._restores, self._growth):
             threads.close()
         await complete(asyncio.to_thread(self.discard))
 
     def discard(self) -> None:
-        """Lets the memory go; no copy runs. On a thread."""
+        """Lets the memory go; no copy runs, and it does not grow. On a thread: what is pinned takes seconds."""
         self.detach()
-        self._rows.close()
+        self._there.close()
 
     def _outcome(self, started: CopyStarted, rows: NDArray[np.int64], result: asyncio.Future[_Outcome]) -> _Outcome:
         """Whatever went wrong with a copy, it has ended, and none of its pages is right."""
@@ -230,37 +273,23 @@ class HostTier:
             self._file.write(rows, started.namespace_id, copy.digests, copy.parents, outcome.sums, flags)
 
 
-def open_tier(
-    config: DaemonConfig, role: str, incarnation: bytes, facts: NamespaceFacts, memory: PoolMemory, cache: Cache
-) -> HostTier:
-    """The host tier of the cache, and in the trees what its file holds. OSError, ValueError."""
+def open_tier(config: DaemonConfig, role: str, facts: NamespaceFacts, memory: PoolMemory, cache: Cache) -> HostTier:
+    """The host tier of the cache; it has yet to grow. OSError, ValueError."""
     shape = memory.shape
-    assert cache.host is not None
-    page_bytes, pages = shape.row_bytes, cache.host.pages
+    page_bytes, pages = shape.row_bytes, cache.host_asked
     rows: TierRows
     if config.host_dir:
         layout = layout_fingerprint(shape.geometry, len(shape.row_shards))
         rows = FileRows.open(config.host_dir, pages=pages, page_bytes=page_bytes, layout=layout, role=role)
     else:
-        rows = AnonymousRows(config.shm_dir, f"kvferry-{incarnation.hex()}-{role}-host", pages, page_bytes)
+        rows = AnonymousRows(pages, page_bytes)
     try:
-        tier = HostTier(memory, rows, pages, checksums=config.checksums == "on")
+        tier = HostTier(memory, rows, pages, checksums=config.checksums == "on", near=near_cpus(config.devices))
     except BaseException:
         rows.close()
         raise
+    assert cache.host is not None
     cache.host.log_frees = True
-    # One place is left for the worker's own namespace, should it not be among those of the file.
-    try:
-        found = tier.recover(cache, facts.id, MAX_NAMESPACES - 1)
-    except BaseException:
-        tier.discard()
-        raise
-    if found is not None:
-        dropped = ", ".join(f"{count} {reason.value}" for reason, count in found.report.dropped.items()) or "none"
-        replaced = f"; the file was replaced ({found.report.replaced.value})" if found.report.replaced else ""
-        level = logging.WARNING if found.report.dropped or found.report.replaced else logging.INFO
-        text = "%s host tier in %s: %d entries found again, dropped: %s%s"
-        log.log(level, text, role, config.host_dir, found.report.entries_valid, dropped, replaced)
     return tier
 
 

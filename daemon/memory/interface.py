@@ -55,9 +55,16 @@ class PartCopies(Protocol):
         """Ends the copies, of which none runs; the courier and its slots go next."""
 
 
+class Pinner(Protocol):
+    """Pins host memory for the devices of a pool, whatever becomes of the pool."""
+
+    def pin(self, memory: memoryview) -> object:
+        """What keeps it pinned, and exported, while it is held. For threads. OSError."""
+
+
 class PoolMemory(Protocol):
-    """Owns the memory of a pool of `shape`, or its mapping. `sending`, `receiving`, `attach_rows`, `detach_rows`,
-    `spill`, `restore` and `close` may wait for devices: they are for threads. All other methods are called on the event
+    """Owns the memory of a pool of `shape`, or its mapping. `sending`, `receiving`, `spill`,
+    `restore` and `close` may wait for devices: they are for threads. All other methods are called on the event
     loop's thread."""
 
     @property
@@ -101,8 +108,12 @@ class PoolMemory(Protocol):
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
         """Clears whole pages on every rank."""
 
+    def pinner(self) -> Pinner | None:
+        """What pins the host tier's memory for its copies; None: nothing needs that."""
+
     def attach_rows(self, rows: memoryview) -> None:
-        """Names the host tier's memory, rows of `shape.row_bytes` one behind the other; before the first `spill`."""
+        """Names the rows of the host tier that there are, of `shape.row_bytes` one behind the other: before the first
+        `spill`, and again when there are more."""
 
     def detach_rows(self) -> None:
         """Forgets it: nothing of it is held any more, and no copy runs. Idempotent."""

@@ -215,6 +215,9 @@ class SharedPoolMemory:
                 self._threads.step()
                 planes.zero_page_from(page, 0)
 
+    def pinner(self) -> None:
+        """Copies in host memory need no pins."""
+
     def attach_rows(self, rows: memoryview) -> None:
         self._tier_rows = np.frombuffer(rows, np.uint8)
 

@@ -137,6 +137,8 @@ def _pools(sides: Sides) -> Iterator[Metric]:
     help_ = "pages by state; orphaned ones are in quarantine until their worker answers or is proven gone"
     yield _gauge("pages", help_, [*labels, "state"], pages)
     yield _gauge("pool_pages", "pages of the pool", labels, [([n, t], p.pages) for n, t, p in pools])
+    help_ = "pages that it is to have: a host tier grows up to them while its daemon runs"
+    yield _gauge("pool_asked_pages", help_, labels, [([n, t], p.asked_pages) for n, t, p in pools])
     yield _gauge("page_bytes", "bytes of a page", labels, [([n, t], p.page_bytes) for n, t, p in pools])
     help_ = "cached pages that could be evicted now"
     yield _gauge("evictable_pages", help_, labels, [([n, t], p.evictable) for n, t, p in pools])

@@ -194,6 +194,7 @@ def load_of(side: AnySide) -> tuple[int, int]:
 
 def _device(cache: Cache, page_bytes: int, stats: wire.PoolStats) -> None:
     _pages(cache.pool, page_bytes, stats)
+    stats.asked_pages = cache.pool.pages
     stats.evictable, stats.promised, stats.locks = cache.evictable, cache.promised, cache.locks
     stats.tree_nodes = sum(namespace.tree.nodes for namespace in cache.namespaces.values())
     stats.evicted, stats.zeroed = cache.evicted, cache.zeroed
@@ -204,6 +205,7 @@ def _host(cache: Cache, page_bytes: int, stats: wire.PoolStats) -> None:
     stats.SetInParent()
     if cache.host is not None:
         _pages(cache.host, page_bytes, stats)
+        stats.asked_pages = cache.host_asked
         stats.evictable = sum(namespace.tree.host_evictable for namespace in cache.namespaces.values())
         stats.evicted = cache.tiers.host_evicted
 

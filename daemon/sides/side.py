@@ -125,7 +125,7 @@ class Side(Generic[CoreT]):
 
     def new_cache(self, facts: NamespaceFacts, pages: int, host_pages: int, in_blocks: bool) -> Cache:
         limits = cache_limits(self.config, in_blocks)
-        cache = Cache(pages, self.config.page_size, host_pages=host_pages, limits=limits)
+        cache = Cache(pages, self.config.page_size, host_pages=host_pages, host_there=0, limits=limits)
         cache.clock.now = self.now()
         if self.event_sink is not None:
             cache.log_events(TokenChain.of(facts))
@@ -133,6 +133,8 @@ class Side(Generic[CoreT]):
 
     def tiers_made(self, cache: Cache) -> None:
         self.core = self.make_core(cache)
+        if cache.host is not None:
+            self.tasks.start(self.tiers.grow_host())
 
     # -- its workers (workers.WorkerEnds) ------------------------------------------------------------------------
 

@@ -128,6 +128,11 @@ class SideTiers:
         """Whether there is a host tier, and the next daemon finds again what it holds."""
         return self._host is not None and self._host.survives
 
+    @property
+    def reads_file(self) -> bool:
+        """See `HostTier.reads_file`."""
+        return self._host is not None and self._host.reads_file
+
     def copy_statistics(self) -> CopyStatistics:
         """Counts of the copies between the tiers."""
         if self._memory is None:
@@ -174,7 +179,7 @@ class SideTiers:
             cache = self._side.new_cache(facts, pages, host_pages, memory.block_table is not None)
             held = await self._new_index(pages, host_pages)
             if host_pages:
-                opening = partial(open_tier, self._config, self._role, self._incarnation, facts, memory, cache)
+                opening = partial(open_tier, self._config, self._role, facts, memory, cache)
                 host = await make_in_thread(opening, HostTier.discard)
         except BaseException as error:
             self._withdraw()
@@ -192,9 +197,14 @@ class SideTiers:
         self._side.tiers_made(cache)
         self.has_pool.set()
         log.info(
-            "%s pool: %s, host tier: %d pages, of %d bytes for %s on %d ranks",
+            "%s pool: %s, host tier: %d pages to come, of %d bytes for %s on %d ranks",
             *(self._role, self._described(registration), host_pages, self.page_bytes, facts.model, self._config.ranks),
         )
+
+    async def grow_host(self) -> None:
+        """Has the host tier come: see `HostTier.grow`."""
+        assert self.facts is not None
+        await self.host.grow(self.cache, self.facts.id, self._side.flush)
 
     def _described(self, registration: Registration | None) -> str:
         """The pool for an operator."""
@@ -297,11 +307,9 @@ class SideTiers:
         memory, self._memory = self.memory, None
         forgotten = self.cache.forget_device()
         self._side.flush()  # routers hear of it
-        try:
-            if self._host is not None:
-                await complete(asyncio.to_thread(self._host.detach))
-        finally:
-            await _let_go(memory)
+        if self._host is not None:
+            self._host.detach()
+        await _let_go(memory)
         log.info(
             "%s pool: the engine's memory is unmapped; %d pages are forgotten, %d are in the host tier",
             *(self._role, forgotten, self.cache.host_pages),
@@ -318,16 +326,11 @@ class SideTiers:
         memory = await map_pool(self._config, facts.geometry, registration)
         try:
             held = await self._new_index(*self._sizes(facts, registration))
-            if self._host is not None:
-                await complete(asyncio.to_thread(self._host.attach, memory))
         except BaseException:
-            self._withdraw()
-            try:
-                if self._host is not None:
-                    await complete(asyncio.to_thread(self._host.detach))
-            finally:
-                await _let_go(memory)
+            await _let_go(memory)
             raise
+        if self._host is not None:
+            self._host.attach(memory)
         self.cache.resize(page_ids_of(registration, self._config.page_size))
         self._blocks = self._shape_of(registration)
         held.show(self.cache)

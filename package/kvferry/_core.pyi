@@ -605,6 +605,15 @@ class PinnedBuffer:
 
     def __init__(self, engine: GpuCopyEngine, buffer: Buffer) -> None: ...
 
+class GpuPinner:
+    """
+    Pins memory for an engine's device, whose context stays as long as this and what it has pinned.
+    """
+
+    def __init__(self, engine: GpuCopyEngine) -> None: ...
+    def pin(self, buffer: Buffer) -> PinnedBuffer:
+        """See `PinnedBuffer`."""
+
 def gpu_device_count(library: str = "libcuda.so.1", api: Literal["cuda", "hip"] = "cuda") -> int:
     """GpuUnavailable: no driver, or no device."""
 
@@ -867,6 +876,9 @@ class PagePool:
         Each page must be in `source`, and the change one that the life of a page has; use free_pages for FREE.
         """
 
+    def grow(self, pages: int) -> None:
+        """So many pages instead of fewer: those that come behind are FREE."""
+
     def resize(self, pages: int) -> None:
         """
         Another number of pages, all FREE, with generations that none had before. All must be FREE now.
@@ -928,6 +940,11 @@ class Policy:
     """
 
     def __init__(self, name: str, evict_output_first: bool = False, **params: float) -> None: ...
+    def on_pool(self, pages: int) -> None:
+        """
+        Pages that its trees are over, in both tiers, where that is more than when they were made.
+        """
+
     @property
     def name(self) -> str: ...
     @property

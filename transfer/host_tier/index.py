@@ -224,13 +224,14 @@ class RowIndex:
         self._entries[at] = batch
         self._entries["state"][at] = IN_USE
 
-    def recover(self) -> Recovered:
-        """All valid entries; the others, and the older ones of a page that is there twice, are cleared and counted.
+    def recover(self, first: int = 0, last: int | None = None) -> Recovered:
+        """All valid entries of rows [first, last), or of all; the others, and the older ones of a page that is twice among them,
+        are cleared and counted.
 
         Every checksum is looked at here, so that nobody can use an entry that was not checked. It takes some 1.4 us of
         processor time an entry, the checksum 0.4 of them.
         """
-        used = np.flatnonzero(self._entries["state"]).astype(np.int64)
+        used = first + np.flatnonzero(self._entries["state"][first:last]).astype(np.int64)
         found = self._entries[used]  # a copy: what is checked is what is used
         good = (found["state"] == IN_USE) & (found["generation"] < self._next)
         for start in range(0, len(used), _CHUNK):

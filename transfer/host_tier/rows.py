@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import stat
+from collections.abc import Collection
 from typing import Protocol
 
 import numpy as np
@@ -32,37 +33,57 @@ from kvferry.transfer.host_tier.index import (
     Rows,
     as_rows,
 )
+from kvferry.transfer.mapping.memory_room import Room, lacks
+from kvferry.transfer.mapping.populate import POPULATE_READ, populate, reserve
 from kvferry.transfer.mapping.segment import Segment
 
 _ROLE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+SPARED = 16  # of what is taken, as much is left free besides: all would have the system end a process
 _COUNTED_AT_A_TIME = 1 << 13  # entries
 
 
 class TierRows(Protocol):
-    """Memory of a host tier."""
+    """Memory of a host tier: addresses from the start, bytes as they are made."""
 
     @property
     def buffer(self) -> memoryview:
-        """pages * page_bytes bytes, writable."""
+        """pages * page_bytes bytes, writable once they are made."""
+
+    def lacks(self, start: int, end: int) -> str:
+        """Why these bytes cannot be made; "" where they may."""
+
+    def make(self, start: int, end: int, cpus: Collection[int]) -> None:
+        """Has these bytes be there, near those CPUs. On a thread. OSError, and then they are not to be used."""
+
+    def recover(self, first: int, last: int) -> Recovered | None:
+        """What rows [first, last), which are made, hold of an earlier run; None where they can hold nothing. Call it
+        once for each, on a thread, before anything is written to them."""
 
     def close(self) -> None:
         """Unmaps. The memory stays while a view of `buffer` is alive. Idempotent."""
 
 
 class AnonymousRows:
-    """Rows in shared memory that no other process can find, and that end with this one, however it ends."""
+    """Rows in memory of this process, with which they end."""
 
-    def __init__(self, shm_dir: str, name: str, pages: int, page_bytes: int) -> None:
-        """All of it is reserved now. OSError where there is too little; FileExistsError where the name is taken."""
-        self._segment = Segment.create(shm_dir, name, pages * page_bytes)
-        self._segment.unlink()  # nobody maps it by name, and a killed daemon leaves nothing
+    def __init__(self, pages: int, page_bytes: int) -> None:
+        """OSError where a process cannot have so many addresses."""
+        self._memory = reserve(pages * page_bytes)
+        self.buffer = memoryview(self._memory)
 
-    @property
-    def buffer(self) -> memoryview:
-        return self._segment.buffer
+    def lacks(self, start: int, end: int) -> str:
+        return lacks(end - start + (end - start) // SPARED)
+
+    def make(self, start: int, end: int, cpus: Collection[int]) -> None:
+        populate(self.buffer[start:end], cpus)
+
+    def recover(self, first: int, last: int) -> Recovered | None:
+        return None
 
     def close(self) -> None:
-        self._segment.close()
+        with contextlib.suppress(BufferError):
+            self.buffer.release()
+            self._memory.close()
 
 
 class FileRows:
@@ -71,10 +92,10 @@ class FileRows:
     Copy threads may write to rows and read them; the index operations are for one thread at a time.
     """
 
-    def __init__(self, rows: Segment, index: Segment, fds: list[int], opened: RowsOpened) -> None:
+    def __init__(self, stem: str, rows: Segment, index: Segment, fds: list[int], opened: RowsOpened) -> None:
         """Use `open`."""
         self.buffer = rows.buffer
-        """pages * page_bytes bytes, writable."""
+        self._stem = stem
         self._segments = [rows, index]
         self._fds = fds
         self._opened = opened
@@ -91,7 +112,7 @@ class FileRows:
 
         ValueError for an argument out of bounds. OSError names the file: BlockingIOError where another holds it,
         ELOOP for a symbolic link, EINVAL for what is no regular file, PermissionError where it is not ours; ENOSPC
-        or EFBIG where the disk has no room for all of it, and then files that can be used keep what they had.
+        or EFBIG where the disk has no room for the index, and then files that can be used keep what they had.
         """
         wanted = Header(page_bytes, pages, layout)
         if _ROLE.fullmatch(role) is None:
@@ -109,7 +130,7 @@ class FileRows:
             undo.callback(rows.close)
             index = Segment(f"{stem}.index", opened.header.index_bytes, fds[1])
             undo.callback(index.close)
-            made = FileRows(rows, index, fds, opened)
+            made = FileRows(stem, rows, index, fds, opened)
             undo.pop_all()
             return made
 
@@ -129,9 +150,21 @@ class FileRows:
         """See `RowIndex.write`."""
         self._index.write(rows, namespace_id, digests, parents, checksums, flags)
 
-    def recover(self) -> Recovered:
-        """All valid entries, and what became of the others, at this call and at `open`. Call it once, first."""
-        found = self._index.recover()
+    def lacks(self, start: int, end: int) -> str:
+        there = os.fstat(self._fds[0]).st_blocks * 512
+        wanted, free = min(end - start, len(self.buffer) - there), disk_room(self._fds[0])
+        return "" if free is None else Room(f"the disk of {self._stem}.rows", free).lacks(wanted)
+
+    def make(self, start: int, end: int, cpus: Collection[int]) -> None:
+        """A hole (of files that are new, or were copied) would be a bus error once the disk is full."""
+        _allocate(f"{self._stem}.rows", self._fds[0], start, end - start)
+        populate(self.buffer[start:end], cpus, how=POPULATE_READ)
+
+    def recover(self, first: int = 0, last: int | None = None) -> Recovered:
+        """All valid entries of these rows, or of all, and what became of the others, at this call and, with row 0, at `open`."""
+        found = self._index.recover(first, last)
+        if first > 0:
+            return found
         dropped = {**self._opened.dropped, **found.report.dropped}
         report = RecoveryReport(found.report.entries_valid, dropped, self._opened.replaced)
         return dataclasses.replace(found, report=report)
@@ -202,7 +235,7 @@ def _prepare(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> RowsOpen
     """Brings both files to the wanted size. Killed half-way, it leaves files that the next `open` understands."""
     old = Header.decode(os.pread(index_fd, HEADER_BYTES, 0))
     replaced = _unusable(rows_fd, index_fd, old, wanted)
-    _check_space(stem, rows_fd, index_fd, wanted)
+    _check_space(stem, index_fd, wanted)
     dropped: dict[DropReason, int] = {}
     if old is None or replaced is not None:
         if old is not None and replaced is not None:
@@ -221,9 +254,8 @@ def _prepare(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> RowsOpen
     os.ftruncate(index_fd, kept_index)
     os.ftruncate(rows_fd, kept_rows)
     try:
-        # Over the whole length: a hole (files that were copied) would be a bus error once the disk is full.
-        _allocate(f"{stem}.rows", rows_fd, header.rows_bytes)
-        _allocate(f"{stem}.index", index_fd, header.index_bytes)
+        os.ftruncate(rows_fd, header.rows_bytes)  # `FileRows.make` has their bytes be there
+        _allocate(f"{stem}.index", index_fd, 0, header.index_bytes)
     except OSError:
         os.ftruncate(index_fd, kept_index)
         os.ftruncate(rows_fd, kept_rows)
@@ -261,21 +293,23 @@ def _entries_in_use(index_fd: int, first: int, last: int) -> int:
     return count
 
 
-def _check_space(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> None:
+def _check_space(stem: str, index_fd: int, wanted: Header) -> None:
     """OSError before anything is touched: an allocation that fails may fill the disk for a while."""
-    disk = os.fstatvfs(rows_fd)
-    if disk.f_blocks == 0:  # without a limit
-        return
-    has = sum(os.fstat(fd).st_blocks * 512 for fd in (rows_fd, index_fd))
-    more = wanted.rows_bytes + wanted.index_bytes - has
-    free = disk.f_bavail * disk.f_frsize
-    if more > free:
-        raise OSError(errno.ENOSPC, f"needs {more} bytes more; the disk has {free}", f"{stem}.rows")
+    free = disk_room(index_fd)
+    more = wanted.index_bytes - os.fstat(index_fd).st_blocks * 512
+    if free is not None and more > free:
+        raise OSError(errno.ENOSPC, f"needs {more} bytes more; the disk has {free}", f"{stem}.index")
 
 
-def _allocate(path: str, fd: int, nbytes: int) -> None:
+def disk_room(fd: int) -> int | None:
+    """Bytes that the file's disk has left; None: it has no limit."""
+    disk = os.fstatvfs(fd)
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+
+
+def _allocate(path: str, fd: int, start: int, nbytes: int) -> None:
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        os.posix_fallocate(fd, start, nbytes)
     except OSError as error:
         raise OSError(error.errno, f"cannot have {nbytes} bytes: {error.strerror}", path) from None
 

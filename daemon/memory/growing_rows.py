@@ -1,0 +1,106 @@
+"""The rows of a host tier come to be chunk by chunk, on a thread, while those before them are used. Shell."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import mmap
+import resource
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from kvferry.daemon.memory.interface import Pinner
+from kvferry.transfer.host_tier.index import DropReason, Recovered, RecoveryReport
+from kvferry.transfer.host_tier.rows import TierRows
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 30
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class GrowingRows:
+    """Of `asked` rows the first `pages` are there, and pinned where a pinner is given."""
+
+    def __init__(self, rows: TierRows, asked: int, pinner: Pinner | None, near: Sequence[frozenset[int]]) -> None:
+        """`near`: CPUs beside each device; chunk by chunk it is the next one's turn."""
+        self.asked = asked
+        self.pages = 0
+        self.row_bytes = len(rows.buffer) // asked
+        self._rows = rows
+        self._pinner = pinner
+        self._pins: list[object] = []
+        self._near = near
+
+    @property
+    def buffer(self) -> memoryview:
+        """The rows that are there."""
+        return self._rows.buffer[: self.pages * self.row_bytes]
+
+    def warn(self) -> None:
+        """Says what has no room for all of them."""
+        nbytes = self.asked * self.row_bytes
+        if lack := self._rows.lacks(0, nbytes):
+            log.warning("host tier of %d bytes: %s; it grows as far as that", nbytes, lack)
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Chunks of about CHUNK_BYTES: their first row, and that behind the last. They end where both a row and a page
+        of memory do, so that what is pinned apart shares no page and no row lies in two."""
+        sizes = (HUGE_PAGE_BYTES, mmap.PAGESIZE)
+        together = [math.lcm(self.row_bytes, size) for size in sizes]
+        unit = next((nbytes // self.row_bytes for nbytes in together if nbytes <= CHUNK_BYTES), self.asked)
+        step = max(unit, CHUNK_BYTES // self.row_bytes // unit * unit)
+        return ((start, min(start + step, self.asked)) for start in range(0, self.asked, step))
+
+    def make(self, first: int, last: int) -> Recovered | None:
+        """Has rows [first, last) be there: what they hold of an earlier run. OSError."""
+        assert first == self.pages, f"rows from {first} on, {self.pages} are there"
+        start, end = first * self.row_bytes, last * self.row_bytes
+        if lack := self._rows.lacks(start, end):
+            raise OSError(errno.ENOMEM, f"rows {first} to {last - 1}: {lack}")
+        near = self._near[len(self._pins) % len(self._near)] if self._near else ()
+        self._rows.make(start, end, near)
+        if self._pinner is not None:
+            self._pin(self._pinner, self._rows.buffer[start:end])
+        held = self._rows.recover(first, last)
+        self.pages = last
+        return held
+
+    def _pin(self, pinner: Pinner, rows: memoryview) -> None:
+        try:
+            self._pins.append(pinner.pin(rows))
+        except OSError as error:
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            told = f"{error} (memlock limit: {'none' if limit == resource.RLIM_INFINITY else limit})"
+            if self._pins:
+                raise OSError(errno.ENOMEM, told) from error
+            log.warning("the host tier is not pinned, its copies will be slow: %s", told)
+            self._pinner = None
+
+    def close(self) -> None:
+        """Lets them go: no copy of them runs, and none is being made. What is pinned takes seconds."""
+        self._pins.clear()
+        self._rows.close()
+
+
+class Found:
+    """What a file held, over all chunks."""
+
+    def __init__(self) -> None:
+        self._valid = 0
+        self._dropped: Counter[str] = Counter()
+        self._replaced: DropReason | None = None
+
+    def count(self, report: RecoveryReport) -> None:
+        self._valid += report.entries_valid
+        self._dropped.update({reason.value: count for reason, count in report.dropped.items()})
+        self._replaced = self._replaced or report.replaced
+
+    def tell(self) -> int:
+        """Logs it: how many entries were dropped; a file whose header is wrong cannot say, and counts as one."""
+        dropped = ", ".join(f"{count} {reason}" for reason, count in self._dropped.items()) or "none"
+        replaced = f"; the file was replaced ({self._replaced.value})" if self._replaced else ""
+        level = logging.WARNING if self._dropped or self._replaced else logging.INFO
+        log.log(level, "host tier: %d entries found again, dropped: %s%s", self._valid, dropped, replaced)
+        return sum(self._dropped.values()) or int(self._replaced is not None)

@@ -1,0 +1,74 @@
+"""Memory is made page by page, when it is first touched. Here that is done before it is used: by several threads, near
+a device, in huge pages where the system has them, and with an error where there is none instead of a signal later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_...: Linux 5.14
+MAP_NORESERVE = 0x4000  # not in `mmap` before Python 3.13
+THREADS = 8  # more gain nothing: the kernel clears pages at the speed of memory
+PIECE_BYTES = 32 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def reserve(nbytes: int) -> mmap.mmap:
+    """So many bytes of addresses, of which nothing is there until it is touched. OSError."""
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    except OverflowError:
+        raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than a process can have") from None
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def populate(memory: memoryview, cpus: Collection[int] = (), *, how: int = POPULATE_WRITE) -> None:
+    """Has all of it be there, on the memory node of `cpus`, on which it is touched (none: of any). POPULATE_READ: of a
+    file, whose pages are read and stay clean. A kernel that cannot do that does it when they are used. OSError."""
+    address, nbytes = np.frombuffer(memory, np.uint8).ctypes.data, len(memory)
+    page = mmap.PAGESIZE
+    begin, end = address // page * page, -(-(address + nbytes) // page) * page  # neighbours' bytes stay what they are
+
+    def settle() -> None:
+        if cpus:
+            with contextlib.suppress(OSError):  # they may have been taken from this process
+                os.sched_setaffinity(0, cpus)
+
+    def piece(start: int) -> None:
+        length = min(PIECE_BYTES, end - start)
+        while _libc.madvise(start, length, how) != 0:
+            error = ctypes.get_errno()
+            if error == errno.EINTR:
+                continue
+            if error == errno.EINVAL:
+                return
+            raise OSError(error, f"{length} bytes of memory cannot be had: {os.strerror(error)}")
+
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "kvferry-populate", settle) as threads:
+        for _ in threads.map(piece, range(begin, end, PIECE_BYTES)):
+            pass
+
+
+def cpus_near(node: int) -> frozenset[int]:
+    """This process's CPUs that are of a memory node; none where that cannot be told."""
+    found: set[int] = set()
+    try:
+        with open(f"/sys/devices/system/node/node{node}/cpulist") as file:
+            for part in filter(None, file.read().strip().split(",")):
+                first, _, last = part.partition("-")
+                found.update(range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset(found & os.sched_getaffinity(0))
