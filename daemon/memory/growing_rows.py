@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import math
 import mmap
 import resource
 from collections import Counter
 from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.daemon.memory.interface import Pinner
 from kvferry.transfer.host_tier.index import DropReason, Recovered, RecoveryReport
@@ -28,6 +32,7 @@ class GrowingRows:
         self.asked = asked
         self.pages = 0
         self.row_bytes = len(rows.buffer) // asked
+        self._step = self._rows_of_a_chunk()
         self._rows = rows
         self._pinner = pinner
         self._pins: list[object] = []
@@ -45,13 +50,22 @@ class GrowingRows:
             log.warning("host tier of %d bytes: %s; it grows as far as that", nbytes, lack)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Chunks of about CHUNK_BYTES: their first row, and that behind the last. They end where both a row and a page
-        of memory do, so that what is pinned apart shares no page and no row lies in two."""
-        sizes = (HUGE_PAGE_BYTES, mmap.PAGESIZE)
-        together = [math.lcm(self.row_bytes, size) for size in sizes]
+        """Of each chunk the first row, and that behind the last."""
+        return ((start, min(start + self._step, self.asked)) for start in range(0, self.asked, self._step))
+
+    def _rows_of_a_chunk(self) -> int:
+        """Of about CHUNK_BYTES, which end where both a row and a page of memory do: what is pinned apart shares no
+        page, and no row lies in two."""
+        together = [math.lcm(self.row_bytes, size) for size in (HUGE_PAGE_BYTES, mmap.PAGESIZE)]
         unit = next((nbytes // self.row_bytes for nbytes in together if nbytes <= CHUNK_BYTES), self.asked)
-        step = max(unit, CHUNK_BYTES // self.row_bytes // unit * unit)
-        return ((start, min(start + step, self.asked)) for start in range(0, self.asked, step))
+        return max(unit, CHUNK_BYTES // self.row_bytes // unit * unit)
+
+    def parts(self, rows: NDArray[np.int64]) -> list[slice]:
+        """The copy of these rows in parts of which none has neighbours on both sides of a chunk's end: they would be
+        copied as one, which drivers refuse where they were pinned apart."""
+        cut = np.flatnonzero((rows[1:] % self._step == 0) & (rows[1:] == rows[:-1] + 1)) + 1
+        ends = [0, *cut.tolist(), len(rows)]
+        return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
     def make(self, first: int, last: int) -> Recovered | None:
         """Has rows [first, last) be there: what they hold of an earlier run. OSError."""

@@ -246,12 +246,12 @@ class HostTier:
         size = memory.shape.row_bytes
         failed: list[int] = []
         sums: NDArray[np.uint64] | None = None
+        for part in self._there.parts(rows):
+            (memory.spill if known is None else memory.restore)(device[part], rows[part])
         if known is None:
-            memory.spill(device, rows)
             if self._checksums or self._file is not None:
                 sums = checksum_rows(self._rows.buffer, rows, size)
         else:
-            memory.restore(device, rows)
             if known.any():
                 wrong = verify_rows(self._rows.buffer, rows[known], size, self._sums[rows[known]])
                 failed = device[np.isin(rows, np.asarray(wrong, np.int64))].tolist()

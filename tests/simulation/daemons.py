@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache, CacheLimits
+from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.effects import Effect, StartTransfer
 from kvferry.daemon.core.kv_events import TokenChain
 from kvferry.daemon.core.limits import BlockShape, Name
@@ -129,7 +129,7 @@ class SimSide:
             used_before=side.config.pool == "engine",
             in_blocks=setting.blocks > 0,
         )
-        cache = Cache(setting.pages, PAGE, host_pages=setting.host_pages, limits=limits)
+        cache = Cache(setting.pages, PAGE, host_pages=setting.host_pages, host_there=0, limits=limits)
         cache.clock.now = clock.now
         if setting.blocks:
             self.pages_memory = BlockMemory(cache, side.config.name, clock, setting.block_tokens)
@@ -144,21 +144,18 @@ class SimSide:
         side.tiers.take(self.tenants[0], cache, cast(PoolMemory, memory), cast("HostTier | None", tier))
         if setting.blocks:
             side.tiers._blocks = BlockShape(setting.blocks, setting.block_tokens, PAGE)
-        side.tiers_made(cache)
+        self.process.here(side.tiers_made, cache)
         for facts in self.tenants:
             cache.namespace(facts.id)
-        if tier is not None:
-            side.flush()  # what was found is published, what cannot stay is forgotten
 
     def _open_tier(self, cache: Cache, memory: SimPoolMemory, disk: SimDisk | None) -> SimTier:
         """As `open_tier`. With other ranks the file of the daemon before is another layout's, and replaced."""
         assert cache.host is not None
-        pages, setting = cache.host.pages, self.setting
+        pages, setting = cache.host_asked, self.setting
         layout = layout_fingerprint(setting.geometry, setting.ranks)
         rows = LooseRows(pages) if disk is None else disk.open(pages, layout)
         tier = SimTier(self.process, memory, rows, failing=self.faults.tier_fails, checksums=setting.checksums)
         cache.host.log_frees = True
-        tier.recover(cache, self.tenants[0].id, MAX_NAMESPACES - 1)
         return tier
 
     def pool_of(self, memory: Memory) -> SimPoolMemory:

@@ -225,7 +225,7 @@ class RowIndex:
         self._entries["state"][at] = IN_USE
 
     def recover(self, first: int = 0, last: int | None = None) -> Recovered:
-        """All valid entries of rows [first, last), or of all; the others, and the older ones of a page that is twice among them,
+        """All valid entries of rows [first, last), or of all; the others, and the older of a page that is there twice,
         are cleared and counted.
 
         Every checksum is looked at here, so that nobody can use an entry that was not checked. It takes some 1.4 us of

@@ -161,7 +161,7 @@ class FileRows:
         populate(self.buffer[start:end], cpus, how=POPULATE_READ)
 
     def recover(self, first: int = 0, last: int | None = None) -> Recovered:
-        """All valid entries of these rows, or of all, and what became of the others, at this call and, with row 0, at `open`."""
+        """All valid entries of these rows, or of all; what became of the others, here and, with row 0, at `open`."""
         found = self._index.recover(first, last)
         if first > 0:
             return found

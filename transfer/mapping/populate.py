@@ -16,7 +16,7 @@ import numpy as np
 
 POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_...: Linux 5.14
 MAP_NORESERVE = 0x4000  # not in `mmap` before Python 3.13
-THREADS = 8  # more gain nothing: the kernel clears pages at the speed of memory
+THREADS = 16  # 28 GiB/s in huge pages, where 4 give 13, and one 3
 PIECE_BYTES = 32 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
@@ -100,6 +100,12 @@ class SimRows(FileRows):
     @property
     def disk(self) -> SimDisk:
         return self._disk
+
+    def lacks(self, start: int, end: int) -> str:
+        return ""
+
+    def make(self, start: int, end: int, cpus: Collection[int]) -> None:
+        """They are there."""
 
     def put(self, at: int, data: bytes) -> None:
         """Bytes of rows, by a copy."""

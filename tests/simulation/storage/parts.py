@@ -206,6 +206,9 @@ class SimPoolMemory:
             if isinstance(storage, RankStorage)
         ]
 
+    def pinner(self) -> None:
+        """Its copies need no pins."""
+
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
         return SimParts(self, link.host_slots, [lane.sender for lane in lanes], self.shape.sending_rows(lanes))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, cast
@@ -42,6 +42,12 @@ class Rows(Protocol):
 
     buffer: memoryview
 
+    def lacks(self, start: int, end: int) -> str: ...
+
+    def make(self, start: int, end: int, cpus: Collection[int]) -> None: ...
+
+    def recover(self, first: int, last: int) -> Recovered | None: ...
+
     def put(self, at: int, data: bytes) -> None: ...
 
     def damage(self, row: int, byte: int) -> None: ...
@@ -55,6 +61,15 @@ class LooseRows:
     def __init__(self, pages: int) -> None:
         self._bytes = bytearray(GARBAGE * pages)
         self.buffer = memoryview(self._bytes).toreadonly()
+
+    def lacks(self, start: int, end: int) -> str:
+        return ""
+
+    def make(self, start: int, end: int, cpus: Collection[int]) -> None:
+        """They are there."""
+
+    def recover(self, first: int, last: int) -> Recovered | None:
+        return None
 
     def put(self, at: int, data: bytes) -> None:
         self._bytes[at : at + len(data)] = data
@@ -148,7 +163,7 @@ class TierMemory:
         self._moving: dict[int, Moving] = {}  # by the first of the pages
 
     def attach_rows(self, rows: memoryview) -> None:
-        expect(rows is self._rows.buffer, "other rows")
+        expect(rows.obj is self._rows.buffer.obj, "other rows")
 
     def detach_rows(self) -> None:
         expect(not self._moving, "copies run while their rows go")
@@ -179,10 +194,11 @@ class TierMemory:
         self._move(moving, self._clock.random.randint(moving.bytes, len(moving.rows) * PAGE_BYTES))
 
     def spill(self, pages: Int64s, rows: Int64s) -> None:
-        self._end(self._moving[int(pages[0])])
+        """A part of those that were entered together."""
+        self._end(next(each for each in self._moving.values() if int(pages[0]) in each.pages))
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
-        self._end(self._moving[int(pages[0])])
+        self.spill(pages, rows)
 
     def _end(self, moving: Moving) -> None:
         if self._clock.chance(self._failing):
@@ -218,6 +234,14 @@ class SimTier(HostTier):
         for name in ("_spills", "_restores"):  # threads without a thread until now
             cast(CopyThreads, getattr(self, name)).close()
             setattr(self, name, SimThreads(process, pool.tier_copies, self._steps, self._ended))
+        self._growth.close()
+        self._growth = cast(CopyThreads, SimThreads(process, 1, lambda work: [], lambda work: None))
+        pages = self._there.asked
+        self._there._step = self._clock.random.choice([pages, pages, -(-pages // 2), -(-pages // 5)])
+        self._make_rows = self._there.make
+        self._replaced = False
+        self.found: dict[int, bytes] = {}  # what rows hold of an earlier run
+        self._there.make = self._make_and_judge  # type: ignore[method-assign]
 
     def attach(self, memory: PoolMemory) -> None:
         pool = cast(SimPoolMemory, memory)
@@ -231,19 +255,25 @@ class SimTier(HostTier):
             return 0
         disk = self._sim_rows.disk
         lost = disk.crash(how)
-        disk.left = {} if lost else self._there()
+        disk.left = {} if lost else self._left(disk)
         return lost
 
     def discard(self) -> None:
         if isinstance(self._sim_rows, SimRows):
-            self._sim_rows.disk.left = self._there()
+            self._sim_rows.disk.left = self._left(self._sim_rows.disk)
         super().discard()
 
-    def _there(self) -> dict[int, bytes]:
-        """What its owner may restore, by row."""
-        assert self._host is not None
+    def _left(self, disk: SimDisk) -> dict[int, bytes]:
+        """What its owner may restore, by row, and what it has not come to."""
+        behind = {row: kept for row, kept in disk.left.items() if row >= self._there.pages}
+        if self._host is None:
+            return behind
         states = self._host.states(range(self._host.pages))
-        return {row: self._claimed[row] for row, state in enumerate(states) if state in _READABLE}
+        return behind | {row: self._claimed[row] for row, state in enumerate(states) if state in _READABLE}
+
+    @property
+    def rows_there(self) -> int:
+        return self._there.pages
 
     def row(self, row: int) -> bytes:
         """What a row that is readable is said to hold."""
@@ -312,14 +342,22 @@ class SimTier(HostTier):
                 expect(self._row(row) != want, f"{self._pages.who}: row {row} is right, and was said to be wrong")
         done(number, failed, mismatched, self._clock.now - began)
 
-    def recover(self, cache: Cache, first: bytes, max_namespaces: int) -> Recovered | None:
+    async def grow(self, cache: Cache, first: bytes, grown: Callable[[], None]) -> None:
         self._host = cache.host
-        found = super().recover(cache, first, max_namespaces)
+        await super().grow(cache, first, grown)
+
+    def _make_and_judge(self, first: int, last: int) -> Recovered | None:
+        if self._clock.chance(self._failing):
+            self._clock.counts["host tiers that stay small"] += 1
+            raise OSError("injected")
+        found = self._make_rows(first, last)
         if found is not None:
-            self._judge_found(cast(SimRows, self._sim_rows).disk, found)
+            self.found |= dict(zip(found.rows.tolist(), _contents(found.digests.tobytes()), strict=True))
+            self._judge_found(cast(SimRows, self._sim_rows).disk, found, range(first, last))
+        self._clock.counts["chunks of host tiers"] += 1
         return found
 
-    def _judge_found(self, disk: SimDisk, found: Recovered) -> None:
+    def _judge_found(self, disk: SimDisk, found: Recovered, among: range) -> None:
         """After a power loss anything may be there: what is wrong, its checksum has to tell."""
         who, report, counts = self._pages.who, found.report, self._clock.counts
         counts["entries found again"] += len(found.rows)
@@ -331,10 +369,10 @@ class SimTier(HostTier):
             expect(report.replaced is not DropReason.BAD_HEADER, f"{who}: the header was torn by a kill")
         counts["host files replaced"] += report.replaced is not None
         counts["entries behind a smaller file's end"] += report.dropped.get(DropReason.PAGES_DIFFER, 0)
-        if report.replaced is None:
+        self._replaced |= report.replaced is not None
+        if not self._replaced:
             there = {content(digest.tobytes()) for digest in found.digests}
-            pages = len(self._rows.buffer) // PAGE_BYTES
-            lost = [row for row, kept in disk.left.items() if row < pages and kept not in there]
+            lost = [row for row, kept in disk.left.items() if row in among and kept not in there]
             expect(not lost, f"{who}: rows {lost} are not found again, and the daemon before was {disk.ended}")
         for row, digest in zip(found.rows.tolist(), found.digests, strict=True):
             held, self._claimed[row] = self._row(row), content(digest.tobytes())

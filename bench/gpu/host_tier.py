@@ -1,0 +1,181 @@
+"""The host tier beside one GPU: how fast it comes to be, and its copies against the link.
+
+    python bench/gpu/host_tier.py [--gib 56] [--seconds 4]
+
+Growth: seconds from a tier of nothing until its first GiB and all of it are pinned and may be used, the longest
+standstill of the event loop meanwhile, and what the driver takes to allocate pinned memory itself (8 GiB, in this run).
+Copies: those of a daemon, prompts of 64 MiB or 128 MiB, so many under way at a time; the link: one copy of 1 GiB each
+way, and both ways at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from kvferry.daemon.core.cache import Cache
+from kvferry.daemon.core.tier_copies import CopyStarted
+from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.memory.gpu_probe import near_cpus
+from kvferry.daemon.memory.host_tier import HostTier
+from kvferry.radix.tree import RESTORE, SPILL
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.host_tier.rows import AnonymousRows
+
+GIB = 1 << 30
+SHAPES = {
+    "2 MiB": (KVGeometry(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16), 64),
+    "64 KiB": (KVGeometry(layers=16, kv_heads=2, head_dim=64, dtype="bfloat16", page_size=8), 1024),
+}
+POOL_BYTES, TIER_BYTES = 4 * GIB, 8 * GIB
+UNDER_WAY = 6  # copies in each direction
+
+
+@dataclass(frozen=True)
+class Copy:
+    """As `kvferry._core.Copy`, as far as a tier asks."""
+
+    kind: Any
+    device: list[int]
+    host: list[int]
+    digests: bytes
+    parents: bytes
+    outputs: bytes
+
+
+def tier_of(geometry: KVGeometry, nbytes: int) -> tuple[HostTier, Cache]:
+    shape = PoolShape(geometry, 1, StorageOrder.LAYER_MAJOR, POOL_BYTES // geometry.page_bytes)
+    memory, pages = GpuPoolMemory.create(shape, [0]), nbytes // geometry.page_bytes
+    cache = Cache(shape.pages, geometry.page_size, host_pages=pages, host_there=0)
+    rows = AnonymousRows(pages, geometry.page_bytes)
+    return HostTier(memory, rows, pages, checksums=False, near=near_cpus([0])), cache
+
+
+async def stalls(longest: list[float]) -> None:
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(0.001)
+        longest[0] = max(longest[0], time.perf_counter() - before - 0.001)
+
+
+async def growth(name: str, nbytes: int) -> None:
+    geometry, _ = SHAPES[name]
+    tier, cache = tier_of(geometry, nbytes)
+    longest, times = [0.0], []
+    watching = asyncio.create_task(stalls(longest))
+    began = time.perf_counter()
+    await tier.grow(cache, bytes(32), lambda: times.append(time.perf_counter() - began))
+    watching.cancel()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert cache.host is not None
+    print(
+        f"pages of {name}: first GiB {times[0]:.2f} s, {cache.host.pages * geometry.page_bytes / GIB:.0f} GiB "
+        f"{times[-1]:.2f} s = {nbytes / GIB / times[-1]:.1f} GiB/s; loop stood still {1e3 * longest[0]:.1f} ms; "
+        f"resident {resident / GIB:.1f} GiB",
+        flush=True,
+    )
+    began = time.perf_counter()
+    await tier.close()
+    print(f"  and let go in {time.perf_counter() - began:.2f} s", flush=True)
+
+
+def allocated() -> float:
+    """GiB/s of the driver's own pinned allocation."""
+    began = time.perf_counter()
+    memory = torch.empty(8 * GIB, dtype=torch.uint8, pin_memory=True)
+    seconds = time.perf_counter() - began
+    del memory
+    return 8 / seconds
+
+
+def link() -> dict[str, float]:
+    """GiB/s of one large copy each way, alone, and of both at once."""
+    device = [torch.empty(GIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    host = [torch.empty(GIB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def rate(ways: tuple[int, ...]) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(8):
+            for way in ways:
+                with torch.cuda.stream(streams[way]):
+                    to, source = (host, device) if way == 0 else (device, host)
+                    to[way].copy_(source[way], non_blocking=True)
+        torch.cuda.synchronize()
+        return 8 * len(ways) / (time.perf_counter() - began)
+
+    rate((0, 1))
+    return {"spills": rate((0,)), "restores": rate((1,)), "both": rate((0, 1))}
+
+
+async def copies(name: str, ways: tuple[Any, ...], seconds: float, tier: HostTier, cache: Cache) -> float:
+    """GiB/s of so many copies at a time in each of these directions."""
+    geometry, each = SHAPES[name]
+    assert cache.host is not None
+    places = min(cache.pool.pages, cache.host.pages) // each // 2  # each direction has a half of both tiers
+    moved, running, ended = 0, 0, asyncio.Event()
+    numbers = itertools.count()
+    until = time.perf_counter() + seconds
+
+    def start(way: Any, place: int) -> None:
+        nonlocal running
+        running += 1
+        half = (way == RESTORE) * places
+        pages = range((half + place) * each, (half + place + 1) * each)
+        rows = list(pages)
+        copy = Copy(way, list(pages), rows, bytes(32 * each), bytes(32 * each), bytes(each))
+
+        def done(*_: object) -> None:
+            nonlocal moved, running
+            running -= 1
+            moved += each * geometry.page_bytes
+            if time.perf_counter() < until:
+                start(way, (place + UNDER_WAY) % places)
+            elif running == 0:
+                ended.set()
+
+        tier.start(CopyStarted(next(numbers), bytes(32), cast(Any, copy)), done)
+
+    began = time.perf_counter()
+    for way in ways:
+        for place in range(UNDER_WAY):
+            start(way, place)
+    await ended.wait()
+    return moved / GIB / (time.perf_counter() - began)
+
+
+async def rates(seconds: float) -> None:
+    peaks = link()
+    print("the link: " + ", ".join(f"{name} {rate:.1f} GiB/s" for name, rate in peaks.items()), flush=True)
+    for name, (geometry, _) in SHAPES.items():
+        tier, cache = tier_of(geometry, TIER_BYTES)
+        await tier.grow(cache, bytes(32), lambda: None)
+        for what, ways in {"spills": (SPILL,), "restores": (RESTORE,), "both": (SPILL, RESTORE)}.items():
+            await copies(name, ways, 0.5, tier, cache)
+            rate = await copies(name, ways, seconds, tier, cache)
+            print(f"pages of {name}, {what}: {rate:.1f} GiB/s, {rate / peaks[what]:.2f} of the link", flush=True)
+        await tier.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=int, default=56)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}; the driver allocates pinned memory at {allocated():.1f} GiB/s", flush=True)
+    for name in SHAPES:
+        asyncio.run(growth(name, args.gib * GIB))
+    asyncio.run(rates(args.seconds))
+
+
+if __name__ == "__main__":
+    main()
