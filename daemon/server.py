@@ -18,7 +18,7 @@ from grpc_health.v1._async import HealthServicer
 from kvferry.daemon import backstop
 from kvferry.daemon.capabilities import capabilities
 from kvferry.daemon.config.model import DaemonConfig, flag_of, new_incarnation
-from kvferry.daemon.config.values import ConfigError
+from kvferry.daemon.config.values import ENGINE_SERVICE, ConfigError
 from kvferry.daemon.grpc_servers import CALLS_PER_CLIENT, GrpcServers, make_servers
 from kvferry.daemon.memory.capacity import lacks
 from kvferry.daemon.observe.health import HealthWatch
@@ -56,6 +56,7 @@ SPILL_SHARE = 0.2  # of the grace period, kept for saving the cache in the host 
 END_SECONDS = 20.0  # after the grace period, for all that is to end then
 SESSIONS_SECONDS = 15.0  # of it, for the sessions of decode daemons
 POLL_SECONDS = 0.05  # between looks at what still runs
+ENGINE_SECONDS = 0.5  # between two looks
 TELLING_SECONDS = 1.0  # for those who watch the health to hear that it drains
 DESCRIPTORS_PER_PEER = 16  # stream, socket pair, log and slots of the courier, and while one is being replaced
 DESCRIPTORS_PER_WORKER = 4
@@ -172,7 +173,7 @@ class Daemon:
         return workers
 
     def _start_tasks(self) -> None:
-        loops = [self._tick(), self._watch.run()]
+        loops = [self._tick(), self._watch.run(), self._tell_of_engines()]
         if self._tls is not None:
             loops.append(self._tls.run())
         decode = self.sides.get("decode")
@@ -282,6 +283,16 @@ class Daemon:
     async def _announce(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
         await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+
+    async def _tell_of_engines(self) -> None:
+        """Says to whoever asks for the health of ENGINE_SERVICE whether hand-offs to this daemon are of use."""
+        told, status = None, health_pb2.HealthCheckResponse
+        while True:
+            there = all(side.has_engine for side in self.sides.values()) and not self._watch.stalled
+            if there is not told:
+                told = there
+                await self._health.set(ENGINE_SERVICE, status.SERVING if there else status.NOT_SERVING)
+            await asyncio.sleep(ENGINE_SECONDS)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

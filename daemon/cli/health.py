@@ -1,6 +1,7 @@
 """`kvferry health`: whether a daemon takes work, for probes: no shell, no curl, one gRPC call of grpc.health.v1.
 
-Exit status 0: yes. 1: it answers, but takes no new work (it drains). 2: nobody answers, or a flag is wrong.
+Exit status 0: yes. 1: it answers, but takes no new work (it drains), or with --engine has no engine. 2: nobody answers,
+or a flag is wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
 from kvferry.daemon.cli.find_daemon import ADDRESS_HELP, default_address
+from kvferry.daemon.config.values import ENGINE_SERVICE
 
 STATUS = health_pb2.HealthCheckResponse.ServingStatus
 
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"HOST:PORT or unix:PATH (default: {ADDRESS_HELP})",
     )
     parser.add_argument("--live", action="store_true", help="any answer will do, also of one that drains")
+    parser.add_argument("--engine", action="store_true", help="also, whether each of its roles has an engine")
     add_tls_arguments(parser)
     parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default: %(default)s")
 
@@ -41,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     with opened as channel:
         try:
-            reply = HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=args.timeout)
+            asked = health_pb2.HealthCheckRequest(service=ENGINE_SERVICE if args.engine else "")
+            reply = HealthStub(channel).Check(asked, timeout=args.timeout)
         except grpc.RpcError as error:
             print(f"kvferry health: {address}: {error.code().name}: {error.details()}", file=sys.stderr)
             return 2

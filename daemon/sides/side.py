@@ -112,6 +112,11 @@ class Side(Generic[CoreT]):
     def cache(self) -> Cache:
         return self.ready_core.cache
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether one is connected, and has its pool."""
+        return self.tiers.has_pool.is_set() and bool(self.workers.here)
+
     def tick(self, late: float = 0.0) -> None:
         """Lets deadlines pass. `late`: seconds by which this comes later than it was to."""
         if self.core is not None:

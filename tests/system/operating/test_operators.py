@@ -91,6 +91,14 @@ def test_health_doctor_and_top_of_a_pair(kvferry: Command, monkeypatch: pytest.M
         row = next(line for line in done.stdout.splitlines() if "decode-0 (decode)" in line)
         assert re.search(r"│ +- │ +0/0 ", row), row  # nothing was looked up between the two frames
 
+        assert kvferry("health", decode.daemon_address, "--engine").returncode == 0
+        decode.worker.popen.kill()
+        deadline = time.monotonic() + 20
+        while kvferry("health", decode.daemon_address, "--engine").returncode != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert kvferry("health", decode.daemon_address).returncode == 0
+
 
 @pytest.mark.nightly
 def test_a_daemon_that_drains_is_alive_but_not_ready(kvferry: Command) -> None:
