@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -73,15 +75,15 @@ class SmallDevice(CoreMachine):
         self.core.tick(self.now)
         self.run_effects()
         idle = [chat for chat in self.chats if chat.name is None and chat.turns < TURNS]
-        moves = [self.end_any_copy] * bool(self.copies)
+        moves: list[Callable[[], None]] = [self.end_any_copy] * bool(self.copies)
         for transfer, (name, first, pages) in self.transfers.items():
             if transfer not in self.stopping:
-                moves.append(lambda args=(transfer, name, first, pages, len(pages)): self.arrive(*args))
+                moves.append(partial(self.arrive, transfer, name, first, pages, len(pages)))
         for chat in idle:
-            moves.append(lambda chat=chat: self.ask(chat))
+            moves.append(partial(self.ask, chat))
         for name in self.names():
             if name in self.ready:
-                moves.append(lambda name=name: self.finish(name))
+                moves.append(partial(self.finish, name))
         assert moves, "nothing is under way, and chats wait"
         self.random.choice(moves)()
         for name in self.names():
