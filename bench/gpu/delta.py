@@ -1,10 +1,11 @@
 """Delta pages between two daemons on two GPUs: gather, NIXL WRITE and scatter, from the worker's report to Ready.
 
-    python bench/gpu/delta.py [--devices cuda:0,cuda:1] [--gib 1]
+    python bench/gpu/delta.py [--devices cuda:0,cuda:1] [--gib 1] [--pools daemon,engine]
 
 Two `kvferry serve` processes and this one, which is both workers: it fills a prompt's pages in the prefill daemon's
 pool, asks for them at the decode daemon, and compares every byte of both pools afterwards. Page ids are scattered on
-both sides, and the pools are layer-major: a page is 64 fragments.
+both sides, and the pools are layer-major: a page is 64 fragments. With the pool `engine` both sides' pages are blocks
+of the workers', in 64 tensors, which the requests name; what its messages take is taken from the other pool's row.
 
 `ready` is the time from the report that all pages are computed to the Ready that the decode worker gets. Of it,
 `messages` is what the same takes for a prompt of which no page is missing: gRPC from worker to daemon, daemon to
@@ -26,6 +27,7 @@ import argparse
 import asyncio
 import contextlib
 import io
+import itertools
 import os
 import random
 import signal
@@ -40,14 +42,20 @@ from functools import partial
 from pathlib import Path
 
 import grpc.aio
+import numpy as np
 import torch
 from nodes import Options, bench
 from rates import SCATTERED_LISTS, TLS, RatesActor, scattered_writes
 
 from kvferry.client.client import DaemonClient
+from kvferry.client.engine_blocks import make_block_file
+from kvferry.client.engine_pools import EnginePools
 from kvferry.client.requests import RequestName
+from kvferry.connectors.blocks import BlockMap
+from kvferry.connectors.gpu_blocks import registered
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
+from kvferry.transfer.geometry.kv_geometry import KVGeometry
 
 MIB = 1 << 20
 LAYERS = 32
@@ -64,6 +72,7 @@ AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    pool: str
     fragment_kib: int
     pages: int
     ready_s: float  # median
@@ -71,23 +80,62 @@ class Row:
     stages: dict[str, float]  # mean seconds of a part
 
 
-def facts(heads: int) -> common_pb2.NamespaceFacts:
+def facts(heads: int, pool: str) -> common_pb2.NamespaceFacts:
     geometry = common_pb2.Geometry(layers=LAYERS, kv_heads=heads, head_dim=HEAD_DIM, dtype="bfloat16", tensors=2)
-    return common_pb2.NamespaceFacts(
+    if pool == "engine":
+        geometry.layout, geometry.page_size = common_pb2.LAYOUT_ENGINE, PAGE_SIZE
+    made = common_pb2.NamespaceFacts(
         model=f"bench-{heads}", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=bytes(32)
     )
+    if pool == "engine":
+        made.engine_layout = f"{TENSORS} tensors of blocks"
+    return made
 
 
 class Side:
-    """One daemon and this process as its worker."""
+    """One daemon and this process as its worker; memory: its blocks, where the pool is its own."""
 
-    def __init__(self, client: DaemonClient) -> None:
+    def __init__(self, client: DaemonClient, memory: torch.Tensor | None) -> None:
         self.client = client
         self.pages = client.welcome.pages
-        memory = torch.as_tensor(client.pools.memories[0])
+        self.in_blocks = memory is not None
+        if memory is None:
+            memory = torch.as_tensor(client.pools.memories[0])
         self.tensor = memory.view(torch.int64).view(TENSORS, self.pages, -1)  # layer-major
         self.device = memory.device
         self.factors = factors_on(memory.device)
+
+    def blocks(self, pages: int) -> tuple[int, ...]:
+        """Any of its own, to be named; none where the daemon gives pages."""
+        return tuple(random.sample(range(self.pages), pages)) if self.in_blocks else ()
+
+    async def let_go(self, name: RequestName) -> None:
+        await (self.client.release if self.in_blocks else self.client.abort)(name, "measured")
+
+
+async def connected(stack: Stack, role: str, device: str, shape: common_pb2.NamespaceFacts, blocks: int) -> Side:
+    """blocks: of the worker's own memory; 0: the pool is the daemon's."""
+    socket = os.path.join(stack.folder, f"{role}.sock")
+    as_role = common_pb2.ROLE_PREFILL if role == "prefill" else common_pb2.ROLE_DECODE
+    memory, own = None, None
+    if blocks:
+        geometry = KVGeometry.from_proto(shape.geometry)
+        memory, own = own_blocks(geometry, blocks, torch.device(device))
+    client = await DaemonClient.connect(socket, as_role, shape, "bench", deadline_s=60, own=own)
+    return Side(client, memory)
+
+
+def own_blocks(geometry: KVGeometry, blocks: int, device: torch.device) -> tuple[torch.Tensor, EnginePools]:
+    """As an engine has them: a tensor of all blocks for each layer's keys, and for its values."""
+    if device.type == "cpu":
+        own = make_block_file(geometry, PAGE_SIZE, blocks, TENSORS, "/dev/shm")
+        return torch.as_tensor(own.pools.memories[0]), own
+    nbytes = geometry.page_bytes // TENSORS
+    memory = torch.empty(TENSORS * blocks * nbytes, dtype=torch.uint8, device=device)
+    bases = memory.data_ptr() + np.arange(TENSORS, dtype=np.int64) * blocks * nbytes
+    order = np.repeat(np.arange(PAGE_SIZE, dtype=np.int32), nbytes // PAGE_SIZE)
+    places = BlockMap(bases, np.full(TENSORS, nbytes, np.int64), nbytes, blocks, PAGE_SIZE, 1, order)
+    return memory, registered(places, geometry, device.index)
 
 
 async def scatter(prefill: Side, decode: Side, pages: int) -> None:
@@ -111,11 +159,11 @@ async def scatter(prefill: Side, decode: Side, pages: int) -> None:
 
 
 def daemon(
-    stack: Stack, role: str, device: str, pool_bytes: int, words: list[str], args: argparse.Namespace
+    stack: Stack, role: str, device: str, pool: list[str], words: list[str], args: argparse.Namespace
 ) -> Process:
     socket = os.path.join(stack.folder, f"{role}.sock")
     common = ["--name", role, "--listen", "127.0.0.1:0", "--socket", socket, "--page-size", str(PAGE_SIZE)]
-    gpu = ["--device", device, "--storage", "layer", "--pool-bytes", str(pool_bytes)]
+    gpu = ["--device", device, *pool]
     slots = ["--slot-bytes", args.slot_bytes, "--slots", str(args.slots)]
     return stack.start(role, ["serve", "--role", role, *common, *gpu, *slots, *words])
 
@@ -127,26 +175,28 @@ async def stages(address: str) -> dict[str, float]:
     return {stage.stage: stage.mean_ms / 1e3 for side in stats.sides for stage in side.admit_to_ready.stages}
 
 
-async def measure(kib: int, args: argparse.Namespace) -> Row:
+async def measure(kib: int, pool: str, messages_s: float, args: argparse.Namespace) -> Row:
+    """messages_s: where the pool's row has to be told."""
     heads = kib * 1024 // (PAGE_SIZE * HEAD_DIM * 2)
     page_bytes = TENSORS * kib * 1024
     pages = max(1, int(args.gib * (1 << 30)) // page_bytes)
-    pool = 2 * pages + 16
+    there = 2 * pages + 16
+    own = ["--storage", "layer", "--pool-bytes", str(there * page_bytes)]
+    flags = ["--pool", "engine"] if pool == "engine" else own
     sending, receiving = args.devices.split(",")
     with Stack() as stack:
-        first = daemon(stack, "prefill", sending, pool * page_bytes, [], args)
+        first = daemon(stack, "prefill", sending, flags, [], args)
         address = stack.ready(first)
-        second = daemon(stack, "decode", receiving, pool * page_bytes, ["--peer", f"prefill={address}"], args)
+        second = daemon(stack, "decode", receiving, flags, ["--peer", f"prefill={address}"], args)
         decode_address = stack.ready(second)
-        sides = []
-        for role, name in ((common_pb2.ROLE_PREFILL, "prefill"), (common_pb2.ROLE_DECODE, "decode")):
-            socket = os.path.join(stack.folder, f"{name}.sock")
-            client = await DaemonClient.connect(socket, role, facts(heads), "bench", deadline_s=60)
-            sides.append(Side(client))
-        prefill, decode = sides
+        shape, blocks = facts(heads, pool), there if pool == "engine" else 0
+        prefill = await connected(stack, "prefill", sending, shape, blocks)
+        decode = await connected(stack, "decode", receiving, shape, blocks)
         try:
-            await scatter(prefill, decode, 2 * pages)
-            floor = [await nothing_missing(prefill, decode) for _ in range(ROUNDS)]
+            floor = [messages_s]
+            if not blocks:
+                await scatter(prefill, decode, 2 * pages)
+                floor = [await nothing_missing(prefill, decode) for _ in range(ROUNDS)]
             times = []
             for number in range(WARM_UPS + ROUNDS):
                 took = await one(prefill, decode, pages, check=number in (0, WARM_UPS + ROUNDS - 1))
@@ -157,25 +207,26 @@ async def measure(kib: int, args: argparse.Namespace) -> Row:
             print(first.tail(30), second.tail(30), sep="\n", file=sys.stderr)
             raise
         finally:
-            for side in sides:
+            for side in (prefill, decode):
                 await side.client.close()
-        return Row(kib, pages, statistics.median(times), statistics.median(floor), found)
+        return Row(pool, kib, pages, statistics.median(times), statistics.median(floor), found)
 
 
 async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     name = RequestName(os.urandom(16), 1)
     digests, tokens = os.urandom(32 * pages), pages * PAGE_SIZE
-    begun = await prefill.client.begin(name, digests=digests, tokens=tokens, tail_digest=b"", deadline_s=60.0)
-    source = torch.tensor(begun.pages, device=prefill.tensor.device)
+    ask = {"digests": digests, "tokens": tokens, "tail_digest": b"", "deadline_s": 60.0}
+    sent, received = prefill.blocks(pages), decode.blocks(pages)
+    begun = await prefill.client.begin(name, blocks=sent, **ask)  # type: ignore[arg-type]
+    source = torch.tensor(sent or begun.pages, device=prefill.tensor.device)
     prefill.tensor[:, source] = torch.randint(1 << 62, (pages,), device=source.device)[None, :, None]
     prefill.tensor[:, source] += torch.arange(prefill.tensor.shape[2], device=source.device)
     prefill.tensor[:, source] += torch.arange(TENSORS, device=source.device)[:, None, None] << 32
     if check:
         decode.tensor.fill_(POISON)
     synchronize(prefill.device, decode.device)
-    admitted = await decode.client.admit(
-        name, digests=digests, tokens=tokens, tail_digest=b"", prefill="prefill", max_new_tokens=1, deadline_s=60.0
-    )
+    admit = partial(decode.client.admit, prefill="prefill", max_new_tokens=1, blocks=received)
+    admitted = await admit(name, **ask)  # type: ignore[arg-type]
     await compute(prefill, decode)  # meanwhile the Ask arrives
     began = time.perf_counter()
     prefill.client.progress(name, tokens)
@@ -183,8 +234,8 @@ async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     await decode.client.ready(name)
     took = time.perf_counter() - began
     if check:
-        compare(prefill, decode, source, admitted.pages[:pages])
-    await decode.client.abort(name, "measured")
+        compare(prefill, decode, source, received or admitted.pages[:pages])
+    await decode.let_go(name)
     await prefill.client.ended(name, 30.0)
     return took
 
@@ -281,6 +332,7 @@ def main() -> int:
     parser.add_argument("--slot-bytes", default="64MiB")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--fragments", default=",".join(map(str, FRAGMENTS_KIB)), metavar="KIB,...")
+    parser.add_argument("--pools", default="daemon", metavar="daemon,engine", help="whose they are, in this order")
     parser.add_argument("--awake", action="store_true", help="keep the processors from being halted")
     parser.add_argument("--direct", choices=("on", "off"), default="on", help="also NIXL alone")
     args = parser.parse_args()
@@ -364,12 +416,14 @@ def measure_all(args: argparse.Namespace, processors: str) -> int:
     direct = args.direct == "on" and "cpu" not in args.devices
     writes = direct_writes(sizes, nbytes) if direct else {}
     print(
-        "fragment   pages  ready ms  GB/s  messages  moved  GB/s  of peer copy, after products     wanted  NIXL  "
-        "lists  stages of a part, mean us"
+        "pool    fragment   pages  ready ms  GB/s  messages  moved  GB/s  of peer copy, after products     wanted  "
+        "NIXL  lists  stages of a part, mean us"
     )
     missed = 0
-    for kib in sizes:
-        row = asyncio.run(measure(kib, args))
+    messages: dict[int, float] = {}
+    for kib, pool in itertools.product(sizes, args.pools.split(",")):
+        row = asyncio.run(measure(kib, pool, messages.get(kib, 0.0), args))
+        messages[kib] = row.messages_s
         payload = row.pages * TENSORS * kib * 1024
         moved_s = row.ready_s - row.messages_s
         rate, wanted = payload / moved_s / 1e9, 250 if kib >= 64 else 227
@@ -378,7 +432,7 @@ def measure_all(args: argparse.Namespace, processors: str) -> int:
         shares = f"{rate * limit / payload * 1e9:13.0%} {rate * rested / payload * 1e9:15.0%}"
         shown = ", ".join(f"{name} {row.stages[name] * 1e6:.0f}" for name in ("gather", "write", "scatter", "publish"))
         print(
-            f"{kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {payload / row.ready_s / 1e9:5.0f} "
+            f"{row.pool:7} {kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {payload / row.ready_s / 1e9:5.0f} "
             f"{row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} {rate:5.0f} {shares}   "
             f"{wanted} {'ok' if rate >= wanted else 'MISS':4} {alone:11}  {shown}",
             flush=True,
