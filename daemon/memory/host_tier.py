@@ -36,7 +36,8 @@ from kvferry.waiting import complete
 log = logging.getLogger(__name__)
 
 CopyDone = Callable[[int, Sequence[int], int, float], None]
-"""Copy number, device ids of pages whose bytes are not right, how many of them by checksum, seconds."""
+"""Copy number, device ids of pages whose bytes are not right, how many of them by checksum, and seconds: the times
+of copies of one kind that run together add up to the time in which any did."""
 
 
 TAKEN_AT_A_TIME = 4096  # entries of a file: some 10 ms
@@ -46,7 +47,8 @@ TAKEN_AT_A_TIME = 4096  # entries of a file: some 10 ms
 class _Outcome:
     failed: list[int]
     mismatched: int
-    seconds: float
+    began: float = 0.0
+    ended: float = 0.0
     sums: NDArray[np.uint64] | None = None  # of the rows that were written
 
 
@@ -72,6 +74,7 @@ class HostTier:
         self._restores = CopyThreads(memory.tier_copies, "kvferry-restore")
         self._growth = CopyThreads(1, "kvferry-host-growth")
         self._running: set[asyncio.Future[_Outcome]] = set()
+        self._counted = [0.0, 0.0]  # until when the times of spills are, and of restores
         self._closing = False
         self._halted = False
 
@@ -178,7 +181,7 @@ class HostTier:
                 return
             outcome = self._outcome(started, rows, result)
             if not self._closing:
-                done(started.number, outcome.failed, outcome.mismatched, outcome.seconds)
+                done(started.number, outcome.failed, outcome.mismatched, self._own_seconds(restore, outcome))
 
         future.add_done_callback(finished)
 
@@ -236,7 +239,12 @@ class HostTier:
             raise  # a broken invariant, by which the daemon ends
         except Exception as error:
             log.error("copy of %d pages between the tiers: %s: %s", len(rows), type(error).__name__, error)
-            return _Outcome(list(started.copy.device), 0, 0.0)
+            return _Outcome(list(started.copy.device), 0)
+
+    def _own_seconds(self, restore: bool, outcome: _Outcome) -> float:
+        """Of its time that in which no copy of its kind ended that was counted before."""
+        counted, self._counted[restore] = self._counted[restore], max(self._counted[restore], outcome.ended)
+        return max(0.0, outcome.ended - max(outcome.began, counted))
 
     def _copy(self, device: NDArray[np.int64], rows: NDArray[np.int64], known: NDArray[np.bool_] | None) -> _Outcome:
         """On a copy thread. `known`: a restore, and which of its rows have a checksum."""
@@ -255,7 +263,7 @@ class HostTier:
             if known.any():
                 wrong = verify_rows(self._rows.buffer, rows[known], size, self._sums[rows[known]])
                 failed = device[np.isin(rows, np.asarray(wrong, np.int64))].tolist()
-        return _Outcome(failed, len(failed), time.perf_counter() - began, sums)
+        return _Outcome(failed, len(failed), began, time.perf_counter(), sums)
 
     def _restored(self, rows: Sequence[int], outcome: _Outcome) -> None:
         self._unverified.difference_update(rows)

@@ -69,8 +69,8 @@ HOST_TIER = (
         "a copy that raised has no right page",
         TIER,
         "HostTier._outcome",
-        "_Outcome(list(started.copy.device), 0, 0.0)",
-        "_Outcome([], 0, 0.0)",
+        "_Outcome(list(started.copy.device), 0)",
+        "_Outcome([], 0)",
         OF_TIER,
     ),
     Guard(
