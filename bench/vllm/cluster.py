@@ -136,7 +136,7 @@ class Cluster:
             }
             host = "127.0.0.1" if name == "prefill" else "127.0.0.2"
             side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-            self._vllm(name, blocks, transfer, side)
+            self._vllm(name, blocks, self._with_others(name, transfer), side)
         for engine in self.engines.values():
             self._wait(engine)
 
@@ -164,17 +164,23 @@ class Cluster:
                     **self.spec.extra_of.get(name, {}),
                 },
             }
-            if others := self.spec.beside.get(name):
-                transfer = {
-                    "kv_connector": "MultiConnector",
-                    "kv_role": "kv_both",
-                    "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": {"connectors": [*others, transfer]},
-                }
+            transfer = self._with_others(name, transfer)
             self._vllm(name, blocks, transfer, {"PYTHONPATH": os.pathsep.join(here)})
         for engine in self.engines.values():
             self._wait(engine)
         self.start_front()
+
+    def _with_others(self, name: str, transfer: dict[str, object]) -> dict[str, object]:
+        """The connector, behind those that the specification has beside it."""
+        others = self.spec.beside.get(name)
+        if not others:
+            return transfer
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [*others, transfer]},
+        }
 
     def start_front(self) -> None:
         words = ["front", "--listen", "127.0.0.1:0", "--first-token-seconds", "240", "--next-token-seconds", "240"]

@@ -1,9 +1,10 @@
 """vLLM as it is compiled, on GPUs: one alone, a pair with its own NixlConnector, and a pair joined by kvferry, by way
 of its daemons' pools ("kvferry") or straight from block to block ("blocks"). Each is behind kvferry's front end, with
-the same flags and the same load.
+the same flags and the same load. "offload" is NixlConnector with vLLM's OffloadingConnector beside it at decode, with
+as much host memory as kvferry's host tier: where there is one, `--decode-cache host`.
 
 VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/part.json [--at-once 1 4 32 64] \\
-    [--tokens-out 16 128] [--decode-cache all half third host] [--systems alone nixl kvferry blocks]
+    [--tokens-out 16 128] [--decode-cache all half third host] [--systems alone nixl offload kvferry blocks]
     [--visits 2]
 python bench/vllm/gpu_compare.py table build/*.json --output bench/results/gpu_compare.txt
 
@@ -35,7 +36,7 @@ from gpu_turns import STAGES, Measured, Shape, drive, median
 from rich.console import Console
 from rich.table import Table
 
-SYSTEMS = ("alone", "nixl", "kvferry", "blocks")
+SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks")
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
 Rows: TypeAlias = "list[dict[str, Any]]"
@@ -78,12 +79,22 @@ def spec_of(args: argparse.Namespace, cache: str, each_token: int) -> Spec:
     )
 
 
+def spec_for(system: str, spec: Spec) -> Spec:
+    if system == "blocks":
+        return replace(spec, pool="engine")
+    if system == "offload":
+        kept = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        config = {"cpu_bytes_to_use": int(spec.host_bytes)}
+        return replace(spec, beside={"decode": ({**kept, "kv_connector_extra_config": config},)})
+    return spec
+
+
 def start(cluster: Cluster, system: str) -> str:
     """The front end's URL."""
     if system == "alone":
         cluster.alone()
         cluster.start_front()
-    elif system == "nixl":
+    elif system in ("nixl", "offload"):
         cluster.nixl()
         cluster.start_nixl_front()
     else:
@@ -140,7 +151,7 @@ def up(systems: Sequence[str], spec: Spec, args: argparse.Namespace, console: Co
         there = []
         for system in systems:
             began = time.monotonic()
-            own = replace(spec, pool="engine") if system == "blocks" else spec
+            own = spec_for(system, spec)
             each = Running(system, own, stack.enter_context(Cluster(own)))
             console.print(f"{system}: up in {time.monotonic() - began:.0f} s")
             warm(each.cluster, each.url, min(args.tokens_out))
@@ -174,6 +185,9 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=170)
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
+    if "offload" in args.systems and args.decode_cache != ["host"]:
+        print(f"--systems has offload, --decode-cache is {args.decode_cache}; it must be host")
+        return 2
     for cache in args.decode_cache:
         spec = spec_of(args, cache, token_bytes(model_folder()))
         if args.together:
@@ -285,7 +299,7 @@ def main() -> int:
     runs = modes.add_parser("run")
     runs.set_defaults(go=run)
     runs.add_argument("--output", required=True, metavar="FILE")
-    runs.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    runs.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[each for each in SYSTEMS if each != "offload"])
     runs.add_argument("--at-once", nargs="+", type=int, default=[1, 4, 32, 64], metavar="N")
     runs.add_argument("--tokens-out", nargs="+", type=int, default=[16, 128], metavar="N")
     runs.add_argument("--decode-cache", nargs="+", choices=tuple(SHARES), default=["all"])
