@@ -316,6 +316,13 @@ void bind_tiers(TreeClass& tree) {
            "pages"_a, R"(
            Copies to the host what was locked `write_through_hits` times and has no host copy, at most `pages` pages,
            and only into FREE ones.)")
+      .def("backups_ahead",
+           [](TreeObject& self, int64_t pages, int64_t ahead) {
+             return copy_object(self.tree.backups_ahead(count_of("pages", pages), count_of("ahead", ahead)));
+           },
+           "pages"_a, "ahead"_a, R"(
+           Copies to the host what it lacks of the next `ahead` pages that `evict` would take, at most `pages` pages, and
+           only into FREE ones.)")
       .def("restore",
            [](TreeObject& self, const LockObject& lock, PagesArgument pages) {
              return copy_object(self.tree.restore(lock.lock, read_page_ids(pages, self.tree.device())));
@@ -348,6 +355,7 @@ void bind_state(TreeClass& tree) {
       .def_prop_ro("cached", [](const TreeObject& self) { return self.tree.cached(); }, "Device pages that are readable.")
       .def_prop_ro("arriving", [](const TreeObject& self) { return self.tree.arriving(); })
       .def_prop_ro("restoring", [](const TreeObject& self) { return self.tree.restoring(); })
+      .def_prop_ro("version", [](const TreeObject& self) { return self.tree.version(); }, "Another one after each change of structure.")
       .def_prop_ro("evictable", [](const TreeObject& self) { return self.tree.evictable(); },
                    "Device pages of unlocked nodes, also those under a copy.")
       .def_prop_ro("spilling", [](const TreeObject& self) { return self.tree.spilling(); },

@@ -5,6 +5,15 @@
 #include "checks.h"
 
 namespace kvferry {
+namespace {
+
+// Of the first leaves of two classes, by their values.
+bool before(double value, const Node& leaf, double others_value, const Node& other) {
+  if (value != others_value) return value < others_value;
+  return std::tie(leaf.accessed, leaf.serial) < std::tie(other.accessed, other.serial);
+}
+
+}  // namespace
 
 bool IndexOrder::operator()(const IndexEntry& a, const IndexEntry& b) const {
   if (a.key != b.key) return a.key < b.key;
@@ -60,14 +69,24 @@ std::optional<EvictionIndex::Head> EvictionIndex::head() const {
       const int klass = __builtin_ctzll(rest);
       const IndexEntry& first = *groups_[g].classes[size_t(klass)].begin();
       const double value = policy_.value(klass, first.key, clock_.tick, clock_.now);
-      const bool lower = !best || value < best->value ||
-                         (value == best->value && std::tie(first.accessed, first.node->serial) <
-                                                      std::tie(best->node->accessed, best->node->serial));
-      if (lower) best = Head{first.node, g, value};
+      if (!best || before(value, *first.node, best->value, *best->node)) best = Head{first.node, g, value};
     }
     if (best) return best;
   }
   return std::nullopt;
+}
+
+EvictionIndex::Front EvictionIndex::front(int klass, IndexSet::const_iterator at, IndexSet::const_iterator end) const {
+  return {klass, policy_.value(klass, at->key, clock_.tick, clock_.now), at, end};
+}
+
+size_t EvictionIndex::least_of(const std::vector<Front>& fronts) {
+  size_t least = 0;
+  for (size_t i = 1; i < fronts.size(); ++i) {
+    const Front &a = fronts[i], &b = fronts[least];
+    if (before(a.value, *a.at->node, b.value, *b.at->node)) least = i;
+  }
+  return least;
 }
 
 void EvictionIndex::check(const Node* leaf) const {

@@ -119,6 +119,7 @@ class RadixTree {
 
   // tree_copies.cpp
   std::optional<CopyPlan> backups(uint32_t pages);
+  std::optional<CopyPlan> backups_ahead(uint32_t pages, uint32_t ahead);
   std::optional<CopyPlan> restore(const Lock& lock, const PageIds& pages);
   Finished finish_copy(uint64_t id, const PageIds& failed);
 
@@ -131,6 +132,7 @@ class RadixTree {
   uint64_t index_bytes() const;
 
   PagePool& device() const { return device_; }
+  uint64_t version() const { return version_; }
   PagePool* host() const { return host_; }
   uint32_t write_through_hits() const { return write_through_hits_; }
   uint64_t pages() const { return counts_.pages; }
@@ -199,6 +201,7 @@ class RadixTree {
   void join_copy(CopyRecord& record, Node& node);
   CopyPlan plan_of(const CopyRecord& record) const;
   void start_host_copy(CopyRecord& record);
+  std::vector<Node*> unsaved_ahead(uint32_t ahead) const;
   void finish_host_copy(CopyRecord& record, const std::vector<uint32_t>& failed, Finished& done);
   void finish_restore(CopyRecord& record, const std::vector<uint32_t>& failed, Finished& done);
 

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
+#include <vector>
 
 #include "checks.h"
 #include "radix/radix_tree.h"
@@ -85,6 +87,41 @@ std::optional<CopyPlan> RadixTree::backups(uint32_t pages) {
       node->may_arrive = false;
     }
     if (node->size > room) node = split(*node, room);
+    room -= node->size;
+    if (record == nullptr) record = &begin_copy(CopyKind::kBackup);
+    join_copy(*record, *node);
+    settle(*node);
+  }
+  if (record == nullptr) return std::nullopt;
+  start_host_copy(*record);
+  return plan_of(*record);
+}
+
+// The nodes among the next `ahead` pages to be evicted that the host lacks, in the order in which they would go.
+std::vector<Node*> RadixTree::unsaved_ahead(uint32_t ahead) const {
+  std::vector<Node*> found;
+  std::unordered_map<const Node*, uint32_t> gone;  // children of each on the device that would have gone
+  uint64_t pages = 0;
+  device_index_.walk([&](Node* leaf) {
+    for (Node* node = leaf; pages < ahead; node = node->parent) {
+      pages += node->size;
+      if (!node->on_host() && !node->no_spill) found.push_back(node);
+      Node& parent = *node->parent;
+      const bool next = !is_root(parent) && parent.locks == 0 && !parent.may_arrive && parent.copy == nullptr;
+      if (!next || ++gone[&parent] < parent.device_children) break;
+    }
+    return pages < ahead;
+  });
+  return found;
+}
+
+std::optional<CopyPlan> RadixTree::backups_ahead(uint32_t pages, uint32_t ahead) {
+  if (host_ == nullptr) return std::nullopt;
+  uint32_t room = std::min(pages, host_->free());
+  CopyRecord* record = nullptr;
+  for (Node* node : unsaved_ahead(ahead)) {
+    if (room == 0) break;
+    if (node->size > room) split(*node, node->size - room);  // `node` is the tail now, which goes first
     room -= node->size;
     if (record == nullptr) record = &begin_copy(CopyKind::kBackup);
     join_copy(*record, *node);

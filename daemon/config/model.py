@@ -187,6 +187,16 @@ class DaemonConfig(BaseModel):
         Field(ge=0, le=1 << 20, description="copy what was hit so often to the host before it is evicted; 0: never"),
         Flag("N"),
     ] = 0
+    write_ahead: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            allow_inf_nan=False,
+            description="of the pool: so much is free, or in the host tier before it is evicted; 0: none",
+        ),
+        Flag("SHARE"),
+    ] = 0.125
     quotas: Annotated[
         Quotas,
         Field(

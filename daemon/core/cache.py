@@ -28,6 +28,7 @@ class CacheLimits:
     policy: str = "lru"
     evict_output_first: bool = False
     write_through_hits: int = 0  # 0: write-back only
+    write_ahead: float = 0.0  # of the device's pages, how many are free, or in the host tier as well
     zero_freed: bool = False  # pages that were used before are cleared before a request has them
     used_before: bool = False  # the memory is somebody else's: every page may hold something already
     in_blocks: bool = False  # device pages are blocks that an engine names for a request: see `block_tier`
@@ -66,8 +67,8 @@ class Cache:
         self.namespaces: dict[bytes, Namespace] = {}
         self.tiers = TierCounters()
         self.copies = TierCopies(self.pool, self.host, self.tiers)
-        hits = self.limits.write_through_hits
-        self.eviction = Eviction(self.pool, self.host, self.namespaces, self.copies, self.tiers, hits)
+        hits, ahead = self.limits.write_through_hits, int(self.limits.write_ahead * pages)
+        self.eviction = Eviction(self.pool, self.host, self.namespaces, self.copies, self.tiers, hits, ahead)
         self.events: KvEventLog | None = None
         self.zeroed = 0  # device pages, that `take_unclean` gave out
         # By device page: whether a request has had it, or somebody else before.
@@ -250,6 +251,7 @@ class Cache:
     def resize(self, pages: int) -> None:
         """Takes another memory, of so many pages. None may be in use."""
         self.pool.resize(pages)
+        self.eviction.ahead = int(self.limits.write_ahead * pages)
         assert not self._unclean, f"{len(self._unclean)} pages were taken and not cleared"
         self._used = self._used_at_first(pages)
 

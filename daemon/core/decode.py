@@ -107,6 +107,7 @@ class DecodeCore:
         self._supply.pump(now)
         self.cache.settle()
         self.cache.eviction.write_through()
+        self.cache.eviction.write_ahead()
         self.counters.overtaken = self._supply.queue.overtaken
         self._outbox.end_step()
 

@@ -1,7 +1,8 @@
 """Eviction: who gives pages back when a pool is full, and which of them are copied to the host tier. Core: no I/O.
 
 Leaves are evicted in the policy's order over all namespaces whose quota allows it. One that must be spilled first gives
-its pages when its copy ends. Nodes that are hit often are copied to the host tier before they must go (write-through).
+its pages when its copy ends. Nodes that are hit often are copied to the host tier before they must go (write-through),
+and so are those that would go next, while nothing else is copied there (write-ahead).
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from kvferry.radix.pool import PagePool
 from kvferry.radix.tree import BACKUP, Evicted
 
 MIXED_CHUNK = 16  # pages evicted from one tree before the next one is compared, where several are candidates
+MAX_AHEAD_PAGES = 64  # of a copy ahead: meanwhile younger ones would go
 MAX_COPY_PAGES = 256  # of one copy to the host tier: pages are free as it ends
 
 
 class Eviction:
     """Takes pages from the trees of `namespaces`, which share both pools, a policy and a clock.
 
-    write_through_hits: as the trees have it; 0: nothing is copied before it must go.
+    write_through_hits: as the trees have it. ahead: pages that are free, or in the host tier as well, where it has
+    room. 0: nothing is copied before it must go.
     """
 
     def __init__(
@@ -31,7 +34,8 @@ class Eviction:
         namespaces: Mapping[bytes, Namespace],
         copies: TierCopies,
         counters: TierCounters,
-        write_through_hits: int,
+        write_through_hits: int = 0,
+        ahead: int = 0,
     ) -> None:
         self._pool = pool
         self._host = host
@@ -39,6 +43,10 @@ class Eviction:
         self._copies = copies
         self._counters = counters
         self._write_through_hits = write_through_hits
+        self.ahead = ahead
+        self._saved: dict[
+            Namespace, tuple[int, int, int]
+        ] = {}  # what was looked at when nothing was to be copied ahead
 
     def make_room(self, namespace: Namespace, pages: int) -> bool:
         """Evicts and spills until `pages` that were promised to the namespace are free, or as many copies are under
@@ -78,6 +86,25 @@ class Eviction:
             if copy is not None:
                 assert copy.kind == BACKUP
                 self._copies.start(namespace, copy)
+
+    def write_ahead(self) -> None:
+        """Starts a copy of what would be evicted next, into free host pages only: its eviction costs nothing then."""
+        if self._host is None or self._copies.yielding:
+            return
+        ahead = self.ahead - self._pool.free
+        if ahead <= 0 or self._host.free == 0:
+            return
+        for namespace in self._namespaces.values():
+            tree = namespace.tree
+            looked = tree.version, tree.evictable, ahead
+            room = min(self._host.free, MAX_AHEAD_PAGES, self._host_quota_left(namespace))
+            if room == 0 or self._saved.get(namespace) == looked:
+                continue
+            copy = tree.backups_ahead(room, ahead)
+            if copy is not None:
+                self._copies.start(namespace, copy)
+                return
+            self._saved[namespace] = looked
 
     def keep_host_quota(self, namespace: Namespace) -> None:
         """Frees host pages of the namespace that are above its hard quota."""

@@ -101,6 +101,7 @@ class PrefillCore:
             self._supply.pump(now)
         self.cache.settle()
         self.cache.eviction.write_through()
+        self.cache.eviction.write_ahead()
         self.counters.overtaken = self._supply.queue.overtaken
         self._outbox.end_step()
 

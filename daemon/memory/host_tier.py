@@ -306,6 +306,7 @@ def cache_limits(config: DaemonConfig, in_blocks: bool) -> CacheLimits:
         policy=config.policy,
         evict_output_first=config.evict_output_first,
         write_through_hits=config.write_through_hits,
+        write_ahead=config.write_ahead,
         zero_freed=config.zero_freed == "on" and not in_blocks,  # an engine's blocks are its own to clear
         used_before=config.pool == "engine" or bool(config.devices),  # no driver promises to clear a GPU's memory
         quotas={bytes.fromhex(name): quota for name, quota in config.quotas.items() if name != "default"},

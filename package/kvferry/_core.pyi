@@ -1223,6 +1223,12 @@ class PagedRadixTree:
         and only into FREE ones.
         """
 
+    def backups_ahead(self, pages: int, ahead: int) -> Copy | None:
+        """
+        Copies to the host what it lacks of the next `ahead` pages that `evict` would take, at most `pages` pages, and
+        only into FREE ones.
+        """
+
     def restore(self, lock: Lock, pages: Pages) -> Copy | None:
         """
         Gives LEASED device pages to the host-only pages of the path, as many as there are. The copy holds the path
@@ -1275,6 +1281,10 @@ class PagedRadixTree:
     def arriving(self) -> int: ...
     @property
     def restoring(self) -> int: ...
+    @property
+    def version(self) -> int:
+        """Another one after each change of structure."""
+
     @property
     def evictable(self) -> int:
         """Device pages of unlocked nodes, also those under a copy."""

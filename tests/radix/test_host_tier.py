@@ -174,10 +174,57 @@ def test_backups_wait_for_what_arrives() -> None:
     world.check()
 
 
+def test_what_goes_next_is_copied_ahead() -> None:
+    """Chats in the order of their use, from each the end first; a part that two chats share goes behind both."""
+    world = TwoTiers()
+    old, new, other = world.put("abcd"), world.put("xyz"), world.put("abq", start=2)
+    first = world.tree.backups_ahead(9, 2)
+    assert first is not None and (first.kind, first.device) == (BACKUP, old[2:])
+    world.tree.finish_copy(first.id)
+    world.check()
+    second = world.tree.backups_ahead(9, 5)
+    assert second is not None and second.device == new
+    world.tree.finish_copy(second.id)
+    third = world.tree.backups_ahead(9, 9)
+    assert third is not None and sorted(third.device) == sorted([*old[:2], *other])
+    world.tree.finish_copy(third.id)
+    assert world.tree.backups_ahead(9, 9) is None
+    world.check()
+    result = world.tree.evict(9)
+    assert result.spill is None and len(result.freed) == 8, "each eviction was free"
+
+
+def test_copies_ahead_take_the_end_of_a_long_path_and_what_is_free() -> None:
+    world = TwoTiers(host_pages=5)
+    pages = world.put("abcdefgh")
+    first = world.tree.backups_ahead(3, 8)
+    assert first is not None and first.device == pages[5:]
+    world.check()
+    world.tree.finish_copy(first.id)
+    second = world.tree.backups_ahead(9, 8)
+    assert second is not None and second.device == pages[3:5], "the host has no more room"
+    world.tree.finish_copy(second.id)
+    assert world.tree.backups_ahead(9, 8) is None
+    assert sorted(world.tree.evict(5).freed) == pages[3:]
+
+
+def test_nothing_that_is_held_is_copied_ahead() -> None:
+    world = TwoTiers()
+    pages = world.put("abcd")
+    lock = world.hold("ab")
+    copy = world.tree.backups_ahead(9, 9)
+    assert copy is not None and copy.device == pages[2:]
+    world.tree.finish_copy(copy.id)
+    assert world.tree.backups_ahead(9, 9) is None
+    world.tree.unlock(lock)
+    assert world.tree.backups_ahead(9, 9) is not None
+    world.check()
+
+
 def test_no_backups_without_a_host() -> None:
     tree = PagedRadixTree(PagePool(4), write_through_hits=1)
     tree.lock(tree.insert(chain("ab"), tree.device.allocate(2)).match)
-    assert tree.backups(4) is None
+    assert tree.backups(4) is None and tree.backups_ahead(4, 4) is None
 
 
 # -- flush, views ---------------------------------------------------------------------------------------------------

@@ -132,6 +132,12 @@ class TiersMachine(TiersWorld):
         assert copy is None or len(copy.device) <= pages
         self.start(copy)
 
+    @rule(pages=st.integers(0, 6), ahead=st.integers(0, 9))
+    def backup_ahead(self, pages: int, ahead: int) -> None:
+        copy = self.tree.backups_ahead(pages, ahead)
+        assert copy is None or len(copy.device) <= pages
+        self.start(copy)
+
     @rule(pick=picks, failing=st.one_of(st.just(0), masks))
     def finish(self, pick: int, failing: int) -> None:
         if not self.flights:

@@ -62,6 +62,7 @@ class Setting:
     policy: str
     overcommit: float
     write_through: int
+    write_ahead: float
     quota: Quota | None  # of the second tenant
     checksums: bool  # of the parts of its sessions
     zero_freed: bool
@@ -80,6 +81,7 @@ PLAIN = Setting(
     policy="lru",
     overcommit=1.0,
     write_through=0,
+    write_ahead=0.0,
     quota=None,
     checksums=False,
     zero_freed=False,
@@ -124,6 +126,7 @@ class SimSide:
         limits = CacheLimits(
             policy=setting.policy,
             write_through_hits=setting.write_through,
+            write_ahead=setting.write_ahead,
             quotas={self.tenants[1].id: setting.quota} if setting.quota is not None else None,
             zero_freed=setting.zero_freed,
             used_before=side.config.pool == "engine",

@@ -354,6 +354,7 @@ class Simulation:
             policy=random.choice(["lru", "lru", "lfu", "fifo", "priority", "learned"]),
             overcommit=random.choice([1.0, 1.0, 1.0, 4.0]),
             write_through=random.choice([0, 0, 2]),
+            write_ahead=(0.125, 0.0, 0.5)[self.clock.seed % 3],
             quota=quota,
             checksums=self.faults.flips > 0 or random.random() < 0.5,
             zero_freed=random.random() < 0.5,

@@ -17,7 +17,7 @@ import numpy as np
 POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_...: Linux 5.14
 MAP_NORESERVE = 0x4000  # not in `mmap` before Python 3.13
 THREADS = 16  # 28 GiB/s in huge pages, where 4 give 13, and one 3
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 4 << 20  # a call holds up whoever changes this process's mappings
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -69,17 +69,27 @@ class DecodeWorld(RuleBasedStateMachine):
         overcommit=st.sampled_from([1.0, 8.0]),
         policy=st.sampled_from(["lru", "lfu", "fifo", "priority"]),
         through=st.sampled_from([0, 0, 2]),
+        ahead=st.sampled_from([0.0, 0.0, 0.4]),
         quota=st.sampled_from([Quota(), Quota(), Quota(5, 0), Quota(4, 12, 2, 10)]),
         output_first=st.booleans(),
         zeroes=st.sampled_from(["off", "freed", "also at first"]),
     )
     def configure(
-        self, host: int, overcommit: float, policy: str, through: int, quota: Quota, output_first: bool, zeroes: str
+        self,
+        host: int,
+        overcommit: float,
+        policy: str,
+        through: int,
+        ahead: float,
+        quota: Quota,
+        output_first: bool,
+        zeroes: str,
     ) -> None:
         limits = CacheLimits(
             policy=policy,
             evict_output_first=output_first,
             write_through_hits=through,
+            write_ahead=ahead,
             zero_freed=zeroes != "off",
             used_before=zeroes == "also at first",
             quotas={NAMESPACES[1]: quota},

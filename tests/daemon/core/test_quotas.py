@@ -214,6 +214,7 @@ class StoreMachine(RuleBasedStateMachine):
             policy=data.draw(st.sampled_from(["lru", "lfu", "fifo", "priority"])),
             evict_output_first=data.draw(st.booleans()),
             write_through_hits=data.draw(st.sampled_from([0, 2])),
+            write_ahead=data.draw(st.sampled_from([0.0, 0.5])),
         )
         self.cache = Cache(PAGES, 4, host_pages=data.draw(st.sampled_from([0, 5, 12, 40])), limits=limits)
         self.namespaces = [self.cache.namespace(namespace_id) for namespace_id in quotas]
@@ -324,6 +325,11 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def write_through(self) -> None:
         self.cache.eviction.write_through()
+        self.collect()
+
+    @rule()
+    def write_ahead(self) -> None:
+        self.cache.eviction.write_ahead()
         self.collect()
 
     @precondition(lambda self: self.copies)

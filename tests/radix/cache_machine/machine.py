@@ -60,6 +60,7 @@ def setup_of(random: Random) -> Setup:
         policy=random.choice(sorted(policy_names())),
         evict_output_first=random.random() < 0.5,
         write_through_hits=random.choice([0, 0, 1, 2, 3]),
+        write_ahead=random.choice([0.0, 0.3, 1.0]),
         quotas=quotas if random.random() < 0.5 else None,
     )
     overcommit = 2.0 if random.random() < 0.15 else 1.0
@@ -208,6 +209,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def write_through(self) -> None:
         self.world.write_through()
+
+    @precondition(lambda self: self.world.cache.eviction.ahead and self.world.host is not None)
+    @rule()
+    def write_ahead(self) -> None:
+        self.world.write_ahead()
 
     # -- administration ------------------------------------------------------------------------------------------
 

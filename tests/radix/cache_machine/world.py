@@ -357,6 +357,12 @@ class World:
         self.cache.eviction.write_through()
         self.collect()
 
+    def write_ahead(self) -> None:
+        copies, free = self.cache.copies.yielding, self.cache.pool.free
+        self.cache.eviction.write_ahead()
+        assert self.cache.copies.yielding <= copies + (copies == 0 and free < self.cache.eviction.ahead)
+        self.collect()
+
     # -- pins ----------------------------------------------------------------------------------------------------
 
     def pin(self, side: Side, path: Path, until: float) -> None:
