@@ -194,7 +194,7 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
 
 
 def _of(host: cache.PoolStats) -> str:
-    """Of how many there are to be, where some are missing."""
+    """Words for how many there are to be, where some are missing."""
     return f" of {host.asked_pages}" if host.pages < host.asked_pages else ""
 
 

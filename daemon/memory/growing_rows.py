@@ -25,7 +25,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class GrowingRows:
-    """Of `asked` rows the first `pages` are there, and pinned where a pinner is given."""
+    """The rows of a tier, of which the first `pages` are there, and pinned where a pinner is given."""
 
     def __init__(self, rows: TierRows, asked: int, pinner: Pinner | None, near: Sequence[frozenset[int]]) -> None:
         """`near`: CPUs beside each device; chunk by chunk it is the next one's turn."""
@@ -93,8 +93,10 @@ class GrowingRows:
             self._pinner = None
 
     def close(self) -> None:
-        """Lets them go: no copy of them runs, and none is being made. What is pinned takes seconds."""
+        """Lets them go: no copy of them runs, and none is being made. What is pinned takes seconds, and so may the
+        device's context, which goes with the last who holds it."""
         self._pins.clear()
+        self._pinner = None
         self._rows.close()
 
 

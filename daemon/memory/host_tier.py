@@ -215,8 +215,9 @@ class HostTier:
             threads.executor.shutdown(wait=False, cancel_futures=True)
         while self._running:
             await asyncio.wait(self._running)
-        for threads in (self._spills, self._restores, self._growth):
+        for threads in (self._spills, self._restores):
             threads.close()
+        await complete(asyncio.to_thread(self._growth.close))  # of a chunk that is being made: seconds
         await complete(asyncio.to_thread(self.discard))
 
     def discard(self) -> None:

@@ -68,6 +68,7 @@ class Storm:
         self.summing.begin_sums()
         self.host = mmap.mmap(-1, ROWS * ROW)
         self.memory.attach_rows(memoryview(self.host))
+        self.pinned: object = self.memory.pinner().pin(memoryview(self.host))
         # What is written has no zero: those are from clearings.
         self.bank = np.random.default_rng(seed).integers(1, 256, (64, ROW), np.uint8)
         self.pages: list[int] = []  # free ones, the last that came free at the end
@@ -90,6 +91,7 @@ class Storm:
         return self.met
 
     def close(self) -> None:
+        self.pinned = None
         self.memory.close()
 
     async def go_on(self) -> None:

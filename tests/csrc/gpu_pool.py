@@ -40,6 +40,7 @@ class Pool:
         self.memory = GpuPoolMemory.create(shape, range(RANKS))
         self.rows = np.frombuffer(mmap.mmap(-1, ROWS * shape.row_bytes), np.uint8)
         self.memory.attach_rows(memoryview(self.rows))
+        self.pinned: object = self.memory.pinner().pin(memoryview(self.rows))
         own = [[int(fake.fake_foreign(SLOTS * SLOT_BYTES)) for _ in range(2)] for _ in range(RANKS)]
         named = [[(at, at.to_bytes(8, "little") + bytes([0x5A] * 56)) for at in each] for each in own]
         slots = [RankSlots(*receiving, *sending) for receiving, sending in named]
@@ -66,6 +67,7 @@ class Pool:
 
     def close(self) -> None:
         """As a daemon does at its end, whose sessions have ended."""
+        self.pinned = None
         self.memory.close()
         self.slots.close()
 

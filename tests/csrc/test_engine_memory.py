@@ -36,6 +36,7 @@ def test_pages_of_several_allocations_are_spilled_and_restored(fake: ctypes.CDLL
     assert memory.rank_pools() == []
     rows = mmap.mmap(-1, 4 * memory.shape.row_bytes)
     memory.attach_rows(memoryview(rows))
+    pinned = memory.pinner().pin(memoryview(rows))
     memory.spill(np.array([4, 1]), np.array([0, 3]))
     kept = {page: row(page) for page in range(PAGES)}
     size = memory.shape.row_bytes
@@ -55,6 +56,7 @@ def test_pages_of_several_allocations_are_spilled_and_restored(fake: ctypes.CDLL
         await asyncio.sleep(0.01)
         assert told == []
 
+    del pinned
     asyncio.run(let_go_while_a_tail_is_cleared())
     assert calls(fake, "ipc_close") == opened + 2
     assert row(2) != kept[2], "the tail was cleared before the memory was let go"

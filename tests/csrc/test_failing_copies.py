@@ -8,7 +8,6 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvferry._core import GpuError
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.memory.host_tier import HostTier
@@ -61,7 +61,9 @@ def before(monkeypatch: pytest.MonkeyPatch, copies: GpuCopies, direction: str, s
 def test_the_first_rank_is_waited_for_when_the_second_one_fails(
     fake: ctypes.CDLL, memory: GpuPoolMemory, monkeypatch: pytest.MonkeyPatch, direction: str
 ) -> None:
-    memory.attach_rows(memoryview(mmap.mmap(-1, ROWS * memory.shape.row_bytes)))
+    rows = memoryview(mmap.mmap(-1, ROWS * memory.shape.row_bytes))
+    pinned = memory.pinner().pin(rows)
+    memory.attach_rows(rows)
     issued, ended = threading.Event(), threading.Event()
 
     def fail() -> None:
@@ -88,6 +90,7 @@ def test_the_first_rank_is_waited_for_when_the_second_one_fails(
     thread.join(20)
     (problem,) = problems
     assert isinstance(problem, OSError) and "a copy could not be issued: " in str(problem)
+    del pinned
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -95,7 +98,9 @@ def test_a_probe_that_fails_is_a_copy_that_fails(
     memory: GpuPoolMemory, monkeypatch: pytest.MonkeyPatch, direction: str
 ) -> None:
     """The strategy is chosen before a copy is issued, and asks the device."""
-    memory.attach_rows(memoryview(mmap.mmap(-1, ROWS * memory.shape.row_bytes)))
+    rows = memoryview(mmap.mmap(-1, ROWS * memory.shape.row_bytes))
+    pinned = memory.pinner().pin(rows)
+    memory.attach_rows(rows)
 
     def fail(*_: object) -> str:
         raise GpuError("launch: OTHER")
@@ -106,12 +111,13 @@ def test_a_probe_that_fails_is_a_copy_that_fails(
     outside = np.array([PAGES]), np.array([0])
     with pytest.raises(OSError, match=r"page_ids\[0\]"):
         getattr(memory, direction)(*outside)
+    del pinned
 
 
 @pytest.mark.parametrize("error", [GpuError, RuntimeError, KeyError])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_host_tier_ends_the_copy(
-    memory: GpuPoolMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direction: str, error: type[Exception]
+    memory: GpuPoolMemory, monkeypatch: pytest.MonkeyPatch, direction: str, error: type[Exception]
 ) -> None:
     def fail() -> None:
         raise error("injected")
@@ -123,8 +129,8 @@ def test_the_host_tier_ends_the_copy(
     )
 
     async def story() -> None:
-        rows = AnonymousRows(str(tmp_path), "rows", ROWS, memory.shape.row_bytes)
-        tier = HostTier(memory, rows, ROWS, checksums=False)
+        tier = HostTier(memory, AnonymousRows(ROWS, memory.shape.row_bytes), ROWS, checksums=False)
+        await tier.grow(Cache(PAGES, GEOMETRY.page_size, host_pages=ROWS, host_there=0), bytes(32), lambda: None)
         told: asyncio.Future[tuple[object, ...]] = asyncio.get_running_loop().create_future()
         tier.start(CopyStarted(7, bytes(32), copy), lambda *words: told.set_result(words))
         number, failed, mismatched, _ = await asyncio.wait_for(told, 20)

@@ -12,7 +12,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +27,7 @@ from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES, root_digest
+from kvferry.radix.pool import PagePool, PageState
 from kvferry.transfer.geometry.kv_geometry import StorageOrder
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.geometry.pool_shape import PoolShape
@@ -64,15 +64,22 @@ def tell_before_it_has_ended(storm: Storm) -> None:
 class Side(PrefillSide):
     """With a pool on a GPU, a host tier, and workers that this test is."""
 
-    def __init__(self, folder: Path, host_pages: int, other: GpuCopyEngine) -> None:
+    def __init__(self, host_pages: int, other: GpuCopyEngine) -> None:
         super().__init__(DaemonConfig(role="prefill", page_size=GEOMETRY.page_size), bytes(16), time.monotonic)
         self.shape = PoolShape(GEOMETRY, 1, StorageOrder.LAYER_MAJOR, POOL)
         self.memory = GpuPoolMemory.create(self.shape, [0])
-        self.rows = AnonymousRows(str(folder), "rows", host_pages, ROW)
-        cache = Cache(POOL, GEOMETRY.page_size, host_pages=host_pages)
+        self.rows = AnonymousRows(host_pages, ROW)
+        cache = Cache(POOL, GEOMETRY.page_size, host_pages=host_pages, host_there=0)
         self.tiers.take(FACTS, cache, self.memory, HostTier(self.memory, self.rows, host_pages, checksums=False))
         self.tiers_made(cache)
         self.other, self.names = other, 0
+
+    async def whole_host(self) -> PagePool:
+        host, asked = self.cache.host, self.cache.host_asked
+        assert host is not None
+        while host.pages < asked:
+            await asyncio.sleep(0.001)
+        return host
 
     def begin(self, digests: bytes, tokens: int, *, warmup: bool = False) -> Request:
         return Request(self, digests, tokens, warmup)
@@ -159,6 +166,8 @@ async def pages_are_restored(side: Side, rows: list[Bytes]) -> int:
     """Likewise, by copies from the host tier."""
     digests = b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(len(rows)))
     first = bytes(len(digests))
+    host = await side.whole_host()
+    host.claim(range(len(rows)), PageState.LEASED)
     side.cache.recover(side.cache.namespace(FACTS.id), digests, first, list(range(len(rows))), bytes(len(rows)))
     memory = np.frombuffer(side.rows.buffer, np.uint8).reshape(len(rows), ROW)
     memory[:] = rows
@@ -176,11 +185,11 @@ async def pages_are_restored(side: Side, rows: list[Bytes]) -> int:
     return wrong
 
 
-def wrong_pages(folder: Path, other: GpuCopyEngine, count: int, story: Callable[[Side, list[Bytes]], Any]) -> int:
+def wrong_pages(other: GpuCopyEngine, count: int, story: Callable[[Side, list[Bytes]], Any]) -> int:
     rows = list(np.random.default_rng(1).integers(1, 256, (count, ROW), np.uint8))
 
     async def run() -> int:
-        side = Side(folder, count, other)
+        side = Side(count, other)
         try:
             return int(await story(side, rows))
         finally:
@@ -214,7 +223,6 @@ def test_a_storm_on_the_fake_finds_a_clearing_that_nobody_waits_for(
 
 @pytest.mark.parametrize("story", STORIES)
 def test_pages_whose_tail_is_cleared_on_the_fake(
-    tmp_path: Path,
     fake: ctypes.CDLL,
     library: str,
     orders: Orders,
@@ -222,12 +230,11 @@ def test_pages_whose_tail_is_cleared_on_the_fake(
     story: Callable[[Side, list[Bytes]], Any],
 ) -> None:
     orders.lag(LAG)
-    assert wrong_pages(tmp_path, GpuCopyEngine(0, library), 20, story) == 0
+    assert wrong_pages(GpuCopyEngine(0, library), 20, story) == 0
 
 
 @pytest.mark.parametrize("story", STORIES)
 def test_a_page_that_is_free_before_its_tail_is_cleared_is_found(
-    tmp_path: Path,
     fake: ctypes.CDLL,
     library: str,
     orders: Orders,
@@ -243,7 +250,7 @@ def test_a_page_that_is_free_before_its_tail_is_cleared_is_found(
 
     monkeypatch.setattr(GpuPoolMemory, "zero_tail", zero)
     orders.lag(1000)
-    wrong_pages(tmp_path, GpuCopyEngine(0, library), 20, story)
+    wrong_pages(GpuCopyEngine(0, library), 20, story)
     assert any("which zero_pages" in message for message in orders.take())
 
 
@@ -268,8 +275,8 @@ def test_a_storm_on_a_gpu_finds_a_clearing_that_nobody_waits_for(gpu_engine: Cal
 @pytest.mark.gpu
 @pytest.mark.parametrize("story", STORIES)
 def test_pages_whose_tail_is_cleared_on_a_gpu(
-    tmp_path: Path, gpu_engine: Callable[..., GpuCopyEngine], story: Callable[[Side, list[Bytes]], Any]
+    gpu_engine: Callable[..., GpuCopyEngine], story: Callable[[Side, list[Bytes]], Any]
 ) -> None:
     other = gpu_engine()
     with computing_beside():
-        assert wrong_pages(tmp_path, other, 300, story) == 0
+        assert wrong_pages(other, 300, story) == 0

@@ -9,7 +9,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +18,9 @@ import pytest
 from kvferry._core import GpuCopy, GpuCopyEngine, PinnedBuffer
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.cache import Cache
+from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.memory.held_pages import HeldPages
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.sides import tiers as side_tiers
 from kvferry.daemon.sides.tiers import SideTiers
@@ -115,15 +116,22 @@ def test_the_loop_turns_while_the_gpus_stand_still(
 # -- the pool itself -----------------------------------------------------------------------------------------------
 
 
-def tiers_of(memory: GpuPoolMemory, folder: Path) -> SideTiers:
-    rows = AnonymousRows(str(folder), "rows", 4, memory.shape.row_bytes)
-    tiers = SideTiers("decode", DaemonConfig(role="decode"), bytes(16), cast(Any, SimpleNamespace(flush=lambda: None)))
-    cache = Cache(memory.shape.pages, GEOMETRY.page_size, host_pages=4)
-    tiers.take(FACTS, cache, memory, HostTier(memory, rows, 4, checksums=False))
+ROWS = 4
+
+
+async def tiers_of(memory: GpuPoolMemory) -> SideTiers:
+    """Grown."""
+    rows = AnonymousRows(ROWS, memory.shape.row_bytes)
+    config = DaemonConfig(role="decode", host_bytes=ROWS * GEOMETRY.page_bytes)
+    tiers = SideTiers("decode", config, bytes(16), cast(Any, SimpleNamespace(flush=lambda: None)))
+    cache = Cache(memory.shape.pages, GEOMETRY.page_size, host_pages=ROWS, host_there=0)
+    tiers.take(FACTS, cache, memory, HostTier(memory, rows, ROWS, checksums=False))
+    await tiers.grow_host()
+    assert cache.host is not None and cache.host.free == ROWS
     return tiers
 
 
-def test_a_pool_goes(fake: ctypes.CDLL, orders: Orders, on_the_fake: None, tmp_path: Path) -> None:
+def test_a_pool_goes(fake: ctypes.CDLL, orders: Orders, on_the_fake: None) -> None:
     """The daemon's at its end, an engine's whenever that one ends."""
 
     async def story() -> None:
@@ -132,9 +140,12 @@ def test_a_pool_goes(fake: ctypes.CDLL, orders: Orders, on_the_fake: None, tmp_p
             registered([int(fake.fake_foreign(NBYTES)) for _ in range(2)], NBYTES), GEOMETRY, [0]
         )
         pages = np.array([1])
-        for tiers in tiers_of(own, tmp_path / "a"), tiers_of(engines, tmp_path / "b"):
+        for memory in own, engines:
             ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            pinned, let_go = fake.fake_calls(b"host_register"), fake.fake_calls(b"host_unregister")
             with orders.thread_waits_for_nothing():
+                tiers = await tiers_of(memory)
+                assert fake.fake_calls(b"host_register") == pinned + 1
                 tiers.memory.zero_pages(pages, ended.set_result)
                 tiers.memory.zero_tail(2, 3, lambda problem: None)
                 assert await asyncio.wait_for(ended, 20) == ""
@@ -143,41 +154,44 @@ def test_a_pool_goes(fake: ctypes.CDLL, orders: Orders, on_the_fake: None, tmp_p
                     await tiers.forget_pool()
                 else:
                     del own
+                assert fake.fake_calls(b"host_unregister") == let_go, "they wait for the next engine's memory"
+                del memory
                 await tiers.close()
                 gc.collect()
+            assert fake.fake_calls(b"host_unregister") == let_go + 1
             orders.check()
 
-    for folder in "ab":
-        (tmp_path / folder).mkdir()
     gc.collect()
     asyncio.run(story())
 
 
 def test_an_engines_pool_that_cannot_be_taken_goes(
-    fake: ctypes.CDLL, orders: Orders, on_the_fake: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: ctypes.CDLL, orders: Orders, on_the_fake: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host tier's rows cannot be attached to it."""
+    """There is no room for the index of what it holds. The one that comes then has the host tier's rows, pinned."""
     registration = registered([int(fake.fake_foreign(NBYTES)) for _ in range(2)], NBYTES)
 
-    def fail(memory: GpuPoolMemory, rows: memoryview) -> None:
-        attach(memory, rows)
+    def fail(*_: object) -> None:
         raise OSError("injected")
 
     async def map_pool(*_: object) -> GpuPoolMemory:
         return await asyncio.to_thread(GpuPoolMemory.map, registration, GEOMETRY, [0])
 
-    attach = GpuPoolMemory.attach_rows
     monkeypatch.setattr(side_tiers, "map_pool", map_pool)
 
     async def story() -> None:
-        tiers = tiers_of(await map_pool(), tmp_path)
+        tiers = await tiers_of(await map_pool())
         with orders.thread_waits_for_nothing():
             await tiers.forget_pool()
-            monkeypatch.setattr(GpuPoolMemory, "attach_rows", fail)
-            closed = fake.fake_calls(b"ipc_close")
-            with pytest.raises(OSError, match="injected"):
-                await tiers.fit(FACTS, registration)
+            closed, pinned = fake.fake_calls(b"ipc_close"), fake.fake_calls(b"host_register")
+            with monkeypatch.context() as patch:
+                patch.setattr(HeldPages, "__init__", fail)
+                with pytest.raises(RequestError, match="injected"):
+                    await tiers.fit(FACTS, registration)
             assert fake.fake_calls(b"ipc_close") == closed + 2
+            await tiers.fit(FACTS, registration)
+            await asyncio.to_thread(tiers.memory.spill, np.array([1]), np.array([ROWS - 1]))
+            assert fake.fake_calls(b"host_register") == pinned
             await tiers.close()
             gc.collect()
 

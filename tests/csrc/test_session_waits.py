@@ -226,7 +226,9 @@ def test_a_table_is_made_once_and_kept(fake: ctypes.CDLL, on_the_fake: None) -> 
 
 def test_a_table_is_behind_no_spill(orders: Orders, fake: ctypes.CDLL, on_the_fake: None) -> None:
     memory = a_pool_of_four_heads()
-    memory.attach_rows(memoryview(mmap.mmap(-1, 4 * memory.shape.row_bytes)))
+    rows = memoryview(mmap.mmap(-1, 4 * memory.shape.row_bytes))
+    memory.attach_rows(rows)
+    pinned = memory.pinner().pin(rows)
     orders.hold()
     spilled = threading.Event()
 
@@ -242,4 +244,5 @@ def test_a_table_is_behind_no_spill(orders: Orders, fake: ctypes.CDLL, on_the_fa
     assert not spilled.wait(0.3), "the host would have seen the spill's end, too"
     orders.release()
     spilling.join(20)
+    del pinned
     memory.close()

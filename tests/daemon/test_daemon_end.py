@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from kvferry.daemon.sides.side import AnySide
 from kvferry.daemon.socket_file import SocketFile
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
+from kvferry.transfer.host_tier.rows import AnonymousRows
 from kvferry.transfer.mapping.segment import reclaim_stale
 from tests.daemon.daemons import PAGE, config_of, started
 
@@ -65,7 +66,7 @@ class Allocation:
         self.allocate(fd, offset, nbytes)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["pool", "index", "host tier"])
+@pytest.mark.parametrize("number", [0, 1], ids=["pool", "index"])
 def test_a_side_that_ends_while_its_tiers_are_made_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -88,6 +89,39 @@ def test_a_side_that_ends_while_its_tiers_are_made_leaves_nothing(
 
     asyncio.run(story())
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_side_that_ends_while_its_host_tier_grows_waits_for_the_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on, make, ended = threading.Event(), threading.Event(), AnonymousRows.make, list[str]()
+
+    def slow(rows: AnonymousRows, start: int, end: int, cpus: Collection[int]) -> None:
+        reached.set()
+        assert go_on.wait(20)
+        make(rows, start, end, cpus)
+        ended.append("made")
+
+    monkeypatch.setattr(AnonymousRows, "make", slow)
+    monkeypatch.setattr(AnonymousRows, "close", lambda rows: ended.append("closed"))
+
+    async def story() -> None:
+        side = DecodeSide(config_of(tmp_path, host_bytes=1 << 20), bytes(16), time.monotonic, dial_plainly)
+        await side.register(hello())
+        await until(reached.is_set)
+        host = side.cache.host
+        assert host is not None and host.pages == 0
+        closing = asyncio.create_task(side.close())
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        assert not closing.done(), "a thread still makes memory"
+        go_on.set()
+        await asyncio.wait_for(closing, 20)
+        assert host.pages == 0
+        assert ended == ["made", "closed"]
+        assert shared_files(tmp_path) == []
+
+    asyncio.run(story())
 
 
 # -- what is left --------------------------------------------------------------------------------------------------
@@ -268,6 +302,7 @@ def test_nothing_more_is_saved_once_an_invariant_is_broken(
         async with started(config) as daemon:
             side = daemon.sides["decode"]
             await side.register(hello())
+            await until(lambda: not side.tiers.reads_file)
             cache_pages(side, 8)
             memory, tier, file = side.tiers.memory, side.tiers.host, cast(Any, side.tiers.host._rows)
             spill, start, write = memory.spill, tier.start, file.write

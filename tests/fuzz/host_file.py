@@ -15,6 +15,7 @@ from random import Random
 import numpy as np
 
 from kvferry.daemon.core.cache import MAX_NAMESPACES, Cache
+from kvferry.radix.pool import PageState
 from kvferry.transfer.host_tier.index import _MAX_GENERATION as MAX_GENERATION
 from kvferry.transfer.host_tier.index import (
     ENTRY,
@@ -102,6 +103,7 @@ def _look() -> None:
             cache = Cache(8, GEOMETRY.page_size, host_pages=PAGES)
             assert cache.host is not None
             cache.host.log_frees = True
+            cache.host.claim(found.rows.tolist(), PageState.LEASED)
             for space in {one.tobytes() for one in found.namespace_ids}:
                 if len(cache.namespaces) >= MAX_NAMESPACES - 1:
                     break

@@ -139,6 +139,7 @@ class Tier:
     """Copies between the tiers that always end well; of any bytes, since who writes pages here is not honest."""
 
     unverified = 0
+    reads_file = False
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

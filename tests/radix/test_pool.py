@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.radix.pool import PagePool, PageState, PoolExhausted
+from kvferry._core import HeldIndexReader
+from kvferry.radix.pool import HeldIndex, PagePool, PageState, PoolExhausted
 
 
 def test_starts_free() -> None:
@@ -19,10 +21,20 @@ def test_starts_free() -> None:
     pool.check()
 
 
-@pytest.mark.parametrize("pages", [0, -1, 1 << 31])
+@pytest.mark.parametrize("pages", [-1, 1 << 31])
 def test_size_is_bounded(pages: int) -> None:
-    with pytest.raises(ValueError, match=f"pages is {pages}"):
+    with pytest.raises(ValueError, match=f"pages is {pages}; it must be 0 to"):
         PagePool(pages)
+
+
+def test_one_without_pages_has_none_to_give() -> None:
+    pool = PagePool(0)
+    assert (pool.pages, pool.free, pool.allocate(0)) == (0, 0, [])
+    with pytest.raises(PoolExhausted, match="1 device pages are wanted, 0 of 0 are free"):
+        pool.allocate(1)
+    with pytest.raises(IndexError, match="page is 0"):
+        pool.claim([0], PageState.LEASED)
+    pool.check()
 
 
 def test_allocates_neighbours_from_the_smallest_run_that_fits() -> None:
@@ -262,3 +274,65 @@ def test_a_pool_is_resized_when_nothing_of_it_is_in_use() -> None:
         assert all(pool.generation(page) > newest for page in range(pages)), "no page is taken for an old one"
         newest = max(pool.generation(page) for page in range(pages))
         pool.free_pages(pool.allocate(pages))
+
+
+def test_a_pool_grows_while_it_is_used() -> None:
+    pool = PagePool(0, tier="host")
+    pool.grow(4)
+    (held,) = pool.allocate(1)
+    pool.free_pages(pool.allocate(1))
+    pool.grow(9)
+    pool.check()
+    assert (pool.pages, pool.free, pool.state(held)) == (9, 8, PageState.LEASED)
+    assert [pool.generation(page) for page in range(9)] == [0, 1, *[0] * 7], "those of before are what they were"
+    assert pool.allocate(8) == [1, 2, 3, 4, 5, 6, 7, 8], "one run with what was free before"
+    pool.grow(11)
+    pool.check()
+    assert pool.allocate(2) == [9, 10]
+    pool.free_pages([9])
+    assert pool.generation(9) == 1
+
+
+def test_a_pool_does_not_shrink() -> None:
+    pool = PagePool(4)
+    pool.allocate(2)
+    for pages in (3, 0, -1, 1 << 31):
+        with pytest.raises(ValueError, match=rf"pages is {pages}; it must be 4 to 2\^31 - 1"):
+            pool.grow(pages)
+    pool.grow(4)
+    assert (pool.pages, pool.free) == (4, 2)
+    pool.check()
+
+
+def test_pages_that_came_later_are_published_and_logged_as_any() -> None:
+    pool, memory = PagePool(2, tier="host"), mmap.mmap(-1, HeldIndex.bytes_for(6))
+    index = HeldIndex(memory)
+    pool.publish(index)
+    reader, space = HeldIndexReader(memory), bytes(32)
+    pool.log_frees = pool.log_readable = True
+    pool.grow(6)
+    pool.claim([5, 1], PageState.LEASED)
+    digests = b"a" * 32 + b"b" * 32
+    pool.name_pages([5, 1], digests, space)
+    pool.move([5, 1], PageState.LEASED, PageState.CACHED)
+    assert list(pool.take_readable()) == [1, 5]
+    assert reader.held_pages(digests, space) == 2
+    pool.free_pages([5])
+    assert reader.held_pages(digests, space) == 0 and reader.held_pages(digests[32:], space) == 1
+    assert pool.take_freed() == [5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)), max_size=20))
+def test_growth_between_takes_and_frees_keeps_runs_and_counts(steps: list[tuple[int, int, int]]) -> None:
+    pool = PagePool(0)
+    held: list[int] = []
+    for more, taken, freed in steps:
+        free = pool.free
+        pool.grow(pool.pages + more)
+        assert pool.free == free + more
+        held += pool.allocate(min(taken, pool.free))
+        pool.free_pages(held[:freed])
+        del held[:freed]
+        pool.check()
+        assert pool.counts().leased == len(held)

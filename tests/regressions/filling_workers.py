@@ -20,7 +20,7 @@ from kvferry.daemon.core.limits import Name, name_of
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.radix.pool import PageState
+from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import RESTORE
 from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Decode, digests, name
 
@@ -70,14 +70,15 @@ class World:
         self.host_memory: dict[int, bytes] = {}
         self.met: Counter[str] = Counter()
         if self.side.cache.host is not None:
-            self.recover()
+            self.recover(self.side.cache.host)
 
-    def recover(self) -> None:
+    def recover(self, host: PagePool) -> None:
         """The host has pages of an earlier daemon, which get below those that a request brings before them."""
         shared, first = by_page(digests("shared", PROMPT_PAGES)), self.random.randint(1, 3)
         rows = list(range(PROMPT_PAGES - first))
         self.host_memory.update(zip(rows, shared[first:], strict=True))
         own, parents = b"".join(shared[first:]), b"".join(shared[first - 1 : -1])
+        host.claim(rows, PageState.LEASED)
         self.side.cache.recover(self.side.cache.namespace(NAMESPACE), own, parents, rows, bytes(len(rows)))
 
     def one_of(self, things: Iterable[ThingT]) -> list[ThingT]:

@@ -158,6 +158,17 @@ def side_stats(socket: str) -> cache_pb2.SideStats:
         return fetch(channel).sides[0]
 
 
+def grown(replica: Replica, seconds: float = 20.0) -> cache_pb2.SideStats:
+    """Statistics once its host tier is there, and has taken in what its file held; asserts that this comes to pass."""
+    deadline = time.monotonic() + seconds
+    while True:
+        side = stats(replica)
+        if side.host.pages == side.host.asked_pages and side.host.leased == 0:
+            return side
+        assert time.monotonic() < deadline, side.host
+        time.sleep(0.05)
+
+
 def settled(replica: Replica, seconds: float = 10.0) -> cache_pb2.SideStats:
     """Statistics once nothing is held any more; asserts that this comes to pass."""
     deadline = time.monotonic() + seconds

@@ -14,7 +14,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -33,7 +33,7 @@ from kvferry.transfer.host_tier.index import (
     Rows,
     as_rows,
 )
-from kvferry.transfer.mapping.memory_room import Room, lacks
+from kvferry.transfer.mapping.memory_room import MemoryRoom, lacks
 from kvferry.transfer.mapping.populate import POPULATE_READ, populate, reserve
 from kvferry.transfer.mapping.segment import Segment
 
@@ -151,9 +151,9 @@ class FileRows:
         self._index.write(rows, namespace_id, digests, parents, checksums, flags)
 
     def lacks(self, start: int, end: int) -> str:
-        there = os.fstat(self._fds[0]).st_blocks * 512
-        wanted, free = min(end - start, len(self.buffer) - there), disk_room(self._fds[0])
-        return "" if free is None else Room(f"the disk of {self._stem}.rows", free).lacks(wanted)
+        there = os.fstat(self._fds[0]).st_blocks * 512  # its first rows, as they are made in their order
+        wanted, free = end - max(start, there), disk_room(self._fds[0])
+        return "" if free is None else MemoryRoom(f"the disk of {self._stem}.rows", free).lacks(wanted)
 
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
         """A hole (of files that are new, or were copied) would be a bus error once the disk is full."""
@@ -254,7 +254,7 @@ def _prepare(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> RowsOpen
     os.ftruncate(index_fd, kept_index)
     os.ftruncate(rows_fd, kept_rows)
     try:
-        os.ftruncate(rows_fd, header.rows_bytes)  # `FileRows.make` has their bytes be there
+        _lengthen(f"{stem}.rows", rows_fd, header.rows_bytes)  # `FileRows.make` has their bytes be there
         _allocate(f"{stem}.index", index_fd, 0, header.index_bytes)
     except OSError:
         os.ftruncate(index_fd, kept_index)
@@ -307,9 +307,20 @@ def disk_room(fd: int) -> int | None:
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
+def _lengthen(path: str, fd: int, nbytes: int) -> None:
+    with _named(path, nbytes):
+        os.ftruncate(fd, nbytes)
+
+
 def _allocate(path: str, fd: int, start: int, nbytes: int) -> None:
-    try:
+    with _named(path, nbytes):
         os.posix_fallocate(fd, start, nbytes)
+
+
+@contextlib.contextmanager
+def _named(path: str, nbytes: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise OSError(error.errno, f"cannot have {nbytes} bytes: {error.strerror}", path) from None
 

@@ -10,7 +10,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryRoom:
     name: str  # of the bound
     nbytes: int
 
@@ -26,9 +26,9 @@ def meminfo(name: str) -> int:
     return 0
 
 
-def rooms() -> Iterator[Room]:
+def rooms() -> Iterator[MemoryRoom]:
     """The machine's memory, and that of each cgroup (v2, or the one that v1 names) in which this process is."""
-    yield Room("MemAvailable of /proc/meminfo", meminfo("MemAvailable"))
+    yield MemoryRoom("MemAvailable of /proc/meminfo", meminfo("MemAvailable"))
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -49,13 +49,13 @@ def rooms() -> Iterator[Room]:
                 yield room
 
 
-def _of_cgroup(folder: Path, limit: str, current: str, reclaimed: str) -> Room | None:
+def _of_cgroup(folder: Path, limit: str, current: str, reclaimed: str) -> MemoryRoom | None:
     try:
         most, used = int((folder / limit).read_text()), int((folder / current).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # none, or "max"
         return None
-    return Room(f"{folder / limit} ({most})", max(0, most - used + int(stat.get(reclaimed, 0))))
+    return MemoryRoom(f"{folder / limit} ({most})", max(0, most - used + int(stat.get(reclaimed, 0))))
 
 
 def lacks(nbytes: int) -> str:

@@ -46,6 +46,7 @@ def test_a_pool_of_an_engines_blocks(fake: ctypes.CDLL, on_the_fake: None) -> No
     before = np.concatenate(views)
     rows = np.frombuffer(mmap.mmap(-1, 3 * geometry.page_bytes), np.uint8)
     memory.attach_rows(memoryview(rows))
+    pinned = memory.pinner().pin(memoryview(rows))
     kept = rows.reshape(3, places, per_page, size)
     memory.block_table.bind([20, 3], [5, 0, 7, 11])
     memory.spill(np.array([3, 20]), np.array([0, 2]))
@@ -62,6 +63,7 @@ def test_a_pool_of_an_engines_blocks(fake: ctypes.CDLL, on_the_fake: None) -> No
     with pytest.raises(AssertionError, match="an engine's blocks were to be cleared"):
         memory._ranks[0].zero_pages(np.array([1]))
     memory.detach_rows()
+    del pinned
     memory.close()
     for address in addresses:
         fake.fake_foreign_ends(address)

@@ -18,7 +18,7 @@ def shots() -> list[Shot]:
         role=common.ROLE_DECODE,
         requests=cache.RequestStats(running=7, waiting=3, queried_tokens=1000, hit_tokens=605),
         pool=cache.PoolStats(**POOL),
-        host=cache.PoolStats(pages=24, cached=12, free=12),
+        host=cache.PoolStats(pages=24, asked_pages=24, cached=12, free=12),
         transfers=cache.TransferStats(delta_bytes=5 << 20, saved_bytes=3 << 20, completed=25),
         peers=[cache.PeerStats(name="prefill-0", state="up", slots=16, free_credits=16)],
     )
@@ -63,3 +63,14 @@ def test_states_can_be_told_without_colours() -> None:
     assert len({*marks, "·"}) == len(marks) + 1
     row = next(line for line in shown(1000) if "decode-0" in line)
     assert "█▓▓xxx↓↓↓↓↑↑↑↑↑▒▒▒▒▒▒···" in row
+
+
+def test_a_host_tier_that_grows_says_how_far_it_is() -> None:
+    now = shots()
+    assert now[0].stats is not None
+    for pages, words in ((6, "25% is there"), (0, "0% is there"), (24, "50%")):
+        now[0].stats.sides[0].host.pages = pages
+        console = Console(width=1000, force_terminal=True, color_system=None)
+        with console.capture() as capture:
+            console.print(frame(now, now, console))
+        assert words in capture.get()

@@ -22,6 +22,8 @@ from kvferry.daemon.services.worker import WorkerService
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
+from kvferry.transfer.mapping import memory_room
+from kvferry.transfer.mapping.memory_room import MemoryRoom
 
 HUGE = 1 << 47
 
@@ -52,10 +54,25 @@ class TwoGpus(Driver):
 def test_what_does_not_fit_in_shared_memory_is_said_with_its_flags(tmp_path: Path) -> None:
     (lack,) = pool_room.lacks(DaemonConfig(role="both", pool_bytes=HUGE, shm_dir=str(tmp_path)))
     assert lack.startswith(f"shared memory {tmp_path}: ") and "pools take 256.0 TiB; a smaller --pool-bytes" in lack
-    (lack,) = pool_room.lacks(DaemonConfig(role="decode", pool_bytes=1, host_bytes=HUGE, shm_dir=str(tmp_path)))
-    assert "pools and host tier take 128.0 TiB" in lack
     for fits in ({"pool_bytes": 1 << 20}, {"pool_bytes": HUGE, "pool": "engine"}):
         assert not pool_room.lacks(DaemonConfig.model_validate({"role": "decode", "shm_dir": str(tmp_path), **fits}))
+
+
+def test_a_host_tier_that_does_not_fit_in_memory_is_said_and_takes_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        memory_room, "rooms", lambda: iter([MemoryRoom("a machine", 1 << 40), MemoryRoom("a cgroup", 1 << 30)])
+    )
+    config = DaemonConfig(role="both", pool_bytes=1, host_bytes=1 << 29, shm_dir=str(tmp_path))
+    assert not pool_room.lacks(config)
+    large = config.model_copy(update={"host_bytes": (1 << 29) + 1})
+    (lack,) = pool_room.lacks(large)
+    assert lack.startswith("host tier: 1073741826 bytes are wanted, a cgroup leaves 1073741824; a smaller --host-bytes")
+    assert not pool_room.lacks(large.model_copy(update={"host_dir": str(tmp_path)}))
+    (_, finding), (_, kept) = doctor.memory(large), doctor.memory(config)
+    assert (finding.level, kept.level) == ("bad", "bad"), "slots want some, too"
+    assert "1.0 GiB by a cgroup" in finding.found and "host tier takes 1.0 GiB" in finding.found
 
 
 def test_what_does_not_fit_on_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,30 +72,30 @@ def test_what_moved_pages_is_told_and_outlives_an_engines_memory(monkeypatch: py
 
 
 def test_an_engines_memory_is_closed_though_its_end_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Host:
-        def __init__(self) -> None:
-            self.reached, self.go_on = threading.Event(), threading.Event()
+    reached, go_on = threading.Event(), threading.Event()
+    ended: list[str] = []
 
-        def detach(self) -> None:
-            self.reached.set()
-            assert self.go_on.wait(20)
+    def close() -> None:
+        reached.set()
+        assert go_on.wait(20)
+        ended.append("closed")
 
     async def story() -> None:
-        side, host = Side(), Host()
-        closed: list[bool] = []
+        side = Side()
         memory: Any = side.tiers.memory
+        host = SimpleNamespace(detach=lambda: ended.append("detached"))
         monkeypatch.setattr(memory, "stop", lambda: None, raising=False)
-        monkeypatch.setattr(memory, "close", lambda: closed.append(host.go_on.is_set()), raising=False)
+        monkeypatch.setattr(memory, "close", close, raising=False)
         monkeypatch.setattr(side.tiers, "_host", host)
         forgetting = asyncio.create_task(side.tiers.forget_pool())
-        assert await asyncio.to_thread(host.reached.wait, 20)
+        assert await asyncio.to_thread(reached.wait, 20)
         forgetting.cancel()
         await asyncio.sleep(0)
-        assert not closed, "the rows are still attached"
-        host.go_on.set()
+        assert not forgetting.done() and ended == ["detached"], "the rows are to be attached no more"
+        go_on.set()
         await asyncio.wait([forgetting])
         assert forgetting.cancelled()
-        assert closed == [True]
+        assert ended == ["detached", "closed"]
 
     asyncio.run(story())
 

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +27,8 @@ class SlowMemory:
         self.shape = SimpleNamespace(row_bytes=ROW_BYTES)
         self.running: list[int] = []
         self.gates = {page: threading.Event() for page in range(ROWS)}
+
+    def pinner(self) -> None: ...
 
     def attach_rows(self, rows: memoryview) -> None: ...
 
@@ -54,12 +55,12 @@ async def until(true: Any) -> None:
 
 @pytest.mark.parametrize("kind", [SPILL, RESTORE])
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_so_many_run_at_a_time_and_end_in_any_order(tmp_path: Path, at_once: int, kind: Any) -> None:
+def test_so_many_run_at_a_time_and_end_in_any_order(at_once: int, kind: Any) -> None:
     memory = SlowMemory(at_once)
     anything: Any = memory
 
     async def story() -> None:
-        tier = HostTier(anything, AnonymousRows(str(tmp_path), "rows", ROWS, ROW_BYTES), ROWS, checksums=False)
+        tier = HostTier(anything, AnonymousRows(ROWS, ROW_BYTES), ROWS, checksums=False)
         assert tier.oldest(time.monotonic()) == 0
         ended: list[int] = []
         for page in range(5):
@@ -82,13 +83,13 @@ def test_so_many_run_at_a_time_and_end_in_any_order(tmp_path: Path, at_once: int
     asyncio.run(story())
 
 
-def test_health_sees_them(tmp_path: Path) -> None:
+def test_health_sees_them() -> None:
     memory: Any = SlowMemory(4)
     memory.late_copies = lambda now: {"others": 0.0}
     memory.workers = {}
 
     async def story() -> None:
-        tier = HostTier(memory, AnonymousRows(str(tmp_path), "rows", ROWS, ROW_BYTES), ROWS, checksums=False)
+        tier = HostTier(memory, AnonymousRows(ROWS, ROW_BYTES), ROWS, checksums=False)
         copy: Any = SimpleNamespace(
             kind=SPILL, device=[2], host=[1], digests=bytes(32), parents=bytes(32), outputs=b"\0"
         )

@@ -11,8 +11,8 @@ OF_FILES = (
     "tests/transfer/host_tier/test_recovery.py::test_a_resize_that_is_killed_at_any_step_leaves_right_entries",
     "tests/transfer/host_tier/test_recovery.py::test_files_of_other_rows_are_replaced",
     "tests/transfer/host_tier/test_recovery.py::test_truncated_files_are_replaced",
-    "tests/transfer/host_tier/test_recovery.py::test_holes_of_a_copied_file_are_filled",
-    "tests/transfer/host_tier/test_recovery.py::test_an_allocation_that_fails_leaves_what_was_there",
+    "tests/transfer/host_tier/test_recovery.py::test_holes_of_a_copied_file_are_filled_as_its_rows_are_made",
+    "tests/transfer/host_tier/test_recovery.py::test_an_allocation_of_the_index_that_fails_leaves_what_was_there",
 )
 OF_SEGMENT = ("tests/transfer/mapping/test_segment.py",)
 

@@ -6,9 +6,96 @@ TIER, SHARED = "daemon/memory/host_tier.py", "daemon/memory/shared.py"
 GPU, RANKS, ENDS = "daemon/memory/gpu.py", "daemon/memory/gpu_ranks.py", "daemon/memory/gpu_completions.py"
 THREADS, MAKING = "daemon/memory/copy_threads.py", "daemon/memory/making.py"
 OF_TIER = ("tests/daemon/memory/test_tier_file.py",)
+OF_GROWTH = ("tests/daemon/memory/test_tier_growth.py", "tests/daemon/memory/test_growing_rows.py")
+GROWING = "daemon/memory/growing_rows.py"
 OF_SHARED = ("tests/daemon/memory/test_shared.py",)
 OF_MAKING = ("tests/daemon/memory/test_making.py",)
 OF_WAITS = ("tests/daemon/memory/test_waits.py",)
+
+GROWTH = (
+    Guard(
+        "rows that were found are nobody's before they are taken in",
+        "daemon/core/cache.py",
+        "Cache.grow_host",
+        "self.host.claim(found, PageState.LEASED)",
+        "pass",
+        OF_GROWTH,
+    ),
+    Guard(
+        "a chunk ends where a page of memory does",
+        GROWING,
+        "GrowingRows.chunks",
+        " // unit * unit",
+        "",
+        OF_GROWTH,
+    ),
+    Guard(
+        "rows are used once they are made",
+        GROWING,
+        "GrowingRows.make",
+        "self._rows.make(start, end, near)",
+        "pass",
+        OF_GROWTH,
+    ),
+    Guard(
+        "a chunk that has no room is not made",
+        GROWING,
+        "GrowingRows.make",
+        "if lack := self._rows.lacks(start, end):",
+        "if False:",
+        OF_GROWTH,
+    ),
+    Guard(
+        "a tier is pinned as a whole or not at all",
+        GROWING,
+        "GrowingRows._pin",
+        "if self._pins:",
+        "if False:",
+        OF_GROWTH,
+    ),
+    Guard(
+        "what is pinned is let go before its memory",
+        GROWING,
+        "GrowingRows.close",
+        "self._pins.clear()",
+        "pass",
+        OF_GROWTH,
+    ),
+    Guard(
+        "a tier that ends takes in nothing more",
+        TIER,
+        "HostTier.grow",
+        """                if self._closing or self._halted:
+                    return
+""",
+        "",
+        OF_GROWTH,
+    ),
+    Guard(
+        "nothing is flushed while pages of a file may come behind it",
+        "daemon/services/admin.py",
+        "AdminService._flush",
+        "if side.tiers.reads_file:",
+        "if False:",
+        ("tests/daemon/test_host_growth.py",),
+    ),
+    Guard(
+        "rows that a file has already need no room on its disk",
+        "transfer/host_tier/rows.py",
+        "FileRows.lacks",
+        "end - max(start, there)",
+        "end - start",
+        ("tests/transfer/host_tier/test_recovery.py",),
+    ),
+    Guard(
+        "each cgroup around a process bounds its memory",
+        "transfer/mapping/memory_room.py",
+        "rooms",
+        "(folder, *folder.parents)",
+        "(folder,)",
+        ("tests/transfer/mapping/test_memory_room.py",),
+    ),
+)
 
 HOST_TIER = (
     Guard(
@@ -44,7 +131,7 @@ HOST_TIER = (
     Guard(
         "rows that were found in the file are to be verified",
         TIER,
-        "HostTier.recover",
+        "HostTier._take",
         "self._verify[rows] = True",
         "pass",
         OF_TIER,
@@ -107,17 +194,17 @@ HOST_TIER = (
     Guard(
         "entries of namespaces too many go out of the file",
         TIER,
-        "HostTier.recover",
-        "self._file.clear(rows)",
+        "HostTier._take",
+        "cache.discard(rows.tolist())",
         "pass",
         OF_TIER,
     ),
     Guard(
         "the namespace that is served is not among those too many",
         TIER,
-        "HostTier.recover",
-        "(ids[i].tobytes() != first, -int(newest[i]))",
-        "-int(newest[i])",
+        "HostTier._take",
+        "cache.namespaces.keys() | {first}",
+        "cache.namespaces.keys()",
         OF_TIER,
     ),
     Guard(
@@ -327,4 +414,4 @@ COPIES = (
     ),
 )
 
-GUARDS: tuple[Guard, ...] = (*HOST_TIER, *COPIES)
+GUARDS: tuple[Guard, ...] = (*GROWTH, *HOST_TIER, *COPIES)

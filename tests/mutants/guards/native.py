@@ -48,8 +48,8 @@ GUARDS: tuple[Guard, ...] = (
         "a resized pool's generations go on",
         "csrc/radix/page_pool.cpp",
         "void PagePool::resize(",
-        "1 + *std::max_element(generations_.begin(), generations_.end())",
-        "0",
+        "generation = std::max(generation, each + 1);",
+        "(void)each;",
         POOL,
     ),
     Guard(

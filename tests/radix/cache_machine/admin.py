@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from kvferry.radix.pool import PageState
 from tests.radix.cache_machine.model import NO_PARENT, Path, Side, digest, place
 from tests.radix.cache_machine.world import World
 
@@ -54,6 +55,7 @@ def _recover(world: World, side: Side, entries: list[tuple[Path, int, bool | Non
         return
     assert world.host is not None
     paths = [path for path, _, _ in entries]
+    world.host.claim([row for _, row, _ in entries], PageState.LEASED)
     world.cache.recover(
         side.namespace,
         b"".join(digest(path) for path in paths),

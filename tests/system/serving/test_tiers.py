@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
-from tests.support.engines import Engines, settled, stats
+from tests.support.engines import Engines, grown, settled
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
@@ -173,7 +173,7 @@ def test_a_restarted_daemon_finds_its_cache(stack: Stack, tmp_path: Path, how: s
     stack.stop(decodes[0].worker)
     assert oct(os.stat(tmp_path / ROWS_FILE).st_mode & 0o777) == "0o600"
     decode = restarted(stack, decodes[0], prefills[0], system)
-    recovered = stats(decode).tiers
+    recovered = grown(decode).tiers
     assert recovered.unverified_pages == recovered.recovered_pages
     if how == "SIGTERM":
         assert recovered.recovered_pages == 4 + 12 * 10  # everything
@@ -226,6 +226,7 @@ def test_a_damaged_file_is_a_miss(stack: Stack, tmp_path: Path, damage: str) -> 
     else:
         system = spec(60, 50, "--host-dir", str(tmp_path))
     decode = restarted(stack, decodes[0], prefills[0], system)
+    grown(decode)
     with Engines(prefills[0], decode) as engines:
         again = [engines.turn(prompt, 5) for prompt in prompts]
     assert [turn.details for turn in again if turn.error] == []

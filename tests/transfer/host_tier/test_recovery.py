@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.transfer.host_tier import rows as rows_module
 from kvferry.transfer.host_tier.index import ENTRY_BYTES, HEADER_BYTES, DropReason, Recovered, RecoveryReport
 from kvferry.transfer.host_tier.rows import FileRows, checksum_rows, verify_rows
 
@@ -127,39 +128,110 @@ def test_generations_grow_over_restarts(filled: Path) -> None:
             last = generation
 
 
-def test_holes_of_a_copied_file_are_filled(filled: Path) -> None:
+def test_holes_of_a_copied_file_are_filled_as_its_rows_are_made(filled: Path) -> None:
     path = filled / "kvferry-host-decode.rows"
-    os.truncate(path, 0)
+    half = PAGES * PAGE // 2
+    os.truncate(path, half)
     os.truncate(path, PAGES * PAGE)
-    assert path.stat().st_blocks == 0
     with opened(filled) as rows:
+        assert path.stat().st_blocks * 512 < PAGES * PAGE
+        rows.make(0, PAGES * PAGE, ())
         assert path.stat().st_blocks * 512 >= PAGES * PAGE
-        assert accepted(rows) == ({}, RecoveryReport(PAGES, {}), list(range(PAGES)))
+        kept = {row: digest for row, digest in ALL.items() if row < PAGES // 2}
+        lost = [row for row in range(PAGES) if row not in kept]
+        assert accepted(rows) == (kept, RecoveryReport(PAGES, {}), lost)
 
 
-def test_a_disk_without_room_is_an_error_at_once_and_costs_nothing(filled: Path) -> None:
-    with pytest.raises(OSError, match=r"needs \d+ bytes more; the disk has \d+.*\.rows") as caught:
-        open_rows(filled, pages=1 << 28, page_bytes=1 << 30)
+def test_a_disk_without_room_for_the_index_is_an_error_at_once_and_costs_nothing(filled: Path) -> None:
+    def disk(fd: int) -> int:
+        return 1000
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "disk_room", disk)
+        with pytest.raises(OSError, match=r"needs \d+ bytes more; the disk has 1000.*\.index") as caught:
+            open_rows(filled, pages=1 << 20)
     assert caught.value.errno == errno.ENOSPC
     with opened(filled) as rows:
         assert accepted(rows)[0] == ALL
 
 
-def test_an_allocation_that_fails_leaves_what_was_there(filled: Path, tmp_path: Path) -> None:
+def test_a_disk_without_room_for_rows_says_what_they_lack(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the file has already, of an earlier run that had come no further, needs no room."""
+    room = 10 * PAGE
+    monkeypatch.setattr(rows_module, "disk_room", lambda fd: room)
+    with opened(filled, pages=64) as rows:
+        rows.make(0, 16 * PAGE, ())
+        there = (filled / "kvferry-host-decode.rows").stat().st_blocks * 512
+        assert rows.lacks(0, there) == ""
+        assert rows.lacks(there, there + room) == ""
+        lack = rows.lacks(there, there + room + PAGE)
+        assert lack == f"{11 * PAGE} bytes are wanted, the disk of {filled}/kvferry-host-decode.rows leaves {10 * PAGE}"
+        room = 64 * PAGE
+        assert rows.lacks(0, 64 * PAGE) == ""
+        monkeypatch.setattr(rows_module, "disk_room", lambda fd: None)
+        assert rows.lacks(0, 1 << 60) == "", "a disk without a limit"
+
+
+def no_space(fd: int, offset: int, nbytes: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_allocation_of_rows_that_fails_leaves_what_was_there(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(filled, pages=100) as rows:
+        rows.make(0, 64 * PAGE, ())
+        monkeypatch.setattr(os, "posix_fallocate", no_space)
+        with pytest.raises(OSError, match=r"cannot have 18432 bytes.*kvferry-host-decode\.rows"):
+            rows.make(64 * PAGE, 100 * PAGE, ())
+        assert accepted(rows) == (ALL, RecoveryReport(PAGES, {}), [])
+
+
+def test_a_file_that_may_not_be_so_large_keeps_what_was_there(filled: Path, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * PAGE, before[1]))
     try:
-        with pytest.raises(OSError, match=r"cannot have 51200 bytes.*kvferry-host-decode\.rows"):
-            open_rows(filled, pages=100)
-        with pytest.raises(OSError, match="cannot have 51200 bytes"):
-            open_rows(tmp_path / "fresh", pages=100)
+        for folder in (filled, tmp_path / "fresh"):
+            with pytest.raises(OSError, match=r"cannot have 51200 bytes.*kvferry-host-decode\.rows"):
+                open_rows(folder, pages=100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.stat().st_size for path in (tmp_path / "fresh").iterdir()] == [0, 0]
+    check_that_nothing_was_lost(filled, tmp_path / "fresh")
+
+
+def test_an_allocation_of_the_index_that_fails_leaves_what_was_there(
+    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    for folder in (filled, tmp_path / "fresh"):
+        with pytest.raises(OSError, match=rf"cannot have {HEADER_BYTES + 100 * ENTRY_BYTES} bytes.*decode\.index"):
+            open_rows(folder, pages=100)
+    monkeypatch.undo()
+    check_that_nothing_was_lost(filled, tmp_path / "fresh")
+
+
+def check_that_nothing_was_lost(filled: Path, fresh: Path) -> None:
+    assert [path.stat().st_size for path in fresh.iterdir()] == [0, 0]
     with opened(filled) as rows:
         assert accepted(rows) == (ALL, RecoveryReport(PAGES, {}), [])
-    with opened(tmp_path / "fresh") as rows:
+    with opened(fresh) as rows:
         assert rows.recover().report == RecoveryReport(0, {})
+
+
+def test_rows_are_recovered_part_by_part(tmp_path: Path) -> None:
+    """What became of the file is told with the first; of a page that is twice in a part the younger is there."""
+    with opened(tmp_path) as rows:
+        fill(rows, {0: 1, 1: 2, 3: 3, 4: 4})
+        fill(rows, {9: 9, 12: 9, 14: 1})
+    with opened(tmp_path, pages=14) as rows:
+        first = rows.recover(0, 4)
+        assert found_in(first) == {0: digest_of(1), 1: digest_of(2), 3: digest_of(3)}
+        assert first.report == RecoveryReport(3, {DropReason.PAGES_DIFFER: 1})
+        assert found_in(rows.recover(4, 5)) == {4: digest_of(4)}
+        second = rows.recover(5, 14)
+        assert found_in(second) == {12: digest_of(9)}
+        assert second.report == RecoveryReport(1, {DropReason.DUPLICATE: 1})
+        assert rows.recover(6, 9).rows.tolist() == []
+    with opened(tmp_path, pages=14) as rows:
+        assert rows.recover().rows.tolist() == [0, 1, 3, 4, 12]
 
 
 def test_fewer_pages_keep_what_fits_and_more_keep_all(filled: Path) -> None:

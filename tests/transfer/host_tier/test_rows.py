@@ -20,6 +20,8 @@ import xxhash
 
 from kvferry.transfer.host_tier.index import ENTRY_BYTES, HEADER_BYTES
 from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, TierRows, checksum_rows, verify_rows
+from kvferry.transfer.mapping import memory_room
+from kvferry.transfer.mapping.memory_room import MemoryRoom
 
 PAGE, PAGES = 512, 16
 LAYOUT = b"l" * 32
@@ -48,13 +50,16 @@ def opened(folder: Path, **changes: int) -> Iterator[FileRows]:
         rows.close()
 
 
-def test_the_files_are_private_and_their_memory_there(tmp_path: Path) -> None:
+def test_the_files_are_private_and_their_memory_there_once_it_is_made(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     before = os.umask(0)
     try:
         with opened(folder, pages=100, page_bytes=8192) as rows:
             assert len(rows.buffer) == 819200
             assert not rows.buffer.readonly
+            assert (folder / "kvferry-host-decode.rows").stat().st_blocks * 512 < 819200
+            rows.make(0, 409600, ())
+            rows.make(409600, 819200, ())
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -212,22 +217,33 @@ def test_others_run_while_a_row_is_read() -> None:
     assert any(turns() > 5 for _ in range(5))  # one may be slow where other processes are busy
 
 
-def test_anonymous_rows_have_no_name_and_reserve_their_memory(tmp_path: Path) -> None:
-    rows: TierRows = AnonymousRows(str(tmp_path), "kvferry-host", PAGES, PAGE)
-    assert os.listdir(tmp_path) == []
+def test_anonymous_rows_are_there_once_they_are_made() -> None:
+    rows: TierRows = AnonymousRows(PAGES, PAGE)
     assert len(rows.buffer) == PAGES * PAGE
+    rows.make(0, 2 * PAGE, ())
     rows.buffer[PAGE : PAGE + 3] = b"abc"
-    assert bytes(rows.buffer[PAGE : PAGE + 3]) == b"abc"
+    rows.make(2 * PAGE, PAGES * PAGE, ())
+    assert bytes(rows.buffer[PAGE : PAGE + 4]) == b"abc\0", "a neighbour's bytes stay what they are"
+    assert not any(rows.buffer[2 * PAGE :])
+    assert rows.recover(0, PAGES) is None
+    view = rows.buffer[:PAGE]
     rows.close()
     rows.close()
+    assert len(view) == PAGE, "it is there while somebody looks at it"
+
+
+def test_anonymous_rows_leave_some_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_room, "rooms", lambda: iter([MemoryRoom("a machine", 17 << 20)]))
+    rows = AnonymousRows(1, 32 << 20)
+    assert rows.lacks(0, 16 << 20) == "" == rows.lacks(16 << 20, 32 << 20)
+    assert rows.lacks(0, 32 << 20) == f"{34 << 20} bytes are wanted, a machine leaves {17 << 20}"
+    rows.close()
+
+
+@pytest.mark.parametrize("pages", [1 << 28, 1 << 40])
+def test_more_addresses_than_a_process_has_are_an_error(pages: int) -> None:
     with pytest.raises(OSError):
-        AnonymousRows(str(tmp_path), "kvferry-host", 1 << 28, 1 << 30)
-    with pytest.raises(ValueError, match="nbytes is 0"):
-        AnonymousRows(str(tmp_path), "kvferry-host", 0, PAGE)
-    (tmp_path / "kvferry-taken").touch()
-    with pytest.raises(FileExistsError):
-        AnonymousRows(str(tmp_path), "kvferry-taken", PAGES, PAGE)
-    assert os.listdir(tmp_path) == ["kvferry-taken"]
+        AnonymousRows(pages, 1 << 30)
 
 
 def test_file_rows_are_tier_rows(tmp_path: Path) -> None:

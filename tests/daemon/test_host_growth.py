@@ -1,0 +1,111 @@
+"""A daemon whose host tier is still being read from its file: what it serves, tells, and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from kvferry.daemon.cli.stats import render
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.memory import growing_rows
+from kvferry.daemon.observe.stats import side_stats
+from kvferry.daemon.server import Daemon
+from kvferry.daemon.services.admin import AdminService
+from kvferry.proto import admin_pb2 as admin
+from kvferry.proto import cache_pb2, common_pb2
+from kvferry.transfer.host_tier.rows import FileRows
+from tests.daemon.daemons import config_of, started
+from tests.daemon.test_daemon_end import hello, until
+
+MADE = 1 << 18  # bytes of a chunk, of which there are four
+
+
+class Call:
+    async def abort(self, code: Any, details: str) -> None:
+        raise PermissionError(f"{code.name}: {details}")
+
+
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The second chunk is not made before it is set."""
+    make, event = FileRows.make, threading.Event()
+
+    def held(rows: FileRows, start: int, end: int, cpus: Collection[int]) -> None:
+        if start > 0:
+            assert event.wait(20)
+        make(rows, start, end, cpus)
+
+    monkeypatch.setattr(FileRows, "make", held)
+    monkeypatch.setattr(growing_rows, "CHUNK_BYTES", MADE)
+    yield event
+    event.set()
+
+
+@asynccontextmanager
+async def served(config: DaemonConfig, go_on: threading.Event) -> AsyncIterator[Daemon]:
+    """It ends, whatever is found."""
+    async with started(config) as daemon:
+        try:
+            yield daemon
+        finally:
+            go_on.set()
+            daemon.stop()
+            await daemon.run_until_stopped()
+
+
+def test_a_flush_is_refused_until_all_is_read(tmp_path: Path, go_on: threading.Event) -> None:
+    async def story() -> None:
+        config = config_of(tmp_path, host_dir=str(tmp_path / "host"), host_bytes=4 * MADE)
+        async with served(config, go_on) as daemon:
+            side, call = daemon.sides["decode"], cast(Any, Call())
+            await side.register(hello())
+            service, request = AdminService(daemon.sides), admin.FlushRequest(role=common_pb2.ROLE_DECODE)
+            host = side.cache.host
+            assert host is not None
+            await until(lambda: host.pages)
+            for strict in (False, True):
+                request.strict = strict
+                with pytest.raises(PermissionError, match=r"FAILED_PRECONDITION: .*read from its file: try again"):
+                    await service.Flush(request, call)
+            go_on.set()
+            await until(lambda: not side.tiers.reads_file)
+            assert host.pages == side.cache.host_asked
+            assert await service.Flush(request, call) == admin.FlushReply()
+
+    asyncio.run(story())
+
+
+def shown(stats: cache_pb2.SideStats) -> str:
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(render(cache_pb2.StatsReply(daemon="d", sides=[stats])))
+    return captured.get()
+
+
+def test_how_far_it_has_come_is_told(tmp_path: Path, go_on: threading.Event) -> None:
+    async def story() -> None:
+        config = config_of(tmp_path, host_dir=str(tmp_path / "host"), host_bytes=4 * MADE)
+        async with served(config, go_on) as daemon:
+            side = daemon.sides["decode"]
+            await side.register(hello())
+            asked, host = side.cache.host_asked, side.cache.host
+            assert host is not None
+            await until(lambda: host.pages)
+            told = side_stats(side)
+            assert (told.host.pages, told.host.free, told.host.asked_pages) == (asked // 4, asked // 4, asked)
+            assert told.pool.pages == told.pool.asked_pages > 0
+            assert f"{asked // 4} of {asked} x " in shown(told)
+            go_on.set()
+            await until(lambda: not side.tiers.reads_file)
+            told = side_stats(side)
+            assert told.host.pages == told.host.asked_pages == asked
+            assert f"{asked} x " in shown(told) and " of " not in shown(told).partition("host pages")[2].split("\n")[0]
+
+    asyncio.run(story())
