@@ -18,6 +18,8 @@ from kvferry.proto import admin_pb2, admin_pb2_grpc, common_pb2, worker_pb2, wor
 from kvferry.threads import name_thread
 from kvferry.waiting import have_ended
 
+# Answers to a flush that is to be asked for again; FAILED_PRECONDITION: the host tier's file is still being read.
+NOT_FREED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 BEAT_SECONDS = 1.0  # without a beat after which the daemon is taken for gone; it beats 20 times a second
 LOOK_SECONDS = 0.25  # between looks at its beat
 STOP_SECONDS = 10.0
@@ -113,7 +115,7 @@ class HeldPrefixes:
                 )
         except grpc.RpcError as error:
             # Any other answer is of a daemon that has nothing of this namespace: another one, or made anew.
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            if error.code() in NOT_FREED:
                 self._flushed = False
 
     def _find(self) -> None:

@@ -119,7 +119,7 @@ class Daemon:
             loop.add_signal_handler(number, self._on_signal, number)  # before anybody hears that it is ready
         self._look_at_the_machine()
         for lack in await asyncio.to_thread(lacks, config):
-            log.warning("the first worker will be refused: %s", lack)
+            log.warning("what is asked for does not fit: %s", lack)
         clear_socket(config.socket)
         servers = make_servers(config, self._snapshots.rpcs, self._tls)
         self.address = servers.bind_tcp(config.listen, self._tls)
@@ -287,12 +287,18 @@ class Daemon:
     async def _tell_of_engines(self) -> None:
         """Says to whoever asks for the health of ENGINE_SERVICE whether hand-offs to this daemon are of use."""
         told, status = None, health_pb2.HealthCheckResponse
-        while True:
-            there = all(side.has_engine for side in self.sides.values()) and not self._watch.stalled
-            if there is not told:
-                told = there
-                await self._health.set(ENGINE_SERVICE, status.SERVING if there else status.NOT_SERVING)
-            await asyncio.sleep(ENGINE_SECONDS)
+        telling: asyncio.Task[None] | None = None  # it waits for watchers that do not read
+        try:
+            while True:
+                there = all(side.has_engine for side in self.sides.values()) and not self._watch.stalled
+                if there is not told and (telling is None or telling.done()):
+                    told, word = there, status.SERVING if there else status.NOT_SERVING
+                    telling = asyncio.create_task(self._health.set(ENGINE_SERVICE, word))
+                await asyncio.sleep(ENGINE_SECONDS)
+        finally:
+            if telling is not None:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

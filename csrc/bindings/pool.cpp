@@ -158,6 +158,7 @@ void bind_pool(nb::module_& m) {
            },
            "pages"_a, "source"_a, "target"_a,
            "Each page must be in `source`, and the change one that the life of a page has; use free_pages for FREE.")
+      .def("expect", &PagePool::expect, "pages"_a, "Has room for so many, so that to grow up to them moves nothing.")
       .def("grow", &PagePool::grow, "pages"_a, "So many pages instead of fewer: those that come behind are FREE.")
       .def("resize", &PagePool::resize, "pages"_a,
            "Another number of pages, all FREE, with generations that none had before. All must be FREE now.")

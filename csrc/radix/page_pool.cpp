@@ -40,6 +40,13 @@ const char* name_of(PageState state) {
 
 PagePool::PagePool(int64_t pages, std::string tier) : tier_(std::move(tier)) { grow(pages); }
 
+void PagePool::expect(int64_t pages) {
+  check_pages(pages, 0);
+  states_.reserve(size_t(pages));
+  generations_.reserve(size_t(pages));
+  names_.reserve(size_t(pages));
+}
+
 void PagePool::grow(int64_t pages) {
   const uint32_t before = this->pages();
   check_pages(pages, before);

@@ -49,6 +49,9 @@ class PagePool {
   void free_pages(const PageIds& pages);              // any state but free -> free
   void move(const PageIds& pages, PageState source, PageState target);
 
+  // Has room for so many pages, so that to grow up to them moves nothing.
+  void expect(int64_t pages);
+
   // More pages behind those that there are, free. std::invalid_argument: pages, which is how many there are then.
   void grow(int64_t pages);
 

@@ -53,7 +53,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
     else:
         yield Finding(OK, what, text)
     slots = config.slots * config.slot_bytes * max(1, len(config.peers))
-    room = min(memory_room.rooms(), key=lambda each: each.nbytes)
+    room = memory_room.tightest() or memory_room.MemoryRoom("nothing that the system says", sys.maxsize)
     shared, tier = in_shm(config), in_memory(config)
     text = f"{size(room.nbytes)} by {room.name}; slots of {max(1, len(config.peers))} session(s) take {size(slots)}"
     text += f", pools take {size(shared)}" if shared else ""

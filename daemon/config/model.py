@@ -196,7 +196,7 @@ class DaemonConfig(BaseModel):
             description="of the pool: so much is free, or in the host tier before it is evicted; 0: none",
         ),
         Flag("SHARE"),
-    ] = 0.125
+    ] = 0.0
     quotas: Annotated[
         Quotas,
         Field(

@@ -63,6 +63,8 @@ class Cache:
         self.pool = PagePool(pages)
         self.host_asked = host_pages
         self.host = PagePool(host_pages if host_there is None else host_there, "host") if host_pages else None
+        if self.host is not None:
+            self.host.expect(host_pages)
         self.clock = Clock()  # one for all trees, so that their eviction keys compare
         self.namespaces: dict[bytes, Namespace] = {}
         self.tiers = TierCounters()

@@ -302,6 +302,7 @@ class DecodeCore:
     def pool_leaves(self, now: float) -> None:
         """The pool's memory goes with the engine that it is of, whose requests have ended."""
         self.pins.unpin(0)
+        self.cache.eviction.ahead = 0  # of the next one it is as much as was asked for
         self._pump(now)
 
     # -- the other daemon's words --------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from kvferry.radix.tree import BACKUP, Evicted
 
 MIXED_CHUNK = 16  # pages evicted from one tree before the next one is compared, where several are candidates
 MAX_AHEAD_PAGES = 64  # of a copy ahead: meanwhile younger ones would go
+LOOK_PAGES = 16  # that go, or are to be ahead, before it is looked again what is to be copied ahead
 MAX_COPY_PAGES = 256  # of one copy to the host tier: pages are free as it ends
 
 
@@ -44,9 +45,7 @@ class Eviction:
         self._counters = counters
         self._write_through_hits = write_through_hits
         self.ahead = ahead
-        self._saved: dict[
-            Namespace, tuple[int, int, int]
-        ] = {}  # what was looked at when nothing was to be copied ahead
+        self._saved: dict[Namespace, tuple[int, int]] = {}  # what was looked at when nothing was to be copied ahead
 
     def make_room(self, namespace: Namespace, pages: int) -> bool:
         """Evicts and spills until `pages` that were promised to the namespace are free, or as many copies are under
@@ -92,15 +91,16 @@ class Eviction:
         if self._host is None or self._copies.yielding:
             return
         ahead = self.ahead - self._pool.free
-        if ahead <= 0 or self._host.free == 0:
+        evictable = sum(namespace.tree.evictable for namespace in self._namespaces.values())
+        if ahead <= 0 or self._host.free == 0 or not evictable:
             return
         for namespace in self._namespaces.values():
-            tree = namespace.tree
-            looked = tree.version, tree.evictable, ahead
+            own = -(-ahead * namespace.tree.evictable // evictable)
+            looked = (namespace.evicted // LOOK_PAGES, own // LOOK_PAGES)
             room = min(self._host.free, MAX_AHEAD_PAGES, self._host_quota_left(namespace))
-            if room == 0 or self._saved.get(namespace) == looked:
+            if own == 0 or room == 0 or self._saved.get(namespace) == looked:
                 continue
-            copy = tree.backups_ahead(room, ahead)
+            copy = namespace.tree.backups_ahead(room, own)
             if copy is not None:
                 self._copies.start(namespace, copy)
                 return

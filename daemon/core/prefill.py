@@ -263,6 +263,7 @@ class PrefillCore:
     def pool_leaves(self, now: float) -> None:
         """The pool's memory goes with the engine that it is of: what it had computed can be sent no more."""
         self.pins.unpin(0)
+        self.cache.eviction.ahead = 0  # of the next one it is as much as was asked for
         for entry in list(self.entries.values()):
             if entry.prompt is None or entry.done:
                 continue

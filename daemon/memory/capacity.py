@@ -52,7 +52,8 @@ def lacks_on_gpus(config: DaemonConfig, driver: Driver) -> Iterator[str]:
 
 
 def lacks(config: DaemonConfig) -> list[str]:
-    """The reasons for which the first worker will be refused, with remedies. Blocks while a CUDA driver starts."""
+    """The reasons for which the first worker will be refused, or the host tier stay small, with remedies. Blocks
+    while a CUDA driver starts."""
     found = []
     if os.path.isdir(config.shm_dir):
         text, enough = shared_memory(config)

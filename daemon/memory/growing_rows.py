@@ -8,8 +8,10 @@ import logging
 import math
 import mmap
 import resource
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,7 @@ from kvferry.transfer.host_tier.rows import TierRows
 
 log = logging.getLogger(__name__)
 
+MAKING = threading.Lock()  # of one tier at a time: what is free for one is not for the other
 CHUNK_BYTES = 1 << 30
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -50,12 +53,12 @@ class GrowingRows:
             log.warning("host tier of %d bytes: %s; it grows as far as that", nbytes, lack)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Of each chunk the first row, and that behind the last."""
+        """The first row of each chunk, and that behind its last."""
         return ((start, min(start + self._step, self.asked)) for start in range(0, self.asked, self._step))
 
     def _rows_of_a_chunk(self) -> int:
-        """Of about CHUNK_BYTES, which end where both a row and a page of memory do: what is pinned apart shares no
-        page, and no row lies in two."""
+        """The rows of about CHUNK_BYTES, which end where both a row and a page of memory do: what is pinned apart
+        shares no page, and no row lies in two."""
         together = [math.lcm(self.row_bytes, size) for size in (HUGE_PAGE_BYTES, mmap.PAGESIZE)]
         unit = next((nbytes // self.row_bytes for nbytes in together if nbytes <= CHUNK_BYTES), self.asked)
         return max(unit, CHUNK_BYTES // self.row_bytes // unit * unit)
@@ -67,19 +70,24 @@ class GrowingRows:
         ends = [0, *cut.tolist(), len(rows)]
         return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
-    def make(self, first: int, last: int) -> Recovered | None:
+    def make(self, first: int, last: int) -> Held | None:
         """Has rows [first, last) be there: what they hold of an earlier run. OSError."""
         assert first == self.pages, f"rows from {first} on, {self.pages} are there"
         start, end = first * self.row_bytes, last * self.row_bytes
-        if lack := self._rows.lacks(start, end):
-            raise OSError(errno.ENOMEM, f"rows {first} to {last - 1}: {lack}")
-        near = self._near[len(self._pins) % len(self._near)] if self._near else ()
-        self._rows.make(start, end, near)
-        if self._pinner is not None:
-            self._pin(self._pinner, self._rows.buffer[start:end])
-        held = self._rows.recover(first, last)
+        with MAKING:
+            if lack := self._rows.lacks(start, end):
+                raise OSError(errno.ENOMEM, f"rows {first} to {last - 1}: {lack}")
+            near = self._near[len(self._pins) % len(self._near)] if self._near else ()
+            try:
+                self._rows.make(start, end, near)
+                if self._pinner is not None:
+                    self._pin(self._pinner, self._rows.buffer[start:end])
+            except OSError:
+                self._rows.unmake(start, end)
+                raise
+        found = self._rows.recover(first, last)
         self.pages = last
-        return held
+        return Held.of(found) if found is not None else None
 
     def _pin(self, pinner: Pinner, rows: memoryview) -> None:
         try:
@@ -98,6 +106,26 @@ class GrowingRows:
         self._pins.clear()
         self._pinner = None
         self._rows.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What rows hold of an earlier run, and the entries of each namespace: that which was written last comes first."""
+
+    found: Recovered
+    by_namespace: list[tuple[bytes, NDArray[np.int64]]]
+
+    @staticmethod
+    def of(found: Recovered) -> Held:
+        entries: dict[bytes, list[int]] = {}
+        for number, name in enumerate(found.namespace_ids.view("V32").ravel().tolist()):
+            entries.setdefault(name, []).append(number)
+        ordered = sorted(entries.items(), key=lambda each: -int(found.generations[each[1]].max()))
+        return Held(found, [(name, np.array(numbers, np.int64)) for name, numbers in ordered])
+
+    def rows(self) -> list[int]:
+        rows: list[int] = self.found.rows.tolist()
+        return rows
 
 
 class Found:

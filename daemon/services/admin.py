@@ -51,11 +51,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def _flush(self, request: admin.FlushRequest) -> admin.FlushReply:
         side = self._side(request.role)
+        if side.tiers.reads_file:  # what comes behind the flush would stay
+            raise precondition(f"the {side.role} side's host tier is still being read from its file: try again")
+        side.tiers.forget_unread()
         chosen = _chosen(side, request.namespace_id)
         if chosen is None:
             return admin.FlushReply()
-        if side.tiers.reads_file:  # what comes behind the flush would stay
-            raise precondition(f"the {side.role} side's host tier is still being read from its file: try again")
         if request.strict:
             _check_nothing_held(chosen)
         count = side.cache.flush(chosen)

@@ -133,6 +133,11 @@ class SideTiers:
         """See `HostTier.reads_file`."""
         return self._host is not None and self._host.reads_file
 
+    def forget_unread(self) -> None:
+        """See `HostTier.forget_unread`."""
+        if self._host is not None:
+            self._host.forget_unread()
+
     def copy_statistics(self) -> CopyStatistics:
         """Counts of the copies between the tiers."""
         if self._memory is None:

@@ -876,6 +876,9 @@ class PagePool:
         Each page must be in `source`, and the change one that the life of a page has; use free_pages for FREE.
         """
 
+    def expect(self, pages: int) -> None:
+        """Has room for so many, so that to grow up to them moves nothing."""
+
     def grow(self, pages: int) -> None:
         """So many pages instead of fewer: those that come behind are FREE."""
 

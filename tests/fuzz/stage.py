@@ -19,6 +19,7 @@ from typing import Any, NoReturn, cast
 import grpc
 
 from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.host_tier import HostTier
@@ -143,6 +144,13 @@ class Tier:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+
+    async def grow(self, cache: Cache, first: bytes, grown: Callable[[], None]) -> None:
+        cache.grow_host(cache.host_asked, [])
+        grown()
+
+    def forget_unread(self) -> None:
+        pass
 
     def forget(self, rows: Sequence[int]) -> None:
         pass

@@ -58,6 +58,7 @@ class Handle:
         loop = self._loop
         if self._cancelled or loop.ended:
             return
+        before = asyncio._get_running_loop()
         asyncio._set_running_loop(loop)
         try:
             if self._context is None:
@@ -65,7 +66,7 @@ class Handle:
             else:
                 self._context.run(self._call, *self._args)
         finally:
-            asyncio._set_running_loop(None)
+            asyncio._set_running_loop(before)
 
 
 class Backlog:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import mmap
 import os
 import re
 import stat
@@ -33,12 +34,12 @@ from kvferry.transfer.host_tier.index import (
     Rows,
     as_rows,
 )
-from kvferry.transfer.mapping.memory_room import MemoryRoom, lacks
+from kvferry.transfer.mapping.memory_room import MemoryRoom, is_memory, lacks
 from kvferry.transfer.mapping.populate import POPULATE_READ, populate, reserve
 from kvferry.transfer.mapping.segment import Segment
 
 _ROLE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
-SPARED = 16  # of what is taken, as much is left free besides: all would have the system end a process
+SPARED = 16  # a part of what the tier takes that is left free besides: all would have the system end a process
 _COUNTED_AT_A_TIME = 1 << 13  # entries
 
 
@@ -54,6 +55,9 @@ class TierRows(Protocol):
 
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
         """Has these bytes be there, near those CPUs. On a thread. OSError, and then they are not to be used."""
+
+    def unmake(self, start: int, end: int) -> None:
+        """Lets go of what there is of these bytes, as far as it can; nobody uses them."""
 
     def recover(self, first: int, last: int) -> Recovered | None:
         """What rows [first, last), which are made, hold of an earlier run; None where they can hold nothing. Call it
@@ -72,10 +76,16 @@ class AnonymousRows:
         self.buffer = memoryview(self._memory)
 
     def lacks(self, start: int, end: int) -> str:
-        return lacks(end - start + (end - start) // SPARED)
+        return lacks(end - start + end // SPARED)
 
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
         populate(self.buffer[start:end], cpus)
+
+    def unmake(self, start: int, end: int) -> None:
+        page = mmap.PAGESIZE
+        first, last = -(-start // page) * page, end // page * page
+        if last > first:
+            self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def recover(self, first: int, last: int) -> Recovered | None:
         return None
@@ -153,12 +163,17 @@ class FileRows:
     def lacks(self, start: int, end: int) -> str:
         there = os.fstat(self._fds[0]).st_blocks * 512  # its first rows, as they are made in their order
         wanted, free = end - max(start, there), disk_room(self._fds[0])
+        if wanted > 0 and is_memory(self._fds[0]) and (lack := lacks(wanted + end // SPARED)):
+            return lack
         return "" if free is None else MemoryRoom(f"the disk of {self._stem}.rows", free).lacks(wanted)
 
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
         """A hole (of files that are new, or were copied) would be a bus error once the disk is full."""
         _allocate(f"{self._stem}.rows", self._fds[0], start, end - start)
         populate(self.buffer[start:end], cpus, how=POPULATE_READ)
+
+    def unmake(self, start: int, end: int) -> None:
+        """What a file has stays: it may hold pages."""
 
     def recover(self, first: int = 0, last: int | None = None) -> Recovered:
         """All valid entries of these rows, or of all; what became of the others, here and, with row 0, at `open`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +20,21 @@ class MemoryRoom:
         return f"{wanted} bytes are wanted, {self.name} leaves {self.nbytes}" if wanted > self.nbytes else ""
 
 
-def meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def available() -> int | None:
+    """MemAvailable of /proc/meminfo; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None
 
 
 def rooms() -> Iterator[MemoryRoom]:
-    """The machine's memory, and that of each cgroup (v2, or the one that v1 names) in which this process is."""
-    yield MemoryRoom("MemAvailable of /proc/meminfo", meminfo("MemAvailable"))
+    """The machine's memory, and that of each cgroup (v2, or the one that v1 names) in which this process is; what the
+    system does not say is left out."""
+    if (nbytes := available()) is not None:
+        yield MemoryRoom("MemAvailable of /proc/meminfo", nbytes)
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -58,7 +64,23 @@ def _of_cgroup(folder: Path, limit: str, current: str, reclaimed: str) -> Memory
     return MemoryRoom(f"{folder / limit} ({most})", max(0, most - used + int(stat.get(reclaimed, 0))))
 
 
+def tightest() -> MemoryRoom | None:
+    return min(rooms(), key=lambda room: room.nbytes, default=None)
+
+
 def lacks(nbytes: int) -> str:
     """Why so many bytes more do not fit; "" where they do."""
-    tightest = min(rooms(), key=lambda room: room.nbytes)
-    return tightest.lacks(nbytes)
+    room = tightest()
+    return room.lacks(nbytes) if room is not None else ""
+
+
+def is_memory(fd: int) -> bool:
+    """Whether the file's bytes are of the machine's memory, on a tmpfs."""
+    device = os.fstat(fd).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    kinds = [line.partition(" - ")[2].split(" ", 1)[0] for line in mounts if line.split(" ", 3)[2] == name]
+    return bool({"tmpfs", "ramfs"} & set(kinds))

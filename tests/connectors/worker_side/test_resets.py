@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
 
 from kvferry.connectors.lookups import LOOK_SECONDS, HeldPrefixes
 from kvferry.connectors.orders import Begin, Forget, Load, News, PromptPages, Release, Restore, Save, StorePages
 from kvferry.connectors.prompt_chain import PromptChain
 from kvferry.connectors.weights_epoch import WeightsEpoch
-from kvferry.proto import common_pb2
+from kvferry.proto import admin_pb2, admin_pb2_grpc, common_pb2
 from tests.connectors.scheduling import Request
 from tests.connectors.worker_side.engine_pair import (
     FACTS,
@@ -95,6 +99,30 @@ def test_a_flush_of_what_the_daemon_does_not_have_is_not_tried_again(pair: Pair)
         until(lambda: view._flushed and not view._ask.is_set())
     finally:
         view.close()
+
+
+def test_a_flush_that_is_refused_for_now_is_tried_again(tmp_path: Path) -> None:
+    """The daemon still reads its host tier's file."""
+    asked: list[admin_pb2.FlushRequest] = []
+
+    class Admin(admin_pb2_grpc.AdminServicer):
+        def Flush(self, request: admin_pb2.FlushRequest, context: grpc.ServicerContext) -> admin_pb2.FlushReply:
+            asked.append(request)
+            if len(asked) < 3:
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, "still being read")
+            return admin_pb2.FlushReply()
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    admin_pb2_grpc.add_AdminServicer_to_server(Admin(), server)
+    server.add_insecure_port(f"unix:{tmp_path}/decode.sock")
+    server.start()
+    view = HeldPrefixes(f"{tmp_path}/decode.sock", common_pb2.ROLE_DECODE, bytes(32), timeout_s=2.0)
+    try:
+        view.flush()
+        until(lambda: len(asked) == 3 and view._flushed)
+    finally:
+        view.close()
+        server.stop(None).wait(10)
 
 
 def test_everything_ordered_before_is_reported_once_and_has_no_effect(pair: Pair) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +31,7 @@ class Rows:
         self.made: list[tuple[int, int]] = []
         self.near: list[Collection[int]] = []
         self.recovered: list[tuple[int, int]] = []
+        self.let_go: list[tuple[int, int]] = []
         self.closed = False
 
     def lacks(self, start: int, end: int) -> str:
@@ -37,6 +40,9 @@ class Rows:
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
         self.made.append((start, end))
         self.near.append(cpus)
+
+    def unmake(self, start: int, end: int) -> None:
+        self.let_go.append((start, end))
 
     def recover(self, first: int, last: int) -> None:
         self.recovered.append((first, last))
@@ -159,6 +165,7 @@ def test_a_later_chunk_that_cannot_be_pinned_is_not_used() -> None:
     with pytest.raises(OSError, match=r"not pinned: injected \(memlock limit: "):
         there.make(4, 6)
     assert (there.pages, pins.held, rows.recovered) == (4, 2, [(0, 2), (2, 4)])
+    assert rows.let_go == [(4 * ROW, 6 * ROW)], "memory is short, and nobody uses it"
 
 
 def test_pins_go_before_the_rows() -> None:
@@ -193,3 +200,17 @@ def test_a_file_whose_header_is_wrong_counts_as_one_entry(caplog: pytest.LogCapt
     found.count(RecoveryReport(0, {}))
     assert found.tell() == 1
     assert "the file was replaced (bad_header)" in caplog.text
+
+
+@given(st.lists(st.integers(0, 23), unique=True, max_size=24), st.integers(1, 9))
+def test_no_part_of_a_copy_goes_over_the_end_of_a_chunk(rows: list[int], step: int) -> None:
+    """Neighbours are copied as one, and drivers refuse one copy of what was pinned apart."""
+    growing = GrowingRows(Rows(), ROWS, None, ())
+    growing._step = step
+    at = np.array(rows, np.int64)
+    parts = [at[part].tolist() for part in growing.parts(at)]
+    assert [row for part in parts for row in part] == rows
+    borders = [(a, b) for part in parts for a, b in itertools.pairwise(part) if b == a + 1 and b % step == 0]
+    assert borders == []
+    cuts = sum(b == a + 1 and b % step == 0 for a, b in itertools.pairwise(rows))
+    assert len(parts) == cuts + 1

@@ -182,12 +182,25 @@ def failing(rows: TierRows) -> None:
     anything.make = fail
 
 
+def without_threads(rows: TierRows) -> None:
+    """As `populate` where a process may start no more."""
+    make = rows.make
+
+    def fail(start: int, end: int, cpus: Collection[int]) -> None:
+        if start > 0:
+            raise RuntimeError("injected")
+        make(start, end, cpus)
+
+    anything: Any = rows
+    anything.make = fail
+
+
 def lacking(rows: TierRows) -> None:
     anything: Any = rows
     anything.lacks = lambda start, end: "injected" if start > 0 else ""
 
 
-@pytest.mark.parametrize("breaks", [failing, lacking])
+@pytest.mark.parametrize("breaks", [failing, without_threads, lacking])
 @pytest.mark.parametrize("in_file", [True, False])
 def test_a_chunk_that_cannot_be_had_is_the_last(
     tmp_path: Path, breaks: Callable[[TierRows], None], in_file: bool, caplog: pytest.LogCaptureFixture
@@ -210,6 +223,37 @@ def test_a_chunk_that_cannot_be_had_is_the_last(
     asyncio.run(story())
     if in_file:
         assert named_in(tmp_path) == {0: digest(100), 1: digest(4), 3: digest(103)}, "what was not read is kept"
+
+
+def test_a_flush_is_of_what_a_tier_did_not_come_to(tmp_path: Path) -> None:
+    put(tmp_path, {0: 100, 3: 103})
+    rows = opened(tmp_path)
+    lacking(rows)
+
+    async def story() -> None:
+        tier = Tier(rows, DeviceMemory())
+        await tier.grow()
+        tier.tier.forget_unread()
+        await tier.tier.close()
+
+    asyncio.run(story())
+    assert named_in(tmp_path) == {0: digest(100)}
+
+
+def test_the_times_of_copies_that_run_together_add_up_to_that_in_which_any_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(host_tier.time, "perf_counter", lambda: clock[0])
+    tier = Tier(AnonymousRows(ROWS, ROW_BYTES), DeviceMemory()).tier
+    seconds: list[float] = []
+    for clock[0], begins in [(1.0, True), (4.0, True), (5.0, False), (9.0, False), (20.0, True), (21.0, False)]:
+        if begins:
+            tier._begins(False)
+        else:
+            seconds.append(tier._busy_seconds(False))
+    assert seconds == [4.0, 4.0, 1.0]
+    tier.discard()
 
 
 # -- its end -------------------------------------------------------------------------------------------------------

@@ -24,9 +24,17 @@ GROWTH = (
     Guard(
         "a chunk ends where a page of memory does",
         GROWING,
-        "GrowingRows.chunks",
+        "GrowingRows._rows_of_a_chunk",
         " // unit * unit",
         "",
+        OF_GROWTH,
+    ),
+    Guard(
+        "no copy goes over a chunk's end",
+        GROWING,
+        "GrowingRows.parts",
+        "rows[1:] % self._step == 0",
+        "rows[1:] < 0",
         OF_GROWTH,
     ),
     Guard(
@@ -110,13 +118,15 @@ HOST_TIER = (
         "a row's checksum is of what was copied, not of what was there before",
         TIER,
         "HostTier._copy",
-        """            memory.spill(device, rows)
-            if self._checksums or self._file is not None:
-                sums = checksum_rows(self._rows.buffer, rows, size)
+        """        for part in self._there.parts(rows):
+            (memory.spill if known is None else memory.restore)(device[part], rows[part])
+        if known is None and (self._checksums or self._file is not None):
+            sums = checksum_rows(self._rows.buffer, rows, size)
 """,
-        """            if self._checksums or self._file is not None:
-                sums = checksum_rows(self._rows.buffer, rows, size)
-            memory.spill(device, rows)
+        """        if known is None and (self._checksums or self._file is not None):
+            sums = checksum_rows(self._rows.buffer, rows, size)
+        for part in self._there.parts(rows):
+            (memory.spill if known is None else memory.restore)(device[part], rows[part])
 """,
         OF_TIER,
     ),
@@ -124,7 +134,7 @@ HOST_TIER = (
         "restored rows are compared with their checksums",
         TIER,
         "HostTier._copy",
-        "if known.any():",
+        "if known is not None and known.any():",
         "if False:",
         OF_TIER,
     ),

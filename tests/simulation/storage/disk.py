@@ -107,6 +107,9 @@ class SimRows(FileRows):
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
         """They are there."""
 
+    def unmake(self, start: int, end: int) -> None:
+        """They stay."""
+
     def put(self, at: int, data: bytes) -> None:
         """Bytes of rows, by a copy."""
         self._log.note(self._rows, [(at, len(data))])

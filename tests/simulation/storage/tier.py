@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, cast
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.copy_threads import CopyThreads
+from kvferry.daemon.memory.growing_rows import Held
 from kvferry.daemon.memory.host_tier import CopyDone, HostTier
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.radix.digests import DIGEST_BYTES
@@ -46,6 +47,8 @@ class Rows(Protocol):
 
     def make(self, start: int, end: int, cpus: Collection[int]) -> None: ...
 
+    def unmake(self, start: int, end: int) -> None: ...
+
     def recover(self, first: int, last: int) -> Recovered | None: ...
 
     def put(self, at: int, data: bytes) -> None: ...
@@ -67,6 +70,9 @@ class LooseRows:
 
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
         """They are there."""
+
+    def unmake(self, start: int, end: int) -> None:
+        """They stay."""
 
     def recover(self, first: int, last: int) -> Recovered | None:
         return None
@@ -346,16 +352,17 @@ class SimTier(HostTier):
         self._host = cache.host
         await super().grow(cache, first, grown)
 
-    def _make_and_judge(self, first: int, last: int) -> Recovered | None:
+    def _make_and_judge(self, first: int, last: int) -> Held | None:
         if self._clock.chance(self._failing):
             self._clock.counts["host tiers that stay small"] += 1
             raise OSError("injected")
-        found = self._make_rows(first, last)
-        if found is not None:
+        held = self._make_rows(first, last)
+        if held is not None:
+            found = held.found
             self.found |= dict(zip(found.rows.tolist(), _contents(found.digests.tobytes()), strict=True))
             self._judge_found(cast(SimRows, self._sim_rows).disk, found, range(first, last))
         self._clock.counts["chunks of host tiers"] += 1
-        return found
+        return held
 
     def _judge_found(self, disk: SimDisk, found: Recovered, among: range) -> None:
         """After a power loss anything may be there: what is wrong, its checksum has to tell."""

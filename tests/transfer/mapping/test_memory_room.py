@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -97,4 +98,25 @@ def test_what_cannot_be_read_bounds_nothing(machine: Machine) -> None:
 
 def test_of_this_machine_something_is_told() -> None:
     assert all(room.nbytes >= 0 for room in memory_room.rooms())
-    assert memory_room.meminfo("MemTotal") > 0 == memory_room.meminfo("NoSuchLine")
+    assert memory_room.available()
+
+
+def test_what_the_system_does_not_say_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("MemTotal: 99 kB\n", None):
+
+        def read_text(path: Path, *words: str, text: str | None = text) -> str:
+            if text is None or str(path) != "/proc/meminfo":
+                raise FileNotFoundError(path)
+            return text
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+        assert list(memory_room.rooms()) == [] and memory_room.tightest() is None
+        assert memory_room.lacks(1 << 60) == ""
+
+
+def test_files_on_a_tmpfs_are_memory(tmp_path: Path) -> None:
+    on_shm = Path("/proc/mounts").read_text().count(" /dev/shm tmpfs ") > 0
+    with tempfile.TemporaryFile(dir="/dev/shm" if on_shm else tmp_path) as file:
+        assert memory_room.is_memory(file.fileno()) == on_shm
+    with open(__file__) as file:
+        assert not memory_room.is_memory(file.fileno())
