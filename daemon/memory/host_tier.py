@@ -108,7 +108,7 @@ class HostTier:
     async def grow(self, cache: Cache, first: bytes, grown: Callable[[], None]) -> None:
         """Has its rows be made, chunk by chunk, and what a file holds in them put into the trees: of the namespace
         `first`, for which a place is kept, and of those that are met while there is one. `grown` hears of each chunk,
-        which the cache may use from then on. One that cannot be had is the last: those before it stay. Cancelled, it
+        which the cache may use from then on, and of what is put into the trees. One that cannot be had is the last: those before it stay. Cancelled, it
         ends when its chunk has."""
         began, found, there = time.perf_counter(), Found(), self._there
         try:
@@ -121,7 +121,7 @@ class HostTier:
                 cache.grow_host(there.pages, held.rows() if held is not None else [])
                 if held is not None:
                     found.count(held.found.report)
-                    await self._take_in(cache, first, held)
+                    await self._take_in(cache, first, held, grown)
                 grown()
         except AssertionError:
             raise  # a broken invariant, by which the daemon ends
@@ -133,11 +133,12 @@ class HostTier:
         if self.survives:
             cache.tiers.discarded_entries += found.tell()
 
-    async def _take_in(self, cache: Cache, first: bytes, held: Held) -> None:
+    async def _take_in(self, cache: Cache, first: bytes, held: Held, taken: Callable[[], None]) -> None:
         """Puts what rows hold into the trees of their namespaces, few at a time: others have the event loop between."""
         for name, mine in held.by_namespace:
             for at in (mine[i : i + TAKEN_AT_A_TIME] for i in range(0, len(mine), TAKEN_AT_A_TIME)):
                 self._take(cache, first, name, held.found, at)
+                taken()
                 await asyncio.sleep(0)
                 if self._closing or self._halted:
                     return
