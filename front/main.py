@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
+from collections.abc import Iterator
 
 from kvferry import flags, listening, tracing
 from kvferry.channels import ChannelError, add_tls_arguments, tls_of
@@ -17,6 +19,8 @@ from kvferry.front.service import ServiceConfig
 from kvferry.front.vllm import VllmConfig, parse_prefill, parse_url
 from kvferry.logs import LOG_FORMAT
 from kvferry.pauses import short_collections
+
+MAX_PROCESSES = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +67,13 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         type=flags.parsed(parse_url),
         metavar="URL",
         help="decode servers",
+    )
+    vllm.add_argument(
+        "--processes",
+        type=flags.whole,
+        default=1,
+        metavar="N",
+        help="that share the requests, and --max-requests (default 1)",
     )
 
 
@@ -128,34 +139,48 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvferry front: {problem}", file=sys.stderr)
         return 2
     try:
-        tracing.configure("kvferry-front", args.otel)
-        with short_collections():
+        if args.vllm_decode:
+            return _run_before_vllm(args, host, port)
+        with _process(args):
             return _run(args, host, port)
     except tracing.TracingError as error:
         print(f"kvferry front: {error}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def _process(args: argparse.Namespace) -> Iterator[None]:
+    """What each serving process has: traces, whose exporters have threads, and short collections."""
+    try:
+        tracing.configure("kvferry-front", args.otel)
+        with short_collections():
+            yield
     finally:
         tracing.shutdown()
 
 
+def _run_before_vllm(args: argparse.Namespace, host: str, port: int) -> int:
+    return front_vllm_server.run(
+        VllmConfig(
+            prefill=tuple(args.vllm_prefill),
+            decode=tuple(args.vllm_decode),
+            first_token_s=args.first_token_seconds,
+            next_token_s=args.next_token_seconds,
+            reply_s=args.reply_seconds,
+            max_requests=args.max_requests,
+            load_factor=args.load_factor,
+            load_slack=args.load_slack,
+        ),
+        host=host,
+        port=port,
+        wait_s=args.wait_seconds,
+        grace_s=args.grace,
+        processes=args.processes,
+        under=lambda: _process(args),
+    )
+
+
 def _run(args: argparse.Namespace, host: str, port: int) -> int:
-    if args.vllm_decode:
-        return front_vllm_server.run(
-            VllmConfig(
-                prefill=tuple(args.vllm_prefill),
-                decode=tuple(args.vllm_decode),
-                first_token_s=args.first_token_seconds,
-                next_token_s=args.next_token_seconds,
-                reply_s=args.reply_seconds,
-                max_requests=args.max_requests,
-                load_factor=args.load_factor,
-                load_slack=args.load_slack,
-            ),
-            host=host,
-            port=port,
-            wait_s=args.wait_seconds,
-            grace_s=args.grace,
-        )
     try:
         daemon_tls = tls_of(args)
     except ChannelError as error:
@@ -198,7 +223,11 @@ def _problem(args: argparse.Namespace) -> str:
     if args.vllm_decode or args.vllm_prefill:
         if args.prefill or args.decode:
             return "--vllm-prefill and --vllm-decode do not go with --prefill and --decode"
+        if args.processes > MAX_PROCESSES:
+            return f"--processes is {args.processes}; it must be 1 to {MAX_PROCESSES}"
         return "" if args.vllm_decode else "--vllm-decode is required"
+    if args.processes > 1:  # each would have a memory of replies of its own
+        return f"--processes is {args.processes}; before reference workers it must be 1"
     return "" if args.prefill and args.decode else "--prefill and --decode are required (or --vllm-decode)"
 
 

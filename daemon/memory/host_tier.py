@@ -108,8 +108,8 @@ class HostTier:
     async def grow(self, cache: Cache, first: bytes, grown: Callable[[], None]) -> None:
         """Has its rows be made, chunk by chunk, and what a file holds in them put into the trees: of the namespace
         `first`, for which a place is kept, and of those that are met while there is one. `grown` hears of each chunk,
-        which the cache may use from then on, and of what is put into the trees. One that cannot be had is the last: those before it stay. Cancelled, it
-        ends when its chunk has."""
+        which the cache may use from then on, and of what is put into the trees. A chunk that cannot be had is the last:
+        those before it stay. Cancelled, it ends when its chunk has."""
         began, found, there = time.perf_counter(), Found(), self._there
         try:
             there.warn()

@@ -271,7 +271,8 @@ class SimTier(HostTier):
 
     def _left(self, disk: SimDisk) -> dict[int, bytes]:
         """What its owner may restore, by row, and what it has not come to."""
-        behind = {row: kept for row, kept in disk.left.items() if row >= self._there.pages}
+        there, asked = self._there.pages, self._there.asked  # a smaller file has lost what was behind its end
+        behind = {row: kept for row, kept in disk.left.items() if there <= row < asked}
         if self._host is None:
             return behind
         states = self._host.states(range(self._host.pages))
