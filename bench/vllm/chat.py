@@ -127,22 +127,25 @@ def one_server(client: httpx.AsyncClient, url: str) -> Ask:
     return ask
 
 
-def prefill_first(client: httpx.AsyncClient, prefill: str, decode: str) -> Ask:
+def params_of_nixl() -> dict[str, object]:
+    """What vLLM's own proxies give a prefill half."""
+    nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    return {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
+
+
+def prefill_first(
+    client: httpx.AsyncClient,
+    prefill: str,
+    decode: str,
+    params: Callable[[], dict[str, object]] = params_of_nixl,
+) -> Ask:
     """As vLLM's own proxies do: prefill's answer says where decode finds the KV."""
 
     async def ask(messages: Messages, max_tokens: int) -> Reply:
         began = time.monotonic()
         asked = body(messages, max_tokens)
-        first = {**asked, "max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+        first = {**asked, "max_tokens": 1, "stream": False, "kv_transfer_params": params()}
         del first["stream_options"]
-        first["kv_transfer_params"] = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        }
         request_id = {"X-Request-Id": secrets.token_hex(8)}
         answer = await client.post(prefill + "/v1/chat/completions", json=first, headers=request_id)
         answer.raise_for_status()

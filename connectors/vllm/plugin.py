@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 
 CONNECTOR = "KVFerryConnector"
 
@@ -14,3 +15,8 @@ def register() -> None:
 
     with contextlib.suppress(ValueError):  # known already: a process may load its plugins more than once
         KVConnectorFactory.register_connector(CONNECTOR, "kvferry.connectors.vllm", CONNECTOR)
+    if "dynamo.vllm" in sys.modules:  # this is the process of a worker of Dynamo's
+        from kvferry.connectors.vllm import dynamo
+
+        with contextlib.suppress(ImportError):
+            dynamo.register(CONNECTOR)
