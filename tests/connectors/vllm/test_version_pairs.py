@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.vllm_router import installed
+
 ROOT = Path(__file__).resolve().parents[3]
 VENVS = Path(os.environ.get("KVFERRY_VLLM_VENVS", ROOT / "build" / "vllm"))  # made once; a folder for each version
 OLDEST = "0.26.0"
@@ -68,16 +70,12 @@ def test_beside_other_connectors_with_two_servers_and_where_requests_are_preempt
 @pytest.mark.parametrize("which", [lambda: OLDEST, newest], ids=["oldest", "newest"])
 def test_routers_of_others_stand_before_it_as_they_are(which: Callable[[], str], tmp_path: Path) -> None:
     """vLLM's own, and what Dynamo's worker makes of its registry."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "router"], check=True)
-    installs = [
-        [tmp_path / "router" / "bin" / "python", "-m", "pip", "install", "-q", "vllm-router==0.1.17"],
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path / "site", "ai-dynamo==1.3.1"],
-    ]
-    for words in installs:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=900)
-        if done.returncode:
-            pytest.skip(f"not to be had here: {done.stderr.strip().splitlines()[-1]}")
-    routers = ["--vllm-router", str(tmp_path / "router" / "bin" / "vllm-router"), "--dynamo", str(tmp_path / "site")]
+    program, site = installed(tmp_path / "router"), tmp_path / "site"
+    words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, "ai-dynamo==1.3.1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode:
+        pytest.skip(f"no ai-dynamo 1.3.1: {done.stderr.strip().splitlines()[-1]}")
+    routers = ["--vllm-router", str(program), "--dynamo", str(site)]
     succeeds("routers.py", routers, VLLM_PYTHON=str(python_of(which())))
 
 
