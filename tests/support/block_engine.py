@@ -1,4 +1,4 @@
-"""An engine with blocks of its own, as far as a daemon sees it: memory in shared memory, and a session."""
+"""An engine with blocks of its own, as far as a daemon sees it: memory in shared memory or on a GPU, and a session."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.engine_blocks import make_block_file
+from kvferry.client.engine_pools import EnginePools
 from kvferry.client.requests import Admitted, RequestName
+from kvferry.connectors.blocks import BlockMap
+from kvferry.connectors.gpu_blocks import registered
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
@@ -61,21 +65,48 @@ class BlockEngine:
     socket: str
     block_tokens: int
     blocks: int
+    device: str = "cpu"
     client: DaemonClient = field(init=False)
-    memory: NDArray[np.uint8] = field(init=False)  # (places, blocks, tokens, bytes)
+    memory: Any = field(init=False)  # uint8, (places, blocks, tokens, bytes): an array, or a tensor on a GPU
     free: list[int] = field(init=False)
 
     async def connect(self) -> BlockEngine:
-        own = make_block_file(GEOMETRY, self.block_tokens, self.blocks, PLACES, "/dev/shm")
-        memory = own.pools.memories[0]
-        assert isinstance(memory, np.ndarray)
+        memory, own = self._allocated()
         self.memory = memory.reshape(PLACES, self.blocks, self.block_tokens, TOKEN_BYTES)
         self.memory[:] = CANARY
+        self._written()
         self.free = list(range(self.blocks))
         role = common_pb2.ROLE_PREFILL if self.role == "prefill" else common_pb2.ROLE_DECODE
         self.client = await DaemonClient.connect(self.socket, role, FACTS.to_proto(), f"{self.role} engine", own=own)
         assert self.client.welcome.pages == self.blocks
         return self
+
+    def _allocated(self) -> tuple[Any, EnginePools]:
+        if self.device == "cpu":
+            own = make_block_file(GEOMETRY, self.block_tokens, self.blocks, PLACES, "/dev/shm")
+            return own.pools.memories[0], own
+        import torch
+
+        nbytes = self.block_tokens * TOKEN_BYTES
+        memory = torch.empty(PLACES * self.blocks * nbytes, dtype=torch.uint8, device=self.device)
+        bases = memory.data_ptr() + np.arange(PLACES, dtype=np.int64) * self.blocks * nbytes
+        order = np.repeat(np.arange(self.block_tokens, dtype=np.int32), TOKEN_BYTES)
+        strides = np.full(PLACES, nbytes, np.int64)
+        per_page = PAGE // self.block_tokens
+        places = BlockMap(bases, strides, nbytes, self.blocks, self.block_tokens, per_page, order)
+        return memory, registered(places, GEOMETRY, memory.device.index)
+
+    def _written(self) -> None:
+        """Waits until what was written to the memory is there."""
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
+    def held(self) -> NDArray[np.uint8]:
+        """A copy of the memory, as it is now."""
+        copy: NDArray[np.uint8] = np.array(self.memory if self.device == "cpu" else self.memory.cpu())
+        return copy
 
     def take(self, tokens: int) -> list[int]:
         """Blocks for so many tokens; not one behind the other."""
@@ -90,26 +121,40 @@ class BlockEngine:
     def give_back(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self.memory[:, block] = CANARY
+        self._written()
         self.free += blocks
 
     def compute(self, prompt: Prompt, blocks: Sequence[int], start: int, end: int) -> None:
+        whole = self.held()
         for index in range(start, end):
             block, token = divmod(index, self.block_tokens)
-            self.memory[:, blocks[block], token] = np.frombuffer(prompt.token(index), np.uint8).reshape(PLACES, -1)
+            whole[:, blocks[block], token] = np.frombuffer(prompt.token(index), np.uint8).reshape(PLACES, -1)
+        for block in blocks[start // self.block_tokens : -(-end // self.block_tokens)]:
+            self._put(block, whole[:, block])
+        self._written()
+
+    def _put(self, block: int, content: NDArray[np.uint8]) -> None:
+        if self.device == "cpu":
+            self.memory[:, block] = content
+        else:
+            import torch
+
+            self.memory[:, block] = torch.from_numpy(content.copy()).to(self.device)
 
     def wrong(self, prompt: Prompt, blocks: Sequence[int], start: int, end: int) -> list[int]:
         """Tokens in [start, end) whose bytes are not right; blocks[0] begins at `start`."""
-        wrong = []
+        wrong, held = [], self.held()
         for index in range(start, end):
             block, token = divmod(index - start, self.block_tokens)
             want = np.frombuffer(prompt.token(index), np.uint8).reshape(PLACES, -1)
-            if not np.array_equal(self.memory[:, blocks[block], token], want):
+            if not np.array_equal(held[:, blocks[block], token], want):
                 wrong.append(index)
         return wrong
 
     def touched(self) -> list[int]:
         """Blocks that nobody has and somebody has written."""
-        return [block for block in self.free if not (self.memory[:, block] == CANARY).all()]
+        held = self.held()
+        return [block for block in self.free if not (held[:, block] == CANARY).all()]
 
     # -- prefill
 

@@ -16,17 +16,36 @@ from kvferry.client.requests import DaemonGone, HandshakeFailed, RequestFailed
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.proto import common_pb2
 from kvferry.transfer.geometry.kv_geometry import StorageOrder
+from tests.support import devices as real
 from tests.support.block_engine import CANARY, FACTS, GEOMETRY, PAGE, BlockEngine, Prompt, new_name
 from tests.support.engines import side_stats
 
 SLOT_BYTES = 4096 + 64
+DEVICES = [
+    ("cpu", "cpu"),
+    pytest.param(("cuda:0", "cuda:0"), marks=pytest.mark.gpu),
+    pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.gpu),
+]
+
+
+def need(*devices: str) -> None:
+    """Skips where one of these GPUs is not there."""
+    for device in devices:
+        if device != "cpu":
+            real.need(int(device.removeprefix("cuda:")))
 
 
 class Pair:
     """A prefill and a decode daemon over blocks of unlike sizes."""
 
     def __init__(
-        self, stack: Stack, *flags: str, host: str = "1MiB", prefill_tokens: int = 8, decode_tokens: int = 4
+        self,
+        stack: Stack,
+        *flags: str,
+        host: str = "1MiB",
+        prefill_tokens: int = 8,
+        decode_tokens: int = 4,
+        devices: tuple[str, str] = ("cpu", "cpu"),
     ) -> None:
         self.stack = stack
         sockets = {role: os.path.join(stack.folder, f"{role}.sock") for role in ("prefill", "decode")}
@@ -42,13 +61,14 @@ class Pair:
         ]
         common += flags
         words = ["serve", "--role", "prefill", "--name", "p", "--socket", sockets["prefill"], *common]
-        self.prefill_daemon = stack.start("prefill", words)
+        self.prefill_daemon = stack.start("prefill", [*words, "--device", devices[0]])
         address = stack.ready(self.prefill_daemon)
         words = ["serve", "--role", "decode", "--name", "d", "--socket", sockets["decode"], *common]
-        self.decode_daemon = stack.start("decode", [*words, "--peer", f"p={address}", "--host-bytes", host])
+        self.decode_words = [*words, "--device", devices[1], "--peer", f"p={address}", "--host-bytes", host]
+        self.decode_daemon = stack.start("decode", self.decode_words)
         stack.ready(self.decode_daemon)
-        self.prefill = BlockEngine("prefill", sockets["prefill"], prefill_tokens, 40)
-        self.decode = BlockEngine("decode", sockets["decode"], decode_tokens, 96)
+        self.prefill = BlockEngine("prefill", sockets["prefill"], prefill_tokens, 40, devices[0])
+        self.decode = BlockEngine("decode", sockets["decode"], decode_tokens, 96, devices[1])
 
     async def __aenter__(self) -> Pair:
         await self.prefill.connect()
@@ -71,16 +91,19 @@ class Pair:
         return blocks, admitted.matched_tokens
 
 
+@pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("flags", [(), ("--checksums", "on")])
-def test_prompts_go_from_blocks_to_blocks(stack: Stack, flags: tuple[str, ...]) -> None:
+def test_prompts_go_from_blocks_to_blocks(stack: Stack, flags: tuple[str, ...], devices: tuple[str, str]) -> None:
+    need(*devices)
+
     async def run() -> None:
-        async with Pair(stack, *flags) as pair:
+        async with Pair(stack, *flags, devices=devices) as pair:
             for tokens, start, chunk in ((1, 0, 16), (16, 0, 16), (61, 0, 16), (64, 20, 32), (75, 36, 16), (75, 72, 8)):
                 prompt = Prompt(tokens, tokens * 100 + start)
                 blocks, _ = await pair.hand_over(prompt, start, chunk)
                 behind = tokens % pair.decode.block_tokens
                 if behind:
-                    rest = pair.decode.memory[:, blocks[-1], behind:]
+                    rest = pair.decode.held()[:, blocks[-1], behind:]
                     assert (rest == 0).all(), "what prefill's engine had there has been sent"
                 pair.decode.give_back(blocks)
             side = side_stats(pair.decode.socket)
@@ -92,9 +115,12 @@ def test_prompts_go_from_blocks_to_blocks(stack: Stack, flags: tuple[str, ...]) 
     asyncio.run(run())
 
 
-def test_the_host_tier_keeps_what_is_handed_in(stack: Stack) -> None:
+@pytest.mark.parametrize("devices", DEVICES)
+def test_the_host_tier_keeps_what_is_handed_in(stack: Stack, devices: tuple[str, str]) -> None:
+    need(*devices)
+
     async def run() -> None:
-        async with Pair(stack, "--checksums", "on") as pair:
+        async with Pair(stack, "--checksums", "on", devices=devices) as pair:
             prompt = Prompt(70, 5)
             blocks, held = await pair.hand_over(prompt)
             assert held == 0
@@ -172,13 +198,15 @@ def test_what_an_engine_may_not_say(stack: Stack) -> None:
     asyncio.run(run())
 
 
-def test_blocks_come_back_when_the_last_copy_has_ended(stack: Stack) -> None:
+@pytest.mark.parametrize("devices", DEVICES)
+def test_blocks_come_back_when_the_last_copy_has_ended(stack: Stack, devices: tuple[str, str]) -> None:
     """Requests are aborted at any time, and their blocks given to others as soon as that is answered: nothing is
     written there that is not theirs."""
+    need(*devices)
 
     async def run() -> None:
         chosen = random.Random(7)
-        async with Pair(stack, "--checksums", "on") as pair:
+        async with Pair(stack, "--checksums", "on", devices=devices) as pair:
             for number in range(40):
                 prompt, name = Prompt(chosen.randint(60, 200), number), new_name()
                 blocks = pair.decode.take(prompt.tokens)
