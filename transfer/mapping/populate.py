@@ -16,7 +16,7 @@ import numpy as np
 
 POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_...: Linux 5.14
 MAP_NORESERVE = 0x4000  # not in `mmap` before Python 3.13
-THREADS = 16  # 28 GiB/s in huge pages, where 4 give 13, and one 3
+THREADS = 16  # one clears some 3 GiB/s
 PIECE_BYTES = 4 << 20  # a call holds up whoever changes this process's mappings
 
 _libc = ctypes.CDLL(None, use_errno=True)
