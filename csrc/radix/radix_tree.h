@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "radix/eviction_index.h"
@@ -201,7 +202,7 @@ class RadixTree {
   void join_copy(CopyRecord& record, Node& node);
   CopyPlan plan_of(const CopyRecord& record) const;
   void start_host_copy(CopyRecord& record);
-  std::vector<Node*> unsaved_ahead(uint32_t ahead) const;
+  std::vector<std::pair<Node*, uint32_t>> unsaved_ahead(uint32_t ahead) const;
   void finish_host_copy(CopyRecord& record, const std::vector<uint32_t>& failed, Finished& done);
   void finish_restore(CopyRecord& record, const std::vector<uint32_t>& failed, Finished& done);
 

@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -97,15 +98,17 @@ std::optional<CopyPlan> RadixTree::backups(uint32_t pages) {
   return plan_of(*record);
 }
 
-// The nodes among the next `ahead` pages to be evicted that the host lacks, in the order in which they would go.
-std::vector<Node*> RadixTree::unsaved_ahead(uint32_t ahead) const {
-  std::vector<Node*> found;
+// What the host lacks of the next `ahead` pages to be evicted: nodes in the order in which they would go, and how many pages
+// of the end of each.
+std::vector<std::pair<Node*, uint32_t>> RadixTree::unsaved_ahead(uint32_t ahead) const {
+  std::vector<std::pair<Node*, uint32_t>> found;
   std::unordered_map<const Node*, uint32_t> gone;  // children of each on the device that would have gone
   uint64_t pages = 0;
   device_index_.walk([&](Node* leaf) {
     for (Node* node = leaf; pages < ahead; node = node->parent) {
-      pages += node->size;
-      if (!node->on_host() && !node->no_spill) found.push_back(node);
+      const uint32_t end = uint32_t(std::min<uint64_t>(node->size, ahead - pages));
+      if (!node->on_host() && !node->no_spill) found.emplace_back(node, end);
+      pages += end;
       Node& parent = *node->parent;
       const bool next = !is_root(parent) && parent.locks == 0 && !parent.may_arrive && parent.copy == nullptr;
       if (!next || ++gone[&parent] < parent.device_children) break;
@@ -119,10 +122,11 @@ std::optional<CopyPlan> RadixTree::backups_ahead(uint32_t pages, uint32_t ahead)
   if (host_ == nullptr) return std::nullopt;
   uint32_t room = std::min(pages, host_->free());
   CopyRecord* record = nullptr;
-  for (Node* node : unsaved_ahead(ahead)) {
+  for (const auto& [node, end] : unsaved_ahead(ahead)) {
     if (room == 0) break;
-    if (node->size > room) split(*node, node->size - room);  // `node` is the tail now, which goes first
-    room -= node->size;
+    const uint32_t take = std::min(end, room);
+    if (node->size > take) split(*node, node->size - take);  // `node` is the tail now, which goes first
+    room -= take;
     if (record == nullptr) record = &begin_copy(CopyKind::kBackup);
     join_copy(*record, *node);
     settle(*node);

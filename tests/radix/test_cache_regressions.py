@@ -74,6 +74,27 @@ def test_a_hard_quota_of_the_host_holds_for_write_through() -> None:
     assert a.tree.host_pages <= 2
 
 
+def test_what_is_copied_ahead_goes_at_once_and_no_more_is_copied_than_that() -> None:
+    limits = CacheLimits(write_ahead=0.5, quotas={A: Quota(host_hard=3)})
+    cache = Cache(8, 4, host_pages=8, limits=limits)
+    a, b = cache.namespace(A), cache.namespace(B)
+    put(cache, a, (0,) * 4)
+    cache.eviction.write_ahead()
+    assert not cache.copies.running, "as much is free"
+    put(cache, b, (1,) * 4)
+    copied = 0
+    for _ in range(8):
+        cache.eviction.write_ahead()
+        cache.eviction.write_ahead()
+        assert cache.copies.running <= 1, "one at a time"
+        copied += cache.copies.running
+        end_copies(cache)
+    assert 0 < copied <= 4 and not cache.copies.running
+    assert a.tree.host_pages == b.tree.host_pages == 2, "each has a share of what is to be ahead"
+    assert cache.take(b, 0) == [] and len(take(cache, b, 2)) == 2
+    assert cache.tiers.spilled == 0 and cache.tiers.backed_up == 4, "nothing waited for a spill"
+
+
 def test_no_host_page_of_a_victim_is_freed_for_what_needs_none() -> None:
     """What B evicts of A has host pages: room for it was made out of what A's soft quota protects."""
     cache = cache_of(8, 4, Quota(host_soft=3), Quota())
