@@ -18,7 +18,9 @@ ALLOWED = {
     # Processes of one program that talk to each other, over pipes that nobody else has an end of.
     "bench/gpu/nodes.py": {"multiprocessing.Pipe"},
     "bench/gpu/slots.py": {"multiprocessing.Pipe"},
+    "bench/front_streams.py": {"multiprocessing.Pipe"},
     "bench/loadgen_speed.py": {"multiprocessing.Pipe"},
+    "tests/system/serving/test_block_kills.py": {"multiprocessing.Pipe"},
     # Makes classes of other versions of vLLM, from text of its own.
     "tests/connectors/vllm/test_versions.py": {"builtins.compile", "builtins.exec"},
 }
