@@ -201,7 +201,8 @@ class SimSide:
         await self.end()
 
     async def end(self) -> None:
-        """As the daemon's own, behind its drain."""
+        """As the daemon's own, behind its drain: it takes no session more."""
+        cast(AnySide, self).draining = True
         for task in self._served:
             task.cancel()
         await asyncio.wait(self._served)
