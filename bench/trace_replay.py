@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from kvferry import flags
 from kvferry.radix import DIGEST_BYTES
+from kvferry.radix.digests import split_digests
 from kvferry.radix.pool import PagePool
 from kvferry.radix.tree import Clock, Lock, PagedRadixTree, Policy, policy_names
 
@@ -104,8 +105,7 @@ def read_trace(path: Path, page_size: int, limit: int | None = None) -> list[Req
             whole = len(ids) * BLOCK_TOKENS
             prompt = tokens if whole - BLOCK_TOKENS < tokens < whole else whole  # the last block may be partial
             data = b"".join(parts)[: -(-prompt // page_size) * DIGEST_BYTES]
-            named = [data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES)]
-            numbered = np.array([numbers.setdefault(digest, len(numbers)) for digest in named], np.int64)
+            numbered = np.array([numbers.setdefault(each, len(numbers)) for each in split_digests(data)], np.int64)
             requests.append(Request(milliseconds / 1000, data, numbered))
     if not any(len(request) for request in requests):
         raise TraceError(f"--trace: {path}: no requests")

@@ -8,7 +8,6 @@ had begun before, which may still use them, is computed.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -23,15 +22,12 @@ from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Push, run_whole
 from kvferry.waiting import complete
 
-_log = logging.getLogger(__name__)
-
 
 class BlockRequests:
     """See `daemon_requests.DaemonRequests`. The mover knows what is computed."""
 
     def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
-        self._settings = tools.settings
         self._blocks = tools.blocks
 
     # -- decode ----------------------------------------------------------------------------------------------------
@@ -41,14 +37,11 @@ class BlockRequests:
         await self._computed(step.begun)
         async with self._lease(order.request, order.name) as lease:
             client = lease.client
-            await client.admit(
-                order.name,
-                **order.prompt.words,
+            await self._tools.admit(
+                client,
+                order,
                 prefill=order.prefill,
-                max_new_tokens=1,
-                deadline_s=self._settings.deadline_seconds,
                 held_tokens=self._whole(order.start),
-                traceparent=order.traceparent,
                 blocks=order.blocks,
                 blocks_from=order.start,
             )
@@ -65,14 +58,10 @@ class BlockRequests:
         await self._computed(begun)
         async with self._lease(order.request, order.name) as lease:
             client, tokens = lease.client, order.prompt.tokens
-            admitted = await client.admit(
-                order.name,
-                **order.prompt.words,
-                prefill="",
-                max_new_tokens=1,
-                deadline_s=self._settings.deadline_seconds,
+            admitted = await self._tools.admit(
+                client,
+                order,
                 held_tokens=self._whole(order.start),
-                traceparent=order.traceparent,
                 blocks=order.blocks,
                 blocks_from=order.start,
             )
@@ -89,16 +78,7 @@ class BlockRequests:
         await self._computed(begun)
         async with self._lease(order.request, order.name) as lease:
             client, tokens = lease.client, order.prompt.tokens
-            await client.admit(
-                order.name,
-                **order.prompt.words,
-                prefill="",
-                max_new_tokens=1,
-                deadline_s=self._settings.store_seconds,
-                held_tokens=tokens,
-                blocks=order.blocks,
-            )
-            await client.ready(order.name)
+            await self._tools.admit_stored(client, order, order.blocks)
             await client.finish(order.name, tokens=tokens, digests=b"")  # its copies have ended
             lease.used = None
             self._tools.moved.saved_bytes += len(order.blocks) * self._blocks.row_bytes
@@ -113,12 +93,7 @@ class BlockRequests:
             self._tools.reports.add_received(order.request, order.blocks)
         async with self._lease(order.request, name) as lease:
             client = lease.client
-            await client.begin(
-                name,
-                **order.prompt.words,
-                deadline_s=self._settings.deadline_seconds,
-                traceparent=order.traceparent,
-            )
+            await self._tools.begin(client, push)
             await self._push_chunks(client, push)
             client.aux(name, b"")  # decode computes the last token again, and samples from that
             await client.ended(name, self._tools.end_seconds)

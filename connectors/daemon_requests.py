@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
-from kvferry.client.requests import DaemonGone, NotOpened, RequestFailed, RequestName
+from kvferry.client.requests import Admitted, Begun, DaemonGone, NotOpened, RequestFailed, RequestName
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import Load, Restore, StorePages
@@ -75,6 +75,52 @@ class RequestTools:
                 self.later(lease.ending)
             elif opened and lease.used is not None:
                 await give_up(lease.used, name)
+
+    async def admit(
+        self,
+        client: DaemonClient,
+        order: Load | Restore,
+        *,
+        prefill: str = "",
+        held_tokens: int = 0,
+        blocks: Sequence[int] = (),
+        blocks_from: int = 0,
+    ) -> Admitted:
+        """Asks for pages to load from; see `DaemonClient.admit`."""
+        return await client.admit(
+            order.name,
+            **order.prompt.words,
+            prefill=prefill,
+            max_new_tokens=1,
+            deadline_s=self.settings.deadline_seconds,
+            held_tokens=held_tokens,
+            traceparent=order.traceparent,
+            blocks=blocks,
+            blocks_from=blocks_from,
+        )
+
+    async def admit_stored(self, client: DaemonClient, order: StorePages, blocks: Sequence[int] = ()) -> Admitted:
+        """Hands a whole prompt in; it is the daemon's to keep once `ready`."""
+        admitted = await client.admit(
+            order.name,
+            **order.prompt.words,
+            prefill="",
+            max_new_tokens=1,
+            deadline_s=self.settings.store_seconds,
+            held_tokens=order.prompt.tokens,
+            blocks=blocks,
+        )
+        await client.ready(order.name)
+        return admitted
+
+    async def begin(self, client: DaemonClient, push: Push) -> Begun:
+        """Has prefill's daemon expect the prompt."""
+        return await client.begin(
+            push.order.name,
+            **push.order.prompt.words,
+            deadline_s=self.settings.deadline_seconds,
+            traceparent=push.order.traceparent,
+        )
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Starts work that the engine need not wait for."""

@@ -29,7 +29,6 @@ class PoolRequests:
 
     def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
-        self._settings = tools.settings
         self._blocks = tools.blocks
 
     # -- copies ----------------------------------------------------------------------------------------------------
@@ -55,15 +54,7 @@ class PoolRequests:
         held = len(order.held_blocks) * self._blocks.block_tokens
         async with self._lease(order.request, order.name) as lease:
             client = lease.client
-            admitted = await client.admit(
-                order.name,
-                **order.prompt.words,
-                prefill=order.prefill,
-                max_new_tokens=1,
-                deadline_s=self._settings.deadline_seconds,
-                held_tokens=held,
-                traceparent=order.traceparent,
-            )
+            admitted = await self._tools.admit(client, order, prefill=order.prefill, held_tokens=held)
             matched = admitted.matched_tokens
             if matched < held:
                 own = order.held_blocks[matched // self._blocks.block_tokens :]
@@ -87,14 +78,7 @@ class PoolRequests:
         began = time.monotonic()
         async with self._lease(order.request, order.name) as lease:
             client, tokens = lease.client, order.prompt.tokens
-            admitted = await client.admit(
-                order.name,
-                **order.prompt.words,
-                prefill="",
-                max_new_tokens=1,
-                deadline_s=self._settings.deadline_seconds,
-                traceparent=order.traceparent,
-            )
+            admitted = await self._tools.admit(client, order)
             await client.ready(order.name)
             end = min(admitted.local_tokens, tokens - 1)
             if end <= order.start:
@@ -112,15 +96,7 @@ class PoolRequests:
     async def store(self, order: StorePages, begun: Moment) -> None:
         async with self._lease(order.request, order.name) as lease:
             client, tokens = lease.client, order.prompt.tokens
-            admitted = await client.admit(
-                order.name,
-                **order.prompt.words,
-                prefill="",
-                max_new_tokens=1,
-                deadline_s=self._settings.store_seconds,
-                held_tokens=tokens,
-            )
-            await client.ready(order.name)
+            admitted = await self._tools.admit_stored(client, order)
             pool, matched = pool_of(client), admitted.matched_tokens
             own = order.blocks[matched // self._blocks.block_tokens :]
             await self._to_pages(pool, self._blocks.places(pool, admitted.pages, own, matched, tokens), begun)
@@ -134,12 +110,7 @@ class PoolRequests:
         order, name = push.order, push.order.name
         async with self._lease(order.request, name) as lease:
             client = lease.client
-            begun = await client.begin(
-                name,
-                **order.prompt.words,
-                deadline_s=self._settings.deadline_seconds,
-                traceparent=order.traceparent,
-            )
+            begun = await self._tools.begin(client, push)
             if not push.received:
                 await self._load_first(client, push, begun.matched_tokens, begun.pages)
             await self._push_chunks(client, push, begun.matched_tokens, begun.pages)

@@ -34,6 +34,11 @@ Extra: TypeAlias = ExtraKeys | Mapping[int, ExtraKeys | None] | None
 Tokens: TypeAlias = "NDArray[np.integer] | Sequence[int] | Iterable[int] | memoryview"
 
 
+def split_digests(digests: bytes) -> list[bytes]:
+    """Joined digests, each by itself."""
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+
+
 class PromptDigests(NamedTuple):
     digests: bytes  # 32 for each full page, joined
     tail: bytes  # 32 of the partial last page, or empty

@@ -324,4 +324,20 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, commit {commit.stdout.strip() or 'unknown'}"
 
 
-__all__ = ["Cluster", "ClusterError", "Engine", "Spec", "free_port", "machine", "model_folder", "replace"]
+class Log:
+    """Lines of one result, shown as they come and kept in a file, where one is given."""
+
+    def __init__(self, path: Path | None, command: str = "") -> None:
+        """command: as the first line shows it; "": with all its arguments."""
+        self.path = path
+        self.lines: list[str] = []
+        self.add(f"{machine()}; {command or ' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
+
+    def add(self, *lines: str) -> None:
+        self.lines += lines
+        print(*lines, sep="\n", flush=True)
+        if self.path is not None:
+            self.path.write_text("\n".join(self.lines) + "\n")
+
+
+__all__ = ["Cluster", "ClusterError", "Engine", "Log", "Spec", "free_port", "machine", "model_folder", "replace"]

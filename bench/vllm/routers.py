@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from typing import Any
 
 import httpx
 from chat import Load, Reply, chats, compared, new_client, prefill_first, run_chats, texts
-from cluster import Cluster, Spec, free_port, machine
+from cluster import Cluster, Log, Spec, free_port
 
 UP_SECONDS = 60.0
 Replies = list[list[Reply]]
@@ -109,17 +108,14 @@ def main() -> int:
     if not drives:
         parser.error("--vllm-router or --dynamo is required")
     load = Load(conversations=3, turns=3, user_words=60, max_tokens=16)
-    lines = [f"{machine()}; bench/vllm/routers.py; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
+    log = Log(args.output, "bench/vllm/routers.py")
     with Cluster(Spec()) as cluster:
         reference = asyncio.run(run_chats(cluster.alone().url, load))
     all_well = True
     for name, drive in drives.items():
         told, well = run(drive, load, reference)
-        lines.append(f"{name}: {told}")
-        print(lines[-1], flush=True)
+        log.add(f"{name}: {told}")
         all_well = all_well and well
-    if args.output:
-        args.output.write_text("\n".join(lines) + "\n")
     return 0 if all_well else 1
 
 

@@ -16,7 +16,6 @@ import asyncio
 import os
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import chaos
 import compare
 import hooks
 from chat import Comparison, Load, Messages, Reply, compared, run_chats, texts
-from cluster import Cluster, Spec, machine
+from cluster import Cluster, Log, Spec
 from rich.console import Console
 
 CHAOS_TOKENS = 16  # of each answer
@@ -43,20 +42,6 @@ class Reference:
     @property
     def said(self) -> list[list[str]]:
         return texts(self.replies)
-
-
-class Log:
-    """Lines of one result, shown as they come."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines: list[str] = []
-        self.add(f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
-
-    def add(self, *lines: str) -> None:
-        self.lines += lines
-        print(*lines, sep="\n", flush=True)
-        self.path.write_text("\n".join(self.lines) + "\n")
 
 
 def refer(load: Load, chaos_tokens: int) -> Reference:

@@ -15,11 +15,10 @@ import asyncio
 import itertools
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from chat import Load, Reply, compared, run_chats, texts
-from cluster import Cluster, Spec, machine
+from cluster import Cluster, Log, Spec
 
 DECODE_BLOCKS = 34  # fewer than the chats take, and as few as one of the longest prompts
 
@@ -61,7 +60,7 @@ def main() -> int:
     args = parser.parse_args()
     load = Load(args.conversations, args.turns, args.user_words, args.max_tokens)
     pythons = {version_of(python): python.absolute() for python in args.python}
-    lines = [f"{machine()}; bench/vllm/versions.py; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
+    log = Log(args.output, "bench/vllm/versions.py")
     references: dict[str, list[list[Reply]]] = {}
     all_well = True
     for prefill, decode in itertools.product(pythons, repeat=2):
@@ -69,11 +68,8 @@ def main() -> int:
             with Cluster(Spec(python=pythons[decode])) as cluster:
                 references[decode] = asyncio.run(run_chats(cluster.alone().url, load))
         told, well = run_pair(pythons[prefill], pythons[decode], load, references[decode])
-        lines.append(f"prefill {prefill}, decode {decode}: {told}")
-        print(lines[-1], flush=True)
+        log.add(f"prefill {prefill}, decode {decode}: {told}")
         all_well = all_well and well
-    if args.output:
-        args.output.write_text("\n".join(lines) + "\n")
     return 0 if all_well else 1
 
 

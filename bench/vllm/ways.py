@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from chat import Load, Reply, compared, run_chats, texts
-from cluster import SMALL, Cluster, Spec, machine
+from cluster import SMALL, Cluster, Log, Spec
 from demo import held
 
 INJECTED, RECOVERED = "Inject KV cache", "Recovered from KV load failure"  # in vLLM's log
@@ -108,17 +108,14 @@ def main() -> int:
     parser.add_argument("way", nargs="*", choices=[*ways, []], default=[])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    lines = [f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
+    log = Log(args.output)
     references: dict[Load, list[list[Reply]]] = {}
     all_well = True
     for way in args.way or ways:
         with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as stored:
             told, well = run_way(way, Path(stored), references)
-        lines.append(told)
-        print(told, flush=True)
+        log.add(told)
         all_well = all_well and well
-    if args.output:
-        args.output.write_text("\n".join(lines) + "\n")
     return 0 if all_well else 1
 
 

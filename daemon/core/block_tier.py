@@ -16,7 +16,7 @@ from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import precondition
 from kvferry.daemon.core.lease import Lease
 from kvferry.daemon.core.namespaces import Namespace
-from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.digests import DIGEST_BYTES, split_digests
 from kvferry.radix.pool import PageState
 from kvferry.radix.tree import BACKUP, PROMPT, RESTORE
 
@@ -86,7 +86,7 @@ class BlockTier:
         if cache.host is None or cache.copies.full:
             return
         storing = self._storing.setdefault(namespace.id, set())
-        digests = _each(lease.digests)
+        digests = split_digests(lease.digests)
         first = namespace.tree.match(lease.digests).pages
         while first < len(digests) and digests[first] in storing:
             first += 1
@@ -119,7 +119,7 @@ class BlockTier:
         """Takes the rows into the tree, up to the first that is not right, or frees them."""
         host, namespace = self._cache.host, copy.lease.hold.namespace
         assert host is not None
-        self._storing[namespace.id].difference_update(_each(copy.digests))
+        self._storing[namespace.id].difference_update(split_digests(copy.digests))
         good = min((copy.device.index(page) for page in failed), default=len(copy.device))
         digests = copy.lease.digests[: (copy.first + good) * DIGEST_BYTES]
         if good and self._path_is_held(namespace, digests, copy.first):
@@ -149,7 +149,3 @@ class BlockTier:
 def _named(lease: Lease) -> set[int]:
     """The blocks of the lease's pages."""
     return {block for block in lease.blocks if block >= 0}
-
-
-def _each(digests: bytes) -> list[bytes]:
-    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]

@@ -91,8 +91,10 @@ class Eviction:
         if self._host is None or self._copies.yielding:
             return
         ahead = self.ahead - self._pool.free
+        if ahead <= 0 or self._host.free == 0:
+            return
         evictable = sum(namespace.tree.evictable for namespace in self._namespaces.values())
-        if ahead <= 0 or self._host.free == 0 or not evictable:
+        if not evictable:
             return
         for namespace in self._namespaces.values():
             own = -(-ahead * namespace.tree.evictable // evictable)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
-from kvferry.radix.digests import DIGEST_BYTES, chain_digests
+from kvferry.radix.digests import chain_digests, split_digests
 from kvferry.radix.pool import PagePool
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 
@@ -90,7 +90,7 @@ class TokenChain:
         """The number of pages of `path`, from its first on, that have these tokens' digests."""
         chained = chain_digests(tokens, page_size=self.digest_tokens, parent=parent or self.root)
         each = self.page_size // self.digest_tokens
-        own = _split(chained[each - 1 :: each].tobytes())
+        own = split_digests(chained[each - 1 :: each].tobytes())
         return next((at for at, digest in enumerate(path) if own[at] != digest), len(path))
 
 
@@ -115,7 +115,7 @@ class _Tier:
 
     def name(self, namespace: bytes, pages: Iterable[int], digests: bytes) -> None:
         space = self.space(namespace)
-        self.names.update((page, (space, digest)) for page, digest in zip(pages, _split(digests), strict=True))
+        self.names.update((page, (space, digest)) for page, digest in zip(pages, split_digests(digests), strict=True))
 
     def is_fresh(self, digest: bytes) -> bool:
         return digest in self.readable and digest not in self.announced
@@ -174,14 +174,14 @@ class KvEventLog:
         """Index of the path's first page whose tokens the namespace has not sent: from there on they are wanted."""
         self._sync()
         told = self._device.space(namespace).told
-        path = _split(digests)
+        path = split_digests(digests)
         return next((index for index, digest in enumerate(path) if digest not in told), len(path))
 
     def announce(self, namespace: bytes, digests: bytes, first: int, tokens: Sequence[int]) -> None:
         """`tokens` are those of the path's pages from index `first` on, all of them. What is not readable, is not of
         these tokens, or comes behind a page whose tokens the namespace has not sent, is passed over.
         """
-        path = _split(digests)
+        path = split_digests(digests)
         assert len(tokens) == (len(path) - first) * self._page_size, "tokens of other pages"
         self._sync()
         space = self._device.space(namespace)
@@ -236,10 +236,6 @@ class KvEventLog:
         _, gone = self._device.changes()
         self._events += [Removed("GPU", run) for run in _runs(gone)]
         self._events += [Removed("CPU", run) for run in _runs(host_gone)]
-
-
-def _split(digests: bytes) -> list[bytes]:
-    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
 
 
 def _runs(digests: Sequence[bytes]) -> list[tuple[bytes, ...]]:

@@ -330,13 +330,14 @@ class SideTiers:
             )
         memory = await map_pool(self._config, facts.geometry, registration)
         try:
-            held = await self._new_index(*self._sizes(facts, registration))
+            pages, host_pages = self._sizes(facts, registration)
+            held = await self._new_index(pages, host_pages)
         except BaseException:
             await _let_go(memory)
             raise
         if self._host is not None:
             self._host.attach(memory)
-        self.cache.resize(page_ids_of(registration, self._config.page_size))
+        self.cache.resize(pages)
         self._blocks = self._shape_of(registration)
         held.show(self.cache)
         self.epoch = secrets.randbits(63)

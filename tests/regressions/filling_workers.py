@@ -19,7 +19,7 @@ from kvferry.daemon.core.errors import RequestError, unavailable
 from kvferry.daemon.core.limits import Name, name_of
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.proto import worker_pb2 as wire
-from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.digests import split_digests
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import RESTORE
 from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Decode, digests, name
@@ -32,7 +32,7 @@ ThingT = TypeVar("ThingT")
 
 
 def by_page(prompt: bytes) -> list[bytes]:
-    return [prompt[i : i + DIGEST_BYTES] for i in range(0, len(prompt), DIGEST_BYTES)]
+    return split_digests(prompt)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
+from tests.simulation.clients.prefill_jobs import begin_of, hand_over
 from tests.simulation.clock import expect
 from tests.simulation.daemons import ROOT
 from tests.simulation.prompts import PAGE, Prompt
@@ -309,12 +310,8 @@ class BlockPrefillJob(_BlockJob):
     def has_blocks(self) -> None:
         """Some of them are known from the beginning."""
         self.begun = True
-        prompt, wanted = self.prompt, self.wanted
-        message = self.message("begin")
-        body = message.begin
-        body.digests, body.tokens, body.tail_digest = prompt.digests, len(prompt.tokens), prompt.tail
-        body.deadline_ms, body.priority, body.warmup = wanted.deadline_ms, wanted.priority, wanted.warmup
-        body.blocks.extend(self._more(self.clock.random.randint(0, len(self.blocks))))
+        message = begin_of(self)
+        message.begin.blocks.extend(self._more(self.clock.random.randint(0, len(self.blocks))))
         self.process.send("begin", message)
 
     def _more(self, upto: int) -> list[int]:
@@ -345,11 +342,7 @@ class BlockPrefillJob(_BlockJob):
         if end < tokens:
             self.compute(*STEP)
             return
-        self.stopped = self.said_last = True
-        message = self.message("aux")
-        message.aux.blob = self.prompt.blob
-        self.process.send("aux", message)
-        self.leg.on_computed()
+        hand_over(self)
 
     def cancel(self) -> None:
         """Also behind aux: who waits for the other half no more says so."""

@@ -14,7 +14,7 @@ from kvferry.daemon.core.pins import Pin
 from kvferry.daemon.services.admin import AdminService
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import common_pb2 as common
-from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.digests import DIGEST_BYTES, split_digests
 from kvferry.radix.pool import PageState
 from tests.simulation.clients.published import READABLE
 from tests.simulation.clock import expect
@@ -60,19 +60,19 @@ class Forgotten:
         self._by: dict[int, dict[bytes, Name | None]] = {}  # tenants, pages, and whose they are; None: anybody's
 
     def flushed(self, tenant: int, kept: Iterable[bytes]) -> None:
-        self._by[tenant] = dict.fromkeys((digest for path in kept for digest in _split(path)), None)
+        self._by[tenant] = dict.fromkeys((digest for path in kept for digest in split_digests(path)), None)
 
     def may_keep(self, tenant: int, name: Name, digests: bytes) -> None:
         by = self._by.get(tenant)
         if by is not None:
-            for digest in _split(digests):
+            for digest in split_digests(digests):
                 by[digest] = name if by.get(digest, name) == name else None
 
     def check(self, tenant: int, name: Name, digests: bytes) -> None:
         """The request is told that these are held."""
         by = self._by.get(tenant)
         if by is not None:
-            wrong = [index for index, digest in enumerate(_split(digests)) if by.get(digest, name) == name]
+            wrong = [index for index, digest in enumerate(split_digests(digests)) if by.get(digest, name) == name]
             expect(
                 not wrong, f"{self._who}: pages {wrong} of {name} matched; they were flushed, and nobody brought them"
             )
@@ -266,7 +266,3 @@ def _pins(side: SimDecode | SimPrefill) -> dict[int, Pin]:
 
 def _held(space: Namespace) -> tuple[int, int]:
     return space.tree.pages, space.tree.host_pages
-
-
-def _split(digests: bytes) -> list[bytes]:
-    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]

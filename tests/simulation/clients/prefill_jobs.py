@@ -9,19 +9,33 @@ from tests.simulation.prompts import GARBAGE, PAGE, partial_content
 from tests.simulation.workers import STEP, Job, Leg, Process, Wanted
 
 
+def begin_of(job: Job) -> wire.WorkerMessage:
+    """What tells the daemon of the job's prompt."""
+    prompt, wanted = job.prompt, job.wanted
+    message = job.message("begin")
+    body = message.begin
+    body.digests, body.tokens, body.tail_digest = prompt.digests, len(prompt.tokens), prompt.tail
+    body.deadline_ms, body.priority, body.warmup = wanted.deadline_ms, wanted.priority, wanted.warmup
+    return message
+
+
+def hand_over(job: Job) -> None:
+    """All of the prompt is computed."""
+    job.stopped = job.said_last = True
+    message = job.message("aux")
+    message.aux.blob = job.prompt.blob
+    job.process.send("aux", message)
+    job.leg.on_computed()
+
+
 class PrefillJob(Job):
     KIND = "prefill"
 
     def __init__(self, process: Process, name: Name, wanted: Wanted, leg: Leg) -> None:
         super().__init__(process, name, wanted, leg)
         self.computed = 0
-        prompt = self.prompt
-        message = self.message("begin")
-        body = message.begin
-        body.digests, body.tokens, body.tail_digest = prompt.digests, len(prompt.tokens), prompt.tail
-        body.deadline_ms, body.priority, body.warmup = wanted.deadline_ms, wanted.priority, wanted.warmup
-        self.may_keep(prompt.digests)
-        process.send("begin", message)
+        self.may_keep(self.prompt.digests)
+        process.send("begin", begin_of(self))
 
     @property
     def _behind(self) -> bytes:
@@ -61,11 +75,7 @@ class PrefillJob(Job):
         if self.computed < tokens:
             self.compute(*STEP)
             return
-        self.stopped = self.said_last = True
-        message = self.message("aux")
-        message.aux.blob = self.prompt.blob
-        self.process.send("aux", message)
-        self.leg.on_computed()
+        hand_over(self)
 
     def cancel(self) -> None:
         """Also behind aux: who waits for the other half no more says so."""

@@ -20,7 +20,7 @@ from kvferry.daemon.memory.copy_threads import CopyThreads
 from kvferry.daemon.memory.growing_rows import Held
 from kvferry.daemon.memory.host_tier import CopyDone, HostTier
 from kvferry.daemon.memory.interface import PoolMemory
-from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.digests import split_digests
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import RESTORE
 from kvferry.transfer.geometry.layouts import Int64s
@@ -398,4 +398,4 @@ class SimTier(HostTier):
 
 
 def _contents(digests: bytes) -> list[bytes]:
-    return [content(digests[i : i + DIGEST_BYTES]) for i in range(0, len(digests), DIGEST_BYTES)]
+    return [content(digest) for digest in split_digests(digests)]
