@@ -64,7 +64,7 @@ GUARDS: tuple[Guard, ...] = (
         "a store that has ended is on its way no more",
         _TIER,
         "BlockTier._stored",
-        "self._storing[namespace.id].difference_update(_each(copy.digests))",
+        "self._storing[namespace.id].difference_update(split_digests(copy.digests))",
         "pass",
         CORE,
     ),
