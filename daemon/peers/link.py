@@ -32,6 +32,8 @@ from kvferry.waiting import within
 if TYPE_CHECKING:
     from kvferry.daemon.sides.decode import DecodeSide
 
+    SessionCall = grpc.aio.StreamStreamCall[peer.PeerMessage, peer.PeerMessage]
+
 log = logging.getLogger(__name__)
 
 BACKOFF_SECONDS = (0.1, 5.0)  # between tries: at least, even where an ask waits, and at most
@@ -163,57 +165,64 @@ class PeerLink:
         return precondition(f"prefill daemon {self.name!r} at {self.address} refuses the session: {details}")
 
     async def _connect_and_serve(self) -> None:
-        side = self._side
-        async with side.dial(self.address, self.expected) as channel:
+        async with self._side.dial(self.address, self.expected) as channel:
             call = PeerStub(channel).Session(wait_for_ready=False)
-            epoch, own = side.tiers.epoch, hello_of(side)
-            await within(HELLO_SECONDS, call.write(peer.PeerMessage(hello=own)))
-            answer = await within(HELLO_SECONDS, call.read())
-            if isinstance(answer, peer.PeerMessage) and answer.WhichOneof("kind") != "hello":
-                raise SessionBroken(f"its first message is {answer.WhichOneof('kind')}, not hello")
-            if not isinstance(answer, peer.PeerMessage):
-                # The stream has ended: its status says why.
-                code = await within(HELLO_SECONDS, call.code())
-                details = await within(HELLO_SECONDS, call.details())
-                if code in REFUSED:
-                    raise self._refused(details)
-                if code is grpc.StatusCode.UNAVAILABLE and says_not_ready(
-                    await within(HELLO_SECONDS, call.trailing_metadata())
-                ):
-                    raise _PeerWaits(self._waits(details))
-                raise SessionBroken(f"no hello came: {code.name}: {details}")
-            hello = answer.hello
-            check_hello(side, hello, self.address)
-            self.check_name(hello.daemon)
-            if not side.tiers.has_pool.is_set() or side.tiers.epoch != epoch:
-                raise SessionBroken("the engine whose memory the pool was has ended")
-            config, memory, ranks = side.config, side.tiers.memory, ranks_of(hello)
-            counters = side.ready_core.transfer_counters
-            setup = SessionSetup(
-                remote=hello.daemon,
-                courier=courier_config(config, receive_slots=config.slots, send_slots=0),
-                memory=memory,
-                lanes=lanes_of(memory.shape.geometry, ranks, config.ranks),
-                remote_ranks=ranks,
-                checksums=part_checksums(own, hello),
-                times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
-            )
-            receiver = Receiver(
-                epoch=side.tiers.epoch,
-                lanes=setup.lanes,
-                slot_bytes=setup.courier.slot_bytes,
-                slots=config.slots,
-                counts=counters,
-            )
-            meters = SessionMeters(counters, side.ready_core.latencies, side.traces)
-            session = ReceivingSession(setup, meters, receiver=receiver, events=self, pages=side)
-            self.session = session
-            self._asked.clear()
             try:
-                await session.run(call)
+                await self._serve(call)
             finally:
-                self.session = None
-                call.cancel()
+                call.cancel()  # else the peer waits for what comes no more, until it takes this daemon for lost
+
+    async def _serve(self, call: SessionCall) -> None:
+        side = self._side
+        epoch, own = side.tiers.epoch, hello_of(side)
+        await within(HELLO_SECONDS, call.write(peer.PeerMessage(hello=own)))
+        hello = await self._answer(call)
+        check_hello(side, hello, self.address)
+        self.check_name(hello.daemon)
+        if not side.tiers.has_pool.is_set() or side.tiers.epoch != epoch:
+            raise SessionBroken("the engine whose memory the pool was has ended")
+        config, memory, ranks = side.config, side.tiers.memory, ranks_of(hello)
+        counters = side.ready_core.transfer_counters
+        setup = SessionSetup(
+            remote=hello.daemon,
+            courier=courier_config(config, receive_slots=config.slots, send_slots=0),
+            memory=memory,
+            lanes=lanes_of(memory.shape.geometry, ranks, config.ranks),
+            remote_ranks=ranks,
+            checksums=part_checksums(own, hello),
+            times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
+        )
+        receiver = Receiver(
+            epoch=side.tiers.epoch,
+            lanes=setup.lanes,
+            slot_bytes=setup.courier.slot_bytes,
+            slots=config.slots,
+            counts=counters,
+        )
+        meters = SessionMeters(counters, side.ready_core.latencies, side.traces)
+        session = ReceivingSession(setup, meters, receiver=receiver, events=self, pages=side)
+        self.session = session
+        self._asked.clear()
+        try:
+            await session.run(call)
+        finally:
+            self.session = None
+
+    async def _answer(self, call: SessionCall) -> peer.PeerHello:
+        """The peer's. SessionBroken, or a refusal, by the stream's status where it has ended."""
+        answer = await within(HELLO_SECONDS, call.read())
+        if isinstance(answer, peer.PeerMessage):
+            if answer.WhichOneof("kind") != "hello":
+                raise SessionBroken(f"its first message is {answer.WhichOneof('kind')}, not hello")
+            return answer.hello
+        code = await within(HELLO_SECONDS, call.code())
+        details = await within(HELLO_SECONDS, call.details())
+        if code in REFUSED:
+            raise self._refused(details)
+        unready = code is grpc.StatusCode.UNAVAILABLE
+        if unready and says_not_ready(await within(HELLO_SECONDS, call.trailing_metadata())):
+            raise _PeerWaits(self._waits(details))
+        raise SessionBroken(f"no hello came: {code.name}: {details}")
 
     def check_name(self, name: str) -> None:
         """Checks the name by which the peer calls itself. A peer that was configured may have any: it is known by the

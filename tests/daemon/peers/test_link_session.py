@@ -79,7 +79,9 @@ def connect(
     answer: peer.PeerHello,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """One try of the link's. `meanwhile` happens here while the Hello is answered."""
+    """One try of the link's. `meanwhile` happens here while the Hello is answered. However it ends, its call ends: the
+    peer has a session behind it."""
+    ended: list[Call] = []
 
     class Call:
         async def write(self, message: object) -> None:
@@ -91,7 +93,7 @@ def connect(
             return peer.PeerMessage(hello=answer)
 
         def cancel(self) -> None:
-            pass
+            ended.append(self)
 
     class Stub:
         def __init__(self, channel: object) -> None:
@@ -102,7 +104,10 @@ def connect(
 
     monkeypatch.setattr(peer_link, "PeerStub", Stub)
     monkeypatch.setattr(link._side, "dial", lambda *address: contextlib.nullcontext())
-    asyncio.run(link._connect_and_serve())
+    try:
+        asyncio.run(link._connect_and_serve())
+    finally:
+        assert len(ended) == 1
 
 
 def test_a_session_is_of_the_pool_that_the_hello_named(

@@ -167,6 +167,9 @@ class Call:
         await self._when("read")
         return None  # the stream has ended
 
+    def cancel(self) -> None:
+        pass
+
     async def code(self) -> grpc.StatusCode:
         await self._when("code")
         return grpc.StatusCode.UNKNOWN

@@ -224,7 +224,7 @@ _LINKS = (
     Guard(
         "the epoch is looked at again after the Hello",
         LINK,
-        "PeerLink._connect_and_serve",
+        "PeerLink._serve",
         " or side.tiers.epoch != epoch",
         "",
         LINKS,
@@ -232,7 +232,7 @@ _LINKS = (
     Guard(
         "the pool is looked at again after the Hello",
         LINK,
-        "PeerLink._connect_and_serve",
+        "PeerLink._serve",
         "not side.tiers.has_pool.is_set() or ",
         "",
         LINKS,
@@ -246,9 +246,17 @@ _LINKS = (
         LINKS,
     ),
     Guard(
-        "the prefill daemon's Hello is checked",
+        "a call ends with the link's try, whatever came of it",
         LINK,
         "PeerLink._connect_and_serve",
+        "                call.cancel()",
+        "                pass",
+        LINKS,
+    ),
+    Guard(
+        "the prefill daemon's Hello is checked",
+        LINK,
+        "PeerLink._serve",
         "check_hello(side, hello, self.address)",
         "pass",
         LINKS,
@@ -272,8 +280,8 @@ _LINKS = (
     Guard(
         "a new session knows nothing of what the last one was asked",
         LINK,
-        "PeerLink._connect_and_serve",
-        "            self._asked.clear()\n",
+        "PeerLink._serve",
+        "        self._asked.clear()\n",
         "",
         LINKS,
     ),
