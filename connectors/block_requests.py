@@ -50,6 +50,7 @@ class BlockRequests:
             lease.then(self._tools.finish(client, order.name, order.prompt.tokens))
             self._tools.moved.loaded_bytes += ready.delta_bytes
             self._tools.loaded(time.monotonic() - began)
+            self._tools.first(order.request, ready.aux)
             return len(order.blocks)
         return 0
 
@@ -95,7 +96,7 @@ class BlockRequests:
             client = lease.client
             await self._tools.begin(client, push)
             await self._push_chunks(client, push)
-            client.aux(name, b"")  # decode computes the last token again, and samples from that
+            client.aux(name, await push.aux())
             await client.ended(name, self._tools.end_seconds)
             lease.used = None
             self._tools.moved.pushed += 1

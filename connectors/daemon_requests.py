@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.client.requests import Admitted, Begun, DaemonGone, NotOpened, RequestFailed, RequestName
+from kvferry.connectors import first_token
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import Moment, Mover
-from kvferry.connectors.orders import Load, Restore, StorePages
+from kvferry.connectors.orders import Load, News, Restore, StorePages
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Sessions
 from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports
@@ -136,6 +137,11 @@ class RequestTools:
         """Counts a load that went well."""
         self.moved.loads += 1
         self.moved.load_seconds += seconds
+
+    def first(self, request: str, aux: bytes) -> None:
+        """Tells the scheduler's half of the first token that came with a load; called before it is reported."""
+        if (token := first_token.token_of(aux)) is not None:
+            self.reports.add_news(News(first={request: token}))
 
     async def finish(self, client: DaemonClient, name: RequestName, tokens: int) -> None:
         try:

@@ -1,7 +1,7 @@
 """Messages between the halves of a connector. Block ids are the engine's, page ids the daemon's.
 
 Decode:  Load or Restore -> (reported received); at the end StorePages -> (reported sent)
-Prefill: Begin -> (reported received, where it loads) -> Save* -> Release or Drop -> (reported sent)
+Prefill: Begin -> (reported received, where it loads) -> Save* -> FirstToken? -> Release or Drop -> (reported sent)
 Cancel ends a load, of a Begin too: it is still reported received, once, when nothing touches the blocks any more; where
 that had been reported already, nothing is. Forget ends everything that was ordered before it: loads are reported with
 all of their blocks bad, stores without having been made.
@@ -9,6 +9,7 @@ all of their blocks bad, stores without having been made.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -91,10 +92,20 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """The prefill request is over; its blocks are wanted back once all that was saved is copied."""
+class FirstToken:
+    """The first token of the reply is sampled, and the prefill request goes on."""
 
     request: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The prefill request is over; its blocks are wanted back once all that was saved is copied. `token`: the first of
+    its reply; None: it was aborted before."""
+
+    request: str
+    token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +127,7 @@ class Forget:
     """The engine's weights have changed: what was ordered before is to have no effect any more."""
 
 
-Order: TypeAlias = Load | Restore | StorePages | Begin | Save | Release | Drop | Cancel | Forget
+Order: TypeAlias = Load | Restore | StorePages | Begin | Save | FirstToken | Release | Drop | Cancel | Forget
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +136,11 @@ class News:
 
     failed: frozenset[str] = frozenset()  # requests whose prompts are not sent
     session: bool | None = None  # whether there is one with the daemon, where that has changed
+    first: Mapping[str, int] = field(default_factory=dict)  # of loads that end well: the reply's first token
 
     def then(self, later: News) -> News:
-        return News(self.failed | later.failed, self.session if later.session is None else later.session)
+        session = self.session if later.session is None else later.session
+        return News(self.failed | later.failed, session, {**self.first, **later.first})
 
 
 @dataclass(slots=True)

@@ -64,13 +64,14 @@ class PoolRequests:
                 places = self._blocks.places(pool, admitted.pages, own, matched, held)
                 await self._to_pages(pool, places, step.done)
                 client.progress(order.name, held)
-            await client.ready(order.name)
+            ready = await client.ready(order.name)
             pool, tokens = pool_of(client), order.prompt.tokens
             places = self._blocks.places(pool, admitted.pages, order.blocks, order.start, tokens)
             await self._to_blocks(pool, places, step.begun)
             client.check(order.name)  # the pages were ours until now
             lease.then(self._tools.finish(client, order.name, tokens))
             self._tools.loaded(time.monotonic() - began)
+            self._tools.first(order.request, ready.aux)
             return len(order.blocks)
         return 0
 
@@ -114,7 +115,7 @@ class PoolRequests:
             if not push.received:
                 await self._load_first(client, push, begun.matched_tokens, begun.pages)
             await self._push_chunks(client, push, begun.matched_tokens, begun.pages)
-            client.aux(name, b"")  # decode computes the last token again, and samples from that
+            client.aux(name, await push.aux())
             lease.then(self._hand_over(client, name))
             self._tools.moved.pushed += 1
             return True

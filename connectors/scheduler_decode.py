@@ -17,6 +17,8 @@ class DecodeScheduler(SchedulerSide):
     """The decode engine's part: prompts come from a prefill daemon, or as far as they can from the daemon beside this
     engine."""
 
+    _begins: list[tuple[EngineRequest, int]] | None = None  # None: nobody takes them
+
     def new_request(self, request: EngineRequest) -> None:
         self._track(request)
 
@@ -68,6 +70,27 @@ class DecodeScheduler(SchedulerSide):
             self._orders.append(Restore(request.request_id, name, prompt, start, own, traceparent_of(request)))
             self.counts.restores += 1
             self.counts.restore_tokens += external
+
+    def begin_with_first_tokens(self) -> None:
+        """From now on somebody takes them."""
+        self._begins = []
+
+    def received(self, requests: Sequence[str]) -> None:
+        for request in requests:
+            if (tracked := self._tracked.get(request)) is None:
+                continue
+            first, tracked.first = tracked.first, None
+            if first is not None and self._begins is not None and not (tracked.alone or tracked.storing):
+                self._begins.append((tracked.request, first))
+        super().received(requests)
+
+    def take_first_tokens(self) -> Sequence[tuple[EngineRequest, int]]:
+        """Requests whose prompts have come since the last call, with the first tokens of their replies: they begin
+        behind these."""
+        if not self._begins:
+            return ()
+        begins, self._begins = self._begins, []
+        return begins
 
     def finished(self, request: EngineRequest, blocks: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
         tracked = self._tracked.get(request.request_id)

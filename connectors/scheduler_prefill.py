@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvferry.connectors import params as transfer_params
-from kvferry.connectors.orders import Begin, Cancel, Drop, Orders, Release, Save
+from kvferry.connectors.orders import Begin, Cancel, Drop, FirstToken, Orders, Release, Save
 from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, counted, traceparent_of
 
 _log = logging.getLogger(__name__)
@@ -65,6 +65,9 @@ class PrefillScheduler(SchedulerSide):
             tracked = self._tracked.get(request_id)
             if tracked is None or not tracked.begun or tracked.storing:
                 continue
+            if tracked.first is None and (first := first_of(tracked.request)) is not None:
+                tracked.first = first
+                self._orders.append(FirstToken(request_id, first))
             total = tracked.request.num_prompt_tokens
             ahead = tracked.request.num_computed_tokens + tokens
             computed = min(counted(tracked) if self.awaits_outcomes else ahead, total)
@@ -93,5 +96,11 @@ class PrefillScheduler(SchedulerSide):
         if tracked.loading or tracked.elsewhere:
             self._orders.append(Cancel(request.request_id))
             return False, None  # the scheduler keeps the blocks by itself until the load is reported
-        self._orders.append(Release(request.request_id) if whole else Drop(request.request_id))
+        self._orders.append(Release(request.request_id, first_of(request)) if whole else Drop(request.request_id))
         return True, transfer_params.answer(tracked.params, self._view.daemon) if sent else None
+
+
+def first_of(request: EngineRequest) -> int | None:
+    """The first token of its reply, once there is one."""
+    prompt = request.num_prompt_tokens
+    return request.all_token_ids[prompt] if request.num_tokens > prompt else None

@@ -96,6 +96,7 @@ class Tracked:
     since: int = -1  # tokens that it had when it was first computed, where another connector may have loaded them
     alone: bool = False  # nothing of it is fetched or kept: what its pages are named is not known
     elsewhere: bool = False  # another connector loads into its blocks, and reports it
+    first: int | None = None  # decode: the reply's first token, where its load brought it; prefill: that it was told
 
 
 @dataclass(slots=True)
@@ -184,6 +185,9 @@ class SchedulerSide:
         for request in news.failed:
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.unsent = True
+        for request, token in news.first.items():
+            if (tracked := self._tracked.get(request)) is not None:
+                tracked.first = token
 
     def loads_elsewhere(self, request: str) -> None:
         """It is over while another connector of the engine loads into its blocks: nothing of them is kept, and the

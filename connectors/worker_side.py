@@ -21,6 +21,7 @@ from kvferry.connectors.orders import (
     Begin,
     Cancel,
     Drop,
+    FirstToken,
     Forget,
     Load,
     News,
@@ -94,7 +95,7 @@ class WorkerSide:
         if not orders.orders:
             return
         self._saves = [order for order in orders.orders if isinstance(order, Save)]
-        now: list[Order] = [each for each in orders.orders if not (isinstance(each, Save) or self._is_released(each))]
+        now: list[Order] = [each for each in orders.orders if not (isinstance(each, Save) or self._is_told(each))]
         self._pushing = self._pushing or any(isinstance(order, Begin) for order in now)
         if now:
             step = EngineStep(self._tools.mover.moment())
@@ -102,11 +103,16 @@ class WorkerSide:
             self._step = step if any(isinstance(order, Load) and order.held_blocks for order in now) else None
             self._loop.call_soon_threadsafe(self._begin, now, step)
 
-    def _is_released(self, order: Order) -> bool:
-        """Whether that was the order, and need not wake the other thread: it sees it when the push is over."""
-        push = self._pushes.get(order.request) if isinstance(order, Release) else None
+    def _is_told(self, order: Order) -> bool:
+        """Whether a push that the other thread has taken in was told all of this order."""
+        push = self._pushes.get(order.request) if isinstance(order, FirstToken | Release) else None
         if push is None:
             return False
+        assert isinstance(order, FirstToken | Release)
+        if not push.decided.is_set():
+            self._loop.call_soon_threadsafe(push.decide, order.token)
+        if isinstance(order, FirstToken):
+            return True
         push.released = True
         return not push.over  # set before the other looks whether it was released: one of the two sees it
 
@@ -168,8 +174,10 @@ class WorkerSide:
                 push = self._pushes[order.request] = Push(order, step.begun, received=not order.blocks)
                 push.copying.set()
                 self._run(order.request, self._requests.push(push), partial(self._pushed, push))
+            elif isinstance(order, FirstToken):
+                self._decide(order)
             elif isinstance(order, Release):
-                self._release(order.request)
+                self._release(order.request, order.token)
             elif isinstance(order, Drop):
                 self._cancel(order.request)
                 self._release(order.request)
@@ -211,8 +219,13 @@ class WorkerSide:
                 push.save, push.saved = save, done
                 push.wake.set()
 
-    def _release(self, request: str) -> None:
+    def _decide(self, order: FirstToken) -> None:
+        if (push := self._pushes.get(order.request)) is not None:
+            push.decide(order.token)
+
+    def _release(self, request: str, token: int | None = None) -> None:
         if (push := self._pushes.get(request)) is not None:
+            push.decide(token)
             push.released = True
             self._report_push(push)
 

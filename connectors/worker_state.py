@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import DaemonGone
+from kvferry.connectors import first_token
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Begin, News, Save
 from kvferry.waiting import slices
@@ -106,6 +107,19 @@ class Push:
     received: bool = True  # nothing is to be loaded for it, or it was reported
     released: bool = False  # its blocks are wanted back
     over: bool = False  # nothing touches its blocks any more
+    token: int | None = None  # the first of its reply
+    decided: asyncio.Event = field(default_factory=asyncio.Event)  # it is known, or that there is none
+
+    def decide(self, token: int | None) -> None:
+        """Its reply begins with this token; None: it has none. Only the first word counts."""
+        if not self.decided.is_set():
+            self.token = token
+            self.decided.set()
+
+    async def aux(self) -> bytes:
+        """Waits for the token: the blob that names it to decode."""
+        await self.decided.wait()
+        return first_token.blob_of(self.token)
 
     async def more(self, saved: int, page_size: int) -> tuple[Save, Moment, int]:
         """Waits until more of it than the first `saved` tokens is computed, or will be: the newest word of it, behind

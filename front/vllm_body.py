@@ -71,9 +71,11 @@ class Body:
         return self.first_token({"do_remote_decode": True, "kvferry_request": request_id.hex()})
 
     def first_token(self, kv_transfer_params: dict[str, object]) -> bytes:
-        """The request for no more than its first token, in one piece."""
+        """The request for no more than its first token, in one piece, sampled as that of the whole reply."""
         fields = {name: value for name, value in self.fields.items() if name not in ("stream_options", "min_tokens")}
         fields |= {"stream": b"false", "max_tokens": b"1"}
+        if self._told("min_tokens"):
+            fields["min_tokens"] = b"1"
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = b"1"
         return _written(fields, kv_transfer_params)

@@ -60,6 +60,7 @@ class Spec:
     prefill_bytes: int = 0
     program: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
     flags: tuple[str, ...] = SMALL  # of each engine
+    decode_flags: tuple[str, ...] = ()  # beside them
     page_size: int = BLOCK
     pool: str = "daemon"  # or "engine": its blocks are registered with the daemon
     pool_bytes: str = "512MiB"  # of each daemon
@@ -240,6 +241,8 @@ class Cluster:
         words = [str(python), *self.spec.program, "--model", str(self.model)]
         words += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
         words += ["--disable-uvicorn-access-log", *self.spec.flags, *shlex.split(os.environ.get("VLLM_FLAGS", ""))]
+        if name == "decode":
+            words += self.spec.decode_flags
         if blocks:
             words += ["--num-gpu-blocks-override", str(blocks)]
         if transfer is not None:

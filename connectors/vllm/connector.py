@@ -13,6 +13,7 @@ first request comes: the scheduler's half decides (`scheduler_side`), the worker
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -106,6 +107,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._others = OtherLoads()
         self._pool: BlockPool | None = None  # of the scheduler's half
         self._counted = Moved()  # of what vLLM has been told
+        self._first_tokens = 0  # that replies began with, and that vLLM has not been told of
         log_as_vllm()
         if role == KVConnectorRole.SCHEDULER:
             self._view = HeldPrefixes(
@@ -163,6 +165,25 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._deciding.received(tuple(connector_output.finished_recving))
         if connector_output.finished_sending:
             self._deciding.sent(tuple(connector_output.finished_sending))
+
+    @property
+    def decodes(self) -> bool:
+        """It is a decode engine's."""
+        return isinstance(self._scheduler, DecodeScheduler)
+
+    def begin_with_first_tokens(self) -> None:
+        """From now on the engine's scheduler takes them."""
+        assert isinstance(self._scheduler, DecodeScheduler)
+        self._scheduler.begin_with_first_tokens()
+
+    def take_first_tokens(self) -> Sequence[tuple[Request, int]]:
+        """See `DecodeScheduler.take_first_tokens`."""
+        assert isinstance(self._scheduler, DecodeScheduler)
+        return self._scheduler.take_first_tokens()
+
+    def count_first_token(self) -> None:
+        """A reply began with one."""
+        self._first_tokens += 1
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -237,6 +258,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if news is None else KVFerryWorkerMetadata(news)
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
+        if self._first_tokens:
+            begun, self._first_tokens = self._first_tokens, 0
+            return KVFerryStats(data={"first_tokens": begun})
         if self._worker is None or self._worker.moved == self._counted:
             return None
         counted, self._counted = self._counted, replace(self._worker.moved)

@@ -23,8 +23,10 @@ MEANINGS = {
     "stored": "Finished requests whose blocks the daemon took.",
     "resets": "Times that everything under way was given up, since the engine's caches were reset.",
     "failed": "Requests that the engine went on with alone.",
+    "first_tokens": "Replies that began with the first token of the prefill engine.",
 }
-"""The fields of `worker_state.Moved`, each a counter vllm:kvferry_<field>_total."""
+"""The counters vllm:kvferry_<name>_total: the fields of `worker_state.Moved`, and what the scheduler's half counts."""
+_MOVED = tuple(field.name for field in dataclasses.fields(Moved))
 
 
 class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
@@ -32,7 +34,7 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
 
     @staticmethod
     def between(before: Moved, after: Moved) -> KVFerryStats:
-        grown = {name: getattr(after, name) - getattr(before, name) for name in MEANINGS}
+        grown = {name: getattr(after, name) - getattr(before, name) for name in _MOVED}
         return KVFerryStats(data={name: by for name, by in grown.items() if by})
 
     data: dict[str, int | float]
@@ -85,4 +87,4 @@ class KVFerryCounters(KVConnectorPromMetrics):  # type: ignore[misc]
             self._counters[name][engine_idx].inc(by)
 
 
-assert set(MEANINGS) == {field.name for field in dataclasses.fields(Moved)}
+assert set(MEANINGS) == {*_MOVED, "first_tokens"}

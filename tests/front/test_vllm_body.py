@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from kvferry.front.vllm_body import MAX_DEPTH, Refusal, parse_body
@@ -52,3 +54,16 @@ def test_bodies_with_many_parts_or_pairs_of_surrogates_are_passed_on() -> None:
 )
 def test_what_is_split(field: bytes, split: bool) -> None:
     assert parse_body(b"{" + field + b"}").can_be_split is split
+
+
+@pytest.mark.parametrize(
+    ("least", "asked"),
+    [(b"", None), (b'"min_tokens": 0,', None), (b'"min_tokens": 5,', 1), (b'"min_tokens": "many",', 1)],
+)
+def test_the_first_token_is_sampled_as_that_of_the_whole_reply(least: bytes, asked: int | None) -> None:
+    """A reply of so many tokens at least does not end with its first; more than it cannot be asked of prefill."""
+    body = parse_body(b"{" + least + b'"max_tokens": 9, "seed": 3, "stream": true, "stream_options": {}, "stop": "x"}')
+    half = json.loads(body.for_prefill(bytes(16)))
+    assert half.pop("min_tokens", None) == asked
+    del half["kv_transfer_params"]
+    assert half == {"max_tokens": 1, "seed": 3, "stream": False, "stop": "x"}

@@ -3,7 +3,11 @@ TEST_DEVICES=cuda:0 the engines' blocks and the daemons' pools are on that GPU."
 
 from __future__ import annotations
 
-from kvferry.connectors.orders import Begin, Load, PromptPages, Release, Restore, Save
+import time
+
+import pytest
+
+from kvferry.connectors.orders import Begin, FirstToken, Load, PromptPages, Release, Restore, Save
 from tests.connectors.engine_memory import BLOCK
 from tests.connectors.worker_side.engine_pair import (
     PAGE,
@@ -70,3 +74,33 @@ def test_prefill_loads_what_its_daemon_holds(pair: Pair) -> None:
     assert received(pair.sides["decode"], "b") == set()
     sent(pair.sides["prefill"], "b")
     assert same(pair, range(40, 46), range(30, 36))
+
+
+@pytest.mark.parametrize("token", [None, 0, 49151])
+def test_the_first_token_comes_with_the_prompt(pair: Pair, token: int | None) -> None:
+    name, prompt, request = new_name(), new_prompt(PAGE), f"first {token}"
+    pair.give("prefill", Begin(request, name, prompt), Save(request, PAGE, (0, 1)))
+    pair.give("decode", Load(request, name, prompt, "p", 0, (), (20, 21)))
+    until(lambda: pair.stats("decode").requests.running)
+    time.sleep(0.1)
+    assert not pair.sides["decode"].reports.received, "it waits for the token"
+    pair.give("prefill", Release(request, token))
+    until(lambda: pair.sides["decode"].reports.received)
+    news = pair.sides["decode"].reports.take_news()  # told before, or together
+    assert (news.first if news else {}) == ({} if token is None else {request: token})
+    assert received(pair.sides["decode"], request) == set()
+    sent(pair.sides["prefill"], request)
+
+
+def test_the_first_token_does_not_wait_for_the_end_of_a_request_that_goes_on(pair: Pair) -> None:
+    name, prompt = new_name(), new_prompt(PAGE)
+    pair.give("prefill", Begin("on", name, prompt), Save("on", PAGE, (0, 1)))
+    pair.give("prefill", FirstToken("on", 5))
+    pair.give("decode", Load("on", name, prompt, "p", 0, (), (20, 21)))
+    until(lambda: pair.sides["decode"].reports.received)
+    news = pair.sides["decode"].reports.take_news()
+    assert news is not None and news.first == {"on": 5}
+    assert received(pair.sides["decode"], "on") == set()
+    assert pair.sides["prefill"].reports.take() == (set(), set()), "the engine has its blocks back when it is over"
+    pair.give("prefill", Release("on", 5))
+    sent(pair.sides["prefill"], "on")

@@ -1,0 +1,181 @@
+"""Replies that begin with the prefill server's first token, against those of one vLLM: token for token, for each way of
+sampling, streamed and not.
+
+python bench/vllm/first_tokens.py [--requests N] [--output bench/results/vllm-first-tokens.txt]
+
+Without a GPU the servers run Model Runner V2 with interpreted kernels (`v2_on_cpu.py`). `begun`: replies that decode
+began behind a token of prefill's; of others decode has sampled every token. A difference is allowed only where the
+reference's two best logits are within VLLM_TIE, which is asked for once more; it is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+from chat import MODEL_NAME, TIE, new_client, user_text
+from cluster import DEVICES, ROOT, Cluster, Log, Spec
+
+SCHEDULER = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.FirstTokenScheduler")
+MANY = 4  # requests at a time
+
+Fields = Mapping[str, object]
+WAYS: dict[str, Callable[[int], Fields]] = {
+    "greedy": lambda number: {"temperature": 0},
+    "seeded": lambda number: {"temperature": 0.9, "seed": 1000 + number},
+    "penalties": lambda number: {"temperature": 0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    "repetition": lambda number: {"temperature": 0.7, "seed": number, "repetition_penalty": 1.3},
+    "bias": lambda number: {"temperature": 0, "logit_bias": {"28": 4.0, "30": 4.0, "339": -9.0}},
+    "1 token": lambda number: {"temperature": 0, "max_tokens": 1},
+    "2 tokens": lambda number: {"temperature": 0, "max_tokens": 2},
+    "at least 6": lambda number: {"temperature": 0, "min_tokens": 6, "stop": [" ", "e"]},
+    "stop at once": lambda number: {"temperature": 0, "stop": ["e", "a", "o", "I", "T"]},
+    "stop tokens": lambda number: {"temperature": 0, "stop_token_ids": [28, 30, 42, 314, 2]},
+    "until its end": lambda number: {"temperature": 0, "ignore_eos": False, "max_tokens": 40},
+    "logprobs": lambda number: {"temperature": 0, "logprobs": True, "top_logprobs": 2},
+}
+if DEVICES:  # whose kernels cannot be interpreted
+    WAYS["top p"] = lambda number: {"temperature": 0.9, "top_p": 0.9, "seed": number}
+    WAYS["a choice"] = lambda number: {
+        "temperature": 0,
+        "structured_outputs": {"choice": ["river", "harbour", "north"]},
+    }
+    WAYS["a pattern"] = lambda number: {"temperature": 0, "structured_outputs": {"regex": "[a-z]{3} [0-9]{2}"}}
+
+
+@dataclass(slots=True)
+class Said:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str = ""
+    stopped_by: object = None
+    prompt_tokens: int = 0
+    reply_tokens: int = 0
+    first_s: float = 0.0
+
+
+def request_of(way: str, number: int) -> dict[str, object]:
+    text = user_text(number, len(way), 40 + number % 50)
+    asked: dict[str, object] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}]}
+    asked |= {"max_tokens": 10, "ignore_eos": True, "return_token_ids": True, **WAYS[way](number)}
+    return asked
+
+
+async def whole(client: httpx.AsyncClient, url: str, asked: dict[str, object]) -> Said:
+    answer = await client.post(url + "/v1/chat/completions", json=asked)
+    if answer.status_code != 200:
+        raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
+    reply = answer.json()
+    choice, usage = reply["choices"][0], reply["usage"]
+    said = Said(choice["token_ids"], choice["message"]["content"] or "", choice["finish_reason"])
+    said.stopped_by, said.prompt_tokens = choice.get("stop_reason"), usage["prompt_tokens"]
+    said.reply_tokens = usage["completion_tokens"]
+    return said
+
+
+async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object]) -> Said:
+    said, began = Said(), time.monotonic()
+    body = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", url + "/v1/chat/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise RuntimeError(f"{url} answered {answer.status_code}: {(await answer.aread()).decode()[:300]}")
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"{url}: {event['error']}")
+            if usage := event.get("usage"):
+                said.prompt_tokens, said.reply_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            for choice in event["choices"]:
+                if choice.get("token_ids") and not said.first_s:
+                    said.first_s = time.monotonic() - began
+                said.tokens += choice.get("token_ids") or []
+                said.text += choice["delta"].get("content") or ""
+                said.reason = choice.get("finish_reason") or said.reason
+                said.stopped_by = choice.get("stop_reason") or said.stopped_by
+    return said
+
+
+async def ask_all(url: str, count: int) -> dict[tuple[str, int, str], Said]:
+    """What is said by way, number and form."""
+    turn = asyncio.Semaphore(MANY)
+    got: dict[tuple[str, int, str], Said] = {}
+
+    async def one(client: httpx.AsyncClient, way: str, number: int) -> None:
+        async with turn:
+            streams = number % 2 == 0
+            form = "streamed" if streams else "whole"
+            got[way, number, form] = await (streamed if streams else whole)(client, url, request_of(way, number))
+
+    async with new_client() as client:
+        await asyncio.gather(*(one(client, way, number) for way in WAYS for number in range(count)))
+    return got
+
+
+async def gap_at(url: str, way: str, number: int, place: int) -> float:
+    """Between the two best log probabilities of this token, as one engine has them."""
+    async with new_client() as client:
+        asked = {**request_of(way, number), "logprobs": True, "top_logprobs": 2}
+        answer = await client.post(url + "/v1/chat/completions", json=asked)
+    listed = answer.json()["choices"][0]["logprobs"]["content"]
+    best = sorted((each["logprob"] for each in listed[place]["top_logprobs"]), reverse=True)
+    return float(best[0] - best[1])
+
+
+def same(left: Said, right: Said) -> bool:
+    names = ("tokens", "text", "reason", "stopped_by", "prompt_tokens", "reply_tokens")
+    return all(getattr(left, name) == getattr(right, name) for name in names)
+
+
+def judge(log: Log, url: str, want: dict[tuple[str, int, str], Said], got: dict[tuple[str, int, str], Said]) -> int:
+    """How many are wrong."""
+    wrong = 0
+    log.add(f"{'':16}{'requests':>9}{'equal':>7}{'ties':>6}{'wrong':>7}")
+    for way in WAYS:
+        ours = [key for key in want if key[0] == way]
+        unlike = [key for key in ours if not same(want[key], got[key])]
+        ties = 0
+        for key in unlike:
+            pairs = zip(want[key].tokens, got[key].tokens, strict=False)
+            place = next((i for i, (left, right) in enumerate(pairs) if left != right), -1)
+            if place >= 0 and asyncio.run(gap_at(url, way, key[1], place)) < TIE:
+                ties += 1
+            else:
+                log.add(f"  {key}: {want[key]}\n  got {got[key]}")
+        wrong += len(unlike) - ties
+        log.add(f"{way:16}{len(ours):9}{len(ours) - len(unlike):7}{ties:6}{len(unlike) - ties:7}")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=6, help="of each way of sampling")
+    parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon")
+    parser.add_argument("--output", metavar="FILE")
+    args = parser.parse_args()
+    log = Log(Path(args.output) if args.output else None)
+    spec = Spec(decode_flags=SCHEDULER, pool=args.pool, extra={"deadline_seconds": 240.0})
+    if not DEVICES:
+        spec = replace(spec, program=(str(ROOT / "bench" / "vllm" / "v2_on_cpu.py"),))
+    with Cluster(spec) as one, Cluster(spec) as cluster:
+        alone = one.alone().url
+        want = asyncio.run(ask_all(alone, args.requests))
+        cluster.kvferry()
+        got = asyncio.run(ask_all(cluster.front, args.requests))
+        wrong = judge(log, alone, want, got)
+        begun = cluster.metric("decode", "vllm:kvferry_first_tokens_total")
+        log.add(f"begun behind prefill's token: {begun:.0f} of {len(got)}")
+    log.add("0 wrong" if not wrong else f"{wrong} WRONG")
+    return 1 if wrong or not begun else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
