@@ -44,6 +44,7 @@ CACHES = os.environ.get("VLLM_CACHES", "")
 DEVICES = [name for name in os.environ.get("VLLM_DEVICES", "").split(",") if name]
 SIDE_PORT = 5600  # of NIXL's handshakes
 GPU_SHARE = 0.2  # of a GPU's memory, for each engine
+FIRST_TOKENS = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.FirstTokenScheduler")  # of decode engines
 SMALL = ("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK), "--max-model-len", "1024")
 SMALL += ("--max-num-seqs", "16", "--max-num-batched-tokens", "512")  # of a step: longer prompts are computed in chunks
 
@@ -343,4 +344,15 @@ class Log:
             self.path.write_text("\n".join(self.lines) + "\n")
 
 
-__all__ = ["Cluster", "ClusterError", "Engine", "Log", "Spec", "free_port", "machine", "model_folder", "replace"]
+__all__ = [
+    "FIRST_TOKENS",
+    "Cluster",
+    "ClusterError",
+    "Engine",
+    "Log",
+    "Spec",
+    "free_port",
+    "machine",
+    "model_folder",
+    "replace",
+]

@@ -1,10 +1,12 @@
 """Replies that begin with the prefill server's first token, against those of one vLLM: token for token, for each way of
 sampling, streamed and not.
 
-python bench/vllm/first_tokens.py [--requests N] [--output bench/results/vllm-first-tokens.txt]
+python bench/vllm/first_tokens.py [--requests N] [--aborts N] [--restarts N]
+    [--output bench/results/vllm-first-tokens.txt]
 
 Without a GPU the servers run Model Runner V2 with interpreted kernels (`v2_on_cpu.py`). `begun`: replies that decode
-began behind a token of prefill's; of others decode has sampled every token. A difference is allowed only where the
+began behind a token of prefill's; of others decode has sampled every token. `--aborts`, `--restarts`: all is asked once
+more while other clients leave and daemons die; then nothing is held. A difference is allowed only where the
 reference's two best logits are within VLLM_TIE, which is asked for once more; it is counted.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
+from chaos import LEAVE_SECONDS, Run, leaks, restart_loop
 from chat import MODEL_NAME, TIE, new_client, user_text
-from cluster import DEVICES, ROOT, Cluster, Log, Spec
+from cluster import DEVICES, FIRST_TOKENS, ROOT, Cluster, Log, Spec
 
-SCHEDULER = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.FirstTokenScheduler")
 MANY = 4  # requests at a time
 
 Fields = Mapping[str, object]
@@ -39,6 +42,7 @@ WAYS: dict[str, Callable[[int], Fields]] = {
     "stop at once": lambda number: {"temperature": 0, "stop": ["e", "a", "o", "I", "T"]},
     "stop tokens": lambda number: {"temperature": 0, "stop_token_ids": [28, 30, 42, 314, 2]},
     "until its end": lambda number: {"temperature": 0, "ignore_eos": False, "max_tokens": 40},
+    "ends at once": lambda number: {"temperature": 0, "ignore_eos": False, "logit_bias": {"2": 100.0}},
     "logprobs": lambda number: {"temperature": 0, "logprobs": True, "top_logprobs": 2},
 }
 if DEVICES:  # whose kernels cannot be interpreted
@@ -120,6 +124,27 @@ async def ask_all(url: str, count: int) -> dict[tuple[str, int, str], Said]:
     return got
 
 
+async def leave(url: str, aborts: int) -> None:
+    """Clients that go while their replies come, or before."""
+    async with new_client() as client:
+        for number in range(aborts):
+            chosen = random.Random(number)
+            asked = request_of(chosen.choice(list(WAYS)), 1000 + number)
+            asking = asyncio.create_task(streamed(client, url, asked))
+            await asyncio.wait({asking}, timeout=chosen.uniform(0.0, LEAVE_SECONDS))
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+
+async def ask_all_in_a_storm(
+    cluster: Cluster, count: int, aborts: int, restarts: int
+) -> dict[tuple[str, int, str], Said]:
+    storm = Run(aborts, restarts)
+    asking = ask_all(cluster.front, count)
+    got, *_ = await asyncio.gather(asking, leave(cluster.front, aborts), restart_loop(storm, cluster))
+    return got
+
+
 async def gap_at(url: str, way: str, number: int, place: int) -> float:
     """Between the two best log probabilities of this token, as one engine has them."""
     async with new_client() as client:
@@ -158,11 +183,13 @@ def judge(log: Log, url: str, want: dict[tuple[str, int, str], Said], got: dict[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=6, help="of each way of sampling")
+    parser.add_argument("--aborts", type=int, default=0)
+    parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon")
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
     log = Log(Path(args.output) if args.output else None)
-    spec = Spec(decode_flags=SCHEDULER, pool=args.pool, extra={"deadline_seconds": 240.0})
+    spec = Spec(decode_flags=FIRST_TOKENS, pool=args.pool, extra={"deadline_seconds": 240.0})
     if not DEVICES:
         spec = replace(spec, program=(str(ROOT / "bench" / "vllm" / "v2_on_cpu.py"),))
     with Cluster(spec) as one, Cluster(spec) as cluster:
@@ -173,6 +200,14 @@ def main() -> int:
         wrong = judge(log, alone, want, got)
         begun = cluster.metric("decode", "vllm:kvferry_first_tokens_total")
         log.add(f"begun behind prefill's token: {begun:.0f} of {len(got)}")
+        if args.aborts or args.restarts:
+            log.add(f"beside {args.aborts} clients that leave and {args.restarts} daemons that die:")
+            got = asyncio.run(ask_all_in_a_storm(cluster, args.requests, args.aborts, args.restarts))
+            wrong += judge(log, alone, want, got)
+            begun = cluster.metric("decode", "vllm:kvferry_first_tokens_total") - begun
+            held = leaks(cluster)
+            log.add(f"begun behind prefill's token: {begun:.0f} of {len(got) + args.aborts}; {len(held)} leaks", *held)
+            wrong += len(held)
     log.add("0 wrong" if not wrong else f"{wrong} WRONG")
     return 1 if wrong or not begun else 0
 

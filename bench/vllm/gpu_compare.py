@@ -1,11 +1,12 @@
 """vLLM as it is compiled, on GPUs: one alone, a pair with its own NixlConnector, and a pair joined by kvferry, by way
-of its daemons' pools ("kvferry") or straight from block to block ("blocks"). Each is behind kvferry's front end, with
+of its daemons' pools ("kvferry") or straight from block to block ("blocks"); "first" and "first-blocks" are these with
+replies that begin with the prefill server's first token. Each is behind kvferry's front end, with
 the same flags and the same load. "offload" is NixlConnector with vLLM's OffloadingConnector beside it at decode, with
 as much host memory as kvferry's host tier: where there is one, `--decode-cache host`.
 
 VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/part.json [--at-once 1 4 32 64] \\
-    [--tokens-out 16 128] [--decode-cache all half third host] [--systems alone nixl offload kvferry blocks]
-    [--visits 2]
+    [--tokens-out 16 128] [--decode-cache all half third host] [--visits 2]
+    [--systems alone nixl offload kvferry blocks first first-blocks]
 python bench/vllm/gpu_compare.py table build/*.json --output bench/results/gpu_compare.txt
 
 Systems are started one after the other, and the other way round on every second visit, so that each has the GPUs to
@@ -30,13 +31,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cluster import DEVICES, Cluster, Spec, machine, model_folder
+from cluster import DEVICES, FIRST_TOKENS, Cluster, Spec, machine, model_folder
 from engine_threads import descendants
 from gpu_turns import STAGES, Measured, Shape, drive, median
 from rich.console import Console
 from rich.table import Table
 
-SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks")
+SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks", "first", "first-blocks")
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
 Rows: TypeAlias = "list[dict[str, Any]]"
@@ -80,7 +81,9 @@ def spec_of(args: argparse.Namespace, cache: str, each_token: int) -> Spec:
 
 
 def spec_for(system: str, spec: Spec) -> Spec:
-    if system == "blocks":
+    if system.startswith("first"):
+        spec = replace(spec, decode_flags=FIRST_TOKENS)
+    if system.endswith("blocks"):
         return replace(spec, pool="engine")
     if system == "offload":
         kept = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -234,7 +237,18 @@ def merged(parts: list[dict[str, object]]) -> dict[Key, dict[str, list[tuple[Mea
     return cells
 
 
-COLUMNS = ("system", "answers", "turn 1: TTFT ms", "TTFT ms", "prefill ms", "hand-off ms", "of it", "between ms", "/s")
+COLUMNS = (
+    "system",
+    "answers",
+    "turn 1: TTFT ms",
+    "TTFT ms",
+    "prefill ms",
+    "hand-off ms",
+    "of it",
+    "2nd ms",
+    "between ms",
+    "/s",
+)
 COLUMNS += ("MiB each", "D hits", "GPU GiB")
 
 
@@ -268,6 +282,7 @@ def cells_of(visits: list[Measured], memory: dict[str, int]) -> list[str]:
         f"{prefill:.1f}" if "P e2e" in told else "-",
         f"{sum(ttft) / answers - sum(told['P e2e']) / len(told['P e2e']):.1f}" if told.get("P e2e") else "-",
         ", ".join(parts),
+        spread([value for got in visits for value in got.second_ms]),
         f"{median([value for got in visits for value in got.between_ms]):.2f}",
         spread([value for got in visits for value in got.per_second]),
         f"{moved / answers / (1 << 20):.1f}",

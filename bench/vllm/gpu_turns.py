@@ -60,6 +60,7 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Answer:
     ttft_ms: float
+    second_ms: float  # the second token behind the first
     between_ms: float  # its tokens, in the mean
     ids: list[int]
 
@@ -71,6 +72,7 @@ class Measured:
     first_ms: list[float] = field(default_factory=list)  # TTFT of first turns
     ttft_ms: list[float] = field(default_factory=list)  # of the later ones
     between_ms: list[float] = field(default_factory=list)
+    second_ms: list[float] = field(default_factory=list)  # of the later turns
     per_second: list[float] = field(default_factory=list)  # of a round's later turns
     told: dict[str, list[float]] = field(default_factory=dict)  # of each round: what the servers said of later turns
 
@@ -94,7 +96,8 @@ async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], body: byte
     if not ids:
         raise RuntimeError(f"{url}: no token for a prompt of {len(prompt)}")
     between = (times[-1] - times[0]) / max(1, len(times) - 1)
-    return Answer((times[0] - began) * 1000, between * 1000, ids)
+    second = times[1] - times[0] if len(times) > 1 else 0.0
+    return Answer((times[0] - began) * 1000, second * 1000, between * 1000, ids)
 
 
 JSON = {"Content-Type": "application/json"}
@@ -120,6 +123,7 @@ async def drive(cluster: Cluster, url: str, at_once: int, shape: Shape, rounds: 
                 answers = await asyncio.gather(*(ask(client, url, *each) for each in zip(chats, bodies, strict=True)))
                 spent += (time.perf_counter() - began) if turn else 0.0
                 (done.ttft_ms if turn else done.first_ms).extend(answer.ttft_ms for answer in answers)
+                done.second_ms += [answer.second_ms for answer in answers if turn and len(answer.ids) > 1]
                 done.between_ms += [answer.between_ms for answer in answers if len(answer.ids) > 1]
                 for chat, answer in zip(chats, answers, strict=True):
                     chat += answer.ids + fresh(ids, shape.more)
