@@ -15,7 +15,7 @@ from kvferry.client.requests import Admitted, Begun, DaemonGone, NotOpened, Requ
 from kvferry.connectors import first_token
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import Moment, Mover
-from kvferry.connectors.orders import Load, News, Restore, StorePages
+from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Sessions
 from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports
@@ -139,9 +139,9 @@ class RequestTools:
         self.moved.load_seconds += seconds
 
     def first(self, request: str, aux: bytes) -> None:
-        """Tells the scheduler's half of the first token that came with a load; called before it is reported."""
+        """Has the first token told that came with a load."""
         if (token := first_token.token_of(aux)) is not None:
-            self.reports.add_news(News(first={request: token}))
+            self.reports.add_first(request, token)
 
     async def finish(self, client: DaemonClient, name: RequestName, tokens: int) -> None:
         try:

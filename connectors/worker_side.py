@@ -133,6 +133,10 @@ class WorkerSide:
         if saves:
             self._loop.call_soon_threadsafe(self._save, saves, done)
 
+    def tell(self, first: FirstToken) -> None:
+        """Tells a push its reply's first token, which a later order says again."""
+        self._loop.call_soon_threadsafe(self._decide, first)
+
     def give_up(self) -> None:
         """Ends everything that was ordered, reported as ever. When this returns nothing touches a block."""
         wait_for(end_all(self._tasks.values()), self._loop, PREEMPT_SECONDS)

@@ -26,14 +26,23 @@ class Reports:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)  # of these: with bad blocks
     sent: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
+    first: dict[str, int] = field(default_factory=dict)  # first tokens that are told with their prompts
     news: News | None = None
+
+    def add_first(self, request: str, token: int) -> None:
+        """Called before the request is received."""
+        with self.lock:
+            self.first[request] = token
 
     def add_received(self, request: str, bad: Sequence[int] = ()) -> None:
         with self.lock:
             self.bad_blocks.update(bad)
             self.received.add(request)
+            if bad:
+                self.failed.add(request)
 
     def add_sent(self, request: str) -> None:
         with self.lock:
@@ -51,13 +60,30 @@ class Reports:
         return news
 
     def take(self) -> tuple[set[str], set[str]]:
-        """(sent, received)."""
+        """(sent, received), whose first tokens are in the news from now on."""
         if not self.sent and not self.received:
             return set(), set()
         with self.lock:
             sent, self.sent = self.sent, set()
             received, self.received = self.received, set()
+            self.failed.clear()
+            if first := self._first_of(received):
+                self.news = (self.news or News()).then(News(first=first))
         return sent, received
+
+    def take_good(self) -> tuple[set[str], set[str], dict[str, int]] | None:
+        """(sent, received, first tokens) of what went well, in the place of a later `take`; None: nothing did. What
+        failed is told with its blocks, and news in their order."""
+        if not self.sent and not self.received:
+            return None
+        with self.lock:
+            sent, self.sent = self.sent, set()
+            good = self.received - self.failed
+            self.received -= good
+            return (sent, good, self._first_of(good)) if sent or good else None
+
+    def _first_of(self, requests: set[str]) -> dict[str, int]:
+        return {request: self.first.pop(request) for request in requests & self.first.keys()}
 
     def take_bad(self) -> set[int]:
         if not self.bad_blocks:

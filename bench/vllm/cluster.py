@@ -44,7 +44,7 @@ CACHES = os.environ.get("VLLM_CACHES", "")
 DEVICES = [name for name in os.environ.get("VLLM_DEVICES", "").split(",") if name]
 SIDE_PORT = 5600  # of NIXL's handshakes
 GPU_SHARE = 0.2  # of a GPU's memory, for each engine
-FIRST_TOKENS = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.FirstTokenScheduler")  # of decode engines
+SCHEDULER = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.KVFerryScheduler")  # of decode engines
 SMALL = ("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK), "--max-model-len", "1024")
 SMALL += ("--max-num-seqs", "16", "--max-num-batched-tokens", "512")  # of a step: longer prompts are computed in chunks
 
@@ -345,7 +345,7 @@ class Log:
 
 
 __all__ = [
-    "FIRST_TOKENS",
+    "SCHEDULER",
     "Cluster",
     "ClusterError",
     "Engine",

@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 from chaos import LEAVE_SECONDS, Run, leaks, restart_loop
 from chat import MODEL_NAME, TIE, new_client, user_text
-from cluster import DEVICES, FIRST_TOKENS, ROOT, Cluster, Log, Spec
+from cluster import DEVICES, ROOT, SCHEDULER, Cluster, Log, Spec
 
 MANY = 4  # requests at a time
 
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
     log = Log(Path(args.output) if args.output else None)
-    spec = Spec(decode_flags=FIRST_TOKENS, pool=args.pool, extra={"deadline_seconds": 240.0})
+    spec = Spec(decode_flags=SCHEDULER, pool=args.pool, extra={"deadline_seconds": 240.0})
     if not DEVICES:
         spec = replace(spec, program=(str(ROOT / "bench" / "vllm" / "v2_on_cpu.py"),))
     with Cluster(spec) as one, Cluster(spec) as cluster:

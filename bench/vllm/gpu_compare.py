@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cluster import DEVICES, FIRST_TOKENS, Cluster, Spec, machine, model_folder
+from cluster import DEVICES, SCHEDULER, Cluster, Spec, machine, model_folder
 from engine_threads import descendants
 from gpu_turns import STAGES, Measured, Shape, drive, median
 from rich.console import Console
@@ -82,7 +82,7 @@ def spec_of(args: argparse.Namespace, cache: str, each_token: int) -> Spec:
 
 def spec_for(system: str, spec: Spec) -> Spec:
     if system.startswith("first"):
-        spec = replace(spec, decode_flags=FIRST_TOKENS)
+        spec = replace(spec, decode_flags=SCHEDULER)
     if system.endswith("blocks"):
         return replace(spec, pool="engine")
     if system == "offload":

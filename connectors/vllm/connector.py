@@ -26,11 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connectors.lookups import HeldPrefixes
-from kvferry.connectors.orders import News, Orders
+from kvferry.connectors.orders import FirstToken, News, Orders
 from kvferry.connectors.scheduler_decode import DecodeScheduler
-from kvferry.connectors.scheduler_prefill import PrefillScheduler
+from kvferry.connectors.scheduler_prefill import PrefillScheduler, first_of
 from kvferry.connectors.scheduler_side import SchedulerSide
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import facts as vllm_facts
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 vllm_versions.check(KVConnectorBase_V1, vllm.__version__)
@@ -176,6 +176,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert isinstance(self._scheduler, DecodeScheduler)
         self._scheduler.begin_with_first_tokens()
 
+    def reports_now(self) -> KVConnectorOutput | None:
+        """What the worker's half has reported since the last step took its reports, where it is in this process. Of
+        loads that failed the next step tells."""
+        worker = self._workers.get(self._engine)
+        told = worker.reports.take_good() if worker is not None else None
+        if told is None:
+            return None
+        sent, received, first = told
+        meta = KVFerryWorkerMetadata(News(first=first)) if first else None
+        return KVConnectorOutput(
+            finished_sending=sent or None, finished_recving=received or None, kv_connector_worker_meta=meta
+        )
+
     def take_first_tokens(self) -> Sequence[tuple[Request, int]]:
         """See `DecodeScheduler.take_first_tokens`."""
         assert isinstance(self._scheduler, DecodeScheduler)
@@ -193,7 +206,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._others.ended(request):
             self._deciding.loads_elsewhere(request.request_id)
+        if isinstance(self._scheduler, PrefillScheduler):
+            self._tell_at_once(request)
         return self._deciding.finished(request, block_ids[0] if block_ids else [])
+
+    def _tell_at_once(self, request: Request) -> None:
+        """Tells the reply's first token before the next step's orders, where the worker's half is in this process."""
+        first, worker = first_of(request), self._workers.get(self._engine)
+        if first is not None and worker is not None:
+            worker.tell(FirstToken(request.request_id, first))
 
     def reset_cache(self) -> bool | None:
         if self._scheduler is None:

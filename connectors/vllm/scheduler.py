@@ -1,11 +1,12 @@
-"""A scheduler of decode engines in which a reply begins with the token that the prefill engine sampled.
+"""vLLM's scheduler, with hand-offs in fewer steps.
 
---scheduler-cls kvferry.connectors.vllm.scheduler.FirstTokenScheduler
+--scheduler-cls kvferry.connectors.vllm.scheduler.KVFerryScheduler
 
-vLLM's own computes the last token of a prompt once more, whose KV has come, and samples the reply's first token from
-that: two steps until there is anything new. Here the first token goes to the client when the prompt has come, and the
-next step computes what is behind it, as in a request that goes on after it was preempted. Model Runner V2 alone takes
-a request that it has never seen, and that has a reply already.
+vLLM's own hears of a load with the outcome of a step that began when it was over, which is one or two steps later; then
+it computes the prompt's last token once more, and samples the reply's first token from that. Here a load is heard of
+when the step under way ends, the prefill engine's first token goes to the client at once, and the next step computes
+what is behind it, as in a request that goes on after it was preempted. Model Runner V2 alone takes a request that it
+has never seen, and that has a reply already.
 """
 
 from __future__ import annotations
@@ -29,37 +30,41 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class FirstTokenScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler, its asynchronous one where the engine is configured so. Where no first token comes it is that
-    and no more."""
+class KVFerryScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler, its asynchronous one where the engine is configured so."""
 
-    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> FirstTokenScheduler:
+    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> KVFerryScheduler:
         asynchronous = vllm_config.scheduler_config.async_scheduling
-        return object.__new__(_AsyncFirstTokenScheduler if asynchronous else cls)
+        return object.__new__(_AsyncKVFerryScheduler if asynchronous else cls)
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        self._kvferry: KVFerryConnector | None = None
-        found = _kvferry_of(self.connector)
-        if found is None:
-            _log.warning("first tokens: this engine has no KVFerryConnector as a consumer, which would bring them")
-        elif not vllm_config.use_v2_model_runner:
-            _log.warning("first tokens: Model Runner V1 cannot begin behind one; this engine samples its own")
-        else:
-            self._kvferry = found
-            found.begin_with_first_tokens()
-            _log.info("first tokens: replies begin with what the prefill engine sampled")
+        self._kvferry = _kvferry_of(self.connector)
+        self._forces = False  # replies begin with what the prefill engine sampled
+        if self._kvferry is None:
+            _log.warning("this engine has no KVFerryConnector, for which its scheduler is made")
+        elif self._kvferry.decodes:
+            self._forces = bool(vllm_config.use_v2_model_runner)
+            if self._forces:
+                self._kvferry.begin_with_first_tokens()
+                _log.info("replies begin with the token that the prefill engine sampled")
+            else:
+                _log.info("replies are sampled here, all of them: Model Runner V1 cannot begin behind a token")
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        if self._kvferry is not None:
-            for request, token in self._kvferry.take_first_tokens():
-                if self._begins_behind_one(request) and 0 <= token < self._vocabulary:
-                    told = outputs.setdefault(request.client_index, EngineCoreOutputs())
-                    told.outputs.append(self._begin_behind(request, token))
-                    self._kvferry.count_first_token()
+        if (ours := self._kvferry) is None:
+            return outputs
+        # Another connector beside it has words of its own with a step's reports.
+        if self.connector is ours and (late := ours.reports_now()) is not None:
+            self._update_from_kv_xfer_finished(late)
+        for request, token in ours.take_first_tokens() if self._forces else ():
+            if self._begins_behind_one(request) and 0 <= token < self._vocabulary:
+                told = outputs.setdefault(request.client_index, EngineCoreOutputs())
+                told.outputs.append(self._begin_behind(request, token))
+                ours.count_first_token()
         return outputs
 
     @property
@@ -103,13 +108,13 @@ class FirstTokenScheduler(Scheduler):  # type: ignore[misc]
         )
 
 
-class _AsyncFirstTokenScheduler(FirstTokenScheduler, AsyncScheduler):  # type: ignore[misc]
+class _AsyncKVFerryScheduler(KVFerryScheduler, AsyncScheduler):  # type: ignore[misc]
     pass
 
 
 def _kvferry_of(connector: object) -> KVFerryConnector | None:
     """The engine's, which may be one of several."""
     for each in (connector, *getattr(connector, "_connectors", ())):
-        if isinstance(each, KVFerryConnector) and each.decodes:
+        if isinstance(each, KVFerryConnector):
             return each
     return None

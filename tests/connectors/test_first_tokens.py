@@ -7,6 +7,7 @@ import pytest
 from kvferry.connectors.first_token import blob_of, token_of
 from kvferry.connectors.orders import Cancel, Drop, FirstToken, News, Release, Save
 from kvferry.connectors.scheduler_decode import DecodeScheduler
+from kvferry.connectors.worker_state import Reports
 from tests.connectors.scheduling import TO_DECODE, TO_PREFILL, Daemon, Request, blocks, decode, orders, prefill
 
 
@@ -110,6 +111,36 @@ def test_a_request_that_is_over_or_of_other_weights_begins_with_nothing(what: st
         side.reset(emptied=True)
     side.received(["a"])
     assert side.take_first_tokens() == ()
+
+
+def test_a_token_is_told_with_its_prompt() -> None:
+    reports = Reports()
+    reports.add_first("a", 1)
+    reports.add_first("b", 2)
+    reports.add_received("a")
+    assert reports.take_news() is None
+    assert reports.take() == (set(), {"a"})
+    news = reports.take_news()
+    assert news is not None and news.first == {"a": 1}
+    reports.add_received("b")
+    assert reports.take_good() == (set(), {"b"}, {"b": 2})
+    assert (reports.take(), reports.take_news(), reports.take_good(), reports.first) == ((set(), set()), None, None, {})
+
+
+def test_what_failed_is_told_by_the_step_that_tells_its_blocks() -> None:
+    reports = Reports()
+    reports.add_received("bad", (3, 4))
+    assert reports.take_good() is None
+    reports.add_received("good")
+    reports.add_sent("over")
+    reports.add_news(News(session=False))
+    assert reports.take_good() == ({"over"}, {"good"}, {})
+    assert reports.take_bad() == {3, 4}
+    assert reports.take_good() is None, "its blocks are on their way, by which it is to be judged"
+    assert reports.take() == (set(), {"bad"})
+    assert reports.take_news() == News(session=False), "in their order, by the steps"
+    reports.add_received("bad")
+    assert reports.take_good() == (set(), {"bad"}, {})
 
 
 def test_news_of_tokens_adds_up() -> None:
