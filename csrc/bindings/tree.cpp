@@ -222,7 +222,7 @@ void bind_values(nb::module_& m) {
       .def_ro("orphans", &Recovered::orphans)
       .def_ro("dropped", &Recovered::dropped);
   nb::class_<NodeView>(m, "NodeView")
-      .def_ro("depth", &NodeView::depth, "Pages before it; of an orphan, as far as they are known.")
+      .def_ro("depth", &NodeView::depth, "Pages before it; of an orphan, some of those.")
       .def_ro("pages", &NodeView::pages)
       .def_prop_ro("first_digest", [](const NodeView& self) { return bytes_of(self.first); })
       .def_prop_ro("last_digest", [](const NodeView& self) { return bytes_of(self.last); })
@@ -337,6 +337,11 @@ void bind_tiers(TreeClass& tree) {
       .def("forget_device", [](TreeObject& self) { return self.tree.forget_device(); }, R"(
            The device's memory is gone: pages with a host copy are on the host only, others are freed, and what hung
            below those are orphans. Nothing may be locked, arriving or under a copy. Returns how many pages it held.)")
+      .def("begin_recovery", [](TreeObject& self) { self.tree.begin_recovery(); }, R"(
+           From now on pages are found by their digests, which is what `recover` does. Called of a tree that is empty, this
+           costs nothing; the first `recover` does it, too.)")
+      .def("end_recovery", [](TreeObject& self) { self.tree.end_recovery(); },
+           "Lets go of what `recover` finds pages by, some 30 bytes a page.")
       .def("recover", &recover, "digests"_a, "parents"_a, "host_pages"_a, "outputs"_a.sig("b''") = nb::bytes("", 0), R"(
            LEASED host pages become CACHED ones of the tree. parents: the digest before each page, zeros for the first
            of a prompt. The order is of no matter. What is there already, or has no beginning, is freed.)");

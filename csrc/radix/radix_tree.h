@@ -12,6 +12,7 @@
 
 #include "radix/eviction_index.h"
 #include "radix/page_pool.h"
+#include "radix/spot_index.h"
 #include "radix/policy.h"
 #include "radix/tree_node.h"
 
@@ -125,6 +126,8 @@ class RadixTree {
   Finished finish_copy(uint64_t id, const PageIds& failed);
 
   // tree_recover.cpp
+  void begin_recovery();
+  void end_recovery() { spots_.reset(); }
   Recovered recover(const uint8_t* digests, const uint8_t* parents, const PageIds& host_pages, const uint8_t* outputs);
 
   // tree_check.cpp
@@ -209,6 +212,7 @@ class RadixTree {
   // tree_recover.cpp
   class Recovery;
   void adopt_orphans(Node& parent);
+  void take_home(Node& top);
   void keep_orphan(Node& top, const uint8_t* parent);
   void forget_orphan(const Node& top);
   static const Node* top_of(const Node& node);
@@ -228,6 +232,7 @@ class RadixTree {
   std::unordered_map<uint64_t, std::unique_ptr<CopyRecord>> copies_;
   std::unordered_map<DigestKey, std::vector<Node*>, DigestHash> orphans_by_parent_;
   std::unordered_map<const Node*, DigestKey> orphan_parents_;
+  std::unique_ptr<SpotIndex> spots_;  // while pages are recovered
 };
 
 }  // namespace kvferry

@@ -31,7 +31,8 @@ uint64_t RadixTree::index_bytes() const {
   return sizeof(RadixTree) + counts_.nodes * (sizeof(Node) + kBlock) + arrays * kBlock +
          counts_.held * kPageDigestBytes + (counts_.pages + counts_.host_pages) * sizeof(uint32_t) +
          counts_.child_slots * sizeof(Node*) + entries * (sizeof(IndexEntry) + 4 * sizeof(void*) + kBlock) +
-         orphan_parents_.size() * (2 * sizeof(DigestKey) + 8 * sizeof(void*));
+         orphan_parents_.size() * (2 * sizeof(DigestKey) + 8 * sizeof(void*)) +
+         (spots_ ? spots_->bytes() : 0);
 }
 
 void RadixTree::check() const {
@@ -59,7 +60,8 @@ void RadixTree::check() const {
     uint32_t device_children = 0, leaving_children = 0, children = 0;
     uint64_t child_locks = 0;
     node.children.each([&](const Node* child) {
-      check_that(child->parent == &node && child->depth == node.depth + node.size, "a child of another node");
+      check_that(child->parent == &node, "a child of another node");
+      check_that(child->orphan || child->depth == node.depth + node.size, "a node has another depth");
       check_that(node.children.find(child->first_digest()) == child, "a child is not found");
       check_that(child->orphan == node.orphan, "an orphan below what is none");
       device_children += child->on_device();
@@ -86,6 +88,7 @@ void RadixTree::check() const {
     ++counted.nodes;
     counted.held += n;
     if (node.orphan) counted.orphans += n;
+    for (uint32_t i = 0; spots_ && i < n; ++i) check_that(spots_->holds(node, i), "a page is in no spot");
     const bool idle = node.copy == nullptr;
     if (node.on_device()) {
       counted.pages += n;
@@ -120,6 +123,7 @@ void RadixTree::check() const {
     }
   }
   check_that(counted == counts_, "a count of the tree is wrong");
+  check_that(!spots_ || spots_->size() == counts_.held, "a spot without a page");
   check_that(device_leaves == device_index_.size() && host_leaves == host_index_.size(), "an index holds other leaves");
   for (const Node* node = redundant_.first(); node != nullptr; node = node->next) --redundant;
   for (const Node* node = backups_wanted_.first(); node != nullptr; node = node->next) --wanted;

@@ -131,7 +131,9 @@ Node* RadixTree::split(Node& node, uint32_t pages) {
   upper->keep = node.keep, upper->no_spill = node.no_spill;
   upper->serial = ++serials_;
   upper->depth = node.depth;
+  upper->above = node.above;
   upper->size = pages;
+  if (spots_) spots_->hand_over(node, *upper, pages);
   const uint32_t rest = node.size - pages;
 
   FlatArray<uint8_t> tail(node.digest(pages), size_t(rest) * kPageDigestBytes);
@@ -157,6 +159,7 @@ Node* RadixTree::split(Node& node, uint32_t pages) {
   node.digests = std::move(tail);
   node.size = rest;
   node.depth += pages;
+  node.above += pages;
   add_child(*upper, node);
   if (node.copy != nullptr) join_copy(*node.copy, *upper);
   ++counts_.nodes;
@@ -177,6 +180,7 @@ void RadixTree::cut_tail(Node& node, uint32_t keep) {
   if (node.on_host()) counts_.host_pages -= cut;
   if (node.orphan) counts_.orphans -= cut;
   counts_.held -= cut;
+  if (spots_) spots_->remove(node, keep);
   node.digests.shrink(size_t(keep) * kPageDigestBytes);
   if (node.device) node.device.shrink(keep);
   if (node.host) node.host.shrink(keep);
@@ -204,6 +208,7 @@ Node* RadixTree::add_run(Node* parent, const uint8_t* digests, uint32_t n, const
   }
   counts_.held += n;
   ++counts_.nodes;
+  if (spots_) spots_->add(*node);
   if (parent != nullptr) add_child(*parent, *node);
   changed();
   return node;
@@ -270,6 +275,7 @@ void RadixTree::remove_subtree(Node& top, Node* bottom, PageIds& device) {
   for (Node* node : order) {
     const uint32_t n = node->size;
     counts_.held -= n;
+    if (spots_) spots_->remove(*node, 0);
     counts_.child_slots -= node->children.capacity();
     --counts_.nodes;
     if (node->orphan) counts_.orphans -= n;

@@ -147,7 +147,8 @@ struct Node {
   uint64_t created = 0, accessed = 0;
   double created_s = 0.0, accessed_s = 0.0;
   uint32_t size = 0;   // pages
-  uint32_t depth = 0;  // pages before it
+  uint32_t depth = 0;  // pages before it; of an orphan, some of those
+  uint32_t above = 0;  // pages of the run as it was made that splits took from before it
   uint32_t locks = 0;  // on it or a descendant
   uint32_t hits = 0;
   uint32_t device_children = 0;

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <tuple>
-#include <unordered_set>
 
 #include "checks.h"
 #include "radix/radix_tree.h"
@@ -40,28 +39,36 @@ const Node* RadixTree::top_of(const Node& node) {
 
 // Links what waits for the last digest of `parent`, a node that is new.
 void RadixTree::adopt_orphans(Node& parent) {
-  const auto waiting = orphans_by_parent_.find(key_of(parent.last_digest()));
+  const DigestKey key = key_of(parent.last_digest());
+  const auto waiting = orphans_by_parent_.find(key);
   if (waiting == orphans_by_parent_.end()) return;
-  const Node* const top = top_of(parent);
-  const std::vector<Node*> tops = waiting->second;
+  const std::vector<Node*> tops = std::move(waiting->second);
+  orphans_by_parent_.erase(waiting);
+  const Node* const top = parent.orphan ? top_of(parent) : nullptr;
   for (Node* orphan : tops) {
-    if (orphan == top) continue;  // digests that are no hashes could make a ring
-    forget_orphan(*orphan);
-    add_child(parent, *orphan);
-    std::vector<Node*> family{orphan};
-    for (size_t i = 0; i < family.size(); ++i) {
-      Node& node = *family[i];
-      node.depth = node.parent->depth + node.parent->size;
-      if (!parent.orphan) {
-        node.orphan = false;
-        counts_.orphans -= node.size;
-      }
-      rekey(node);
-      node.children.each([&](Node* child) { family.push_back(child); });
+    if (orphan == top) {  // digests that are no hashes could make a ring
+      orphans_by_parent_[key].push_back(orphan);
+      continue;
     }
+    orphan_parents_.erase(orphan);
+    add_child(parent, *orphan);
+    if (!parent.orphan) take_home(*orphan);
   }
   settle(parent);
   changed();
+}
+
+// It and all below it have a path from the root now. Once in a node's life, although one orphan may adopt the other often.
+void RadixTree::take_home(Node& top) {
+  std::vector<Node*> family{&top};
+  for (size_t i = 0; i < family.size(); ++i) {
+    Node& node = *family[i];
+    node.depth = node.parent->depth + node.parent->size;
+    node.orphan = false;
+    counts_.orphans -= node.size;
+    rekey(node);
+    node.children.each([&](Node* child) { family.push_back(child); });
+  }
 }
 
 // -- recovering ---------------------------------------------------------------------------------------------------------
@@ -75,7 +82,7 @@ class RadixTree::Recovery {
     kinds_.assign(n_, Kind::kNew);
     children_.resize(n_);
     index_given();
-    if (tree_.counts_.nodes > 0) find_held();
+    find_held();
     complete_held();
     std::vector<Start> starts = link();
     std::sort(starts.begin(), starts.end(), [](const Start& a, const Start& b) {
@@ -93,10 +100,6 @@ class RadixTree::Recovery {
 
  private:
   enum class Kind : uint8_t { kNew, kHeld, kDone };
-  struct Spot {
-    Node* node;
-    uint32_t offset;
-  };
   struct Start {
     Spot spot;  // the page that is its parent
     uint32_t first;
@@ -118,27 +121,20 @@ class RadixTree::Recovery {
     }
   }
 
-  // Looks for the given digests and their parents in all nodes: no index of single pages is kept. Most of what is held
-  // is none of them, and a sieve tells so in a fraction of a look-up.
+  // Which of the given pages nodes have already, by node.
   void find_held() {
-    std::unordered_set<DigestKey, DigestHash> wanted;
-    for (uint32_t i = 0; i < n_; ++i) wanted.insert(key_of(parent(i)));
-    size_t places = 1024;
-    while (places < size_t(n_) * 32) places *= 2;
-    std::vector<bool> sieve(places);
-    const auto place = [places](const uint8_t* digest) { return DigestHash()(key_of(digest)) & (places - 1); };
-    for (uint32_t i = 0; i < n_; ++i) sieve[place(digest(i))] = sieve[place(parent(i))] = true;
-    for (Node* node : tree_.all_nodes()) {
-      for (uint32_t offset = 0; offset < node->size; ++offset) {
-        if (!sieve[place(node->digest(offset))]) continue;
-        const DigestKey key = key_of(node->digest(offset));
-        if (wanted.count(key) > 0) spots_[key] = {node, offset};
-        const auto given = given_.find(key);
-        if (given == given_.end()) continue;
-        kinds_[given->second] = Kind::kHeld;
-        if (held_.empty() || held_.back().node != node) held_.push_back({node, {}});
-        held_.back().given.push_back(given->second);
-      }
+    std::vector<std::pair<Spot, uint32_t>> found;
+    for (uint32_t i = 0; i < n_; ++i) {
+      if (kinds_[i] != Kind::kNew) continue;
+      if (const auto held = tree_.spots_->find(digest(i))) found.emplace_back(*held, i);
+    }
+    std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
+      return std::tie(a.first.node->serial, a.first.offset) < std::tie(b.first.node->serial, b.first.offset);
+    });
+    for (const auto& [spot, i] : found) {
+      kinds_[i] = Kind::kHeld;
+      if (held_.empty() || held_.back().node != spot.node) held_.push_back({spot.node, {}});
+      held_.back().given.push_back(i);
     }
   }
 
@@ -171,8 +167,8 @@ class RadixTree::Recovery {
         starts.push_back({{&tree_.root_, 0}, i});
       } else if (given != given_.end() && kinds_[given->second] == Kind::kNew) {
         children_[given->second].push_back(i);
-      } else if (const auto spot = spots_.find(key); spot != spots_.end()) {
-        starts.push_back({spot->second, i});
+      } else if (const auto held = tree_.spots_->find(parent(i))) {
+        starts.push_back({*held, i});
       } else {
         orphan_starts_.push_back(i);
       }
@@ -246,7 +242,6 @@ class RadixTree::Recovery {
   const uint8_t* const outputs_;
   const uint32_t n_;
   std::unordered_map<DigestKey, uint32_t, DigestHash> given_;
-  std::unordered_map<DigestKey, Spot, DigestHash> spots_;
   std::vector<Kind> kinds_;
   std::vector<std::vector<uint32_t>> children_;
   std::vector<HeldRun> held_;
@@ -255,10 +250,16 @@ class RadixTree::Recovery {
   Recovered done_;
 };
 
+void RadixTree::begin_recovery() {
+  spots_ = std::make_unique<SpotIndex>();
+  for (Node* node : all_nodes()) spots_->add(*node);
+}
+
 Recovered RadixTree::recover(const uint8_t* digests, const uint8_t* parents, const PageIds& host_pages,
                              const uint8_t* outputs) {
   if (host_ == nullptr) throw std::invalid_argument("host_pages: the tree has no host pool");
   host_->move(host_pages, PageState::kLeased, PageState::kCached);
+  if (!spots_) begin_recovery();
   ++clock_.tick;
   return Recovery(*this, digests, parents, host_pages, outputs).run();
 }

@@ -67,6 +67,7 @@ class Cache:
             self.host.expect(host_pages)
         self.clock = Clock()  # one for all trees, so that their eviction keys compare
         self.namespaces: dict[bytes, Namespace] = {}
+        self._recovers = False  # pages of an earlier run come in
         self.tiers = TierCounters()
         self.copies = TierCopies(self.pool, self.host, self.tiers)
         hits, ahead = self.limits.write_through_hits, int(self.limits.write_ahead * pages)
@@ -103,6 +104,8 @@ class Cache:
             if len(self.namespaces) >= MAX_NAMESPACES:
                 raise exhausted(f"namespace {namespace_id.hex()[:16]} would be one more than {MAX_NAMESPACES}")
             tree = PagedRadixTree(self.pool, self.host, self._policy, self.clock, self.limits.write_through_hits)
+            if self._recovers:
+                tree.begin_recovery()
             quotas = self.limits.quotas or {}
             quota = quotas.get(namespace_id, self.limits.default_quota)
             if self.limits.in_blocks:  # how many a request has is the engine's to say
@@ -263,6 +266,18 @@ class Cache:
         assert self.host is not None
         self.host.grow(pages)
         self.host.claim(found, PageState.LEASED)
+
+    def begin_recovery(self) -> None:
+        """Before the first `recover`, while the trees are small: later it takes as long as they are large."""
+        self._recovers = True
+        for namespace in self.namespaces.values():
+            namespace.tree.begin_recovery()
+
+    def end_recovery(self) -> None:
+        """After the last `recover`."""
+        self._recovers = False
+        for namespace in self.namespaces.values():
+            namespace.tree.end_recovery()
 
     def recover(self, namespace: Namespace, digests: bytes, parents: bytes, rows: list[int], outputs: bytes) -> None:
         """Takes in pages that were found in the host tier's file."""

@@ -40,7 +40,7 @@ CopyDone = Callable[[int, Sequence[int], int, float], None]
 of copies of one kind that run together add up to the time in which any did."""
 
 
-TAKEN_AT_A_TIME = 4096  # entries of a file: 5 ms, and 15 us more for each thousand pages that the tree holds already
+TAKEN_AT_A_TIME = 4096  # entries of a file: 5 ms, however many pages the tree holds already
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class HostTier:
         self._checksums = checksums
         self._sums = np.zeros(pages, np.uint64)
         self._verify = np.zeros(pages, np.bool_)  # rows whose checksum is known and is to be verified
-        self._unverified: set[int] = set()  # found in the file, never restored yet
+        self._unverified = np.zeros(pages, np.bool_)  # found in the file, never restored yet
         # Threads of their own: a restore, which a request waits for, is not behind the spills.
         self._spills = CopyThreads(memory.tier_copies, "kvferry-spill")
         self._restores = CopyThreads(memory.tier_copies, "kvferry-restore")
@@ -98,7 +98,7 @@ class HostTier:
 
     @property
     def unverified(self) -> int:
-        return len(self._unverified)
+        return int(np.count_nonzero(self._unverified))
 
     @property
     def reads_file(self) -> bool:
@@ -128,6 +128,7 @@ class HostTier:
         except Exception as error:
             log.error("the host tier stays at %d of %d pages: %s", there.pages, there.asked, error)
         self._grown = True
+        cache.end_recovery()
         seconds = time.perf_counter() - began
         log.info("host tier: %d of %d pages are there, after %.1f s", there.pages, there.asked, seconds)
         if self.survives:
@@ -151,7 +152,7 @@ class HostTier:
             return
         self._sums[rows] = found.checksums[at]
         self._verify[rows] = True
-        self._unverified.update(rows.tolist())
+        self._unverified[rows] = True
         outputs = (found.flags[at] & OUTPUT_PAGE).astype(np.uint8).tobytes()
         digests, parents = found.digests[at].tobytes(), found.parents[at].tobytes()
         cache.recover(cache.namespace(name), digests, parents, rows.tolist(), outputs)
@@ -164,7 +165,7 @@ class HostTier:
 
     def forget(self, rows: Sequence[int]) -> None:
         """Forgets rows that were freed."""
-        self._unverified.difference_update(rows)
+        self._unverified[list(rows)] = False
         if self._file is not None:
             self._file.clear(rows)
 
@@ -283,7 +284,7 @@ class HostTier:
         return _Outcome(failed, len(failed), sums)
 
     def _restored(self, rows: Sequence[int], outcome: _Outcome) -> None:
-        self._unverified.difference_update(rows)
+        self._unverified[list(rows)] = False
         if not self._checksums and not outcome.failed:
             self._verify[list(rows)] = False  # once is enough
 
@@ -315,6 +316,8 @@ def open_tier(config: DaemonConfig, role: str, facts: NamespaceFacts, memory: Po
         raise
     assert cache.host is not None
     cache.host.log_frees = True
+    if tier.survives:
+        cache.begin_recovery()
     return tier
 
 

@@ -1091,7 +1091,7 @@ class Recovered:
 class NodeView:
     @property
     def depth(self) -> int:
-        """Pages before it; of an orphan, as far as they are known."""
+        """Pages before it; of an orphan, some of those."""
 
     @property
     def pages(self) -> int: ...
@@ -1253,6 +1253,15 @@ class PagedRadixTree:
         The device's memory is gone: pages with a host copy are on the host only, others are freed, and what hung
         below those are orphans. Nothing may be locked, arriving or under a copy. Returns how many pages it held.
         """
+
+    def begin_recovery(self) -> None:
+        """
+        From now on pages are found by their digests, which is what `recover` does. Called of a tree that is empty, this
+        costs nothing; the first `recover` does it, too.
+        """
+
+    def end_recovery(self) -> None:
+        """Lets go of what `recover` finds pages by, some 30 bytes a page."""
 
     def recover(self, digests: Digests, parents: Digests, host_pages: Pages, outputs: Buffer = b"") -> Recovered:
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -229,3 +230,74 @@ def test_names_what_is_wrong(world: World) -> None:
         world.tree.recover(chain("ab"), NO_PARENT + digest("a"), rows)
     assert world.tree.recover(b"", b"", []).attached == 0
     world.check()
+
+
+def test_what_was_evicted_comes_again(world: World) -> None:
+    world.recover("a", "ab", "abc", "abcd", "q")
+    assert world.tree.evict_host(2) == 2
+    world.check()
+    assert world.matched("abcd") == (2, 0)
+    assert world.recover("abc", "abcd").attached == 2
+    assert world.tree.evict_host(9) == 5
+    assert world.recover("ab", "a").attached == 2
+    assert world.matched("abcd") == (2, 0)
+
+
+# -- times -----------------------------------------------------------------------------------------------------------
+
+
+def many(world: World, n: int, parents: bytes) -> bytes:
+    """So many pages are recovered, below these parents: their digests."""
+    digests = b"".join(digest(f"{world.host.free}-{i}") for i in range(n))
+    world.tree.recover(digests, parents or NO_PARENT + digests[:-32], world.host.allocate(n))
+    return digests
+
+
+def seconds(world: World, above: list[bytes], below: list[bytes]) -> float:
+    """The shortest time in which one page between these two is recovered."""
+    found = []
+    for parent, page in zip(above, below, strict=True):
+        row = world.host.allocate(1)
+        began = time.perf_counter()
+        world.tree.recover(page, parent, row)
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def test_a_page_takes_as_long_however_many_there_are() -> None:
+    def lasts(pages: int) -> float:
+        world = World(pages + 8)
+        ends = [many(world, pages // 8, b"")[-32:] for _ in range(8)]
+        took = seconds(world, ends, [digest(f"behind {i}") for i in range(8)])
+        world.check()
+        return took
+
+    assert lasts(1 << 18) < 20 * lasts(1 << 10)
+
+
+def test_an_orphan_takes_as_long_however_much_hangs_on_it() -> None:
+    """All of it is looked at once, when it has a path from the root, and not for each orphan above it."""
+
+    def lasts(pages: int) -> float:
+        world = World(pages + 16)
+        nobody, tops, forks = ([digest(f"{name} {i}") for i in range(8)] for name in ("nobody", "top", "fork"))
+        for fork in forks:
+            many(world, pages // 8, fork * (pages // 8))
+        seconds(world, tops, forks)
+        took = seconds(world, nobody, tops)
+        assert world.tree.orphans == pages + 16
+        world.check()
+        return took
+
+    assert lasts(1 << 17) < 20 * lasts(1 << 7)
+
+
+def test_what_pages_are_found_by_is_let_go(world: World) -> None:
+    world.recover("a", "ab", "abc", "abcd")
+    during = world.tree.index_bytes
+    world.tree.end_recovery()
+    assert world.tree.index_bytes < during - (8 << 10)
+    world.put("abxy")
+    world.tree.begin_recovery()
+    assert world.recover("abxyz", "abx", "abcde").attached == 2
+    assert world.matched("abcde") == (5, 2) and world.matched("abxyz") == (5, 4)

@@ -219,6 +219,10 @@ class TiersMachine(TiersWorld):
                 self.hold_row(path, row)
                 self.written_rows[row] = path
 
+    @rule()
+    def end_recovery(self) -> None:
+        self.tree.end_recovery()
+
     # -- what always holds ----------------------------------------------------------------------------------------
 
     @invariant()

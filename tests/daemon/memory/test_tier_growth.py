@@ -167,6 +167,26 @@ def test_rows_that_were_found_are_nobodys_before_they_are_taken_in(
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_pages_of_a_file_are_found_by_goes_when_all_are_there(tmp_path: Path, breaks: bool) -> None:
+    put(tmp_path, {0: 100, 3: 103})
+    rows = opened(tmp_path)
+    if breaks:
+        lacking(rows)
+
+    async def story() -> None:
+        tier = Tier(rows, DeviceMemory())
+        tier.cache.begin_recovery()
+        tree = tier.cache.namespace(SPACE).tree
+        during = tree.index_bytes
+        await tier.grow()
+        after, later = tree.index_bytes, tier.cache.namespace(OTHER_SPACE).tree.index_bytes
+        assert max(after, later) < during - (8 << 10)
+        await tier.tier.close()
+
+    asyncio.run(story())
+
+
 # -- chunks that cannot be had -------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,14 @@ GROWTH = (
         OF_GROWTH,
     ),
     Guard(
+        "what pages of a file are found by goes when all are there",
+        TIER,
+        "HostTier.grow",
+        "cache.end_recovery()",
+        "pass",
+        OF_GROWTH,
+    ),
+    Guard(
         "a chunk ends where a page of memory does",
         GROWING,
         "GrowingRows._rows_of_a_chunk",
