@@ -82,7 +82,7 @@ class GrowingRows:
                 self._rows.make(start, end, near)
                 if self._pinner is not None:
                     self._pin(self._pinner, self._rows.buffer[start:end])
-            except OSError:
+            except Exception:  # threads that cannot be had, too
                 self._rows.unmake(start, end)
                 raise
         found = self._rows.recover(first, last)

@@ -253,6 +253,12 @@ class RowIndex:
             report=RecoveryReport(len(kept), {reason: count for reason, count in counts.items() if count}),
         )
 
+    def unused(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Rows [first, last) without an entry: the first row of each run, and that behind its last."""
+        unused = np.concatenate(([False], self._entries["state"][first:last] == 0, [False]))
+        ends = first + np.flatnonzero(unused[1:] != unused[:-1])
+        return [(int(start), int(end)) for start, end in ends.reshape(-1, 2)]
+
     def close(self) -> None:
         """Lets go of the entries' memory; from then on there are no rows. Idempotent."""
         self._entries = np.zeros(0, ENTRY)

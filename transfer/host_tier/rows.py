@@ -173,7 +173,11 @@ class FileRows:
         populate(self.buffer[start:end], cpus, how=POPULATE_READ)
 
     def unmake(self, start: int, end: int) -> None:
-        """What a file has stays: it may hold pages."""
+        """The disk has its room again, but for rows that entries name: a later daemon may come to those."""
+        size = self._opened.header.page_bytes
+        with contextlib.suppress(OSError):  # a disk that cannot
+            for first, behind in self._index.unused(start // size, -(-end // size)):
+                self._segments[0].let_go(first * size, behind * size)
 
     def recover(self, first: int = 0, last: int | None = None) -> Recovered:
         """All valid entries of these rows, or of all; what became of the others, here and, with row 0, at `open`."""

@@ -84,6 +84,13 @@ class Segment:
         finally:
             os.close(fd)
 
+    def let_go(self, start: int, end: int) -> None:
+        """Gives what the file has from `start` to `end` back to its disk, in whole pages of memory: it is a hole, of
+        zeros. OSError where the disk cannot."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._map.madvise(mmap.MADV_REMOVE, first, last - first)
+
     def unlink(self) -> None:
         """Removes the name; who has it mapped keeps the memory. Idempotent."""
         with contextlib.suppress(FileNotFoundError):

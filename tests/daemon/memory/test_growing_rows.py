@@ -168,6 +168,19 @@ def test_a_later_chunk_that_cannot_be_pinned_is_not_used() -> None:
     assert rows.let_go == [(4 * ROW, 6 * ROW)], "memory is short, and nobody uses it"
 
 
+def test_what_there_is_of_a_chunk_that_fails_is_let_go_whatever_the_error() -> None:
+    there = growing(rows := Rows())
+    there.make(0, 2)
+
+    def without_threads(start: int, end: int, cpus: Collection[int]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rows.make = without_threads  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        there.make(2, 4)
+    assert (there.pages, rows.let_go) == (2, [(2 * ROW, 4 * ROW)])
+
+
 def test_pins_go_before_the_rows() -> None:
     there = growing(rows := Rows(), pins := Pins())
     there.make(0, 2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -243,6 +244,35 @@ def test_a_chunk_that_cannot_be_had_is_the_last(
     asyncio.run(story())
     if in_file:
         assert named_in(tmp_path) == {0: digest(100), 1: digest(4), 3: digest(103)}, "what was not read is kept"
+
+
+def test_a_chunk_for_which_the_disk_fills_up_gives_its_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its rows had room before the last: that of the page which is kept there stays."""
+    put(tmp_path, {0: 100, 3: 103})
+    rows, allocate = opened(tmp_path), os.posix_fallocate
+    blocks = [(tmp_path / "kvferry-host-decode.rows").stat().st_blocks]
+
+    def fills_up(fd: int, offset: int, nbytes: int) -> None:
+        allocate(fd, offset, nbytes)
+        if offset > 0:
+            raise OSError(errno.ENOSPC, "injected")
+
+    monkeypatch.setattr(os, "posix_fallocate", fills_up)
+
+    async def story() -> None:
+        tier = Tier(rows, DeviceMemory())
+        await tier.grow()
+        assert (tier.host.pages, tier.holds(100)) == (CHUNK, True)
+        assert await tier.copy(SPILL, 4, 1) == (4, [], 0)
+        blocks.append((tmp_path / "kvferry-host-decode.rows").stat().st_blocks)
+        await tier.tier.close()
+
+    asyncio.run(story())
+    assert (blocks[1] - blocks[0]) * 512 == ROW_BYTES, "of row 1 alone"
+    monkeypatch.undo()
+    assert named_in(tmp_path) == {0: digest(100), 1: digest(4), 3: digest(103)}
 
 
 def test_a_flush_is_of_what_a_tier_did_not_come_to(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ OF_FILES = (
     "tests/transfer/host_tier/test_recovery.py::test_holes_of_a_copied_file_are_filled_as_its_rows_are_made",
     "tests/transfer/host_tier/test_recovery.py::test_an_allocation_of_the_index_that_fails_leaves_what_was_there",
 )
+OF_GROWTH = ("tests/daemon/memory/test_tier_growth.py",)
 OF_SEGMENT = ("tests/transfer/mapping/test_segment.py",)
 
 THE_INDEX = (
@@ -239,6 +240,30 @@ FILES = (
         "if found.st_uid != os.geteuid():",
         "if False:",
         OF_SEGMENT,
+    ),
+    Guard(
+        "a chunk that fails keeps no room on the disk",
+        ROWS,
+        "FileRows.unmake",
+        "self._segments[0].let_go(first * size, behind * size)",
+        "pass",
+        OF_GROWTH,
+    ),
+    Guard(
+        "a later daemon's rows are not let go with those of a chunk that fails",
+        INDEX,
+        "RowIndex.unused",
+        'self._entries["state"][first:last] == 0',
+        'self._entries["state"][first:last] >= 0',
+        OF_GROWTH,
+    ),
+    Guard(
+        "what is let go shares no page of memory with what stays",
+        SEGMENT,
+        "Segment.let_go",
+        "-(-start // mmap.PAGESIZE) * mmap.PAGESIZE",
+        "start // mmap.PAGESIZE * mmap.PAGESIZE",
+        OF_ROWS,
     ),
     Guard(
         "an engine's file has the bytes that were registered",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import random
 import stat
@@ -22,6 +23,7 @@ from kvferry.transfer.host_tier.index import ENTRY_BYTES, HEADER_BYTES
 from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, TierRows, checksum_rows, verify_rows
 from kvferry.transfer.mapping import memory_room
 from kvferry.transfer.mapping.memory_room import MemoryRoom
+from kvferry.transfer.mapping.segment import Segment
 
 PAGE, PAGES = 512, 16
 LAYOUT = b"l" * 32
@@ -69,6 +71,51 @@ def test_the_files_are_private_and_their_memory_there_once_it_is_made(tmp_path: 
         assert stat.S_IMODE(status.st_mode) == 0o600
         assert status.st_size == size
         assert status.st_blocks * 512 >= size
+
+
+def put(rows: FileRows, row: int, page_bytes: int) -> None:
+    """A page that is its row's number, and an entry of it."""
+    rows.buffer[row * page_bytes : (row + 1) * page_bytes] = bytes([row]) * page_bytes
+    rows.write([row], bytes(32), bytes([row]) * 32, bytes(32), checksum_rows(rows.buffer, [row], page_bytes))
+
+
+def intact(rows: FileRows, page_bytes: int) -> list[int]:
+    found = rows.recover()
+    assert verify_rows(rows.buffer, found.rows, page_bytes, found.checksums) == []
+    return [int(row) for row in found.rows]
+
+
+def test_rows_that_are_let_go_have_no_room_on_the_disk_but_for_what_entries_name(tmp_path: Path) -> None:
+    page, path = mmap.PAGESIZE, tmp_path / "kvferry-host-decode.rows"
+    with opened(tmp_path, page_bytes=page) as rows:
+        rows.make(0, PAGES * page, ())
+        put(rows, 9, page)
+        whole = path.stat().st_blocks * 512
+        rows.unmake(4 * page, PAGES * page)
+        assert whole - path.stat().st_blocks * 512 == (PAGES - 4 - 1) * page
+        assert path.stat().st_size == PAGES * page
+        assert intact(rows, page) == [9]
+        rows.make(4 * page, PAGES * page, ())
+        assert path.stat().st_blocks * 512 == whole
+
+
+def test_rows_that_share_a_page_of_memory_with_others_are_let_go_without_it(tmp_path: Path) -> None:
+    page, there = 1024, [0, 1, 5, 7, 14]
+    with opened(tmp_path, page_bytes=page) as rows:
+        rows.make(0, PAGES * page, ())
+        for row in there:
+            put(rows, row, page)
+        rows.unmake(page, PAGES * page)
+        assert intact(rows, page) == there
+
+
+def test_a_disk_that_cannot_let_go_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(segment: Segment, start: int, end: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(Segment, "let_go", cannot)
+    with opened(tmp_path) as rows:
+        rows.unmake(0, PAGES * PAGE)
 
 
 def test_files_that_others_could_read_are_made_private(tmp_path: Path) -> None:
