@@ -11,9 +11,9 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health_pb2_grpc
 
 from kvferry.daemon import backstop
 from kvferry.daemon.capabilities import capabilities
@@ -27,6 +27,7 @@ from kvferry.daemon.peers.dialing import dialling
 from kvferry.daemon.peers.tls import TlsWatch, files_of
 from kvferry.daemon.services.admin import AdminService
 from kvferry.daemon.services.cache import CacheService
+from kvferry.daemon.services.health import DAEMON, HealthService
 from kvferry.daemon.services.peer import PeerService
 from kvferry.daemon.services.worker import WorkerService
 from kvferry.daemon.services.worker_frames import FramedWorkers
@@ -57,7 +58,6 @@ END_SECONDS = 20.0  # after the grace period, for all that is to end then
 SESSIONS_SECONDS = 15.0  # of it, for the sessions of decode daemons
 POLL_SECONDS = 0.05  # between looks at what still runs
 ENGINE_SECONDS = 0.5  # between two looks
-TELLING_SECONDS = 1.0  # for those who watch the health to hear that it drains
 DESCRIPTORS_PER_PEER = 16  # stream, socket pair, log and slots of the courier, and while one is being replaced
 DESCRIPTORS_PER_WORKER = 4
 
@@ -94,8 +94,8 @@ class Daemon:
             self.sides["decode"] = DecodeSide(config, self.incarnation, time.monotonic, dial)
         if "prefill" in config.roles:
             self.sides["prefill"] = PrefillSide(config, self.incarnation, time.monotonic)
-        self._health = HealthServicer()
-        self._watch = HealthWatch(self.sides, config.stalled_seconds, self._announce)
+        self._health = HealthService()
+        self._watch = HealthWatch(self.sides, config.stalled_seconds, partial(self._health.set, DAEMON))
         self._snapshots = Snapshots(config.name, self.sides, time.monotonic, self._tls)
         self._snapshots.watch = self._watch
         self._capabilities = capabilities(config, self.sides, self._snapshots, dial, self._watch_task)
@@ -223,11 +223,8 @@ class Daemon:
         """No new work; what was accepted may finish within the grace period."""
         for side in self.sides.values():
             side.draining = True
+        self._health.drain()
         end = time.monotonic() + self.config.grace_seconds
-        # It waits for locks that its watchers hold while they write: whoever reads too slowly does not keep the rest.
-        telling = asyncio.create_task(self._health.enter_graceful_shutdown())
-        self._tasks.append(telling)
-        await asyncio.wait([telling], timeout=TELLING_SECONDS)
         busy = sum(side.busy for side in self.sides.values())
         if busy and self._fatal is None:
             saves = any(side.saves for side in self.sides.values())
@@ -280,25 +277,12 @@ class Daemon:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(SESSIONS_SECONDS, _end_of_sessions(prefill))
 
-    async def _announce(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
-
     async def _tell_of_engines(self) -> None:
         """Says to whoever asks for the health of ENGINE_SERVICE whether hand-offs to this daemon are of use."""
-        told, status = None, health_pb2.HealthCheckResponse
-        telling: asyncio.Task[None] | None = None  # it waits for watchers that do not read
-        try:
-            while True:
-                there = all(side.has_engine for side in self.sides.values()) and not self._watch.stalled
-                if there is not told and (telling is None or telling.done()):
-                    told, word = there, status.SERVING if there else status.NOT_SERVING
-                    telling = asyncio.create_task(self._health.set(ENGINE_SERVICE, word))
-                await asyncio.sleep(ENGINE_SECONDS)
-        finally:
-            if telling is not None:
-                telling.cancel()
-                await asyncio.gather(telling, return_exceptions=True)
+        while True:
+            there = all(side.has_engine for side in self.sides.values()) and not self._watch.stalled
+            self._health.set(ENGINE_SERVICE, there)
+            await asyncio.sleep(ENGINE_SECONDS)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

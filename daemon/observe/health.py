@@ -17,7 +17,7 @@ import faulthandler
 import logging
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
 from kvferry.daemon.observe.progress import Progress
@@ -33,19 +33,14 @@ EVENT_LOOP = "event loop"
 
 
 class HealthWatch:
-    """`announce` is told whether the daemon serves, whenever that changes, and at first; once it has taken the word
-    before. It may wait for whoever reads that word slowly: the watch goes on meanwhile."""
+    """`announce` is told whether the daemon serves, whenever that changes, and at first."""
 
-    def __init__(
-        self, sides: Mapping[str, AnySide], stalled_seconds: float, announce: Callable[[bool], Awaitable[None]]
-    ) -> None:
+    def __init__(self, sides: Mapping[str, AnySide], stalled_seconds: float, announce: Callable[[bool], None]) -> None:
         self.progress = Progress(stalled_seconds)
         self._pause = min(1.0, stalled_seconds / 2)  # seconds between two looks
         self._time = OwnTime(self._pause)
         self._sides = sides
         self._announce = announce
-        self._announced: bool | None = None
-        self._announcing: asyncio.Task[None] | None = None  # at most one
         self._asked: set[str] = set()  # copy workers whose empty job has not run yet
         self._waits: dict[str, tuple[int, int]] = {}  # by courier: pid, waits counted
         self._looks = 0
@@ -73,25 +68,11 @@ class HealthWatch:
                 if serving is not (not stalled):
                     serving = not stalled
                     log.log(*((logging.INFO, "serving") if serving else (logging.ERROR, f"stalled: {stalled}")))
-                self._tell(not stalled)
+                    self._announce(serving)
                 await asyncio.sleep(self._pause)
         finally:
             self._ended.set()
-            try:
-                if self._announcing is not None:
-                    self._announcing.cancel()
-                    await asyncio.gather(self._announcing, return_exceptions=True)
-            finally:
-                await asyncio.to_thread(self._thread.join)
-
-    def _tell(self, serving: bool) -> None:
-        if self._announcing is not None:
-            if not self._announcing.done():
-                return
-            self._announcing.result()
-        if serving is not self._announced:
-            self._announced = serving
-            self._announcing = asyncio.ensure_future(self._announce(serving))
+            await asyncio.to_thread(self._thread.join)
 
     def _ask_copy_workers(self, now: float) -> set[str]:
         parts = set()

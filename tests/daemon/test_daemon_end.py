@@ -12,7 +12,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.daemon import server as server_module
 from kvferry.daemon.peers.dialing import dial_plainly
@@ -245,7 +247,6 @@ async def draining(folder: Path, monkeypatch: pytest.MonkeyPatch, *, saves: bool
     clock = Clock()
     monkeypatch.setattr(server_module, "time", clock)
     monkeypatch.setattr(server_module, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(server_module, "TELLING_SECONDS", 0.05)
     daemon, side = Daemon(config_of(folder, grace_seconds=GRACE)), Busy(clock, saves)
     daemon.sides = {"decode": cast(AnySide, side)}
     yield daemon, side
@@ -354,17 +355,53 @@ def test_an_error_of_the_saving_ends_the_daemon_in_its_order(tmp_path: Path) -> 
     asyncio.run(story())
 
 
-def test_no_work_is_taken_while_a_watcher_of_the_health_reads_slowly(
+def test_who_watches_the_health_of_either_service_hears_of_the_end(tmp_path: Path) -> None:
+    """Over gRPC. One watcher more is gone before, and takes nothing from the others."""
+    reply = health_pb2.HealthCheckResponse
+
+    async def story() -> None:
+        async with started(config_of(tmp_path)) as daemon, grpc.aio.insecure_channel(daemon.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            gone, *watches = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "", "engine")]
+            said = [(await watch.read()).status for watch in (gone, *watches)]
+            assert said == [reply.SERVING, reply.SERVING, reply.NOT_SERVING]
+            gone.cancel()
+            await daemon.sides["decode"].register(hello())
+            daemon._health.set("engine", True)
+            assert (await watches[1].read()).status == reply.SERVING
+            daemon.stop()
+            end = asyncio.create_task(daemon.run_until_stopped())
+            assert [(await watch.read()).status for watch in watches] == [reply.NOT_SERVING] * 2
+            await asyncio.wait_for(end, 20)
+
+    asyncio.run(story())
+
+
+def test_all_services_drain_at_once_while_a_watcher_of_the_health_reads_slowly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
         async with draining(tmp_path, monkeypatch, saves=False) as (daemon, side):
-            lock = daemon._health._server_watchers[""]
-            await lock.acquire()
+            daemon._health.set("engine", True)
+            slow, asked = Slow(), [health_pb2.HealthCheckRequest(service=name) for name in ("", "engine")]
+            watches = [asyncio.create_task(daemon._health.Watch(each, cast(Any, slow))) for each in asked]
+            await asyncio.sleep(0)
             drain = asyncio.create_task(daemon._drain())
             await asyncio.sleep(0)
             assert side.draining
+            for each in asked:
+                reply = await daemon._health.Check(each, cast(Any, None))
+                assert reply.status == reply.NOT_SERVING, each.service
             await asyncio.wait_for(drain, 20)
-            lock.release()
+            for watch in watches:
+                watch.cancel()
+            await asyncio.wait(watches)
 
     asyncio.run(story())
+
+
+class Slow:
+    """The call of a watcher that never reads."""
+
+    async def write(self, reply: health_pb2.HealthCheckResponse) -> None:
+        await asyncio.Event().wait()

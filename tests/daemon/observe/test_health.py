@@ -13,7 +13,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
-from grpc_health.v1._async import HealthServicer
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.memory.copy_threads import CopyThreads
@@ -67,7 +66,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_a_copy_worker_that_hangs_is_named_and_comes_back() -> None:
     said: list[bool] = []
 
-    async def announce(serving: bool) -> None:
+    def announce(serving: bool) -> None:
         said.append(serving)
 
     async def scenario() -> None:
@@ -88,75 +87,11 @@ def test_a_copy_worker_that_hangs_is_named_and_comes_back() -> None:
     asyncio.run(scenario())
 
 
-def test_a_word_that_is_not_taken_keeps_neither_the_watch_nor_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that watches the health and does not read: the servicer's `set` waits for it."""
-    asked: list[int] = []
-    ended: list[bool] = []
-    servicer = HealthServicer()
-
-    async def never(service: str, status: int) -> None:
-        asked.append(status)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    monkeypatch.setattr(servicer, "set", never)
-
-    async def announce(serving: bool) -> None:
-        await servicer.set("", int(serving))
-
-    async def scenario() -> None:
-        with ThreadPoolExecutor(1) as executor:
-            watch = HealthWatch({"decode": cast(Any, OneWorker(executor))}, 0.3, announce)
-            task = asyncio.create_task(watch.run())
-            await until(lambda: asked == [1])
-            release = threading.Event()
-            executor.submit(release.wait, 10)
-            await until(lambda: bool(watch.stalled))
-            release.set()
-            await until(lambda: not watch.stalled)  # only where the watch goes on
-            assert asked == [1] and not ended
-            task.cancel()
-            await asyncio.wait([task])
-            assert ended == [True]
-            assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(scenario())
-
-
-def test_the_last_word_is_told_once_the_one_before_is_taken() -> None:
-    said: list[bool] = []
-
-    async def scenario() -> None:
-        taken = asyncio.Event()
-
-        async def announce(serving: bool) -> None:
-            said.append(serving)
-            await taken.wait()
-
-        with ThreadPoolExecutor(1) as executor:
-            watch = HealthWatch({"decode": cast(Any, OneWorker(executor))}, 0.3, announce)
-            task = asyncio.create_task(watch.run())
-            release = threading.Event()
-            executor.submit(release.wait, 10)
-            await until(lambda: bool(watch.stalled))
-            assert said == [True]
-            taken.set()
-            await until(lambda: said == [True, False])
-            release.set()
-            await until(lambda: said == [True, False, True])
-            task.cancel()
-            await asyncio.wait([task])
-
-    asyncio.run(scenario())
-
-
 def test_a_copy_that_hangs_on_one_of_several_threads_is_named() -> None:
     """The others go on; one copy that takes long, and says that it comes further, is not late."""
     said: list[bool] = []
 
-    async def announce(serving: bool) -> None:
+    def announce(serving: bool) -> None:
         said.append(serving)
 
     async def scenario() -> None:
@@ -208,7 +143,7 @@ def test_a_copy_that_fails_runs_no_more() -> None:
 def test_an_event_loop_that_stands_still_is_written_down(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def announce(serving: bool) -> None:
+    def announce(serving: bool) -> None:
         pass
 
     async def scenario() -> None:
@@ -252,7 +187,7 @@ class Posting:
 def watched(side: object, story: Callable[[HealthWatch, list[bool]], Any]) -> None:
     said: list[bool] = []
 
-    async def announce(serving: bool) -> None:
+    def announce(serving: bool) -> None:
         said.append(serving)
 
     async def scenario() -> None:
@@ -342,7 +277,7 @@ def test_a_loop_that_could_not_run_is_not_written_down(
             stand_still(LONG)
             return not self.left
 
-    async def announce(serving: bool) -> None:
+    def announce(serving: bool) -> None:
         raise AssertionError("it does not run")
 
     watch = HealthWatch({}, STALLED, announce)

@@ -321,6 +321,22 @@ _SIDES = (
         ("tests/daemon/test_daemon_end.py",),
     ),
     Guard(
+        "a daemon that drains says so",
+        "daemon/server.py",
+        "Daemon._drain",
+        "self._health.drain()",
+        "pass",
+        ("tests/daemon/test_daemon_end.py",),
+    ),
+    Guard(
+        "what drains serves no more",
+        "daemon/services/health.py",
+        "HealthService.set",
+        "self._draining or ",
+        "",
+        ("tests/daemon/services/test_health_service.py",),
+    ),
+    Guard(
         "the daemon's end waits for its sessions",
         "daemon/server.py",
         "Daemon._end_services",
