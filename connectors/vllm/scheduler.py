@@ -44,12 +44,12 @@ class KVFerryScheduler(Scheduler):  # type: ignore[misc]
         if self._kvferry is None:
             _log.warning("this engine has no KVFerryConnector, for which its scheduler is made")
         elif self._kvferry.decodes:
-            self._forces = bool(vllm_config.use_v2_model_runner)
+            why_not = _why_all_is_sampled(vllm_config)
+            self._forces = not why_not
             if self._forces:
                 self._kvferry.begin_with_first_tokens()
-                _log.info("replies begin with the token that the prefill engine sampled")
-            else:
-                _log.info("replies are sampled here, all of them: Model Runner V1 cannot begin behind a token")
+            told = why_not or "replies begin with the token that the prefill engine sampled"
+            _log.info("kvferry: %s", told)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -61,9 +61,9 @@ class KVFerryScheduler(Scheduler):  # type: ignore[misc]
         if self.connector is ours and (late := ours.reports_now()) is not None:
             self._update_from_kv_xfer_finished(late)
         for request, token in ours.take_first_tokens() if self._forces else ():
-            if self._begins_behind_one(request) and 0 <= token < self._vocabulary:
+            if self._begins_behind_one(request) and 0 <= token < self._vocabulary and self._has_room(request):
                 told = outputs.setdefault(request.client_index, EngineCoreOutputs())
-                told.outputs.append(self._begin_behind(request, token))
+                told.outputs.append(self._begin_behind(request, token, told.timestamp))
                 ours.count_first_token()
         return outputs
 
@@ -84,16 +84,27 @@ class KVFerryScheduler(Scheduler):  # type: ignore[misc]
             and asked is not None
             and asked.logprobs is None
             and getattr(asked, "logprob_token_ids", None) is None
-            and not getattr(self.vllm_config.model_config, "enable_return_routed_experts", False)
         )
 
-    def _begin_behind(self, request: Request, token: int) -> EngineCoreOutput:
-        """Its reply has this token; that may end it."""
+    def _has_room(self, request: Request) -> bool:
+        """Takes the block that the token's KV goes to, where that is one more. Requests whose prompts have come can be
+        computed whatever the others hold: else they all could wait for each other."""
+        room = self.kv_cache_manager.allocate_slots(
+            request, 1, num_lookahead_tokens=self.num_lookahead_tokens, delay_cache_blocks=True
+        )
+        return room is not None
+
+    def _begin_behind(self, request: Request, token: int, now: float) -> EngineCoreOutput:
+        """Its reply has this token; that may end it. `now`: the time that is told with it, behind which it cannot have
+        been scheduled."""
         awaited = request.status
+        self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        if (prefill := request.take_prefill_stats()) is not None:
+            prefill.finalize(self.kv_cache_manager.estimate_cached_tokens(request))
         # The asynchronous scheduler's own counts a step that is under way for each token.
         _, stopped = Scheduler._update_request_with_output(self, request, [token])
         if self.log_stats:
-            request.record_event(EngineCoreEventType.SCHEDULED)
+            request.record_event(EngineCoreEventType.SCHEDULED, now)
         reason = request.get_finished_reason() if stopped else None
         if stopped:
             ended, request.status = request.status, awaited
@@ -105,11 +116,23 @@ class KVFerryScheduler(Scheduler):  # type: ignore[misc]
             stop_reason=request.stop_reason,
             events=request.take_events(),
             trace_headers=request.trace_headers,
+            prefill_stats=prefill,
         )
 
 
 class _AsyncKVFerryScheduler(KVFerryScheduler, AsyncScheduler):  # type: ignore[misc]
     pass
+
+
+def _why_all_is_sampled(vllm_config: VllmConfig) -> str:
+    """The reason, for the log; empty: there is none."""
+    if not vllm_config.use_v2_model_runner:
+        return "replies are sampled here, all of them: Model Runner V1 cannot begin behind a token"
+    model, more = vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)
+    experts = getattr(model, "enable_return_routed_experts", False) or getattr(more, "enabled", False)
+    if experts or getattr(model, "return_sampling_mask", False):
+        return "replies are sampled here, all of them: of each token more is told, which the prefill engine's has not"
+    return ""
 
 
 def _kvferry_of(connector: object) -> KVFerryConnector | None:
