@@ -8,6 +8,7 @@ from tests.mutants.guards import (
     engine_resets,
     engines,
     files,
+    first_tokens,
     memory,
     native,
     native_copies,
@@ -33,4 +34,5 @@ GUARDS: tuple[Guard, ...] = (
     *engines.GUARDS,
     *other_loads.GUARDS,
     *engine_resets.GUARDS,
+    *first_tokens.GUARDS,
 )
