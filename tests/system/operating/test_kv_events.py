@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
 from kvferry.daemon.cli.stack import Stack
@@ -143,3 +145,71 @@ def test_vllms_own_classes_read_them(stack: Stack) -> None:
     assert read["kinds"] == ["AllBlocksCleared", "BlockRemoved", "BlockStored"]
     assert read["media"] == ["CPU", "GPU"]
     assert read["tokens"] > 0
+
+
+INDEXER = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
+
+
+class Indexer:
+    """Dynamo's own, as a process: it listens to the events of one daemon. A context."""
+
+    def __init__(self, python: str, endpoint: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._endpoint = endpoint
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+        self._process = subprocess.Popen([python, "-c", INDEXER, "--port", str(port)], stdout=subprocess.DEVNULL)
+
+    def __enter__(self) -> Indexer:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                self._client.get("/health")
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < deadline, "Dynamo's indexer did not come up"
+                time.sleep(0.1)
+        told = {"instance_id": 1, "endpoint": self._endpoint, "model_name": "m", "block_size": PAGE}
+        self._client.post("/register", json=told).raise_for_status()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._client.close()
+
+    def matched(self, tokens: list[int]) -> int:
+        """Tokens of it that the daemon has on its device, as Dynamo sees it."""
+        found = self._client.post("/query", json={"token_ids": tokens, "model_name": "m"}).json()["instances"]
+        return int(found["1"]["gpu"]) if "1" in found else 0
+
+
+@pytest.mark.nightly
+def test_dynamos_own_indexer_finds_what_is_on_the_device(stack: Stack) -> None:
+    """DYNAMO_PYTHON: an environment that has ai-dynamo-runtime."""
+    python = os.environ.get("DYNAMO_PYTHON", "")
+    if not os.path.exists(python):
+        pytest.skip("no Dynamo: DYNAMO_PYTHON names no interpreter")
+    flags = ["--host-bytes", str(400 * PAGE_BYTES), "--events", "tcp://127.0.0.1:0"]
+    spec = SystemSpec(page_size=PAGE, decode_pool_bytes=40 * PAGE_BYTES, decode_flags=flags)
+    prefills, decodes = start_replicas(stack, spec)
+    rng = random.Random(5)
+    prompt = [rng.randrange(32_000) for _ in range(100)]
+    with Indexer(python, published(decodes[0]).endpoint) as indexer, Engines(prefills[0], decodes[0]) as engines:
+
+        def sees(history: list[int], pages: int) -> None:
+            deadline = time.monotonic() + 10
+            while (got := indexer.matched(history)) != pages * PAGE:
+                assert time.monotonic() < deadline, f"Dynamo sees {got} tokens, not those of {pages} pages"
+                time.sleep(0.05)
+
+        history = prompt + engines.turn(prompt, 30).output
+        sees(history, 8)
+        sees(prompt, 6)
+        sees([1, *prompt], 0)
+        for _ in range(4):
+            assert engines.turn([rng.randrange(32_000) for _ in range(300)], 5).error is None
+        sees(history, 0)  # it is on the host, of which Dynamo takes events with tokens alone
+        assert engines.turn(history, 2).matched > 0
+        sees(history, 8)
