@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.engine.arg_utils import EngineArgs
@@ -177,6 +178,7 @@ def main() -> int:
     logging.disable(logging.WARNING)
     init_none_hash(sha256)
     wrong = 0
+    print(f"vLLM {vllm.__version__}")
     print(f"{'':72}{'ended':>7}{'steps':>7}{'begun':>7}")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
