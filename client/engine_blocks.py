@@ -3,22 +3,17 @@ and into them, and keeps no pool."""
 
 from __future__ import annotations
 
-import os
-import secrets
+from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.client.engine_pools import EnginePools
-from kvferry.client.rank_pools import Memory, RankPools
+from kvferry.client.engine_pools import EnginePools, make_rank_files, ranks_of
+from kvferry.client.rank_pools import Bytes, Memory, RankPools
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
-from kvferry.transfer.geometry.registration import (
-    RegisteredMemory,
-    RegisteredRank,
-    RegisteredTensor,
-    Registration,
-    SharedFile,
-)
-from kvferry.transfer.mapping.segment import Segment
+from kvferry.transfer.geometry.rank_lanes import rank_geometry
+from kvferry.transfer.geometry.registration import RegisteredTensor, Registration
+
+NOT_HERE: Bytes = np.zeros(0, np.uint8)
 
 
 class OwnBlocks(RankPools):
@@ -26,26 +21,24 @@ class OwnBlocks(RankPools):
 
     in_blocks = True
 
-    def __init__(self, geometry: KVGeometry, blocks: int, memory: Memory | None = None) -> None:
-        """memory: of shared memory, all of it; None where it is not for this process to look into."""
-        super().__init__(
-            geometry, StorageOrder.PAGE_MAJOR, blocks, [np.zeros(0, np.uint8) if memory is None else memory]
-        )
+    def __init__(self, geometry: KVGeometry, blocks: int, memories: Sequence[Memory] = (NOT_HERE,)) -> None:
+        """memories: of each rank, in shared memory; NOT_HERE where one is not for this process to look into."""
+        super().__init__(geometry, StorageOrder.PAGE_MAJOR, blocks, memories)
 
 
-def make_block_file(geometry: KVGeometry, block_tokens: int, blocks: int, places: int, shm_dir: str) -> EnginePools:
-    """Allocates an engine's blocks in shared memory, of one rank: in each of `places` all blocks one behind the other.
-    OSError where there is too little; ValueError where a page is not made of such blocks."""
-    per_page, rest = divmod(geometry.page_size, block_tokens)
-    block_bytes, odd = divmod(geometry.page_bytes, places * max(per_page, 1))
+def make_block_files(
+    geometry: KVGeometry, block_tokens: int, blocks: int, places: int, shm_dir: str, ranks: int = 1
+) -> EnginePools:
+    """Allocates an engine's blocks in shared memory, a file for each rank: in each of its `places` all blocks one
+    behind the other. OSError where there is too little; ValueError where a page is not made of such blocks."""
+    own = rank_geometry(geometry, ranks)
+    per_page, rest = divmod(own.page_size, block_tokens)
+    size, odd = divmod(own.page_bytes, places * max(per_page, 1))  # of a block in a place
     if rest or odd:
-        page = f"a page of {geometry.page_size} tokens and {geometry.page_bytes} bytes"
+        page = f"a page of {own.page_size} tokens and {own.page_bytes} bytes"
         raise ValueError(f"{page} is not made of blocks of {block_tokens} tokens in {places} places")
-    file = Segment.create(
-        shm_dir, f"kvferry-engine-{os.getpid()}-{secrets.token_hex(8)}", places * blocks * block_bytes
-    )
-    tensors = [RegisteredTensor(0, place * blocks * block_bytes, block_bytes, block_bytes) for place in range(places)]
-    memory = RegisteredMemory(SharedFile(os.path.basename(file.path)), file.nbytes)
-    rank = RegisteredRank((memory,), tuple(tensors))
-    pools = OwnBlocks(geometry, blocks, np.frombuffer(file.buffer, np.uint8))
-    return EnginePools(pools, Registration(blocks, StorageOrder.PAGE_MAJOR, (rank,), block_tokens), [file])
+    tensors = tuple(RegisteredTensor(0, place * blocks * size, size, size) for place in range(places))
+    files = make_rank_files(shm_dir, ranks, places * blocks * size)
+    pools = OwnBlocks(geometry, blocks, [np.frombuffer(file.buffer, np.uint8) for file in files])
+    registration = Registration(blocks, StorageOrder.PAGE_MAJOR, ranks_of(files, tensors), block_tokens)
+    return EnginePools(pools, registration, files)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvferry.client.engine_pools import EnginePools, PoolSpec
 from kvferry.client.rank_pools import Bytes, Memory, RankPools, settle_each
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
 from kvferry.transfer.geometry.registration import (
     GpuAllocation,
@@ -94,7 +94,7 @@ def _allocate(
     plane = own.page_bytes // (own.layers * own.tensors)  # of a page, of K or V
     head = own.head_dim * own.itemsize
     token, next_head = head * own.kv_heads, head
-    if own.layout is Layout.PAGE_HND:
+    if own.heads_first:
         token, next_head = head, head * own.page_size
     shape = (pages, own.tensors, own.page_size, own.kv_heads, head)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -114,21 +114,28 @@ def make_files(spec: PoolSpec, geometry: KVGeometry) -> EnginePools:
         RegisteredTensor(0, int(storage.bases[i * each]), int(storage.page_strides[i * each]), page_bytes)
         for i in range(count)
     )
+    files = make_rank_files(spec.shm_dir, spec.ranks, storage.nbytes)
+    memories = [np.frombuffer(file.buffer, np.uint8) for file in files]
+    registration = Registration(pages, spec.order, ranks_of(files, tensors))
+    return EnginePools(RankPools(geometry, spec.order, pages, memories), registration, files)
+
+
+def make_rank_files(shm_dir: str, ranks: int, nbytes: int) -> list[Segment]:
+    """Makes a file of so many bytes for each rank. OSError where there is too little, and none is left."""
     stem = f"kvferry-engine-{os.getpid()}-{secrets.token_hex(8)}"
     files: list[Segment] = []
     try:
-        for rank in range(spec.ranks):
-            files.append(Segment.create(spec.shm_dir, f"{stem}-{rank}", storage.nbytes))
-        memories = [np.frombuffer(file.buffer, np.uint8) for file in files]
-        ranks = [
-            RegisteredRank((RegisteredMemory(SharedFile(os.path.basename(file.path)), file.nbytes),), tensors)
-            for file in files
-        ]
-        registration = Registration(pages, spec.order, tuple(ranks))
-        return EnginePools(RankPools(geometry, spec.order, pages, memories), registration, files)
+        for rank in range(ranks):
+            files.append(Segment.create(shm_dir, f"{stem}-{rank}", nbytes))
     except BaseException:
         for file in files:
             file.unlink()
-            with contextlib.suppress(BufferError):
-                file.close()
+            file.close()
         raise
+    return files
+
+
+def ranks_of(files: Sequence[Segment], tensors: tuple[RegisteredTensor, ...]) -> tuple[RegisteredRank, ...]:
+    """Ranks that have these tensors, each in a file of its own."""
+    memories = [RegisteredMemory(SharedFile(os.path.basename(file.path)), file.nbytes) for file in files]
+    return tuple(RegisteredRank((memory,), tensors) for memory in memories)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 from kvferry.transfer.geometry.layouts import RankStorage
 from kvferry.transfer.geometry.rank_lanes import Heads, heads_of, rank_geometry
 
@@ -102,7 +102,7 @@ class RankPools:
         """(layers, tensors, page size, heads, bytes of a head); a view."""
         geometry = self.geometry
         shaped = row.reshape(*geometry.page_shape[:4], geometry.head_dim * geometry.itemsize)
-        return shaped if geometry.layout is Layout.PAGE_NHD else shaped.transpose(0, 1, 3, 2, 4)
+        return shaped.transpose(0, 1, 3, 2, 4) if geometry.heads_first else shaped
 
 
 def settle_each(devices: Iterable[torch.device], settle: Callable[[torch.device], object]) -> None:

@@ -61,7 +61,7 @@ ERROR_INTERNAL: ErrorCode
 ERROR_UNAVAILABLE: ErrorCode
 
 class Geometry(_message.Message):
-    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "page_size", "layout", "tensors")
+    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "page_size", "layout", "tensors", "head_runs")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class Geometry(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_RUNS_FIELD_NUMBER: _ClassVar[int]
     layers: int
     kv_heads: int
     head_dim: int
@@ -76,7 +77,8 @@ class Geometry(_message.Message):
     page_size: int
     layout: Layout
     tensors: int
-    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., layout: _Optional[_Union[Layout, str]] = ..., tensors: _Optional[int] = ...) -> None: ...
+    head_runs: int
+    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., layout: _Optional[_Union[Layout, str]] = ..., tensors: _Optional[int] = ..., head_runs: _Optional[int] = ...) -> None: ...
 
 class NamespaceFacts(_message.Message):
     __slots__ = ("model", "revision", "geometry", "digest_algorithm", "root_digest", "tenant_salt_digest", "engine_layout", "digest_tokens")

@@ -11,6 +11,7 @@ import errno
 import logging
 import secrets
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -169,7 +170,8 @@ class SideTiers:
                     raise precondition(f"this daemon serves another model: {difference}")
             if registration is not None:
                 self._check_layout(facts, registration.order)
-                await self._replace_memory(self.facts, registration)
+                # What an engine leaves unsaid of how its pages are cut, the one before it may have said.
+                await self._replace_memory(replace(self.facts, geometry=facts.geometry), registration)
 
     async def _make(self, facts: NamespaceFacts, registration: Registration | None) -> None:
         self._check_layout(facts, STORAGES[self._config.storage] if registration is None else registration.order)
@@ -260,11 +262,10 @@ class SideTiers:
         return 0 if self._role == "prefill" else pages
 
     def _check_layout(self, facts: NamespaceFacts, storage: StorageOrder) -> None:
-        ranks = self._config.ranks
-        if facts.geometry.layout is Layout.ENGINE and (ranks, storage) != (1, StorageOrder.PAGE_MAJOR):
+        if facts.geometry.layout is Layout.ENGINE and storage is not StorageOrder.PAGE_MAJOR:
             raise precondition(
-                f"ranks is {ranks} and storage {storage.name}; a page in an engine's own layout "
-                "cannot be taken apart: it takes --ranks 1 --storage page"
+                f"storage is {storage.name}; a page in an engine's own layout is one run of bytes on each rank: it "
+                "takes --storage page"
             )
 
     def take(self, facts: NamespaceFacts, cache: Cache, memory: PoolMemory, host: HostTier | None) -> None:
@@ -341,6 +342,7 @@ class SideTiers:
         self._blocks = self._shape_of(registration)
         held.show(self.cache)
         self.epoch = secrets.randbits(63)
+        self.facts = facts
         self._take_memory(memory)
         self.has_pool.set()
         log.info("%s pool: %s, registered again", self._role, self._described(registration))

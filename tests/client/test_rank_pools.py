@@ -36,7 +36,7 @@ def test_rows_go_to_the_ranks_and_wrong_bytes_are_found(geometry: KVGeometry, ra
     pages = random_pages(geometry, PAGES, 7)
     pools = filled(geometry, order, ranks)
     pages[2] = random_pages(geometry, 1, 8)[0]
-    row = rows(pages, geometry.layout)[2]
+    row = rows(pages, geometry)[2]
     assert len(pools.wrong_bytes(2, row)) > 0
     pools.store(2, row)
     for memory, expected in zip(pools.memories, rank_memories(geometry, pages, ranks, order), strict=True):
@@ -50,7 +50,7 @@ def test_rows_go_to_the_ranks_and_wrong_bytes_are_found(geometry: KVGeometry, ra
 
 def test_a_wrong_byte_on_one_of_the_ranks_that_hold_it_is_found() -> None:
     pools = filled(MLA, StorageOrder.PAGE_MAJOR, 3)
-    row = rows(random_pages(MLA, PAGES, 7), MLA.layout)[1]
+    row = rows(random_pages(MLA, PAGES, 7), MLA)[1]
     assert len(pools.wrong_bytes(1, row)) == 0
     pools.memories[2][MLA.page_bytes + 5] ^= 1
     assert pools.wrong_bytes(1, row).tolist() == [5]
@@ -97,7 +97,7 @@ def row_of(pools: RankPools, page: int) -> np.ndarray:
     heads = np.zeros((1, *random_pages(pools.geometry, 1, 0).shape[1:]), np.uint8)
     for memory, held in zip(pools.memories, pools.heads, strict=True):
         heads[0, :, :, :, held.first : held.end] = pools.storage.view(memory)[page]
-    return rows(heads, pools.geometry.layout)[0]
+    return rows(heads, pools.geometry)[0]
 
 
 def test_what_a_worker_cannot_map_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.engine_blocks import make_block_file
+from kvferry.client.engine_blocks import make_block_files
 from kvferry.client.engine_pools import EnginePools
 from kvferry.client.requests import Admitted, RequestName
 from kvferry.connectors.blocks import BlockMap
@@ -21,12 +21,48 @@ from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.geometry.rank_lanes import rank_geometry
+from tests.support.reshard import heads_of_rank
 
-PAGE, PLACES = 16, 4
+PAGE = 16
 GEOMETRY = KVGeometry(2, 1, 4, "float32", PAGE, Layout.ENGINE)
-TOKEN_BYTES = GEOMETRY.page_bytes // PAGE // PLACES  # in each place
-FACTS = NamespaceFacts("blocks", "1", GEOMETRY, "sha256_cbor", root_digest(), engine_layout="places")
 CANARY = 0xCA
+
+
+@dataclass(frozen=True)
+class Share:
+    """Ranks that share a model's heads. A token has some bytes for each layer and run, and in them head by head; where
+    heads have runs of their own, each has a place for each of these, else all of a rank's have one together."""
+
+    geometry: KVGeometry = GEOMETRY
+    ranks: int = 1
+
+    @property
+    def facts(self) -> NamespaceFacts:
+        return NamespaceFacts("blocks", "1", self.geometry, "sha256_cbor", root_digest(), engine_layout="places")
+
+    @property
+    def planes(self) -> int:
+        return self.geometry.layers * (self.geometry.head_runs or self.geometry.tensors)
+
+    @property
+    def places(self) -> int:
+        """Of each rank."""
+        own = rank_geometry(self.geometry, self.ranks)
+        return self.planes * (own.kv_heads if own.head_runs else 1)
+
+    @property
+    def token_bytes(self) -> int:
+        """In each place."""
+        return rank_geometry(self.geometry, self.ranks).token_bytes // self.places
+
+    def of_rank(self, token: bytes, rank: int) -> NDArray[np.uint8]:
+        """A token's bytes in this rank's places, (places, bytes)."""
+        by_head = np.frombuffer(token, np.uint8).reshape(self.planes, self.geometry.kv_heads, -1)
+        return by_head[:, heads_of_rank(self.geometry, self.ranks, rank)].reshape(self.places, -1)
+
+
+FACTS = Share().facts
 
 
 @dataclass(frozen=True)
@@ -37,11 +73,10 @@ class Prompt:
     number: int
     shared: int = 0  # tokens, a multiple of the page size, that prompts of number 0 have, too
 
-    def token(self, index: int) -> bytes:
-        """Its KV in all places, (PLACES * TOKEN_BYTES,)."""
+    def token(self, index: int, geometry: KVGeometry) -> bytes:
+        """Its KV in all layers."""
         number = 0 if index < self.shared else self.number
-        made = hashlib.sha256(f"{number} {index}".encode()).digest() * (PLACES * TOKEN_BYTES // 32 + 1)
-        return made[: PLACES * TOKEN_BYTES]
+        return hashlib.shake_128(f"{number} {index}".encode()).digest(geometry.token_bytes)
 
     @property
     def digests(self) -> bytes:
@@ -66,35 +101,47 @@ class BlockEngine:
     block_tokens: int
     blocks: int
     device: str = "cpu"
+    share: Share = field(default_factory=Share)
     client: DaemonClient = field(init=False)
-    memory: Any = field(init=False)  # uint8, (places, blocks, tokens, bytes): an array, or a tensor on a GPU
+    memories: list[Any] = field(init=False)  # of each rank: as `memory`
     free: list[int] = field(init=False)
 
+    @property
+    def memory(self) -> Any:
+        """The first rank's: uint8, (places, blocks, tokens, bytes); an array, or a tensor on a GPU."""
+        return self.memories[0]
+
     async def connect(self) -> BlockEngine:
-        memory, own = self._allocated()
-        self.memory = memory.reshape(PLACES, self.blocks, self.block_tokens, TOKEN_BYTES)
-        self.memory[:] = CANARY
+        memories, own = self._allocated()
+        shape = self.share.places, self.blocks, self.block_tokens, self.share.token_bytes
+        self.memories = [memory.reshape(shape) for memory in memories]
+        for memory in self.memories:
+            memory[:] = CANARY
         self._written()
         self.free = list(range(self.blocks))
         role = common_pb2.ROLE_PREFILL if self.role == "prefill" else common_pb2.ROLE_DECODE
-        self.client = await DaemonClient.connect(self.socket, role, FACTS.to_proto(), f"{self.role} engine", own=own)
+        facts = self.share.facts.to_proto()
+        self.client = await DaemonClient.connect(self.socket, role, facts, f"{self.role} engine", own=own)
         assert self.client.welcome.pages == self.blocks
         return self
 
-    def _allocated(self) -> tuple[Any, EnginePools]:
+    def _allocated(self) -> tuple[list[Any], EnginePools]:
+        share, count = self.share, self.share.places
         if self.device == "cpu":
-            own = make_block_file(GEOMETRY, self.block_tokens, self.blocks, PLACES, "/dev/shm")
-            return own.pools.memories[0], own
+            made = (share.geometry, self.block_tokens, self.blocks, count, "/dev/shm", share.ranks)
+            own = make_block_files(*made)
+            return list(own.pools.memories), own
         import torch
 
-        nbytes = self.block_tokens * TOKEN_BYTES
-        memory = torch.empty(PLACES * self.blocks * nbytes, dtype=torch.uint8, device=self.device)
-        bases = memory.data_ptr() + np.arange(PLACES, dtype=np.int64) * self.blocks * nbytes
-        order = np.repeat(np.arange(self.block_tokens, dtype=np.int32), TOKEN_BYTES)
-        strides = np.full(PLACES, nbytes, np.int64)
+        assert share.ranks == 1, "one GPU"
+        nbytes = self.block_tokens * share.token_bytes
+        memory = torch.empty(count * self.blocks * nbytes, dtype=torch.uint8, device=self.device)
+        bases = memory.data_ptr() + np.arange(count, dtype=np.int64) * self.blocks * nbytes
+        order = np.repeat(np.arange(self.block_tokens, dtype=np.int32), share.token_bytes)
+        strides = np.full(count, nbytes, np.int64)
         per_page = PAGE // self.block_tokens
         places = BlockMap(bases, strides, nbytes, self.blocks, self.block_tokens, per_page, order)
-        return memory, registered(places, GEOMETRY, memory.device.index)
+        return [memory], registered(places, share.geometry, memory.device.index)
 
     def _written(self) -> None:
         """Waits until what was written to the memory is there."""
@@ -103,10 +150,14 @@ class BlockEngine:
 
             torch.cuda.synchronize(self.device)
 
-    def held(self) -> NDArray[np.uint8]:
-        """A copy of the memory, as it is now."""
-        copy: NDArray[np.uint8] = np.array(self.memory if self.device == "cpu" else self.memory.cpu())
+    def held(self, rank: int = 0) -> NDArray[np.uint8]:
+        """A copy of a rank's memory, as it is now."""
+        memory = self.memories[rank]
+        copy: NDArray[np.uint8] = np.array(memory if self.device == "cpu" else memory.cpu())
         return copy
+
+    def _token(self, prompt: Prompt, index: int, rank: int) -> NDArray[np.uint8]:
+        return self.share.of_rank(prompt.token(index, self.share.geometry), rank)
 
     def take(self, tokens: int) -> list[int]:
         """Blocks for so many tokens; not one behind the other."""
@@ -119,42 +170,45 @@ class BlockEngine:
         return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self.memory[:, block] = CANARY
+        for memory in self.memories:
+            for block in blocks:
+                memory[:, block] = CANARY
         self._written()
         self.free += blocks
 
     def compute(self, prompt: Prompt, blocks: Sequence[int], start: int, end: int) -> None:
-        whole = self.held()
-        for index in range(start, end):
-            block, token = divmod(index, self.block_tokens)
-            whole[:, blocks[block], token] = np.frombuffer(prompt.token(index), np.uint8).reshape(PLACES, -1)
-        for block in blocks[start // self.block_tokens : -(-end // self.block_tokens)]:
-            self._put(block, whole[:, block])
+        for rank in range(self.share.ranks):
+            whole = self.held(rank)
+            for index in range(start, end):
+                block, token = divmod(index, self.block_tokens)
+                whole[:, blocks[block], token] = self._token(prompt, index, rank)
+            for block in blocks[start // self.block_tokens : -(-end // self.block_tokens)]:
+                self._put(rank, block, whole[:, block])
         self._written()
 
-    def _put(self, block: int, content: NDArray[np.uint8]) -> None:
+    def _put(self, rank: int, block: int, content: NDArray[np.uint8]) -> None:
         if self.device == "cpu":
-            self.memory[:, block] = content
+            self.memories[rank][:, block] = content
         else:
             import torch
 
-            self.memory[:, block] = torch.from_numpy(content.copy()).to(self.device)
+            self.memories[rank][:, block] = torch.from_numpy(content.copy()).to(self.device)
 
     def wrong(self, prompt: Prompt, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """Tokens in [start, end) whose bytes are not right; blocks[0] begins at `start`."""
-        wrong, held = [], self.held()
-        for index in range(start, end):
-            block, token = divmod(index - start, self.block_tokens)
-            want = np.frombuffer(prompt.token(index), np.uint8).reshape(PLACES, -1)
-            if not np.array_equal(held[:, blocks[block], token], want):
-                wrong.append(index)
-        return wrong
+        """Tokens in [start, end) whose bytes are not right on every rank; blocks[0] begins at `start`."""
+        wrong = set[int]()
+        for rank in range(self.share.ranks):
+            held = self.held(rank)
+            for index in range(start, end):
+                block, token = divmod(index - start, self.block_tokens)
+                if not np.array_equal(held[:, blocks[block], token], self._token(prompt, index, rank)):
+                    wrong.add(index)
+        return sorted(wrong)
 
     def touched(self) -> list[int]:
         """Blocks that nobody has and somebody has written."""
-        held = self.held()
-        return [block for block in self.free if not (held[:, block] == CANARY).all()]
+        held = [self.held(rank) for rank in range(self.share.ranks)]
+        return [block for block in self.free if not all((each[:, block] == CANARY).all() for each in held)]
 
     # -- prefill
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 
 Bytes = NDArray[np.uint8]
 # Axes of (page, layer, K or V, token, head, bytes of a head) in the order in which a rank stores them.
@@ -34,21 +34,22 @@ def heads_of_rank(geometry: KVGeometry, ranks: int, rank: int) -> slice:
     return slice(rank * count, (rank + 1) * count)
 
 
-def stored(pages: Bytes, layout: Layout, order: StorageOrder) -> Bytes:
-    """These heads as a rank stores them, one-dimensional."""
+def stored(pages: Bytes, geometry: KVGeometry, order: StorageOrder) -> Bytes:
+    """These heads as a rank stores them, one-dimensional. A run of K and V is (token, K or V)."""
     axes = AXES[order]
-    if layout is Layout.PAGE_HND:
+    if geometry.heads_first:
         axes = (*axes[:3], 4, 3, 5)
+    elif geometry.head_runs:
+        assert order is not StorageOrder.LAYER_MAJOR, "K and V lie apart"
+        axes = (*axes[:2], 4, 3, 2, 5)
     return np.ascontiguousarray(pages.transpose(axes)).reshape(-1)
 
 
-def rows(pages: Bytes, layout: Layout) -> Bytes:
+def rows(pages: Bytes, geometry: KVGeometry) -> Bytes:
     """The canonical rows of these heads: (pages, bytes)."""
-    return stored(pages, layout, StorageOrder.PAGE_MAJOR).reshape(len(pages), -1)
+    return stored(pages, geometry, StorageOrder.PAGE_MAJOR).reshape(len(pages), -1)
 
 
 def rank_memories(geometry: KVGeometry, pages: Bytes, ranks: int, order: StorageOrder) -> list[Bytes]:
     """Every rank's memory."""
-    return [
-        stored(pages[..., heads_of_rank(geometry, ranks, rank), :], geometry.layout, order) for rank in range(ranks)
-    ]
+    return [stored(pages[..., heads_of_rank(geometry, ranks, rank), :], geometry, order) for rank in range(ranks)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.proto import common_pb2 as common
 
@@ -24,7 +24,7 @@ class Layout(enum.IntEnum):
 
     PAGE_NHD = common.LAYOUT_PAGE_NHD  # (layer, K or V, token, head, head dimension)
     PAGE_HND = common.LAYOUT_PAGE_HND  # (layer, K or V, head, token, head dimension)
-    ENGINE = common.LAYOUT_ENGINE  # inside as the engine has it: nobody else may read or change a part of a page
+    ENGINE = common.LAYOUT_ENGINE  # inside as the engine has it: nobody else may change a part of a page
 
 
 class StorageOrder(enum.IntEnum):
@@ -46,6 +46,9 @@ class KVGeometry:
     page_size: int  # tokens
     layout: Layout = Layout.PAGE_NHD
     tensors: int = 2  # a layer: K and V, or 1 where both are one (MLA)
+    # Of Layout.ENGINE: (layer, run, head, ...) is the order of a page, each head's run as the engine has it; 0: it is
+    # another one. How pages can be cut, not which are equal: that is the engine layout's name.
+    head_runs: int = field(default=0, compare=False)  # a layer: 1, K and V together, or `tensors`
 
     def __post_init__(self) -> None:
         """ValueError names the field, its value and the bound."""
@@ -57,6 +60,7 @@ class KVGeometry:
             ("head_dim", self.head_dim, 1, 1 << 16),
             ("page_size", self.page_size, 1, 4096),
             ("tensors", self.tensors, 1, 2),
+            ("head_runs", self.head_runs, 0, self.tensors if self.layout is Layout.ENGINE else 0),
         )
         for name, value, low, high in bounds:
             if not low <= value <= high:
@@ -79,15 +83,26 @@ class KVGeometry:
         return self.token_bytes * self.page_size
 
     @property
+    def runs_of_a_head(self) -> int:
+        """Runs of bytes that each head has in a layer of a page, those of all heads one behind the other; 0: a token's
+        heads lie side by side, or only the engine knows."""
+        return self.tensors if self.layout is Layout.PAGE_HND else self.head_runs
+
+    @property
+    def heads_first(self) -> bool:
+        """Whether a head's tokens follow each other in K and in V, and not a token's heads."""
+        return self.runs_of_a_head == self.tensors
+
+    @property
     def fragments(self) -> int:
         """Runs of a page in which the tokens follow each other."""
-        per_layer = self.tensors * (self.kv_heads if self.layout is Layout.PAGE_HND else 1)
+        per_layer = self.tensors * (self.kv_heads if self.heads_first else 1)
         return self.layers * per_layer
 
     @property
     def fragment_token_bytes(self) -> int:
         """Bytes of one token in one fragment."""
-        heads = 1 if self.layout is Layout.PAGE_HND else self.kv_heads
+        heads = 1 if self.heads_first else self.kv_heads
         return heads * self.head_dim * self.itemsize
 
     @property
@@ -96,8 +111,8 @@ class KVGeometry:
 
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
-        """(layers, tensors, page_size, kv_heads, head_dim), or with kv_heads before page_size for PAGE_HND."""
-        if self.layout is Layout.PAGE_HND:
+        """(layers, tensors, page_size, kv_heads, head_dim), or kv_heads before page_size where heads are first."""
+        if self.heads_first:
             return (self.layers, self.tensors, self.kv_heads, self.page_size, self.head_dim)
         return (self.layers, self.tensors, self.page_size, self.kv_heads, self.head_dim)
 
@@ -110,6 +125,7 @@ class KVGeometry:
             page_size=self.page_size,
             layout=common.Layout.Name(int(self.layout)),
             tensors=self.tensors,
+            head_runs=self.head_runs,
         )
 
     @staticmethod
@@ -126,4 +142,5 @@ class KVGeometry:
             page_size=message.page_size,
             layout=Layout(layout),
             tensors=message.tensors or 2,
+            head_runs=message.head_runs,
         )

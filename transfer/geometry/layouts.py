@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 
 Int64s: TypeAlias = NDArray[np.int64]
 
@@ -123,8 +123,10 @@ class RowMap:
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockStorage:
     """A rank's memory in blocks of an engine's: block b has `block_bytes` bytes at bases[i] + b * strides[i] in each of
-    the engine's places i, and a page is `per_page` blocks. A page's row is, place by place, the bytes of its blocks."""
+    the engine's places i, and a page is `per_page` blocks. A page's row is, place by place, the bytes of its blocks.
+    Where heads have runs of their own, places are in the order (layer, run, head)."""
 
+    geometry: KVGeometry  # of this rank: its own heads only
     bases: Int64s  # (places,)
     strides: Int64s  # (places,)
     block_bytes: int
@@ -132,9 +134,15 @@ class BlockStorage:
     per_page: int
 
     def rows(self, first_head: int = 0, heads: int | None = None) -> RowMap:
-        """Rows of all heads: which lie where in a block only the engine knows."""
-        assert first_head == 0, "a block was to be taken apart"
-        return RowMap(self.bases, self.strides, self.per_page, 0, self.block_bytes, self.blocks, in_blocks=True)
+        """Rows as `RankStorage.rows` has them. Of all heads, where only the engine knows which lie where in a block."""
+        count = _count_heads(self.geometry, first_head, heads)
+        places = np.arange(len(self.bases))
+        if self.geometry.runs_of_a_head:
+            places = places.reshape(-1, self.geometry.kv_heads)[:, first_head : first_head + count].ravel()
+        else:
+            assert count == self.geometry.kv_heads, "a block was to be taken apart"
+        bases, strides = self.bases[places], self.strides[places]
+        return RowMap(bases, strides, self.per_page, 0, self.block_bytes, self.blocks, in_blocks=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,16 +180,13 @@ class RankStorage:
         """Rows of heads [first_head, first_head + heads) of this rank's own; by default of all. ValueError names the
         field."""
         geometry = self.geometry
-        count = geometry.kv_heads - first_head if heads is None else heads
-        if count < 1 or first_head < 0 or first_head + count > geometry.kv_heads:
-            raise ValueError(
-                f"heads {first_head} to {first_head + count - 1}; the rank has heads 0 to {geometry.kv_heads - 1}"
-            )
+        count = _count_heads(geometry, first_head, heads)
         head_bytes = geometry.head_dim * geometry.itemsize
-        if geometry.layout is Layout.PAGE_HND:
-            plane = head_bytes * geometry.page_size
-            offsets = self.bases + first_head * plane
-            return RowMap(offsets, self.page_strides, 1, 0, count * plane, self.pages).compact()
+        if runs := geometry.runs_of_a_head:
+            through = geometry.tensors // runs  # K and V, or one of them; a run of both has them in one row
+            run = through * head_bytes * geometry.page_size
+            offsets = self.bases[::through] + first_head * run
+            return RowMap(offsets, self.page_strides[::through], 1, 0, count * run, self.pages).compact()
         offsets = self.bases + first_head * head_bytes
         token = head_bytes * geometry.kv_heads
         pieces = geometry.page_size
@@ -191,7 +196,7 @@ class RankStorage:
         """Rows of all heads in fragments in which the tokens follow each other: token t of a page begins at byte
         t * geometry.fragment_token_bytes of each."""
         geometry = self.geometry
-        heads = geometry.kv_heads if geometry.layout is Layout.PAGE_HND else 1
+        heads = geometry.kv_heads if geometry.heads_first else 1
         size = geometry.fragment_bytes
         return RowMap(self.bases, self.page_strides, heads, size, size, self.pages)
 
@@ -217,6 +222,16 @@ class RankStorage:
         layer_stride = int(first[1, 0] - first[0, 0]) if geometry.layers > 1 else 0
         tensor_stride = int(first[0, 1] - first[0, 0]) if geometry.tensors > 1 else 0
         token, head = head_bytes * geometry.kv_heads, head_bytes
-        if geometry.layout is Layout.PAGE_HND:
+        if geometry.heads_first:
             token, head = head_bytes, head_bytes * geometry.page_size
         return (int(self.page_strides[0]), layer_stride, tensor_stride, token, head)
+
+
+def _count_heads(geometry: KVGeometry, first_head: int, heads: int | None) -> int:
+    """How many heads [first_head, first_head + heads) of a rank's own are; None: all from there on. ValueError."""
+    count = geometry.kv_heads - first_head if heads is None else heads
+    if count < 1 or first_head < 0 or first_head + count > geometry.kv_heads:
+        raise ValueError(
+            f"heads {first_head} to {first_head + count - 1}; the rank has heads 0 to {geometry.kv_heads - 1}"
+        )
+    return count

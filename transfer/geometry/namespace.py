@@ -22,10 +22,12 @@ _REMEDIES = {
     "geometry.page_size": "start both daemons with the same --page-size",
     "geometry.dtype": "start both workers with the same --dtype",
     "geometry.layout": "configure the same page layout on both sides",
+    "geometry.head_runs": "install the same connector on both sides",
     "engine_layout": "run the same engine with the same block size, KV dtype and kind of processor on both sides",
     "digest_tokens": "give both engines the same hash block size",
 }
 _LATER = ("engine_layout", "digest_tokens")
+_UNSAID = "geometry.head_runs"  # by older engines, of bytes that `engine_layout` names: 0 differs from nothing
 _SAME_MODEL = "serve the same model with the same parallelism on both sides"
 
 
@@ -66,10 +68,11 @@ class NamespaceFacts:
 
     @property
     def id(self) -> bytes:
-        """SHA-256 over every field with its name and length, 32 bytes; what came later counts only where it is set."""
+        """SHA-256 over every field with its name and length, 32 bytes; what came later counts only where it is set,
+        and how pages are cut not at all."""
         sha = hashlib.sha256(b"kvferry-namespace-1")
         for name, value in _flat(self):
-            if name in _LATER and not value:
+            if name == _UNSAID or (name in _LATER and not value):
                 continue
             data = value if isinstance(value, bytes) else str(value).encode()
             sha.update(f"\n{name}:{len(data)}:".encode() + data)
@@ -121,7 +124,7 @@ def differences(ours: NamespaceFacts, theirs: NamespaceFacts) -> list[Difference
     return [
         Difference(name, _shown(own), _shown(other), _REMEDIES.get(name, _SAME_MODEL))
         for (name, own), (_, other) in pairs
-        if own != other
+        if own != other and (name != _UNSAID or (own and other))
     ]
 
 

@@ -83,12 +83,13 @@ def rank_geometry(geometry: KVGeometry, ranks: int) -> KVGeometry:
 
 def lanes_of(geometry: KVGeometry, senders: int, receivers: int) -> list[Lane]:
     """The lanes, by receiving rank, then by head. Where several ranks could send a range, receivers take different
-    ones. ValueError as for `check_ranks`, and where pages in an engine's own layout would have to be cut."""
+    ones. ValueError as for `check_ranks`, and where pages would be cut whose heads only the engine finds."""
     sending, receiving = shards_of(geometry, senders), shards_of(geometry, receivers)
-    if geometry.layout is Layout.ENGINE and len(sending) != len(receiving):
+    if geometry.layout is Layout.ENGINE and not geometry.head_runs and len(sending) != len(receiving):
         raise ValueError(
-            f"ranks is {senders} of prefill and {receivers} of decode, but geometry.layout is ENGINE: only the engine "
-            "knows where a head's bytes lie; both must have as many"
+            f"ranks is {senders} of prefill and {receivers} of decode, and geometry.head_runs is 0: in this engine "
+            "layout a token's heads lie side by side, so that pages go whole from rank to rank; give both engines as "
+            "many ranks, or heads outermost in a block (vLLM: VLLM_KV_CACHE_LAYOUT=HND)"
         )
     head_bytes = geometry.page_bytes // geometry.kv_heads
     lanes: list[Lane] = []

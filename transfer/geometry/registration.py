@@ -79,11 +79,11 @@ class RegisteredRank:
         bases = (starts[:, None] + np.arange(inside, dtype=np.int64) * size).ravel()
         return RankStorage(geometry, bases, np.repeat(strides, inside), pages)
 
-    def blocks(self, per_page: int, blocks: int, addresses: Sequence[int]) -> BlockStorage:
-        """The memory of a rank that registered `blocks` blocks, `per_page` of them a page. `addresses`: as above."""
+    def blocks(self, geometry: KVGeometry, per_page: int, blocks: int, addresses: Sequence[int]) -> BlockStorage:
+        """Likewise where it registered `blocks` blocks, `per_page` of them a page."""
         starts = np.array([addresses[tensor.memory] + tensor.offset for tensor in self.tensors], np.int64)
         strides = np.array([tensor.page_stride for tensor in self.tensors], np.int64)
-        return BlockStorage(starts, strides, self.tensors[0].page_bytes, blocks, per_page)
+        return BlockStorage(geometry, starts, strides, self.tensors[0].page_bytes, blocks, per_page)
 
 
 class TensorShape(NamedTuple):
@@ -109,7 +109,7 @@ class Registration:
         """The memory of a rank with this geometry of its own. `addresses`: where each of its memories begins."""
         registered = self.ranks[rank]
         if self.block_tokens:
-            return registered.blocks(geometry.page_size // self.block_tokens, self.pages, addresses)
+            return registered.blocks(geometry, geometry.page_size // self.block_tokens, self.pages, addresses)
         return registered.pages(geometry, self.order, self.pages, addresses)
 
     @property
@@ -180,10 +180,10 @@ def _shape(
             f"a page of {geometry.page_size} tokens, {geometry.kv_heads} heads of {geometry.head_dim} {geometry.dtype}"
         )
         return TensorShape(count, f"{planes} have {count}", page_bytes, f"{page} has {page_bytes} there")
-    if geometry.layout is not Layout.ENGINE or order is not StorageOrder.PAGE_MAJOR or len(pool.ranks) != 1:
+    if geometry.layout is not Layout.ENGINE or order is not StorageOrder.PAGE_MAJOR:
         raise ValueError(
-            f"pool.block_tokens is {pool.block_tokens}, on {len(pool.ranks)} ranks, in layout {geometry.layout.name} "
-            f"and storage {order.name}; blocks take 1 rank, layout ENGINE and storage PAGE_MAJOR"
+            f"pool.block_tokens is {pool.block_tokens}, in layout {geometry.layout.name} and storage {order.name}; "
+            "blocks take layout ENGINE and storage PAGE_MAJOR"
         )
     if geometry.page_size % pool.block_tokens:
         raise ValueError(
@@ -196,8 +196,12 @@ def _shape(
             f"{MAX_BLOCKS_A_PAGE} blocks"
         )
     _bound("pool.pages", pool.pages, 1, MAX_BLOCKS)
-    count, per_page = len(message.tensors), geometry.page_size // pool.block_tokens
-    _bound(f"{field}.tensors, the number of entries,", count, 1, MAX_TENSORS)
+    _bound(f"{field}.tensors, the number of entries,", len(message.tensors), 1, MAX_TENSORS)
+    count, counted = len(pool.ranks[0].tensors), "those of pool.ranks[0]"
+    if runs := geometry.head_runs:
+        count = geometry.layers * runs * geometry.kv_heads
+        counted = f"{geometry.layers} layers of {geometry.kv_heads} heads with geometry.head_runs {runs}"
+    per_page = geometry.page_size // pool.block_tokens
     if geometry.page_bytes % (count * per_page * pool.block_tokens):
         raise ValueError(
             f"{field}.tensors has {count} entries; a page of {geometry.page_bytes} bytes in {per_page} blocks of "
@@ -205,7 +209,7 @@ def _shape(
         )
     block_bytes = geometry.page_bytes // (count * per_page)
     sized = f"a block of {pool.block_tokens} tokens in {count} tensors has {block_bytes} there"
-    return TensorShape(count, "", block_bytes, sized)
+    return TensorShape(count, f"{counted} have {count}", block_bytes, sized)
 
 
 def _rank(field: str, message: wire.EngineRank, shape: TensorShape, pages: int) -> RegisteredRank:

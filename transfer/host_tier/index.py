@@ -281,11 +281,12 @@ def as_rows(rows: Rows, pages: int) -> NDArray[np.int64]:
 
 
 def layout_fingerprint(geometry: KVGeometry, shards: int = 1) -> bytes:
-    """SHA-256 over every field with its name and length, 32 bytes: rows are interchangeable only where it is equal.
+    """SHA-256 over every field that pages must have equal, with its name and length, 32 bytes: rows are interchangeable
+    only where it is equal.
 
     shards: head ranges of which a row is made, one behind the other."""
     sha = hashlib.sha256(b"kvferry-host-layout-1")
-    for field in dataclasses.fields(geometry):
+    for field in (each for each in dataclasses.fields(geometry) if each.compare):
         value = getattr(geometry, field.name)
         data = str(value.name if isinstance(value, enum.Enum) else value).encode()
         sha.update(f"\n{field.name}:{len(data)}:".encode() + data)

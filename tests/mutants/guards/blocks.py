@@ -7,6 +7,7 @@ NAMED = ("tests/daemon/core/test_named_blocks.py",)
 TABLE = ("tests/daemon/memory/test_block_table.py",)
 REGISTERED = ("tests/transfer/geometry/test_blocks.py",)
 SYSTEM = "tests/system/serving/test_engine_blocks.py"
+RANKS = "tests/system/serving/test_engine_block_ranks.py"
 _TIER, _LEASES = "daemon/core/block_tier.py", "daemon/core/decode_leases.py"
 _TABLE, _SHARED = "daemon/memory/block_table.py", "daemon/memory/shared.py"
 _LIMITS = "daemon/core/limits.py"
@@ -173,6 +174,14 @@ GUARDS: tuple[Guard, ...] = (
         (f"{SYSTEM}::test_a_daemon_of_blocks_takes_no_pages",),
     ),
     Guard(
+        "an engine that comes again says how its pages are cut",
+        "daemon/sides/tiers.py",
+        "SideTiers.fit",
+        "replace(self.facts, geometry=facts.geometry)",
+        "self.facts",
+        (f"{RANKS}::test_an_engine_that_comes_again_says_anew_how_its_pages_are_cut",),
+    ),
+    Guard(
         "a copy can name a page by all of its blocks",
         "transfer/geometry/registration.py",
         "_shape",
@@ -181,11 +190,43 @@ GUARDS: tuple[Guard, ...] = (
         REGISTERED,
     ),
     Guard(
-        "an engine's blocks are of one rank, in its own layout",
+        "an engine's blocks are in its own layout",
         "transfer/geometry/registration.py",
         "_shape",
-        "if geometry.layout is not Layout.ENGINE or order is not StorageOrder.PAGE_MAJOR or len(pool.ranks) != 1:",
+        "if geometry.layout is not Layout.ENGINE or order is not StorageOrder.PAGE_MAJOR:",
         "if False:",
+        REGISTERED,
+    ),
+    Guard(
+        "an engine's ranks have as many places each",
+        "transfer/geometry/registration.py",
+        "_shape",
+        "count, counted = len(pool.ranks[0].tensors),",
+        "count, counted = len(message.tensors),",
+        REGISTERED,
+    ),
+    Guard(
+        "heads that lie apart have places of their own",
+        "transfer/geometry/registration.py",
+        "_shape",
+        "if runs := geometry.head_runs:",
+        "if runs := 0:",
+        REGISTERED,
+    ),
+    Guard(
+        "rows of some heads are of their places alone",
+        "transfer/geometry/layouts.py",
+        "BlockStorage.rows",
+        "[:, first_head : first_head + count]",
+        "[:, :count]",
+        REGISTERED,
+    ),
+    Guard(
+        "a block of which only the engine knows the heads is not cut",
+        "transfer/geometry/layouts.py",
+        "BlockStorage.rows",
+        'assert count == self.geometry.kv_heads, "a block was to be taken apart"',
+        "pass",
         REGISTERED,
     ),
 )

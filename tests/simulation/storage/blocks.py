@@ -16,7 +16,7 @@ from kvferry.daemon.memory.block_table import BlockTable
 from kvferry.radix.pool import PageState
 from kvferry.transfer.geometry.layouts import BlockStorage
 from tests.simulation.clock import Clock, Violation, expect
-from tests.simulation.prompts import PAGE, PAGE_BYTES
+from tests.simulation.prompts import ENGINE_GEOMETRY, PAGE, PAGE_BYTES
 from tests.simulation.storage.memory import Memory
 
 PLACES = 8  # of an engine's, each with all tokens of a block
@@ -46,7 +46,8 @@ class EngineBlocks:
         self.per_page = PAGE // tokens
         self.memory = bytearray(_CANARY * (PLACES * count * self.size))
         bases = np.arange(PLACES, dtype=np.int64) * (count * self.size)
-        self.storage = BlockStorage(bases, np.full(PLACES, self.size, np.int64), self.size, count, self.per_page)
+        strides = np.full(PLACES, self.size, np.int64)
+        self.storage = BlockStorage(ENGINE_GEOMETRY, bases, strides, self.size, count, self.per_page)
         self._clock, self._who = clock, who
         self._free = dict.fromkeys(range(count))
         self._had = set[int]()

@@ -16,7 +16,8 @@ import pytest
 from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.daemon.cli.stack import Stack
 from tests.support.block_engine import BlockEngine, Prompt, new_name
-from tests.system.serving.test_engine_blocks import DEVICES, Pair, need
+from tests.system.serving.block_pairs import Pair, need
+from tests.system.serving.test_engine_blocks import DEVICES
 
 TOKENS = 200
 LATE_WRITES_SECONDS = 0.3

@@ -4,7 +4,6 @@ the engine has its blocks back."""
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 
@@ -16,79 +15,15 @@ from kvferry.client.requests import DaemonGone, HandshakeFailed, RequestFailed
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.proto import common_pb2
 from kvferry.transfer.geometry.kv_geometry import StorageOrder
-from tests.support import devices as real
-from tests.support.block_engine import CANARY, FACTS, GEOMETRY, PAGE, BlockEngine, Prompt, new_name
+from tests.support.block_engine import CANARY, FACTS, GEOMETRY, PAGE, Prompt, new_name
 from tests.support.engines import side_stats
+from tests.system.serving.block_pairs import Pair, need
 
-SLOT_BYTES = 4096 + 64
 DEVICES = [
     ("cpu", "cpu"),
     pytest.param(("cuda:0", "cuda:0"), marks=pytest.mark.gpu),
     pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.gpu),
 ]
-
-
-def need(*devices: str) -> None:
-    """Skips where one of these GPUs is not there."""
-    for device in devices:
-        if device != "cpu":
-            real.need(int(device.removeprefix("cuda:")))
-
-
-class Pair:
-    """A prefill and a decode daemon over blocks of unlike sizes."""
-
-    def __init__(
-        self,
-        stack: Stack,
-        *flags: str,
-        host: str = "1MiB",
-        prefill_tokens: int = 8,
-        decode_tokens: int = 4,
-        devices: tuple[str, str] = ("cpu", "cpu"),
-    ) -> None:
-        self.stack = stack
-        sockets = {role: os.path.join(stack.folder, f"{role}.sock") for role in ("prefill", "decode")}
-        common = [
-            "--listen",
-            "127.0.0.1:0",
-            "--page-size",
-            str(PAGE),
-            "--pool",
-            "engine",
-            "--slot-bytes",
-            str(SLOT_BYTES),
-        ]
-        common += flags
-        words = ["serve", "--role", "prefill", "--name", "p", "--socket", sockets["prefill"], *common]
-        self.prefill_daemon = stack.start("prefill", [*words, "--device", devices[0]])
-        address = stack.ready(self.prefill_daemon)
-        words = ["serve", "--role", "decode", "--name", "d", "--socket", sockets["decode"], *common]
-        self.decode_words = [*words, "--device", devices[1], "--peer", f"p={address}", "--host-bytes", host]
-        self.decode_daemon = stack.start("decode", self.decode_words)
-        stack.ready(self.decode_daemon)
-        self.prefill = BlockEngine("prefill", sockets["prefill"], prefill_tokens, 40, devices[0])
-        self.decode = BlockEngine("decode", sockets["decode"], decode_tokens, 96, devices[1])
-
-    async def __aenter__(self) -> Pair:
-        await self.prefill.connect()
-        await self.decode.connect()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.decode.client.close()
-        await self.prefill.client.close()
-
-    async def hand_over(self, prompt: Prompt, start: int = 0, chunk: int = PAGE) -> tuple[list[int], int]:
-        """Returns decode's blocks from token `start` on, and the tokens that its daemon held."""
-        name = new_name()
-        blocks = self.decode.take(prompt.tokens - start)
-        _, admitted = await asyncio.gather(
-            self.prefill.push(prompt, name, chunk=chunk), self.decode.fetch(prompt, name, blocks, start, "p")
-        )
-        assert self.decode.wrong(prompt, blocks, start, prompt.tokens) == []
-        assert not self.decode.touched() and not self.prefill.touched()
-        return blocks, admitted.matched_tokens
 
 
 @pytest.mark.parametrize("devices", DEVICES)

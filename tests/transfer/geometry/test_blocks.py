@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.geometry.layouts import BlockStorage
 from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.geometry.rank_lanes import rank_geometry
 from kvferry.transfer.geometry.registration import (
     MAX_TENSORS,
     GpuAllocation,
@@ -77,7 +79,7 @@ def test_interleaved_places_of_one_stride() -> None:
 
 def test_only_the_engine_knows_where_heads_lie_in_a_block() -> None:
     with pytest.raises(AssertionError, match="block"):
-        registered().storage(0, GEOMETRY, [0]).rows(first_head=1)
+        registered().storage(0, replace(GEOMETRY, kv_heads=2), [0]).rows(first_head=1)
 
 
 def test_a_pool_of_blocks_is_one_rank_of_its_rows() -> None:
@@ -123,18 +125,51 @@ def test_what_is_not_of_blocks_is_refused(message: wire.EnginePool, words: str) 
         read(message)
 
 
-def test_blocks_take_one_rank_in_the_engines_own_layout() -> None:
+def test_blocks_are_in_the_engines_own_layout() -> None:
     message = registered().to_proto()
-    with pytest.raises(
-        ValueError, match="in layout PAGE_NHD and storage PAGE_MAJOR; blocks take 1 rank, layout ENGINE"
-    ):
+    with pytest.raises(ValueError, match="in layout PAGE_NHD and storage PAGE_MAJOR; blocks take layout ENGINE"):
         read(message, replace(GEOMETRY, layout=Layout.PAGE_NHD))
     layers = replace(registered(), order=StorageOrder.LAYER_MAJOR).to_proto()
-    with pytest.raises(ValueError, match="in layout ENGINE and storage LAYER_MAJOR; blocks take 1 rank"):
+    with pytest.raises(ValueError, match="in layout ENGINE and storage LAYER_MAJOR; blocks take layout"):
         read(layers)
-    message.ranks.append(message.ranks[0])
-    with pytest.raises(ValueError, match=r"pool\.block_tokens is 4, on 2 ranks"):
-        read(message, ranks=2)
+
+
+def over_ranks(places: list[int], geometry: KVGeometry) -> wire.EnginePool:
+    """A file for each rank, with that many places in it."""
+    ranks = []
+    for number, count in enumerate(places):
+        size = rank_geometry(geometry, len(places)).page_bytes // count // PER_PAGE
+        tensors = tuple(RegisteredTensor(0, i * BLOCKS * size, size, size) for i in range(count))
+        ranks.append(RegisteredRank((RegisteredMemory(SharedFile(f"r{number}"), count * BLOCKS * size),), tensors))
+    return Registration(BLOCKS, StorageOrder.PAGE_MAJOR, tuple(ranks), TOKENS).to_proto()
+
+
+def test_ranks_have_as_many_places_each() -> None:
+    two = replace(GEOMETRY, kv_heads=2)
+    assert read(over_ranks([4, 4], two), two, 2).to_proto() == over_ranks([4, 4], two)
+    with pytest.raises(ValueError, match=r"ranks\[1\]\.tensors has 2 entries; those of pool\.ranks\[0\] have 4"):
+        read(over_ranks([4, 2], two), two, 2)
+
+
+def test_heads_that_lie_apart_have_places_of_their_own() -> None:
+    for runs in (1, 2):
+        six = replace(GEOMETRY, kv_heads=6, head_runs=runs)
+        places = 2 * runs * 3
+        assert read(over_ranks([places] * 2, six), six, 2).to_proto() == over_ranks([places] * 2, six)
+        for wrong in (2, places // 3, 2 * places):
+            said = rf"tensors has {wrong} entries; 2 layers of 3 heads with geometry\.head_runs {runs} have {places}"
+            with pytest.raises(ValueError, match=said):
+                read(over_ranks([wrong] * 2, six), six, 2)
+
+
+def test_rows_of_heads_are_their_places_of_each_layer_and_run() -> None:
+    three = replace(GEOMETRY, kv_heads=3, head_runs=1)
+    bases, strides = np.arange(6) * 1000, np.full(6, SIZE)
+    rows = BlockStorage(three, bases, strides, SIZE, BLOCKS, PER_PAGE).rows(1, 2)
+    assert rows.offsets.tolist() == [1000, 2000, 4000, 5000], "heads 1 and 2 of the first layer, then of the second"
+    assert (rows.pieces, rows.fragment_bytes, rows.in_blocks) == (PER_PAGE, SIZE, True)
+    with pytest.raises(ValueError, match="heads 2 to 3; the rank has heads 0 to 2"):
+        BlockStorage(three, bases, strides, SIZE, BLOCKS, PER_PAGE).rows(2, 2)
 
 
 def test_a_page_is_of_no_more_blocks_than_a_launch_names() -> None:

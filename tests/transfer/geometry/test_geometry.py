@@ -129,7 +129,7 @@ OTHER_GEOMETRY: dict[str, object] = {
 
 def test_other_values_are_given_for_every_field() -> None:
     assert {field.name for field in dataclasses.fields(NamespaceFacts)} == OTHER.keys() | {"geometry"}
-    assert {field.name for field in dataclasses.fields(KVGeometry)} == OTHER_GEOMETRY.keys()
+    assert {field.name for field in dataclasses.fields(KVGeometry) if field.compare} == OTHER_GEOMETRY.keys()
 
 
 def others() -> list[tuple[str, NamespaceFacts]]:
@@ -194,6 +194,39 @@ def test_a_layout_of_an_engine_has_a_name() -> None:
     geometry = dataclasses.replace(GEOMETRY, layout=Layout.ENGINE)
     with pytest.raises(ValueError, match=r"engine_layout has 0 characters; with layout ENGINE it must have 1 to 512"):
         dataclasses.replace(FACTS, geometry=geometry)
+
+
+def in_runs(runs: int) -> NamespaceFacts:
+    """Of an engine's layout, each head in that many runs."""
+    geometry = dataclasses.replace(GEOMETRY, layout=Layout.ENGINE, head_runs=runs)
+    return dataclasses.replace(FACTS, geometry=geometry, engine_layout="heads outermost")
+
+
+def test_how_pages_are_cut_is_no_difference_unless_both_say_it() -> None:
+    """Engines of a release that does not say it have the same pages."""
+    unsaid, one, two = (in_runs(runs) for runs in (0, 1, 2))
+    assert unsaid.id == one.id == two.id and unsaid == one == two
+    for pair in ((unsaid, one), (one, unsaid), (two, two)):
+        assert differences(*pair) == []
+    (difference,) = differences(one, two)
+    assert str(difference).startswith("geometry.head_runs is 1 here and 2 there; install the same connector")
+
+
+@pytest.mark.parametrize("runs", [0, 1, 2])
+def test_runs_of_heads_go_over_the_wire(runs: int) -> None:
+    data = in_runs(runs).to_proto().SerializeToString()
+    geometry = NamespaceFacts.from_proto(common.NamespaceFacts.FromString(data)).geometry
+    assert (geometry.head_runs, geometry.runs_of_a_head, geometry.heads_first) == (runs, runs, runs == 2)
+
+
+def test_runs_of_heads_are_an_engines_layouts() -> None:
+    with pytest.raises(ValueError, match=r"geometry\.head_runs is 3; it must be 0 to 2"):
+        in_runs(3)
+    for layout in (Layout.PAGE_NHD, Layout.PAGE_HND):
+        with pytest.raises(ValueError, match=r"geometry\.head_runs is 1; it must be 0 to 0"):
+            dataclasses.replace(GEOMETRY, layout=layout, head_runs=1)
+    assert dataclasses.replace(GEOMETRY, layout=Layout.PAGE_HND).runs_of_a_head == GEOMETRY.tensors
+    assert dataclasses.replace(GEOMETRY, layout=Layout.PAGE_NHD).runs_of_a_head == 0
 
 
 def test_digests_of_a_part_of_a_page_divide_it() -> None:

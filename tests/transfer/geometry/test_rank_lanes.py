@@ -64,9 +64,18 @@ def test_an_engines_own_layout_is_not_cut() -> None:
     own = dataclasses.replace(GEOMETRY, layout=Layout.ENGINE)
     assert ends(own, 2, 2) == [(0, 0, 0, 2), (1, 1, 2, 2)]
     for senders, receivers in ((1, 2), (2, 1)):
-        with pytest.raises(ValueError, match=f"ranks is {senders} of prefill and {receivers} of decode"):
+        said = f"ranks is {senders} of prefill and {receivers} of decode, and geometry.head_runs is 0: .*=HND"
+        with pytest.raises(ValueError, match=said):
             lanes_of(own, senders, receivers)
     assert len(ends(dataclasses.replace(MLA, layout=Layout.ENGINE), 1, 2)) == 2
+    assert len(ends(dataclasses.replace(own, kv_heads=2), 2, 8)) == 8, "as many shares of the heads"
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_an_engines_layout_with_its_heads_apart_is_as_any_other(runs: int) -> None:
+    own = dataclasses.replace(GEOMETRY, layout=Layout.ENGINE, head_runs=runs)
+    for pair in ((1, 2), (2, 1), (2, 4), (4, 2), (8, 2), (2, 8), (8, 8)):
+        assert lanes_of(own, *pair) == lanes_of(GEOMETRY, *pair)
 
 
 def test_held_by_several_ranks_it_comes_from_different_ones() -> None:

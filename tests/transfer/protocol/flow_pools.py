@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 from kvferry.transfer.geometry.layouts import RowMap
 from kvferry.transfer.geometry.pool_shape import PoolShape
 from tests.support.reshard import heads_of_rank
@@ -66,7 +66,7 @@ class Pool:
 
     def by_head(self, row: bytes) -> np.ndarray:
         shaped = np.frombuffer(row, np.uint8).reshape(*self.geometry.page_shape[:4], -1)
-        return shaped.transpose(0, 1, 3, 2, 4) if self.geometry.layout is Layout.PAGE_HND else shaped
+        return shaped.transpose(0, 1, 3, 2, 4) if self.geometry.heads_first else shaped
 
 
 def read_part(memory: np.ndarray, rows: RowMap, ids: Sequence[int], byte_offset: int, nbytes: int) -> bytes:

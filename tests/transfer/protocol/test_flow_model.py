@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -38,12 +39,18 @@ def one_rank(page_bytes: int) -> KVGeometry:
     return KVGeometry(layers=1, kv_heads=1, head_dim=page_bytes, dtype="uint8", page_size=1, tensors=1)
 
 
+def in_runs(geometry: KVGeometry, apart: bool) -> KVGeometry:
+    """An engine's whose heads have runs of their own, if so."""
+    own = geometry.layout is Layout.ENGINE and apart
+    return replace(geometry, head_runs=geometry.tensors) if own else geometry
+
+
 def joins(sizes: Sizes) -> bool:
     """Its ranks can share the heads or need not, and a page takes no more parts than a test has time for."""
     ranks = (sizes.senders, sizes.receivers)
     heads = sizes.geometry.kv_heads
     shared = sizes.geometry.tensors == 1 or all(heads % count == 0 or count % heads == 0 for count in ranks)
-    if sizes.geometry.layout is Layout.ENGINE:
+    if sizes.geometry.layout is Layout.ENGINE and not sizes.geometry.head_runs:
         shared = shared and len({len(shards_of(sizes.geometry, count)) for count in ranks}) == 1
     return shared and sizes.geometry.page_bytes <= 16 * sizes.capacity
 
@@ -63,14 +70,18 @@ sizes_of = st.builds(
 sizes_over_ranks = st.builds(
     Sizes,
     geometry=st.builds(
-        KVGeometry,
-        layers=st.integers(1, 2),
-        kv_heads=st.sampled_from([1, 2, 4]),
-        head_dim=st.integers(1, 3),
-        dtype=st.sampled_from(["int8", "bfloat16"]),
-        page_size=st.integers(1, 3),
-        layout=st.sampled_from(Layout),
-        tensors=st.integers(1, 2),
+        in_runs,
+        st.builds(
+            KVGeometry,
+            layers=st.integers(1, 2),
+            kv_heads=st.sampled_from([1, 2, 4]),
+            head_dim=st.integers(1, 3),
+            dtype=st.sampled_from(["int8", "bfloat16"]),
+            page_size=st.integers(1, 3),
+            layout=st.sampled_from(Layout),
+            tensors=st.integers(1, 2),
+        ),
+        st.booleans(),
     ),
     senders=st.sampled_from([1, 2, 4]),
     receivers=st.sampled_from([1, 2, 4]),
