@@ -28,7 +28,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 GPU_BATCH = 64
 MAX_CLOCK = 1000
 SYNTHETIC_MAX_TOKENS = 1 << 20
-LAYOUTS = {"nhd": common_pb2.LAYOUT_PAGE_NHD, "hnd": common_pb2.LAYOUT_PAGE_HND}
+LAYOUTS = {
+    "nhd": common_pb2.LAYOUT_PAGE_NHD,
+    "hnd": common_pb2.LAYOUT_PAGE_HND,
+    "engine-nhd": common_pb2.LAYOUT_ENGINE,
+    "engine-hnd": common_pb2.LAYOUT_ENGINE,
+}
 
 _log = logging.getLogger(__name__)
 
@@ -203,9 +208,12 @@ def _prepare_synthetic(args: argparse.Namespace) -> Prepared:
         dtype=args.dtype,
         tensors=args.synthetic_tensors,
         layout=LAYOUTS[args.synthetic_layout],
+        head_runs=args.synthetic_tensors if args.synthetic_layout == "engine-hnd" else 0,
     )
     simulated = SimulatedTime(args.synthetic_prefill_us / 1e6, args.synthetic_decode_us / 1e6)
     facts = _facts(args, "synthetic", args.revision or "1", geometry)
+    if geometry.layout == common_pb2.LAYOUT_ENGINE:
+        facts.engine_layout = f"synthetic {args.synthetic_layout}"
     config = _config(args, facts, tokenizer=SYNTHETIC, model_max_tokens=SYNTHETIC_MAX_TOKENS)
     if args.engine_model is not None:
         config = config._replace(make_pace=_pace_of(read_engine_model(args.engine_model), args.clock))

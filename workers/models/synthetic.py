@@ -2,7 +2,8 @@
 
 A full page's bytes are a counter-based random stream (Philox) seeded by its digest. A partial page's follow from the
 tail digest in the same way; where they arrive, the bytes behind the last token of every fragment must be zero, and
-where they are made they are not: so it shows that the daemon cleared them. Output token i of a prompt is a function of
+where they are made they are not: so it shows that the daemon cleared them; not in an engine's own layout, where the
+daemon cannot. Output token i of a prompt is a function of
 the prompt's digests and i, whether the request was retracted meanwhile or not.
 """
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from kvferry.byte_tokens import VOCABULARY
 from kvferry.client.rank_pools import RankPools
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.transfer.geometry.kv_geometry import KVGeometry
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.workers.models.interface import Prompt, WrongPage
 from kvferry.workers.models.sampling import Sampling
 
@@ -62,6 +63,13 @@ def arrived_tail(tail_digest: bytes, tokens: int, geometry: KVGeometry) -> Bytes
     used = tokens * geometry.fragment_token_bytes
     content.reshape(geometry.fragments, geometry.fragment_bytes)[:, used:] = 0
     return content
+
+
+def computed_tail(tail_digest: bytes, tokens: int, geometry: KVGeometry) -> Bytes:
+    """Bytes of a partial page of `tokens` tokens as the prefill engine leaves them."""
+    if geometry.layout is Layout.ENGINE:
+        return arrived_tail(tail_digest, tokens, geometry)
+    return page_content(tail_digest, geometry.page_bytes)
 
 
 def output_token(prompt: Prompt, index: int) -> int:
@@ -140,7 +148,7 @@ class SyntheticSequence:
         for index in range(start // self._geometry.page_size, end // self._geometry.page_size):
             self._store_full(index)
         if end == len(self._prompt.tokens) and self._tail_tokens:
-            self._tail = page_content(self._prompt.tail_digest, self._geometry.page_bytes)
+            self._tail = computed_tail(self._prompt.tail_digest, self._tail_tokens, self._geometry)
             self._store(self._full_pages, self._tail)
 
     def first_token(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.system import Replica, SystemSpec
 from kvferry.proto.cache_pb2 import SideStats
 from tests.support.engines import Engines, settled
@@ -81,6 +82,17 @@ def chat_over_both_tiers(prefill: Replica, decode: Replica, case: Case) -> tuple
         assert side.tiers.restored_pages > 0
         assert side.tiers.mismatched_pages == side.tiers.restore_failed_pages == side.tiers.spill_failed_pages == 0
     return sides
+
+
+def started_again(stack: Stack, decode: Replica, prefill: Replica, system: SystemSpec) -> Replica:
+    """The decode daemon and its worker once more, with the same flags."""
+    words = ["serve", "--role", "decode", "--name", decode.name, "--listen", "127.0.0.1:0", "--socket", decode.socket]
+    words += ["--page-size", str(PAGE), "--pool-bytes", str(system.decode_pool_bytes), *system.decode_flags]
+    daemon = stack.start(decode.name, [*words, "--peer", f"{prefill.name}={prefill.daemon_address}"])
+    address = stack.ready(daemon)
+    words = ["worker", "decode", "--socket", decode.socket, "--listen", "127.0.0.1:0", "--synthetic"]
+    worker = stack.start(f"{decode.name}-worker", [*words, *system.worker_flags])
+    return Replica(decode.name, daemon, worker, address, stack.ready(worker), decode.socket)
 
 
 def check_transfers(side: SideStats, pages: int, page_bytes: int) -> None:
