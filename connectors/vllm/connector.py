@@ -235,13 +235,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         order = vllm_facts.order_of(self._vllm_config, self._kv_cache_config, kv_caches)
-        blocks = vllm_facts.block_map(kv_caches, self._kv_cache_config, self._shape, self._facts.geometry, order)
+        own_part = vllm_facts.rank_geometry_of(self._vllm_config, self._facts)
+        blocks = vllm_facts.block_map(kv_caches, self._kv_cache_config, self._shape, own_part, order)
+        facts = vllm_facts.with_head_runs(self._facts, self._vllm_config, blocks, own_part)
         mover = vllm_facts.mover_of(kv_caches, self._kv_cache_config, blocks)
         name = f"vllm {self._engine}"[:128]
         own = None
         if self._settings.pool == "engine":
-            own = vllm_facts.own_blocks(kv_caches, self._kv_cache_config, blocks, self._facts.geometry)
-        connect = connector_of(self._settings, self._daemon_role, self._facts.to_proto(), name, mover, own)
+            own = vllm_facts.own_blocks(kv_caches, self._kv_cache_config, blocks, facts.geometry)
+        connect = connector_of(self._settings, self._daemon_role, facts.to_proto(), name, mover, own)
         self._worker = WorkerSide(self._settings, blocks, mover, connect)
         self._worker.start()
         self._workers[self._engine] = self._worker

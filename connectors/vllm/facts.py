@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvferry.proto.limits import MAX_NAME_CHARS
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.geometry.rank_lanes import rank_geometry
 
 DEVICES = ("cpu", "cuda")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -101,7 +103,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
         revision=revision_of(vllm_config, settings),
         geometry=KVGeometry(
             layers=len(layers),
-            kv_heads=spec.num_kv_heads,
+            kv_heads=kv_heads_of(vllm_config, spec),
             head_dim=spec.head_size,
             dtype=dtype,
             page_size=shape.page_size,
@@ -111,6 +113,37 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
         root_digest=root_digest(),
         engine_layout=vllm_order.name_of(vllm_config, spec),
     )
+
+
+def kv_heads_of(vllm_config: Any, spec: Any) -> int:
+    """KV heads of the model, over all ranks. Unfit where a rank's are not its share of them."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    own: int = spec.num_kv_heads
+    if ranks == 1:
+        return own
+    total: int = vllm_config.model_config.get_total_num_kv_heads()
+    if own != max(1, total // ranks):
+        raise Unfit(
+            f"a rank has {own} KV heads, the model {total}, tensor_parallel_size is {ranks}: the connector serves "
+            "models whose ranks share the heads evenly"
+        )
+    return total
+
+
+def rank_geometry_of(vllm_config: Any, facts: NamespaceFacts) -> KVGeometry:
+    """The geometry of this rank's part of a page. Unfit where ranks cannot share the heads."""
+    try:
+        return rank_geometry(facts.geometry, vllm_config.parallel_config.tensor_parallel_size)
+    except ValueError as error:
+        raise Unfit(str(error)) from error
+
+
+def with_head_runs(facts: NamespaceFacts, vllm_config: Any, blocks: BlockMap, own: KVGeometry) -> NamespaceFacts:
+    """The facts with what the places of its blocks say of the engine's pages: whether each head has one run of bytes in
+    a layer. On CPUs it has one in a block. own: the rank's geometry."""
+    apart = len(blocks.bases) == own.layers * own.kv_heads
+    outermost = vllm_config.device_config.device_type == "cpu" and blocks.blocks_per_page == 1
+    return replace(facts, geometry=replace(facts.geometry, head_runs=int(apart or outermost)))
 
 
 def fingerprint(model_config: Any) -> str:
@@ -260,9 +293,9 @@ def own_blocks(
 def block_map(
     kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geometry: KVGeometry, order: NDArray[np.int32]
 ) -> BlockMap:
-    """The places of the engine's blocks; `order`: the token that each byte of a block belongs to. On GPUs a page is
-    made run by run (of a head, where heads are outermost in a block), and so the same for blocks of any size. Unfit
-    where a block is not one run of bytes, or not of the geometry's size, or layers differ."""
+    """The places of the engine's blocks; `geometry`: of the rank; `order`: the token that each byte of a block belongs
+    to. On GPUs a page is made run by run (of a head, where heads are outermost in a block), and so the same for blocks
+    of any size. Unfit where a block is not one run of bytes, or not of the geometry's size, or layers differ."""
     names = kv_cache_config.kv_cache_groups[0].layer_names
     bases, strides = [], []
     block_bytes = geometry.page_bytes // (len(names) * shape.blocks_per_page)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,14 +18,20 @@ from kvferry.connectors.vllm.facts import (
     Unfit,
     block_map,
     check_config,
+    kv_heads_of,
     order_of,
+    rank_geometry_of,
     revision_of,
     shape_of,
     weights_name,
     weights_revision,
+    with_head_runs,
 )
 from kvferry.connectors.vllm.order import name_of, runs_of, strided_order
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from kvferry.radix.digests import root_digest
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.namespace import NamespaceFacts
 
 BLOCK, HEADS, DIM = 32, 3, 64
 ORDER = np.arange(HEADS * BLOCK * 2 * DIM, dtype=np.int32).repeat(4) % BLOCK
@@ -180,31 +186,90 @@ def test_of_blocks_on_a_gpu_any_order_that_strides_can_tell_is_taken(inside: str
     assert (tokens == np.arange(BLOCK)[:, None]).all()
 
 
+def page_on_a_gpu(inside: str, tokens: torch.Tensor, block_tokens: int) -> tuple[bytes, BlockMap]:
+    """The page of `tokens`, (tokens, heads, elements), made of blocks of that many, and the places that a GPU's would
+    have."""
+    heads, blocks = tokens.shape[1], BLOCK // block_tokens
+    sizes = {"H": heads, "N": block_tokens, "C": 2 * DIM}
+    cache = torch.zeros(blocks, *(sizes[letter] for letter in inside))
+    inner = [1 + inside.index(letter) for letter in "HNC"]
+    cache.permute(0, *inner)[:] = tokens.view(blocks, block_tokens, heads, 2 * DIM).transpose(1, 2)
+    gpu = {"l0": cache.to("meta").permute(0, *inner)}
+    shape, kv = Shape(block_tokens, blocks), KVGeometry(1, heads, DIM, "float32", BLOCK, Layout.ENGINE)
+    group = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["l0"])])
+    found = block_map(gpu, group, shape, kv, strided_order(gpu["l0"]))
+    there = BlockMap(
+        found.bases + cache.data_ptr(), found.strides, found.block_bytes, blocks, block_tokens, blocks, found.order
+    )
+    memory = np.zeros(found.page_bytes, np.uint8)
+    pool = PoolPages.of(memory, 1)
+    HostMover(there).to_pages(pool, there.places(pool, [0], range(blocks), 0, BLOCK), None)
+    return memory.tobytes(), there
+
+
 @pytest.mark.parametrize("inside", ["HNC", "NHC"])
 def test_on_a_gpu_a_page_is_the_same_whatever_the_size_of_a_block(inside: str) -> None:
-    sizes = {"H": HEADS, "N": BLOCK, "C": 2 * DIM}
     tokens = torch.rand(BLOCK, HEADS, 2 * DIM)
+    assert len({page_on_a_gpu(inside, tokens, size)[0] for size in (BLOCK, BLOCK // 2, BLOCK // 8)}) == 1
 
-    def page(block_tokens: int) -> bytes:
-        """Of the tokens, in blocks of that many, in the places that a GPU's would have."""
-        sizes["N"] = block_tokens
-        blocks = BLOCK // block_tokens
-        cache = torch.zeros(blocks, *(sizes[letter] for letter in inside))
-        inner = [1 + inside.index(letter) for letter in "HNC"]
-        cache.permute(0, *inner)[:] = tokens.view(blocks, block_tokens, HEADS, 2 * DIM).transpose(1, 2)
-        gpu = {"l0": cache.to("meta").permute(0, *inner)}
-        shape, kv = Shape(block_tokens, blocks), KVGeometry(1, HEADS, DIM, "float32", BLOCK, Layout.ENGINE)
-        group = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["l0"])])
-        found = block_map(gpu, group, shape, kv, strided_order(gpu["l0"]))
-        there = BlockMap(
-            found.bases + cache.data_ptr(), found.strides, found.block_bytes, blocks, block_tokens, blocks, found.order
-        )
-        memory = np.zeros(found.page_bytes, np.uint8)
-        pool = PoolPages.of(memory, 1)
-        HostMover(there).to_pages(pool, there.places(pool, [0], range(blocks), 0, BLOCK), None)
-        return memory.tobytes()
 
-    assert page(BLOCK) == page(BLOCK // 2) == page(BLOCK // 8)
+def facts_of_heads(heads: int) -> NamespaceFacts:
+    geometry = KVGeometry(1, heads, DIM, "float32", BLOCK, Layout.ENGINE)
+    return NamespaceFacts("m", "1", geometry, "sha256_cbor", root_digest(), engine_layout="x")
+
+
+def test_pages_of_which_heads_are_outermost_say_so_and_are_cut_as_ranks_have_them() -> None:
+    """Of four heads on one rank and on two; the other blocks' sizes are the engines' own."""
+    tokens, vllm = torch.rand(BLOCK, 4, 2 * DIM), Engine(device="cuda").vllm
+    whole, blocks = page_on_a_gpu("HNC", tokens, BLOCK // 4)
+    facts = facts_of_heads(4)
+    facts = with_head_runs(facts, vllm, blocks, facts.geometry)
+    assert facts.geometry.head_runs == 1
+    storage = RankStorage.make(facts.geometry, StorageOrder.PAGE_MAJOR, 1)
+    for rank in range(2):
+        heads = slice(2 * rank, 2 * rank + 2)
+        own, there = page_on_a_gpu("HNC", tokens[:, heads].contiguous(), BLOCK)
+        rows = storage.rows(heads.start, 2)
+        cut = b"".join(whole[at : at + rows.fragment_bytes] for at in rows.fragments_of([0]).ravel().tolist())
+        assert cut == own
+        ranks = Engine(device="cuda", parallel={"tensor_parallel_size": 2}).vllm
+        part = rank_geometry_of(ranks, facts_of_heads(4))
+        assert part.kv_heads == 2
+        assert with_head_runs(facts_of_heads(4), ranks, there, part).geometry.head_runs == 1
+
+
+def test_pages_in_which_a_tokens_heads_are_adjacent_say_so() -> None:
+    vllm, facts = Engine(device="cuda").vllm, facts_of_heads(4)
+    for size in (BLOCK, BLOCK // 4):
+        _, blocks = page_on_a_gpu("NHC", torch.rand(BLOCK, 4, 2 * DIM), size)
+        assert with_head_runs(facts, vllm, blocks, facts.geometry).geometry.head_runs == 0
+
+
+@pytest.mark.parametrize("per_page", [1, 2])
+def test_on_a_cpu_heads_are_outermost_in_a_page_of_one_block(per_page: int) -> None:
+    caches = {name: torch.zeros(10, HEADS, BLOCK, 2 * DIM) for name in ("l1", "l0")}
+    facts = replace(facts_of_heads(HEADS), geometry=geometry(per_page))
+    blocks = block_map(caches, Engine().kv, Shape(BLOCK, per_page), facts.geometry, ORDER)
+    found = with_head_runs(facts, Engine().vllm, blocks, facts.geometry).geometry
+    assert found.head_runs == (1 if per_page == 1 else 0)
+
+
+def of_ranks(ranks: int, total: int) -> SimpleNamespace:
+    found = Engine(parallel={"tensor_parallel_size": ranks}).vllm
+    found.model_config.get_total_num_kv_heads = lambda: total
+    return found
+
+
+def test_heads_are_those_of_all_ranks() -> None:
+    def heads(ranks: int, total: int, own: int) -> int:
+        return kv_heads_of(of_ranks(ranks, total), FullAttentionSpec(num_kv_heads=own))
+
+    assert heads(1, 99, 3) == 3, "what the one rank has"
+    assert heads(2, 8, 4) == 8 and heads(8, 2, 1) == 2
+    with pytest.raises(Unfit, match="a rank has 3 KV heads, the model 8, tensor_parallel_size is 2"):
+        heads(2, 8, 3)
+    with pytest.raises(Unfit, match=r"ranks is 3; it must divide geometry\.kv_heads = 4"):
+        rank_geometry_of(of_ranks(3, 4), facts_of_heads(4))
 
 
 @pytest.mark.parametrize("order", [[0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 0]])

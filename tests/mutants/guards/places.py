@@ -137,6 +137,14 @@ GUARDS: tuple[Guard, ...] = (
         RANK_LANES,
     ),
     Guard(
+        "heads that lie side by side are said to lie apart",
+        "connectors/vllm/facts.py",
+        "with_head_runs",
+        "head_runs=int(apart or outermost)",
+        "head_runs=1",
+        ("tests/connectors/vllm/test_facts.py",),
+    ),
+    Guard(
         "heads that ranks cannot share are shared",
         GEOMETRY + "rank_lanes.py",
         "check_ranks",
