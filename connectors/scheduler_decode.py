@@ -72,7 +72,7 @@ class DecodeScheduler(SchedulerSide):
             self.counts.restore_tokens += external
 
     def begin_with_first_tokens(self) -> None:
-        """From now on somebody takes them."""
+        """Keeps first tokens from now on: somebody takes them."""
         self._begins = []
 
     def received(self, requests: Sequence[str]) -> None:

@@ -137,7 +137,7 @@ class Push:
     decided: asyncio.Event = field(default_factory=asyncio.Event)  # it is known, or that there is none
 
     def decide(self, token: int | None) -> None:
-        """Its reply begins with this token; None: it has none. Only the first word counts."""
+        """Says with which token the reply begins; None: with none. Only the first word counts."""
         if not self.decided.is_set():
             self.token = token
             self.decided.set()

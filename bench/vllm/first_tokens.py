@@ -39,7 +39,7 @@ WAYS: dict[str, Callable[[int], Fields]] = {
     "1 token": lambda number: {"temperature": 0, "max_tokens": 1},
     "2 tokens": lambda number: {"temperature": 0, "max_tokens": 2},
     "at least 6": lambda number: {"temperature": 0, "min_tokens": 6, "stop": [" ", "e"]},
-    "stop at once": lambda number: {"temperature": 0, "stop": ["e", "a", "o", "I", "T"]},
+    "stop at once": lambda number: {"temperature": 0, "stop": ["e", "a", "I", "T"]},
     "stop tokens": lambda number: {"temperature": 0, "stop_token_ids": [28, 30, 42, 314, 2]},
     "until its end": lambda number: {"temperature": 0, "ignore_eos": False, "max_tokens": 40},
     "ends at once": lambda number: {"temperature": 0, "ignore_eos": False, "logit_bias": {"2": 100.0}},

@@ -172,7 +172,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return isinstance(self._scheduler, DecodeScheduler)
 
     def begin_with_first_tokens(self) -> None:
-        """From now on the engine's scheduler takes them."""
+        """Keeps first tokens from now on: the engine's scheduler takes them."""
         assert isinstance(self._scheduler, DecodeScheduler)
         self._scheduler.begin_with_first_tokens()
 
