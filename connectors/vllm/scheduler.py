@@ -95,8 +95,8 @@ class KVFerryScheduler(Scheduler):  # type: ignore[misc]
         return room is not None
 
     def _begin_behind(self, request: Request, token: int, now: float) -> EngineCoreOutput:
-        """Its reply has this token; that may end it. `now`: the time that is told with it, behind which it cannot have
-        been scheduled."""
+        """Puts the token into the reply, which may end with it. `now`: the time that is told with it, behind which the
+        request cannot have been scheduled."""
         awaited = request.status
         self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
         if (prefill := request.take_prefill_stats()) is not None:
