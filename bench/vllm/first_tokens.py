@@ -194,6 +194,7 @@ def main() -> int:
         spec = replace(spec, program=(str(ROOT / "bench" / "vllm" / "v2_on_cpu.py"),))
     with Cluster(spec) as one, Cluster(spec) as cluster:
         alone = one.alone().url
+        log.add(f"vLLM {httpx.get(alone + '/version', trust_env=False).json()['version']}, pool {args.pool}")
         want = asyncio.run(ask_all(alone, args.requests))
         cluster.kvferry()
         got = asyncio.run(ask_all(cluster.front, args.requests))
