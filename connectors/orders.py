@@ -110,9 +110,11 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The prefill request is over before all was saved; its blocks are wanted back."""
+    """The prefill request is over before all was saved, or was preempted since; its blocks are wanted back. `token`: as
+    of Release."""
 
     request: str
+    token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

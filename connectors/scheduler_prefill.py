@@ -96,7 +96,8 @@ class PrefillScheduler(SchedulerSide):
         if tracked.loading or tracked.elsewhere:
             self._orders.append(Cancel(request.request_id))
             return False, None  # the scheduler keeps the blocks by itself until the load is reported
-        self._orders.append(Release(request.request_id, first_of(request)) if whole else Drop(request.request_id))
+        over = Release if whole else Drop
+        self._orders.append(over(request.request_id, first_of(request)))
         return True, transfer_params.answer(tracked.params, self._view.daemon) if sent else None
 
 

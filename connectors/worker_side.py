@@ -183,8 +183,7 @@ class WorkerSide:
             elif isinstance(order, Release):
                 self._release(order.request, order.token)
             elif isinstance(order, Drop):
-                self._cancel(order.request)
-                self._release(order.request)
+                self._drop(order)
             elif isinstance(order, Forget):
                 self.moved.resets += 1
                 for task in self._tasks.values():
@@ -226,6 +225,12 @@ class WorkerSide:
     def _decide(self, order: FirstToken) -> None:
         if (push := self._pushes.get(order.request)) is not None:
             push.decide(order.token)
+
+    def _drop(self, order: Drop) -> None:
+        push = self._pushes.get(order.request)
+        if push is None or not push.handed or order.token is None:  # else it is whole, whatever came after
+            self._cancel(order.request)
+        self._release(order.request, order.token)
 
     def _release(self, request: str, token: int | None = None) -> None:
         if (push := self._pushes.get(request)) is not None:

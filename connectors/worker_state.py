@@ -132,6 +132,7 @@ class Push:
     copying: asyncio.Event = field(default_factory=asyncio.Event)  # set: no copy from its blocks runs
     received: bool = True  # nothing is to be loaded for it, or it was reported
     released: bool = False  # its blocks are wanted back
+    handed: bool = False  # all of it is the daemon's, but the token
     over: bool = False  # nothing touches its blocks any more
     token: int | None = None  # the first of its reply
     decided: asyncio.Event = field(default_factory=asyncio.Event)  # it is known, or that there is none
@@ -144,6 +145,7 @@ class Push:
 
     async def aux(self) -> bytes:
         """Waits for the token: the blob that names it to decode."""
+        self.handed = True
         await self.decided.wait()
         return first_token.blob_of(self.token)
 

@@ -169,3 +169,17 @@ def test_without_a_daemon_an_engine_starts_all_the_same(pair: Pair) -> None:
         assert received(side, "a") == {1, 2}
     finally:
         side.close()
+
+
+@pytest.mark.parametrize("token", [9, None])
+def test_a_prompt_that_is_whole_at_the_daemon_is_not_dropped_for_what_came_after(pair: Pair, token: int | None) -> None:
+    """vLLM preempts a request whose last step is under way, and whose end that step is."""
+    name, prompt, request = new_name(), new_prompt(2 * PAGE), f"late {token}"
+    pair.give("prefill", Begin(request, name, prompt), Save(request, 2 * PAGE, tuple(range(4))))
+    until(lambda: pair.sides["prefill"]._pushes[request].handed)
+    pair.give("prefill", preempted=(request,))
+    pair.give("prefill", Drop(request, token))
+    sent(pair.sides["prefill"], request)
+    pair.give("decode", Load(request, name, prompt, "p", 0, (), tuple(range(20, 24))))
+    bad = received(pair.sides["decode"], request)
+    assert bad == (set() if token is not None else set(range(20, 24))), "an aborted one is nobody's"
