@@ -33,7 +33,7 @@ it is spilled stays on the device. If `prune` takes a node from under its copy, 
 **Recovery.** Pages of a host tier that outlived the tree come back by `recover`, linked by their parents' digests.
 Those whose parent is not known are kept as orphans: first to be evicted, never matched, and linked when a page with
 their parent's digest comes. From `begin_recovery` to `end_recovery` pages are found by their digests, in a time that
-does not grow with the tree.
+does not grow with the tree; an orphan that adopts another goes up its own chain once more, however long that is.
 
 **Eviction.** A `Policy` names the order in which unlocked leaves go:
 

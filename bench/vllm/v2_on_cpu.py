@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import runpy
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,4 +45,18 @@ np.nanargmax = _best_or_first
 libdevice.log1p = lambda value: tl.log(value + 1.0)  # CUDA's own is not there; the same noise for all is enough
 
 if __name__ == "__main__":
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    try:
+        from vllm.entrypoints.launchers.api_server.entry import main
+
+        main()
+    except ModuleNotFoundError:  # vLLM 0.26
+        import uvloop
+        from vllm.entrypoints.openai.api_server import run_server
+        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        cli_env_setup()
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args()
+        validate_parsed_serve_args(args)
+        uvloop.run(run_server(args))

@@ -82,7 +82,7 @@ def test_a_copy_that_does_not_end_is_named(fake: ctypes.CDLL, on_the_fake: None)
     addresses = [int(fake.fake_foreign(NBYTES + 100)) for _ in range(2)]
     said: list[bool] = []
 
-    async def announce(serving: bool) -> None:
+    def announce(serving: bool) -> None:
         said.append(serving)
 
     async def until(condition: Callable[[], bool]) -> None:

@@ -29,8 +29,8 @@ for name in names:
         if not name.endswith("__main__"):
             importlib.import_module(name)
     except ModuleNotFoundError as error:
-        loaded_by_vllm = ("kvferry.connectors.vllm.connector", "kvferry.connectors.vllm.stats")
-        if name not in loaded_by_vllm or error.name != "vllm":
+        loaded_by_vllm = ("connector", "scheduler", "stats")
+        if name.rpartition("kvferry.connectors.vllm.")[2] not in loaded_by_vllm or error.name != "vllm":
             raise
 print("kvferry", kvferry.__file__)
 print("core", sys.modules["kvferry._core"].__file__)

@@ -88,8 +88,9 @@ def lanes_of(geometry: KVGeometry, senders: int, receivers: int) -> list[Lane]:
     if geometry.layout is Layout.ENGINE and not geometry.head_runs and len(sending) != len(receiving):
         raise ValueError(
             f"ranks is {senders} of prefill and {receivers} of decode, and geometry.head_runs is 0: in this engine "
-            "layout a token's heads lie side by side, so that pages go whole from rank to rank; give both engines as "
-            "many ranks, or heads outermost in a block (vLLM: VLLM_KV_CACHE_LAYOUT=HND)"
+            "layout a token's heads lie side by side, or nobody says that they do not, so that pages go whole from "
+            "rank to rank; give both engines as many ranks, or heads outermost in a block "
+            "(vLLM: VLLM_KV_CACHE_LAYOUT=HND)"
         )
     head_bytes = geometry.page_bytes // geometry.kv_heads
     lanes: list[Lane] = []

@@ -161,10 +161,13 @@ class FileRows:
         self._index.write(rows, namespace_id, digests, parents, checksums, flags)
 
     def lacks(self, start: int, end: int) -> str:
-        there = os.fstat(self._fds[0]).st_blocks * 512  # its first rows, as they are made in their order
-        wanted, free = end - max(start, there), disk_room(self._fds[0])
-        if wanted > 0 and is_memory(self._fds[0]) and (lack := lacks(wanted + end // SPARED)):
-            return lack
+        fd = self._fds[0]
+        if is_memory(fd):  # where too much ends processes: rows that an earlier run let go of may lie before others
+            missing = end - start - _bytes_there(fd, start, end)
+            if missing > 0 and (lack := lacks(missing + end // SPARED)):
+                return lack
+        there = os.fstat(fd).st_blocks * 512  # its first rows, as they are made in their order
+        wanted, free = end - max(start, there), disk_room(fd)
         return "" if free is None else MemoryRoom(f"the disk of {self._stem}.rows", free).lacks(wanted)
 
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
@@ -318,6 +321,21 @@ def _check_space(stem: str, index_fd: int, wanted: Header) -> None:
     more = wanted.index_bytes - os.fstat(index_fd).st_blocks * 512
     if free is not None and more > free:
         raise OSError(errno.ENOSPC, f"needs {more} bytes more; the disk has {free}", f"{stem}.index")
+
+
+def _bytes_there(fd: int, start: int, end: int) -> int:
+    """The bytes of [start, end) that are no hole, in a file of a tmpfs: what was written or read once."""
+    there, at = 0, start
+    while at < end:
+        try:
+            at = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a hole to its end
+                break
+            raise
+        behind = min(os.lseek(fd, at, os.SEEK_HOLE), end)
+        there, at = there + max(0, behind - at), behind
+    return there
 
 
 def disk_room(fd: int) -> int | None:

@@ -176,7 +176,8 @@ def test_a_prompt_that_is_whole_at_the_daemon_is_not_dropped_for_what_came_after
     """vLLM preempts a request whose last step is under way, and whose end that step is."""
     name, prompt, request = new_name(), new_prompt(2 * PAGE), f"late {token}"
     pair.give("prefill", Begin(request, name, prompt), Save(request, 2 * PAGE, tuple(range(4))))
-    until(lambda: pair.sides["prefill"]._pushes[request].handed)
+    pushes = pair.sides["prefill"]._pushes
+    until(lambda: request in pushes and pushes[request].handed)
     pair.give("prefill", preempted=(request,))
     pair.give("prefill", Drop(request, token))
     sent(pair.sides["prefill"], request)

@@ -10,6 +10,7 @@ import random
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,14 @@ import pytest
 import xxhash
 
 from kvferry.transfer.host_tier.index import ENTRY_BYTES, HEADER_BYTES
-from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, TierRows, checksum_rows, verify_rows
+from kvferry.transfer.host_tier.rows import (
+    SPARED,
+    AnonymousRows,
+    FileRows,
+    TierRows,
+    checksum_rows,
+    verify_rows,
+)
 from kvferry.transfer.mapping import memory_room
 from kvferry.transfer.mapping.memory_room import MemoryRoom
 from kvferry.transfer.mapping.segment import Segment
@@ -97,6 +105,18 @@ def test_rows_that_are_let_go_have_no_room_on_the_disk_but_for_what_entries_name
         assert intact(rows, page) == [9]
         rows.make(4 * page, PAGES * page, ())
         assert path.stat().st_blocks * 512 == whole
+
+
+def test_rows_of_memory_that_were_let_go_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others, made behind them by an earlier run, do not stand for them."""
+    page = mmap.PAGESIZE
+    monkeypatch.setattr(memory_room, "rooms", lambda: iter([MemoryRoom("a machine", 1)]))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, opened(Path(folder), page_bytes=page) as rows:
+        rows.make(0, PAGES * page, ())
+        rows.unmake(4 * page, 8 * page)
+        assert rows.lacks(0, 4 * page) == rows.lacks(8 * page, 12 * page) == ""
+        assert rows.lacks(4 * page, 8 * page).startswith(f"{4 * page + 8 * page // SPARED} bytes are wanted")
+        assert rows.lacks(6 * page, 12 * page).startswith(f"{2 * page + 12 * page // SPARED} bytes are wanted")
 
 
 def test_rows_that_share_a_page_of_memory_with_others_are_let_go_without_it(tmp_path: Path) -> None:
