@@ -104,15 +104,14 @@ class WorkerSide:
             self._loop.call_soon_threadsafe(self._begin, now, step)
 
     def _is_told(self, order: Order) -> bool:
-        """Whether a push that the other thread has taken in was told all of this order."""
-        push = self._pushes.get(order.request) if isinstance(order, FirstToken | Release) else None
-        if push is None:
+        """Whether the other thread has been told all of this order, behind what it was told before."""
+        if isinstance(order, FirstToken):
+            self.tell(order)
+            return True
+        if not isinstance(order, Release) or (push := self._pushes.get(order.request)) is None:
             return False
-        assert isinstance(order, FirstToken | Release)
         if not push.decided.is_set():
             self._loop.call_soon_threadsafe(push.decide, order.token)
-        if isinstance(order, FirstToken):
-            return True
         push.released = True
         return not push.over  # set before the other looks whether it was released: one of the two sees it
 
@@ -178,10 +177,8 @@ class WorkerSide:
                 push = self._pushes[order.request] = Push(order, step.begun, received=not order.blocks)
                 push.copying.set()
                 self._run(order.request, self._requests.push(push), partial(self._pushed, push))
-            elif isinstance(order, FirstToken):
-                self._decide(order)
             elif isinstance(order, Release):
-                self._release(order.request, order.token)
+                self._release(order)
             elif isinstance(order, Drop):
                 self._drop(order)
             elif isinstance(order, Forget):
@@ -230,11 +227,11 @@ class WorkerSide:
         push = self._pushes.get(order.request)
         if push is None or not push.handed or order.token is None:  # else it is whole, whatever came after
             self._cancel(order.request)
-        self._release(order.request, order.token)
+        self._release(order)
 
-    def _release(self, request: str, token: int | None = None) -> None:
-        if (push := self._pushes.get(request)) is not None:
-            push.decide(token)
+    def _release(self, order: Release | Drop) -> None:
+        if (push := self._pushes.get(order.request)) is not None:
+            push.decide(order.token)
             push.released = True
             self._report_push(push)
 

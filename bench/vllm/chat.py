@@ -8,12 +8,14 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
 MODEL_NAME = "smol"
+CHAT = "/v1/chat/completions"
 TIE = float(os.environ.get("VLLM_TIE", "1e-3"))
 WORDS = [
     "ferry",
@@ -91,10 +93,9 @@ def body(messages: Messages, max_tokens: int, *, logprobs: bool = True) -> dict[
     return {**asked, "logprobs": True, "top_logprobs": 2} if logprobs else asked
 
 
-async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object], began: float) -> Reply:
-    """httpx.HTTPError or RuntimeError where the server fails."""
-    reply = Reply()
-    async with client.stream("POST", url + "/v1/chat/completions", json=asked) as response:
+async def events(client: httpx.AsyncClient, url: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
+    """What a server streams, event by event. httpx.HTTPError or RuntimeError where it fails."""
+    async with client.stream("POST", url, content=body, headers={"Content-Type": "application/json"}) as response:
         if response.status_code != 200:
             raise RuntimeError(f"{url} answered {response.status_code}: {(await response.aread()).decode()[:300]}")
         async for line in response.aiter_lines():
@@ -103,16 +104,23 @@ async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object]
             event = json.loads(line[6:])
             if "error" in event:
                 raise RuntimeError(f"{url}: {event['error']}")
-            if event.get("usage"):
-                reply.prompt_tokens = event["usage"]["prompt_tokens"]
-            for choice in event["choices"]:
-                text = choice["delta"].get("content")
-                if text and not reply.ttft_s:
-                    reply.ttft_s = time.monotonic() - began
-                reply.text += text or ""
-                for item in (choice.get("logprobs") or {}).get("content") or []:
-                    others = [top["logprob"] for top in item["top_logprobs"] if top["token"] != item["token"]]
-                    reply.tokens.append(Token(item["token"], item["logprob"], max(others, default=-1e9)))
+            yield event
+
+
+async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object], began: float) -> Reply:
+    """httpx.HTTPError or RuntimeError where the server fails."""
+    reply = Reply()
+    async for event in events(client, url + CHAT, json.dumps(asked).encode()):
+        if event.get("usage"):
+            reply.prompt_tokens = event["usage"]["prompt_tokens"]
+        for choice in event["choices"]:
+            text = choice["delta"].get("content")
+            if text and not reply.ttft_s:
+                reply.ttft_s = time.monotonic() - began
+            reply.text += text or ""
+            for item in (choice.get("logprobs") or {}).get("content") or []:
+                others = [top["logprob"] for top in item["top_logprobs"] if top["token"] != item["token"]]
+                reply.tokens.append(Token(item["token"], item["logprob"], max(others, default=-1e9)))
     reply.seconds = time.monotonic() - began
     reply.ttft_s = reply.ttft_s or reply.seconds
     return reply
@@ -147,7 +155,7 @@ def prefill_first(
         first = {**asked, "max_tokens": 1, "stream": False, "kv_transfer_params": params()}
         del first["stream_options"]
         request_id = {"X-Request-Id": secrets.token_hex(8)}
-        answer = await client.post(prefill + "/v1/chat/completions", json=first, headers=request_id)
+        answer = await client.post(prefill + CHAT, json=first, headers=request_id)
         answer.raise_for_status()
         asked["kv_transfer_params"] = answer.json()["kv_transfer_params"]
         return await streamed(client, decode, asked, began)

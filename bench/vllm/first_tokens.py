@@ -17,14 +17,13 @@ import asyncio
 import json
 import random
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 from chaos import LEAVE_SECONDS, Run, leaks, restart_loop
-from chat import MODEL_NAME, TIE, new_client, user_text
+from chat import CHAT, MODEL_NAME, TIE, events, new_client, user_text
 from cluster import DEVICES, ROOT, SCHEDULER, Cluster, Log, Spec
 
 MANY = 4  # requests at a time
@@ -62,7 +61,10 @@ class Said:
     stopped_by: object = None
     prompt_tokens: int = 0
     reply_tokens: int = 0
-    first_s: float = 0.0
+
+
+Replies = dict[tuple[str, int], Said]
+"""What is said, by way and number. Even numbers are streamed."""
 
 
 def request_of(way: str, number: int) -> dict[str, object]:
@@ -73,7 +75,7 @@ def request_of(way: str, number: int) -> dict[str, object]:
 
 
 async def whole(client: httpx.AsyncClient, url: str, asked: dict[str, object]) -> Said:
-    answer = await client.post(url + "/v1/chat/completions", json=asked)
+    answer = await client.post(url + CHAT, json=asked)
     if answer.status_code != 200:
         raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
     reply = answer.json()
@@ -85,39 +87,27 @@ async def whole(client: httpx.AsyncClient, url: str, asked: dict[str, object]) -
 
 
 async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object]) -> Said:
-    said, began = Said(), time.monotonic()
+    said = Said()
     body = {**asked, "stream": True, "stream_options": {"include_usage": True}}
-    async with client.stream("POST", url + "/v1/chat/completions", json=body) as answer:
-        if answer.status_code != 200:
-            raise RuntimeError(f"{url} answered {answer.status_code}: {(await answer.aread()).decode()[:300]}")
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(f"{url}: {event['error']}")
-            if usage := event.get("usage"):
-                said.prompt_tokens, said.reply_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-            for choice in event["choices"]:
-                if choice.get("token_ids") and not said.first_s:
-                    said.first_s = time.monotonic() - began
-                said.tokens += choice.get("token_ids") or []
-                said.text += choice["delta"].get("content") or ""
-                said.reason = choice.get("finish_reason") or said.reason
-                said.stopped_by = choice.get("stop_reason") or said.stopped_by
+    async for event in events(client, url + CHAT, json.dumps(body).encode()):
+        if usage := event.get("usage"):
+            said.prompt_tokens, said.reply_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        for choice in event["choices"]:
+            said.tokens += choice.get("token_ids") or []
+            said.text += choice["delta"].get("content") or ""
+            said.reason = choice.get("finish_reason") or said.reason
+            said.stopped_by = choice.get("stop_reason") or said.stopped_by
     return said
 
 
-async def ask_all(url: str, count: int) -> dict[tuple[str, int, str], Said]:
-    """What is said by way, number and form."""
+async def ask_all(url: str, count: int) -> Replies:
     turn = asyncio.Semaphore(MANY)
-    got: dict[tuple[str, int, str], Said] = {}
+    got: Replies = {}
 
     async def one(client: httpx.AsyncClient, way: str, number: int) -> None:
         async with turn:
-            streams = number % 2 == 0
-            form = "streamed" if streams else "whole"
-            got[way, number, form] = await (streamed if streams else whole)(client, url, request_of(way, number))
+            ask = whole if number % 2 else streamed
+            got[way, number] = await ask(client, url, request_of(way, number))
 
     async with new_client() as client:
         await asyncio.gather(*(one(client, way, number) for way in WAYS for number in range(count)))
@@ -136,9 +126,7 @@ async def leave(url: str, aborts: int) -> None:
             await asyncio.gather(asking, return_exceptions=True)
 
 
-async def ask_all_in_a_storm(
-    cluster: Cluster, count: int, aborts: int, restarts: int
-) -> dict[tuple[str, int, str], Said]:
+async def ask_all_in_a_storm(cluster: Cluster, count: int, aborts: int, restarts: int) -> Replies:
     storm = Run(aborts, restarts)
     asking = ask_all(cluster.front, count)
     got, *_ = await asyncio.gather(asking, leave(cluster.front, aborts), restart_loop(storm, cluster))
@@ -149,24 +137,19 @@ async def gap_at(url: str, way: str, number: int, place: int) -> float:
     """Between the two best log probabilities of this token, as one engine has them."""
     async with new_client() as client:
         asked = {**request_of(way, number), "logprobs": True, "top_logprobs": 2}
-        answer = await client.post(url + "/v1/chat/completions", json=asked)
+        answer = await client.post(url + CHAT, json=asked)
     listed = answer.json()["choices"][0]["logprobs"]["content"]
     best = sorted((each["logprob"] for each in listed[place]["top_logprobs"]), reverse=True)
     return float(best[0] - best[1])
 
 
-def same(left: Said, right: Said) -> bool:
-    names = ("tokens", "text", "reason", "stopped_by", "prompt_tokens", "reply_tokens")
-    return all(getattr(left, name) == getattr(right, name) for name in names)
-
-
-def judge(log: Log, url: str, want: dict[tuple[str, int, str], Said], got: dict[tuple[str, int, str], Said]) -> int:
+def judge(log: Log, url: str, want: Replies, got: Replies) -> int:
     """How many are wrong."""
     wrong = 0
     log.add(f"{'':16}{'requests':>9}{'equal':>7}{'ties':>6}{'wrong':>7}")
     for way in WAYS:
         ours = [key for key in want if key[0] == way]
-        unlike = [key for key in ours if not same(want[key], got[key])]
+        unlike = [key for key in ours if want[key] != got[key]]
         ties = 0
         for key in unlike:
             pairs = zip(want[key].tokens, got[key].tokens, strict=False)

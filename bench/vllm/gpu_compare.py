@@ -1,7 +1,7 @@
 """vLLM as it is compiled, on GPUs: one alone, a pair with its own NixlConnector, and a pair joined by kvferry, by way
 of its daemons' pools ("kvferry") or straight from block to block ("blocks"); "first" and "first-blocks" are these with
-replies that begin with the prefill server's first token. Each is behind kvferry's front end, with
-the same flags and the same load. "offload" is NixlConnector with vLLM's OffloadingConnector beside it at decode, with
+replies that begin with the prefill server's first token. Each is behind kvferry's front end, with the same flags and
+the same load. "offload" is NixlConnector with vLLM's OffloadingConnector beside it at decode, with
 as much host memory as kvferry's host tier: where there is one, `--decode-cache host`.
 
 VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/part.json [--at-once 1 4 32 64] \\
@@ -237,19 +237,8 @@ def merged(parts: list[dict[str, object]]) -> dict[Key, dict[str, list[tuple[Mea
     return cells
 
 
-COLUMNS = (
-    "system",
-    "answers",
-    "turn 1: TTFT ms",
-    "TTFT ms",
-    "prefill ms",
-    "hand-off ms",
-    "of it",
-    "2nd ms",
-    "between ms",
-    "/s",
-)
-COLUMNS += ("MiB each", "D hits", "GPU GiB")
+COLUMNS = ("system", "answers", "turn 1: TTFT ms", "TTFT ms", "prefill ms", "hand-off ms", "of it", "2nd ms")
+COLUMNS += ("between ms", "/s", "MiB each", "D hits", "GPU GiB")
 
 
 def shown(key: Key, systems: dict[str, list[tuple[Measured, dict[str, int]]]]) -> Table:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import httpx
+from chat import events
 from cluster import MODEL_NAME, Cluster
 
 TIMERS = {
@@ -80,27 +81,16 @@ class Measured:
 async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], body: bytes) -> Answer:
     """The answer, streamed. RuntimeError."""
     began, times, ids = time.perf_counter(), [], []
-    async with client.stream("POST", url + "/v1/completions", content=body, headers=JSON) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"{url}: {response.status_code} {(await response.aread())[:300]!r}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(f"{url}: {event['error']}")
-            for choice in event["choices"]:
-                if got := choice.get("token_ids"):
-                    times += [time.perf_counter()] * len(got)
-                    ids += got
+    async for event in events(client, url + "/v1/completions", body):
+        for choice in event["choices"]:
+            if got := choice.get("token_ids"):
+                times += [time.perf_counter()] * len(got)
+                ids += got
     if not ids:
         raise RuntimeError(f"{url}: no token for a prompt of {len(prompt)}")
     between = (times[-1] - times[0]) / max(1, len(times) - 1)
     second = times[1] - times[0] if len(times) > 1 else 0.0
     return Answer((times[0] - began) * 1000, second * 1000, between * 1000, ids)
-
-
-JSON = {"Content-Type": "application/json"}
 
 
 def body_of(prompt: list[int], output: int) -> bytes:

