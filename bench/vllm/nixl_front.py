@@ -12,6 +12,7 @@ import sys
 from kvferry.front import vllm_server
 from kvferry.front.vllm import DecodeAnswer, Server, VllmConfig, VllmFront
 from kvferry.front.vllm_body import Body, Refusal
+from kvferry.pauses import short_collections
 
 FROM_NOWHERE: dict[str, object] = {
     "do_remote_decode": True,
@@ -41,7 +42,9 @@ def main() -> int:
     port, prefill, decode = sys.argv[1:]
     vllm_server.VllmFront = NixlFront
     config = VllmConfig((("prefill", prefill),), (decode,), first_token_s=240.0, next_token_s=240.0)
-    return vllm_server.run(config, host="127.0.0.1", port=int(port), wait_s=60.0, grace_s=1.0)
+    return vllm_server.run(
+        config, host="127.0.0.1", port=int(port), wait_s=60.0, grace_s=1.0, processes=1, under=short_collections
+    )
 
 
 if __name__ == "__main__":
