@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import resource
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -52,12 +54,17 @@ class Copy:
     outputs: bytes
 
 
-def tier_of(geometry: KVGeometry, nbytes: int) -> tuple[HostTier, Cache]:
+@contextlib.asynccontextmanager
+async def tier_of(geometry: KVGeometry, nbytes: int) -> AsyncIterator[tuple[HostTier, Cache]]:
+    """A tier that its user closes, and the cache of which it is one; the pool on the GPU is closed behind it."""
     shape = PoolShape(geometry, 1, StorageOrder.LAYER_MAJOR, POOL_BYTES // geometry.page_bytes)
     memory, pages = GpuPoolMemory.create(shape, [0]), nbytes // geometry.page_bytes
     cache = Cache(shape.pages, geometry.page_size, host_pages=pages, host_there=0)
     rows = AnonymousRows(pages, geometry.page_bytes)
-    return HostTier(memory, rows, pages, checksums=False, near=near_cpus([0])), cache
+    try:
+        yield HostTier(memory, rows, pages, checksums=False, near=near_cpus([0])), cache
+    finally:
+        memory.close()
 
 
 async def stalls(longest: list[float]) -> None:
@@ -68,8 +75,12 @@ async def stalls(longest: list[float]) -> None:
 
 
 async def growth(name: str, nbytes: int, which: str) -> None:
+    async with tier_of(SHAPES[name][0], nbytes) as (tier, cache):
+        await grown(name, nbytes, which, tier, cache)
+
+
+async def grown(name: str, nbytes: int, which: str, tier: HostTier, cache: Cache) -> None:
     geometry, _ = SHAPES[name]
-    tier, cache = tier_of(geometry, nbytes)
     longest, times = [0.0], []
     watching = asyncio.create_task(stalls(longest))
     began = time.perf_counter()
@@ -158,13 +169,13 @@ async def rates(seconds: float) -> None:
     peaks = link()
     print("the link: " + ", ".join(f"{name} {rate:.1f} GiB/s" for name, rate in peaks.items()), flush=True)
     for name, (geometry, _) in SHAPES.items():
-        tier, cache = tier_of(geometry, TIER_BYTES)
-        await tier.grow(cache, bytes(32), lambda: None)
-        for what, ways in {"spills": (SPILL,), "restores": (RESTORE,), "both": (SPILL, RESTORE)}.items():
-            await copies(name, ways, 0.5, tier, cache)
-            rate = await copies(name, ways, seconds, tier, cache)
-            print(f"pages of {name}, {what}: {rate:.1f} GiB/s, {rate / peaks[what]:.2f} of the link", flush=True)
-        await tier.close()
+        async with tier_of(geometry, TIER_BYTES) as (tier, cache):
+            await tier.grow(cache, bytes(32), lambda: None)
+            for what, ways in {"spills": (SPILL,), "restores": (RESTORE,), "both": (SPILL, RESTORE)}.items():
+                await copies(name, ways, 0.5, tier, cache)
+                rate = await copies(name, ways, seconds, tier, cache)
+                print(f"pages of {name}, {what}: {rate:.1f} GiB/s, {rate / peaks[what]:.2f} of the link", flush=True)
+            await tier.close()
 
 
 def main() -> None:
