@@ -112,8 +112,8 @@ async def ask_all(url: str, ways: Sequence[str], count: int) -> Replies:
             ask = whole if number % 2 else streamed
             try:
                 got[way, number] = await ask(client, url, request_of(way, number))
-            except RuntimeError as error:
-                got[way, number] = Said(reason=str(error))
+            except (RuntimeError, httpx.HTTPError) as error:
+                got[way, number] = Said(reason=f"{type(error).__name__} {error}")
 
     async with new_client() as client:
         await asyncio.gather(*(one(client, way, number) for way in ways for number in range(count)))
