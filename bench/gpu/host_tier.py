@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import resource
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,17 +53,17 @@ class Copy:
     outputs: bytes
 
 
-@contextlib.asynccontextmanager
-async def tier_of(geometry: KVGeometry, nbytes: int) -> AsyncIterator[tuple[HostTier, Cache]]:
-    """A tier that its user closes, and the cache of which it is one; the pool on the GPU is closed behind it."""
+def pool_of(geometry: KVGeometry) -> GpuPoolMemory:
     shape = PoolShape(geometry, 1, StorageOrder.LAYER_MAJOR, POOL_BYTES // geometry.page_bytes)
-    memory, pages = GpuPoolMemory.create(shape, [0]), nbytes // geometry.page_bytes
-    cache = Cache(shape.pages, geometry.page_size, host_pages=pages, host_there=0)
-    rows = AnonymousRows(pages, geometry.page_bytes)
-    try:
-        yield HostTier(memory, rows, pages, checksums=False, near=near_cpus([0])), cache
-    finally:
-        memory.close()
+    return GpuPoolMemory.create(shape, [0])
+
+
+def tier_of(memory: GpuPoolMemory, nbytes: int) -> tuple[HostTier, Cache]:
+    shape = memory.shape
+    pages = nbytes // shape.geometry.page_bytes
+    cache = Cache(shape.pages, shape.geometry.page_size, host_pages=pages, host_there=0)
+    rows = AnonymousRows(pages, shape.geometry.page_bytes)
+    return HostTier(memory, rows, pages, checksums=False, near=near_cpus([0])), cache
 
 
 async def stalls(longest: list[float]) -> None:
@@ -74,13 +73,9 @@ async def stalls(longest: list[float]) -> None:
         longest[0] = max(longest[0], time.perf_counter() - before - 0.001)
 
 
-async def growth(name: str, nbytes: int, which: str) -> None:
-    async with tier_of(SHAPES[name][0], nbytes) as (tier, cache):
-        await grown(name, nbytes, which, tier, cache)
-
-
-async def grown(name: str, nbytes: int, which: str, tier: HostTier, cache: Cache) -> None:
+async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> None:
     geometry, _ = SHAPES[name]
+    tier, cache = tier_of(memory, nbytes)
     longest, times = [0.0], []
     watching = asyncio.create_task(stalls(longest))
     began = time.perf_counter()
@@ -169,7 +164,8 @@ async def rates(seconds: float) -> None:
     peaks = link()
     print("the link: " + ", ".join(f"{name} {rate:.1f} GiB/s" for name, rate in peaks.items()), flush=True)
     for name, (geometry, _) in SHAPES.items():
-        async with tier_of(geometry, TIER_BYTES) as (tier, cache):
+        with contextlib.closing(pool_of(geometry)) as memory:
+            tier, cache = tier_of(memory, TIER_BYTES)
             await tier.grow(cache, bytes(32), lambda: None)
             for what, ways in {"spills": (SPILL,), "restores": (RESTORE,), "both": (SPILL, RESTORE)}.items():
                 await copies(name, ways, 0.5, tier, cache)
@@ -184,9 +180,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}; the driver allocates pinned memory at {allocated():.1f} GiB/s", flush=True)
-    for name in SHAPES:
+    for name, (geometry, _) in SHAPES.items():
         for which in ("the first time", "again"):
-            asyncio.run(growth(name, args.gib * GIB, which))
+            with contextlib.closing(pool_of(geometry)) as memory:
+                asyncio.run(growth(name, args.gib * GIB, which, memory))
     asyncio.run(rates(args.seconds))
 
 

@@ -6,10 +6,9 @@ python bench/vllm/first_tokens.py [--ways WAY ...] [--requests N] [--aborts N] [
 
 Without a GPU the servers run Model Runner V2 with interpreted kernels (`v2_on_cpu.py`). `begun`: replies that decode
 began behind a token of prefill's; of others decode has sampled every token. Ways in which the one vLLM itself fails a
-request are named and not judged. `--aborts`, `--restarts`: all is asked once
-more while other clients leave and daemons die; then nothing is held. A difference is allowed only where the
-reference's two best logits are within VLLM_TIE, which is asked for once more; it is counted. The one vLLM is asked all
-twice: what differs then is its own.
+request are named and not judged. `--aborts`, `--restarts`: all is asked once more while other clients leave and daemons
+die; then nothing is held. A difference is allowed only where the reference's two best logits are within VLLM_TIE, which
+is asked for once more; it is counted. The one vLLM is asked all twice: what differs then is its own.
 """
 
 from __future__ import annotations
@@ -120,12 +119,12 @@ async def ask_all(url: str, ways: Sequence[str], count: int) -> Replies:
     return got
 
 
-async def leave(url: str, aborts: int) -> None:
+async def leave(url: str, ways: Sequence[str], aborts: int) -> None:
     """Clients that go while their replies come, or before."""
     async with new_client() as client:
         for number in range(aborts):
             chosen = random.Random(number)
-            asked = request_of(chosen.choice(list(WAYS)), 1000 + number)
+            asked = request_of(chosen.choice(ways), 1000 + number)
             asking = asyncio.create_task(streamed(client, url, asked))
             await asyncio.wait({asking}, timeout=chosen.uniform(0.0, LEAVE_SECONDS))
             asking.cancel()
@@ -135,7 +134,7 @@ async def leave(url: str, aborts: int) -> None:
 async def ask_all_in_a_storm(cluster: Cluster, ways: Sequence[str], count: int, aborts: int, restarts: int) -> Replies:
     storm = Run(aborts, restarts)
     asking = ask_all(cluster.front, ways, count)
-    got, *_ = await asyncio.gather(asking, leave(cluster.front, aborts), restart_loop(storm, cluster))
+    got, *_ = await asyncio.gather(asking, leave(cluster.front, ways, aborts), restart_loop(storm, cluster))
     return got
 
 

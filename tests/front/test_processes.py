@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 from kvferry.front.main import MAX_PROCESSES
 from tests.front.test_vllm_front import CHAT, FakeVllm, serving, until
@@ -23,22 +21,28 @@ ASK = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
 @asynccontextmanager
+async def started(*words: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A front end's process of these words for Python, and its URL."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=pipe, stderr=pipe)
+    try:
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+        assert line.startswith(READY), line
+        yield process, f"http://{line.removeprefix(READY).strip()}"
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@asynccontextmanager
 async def front(fake: FakeVllm, *more: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """The process and its URL, before one decode server."""
-    app = Starlette(routes=[Route(CHAT, fake.__call__, methods=["POST"]), Route("/health", fake.health)])
-    async with serving(app) as url:
+    async with serving(fake.app()) as url:
         words = ["-m", "kvferry", "front", "--listen", "127.0.0.1:0", "--vllm-decode", url, *more]
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=pipe, stderr=pipe)
-        try:
-            assert process.stdout is not None
-            line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
-            assert line.startswith(READY), line
-            yield process, f"http://{line.removeprefix(READY).strip()}"
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.communicate()
+        async with started(*words) as process_and_url:
+            yield process_and_url
 
 
 def children(pid: int) -> set[int]:

@@ -45,6 +45,10 @@ class FakeVllm:
         self.hold.set()
         self.chunk.set()
 
+    def app(self) -> Starlette:
+        asked = [Route(path, self.__call__, methods=["POST"]) for path in (CHAT, "/v1/completions")]
+        return Starlette(routes=[Route("/health", self.health), *asked])
+
     async def __call__(self, request: Request) -> Response:
         body = json.loads(await request.body())
         self.asked.append(body)
@@ -118,18 +122,8 @@ class World:
 @contextlib.asynccontextmanager
 async def world(**settings: object) -> AsyncIterator[World]:
     fakes = FakeVllm("prefill"), FakeVllm("decode")
-    apps = [
-        Starlette(
-            routes=[
-                Route("/health", fake.health),
-                Route(CHAT, fake.__call__, methods=["POST"]),
-                Route("/v1/completions", fake.__call__, methods=["POST"]),
-            ]
-        )
-        for fake in fakes
-    ]
     async with contextlib.AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(serving(app)) for app in apps]
+        urls = [await stack.enter_async_context(serving(fake.app())) for fake in fakes]
         config = VllmConfig(prefill=(("p", urls[0]),), decode=(urls[1],), **settings)  # type: ignore[arg-type]
         front = VllmFront(config)
         stack.push_async_callback(front.close)
