@@ -148,28 +148,30 @@ async def gap_at(url: str, way: str, number: int, place: int) -> float:
     return float(best[0] - best[1])
 
 
-def judge(log: Log, url: str, want: Replies, got: Replies) -> int:
-    """How many are wrong."""
+def judge(log: Log, url: str, wants: Sequence[Replies], got: Replies) -> int:
+    """How many are wrong, or failed: each is to be as in one of `wants`, the first of which says where it is not. What
+    the one vLLM itself fails is not judged."""
     wrong = 0
-    log.add(f"{'':16}{'requests':>9}{'equal':>7}{'ties':>6}{'wrong':>7}")
-    for way in dict.fromkeys(way for way, _ in want):
-        ours = [key for key in want if key[0] == way]
-        if failed := [want[key].reason for key in ours if not want[key].tokens]:
-            log.add(f"{way:16} the one vLLM fails {len(failed)} of {len(ours)}: {failed[0]}")
-            continue
-        unlike = [key for key in ours if want[key] != got[key]]
-        ties = 0
-        for key in unlike:
-            pairs = zip(want[key].tokens, got[key].tokens, strict=False)
-            place = next((i for i, (left, right) in enumerate(pairs) if left != right), -1)
-            gap = asyncio.run(gap_at(url, way, key[1], place)) if place >= 0 else math.inf
-            if gap < TIE:
-                ties += 1
-            else:
-                log.add(f"  {key}, {gap:.3f} between the two best of token {place}: {want[key]}\n  got {got[key]}")
+    log.add(f"{'':16}{'judged':>9}{'equal':>7}{'ties':>6}{'wrong':>7}")
+    for way in dict.fromkeys(way for way, _ in got):
+        ours = [key for key in got if key[0] == way and all(want[key].tokens for want in wants)]
+        if failed := [want[key].reason for want in wants for key in want if key[0] == way and not want[key].tokens]:
+            log.add(f"{way:16} the one vLLM fails {len(failed)}: {failed[0]}")
+        unlike = [key for key in ours if all(want[key] != got[key] for want in wants)]
+        ties = sum(is_tie(log, url, key, wants[0][key], got[key]) for key in unlike)
         wrong += len(unlike) - ties
         log.add(f"{way:16}{len(ours):9}{len(ours) - len(unlike):7}{ties:6}{len(unlike) - ties:7}")
     return wrong
+
+
+def is_tie(log: Log, url: str, key: tuple[str, int], want: Said, got: Said) -> bool:
+    """Whether the two differ first where the two best logits are as good as one. Logs what is not."""
+    pairs = zip(want.tokens, got.tokens, strict=False)
+    place = next((i for i, (left, right) in enumerate(pairs) if left != right), -1)
+    gap = asyncio.run(gap_at(url, *key, place)) if place >= 0 else math.inf
+    if gap >= TIE:
+        log.add(f"  {key}, {gap:.3f} between the two best of token {place}: {want}\n  got {got}")
+    return gap < TIE
 
 
 def main() -> int:
@@ -188,19 +190,19 @@ def main() -> int:
     with Cluster(spec) as one, Cluster(spec) as cluster:
         alone = one.alone().url
         log.add(f"vLLM {httpx.get(alone + '/version', trust_env=False).json()['version']}, pool {args.pool}")
-        want = asyncio.run(ask_all(alone, args.ways, args.requests))
+        want, again = (asyncio.run(ask_all(alone, args.ways, args.requests)) for _ in range(2))
         log.add("the one vLLM, asked again:")
-        judge(log, alone, want, asyncio.run(ask_all(alone, args.ways, args.requests)))
-        log.add("the pair:")
+        judge(log, alone, [want], again)
+        log.add("the pair, against both:")
         cluster.kvferry()
         got = asyncio.run(ask_all(cluster.front, args.ways, args.requests))
-        wrong = judge(log, alone, want, got)
+        wrong = judge(log, alone, [want, again], got)
         begun = cluster.metric("decode", "vllm:kvferry_first_tokens_total")
         log.add(f"begun behind prefill's token: {begun:.0f} of {len(got)}")
         if args.aborts or args.restarts:
             log.add(f"beside {args.aborts} clients that leave and {args.restarts} daemons that die:")
             got = asyncio.run(ask_all_in_a_storm(cluster, args.ways, args.requests, args.aborts, args.restarts))
-            wrong += judge(log, alone, want, got)
+            wrong += judge(log, alone, [want, again], got)
             begun = cluster.metric("decode", "vllm:kvferry_first_tokens_total") - begun
             held = leaks(cluster)
             log.add(f"begun behind prefill's token: {begun:.0f} of {len(got) + args.aborts}; {len(held)} leaks", *held)
