@@ -17,12 +17,12 @@ from typing import TypeVar
 from kvferry.client.attachment import Attachment
 from kvferry.client.daemon_end import LATE_SECONDS, DaemonEnd
 from kvferry.client.engine_pools import EnginePools
+from kvferry.client.one_rank import OneRank
 from kvferry.client.open_request import OpenRequest
 from kvferry.client.requests import (
     MAX_FINISH_DIGEST_BYTES,
     Admitted,
     Begun,
-    DaemonEnded,
     DaemonGone,
     HandshakeFailed,
     NotOpened,
@@ -54,7 +54,12 @@ class DaemonClient:
     """One worker's session. `DaemonClient.connect` makes it; `close` ends it."""
 
     def __init__(
-        self, stream: Stream, welcome: worker_pb2.Welcome, attachment: Attachment, geometry: KVGeometry
+        self,
+        stream: Stream,
+        welcome: worker_pb2.Welcome,
+        attachment: Attachment,
+        geometry: KVGeometry,
+        rank: OneRank | None = None,
     ) -> None:
         self.welcome = welcome
         self.geometry = geometry
@@ -66,6 +71,7 @@ class DaemonClient:
         """The proof that nothing touches blocks that were registered; None where none were."""
         self._stream = stream
         self._attachment = attachment
+        self._rank = rank
         self._requests: dict[RequestName, OpenRequest] = {}
         self._broken: DaemonGone | None = None
         self._closing = False
@@ -81,15 +87,17 @@ class DaemonClient:
         worker: str,
         *,
         deadline_s: float = 30.0,
-        own: EnginePools | None = None,
         late_ms: int = 0,
+        own: EnginePools | None = None,
+        rank: OneRank | None = None,
     ) -> DaemonClient:
         """Opens the session on the Unix socket `socket`, waiting up to `deadline_s` for the daemon to be there.
 
         facts.geometry.page_size may be 0 and its layout unspecified: the daemon's are taken (`.geometry` has them).
         own: the worker's own memory is to be the pool (`kvferry serve --pool engine`): it has the page size, and ends
-        with the session, or where none comes about; see `close`. late_ms: for which the daemon may hold back what this
-        worker does not wait for (proto/worker.proto).
+        with the session, or where none comes about; see `close`. rank: of an engine whose ranks are processes: the
+        daemon takes all in together, `own` and `pools` are this one's. late_ms: for which the daemon may hold back what
+        this worker does not wait for (proto/worker.proto).
         Raises HandshakeFailed when the daemon refuses, its memory cannot be mapped, or (DaemonAbsent) it is not there
         in time.
         """
@@ -97,6 +105,8 @@ class DaemonClient:
         if own is not None:
             hello.pool.CopyFrom(own.message)
             hello.facts.geometry.page_size = own.pools.geometry.page_size
+        if rank is not None:
+            hello.rank.CopyFrom(rank.to_proto())
         stream: Stream | None = None
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
@@ -107,17 +117,18 @@ class DaemonClient:
             geometry = KVGeometry.from_proto(welcome.geometry)
             if own is not None:
                 own.mapped()
-            attachment = Attachment(welcome.session_file, welcome, geometry, own)
+            mine = (welcome, geometry) if rank is None or own is not None else rank.part_of(welcome, geometry)
+            attachment = Attachment(welcome.session_file, *mine, own)
         except BaseException as error:
             if stream is not None:
                 stream.frames.abort()
             if own is not None:
-                await complete(asyncio.to_thread(_let_go, own))
+                await complete(asyncio.to_thread(own.let_go))
             if isinstance(error, (OSError, ValueError)):
                 raise HandshakeFailed(f"cannot attach to the pool of daemon {welcome.daemon!r}: {error}") from error
             raise
         try:
-            client = cls(stream, welcome, attachment, geometry)
+            client = cls(stream, welcome, attachment, geometry, rank)
         except OSError as error:
             stream.frames.abort()
             await asyncio.to_thread(attachment.close if own is None else attachment.close_mapped)
@@ -185,14 +196,14 @@ class DaemonClient:
             self._send(worker_pb2.WorkerMessage(page_tokens=told))
 
     async def grow(self, name: RequestName, tokens: int) -> tuple[int, ...]:
-        """Asks for room for `tokens` tokens in all, inside the promise of max_new_tokens. Returns the ids of the added
-        pages, in order; they follow those the request has. One call at a time for a request. Raises Retracted, too."""
+        """Asks for room for `tokens` tokens in all, inside the promise of max_new_tokens: the ids of the added pages,
+        in order. One call at a time for a request. Raises Retracted, too."""
         request = self._of(name)
         assert request.grown is None, f"request {name} is already growing"
         if request.retracted:
             raise Retracted
         request.grown = asyncio.get_running_loop().create_future()
-        self._send(worker_pb2.WorkerMessage(grow=worker_pb2.Grow(name=name.to_proto(), tokens=tokens)))
+        self._send(worker_pb2.WorkerMessage(grow={"name": name.to_proto(), "tokens": tokens}))
         try:
             return await self._wait(name, request.grown, GROW_DEADLINE_S, "Grown")
         finally:
@@ -299,6 +310,13 @@ class DaemonClient:
         finally:
             self._requests.pop(name, None)
 
+    def decline(self, name: RequestName, reason: str) -> None:
+        """Tells the other ranks of the engine, where it has several, that this one will not open the request that they
+        open."""
+        if self._rank is not None and self._broken is None:
+            for message in self._rank.refusal(name.to_proto(), reason[:MAX_REASON_CHARS]):
+                self._stream.send(message)
+
     async def release(self, name: RequestName, reason: str) -> None:
         """Aborts a request that named blocks, and returns when the daemon touches none of them any more: it has said
         so, or its end is proven. However long that takes."""
@@ -319,7 +337,6 @@ class DaemonClient:
 
     @property
     def open_requests(self) -> int:
-        """Requests that neither ended nor were aborted."""
         return len(self._requests)
 
     async def close(self, deadline_s: float = 5.0) -> None:
@@ -328,8 +345,7 @@ class DaemonClient:
         waited for longer. Without that word what of it is on GPUs stays allocated to the end of this process."""
         if self._closing:
             return
-        self._closing = True
-        owns = self._attachment.owns
+        self._closing, owns = True, self._attachment.owns
         heard = await self._quiesced(max(deadline_s, UNMAP_DEADLINE_S) if owns else deadline_s)
         self._stream.frames.abort()
         self._break(DaemonGone("the session was closed"))
@@ -354,7 +370,7 @@ class DaemonClient:
         return ended
 
     async def _settled(self, deadline_s: float) -> bool:
-        """Whether no copy or kernel of this process touches a page any more; else the daemon looks at its lock."""
+        """Whether nothing of this process touches a page any more; else the daemon looks at its lock."""
         settling = asyncio.ensure_future(asyncio.to_thread(self.pools.settle))
         if not await is_done(settling, deadline_s):
             _log.warning("what this worker has queued on its device has not ended within %g s", deadline_s)
@@ -379,9 +395,8 @@ class DaemonClient:
                 f"the daemon has {size} bytes; it may have {MAX_MESSAGE_BYTES}",
             )
         shape = self.geometry.page_size, self.welcome.pages, self.pools.in_blocks
-        request = OpenRequest(tokens, deadline_s, *shape)
-        self._requests[name] = request
-        self._send(message)
+        request = self._requests[name] = OpenRequest(tokens, deadline_s, *shape)
+        self._send(message if self._rank is None else self._rank.opening(message))
         return request
 
     def _of(self, name: RequestName) -> OpenRequest:
@@ -417,13 +432,7 @@ class DaemonClient:
             self.gone.set_result(self._broken)
 
     def _stream_over(self, over: asyncio.Future[StreamEnd]) -> None:
-        end = over.result()
-        if end.daemon_ended:
-            self._break(DaemonEnded(f"{end.details}: the worker ends, too"))
-        elif end.code == 0:
-            self._break(DaemonGone(f"the daemon ended the session: {end.details or 'no reason given'}"))
-        else:
-            self._break(DaemonGone(f"the session with the daemon broke: {end}"))
+        self._break(over.result().reason)
 
     def _take(self, event: worker_pb2.WorkerEvent) -> None:
         kind = event.WhichOneof("kind")
@@ -436,14 +445,6 @@ class DaemonClient:
         if request is None:
             return  # over on this side: its Abort and this event crossed
         request.take(kind, event)
-
-
-def _let_go(own: EnginePools) -> None:
-    """The daemon may be about to map it. Waits for its devices."""
-    try:
-        own.close_mapped()
-    except Exception as error:
-        _log.error("a device of the pool does not settle: %s", error)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from kvferry.transfer.geometry.registration import (
     tensors_of,
 )
 from kvferry.transfer.mapping.segment import Segment
+
+_log = logging.getLogger(__name__)
 
 STORAGES = {
     "page": StorageOrder.PAGE_MAJOR,
@@ -88,6 +91,13 @@ class EnginePools:
         """Closes like `close` where the daemon may still have the memory mapped: what is on GPUs stays to the end of
         this process."""
         self._close(self.pools.release_mapped)
+
+    def let_go(self) -> None:
+        """Closes it where no session came about, and the daemon may be about to map it. Waits for its devices."""
+        try:
+            self.close_mapped()
+        except Exception as error:
+            _log.error("a device of the pool does not settle: %s", error)
 
     def _close(self, release: Callable[[], None]) -> None:
         self.mapped()

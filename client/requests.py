@@ -49,8 +49,12 @@ class NotOpened(RequestFailed):
     runs already goes on."""
 
 
-def name_in_use(name: RequestName) -> NotOpened:
-    return NotOpened(
+class NameInUse(NotOpened):
+    """A request of that name runs."""
+
+
+def name_in_use(name: RequestName) -> NameInUse:
+    return NameInUse(
         common_pb2.ERROR_FAILED_PRECONDITION, f"name {name} is already in use; a new try takes the next attempt number"
     )
 

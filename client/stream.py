@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvferry.client.requests import DaemonAbsent, HandshakeFailed
+from kvferry.client.requests import DaemonAbsent, DaemonEnded, DaemonGone, HandshakeFailed
 from kvferry.frames import SUFFIX, FrameStream
 from kvferry.proto import worker_pb2
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
@@ -38,6 +38,15 @@ class StreamEnd:
     def __str__(self) -> str:
         names = {status.value[0]: status.name for status in grpc.StatusCode}
         return self.details if self.code is None else f"{names.get(self.code, self.code)}: {self.details}"
+
+    @property
+    def reason(self) -> DaemonGone:
+        """It, for those who use the session."""
+        if self.daemon_ended:
+            return DaemonEnded(f"{self.details}: the worker ends, too")
+        if self.code == 0:
+            return DaemonGone(f"the daemon ended the session: {self.details or 'no reason given'}")
+        return DaemonGone(f"the session with the daemon broke: {self}")
 
 
 class Stream:

@@ -16,10 +16,10 @@ from typing import Any
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import RequestName
-from kvferry.connectors.daemon_requests import UNWANTED, RequestTools
+from kvferry.connectors.daemon_requests import RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
-from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Push, run_whole
+from kvferry.connectors.worker_state import UNWANTED, DaemonRequest, EngineStep, Push, run_whole
 from kvferry.waiting import complete
 
 
@@ -34,8 +34,8 @@ class BlockRequests:
 
     async def load(self, order: Load, step: EngineStep) -> int:
         began = time.monotonic()
-        await self._computed(step.begun)
         async with self._lease(order.request, order.name) as lease:
+            await self._computed(step.begun)
             client = lease.client
             await self._tools.admit(
                 client,
@@ -56,8 +56,8 @@ class BlockRequests:
 
     async def restore(self, order: Restore, begun: Moment) -> int:
         began = time.monotonic()
-        await self._computed(begun)
         async with self._lease(order.request, order.name) as lease:
+            await self._computed(begun)
             client, tokens = lease.client, order.prompt.tokens
             admitted = await self._tools.admit(
                 client,
@@ -76,12 +76,12 @@ class BlockRequests:
         return 0
 
     async def store(self, order: StorePages, begun: Moment) -> None:
-        await self._computed(begun)
         async with self._lease(order.request, order.name) as lease:
+            await self._computed(begun)
             client, tokens = lease.client, order.prompt.tokens
             await self._tools.admit_stored(client, order, order.blocks)
             await client.finish(order.name, tokens=tokens, digests=b"")  # its copies have ended
-            lease.used = None
+            lease.ended()
             self._tools.moved.saved_bytes += len(order.blocks) * self._blocks.row_bytes
             self._tools.moved.stored += 1
 
@@ -98,7 +98,7 @@ class BlockRequests:
             await self._push_chunks(client, push)
             client.aux(name, await push.aux())
             await client.ended(name, self._tools.end_seconds)
-            lease.used = None
+            lease.ended()
             self._tools.moved.pushed += 1
             return True
         return False

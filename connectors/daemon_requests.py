@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
-from kvferry.client.requests import Admitted, Begun, DaemonGone, NotOpened, RequestFailed, RequestName
+from kvferry.client.requests import Admitted, Begun, DaemonGone, NameInUse, NotOpened, RequestFailed, RequestName
 from kvferry.connectors import first_token
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import Moment, Mover
@@ -20,7 +20,6 @@ from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Sessions
 from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports
 
-UNWANTED = "the engine needs it no more"  # why a request is aborted
 _log = logging.getLogger(__name__)
 
 
@@ -65,16 +64,20 @@ class RequestTools:
     ) -> AsyncIterator[DaemonRequest]:
         """One request at the daemon: its failure is logged and ends the block; what did not end well is given up."""
         lease = DaemonRequest(self.sessions.client)
-        opened = True
+        unopened: NotOpened | None = None
         try:
             yield lease
         except (NotOpened, RequestFailed, DaemonGone) as error:
-            opened = not isinstance(error, NotOpened)  # its name may be that of a request that runs
+            unopened = error if isinstance(error, NotOpened) else None
             self.failed(request, error)
         finally:
             if lease.ending is not None:
                 self.later(lease.ending)
-            elif opened and lease.used is not None:
+            elif lease.over or isinstance(unopened, NameInUse):  # the name is that of a request that runs
+                pass
+            elif unopened is not None or lease.used is None:
+                lease.decline(name)
+            else:
                 await give_up(lease.used, name)
 
     async def admit(

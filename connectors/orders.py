@@ -137,12 +137,14 @@ class News:
     """Facts that the worker's half tells the scheduler's, beside what vLLM passes on by itself."""
 
     failed: frozenset[str] = frozenset()  # requests whose prompts are not sent
-    session: bool | None = None  # whether there is one with the daemon, where that has changed
+    sessions: Mapping[int, bool] = field(default_factory=dict)  # by rank: whether it has one with the daemon, if new
     first: Mapping[str, int] = field(default_factory=dict)  # of loads that end well: the reply's first token
+    bad: frozenset[str] = frozenset()  # requests whose loads have not ended well, on some rank
 
     def then(self, later: News) -> News:
-        session = self.session if later.session is None else later.session
-        return News(self.failed | later.failed, session, {**self.first, **later.first})
+        """Both: of one rank, one behind the other, or of two ranks."""
+        sessions = {**self.sessions, **later.sessions}
+        return News(self.failed | later.failed, sessions, {**self.first, **later.first}, self.bad | later.bad)
 
 
 @dataclass(slots=True)

@@ -14,11 +14,11 @@ from typing import Any
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.connectors.blocks import BlockPlaces, PoolPages, Tail
-from kvferry.connectors.daemon_requests import UNWANTED, RequestTools
+from kvferry.connectors.daemon_requests import RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_session import pool_of
-from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Push, end_all, run_whole
+from kvferry.connectors.worker_state import UNWANTED, DaemonRequest, EngineStep, Push, end_all, run_whole
 
 _log = logging.getLogger(__name__)
 

@@ -80,7 +80,8 @@ class DecodeScheduler(SchedulerSide):
             if (tracked := self._tracked.get(request)) is None:
                 continue
             first, tracked.first = tracked.first, None
-            if first is not None and self._begins is not None and not (tracked.alone or tracked.storing):
+            bad, tracked.bad = tracked.bad, False
+            if first is not None and not bad and self._begins is not None and not (tracked.alone or tracked.storing):
                 self._begins.append((tracked.request, first))
         super().received(requests)
 

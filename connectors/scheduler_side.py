@@ -96,6 +96,7 @@ class Tracked:
     since: int = -1  # tokens that it had when it was first computed, where another connector may have loaded them
     alone: bool = False  # nothing of it is fetched or kept: what its pages are named is not known
     elsewhere: bool = False  # another connector loads into its blocks, and reports it
+    bad: bool = False  # its load has not ended well, on some rank
     first: int | None = None  # decode: the reply's first token, where its load brought it; prefill: that it was told
 
 
@@ -130,9 +131,14 @@ class SchedulerSide:
         self._epoch = epoch
         self._default_prefill = default_prefill
         self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
-        self._session = True  # the worker has one with the daemon, as far as is known
+        self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[Order] = []
+
+    @property
+    def _session(self) -> bool:
+        """Whether all ranks have one, as far as is known."""
+        return all(self._sessions.values())
 
     @property
     def tracked(self) -> int:
@@ -178,9 +184,9 @@ class SchedulerSide:
 
     def hear(self, news: News) -> None:
         """Takes in what the worker's half has told."""
-        if news.session is not None:
-            self._session = news.session
-            if news.session:
+        if news.sessions:
+            self._sessions.update(news.sessions)
+            if self._session:
                 self._view.ask_again()
         for request in news.failed:
             if (tracked := self._tracked.get(request)) is not None:
@@ -188,6 +194,9 @@ class SchedulerSide:
         for request, token in news.first.items():
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.first = token
+        for request in news.bad:
+            if (tracked := self._tracked.get(request)) is not None:
+                tracked.bad = True
 
     def loads_elsewhere(self, request: str) -> None:
         """It is over while another connector of the engine loads into its blocks: nothing of them is kept, and the

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.engine_pools import EnginePools
+from kvferry.client.one_rank import OneRank
 from kvferry.client.requests import DaemonAbsent, HandshakeFailed
 from kvferry.connectors.blocks import PoolPages
 from kvferry.connectors.movers import Mover
@@ -45,8 +46,9 @@ def connector_of(
     worker: str,
     mover: Mover,
     own: Callable[[], EnginePools] | None = None,
+    rank: OneRank | None = None,
 ) -> OpenSession:
-    """`own`: registers the engine's blocks anew; None: the pool is the daemon's."""
+    """`own`: registers the engine's blocks anew; None: the pool is the daemon's. `rank`: of an engine with several."""
 
     async def connect(*, deadline_s: float) -> DaemonClient:
         client = await DaemonClient.connect(
@@ -55,8 +57,9 @@ def connector_of(
             facts,
             worker,
             deadline_s=deadline_s,
-            own=None if own is None else own(),
             late_ms=LATE_MS,
+            own=None if own is None else own(),
+            rank=rank,
         )
         if own is not None:
             return client

@@ -5,6 +5,7 @@ own. The engine's thread only hands orders in and takes reports out.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -50,8 +51,11 @@ class WorkerSide:
     """The worker's half: `start`, then orders and reports; `close` ends it. `connect` opens a session with the daemon,
     `mover` moves bytes between its pages and `blocks`."""
 
-    def __init__(self, settings: Settings, blocks: BlockMap, mover: Mover, connect: OpenSession) -> None:
+    def __init__(
+        self, settings: Settings, blocks: BlockMap, mover: Mover, connect: OpenSession, *, rank: int = 0
+    ) -> None:
         self.reports = Reports()
+        self._rank = rank
         self._settings = settings
         self._loop = asyncio.new_event_loop()
         self._copier = ThreadPoolExecutor(1, "kvferry copies", initializer=name_thread, initargs=("kvferry copies",))
@@ -157,7 +161,7 @@ class WorkerSide:
     # -- sessions --------------------------------------------------------------------------------------------------
 
     def _session_changed(self, there: bool) -> None:
-        self.reports.add_news(News(session=there))
+        self.reports.add_news(News(sessions={self._rank: there}))
 
     async def _quiet(self) -> None:
         """Ends all that touches the daemon's memory."""
@@ -183,8 +187,8 @@ class WorkerSide:
                 self._drop(order)
             elif isinstance(order, Forget):
                 self.moved.resets += 1
-                for task in self._tasks.values():
-                    task.cancel()
+                for request in self._tasks:
+                    self._cancel(request)
             elif isinstance(order, Cancel):
                 self._cancel(order.request)
                 self._pushes.pop(order.request, None)  # that it was received is all that is to be reported
@@ -206,7 +210,13 @@ class WorkerSide:
         task.add_done_callback(ended)
 
     def _cancel(self, request: str) -> None:
-        if (task := self._tasks.get(request)) is not None:
+        if (task := self._tasks.get(request)) is None:
+            return
+        work = task.get_coro()
+        assert inspect.iscoroutine(work)
+        if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+            self._loop.call_soon(task.cancel)  # once it has begun: other ranks may wait for its word
+        else:
             task.cancel()
 
     def _loaded(self, order: Load | Restore, good: int | None) -> None:

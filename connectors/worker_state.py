@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonGone
+from kvferry.client.requests import DaemonGone, RequestName
 from kvferry.connectors import first_token
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Begin, News, Save
 from kvferry.waiting import slices
 
+UNWANTED = "the engine needs it no more"  # why a request is aborted
 _T = TypeVar("_T")
 
 
@@ -66,9 +67,9 @@ class Reports:
         with self.lock:
             sent, self.sent = self.sent, set()
             received, self.received = self.received, set()
-            self.failed.clear()
-            if first := self._first_of(received):
-                self.news = (self.news or News()).then(News(first=first))
+            bad, self.failed = self.failed, set()
+            if (first := self._first_of(received)) or bad:
+                self.news = (self.news or News()).then(News(first=first, bad=frozenset(bad)))
         return sent, received
 
     def take_good(self) -> tuple[set[str], set[str], dict[str, int]] | None:
@@ -169,6 +170,7 @@ class DaemonRequest:
     def __init__(self, client: DaemonClient | None) -> None:
         self._client = client
         self.used: DaemonClient | None = None
+        self.over = False
         self.ending: Coroutine[Any, Any, None] | None = None
 
     @property
@@ -182,6 +184,16 @@ class DaemonRequest:
     def then(self, ending: Coroutine[Any, Any, None]) -> None:
         """Names what ends the request instead of an abort, behind the engine's back: it went well."""
         self.ending = ending
+        self.over = True
+
+    def ended(self) -> None:
+        """It went well, and the daemon has said so."""
+        self.over = True
+
+    def decline(self, name: RequestName) -> None:
+        """Ends what was never opened."""
+        if self._client is not None:
+            self._client.decline(name, UNWANTED)
 
 
 def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, seconds: float) -> _T:

@@ -67,6 +67,7 @@ class Spec:
     pool_bytes: str = "512MiB"  # of each daemon
     host_bytes: str = "1GiB"  # of the decode daemon's host tier
     threads: int = 1  # of each engine
+    ranks: Mapping[str, int] = field(default_factory=dict)  # tensor-parallel, by engine; else 1
     connector_class: str = "kvferry.connectors.vllm:KVFerryConnector"
     extra: dict[str, object] = field(default_factory=dict)  # of kv_connector_extra_config
     extra_of: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # the same, by engine
@@ -208,6 +209,8 @@ class Cluster:
             words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(name)]
             if DEVICES:
                 words += ["--device", device_of(name)]
+            elif (ranks := self.spec.ranks.get(name, 1)) > 1:
+                words += ["--ranks", str(ranks)]
             if name == "decode":
                 words += ["--peer", f"prefill=127.0.0.1:{ports['prefill']}", "--host-bytes", self.spec.host_bytes]
             self._daemon_words[name] = words
@@ -244,6 +247,8 @@ class Cluster:
         words += ["--disable-uvicorn-access-log", *self.spec.flags, *shlex.split(os.environ.get("VLLM_FLAGS", ""))]
         if name == "decode":
             words += self.spec.decode_flags
+        if (ranks := self.spec.ranks.get(name, 1)) > 1:
+            words += ["--tensor-parallel-size", str(ranks)]
         if blocks:
             words += ["--num-gpu-blocks-override", str(blocks)]
         if transfer is not None:

@@ -244,8 +244,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         own = None
         if self._settings.pool == "engine":
             own = vllm_facts.own_blocks(kv_caches, self._kv_cache_config, blocks, facts.geometry)
-        connect = connector_of(self._settings, self._daemon_role, facts.to_proto(), name, mover, own)
-        self._worker = WorkerSide(self._settings, blocks, mover, connect)
+        rank = vllm_facts.rank_of(self._vllm_config, self._engine, self._daemon_role)
+        connect = connector_of(self._settings, self._daemon_role, facts.to_proto(), name, mover, own, rank)
+        self._worker = WorkerSide(self._settings, blocks, mover, connect, rank=0 if rank is None else rank.rank)
         self._worker.start()
         self._workers[self._engine] = self._worker
 

@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.client.engine_pools import EnginePools
+from kvferry.client.one_rank import OneRank
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import HostMover, Mover
 from kvferry.connectors.prompt_chain import Unnamed
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import order as vllm_order
+from kvferry.proto import common_pb2
 from kvferry.proto.limits import MAX_NAME_CHARS
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
@@ -28,6 +30,11 @@ from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
 
 DEVICES = ("cpu", "cuda")
+NOT_SERVED = {
+    "pipeline_parallel_size": "a page has all layers of its tokens, and with stages no process has all of them",
+    "prefill_context_parallel_size": "a page has all bytes of its tokens' heads on one rank",
+    "decode_context_parallel_size": "a page has consecutive tokens, which are dealt out to ranks then",
+}
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 ADAPTER_FILES = (*WEIGHT_FILES, "*.json")
 SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
@@ -43,11 +50,9 @@ class Unfit(RuntimeError):
 def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
     """The spec of the one KV cache group. Unfit names what does not fit and what to do."""
     parallel = vllm_config.parallel_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+    for name, needed in NOT_SERVED.items():
         if getattr(parallel, name, 1) != 1:
-            raise Unfit(
-                f"{name} is {getattr(parallel, name)}; kvferry's connector serves engines of one rank: set it to 1"
-            )
+            raise Unfit(f"{name} is {getattr(parallel, name)}; {needed}: set it to 1, and use tensor_parallel_size")
     groups = kv_cache_config.kv_cache_groups
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
     if len(groups) != 1 or kinds != ["FullAttentionSpec"]:
@@ -128,6 +133,16 @@ def kv_heads_of(vllm_config: Any, spec: Any) -> int:
             "models whose ranks share the heads evenly"
         )
     return total
+
+
+def rank_of(vllm_config: Any, engine: str, role: common_pb2.Role) -> OneRank | None:
+    """The rank of this process, where the engine has several. In a worker's process."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks == 1:
+        return None
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return OneRank(get_tensor_model_parallel_rank(), ranks, engine[:MAX_NAME_CHARS], role)
 
 
 def rank_geometry_of(vllm_config: Any, facts: NamespaceFacts) -> KVGeometry:

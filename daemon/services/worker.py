@@ -99,6 +99,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             asyncio.create_task(telling.run()),
             asyncio.create_task(worker.overflown.wait()),
             asyncio.create_task(self._ended.wait()),
+            leaving := asyncio.create_task(side.workers.other_rank_left(worker)),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -113,6 +114,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the worker does not read its events")
             if self._ended.is_set() and not worker.quiesced:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the daemon has ended", ENDED_IN_ORDER)
+            if leaving.done() and not worker.quiesced:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "another rank of this engine has left")
         finally:
             for task in tasks:
                 task.cancel()
@@ -186,4 +189,4 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             else:
                 if kind == "admit":
                     telling.admits(message.admit)
-                side.handle(worker, kind, message)
+                side.hear(worker, kind, message)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.errors import exhausted, invalid, precondition
 from kvferry.daemon.memory.making import registration_of
 from kvferry.daemon.sides.engine_pool import EnginePool
+from kvferry.daemon.sides.gathering import Gathering, Welcomes, together
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.daemon.sides.tiers import SideTiers
-from kvferry.daemon.sides.workers import SideWorkers, Worker
+from kvferry.daemon.sides.workers import Ranks, SideWorkers, Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_NAME_CHARS
@@ -40,17 +42,28 @@ class Registering:
         self._engine = engine
         self._tasks = tasks
         self._coming = 0  # workers that were judged, and are not here yet
+        self._gathering = Gathering(config.ranks, config.max_workers, workers, self._take_ranks_in, tasks)
 
     async def register(self, hello: wire.WorkerHello) -> tuple[Worker, wire.Welcome]:
-        """Takes a worker in, making the pool for the first one. RequestError where it does not fit."""
+        """Takes a worker in, making the pool for the first one; one of an engine's ranks with all of them. RequestError
+        where it does not fit."""
         self._check(hello)
+        if hello.HasField("rank"):
+            return await self._gathering.join(hello)
+        return (await self._take_in(hello, 1))[0]
+
+    async def _take_ranks_in(self, hellos: Sequence[wire.WorkerHello]) -> Welcomes:
+        return await self._take_in(together(hellos), len(hellos))
+
+    async def _take_in(self, hello: wire.WorkerHello, processes: int) -> Welcomes:
+        self._check_room()
         self._coming += 1  # making a pool takes long, and others come meanwhile
         try:
-            return await self._take_in(hello)
+            return await self._fit_in(hello, processes)
         finally:
             self._coming -= 1
 
-    async def _take_in(self, hello: wire.WorkerHello) -> tuple[Worker, wire.Welcome]:
+    async def _fit_in(self, hello: wire.WorkerHello, processes: int) -> Welcomes:
         registration = registration_of(self._config, hello)
         hello.facts.geometry.page_size = self._config.page_size
         try:
@@ -60,22 +73,26 @@ class Registering:
         # In a task of its own: a worker that leaves meanwhile must not leave half a pool.
         fitting = self._tiers.fit(facts) if registration is None else self._map(hello.worker, facts, registration)
         making = self._tasks.start(fitting)
-        worker: Worker | None = None
+        workers: list[Worker] = []
         try:
             await asyncio.shield(making)
             self._tiers.cache.namespace(facts.id)
             pools = self._tiers.memory.rank_pools()
-            worker = self._workers.make(hello.worker, facts.id, pools)
-            welcome = self._welcome(worker, facts, pools)
+            for _ in range(processes):
+                workers.append(self._workers.make(hello.worker, facts.id, pools))
+            welcomes = [(worker, self._welcome(worker, facts, pools)) for worker in workers]
         except BaseException:
             making.add_done_callback(self._abandoned)
-            if worker is not None:
+            for worker in workers:
                 worker.drop_lock()
             raise
+        if processes > 1:
+            Ranks.join(workers)
         if self._engine is not None:
-            self._engine.own(worker.number)
-        self._workers.enter(worker)
-        return worker, welcome
+            self._engine.own(workers[0].number)
+        for worker in workers:
+            self._workers.enter(worker)
+        return welcomes
 
     def _check(self, hello: wire.WorkerHello) -> None:
         if hello.protocol != PROTOCOL:
@@ -84,17 +101,19 @@ class Registering:
             )
         if len(hello.worker) > MAX_NAME_CHARS:
             raise invalid(f"worker has {len(hello.worker)} characters; the bound is {MAX_NAME_CHARS}")
-        workers, most = self._workers, self._config.max_workers
-        if workers.may_write + self._coming >= most:
-            raise exhausted(
-                f"{len(workers.here)} workers are here, {self._coming} are coming, and {workers.lost} lost ones are "
-                f"not proven gone; --max-workers is {most}"
-            )
         page_size = hello.facts.geometry.page_size
         if page_size not in (0, self._config.page_size):
             raise precondition(
                 f"page_size: the worker has {page_size}, the daemon {self._config.page_size}; "
                 "give one of them the other's"
+            )
+
+    def _check_room(self) -> None:
+        workers, most = self._workers, self._config.max_workers
+        if workers.may_write + self._coming >= most:
+            raise exhausted(
+                f"{len(workers.here)} workers are here, {self._coming} are coming, and {workers.lost} lost ones are "
+                f"not proven gone; --max-workers is {most}"
             )
 
     async def _map(self, worker: str, facts: NamespaceFacts, registration: Registration) -> None:

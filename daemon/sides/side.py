@@ -19,6 +19,7 @@ from kvferry.daemon.core.effects import BindPages, Effect, ForgetRows, StartCopy
 from kvferry.daemon.core.errors import RequestError, exhausted
 from kvferry.daemon.core.kv_events import EventSink, TokenChain
 from kvferry.daemon.core.limits import Name, name_of
+from kvferry.daemon.core.rank_words import Pass, Word
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.host_tier import cache_limits
 from kvferry.daemon.peers.session import SessionBroken, report_invariant
@@ -28,7 +29,7 @@ from kvferry.daemon.sides.engine_pool import EnginePool
 from kvferry.daemon.sides.registering import Registering
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.daemon.sides.tiers import SideTiers
-from kvferry.daemon.sides.workers import SideWorkers, Worker
+from kvferry.daemon.sides.workers import Ranks, SideWorkers, Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import REQUEST_ID_BYTES
@@ -124,6 +125,9 @@ class Side(Generic[CoreT]):
                 self.core.stood_still(late, self.now())
             self.core.tick(self.now())
             self.flush()
+            for worker in self.workers.here.values():
+                if worker is worker.ranks.owner and (words := worker.ranks.words) is not None:
+                    self._hear_ranks(worker.ranks, words.tick(self.now()))
             self.tiers.beat()
 
     # -- its tiers (tiers.TiersOwner) ----------------------------------------------------------------------------
@@ -147,6 +151,21 @@ class Side(Generic[CoreT]):
         """Takes a worker in, making the pool for the first one. RequestError where it does not fit."""
         return await self._registering.register(hello)
 
+    def hear(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
+        """Takes in what a worker says, of an engine's ranks what they say together. RequestError."""
+        ranks = worker.ranks
+        if ranks.words is None:
+            self.handle(worker, kind, message)
+        elif not ranks.leaving.is_set():
+            self._hear_ranks(ranks, ranks.words.take(ranks.workers.index(worker), kind, message, self.now()))
+
+    def _hear_ranks(self, ranks: Ranks, words: Sequence[Word]) -> None:
+        for word in words:
+            if isinstance(word, Pass):
+                self.handle(ranks.owner, word.kind, word.message)
+            else:
+                ranks.workers[word.rank].tell(word.event)
+
     def worker_left(self, worker: Worker) -> None:
         self.traces.left(worker.number)
         if self._engine is not None and self._engine.is_owner(worker.number):
@@ -167,7 +186,7 @@ class Side(Generic[CoreT]):
 
     async def memory_released(self, worker: Worker, seconds: float) -> bool:
         """Waits until memory that this worker registered, if it did, is mapped no more."""
-        if self._engine is None or not self._engine.is_owner(worker.number):
+        if self._engine is None or not self._engine.is_owner(worker.ranks.owner.number):
             return True
         return await self._engine.released(seconds)
 
@@ -283,12 +302,9 @@ class Side(Generic[CoreT]):
     def tell(self, number: int, event: wire.WorkerEvent) -> None:
         self.traces.hear(number, event)
         worker = self.workers.here.get(number)
-        if worker is None:
-            return
-        try:
-            worker.events.put_nowait(event)
-        except asyncio.QueueFull:
-            worker.overflown.set()  # its stream ends
+        if worker is not None:
+            for each in worker.ranks.workers:
+                each.tell(event)
 
     def fail(self, worker: Worker, name: Name, error: RequestError) -> None:
         failed = wire.Failed(name=name.to_proto(), error=error.to_proto())

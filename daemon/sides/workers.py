@@ -2,7 +2,8 @@
 
 A worker holds the lock of its session file while it has the pool mapped. One that says it is quiesced is gone with its
 stream; one whose stream breaks is lost, and gone a second after that lock is free, and its process, where that can be
-seen, lives on or has ended.
+seen, lives on or has ended. The ranks of one engine are workers each; to the core they are one, the first, which has
+left with the first of them, and is gone with the last.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.daemon.core.errors import exhausted, precondition
+from kvferry.daemon.core.rank_words import RankWords
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.mapping.lock_holder import LockHolder
@@ -27,6 +29,7 @@ PROOF_SECONDS = 0.1  # between looks at a lost worker's lock
 # Behind the proof. Copies of a process that had forked a child with its GPU open, or that calls exec, were seen to land
 # for some 10 ms more, as were those into shared memory of one in another PID namespace.
 SETTLE_SECONDS = 1.0
+QUIESCE_SECONDS = 5.0  # behind the first rank of an engine that is quiesced, for the others to be so
 SEEN_WITH = (
     "run both in one PID namespace; the daemon's kernel (from 5.3 on), seccomp profile and Python must have pidfd_open,"
     " and --shm-dir must be on a file system of one device number in stat and /proc/locks: tmpfs is, btrfs and some"
@@ -46,6 +49,16 @@ class Worker:
     attached: bool = False
     quiesced: bool = False
     overflown: asyncio.Event = field(default_factory=asyncio.Event)
+    ranks: Ranks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = Ranks([self])
+
+    def tell(self, event: wire.WorkerEvent) -> None:
+        try:
+            self.events.put_nowait(event)
+        except asyncio.QueueFull:
+            self.overflown.set()  # its stream ends
 
     def lets_go(self) -> bool:
         """Whether the worker has let its lock go and lives on, or its process has ended. Of one that cannot be seen,
@@ -63,9 +76,32 @@ class Worker:
             self.holder = None
 
 
+@dataclass(slots=True, eq=False)
+class Ranks:
+    """The workers that are the ranks of one engine, by rank; most are the only one of theirs."""
+
+    workers: list[Worker]
+    words: RankWords | None = None  # where there are several
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # one has left, and so must all
+    lost: bool = False  # one's stream broke
+    gone: set[int] = field(default_factory=set)  # numbers of those that write no more
+
+    @property
+    def owner(self) -> Worker:
+        """The one that the core knows."""
+        return self.workers[0]
+
+    @staticmethod
+    def join(workers: list[Worker]) -> None:
+        """Makes these the ranks of one engine."""
+        ranks = Ranks(workers, RankWords(len(workers)))
+        for worker in workers:
+            worker.ranks = ranks
+
+
 class WorkerEnds(Protocol):
-    """A side as it is told how workers end: `worker_left`, then `worker_lost` unless it is gone already, then
-    `worker_gone`."""
+    """A side as it is told how workers end, of an engine's ranks once for the first: `worker_left`, then `worker_lost`
+    unless it is gone already, then `worker_gone`."""
 
     def worker_left(self, worker: Worker) -> None:
         """The worker's stream has ended."""
@@ -91,7 +127,8 @@ class SideWorkers:
     @property
     def may_write(self) -> int:
         """The number of workers that may write: those that are here, and lost ones."""
-        return len(self.here) + len(self._lost)
+        workers = [*self.here.values(), *self._lost.values()]
+        return len({worker.ranks.owner.number for worker in workers})
 
     @property
     def lost(self) -> int:
@@ -136,15 +173,28 @@ class SideWorkers:
     def leave(self, worker: Worker) -> None:
         """Takes the worker out of those that are here: its stream has ended."""
         del self.here[worker.number]
-        self._ends.worker_left(worker)
+        ranks = worker.ranks
+        if not ranks.leaving.is_set():
+            ranks.leaving.set()
+            self._ends.worker_left(ranks.owner)
         if worker.quiesced or not worker.attached:
             self._proved(worker)
             return
-        self._ends.worker_lost(worker)
+        if not ranks.lost:
+            ranks.lost = True
+            self._ends.worker_lost(ranks.owner)
         self._lost[worker.number] = worker
         process = "a process that cannot be seen" if worker.holder is None else f"process {worker.holder.pid}"
         log.info("worker %s is lost: %s may write its pages until its end is proven", worker.name, process)
         self._tasks.start(self._await_proof(worker))
+
+    async def other_rank_left(self, worker: Worker) -> None:
+        """Returns when another rank of its engine has left; where that was quiesced, a while later: this one may be
+        about to say so, too."""
+        ranks = worker.ranks
+        await ranks.leaving.wait()
+        if not ranks.lost:
+            await asyncio.sleep(QUIESCE_SECONDS)
 
     async def _await_proof(self, worker: Worker) -> None:
         """Waits for the proof; until then the lost worker may still write."""
@@ -157,7 +207,10 @@ class SideWorkers:
 
     def _proved(self, worker: Worker) -> None:
         worker.drop_lock()
-        self._ends.worker_gone(worker)
+        ranks = worker.ranks
+        ranks.gone.add(worker.number)
+        if len(ranks.gone) == len(ranks.workers):
+            self._ends.worker_gone(ranks.owner)
 
     def close(self) -> None:
         """Drops all locks: no stream is served, and no proof awaited any more."""

@@ -75,7 +75,7 @@ def loading() -> tuple[DecodeScheduler, Request]:
 def test_a_reply_begins_with_its_token_when_the_prompt_has_come(together: bool) -> None:
     side, request = loading()
     side.begin_with_first_tokens()
-    side.hear(News(first={"a": 77}).then(News(session=True)))
+    side.hear(News(first={"a": 77}).then(News(sessions={0: True})))
     if not together:
         assert side.take_first_tokens() == ()
     side.received(["a"])
@@ -136,12 +136,12 @@ def test_what_failed_is_told_by_the_step_that_tells_its_blocks() -> None:
     assert reports.take_good() is None
     reports.add_received("good")
     reports.add_sent("over")
-    reports.add_news(News(session=False))
+    reports.add_news(News(sessions={0: False}))
     assert reports.take_good() == ({"over"}, {"good"}, {})
     assert reports.take_bad() == {3, 4}
     assert reports.take_good() is None, "its blocks are on their way, by which it is to be judged"
     assert reports.take() == (set(), {"bad"})
-    assert reports.take_news() == News(session=False), "in their order, by the steps"
+    assert reports.take_news() == News(sessions={0: False}, bad=frozenset({"bad"})), "in their order, by the steps"
     reports.add_received("bad")
     assert reports.take_good() == (set(), {"bad"}, {})
 

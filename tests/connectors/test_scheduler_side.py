@@ -26,9 +26,9 @@ from tests.connectors.scheduling import (
 def test_a_new_session_may_be_with_another_daemon() -> None:
     daemon = Daemon()
     side = prefill(daemon)
-    side.hear(News(session=False))
+    side.hear(News(sessions={0: False}))
     assert daemon.asked_again == 0
-    side.hear(News(session=True))
+    side.hear(News(sessions={0: True}))
     assert daemon.asked_again == 1
 
 
@@ -408,9 +408,9 @@ def computed(side: PrefillScheduler, news: tuple[News, ...] = ()) -> dict[str, o
         ((), True),
         ((News(frozenset({"b"})),), True),
         ((News(frozenset({"a"})),), False),
-        ((News(session=False),), False),
-        ((News(session=False), News(session=True)), True),
-        ((News(frozenset({"a"}), session=False), News(session=True)), False),
+        ((News(sessions={0: False}),), False),
+        ((News(sessions={0: False}), News(sessions={0: True})), True),
+        ((News(frozenset({"a"}), sessions={0: False}), News(sessions={0: True})), False),
     ],
 )
 def test_decode_is_not_told_of_what_the_worker_does_not_send(news: tuple[News, ...], told: bool) -> None:
@@ -419,9 +419,9 @@ def test_decode_is_not_told_of_what_the_worker_does_not_send(news: tuple[News, .
 
 def test_what_the_worker_said_of_its_session_holds_for_later_prompts() -> None:
     side = prefill(Daemon())
-    side.hear(News(session=False))
+    side.hear(News(sessions={0: False}))
     assert computed(side) is None
-    assert computed(side, (News(session=True),)) is not None
+    assert computed(side, (News(sessions={0: True}),)) is not None
     assert computed(side) is not None
 
 
@@ -431,9 +431,11 @@ def test_decode_is_not_told_of_a_prompt_that_its_daemon_has_no_room_for(most: in
 
 
 def test_news_that_nobody_has_taken_are_told_together() -> None:
-    both = News(frozenset({"a"}), session=False).then(News(frozenset({"b"})))
-    assert both == News(frozenset({"a", "b"}), session=False)
-    assert both.then(News(session=True)).session is True
+    both = News(frozenset({"a"}), sessions={0: False}).then(News(frozenset({"b"})))
+    assert both == News(frozenset({"a", "b"}), sessions={0: False})
+    assert both.then(News(sessions={0: True})).sessions == {0: True}
+    ranks = News(first={"a": 1}).then(News(sessions={1: False}, bad=frozenset({"a"})))
+    assert ranks == News(sessions={1: False}, first={"a": 1}, bad=frozenset({"a"})), "of all of an engine's ranks"
 
 
 def test_blocks_promised_before_the_daemon_seemed_down_are_reported() -> None:

@@ -85,8 +85,9 @@ def test_an_engine_that_fits() -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        (Engine(parallel={"tensor_parallel_size": 2}), "tensor_parallel_size is 2; .* set it to 1"),
-        (Engine(parallel={"pipeline_parallel_size": 4}), "pipeline_parallel_size is 4"),
+        (Engine(parallel={"pipeline_parallel_size": 4}), "pipeline_parallel_size is 4; .*: set it to 1"),
+        (Engine(parallel={"decode_context_parallel_size": 2}), "decode_context_parallel_size is 2; .*: set it to 1"),
+        (Engine(parallel={"prefill_context_parallel_size": 2}), "prefill_context_parallel_size is 2; .*: set it to 1"),
         (Engine(caching=False, images=True), "prefix caching is off, .* --enable-prefix-caching"),
         (Engine(sleeps=True), "sleep mode is on, .* is 'mp': .* --distributed-executor-backend uni, or without"),
         (Engine(device="xpu"), "the device is 'xpu'; .* one of cpu, cuda"),

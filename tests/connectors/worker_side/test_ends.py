@@ -142,11 +142,11 @@ def test_daemons_that_die_fail_what_runs_and_serve_again_when_they_are_back(pair
     pair.stack.kill(pair.daemons["prefill"])
     pair.give("prefill", Release("d"))
     sent(prefill, "d")
-    assert prefill.reports.take_news() == News(frozenset({"d"}), session=False)
+    assert prefill.reports.take_news() == News(frozenset({"d"}), sessions={0: False})
 
     pair.start("prefill")
     pair.start("decode")
-    until(lambda: prefill.reports.take_news() == News(session=True))
+    until(lambda: prefill.reports.take_news() == News(sessions={0: True}))
 
     def works() -> bool:
         prompt = new_prompt(2 * PAGE)

@@ -29,7 +29,7 @@ def read(*messages: wire.WorkerMessage) -> list[str]:
         worker.attached = True
 
     side = SimpleNamespace(
-        workers=SimpleNamespace(attach=attach), handle=lambda worker, kind, message: handled.append(kind)
+        workers=SimpleNamespace(attach=attach), hear=lambda worker, kind, message: handled.append(kind)
     )
     worker = SimpleNamespace(attached=False, quiesced=False)
     context = SimpleNamespace(read=next_message)
