@@ -288,8 +288,7 @@ class DaemonClient:
             raise request.failure
 
     def check_kept(self, name: RequestName) -> None:
-        """Checks as `check` does; raises Retracted, too, when the daemon wants the pages back: the request is to
-        finish."""
+        """Checks as `check` does; raises Retracted, too: the daemon wants the pages back."""
         self.check(name)
         if self._of(name).retracted:
             raise Retracted

@@ -1,6 +1,6 @@
 """Clients that leave and daemons that die, under load: no wrong token, no hang, nothing leaked.
 
-python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--output bench/results/vllm-chaos.txt]
+python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--ranks 2:1] [--output bench/results/vllm-chaos.txt]
 
 VLLM_LEAVE_SECONDS: clients that leave do so within that time (4; no longer than a reply takes, or few of them leave).
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import httpx
 from chat import Comparison, Messages, Reply, body, new_client, one_server, streamed, user_text
-from cluster import Cluster, Spec, machine
+from cluster import Cluster, Spec, machine, ranks_of
 from compare import done_by
 
 from kvferry.proto import cache_pb2
@@ -170,12 +170,15 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--decode-blocks", type=int, default=64)
+    parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
+    ranks = ranks_of(args.ranks)
     asked = prompts(4, 3)
     with Cluster(Spec()) as cluster:
         wanted = Wanted(asyncio.run(references(cluster.alone().url, asked, args.max_tokens)))
-    with Cluster(Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0})) as cluster:
+    spec = Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0}, ranks=ranks)
+    with Cluster(spec) as cluster:
         cluster.kvferry()
         lines, failed = run_on(cluster, asked, wanted, args.aborts, args.restarts, args.clients, args.max_tokens)
     lines.insert(0, f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")

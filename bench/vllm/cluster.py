@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,7 +32,7 @@ import httpx
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import cache_pb2
-from kvferry.workers.smollm import converted_model
+from kvferry.workers.smollm import cache_folder, converted_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / "build" / "vllm-venv" / "bin" / "python"))
@@ -42,11 +43,21 @@ STOP_SECONDS = 60.0
 BLOCK = 32
 CACHES = os.environ.get("VLLM_CACHES", "")
 DEVICES = [name for name in os.environ.get("VLLM_DEVICES", "").split(",") if name]
+LAYERS, HIDDEN, HEADS, KV_HEADS = 4, 512, 8, 4  # of the model of `model_of_heads`
+SPREAD = 0.08  # of its weights: two best logits are seldom near each other
 SIDE_PORT = 5600  # of NIXL's handshakes
 GPU_SHARE = 0.2  # of a GPU's memory, for each engine
 SCHEDULER = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.KVFerryScheduler")  # of decode engines
 SMALL = ("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK), "--max-model-len", "1024")
 SMALL += ("--max-num-seqs", "16", "--max-num-batched-tokens", "512")  # of a step: longer prompts are computed in chunks
+
+
+def ranks_of(pair: str) -> dict[str, int]:
+    """A Spec's ranks from "P:D", those of prefill and of decode; of several the model has the heads."""
+    prefill, decode = map(int, pair.split(":"))
+    if max(prefill, decode) > 1:
+        os.environ.setdefault("VLLM_MODEL", str(model_of_heads()))
+    return {"prefill": prefill, "decode": decode}
 
 
 class ClusterError(RuntimeError):
@@ -308,6 +319,37 @@ def model_folder() -> Path:
     """VLLM_MODEL, or SmolLM2-135M-Instruct as the demo of kvferry converts it."""
     named = os.environ.get("VLLM_MODEL")
     return Path(named) if named else converted_model()
+
+
+def model_of_heads() -> Path:
+    """A small Llama with random weights and KV heads for several ranks: SmolLM2, whose tokenizer it has, has three."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = cache_folder() / f"random-{KV_HEADS}-heads"
+    if (folder / "config.json").exists():
+        return folder
+    base = converted_model()
+    config = LlamaConfig.from_pretrained(base)
+    config.update(
+        {
+            "hidden_size": HIDDEN,
+            "intermediate_size": 2 * HIDDEN,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": HIDDEN // HEADS,
+            "tie_word_embeddings": False,
+            "initializer_range": SPREAD,
+        }
+    )
+    torch.manual_seed(7)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in base.iterdir():
+        if file.suffix not in (".safetensors", ".bin") and file.name != "config.json":
+            shutil.copy(file, folder / file.name)
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return folder
 
 
 def device_of(name: str) -> str:

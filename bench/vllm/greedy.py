@@ -1,6 +1,6 @@
 """Greedy output of two vLLM servers joined by kvferry against one vLLM without any connector, token for token.
 
-python bench/vllm/greedy.py [--output bench/results/vllm-greedy.txt]
+python bench/vllm/greedy.py [--ranks 2:1] [--output bench/results/vllm-greedy.txt]
 
 A difference is allowed only where the reference's two best logits are within 1e-3; it is printed and counted.
 """
@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from chat import Load, Reply, Token, compared, run_chats, texts
-from cluster import Cluster, Spec, machine
+from cluster import Cluster, Spec, machine, ranks_of
 
 
 def kept(path: str | None) -> list[list[Reply]] | None:
@@ -35,10 +35,12 @@ def main() -> int:
     parser.add_argument("--user-words", type=int, default=60)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--small-blocks", type=int, default=34, help="decode blocks of the evicting case")
+    parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
     parser.add_argument("--page-size", type=int, default=32)
     parser.add_argument("--reference", metavar="FILE", help="take the single server's replies from there, or keep them")
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
+    ranks = ranks_of(args.ranks)
     load = Load(args.conversations, args.turns, args.user_words, args.max_tokens)
     lines = [f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
     print(lines[0], flush=True)
@@ -53,7 +55,7 @@ def main() -> int:
     wrong = 0
     for case, blocks in (("large decode cache", 0), ("small decode cache", args.small_blocks)):
         with Cluster(
-            Spec(decode_blocks=blocks, page_size=args.page_size, extra={"deadline_seconds": 120.0})
+            Spec(decode_blocks=blocks, page_size=args.page_size, extra={"deadline_seconds": 120.0}, ranks=ranks)
         ) as cluster:
             cluster.kvferry()
             got = asyncio.run(run_chats(cluster.front, load, said))

@@ -19,13 +19,13 @@ from kvferry.daemon.core.effects import BindPages, Effect, ForgetRows, StartCopy
 from kvferry.daemon.core.errors import RequestError, exhausted
 from kvferry.daemon.core.kv_events import EventSink, TokenChain
 from kvferry.daemon.core.limits import Name, name_of
-from kvferry.daemon.core.rank_words import Pass, Word
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.host_tier import cache_limits
 from kvferry.daemon.peers.session import SessionBroken, report_invariant
 from kvferry.daemon.peers.traces import traces_of
 from kvferry.daemon.sides.core_interface import Core
 from kvferry.daemon.sides.engine_pool import EnginePool
+from kvferry.daemon.sides.rank_words import Pass, Word
 from kvferry.daemon.sides.registering import Registering
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.daemon.sides.tiers import SideTiers

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.daemon.core.errors import exhausted, precondition
-from kvferry.daemon.core.rank_words import RankWords
+from kvferry.daemon.sides.rank_words import RankWords
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.mapping.lock_holder import LockHolder

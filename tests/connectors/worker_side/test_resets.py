@@ -89,7 +89,8 @@ def test_a_daemon_that_is_away_is_told_when_it_is_back(pair: Pair) -> None:
         assert not view._flushed
         pair.start("decode")
         until(lambda: view._flushed)
-    until(lambda: (news := pair.sides["decode"].reports.take_news()) is not None and news.sessions == {0: True})  # its engine, too
+    engine = pair.sides["decode"].reports
+    until(lambda: (news := engine.take_news()) is not None and news.sessions == {0: True})  # it is told, too
 
 
 def test_a_flush_of_what_the_daemon_does_not_have_is_not_tried_again(pair: Pair) -> None:

@@ -116,7 +116,7 @@ GUARDS: tuple[Guard, ...] = (
         "loads and stores of before a reset go on",
         "connectors/worker_side.py",
         "WorkerSide._begin",
-        "                    task.cancel()\n",
+        "                    self._cancel(request)\n",
         "                    pass\n",
         RESET_WORKERS,
     ),

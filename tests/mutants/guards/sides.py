@@ -136,7 +136,7 @@ _WORKERS = (
     Guard(
         "workers that come count",
         "daemon/sides/registering.py",
-        "Registering._check",
+        "Registering._check_room",
         "workers.may_write + self._coming >= most",
         "workers.may_write >= most",
         (f"{SIDES}/test_registering.py",),
@@ -144,7 +144,7 @@ _WORKERS = (
     Guard(
         "a pool that was mapped for nobody is let go",
         "daemon/sides/registering.py",
-        "Registering._take_in",
+        "Registering._fit_in",
         "making.add_done_callback(self._abandoned)",
         "pass",
         (f"{SIDES}/test_registering.py",),
