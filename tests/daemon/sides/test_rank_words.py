@@ -1,0 +1,97 @@
+"""The words of an engine's ranks: passed on when all have said them, and a rank that aborts or does not come ends it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.sides.rank_words import OPEN_SECONDS, Pass, RankWords, Tell, Word
+from kvferry.proto import common_pb2 as common
+from kvferry.proto import worker_pb2 as wire
+
+NAME = common.RequestName(request_id=b"r" * 16, attempt=1)
+ADMIT = wire.WorkerMessage(admit=wire.Admit(name=NAME, tokens=9, digests=b"d" * 32))
+PART = wire.WorkerMessage(admit=wire.Admit(name=NAME))
+BEGIN = wire.WorkerMessage(begin=wire.Begin(name=NAME, tokens=64))
+ABORT = wire.WorkerMessage(abort=wire.Abort(name=NAME))
+FINISH = wire.WorkerMessage(finish=wire.Finish(name=NAME, tokens=9))
+
+
+def progress(tokens: int, *blocks: int) -> wire.WorkerMessage:
+    return wire.WorkerMessage(progress=wire.Progress(name=NAME, tokens=tokens, blocks=blocks))
+
+
+def say(words: RankWords, rank: int, message: wire.WorkerMessage, now: float = 0.0) -> list[Word]:
+    return list(words.take(rank, str(message.WhichOneof("kind")), message, now))
+
+
+def told(words: list[Word]) -> list[tuple[int, str]]:
+    return [(word.rank, str(word.event.WhichOneof("kind"))) for word in words if isinstance(word, Tell)]
+
+
+def opened(words: RankWords, opening: wire.WorkerMessage = ADMIT) -> None:
+    for rank in range(1, 3):
+        assert say(words, rank, PART) == []
+    assert say(words, 0, opening) == [Pass(str(opening.WhichOneof("kind")), opening)]
+
+
+def test_what_all_have_said_is_passed_on_once_as_rank_0_said_it() -> None:
+    words = RankWords(3)
+    opened(words)
+    assert say(words, 0, FINISH) == say(words, 2, FINISH) == []
+    assert say(words, 1, FINISH) == [Pass("finish", FINISH)]
+    assert len(words) == 0
+
+
+def test_progress_is_that_of_the_last_with_the_blocks_that_rank_0_named() -> None:
+    words = RankWords(3)
+    opened(words, BEGIN)
+    assert say(words, 0, progress(32, 7, 8)) == say(words, 1, progress(64)) == []
+    assert say(words, 2, progress(32)) == [Pass("progress", progress(32, 7, 8))]
+    assert say(words, 0, progress(64, 9)) == []
+    assert say(words, 2, progress(64)) == [Pass("progress", progress(64, 9))]
+    with pytest.raises(RequestError, match="66 are named of 64 tokens"):
+        say(words, 0, progress(65, *range(66)))
+
+
+def test_one_that_aborts_has_it_aborted_when_all_have_answered() -> None:
+    words = RankWords(3)
+    opened(words)
+    assert say(words, 2, FINISH) == []
+    assert told(say(words, 1, ABORT)) == [(0, "failed")], "rank 2 has said its last word"
+    assert say(words, 0, ABORT) == [Pass("abort", ABORT)]
+    assert say(words, 2, ABORT) == [Pass("abort", ABORT)], "an answer to what it was told since"
+    assert len(words) == 0
+
+
+def test_what_is_aborted_before_all_have_opened_it_never_is_passed_on() -> None:
+    words = RankWords(3)
+    assert say(words, 0, ADMIT) == say(words, 0, ABORT) == []
+    assert told(say(words, 1, PART)) == [(1, "failed")] and told(say(words, 2, PART)) == [(2, "failed")]
+    assert say(words, 1, ABORT) == []
+    assert told(say(words, 2, ABORT)) == [(0, "ended"), (1, "ended"), (2, "ended")]
+    assert len(words) == 0
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
+    words = RankWords(3)
+    assert say(words, 0, ADMIT, 5.0) == say(words, 1, PART, 6.0) == []
+    assert words.tick(5.0 + OPEN_SECONDS - 0.1) == []
+    assert told(list(words.tick(5.0 + OPEN_SECONDS))) == [(0, "failed"), (1, "failed")]
+    assert say(words, 0, ABORT) == []
+    assert told(say(words, 1, ABORT)) == [(0, "ended"), (1, "ended")]
+    assert len(words) == 0
+    opened(words)
+    assert words.tick(1e9) == [], "what is passed on has the core's deadlines"
+
+
+def test_what_a_rank_may_not_say() -> None:
+    words = RankWords(3)
+    opened(words)
+    assert told(say(words, 1, PART)) == [(1, "failed")], "the name is in use"
+    grow = wire.WorkerMessage(grow=wire.Grow(name=NAME, tokens=1))
+    assert say(words, 0, grow) == [Pass("grow", grow)]
+    with pytest.raises(RequestError, match="rank 1 does not send grow"):
+        say(words, 1, grow)
+    other = wire.WorkerMessage(finish=wire.Finish(name=common.RequestName(request_id=b"o" * 16, attempt=1)))
+    assert told(say(words, 1, other)) == [(1, "failed")]
