@@ -1,4 +1,4 @@
-"""The words of an engine's ranks: passed on when all have said them, and a rank that aborts or does not come ends it."""
+"""The words of an engine's ranks: passed on when all have said them; one that aborts, or does not come, ends it."""
 
 from __future__ import annotations
 
