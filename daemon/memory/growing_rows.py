@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 MAKING = threading.Lock()  # of one tier at a time: what is free for one is not for the other
 CHUNK_BYTES = 1 << 30
-PIN_BYTES = 64 << 20  # pinned at once: meanwhile no other thread of the process can have memory mapped
 HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -36,8 +35,7 @@ class GrowingRows:
         self.asked = asked
         self.pages = 0
         self.row_bytes = len(rows.buffer) // asked
-        self._piece = self._rows_of_a_piece()
-        self._step = max(1, CHUNK_BYTES // (self._piece * self.row_bytes)) * self._piece
+        self._step = self._rows_of_a_chunk()
         self._rows = rows
         self._pinner = pinner
         self._pins: list[object] = []
@@ -58,17 +56,17 @@ class GrowingRows:
         """The first row of each chunk, and that behind its last."""
         return ((start, min(start + self._step, self.asked)) for start in range(0, self.asked, self._step))
 
-    def _rows_of_a_piece(self) -> int:
-        """The rows of about PIN_BYTES, which end where both a row and a page of memory do: what is pinned apart shares
-        no page, and no row lies in two."""
+    def _rows_of_a_chunk(self) -> int:
+        """The rows of about CHUNK_BYTES, which end where both a row and a page of memory do: what is pinned apart
+        shares no page, and no row lies in two."""
         together = [math.lcm(self.row_bytes, size) for size in (HUGE_PAGE_BYTES, mmap.PAGESIZE)]
         unit = next((nbytes // self.row_bytes for nbytes in together if nbytes <= CHUNK_BYTES), self.asked)
-        return max(unit, min(PIN_BYTES, CHUNK_BYTES) // self.row_bytes // unit * unit)
+        return max(unit, CHUNK_BYTES // self.row_bytes // unit * unit)
 
     def parts(self, rows: NDArray[np.int64]) -> list[slice]:
-        """The copy of these rows in parts of which none has neighbours on both sides of a piece's end: they would be
+        """The copy of these rows in parts of which none has neighbours on both sides of a chunk's end: they would be
         copied as one, which drivers refuse where they were pinned apart."""
-        cut = np.flatnonzero((rows[1:] % self._piece == 0) & (rows[1:] == rows[:-1] + 1)) + 1
+        cut = np.flatnonzero((rows[1:] % self._step == 0) & (rows[1:] == rows[:-1] + 1)) + 1
         ends = [0, *cut.tolist(), len(rows)]
         return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
@@ -79,34 +77,28 @@ class GrowingRows:
         with MAKING:
             if lack := self._rows.lacks(start, end):
                 raise OSError(errno.ENOMEM, f"rows {first} to {last - 1}: {lack}")
-            near = self._near[first // self._step % len(self._near)] if self._near else ()
-            pinned = len(self._pins)
+            near = self._near[len(self._pins) % len(self._near)] if self._near else ()
             try:
                 self._rows.make(start, end, near)
-                self._pin(start, end)
+                if self._pinner is not None:
+                    self._pin(self._pinner, self._rows.buffer[start:end])
             except Exception:  # threads that cannot be had, too
-                del self._pins[pinned:]
                 self._rows.unmake(start, end)
                 raise
         found = self._rows.recover(first, last)
         self.pages = last
         return Held.of(found) if found is not None else None
 
-    def _pin(self, start: int, end: int) -> None:
-        step = self._piece * self.row_bytes
-        for at in range(start, end, step):
-            if self._pinner is None:
-                return
-            try:
-                self._pins.append(self._pinner.pin(self._rows.buffer[at : min(at + step, end)]))
-            except OSError as error:
-                limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-                told = f"{error} (memlock limit: {'none' if limit == resource.RLIM_INFINITY else limit})"
-                if start > 0:  # what is before it is pinned
-                    raise OSError(errno.ENOMEM, told) from error
-                log.warning("the host tier is not pinned, its copies will be slow: %s", told)
-                self._pins.clear()
-                self._pinner = None
+    def _pin(self, pinner: Pinner, rows: memoryview) -> None:
+        try:
+            self._pins.append(pinner.pin(rows))
+        except OSError as error:
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            told = f"{error} (memlock limit: {'none' if limit == resource.RLIM_INFINITY else limit})"
+            if self._pins:
+                raise OSError(errno.ENOMEM, told) from error
+            log.warning("the host tier is not pinned, its copies will be slow: %s", told)
+            self._pinner = None
 
     def close(self) -> None:
         """Lets them go: no copy of them runs, and none is being made. What is pinned takes seconds, and so may the

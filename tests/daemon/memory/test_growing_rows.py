@@ -168,30 +168,6 @@ def test_a_later_chunk_that_cannot_be_pinned_is_not_used() -> None:
     assert rows.let_go == [(4 * ROW, 6 * ROW)], "memory is short, and nobody uses it"
 
 
-@pytest.fixture
-def pins_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growing_rows, "HUGE_PAGE_BYTES", ROW)
-    monkeypatch.setattr(growing_rows, "PIN_BYTES", ROW)
-
-
-@pytest.mark.usefixtures("pins_of_a_row")
-def test_what_is_pinned_of_a_chunk_that_fails_is_let_go() -> None:
-    there = growing(rows := Rows(), pins := Pins(good=3))
-    there.make(0, 2)
-    with pytest.raises(OSError, match="not pinned: injected"):
-        there.make(2, 4)
-    assert (there.pages, pins.held, pins.asked, rows.let_go) == (2, 2, [ROW] * 4, [(2 * ROW, 4 * ROW)])
-    assert there.parts(np.array([0, 1, 5])) == [slice(0, 1), slice(1, 3)], "none is over the end of what is pinned"
-
-
-@pytest.mark.usefixtures("pins_of_a_row")
-def test_a_first_chunk_that_is_pinned_in_part_is_used_without() -> None:
-    there = growing(rows := Rows(), pins := Pins(good=1))
-    there.make(0, 2)
-    there.make(2, 4)
-    assert (there.pages, pins.held, len(pins.asked), rows.let_go) == (4, 0, 2, [])
-
-
 def test_what_there_is_of_a_chunk_that_fails_is_let_go_whatever_the_error() -> None:
     there = growing(rows := Rows())
     there.make(0, 2)
@@ -240,10 +216,10 @@ def test_a_file_whose_header_is_wrong_counts_as_one_entry(caplog: pytest.LogCapt
 
 
 @given(st.lists(st.integers(0, 23), unique=True, max_size=24), st.integers(1, 9))
-def test_no_part_of_a_copy_goes_over_the_end_of_a_pinned_piece(rows: list[int], step: int) -> None:
+def test_no_part_of_a_copy_goes_over_the_end_of_a_chunk(rows: list[int], step: int) -> None:
     """Neighbours are copied as one, and drivers refuse one copy of what was pinned apart."""
     growing = GrowingRows(Rows(), ROWS, None, ())
-    growing._piece = step
+    growing._step = step
     at = np.array(rows, np.int64)
     parts = [at[part].tolist() for part in growing.parts(at)]
     assert [row for part in parts for row in part] == rows
