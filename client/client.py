@@ -35,7 +35,7 @@ from kvferry.client.requests import (
     name_in_use,
     with_page_tokens,
 )
-from kvferry.client.stream import MAX_UNSENT_BYTES, PROTOCOL, Stream, StreamEnd, open_stream
+from kvferry.client.stream import MAX_UNSENT_BYTES, Stream, StreamEnd, new_hello, open_stream
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.proto.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
@@ -101,12 +101,7 @@ class DaemonClient:
         Raises HandshakeFailed when the daemon refuses, its memory cannot be mapped, or (DaemonAbsent) it is not there
         in time.
         """
-        hello = worker_pb2.WorkerHello(protocol=PROTOCOL, role=role, worker=worker, facts=facts, late_ms=late_ms)
-        if own is not None:
-            hello.pool.CopyFrom(own.message)
-            hello.facts.geometry.page_size = own.pools.geometry.page_size
-        if rank is not None:
-            hello.rank.CopyFrom(rank.to_proto())
+        hello = new_hello(role, facts, worker, late_ms, own, rank)
         stream: Stream | None = None
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
@@ -196,14 +191,14 @@ class DaemonClient:
             self._send(worker_pb2.WorkerMessage(page_tokens=told))
 
     async def grow(self, name: RequestName, tokens: int) -> tuple[int, ...]:
-        """Asks for room for `tokens` tokens in all, inside the promise of max_new_tokens: the ids of the added pages,
-        in order. One call at a time for a request. Raises Retracted, too."""
+        """Asks for room for `tokens` tokens in all, inside the promise of max_new_tokens. Returns the ids of the added
+        pages, in order; they follow those the request has. One call at a time for a request. Raises Retracted, too."""
         request = self._of(name)
         assert request.grown is None, f"request {name} is already growing"
         if request.retracted:
             raise Retracted
         request.grown = asyncio.get_running_loop().create_future()
-        self._send(worker_pb2.WorkerMessage(grow={"name": name.to_proto(), "tokens": tokens}))
+        self._send(worker_pb2.WorkerMessage(grow=worker_pb2.Grow(name=name.to_proto(), tokens=tokens)))
         try:
             return await self._wait(name, request.grown, GROW_DEADLINE_S, "Grown")
         finally:
@@ -288,7 +283,8 @@ class DaemonClient:
             raise request.failure
 
     def check_kept(self, name: RequestName) -> None:
-        """Checks as `check` does; raises Retracted, too: the daemon wants the pages back."""
+        """Checks as `check` does; raises Retracted, too, when the daemon wants the pages back: the request is to
+        finish."""
         self.check(name)
         if self._of(name).retracted:
             raise Retracted
@@ -336,6 +332,7 @@ class DaemonClient:
 
     @property
     def open_requests(self) -> int:
+        """Requests that neither ended nor were aborted."""
         return len(self._requests)
 
     async def close(self, deadline_s: float = 5.0) -> None:
@@ -344,7 +341,8 @@ class DaemonClient:
         waited for longer. Without that word what of it is on GPUs stays allocated to the end of this process."""
         if self._closing:
             return
-        self._closing, owns = True, self._attachment.owns
+        self._closing = True
+        owns = self._attachment.owns
         heard = await self._quiesced(max(deadline_s, UNMAP_DEADLINE_S) if owns else deadline_s)
         self._stream.frames.abort()
         self._break(DaemonGone("the session was closed"))
@@ -369,7 +367,7 @@ class DaemonClient:
         return ended
 
     async def _settled(self, deadline_s: float) -> bool:
-        """Whether nothing of this process touches a page any more; else the daemon looks at its lock."""
+        """Whether no copy or kernel of this process touches a page any more; else the daemon looks at its lock."""
         settling = asyncio.ensure_future(asyncio.to_thread(self.pools.settle))
         if not await is_done(settling, deadline_s):
             _log.warning("what this worker has queued on its device has not ended within %g s", deadline_s)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import grpc
 from google.protobuf.message import DecodeError
 
+from kvferry.client.engine_pools import EnginePools
+from kvferry.client.one_rank import OneRank
 from kvferry.client.requests import DaemonAbsent, DaemonEnded, DaemonGone, HandshakeFailed
 from kvferry.frames import SUFFIX, FrameStream
-from kvferry.proto import worker_pb2
+from kvferry.proto import common_pb2, worker_pb2
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
 from kvferry.waiting import is_done
 
@@ -135,6 +137,24 @@ class Stream:
         self.over.set_result(end)
         if not self._first.done():
             self._first.set_result(None)
+
+
+def new_hello(
+    role: common_pb2.Role,
+    facts: common_pb2.NamespaceFacts,
+    worker: str,
+    late_ms: int,
+    own: EnginePools | None,
+    rank: OneRank | None,
+) -> worker_pb2.WorkerHello:
+    """A worker's first word; see `DaemonClient.connect`."""
+    hello = worker_pb2.WorkerHello(protocol=PROTOCOL, role=role, worker=worker, facts=facts, late_ms=late_ms)
+    if own is not None:
+        hello.pool.CopyFrom(own.message)
+        hello.facts.geometry.page_size = own.pools.geometry.page_size
+    if rank is not None:
+        hello.rank.CopyFrom(rank.to_proto())
+    return hello
 
 
 async def open_stream(socket: str, deadline_s: float) -> Stream:

@@ -184,7 +184,6 @@ class DaemonRequest:
     def then(self, ending: Coroutine[Any, Any, None]) -> None:
         """Names what ends the request instead of an abort, behind the engine's back: it went well."""
         self.ending = ending
-        self.over = True
 
     def ended(self) -> None:
         """It went well, and the daemon has said so."""

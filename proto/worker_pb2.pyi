@@ -88,22 +88,22 @@ class SessionEnd(_message.Message):
     def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ..., daemon_ended: bool = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol", "role", "worker", "facts", "pool", "rank", "late_ms")
+    __slots__ = ("protocol", "role", "worker", "facts", "pool", "late_ms", "rank")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
     LATE_MS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     role: _common_pb2.Role
     worker: str
     facts: _common_pb2.NamespaceFacts
     pool: EnginePool
-    rank: OneRank
     late_ms: int
-    def __init__(self, protocol: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., worker: _Optional[str] = ..., facts: _Optional[_Union[_common_pb2.NamespaceFacts, _Mapping]] = ..., pool: _Optional[_Union[EnginePool, _Mapping]] = ..., rank: _Optional[_Union[OneRank, _Mapping]] = ..., late_ms: _Optional[int] = ...) -> None: ...
+    rank: OneRank
+    def __init__(self, protocol: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., worker: _Optional[str] = ..., facts: _Optional[_Union[_common_pb2.NamespaceFacts, _Mapping]] = ..., pool: _Optional[_Union[EnginePool, _Mapping]] = ..., late_ms: _Optional[int] = ..., rank: _Optional[_Union[OneRank, _Mapping]] = ...) -> None: ...
 
 class OneRank(_message.Message):
     __slots__ = ("rank", "ranks", "engine")

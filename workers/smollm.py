@@ -12,6 +12,8 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,26 @@ def converted_model(cache: Path | None = None) -> Path:
         )
     version = importlib.metadata.version(PACKAGE)
     folder = (cache or cache_folder()) / f"SmolLM2-135M-Instruct-{version}-{FORM}"
+    return made(folder, partial(_convert, Path(spec.origin).parent))
+
+
+def made(folder: Path, write: Callable[[Path], None]) -> Path:
+    """The folder, which `write` fills if it is not there: it is there whole or not at all. Of several processes one
+    fills it, the others wait. OSError where it cannot be written."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / ".convert-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            _convert(Path(spec.origin).parent, folder)
+        if folder.is_dir():
+            return folder
+        unfinished = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder.parent))
+        try:
+            write(unfinished)
+            unfinished.chmod(0o755)  # mkdtemp makes it private
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
@@ -59,17 +74,11 @@ def _convert(package: Path, folder: Path) -> None:
     # later versions of transformers keep GGUF weights packed unless told otherwise; earlier ones know no such word
     unpacked = getattr(transformers, "GgufConfig", None)
     options = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
-    unfinished = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder.parent))
-    try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            package, gguf_file=GGUF_NAME, dtype=torch.float32, **options
-        )
-        _plain(loaded).save_pretrained(unfinished)
-        transformers.AutoTokenizer.from_pretrained(package, gguf_file=GGUF_NAME).save_pretrained(unfinished)
-        unfinished.chmod(0o755)  # mkdtemp makes it private
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        package, gguf_file=GGUF_NAME, dtype=torch.float32, **options
+    )
+    _plain(loaded).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(package, gguf_file=GGUF_NAME).save_pretrained(folder)
 
 
 def _plain(loaded: Any) -> Any:

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -32,7 +33,7 @@ import httpx
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import cache_pb2
-from kvferry.workers.smollm import cache_folder, converted_model
+from kvferry.workers.smollm import cache_folder, converted_model, made
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / "build" / "vllm-venv" / "bin" / "python"))
@@ -323,13 +324,13 @@ def model_folder() -> Path:
 
 def model_of_heads() -> Path:
     """A small Llama with random weights and KV heads for several ranks: SmolLM2, whose tokenizer it has, has three."""
+    return made(cache_folder() / f"random-{KV_HEADS}-heads", partial(_write_model, converted_model()))
+
+
+def _write_model(base: Path, folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = cache_folder() / f"random-{KV_HEADS}-heads"
-    if (folder / "config.json").exists():
-        return folder
-    base = converted_model()
     config = LlamaConfig.from_pretrained(base)
     config.update(
         {
@@ -344,12 +345,10 @@ def model_of_heads() -> Path:
         }
     )
     torch.manual_seed(7)
-    folder.mkdir(parents=True, exist_ok=True)
     for file in base.iterdir():
         if file.suffix not in (".safetensors", ".bin") and file.name != "config.json":
             shutil.copy(file, folder / file.name)
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
-    return folder
 
 
 def device_of(name: str) -> str:

@@ -142,7 +142,7 @@ def rank_of(vllm_config: Any, engine: str, role: common_pb2.Role) -> OneRank | N
         return None
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    return OneRank(get_tensor_model_parallel_rank(), ranks, engine[:MAX_NAME_CHARS], role)
+    return OneRank(get_tensor_model_parallel_rank(), ranks, engine, role)
 
 
 def rank_geometry_of(vllm_config: Any, facts: NamespaceFacts) -> KVGeometry:

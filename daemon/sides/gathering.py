@@ -42,7 +42,7 @@ class Gathering:
         """Waits for the other ranks, and is taken in with them. RequestError where they do not fit together, or do not
         come within GATHER_SECONDS."""
         rank = hello.rank
-        self._check(rank)
+        check_rank(rank, self._ranks)
         engine = self._engines.get(rank.engine)
         if engine is None:
             if len(self._engines) >= self._most:
@@ -71,16 +71,6 @@ class Gathering:
                 self._disband(name, error)
             return await asyncio.shield(engine.welcomes)
 
-    def _check(self, rank: wire.OneRank) -> None:
-        if rank.ranks != self._ranks:
-            raise precondition(
-                f"rank.ranks is {rank.ranks}; this daemon's --ranks is {self._ranks}: give it the engine's number"
-            )
-        if rank.rank >= rank.ranks:
-            raise invalid(f"rank.rank is {rank.rank}; it must be below rank.ranks = {rank.ranks}")
-        if not 1 <= len(rank.engine) <= MAX_NAME_CHARS:
-            raise invalid(f"rank.engine has {len(rank.engine)} characters; it must have 1 to {MAX_NAME_CHARS}")
-
     async def _all_in(self, engine: _Engine) -> None:
         try:
             hellos = [engine.hellos[rank] for rank in range(self._ranks)]
@@ -103,6 +93,16 @@ class Gathering:
 
     def _disband(self, name: str, error: RequestError) -> None:
         _refuse(self._engines.pop(name), error)
+
+
+def check_rank(rank: wire.OneRank, ranks: int) -> None:
+    """RequestError where a daemon of that many `ranks` cannot have it."""
+    if rank.ranks != ranks:
+        raise precondition(f"rank.ranks is {rank.ranks}; this daemon's --ranks is {ranks}: give it the engine's number")
+    if rank.rank >= rank.ranks:
+        raise invalid(f"rank.rank is {rank.rank}; it must be below rank.ranks = {rank.ranks}")
+    if not 1 <= len(rank.engine) <= MAX_NAME_CHARS:
+        raise invalid(f"rank.engine has {len(rank.engine)} characters; it must have 1 to {MAX_NAME_CHARS}")
 
 
 def check_alike(hellos: Sequence[wire.WorkerHello]) -> None:

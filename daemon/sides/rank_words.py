@@ -106,7 +106,7 @@ class RankWords:
     def _open(self, rank: int, name: common.RequestName, word: Pass, now: float) -> Sequence[Word]:
         request = self._requests.get(_key(name))
         if request is None:
-            if len(self._requests) >= MAX_OPEN:
+            if len(self) >= MAX_OPEN:
                 raise exhausted(f"{MAX_OPEN} requests wait for some rank of the engine; that is the bound")
             request = self._requests[_key(name)] = _Request(name, now, [0] * self._ranks)
         if rank in request.opened:

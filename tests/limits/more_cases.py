@@ -20,6 +20,7 @@ from kvferry.daemon.core.limits import BlockShape, Name
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.peers import discovery, session
 from kvferry.daemon.peers.session import Session, SessionSetup, SessionTimes
+from kvferry.daemon.sides.gathering import check_rank
 from kvferry.front.engines import MAX_ADDRESS_CHARS, MAX_PATH_CHARS, EngineFacts
 from kvferry.front.openai_types import (
     MAX_MESSAGES,
@@ -281,6 +282,9 @@ MORE: dict[str, Limit] = {
     ),
     "bytes that wait for a peer": past(
         lambda n: waiting_for_peer(n, BLOB), session.OUTGOING_BYTES >> 16, "512 messages of 33554432 bytes wait"
+    ),
+    "engine of a rank": past(
+        lambda n: check_rank(wire.OneRank(ranks=1, engine="x" * n), 1), MAX_NAME_CHARS, "rank.engine has 129 characters"
     ),
     "ranks of a pool": past(lambda n: registered(ranks=n), 1, "pool.ranks has 2 entries"),
     "memories of a rank": past(lambda n: registered(memories=n), 1, "memories has 2 entries"),

@@ -72,6 +72,7 @@ FIELDS: dict[str, Case | ByTest | Words] = {
     "PeerAux.blob": Case("MAX_AUX_BYTES"),
     # worker.proto, to the daemon
     "WorkerHello.worker": WORKERS,
+    "OneRank.engine": Case("engine of a rank"),
     "EnginePool.ranks": Case("ranks of a pool"),
     "EngineRank.memories": Case("memories of a rank"),
     "EngineRank.tensors": Case("tensors of a rank"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.client.requests import RequestFailed
-from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from tests.support.block_engine import PAGE, Prompt, Share, new_name
 from tests.support.engines import side_stats
@@ -105,6 +105,15 @@ def test_an_engine_that_comes_again_says_anew_how_its_pages_are_cut(stack: Stack
     asyncio.run(run())
 
 
+async def found_again(daemon: Process) -> None:
+    """The file is read while the daemon serves already."""
+    for _ in range(200):
+        if "entries found again" in daemon.tail():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(daemon.tail())
+
+
 def test_the_file_of_ranks_is_found_again(stack: Stack, tmp_path: Path) -> None:
     """By a daemon whose engine has as many shares of the heads."""
 
@@ -122,6 +131,7 @@ def test_the_file_of_ranks_is_found_again(stack: Stack, tmp_path: Path) -> None:
             daemon = stack.start("decode", [*pair.decode_words[:-1], str(ranks)])
             stack.ready(daemon)
             await decode.connect()
+            await found_again(daemon)
             blocks = decode.take(64)
             if not found:
                 assert side_stats(decode.socket).host.cached == 0
