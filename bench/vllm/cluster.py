@@ -3,7 +3,7 @@
 
 VLLM_PYTHON   the interpreter that has vLLM          VLLM_MODEL  a model's folder
 VLLM_DECODE_PYTHON  decode's, where it has another vLLM
-VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: prefill on the first, decode on the last; without it vLLM for CPUs
+VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: prefill's ranks on the first, decode's on the last; without it vLLM for CPUs
 VLLM_FLAGS    more of the servers' arguments; those of the scripts (float32, eager) come before them
 VLLM_CACHES   a folder in which each server has its compile caches, by its name
 VLLM_TIE      another token than the reference's is allowed where its two best logits are nearer (1e-3; bfloat16: 1e-2)
@@ -54,11 +54,12 @@ SMALL += ("--max-num-seqs", "16", "--max-num-batched-tokens", "512")  # of a ste
 
 
 def ranks_of(pair: str) -> dict[str, int]:
-    """A Spec's ranks from "P:D", those of prefill and of decode; of several the model has the heads."""
+    """A Spec's ranks from "P:D", those of prefill and of decode; of several the model has the heads. One alone has as
+    many as prefill."""
     prefill, decode = map(int, pair.split(":"))
-    if max(prefill, decode) > 1:
-        os.environ.setdefault("VLLM_MODEL", str(model_of_heads()))
-    return {"prefill": prefill, "decode": decode}
+    if max(prefill, decode) > 1 and "VLLM_MODEL" not in os.environ:
+        os.environ["VLLM_MODEL"] = str(model_of_heads())
+    return {"alone": prefill, "prefill": prefill, "decode": decode}
 
 
 class ClusterError(RuntimeError):
@@ -69,7 +70,7 @@ class ClusterError(RuntimeError):
 class Spec:
     decode_blocks: int = 0  # of the decode engine's KV cache; 0: as many as 1 GiB holds
     prefill_blocks: int = 0
-    decode_bytes: int = 0  # the same on a GPU in bytes; 0: what GPU_SHARE leaves
+    decode_bytes: int = 0  # the same on GPUs in bytes, of all ranks; 0: what GPU_SHARE leaves
     prefill_bytes: int = 0
     program: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
     flags: tuple[str, ...] = SMALL  # of each engine
@@ -220,9 +221,9 @@ class Cluster:
             words = ["serve", "--role", name, "--name", name, "--listen", f"127.0.0.1:{ports[name]}", *common]
             words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(name)]
             if DEVICES:
-                words += ["--device", device_of(name)]
-            elif (ranks := self.spec.ranks.get(name, 1)) > 1:
-                words += ["--ranks", str(ranks)]
+                words += ["--device", ",".join(self._devices(name))]
+            else:
+                words += ["--ranks", str(self.spec.ranks.get(name, 1))]
             if name == "decode":
                 words += ["--peer", f"prefill=127.0.0.1:{ports['prefill']}", "--host-bytes", self.spec.host_bytes]
             self._daemon_words[name] = words
@@ -276,8 +277,8 @@ class Cluster:
         if DEVICES:
             words += ["--gpu-memory-utilization", str(GPU_SHARE)]
             if kv_bytes := self.spec.decode_bytes if name == "decode" else self.spec.prefill_bytes:
-                words += ["--kv-cache-memory-bytes", str(kv_bytes)]
-            settings["CUDA_VISIBLE_DEVICES"] = device_of(name).removeprefix("cuda:")
+                words += ["--kv-cache-memory-bytes", str(kv_bytes // ranks)]
+            settings["CUDA_VISIBLE_DEVICES"] = ",".join(each.removeprefix("cuda:") for each in self._devices(name))
         if CACHES:  # one for each: two that compile at once do not share
             root = Path(CACHES) / name
             settings["VLLM_CACHE_ROOT"] = str(root)
@@ -286,6 +287,10 @@ class Cluster:
                 str(root / "inductor"),
             )
         return self._spawn(name, port, words, {**settings, **(environment or {})})
+
+    def _devices(self, name: str) -> list[str]:
+        ranks = self.spec.ranks.get(name, 1)
+        return DEVICES[-ranks:] if name == "decode" else DEVICES[:ranks]
 
     def _spawn(self, name: str, port: int, words: list[str], settings: dict[str, str]) -> Engine:
         log = self.folder / f"{name}-{port}.log"
@@ -349,10 +354,6 @@ def _write_model(base: Path, folder: Path) -> None:
         if file.suffix not in (".safetensors", ".bin") and file.name != "config.json":
             shutil.copy(file, folder / file.name)
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
-
-
-def device_of(name: str) -> str:
-    return DEVICES[-1] if name == "decode" else DEVICES[0]
 
 
 def free_port() -> int:

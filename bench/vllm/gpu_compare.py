@@ -6,7 +6,7 @@ as much host memory as kvferry's host tier: where there is one, `--decode-cache 
 
 VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/part.json [--at-once 1 4 32 64] \\
     [--tokens-out 16 128] [--decode-cache all half third host] [--visits 2]
-    [--systems alone nixl offload kvferry blocks first first-blocks]
+    [--systems alone nixl offload kvferry blocks first first-blocks] [--ranks 2:2]
 python bench/vllm/gpu_compare.py table build/*.json --output bench/results/gpu_compare.txt
 
 Systems are started one after the other, and the other way round on every second visit, so that each has the GPUs to
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cluster import DEVICES, SCHEDULER, Cluster, Spec, machine, model_folder
+from cluster import DEVICES, SCHEDULER, Cluster, Spec, machine, model_folder, ranks_of
 from engine_threads import descendants
 from gpu_turns import STAGES, Measured, Shape, drive, median
 from rich.console import Console
@@ -52,9 +52,11 @@ class Key:
     state: str  # of the caches: "young" or "wrapped"
     at_once: int
     output: int
+    ranks: str = "1:1"  # tensor-parallel, of prefill and of decode
 
     def __str__(self) -> str:
-        return f"{self.at_once} at a time, {self.output} tokens out, decode cache {self.cache}, {self.state}"
+        cell = f"{self.at_once} at a time, {self.output} tokens out, decode cache {self.cache}, {self.state}"
+        return cell if self.ranks == "1:1" else f"{cell}, ranks {self.ranks}"
 
 
 def token_bytes(model: Path) -> int:
@@ -77,6 +79,7 @@ def spec_of(args: argparse.Namespace, cache: str, each_token: int) -> Spec:
         pool_bytes=args.pool_bytes,
         host_bytes=str(working) if cache == "host" else "0",
         extra={"revision": "bench"} if args.load_format == "dummy" else {},
+        ranks=ranks_of(args.ranks),
     )
 
 
@@ -171,7 +174,7 @@ def cells(there: list[Running], cache: str, args: argparse.Namespace, console: C
                 wrap(each.cluster, each.url, each.spec, args, each_token)
         for at_once in args.at_once:
             for output in args.tokens_out:
-                key = Key(cache, state, at_once, output)
+                key = Key(cache, state, at_once, output, args.ranks)
                 for number in range(visits):
                     for each in there if number % 2 == 0 else there[::-1]:
                         rows.append(row := each.cell(key, args))
@@ -307,6 +310,7 @@ def main() -> int:
     runs.add_argument("--at-once", nargs="+", type=int, default=[1, 4, 32, 64], metavar="N")
     runs.add_argument("--tokens-out", nargs="+", type=int, default=[16, 128], metavar="N")
     runs.add_argument("--decode-cache", nargs="+", choices=tuple(SHARES), default=["all"])
+    runs.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
     runs.add_argument("--visits", type=int, default=2, help="of each system")
     runs.add_argument("--requests", type=int, default=200, help="of a cell, in each visit, about")
     runs.add_argument("--wrap", action="store_true")

@@ -1,8 +1,8 @@
 """Greedy output of two vLLM servers joined by kvferry against one vLLM without any connector, token for token.
 
-python bench/vllm/greedy.py [--ranks 2:1] [--output bench/results/vllm-greedy.txt]
+python bench/vllm/greedy.py [--ranks 2:1] [--alone-ranks 2] [--output bench/results/vllm-greedy.txt]
 
-A difference is allowed only where the reference's two best logits are within 1e-3; it is printed and counted.
+A difference is allowed only where the reference's two best logits are within VLLM_TIE; it is printed and counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from chat import Load, Reply, Token, compared, run_chats, texts
@@ -36,7 +36,9 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--small-blocks", type=int, default=34, help="decode blocks of the evicting case")
     parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
+    parser.add_argument("--alone-ranks", type=int, default=1, metavar="N", help="of the one vLLM without kvferry")
     parser.add_argument("--page-size", type=int, default=32)
+    parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is")
     parser.add_argument("--reference", metavar="FILE", help="take the single server's replies from there, or keep them")
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
@@ -46,7 +48,7 @@ def main() -> int:
     print(lines[0], flush=True)
     reference = kept(args.reference)
     if reference is None:
-        with Cluster(Spec()) as cluster:
+        with Cluster(Spec(ranks={"alone": args.alone_ranks})) as cluster:
             reference = asyncio.run(run_chats(cluster.alone().url, load))
         if args.reference:
             told = [[asdict(reply) for reply in replies] for replies in reference]
@@ -54,9 +56,8 @@ def main() -> int:
     said = texts(reference)
     wrong = 0
     for case, blocks in (("large decode cache", 0), ("small decode cache", args.small_blocks)):
-        with Cluster(
-            Spec(decode_blocks=blocks, page_size=args.page_size, extra={"deadline_seconds": 120.0}, ranks=ranks)
-        ) as cluster:
+        spec = Spec(decode_blocks=blocks, page_size=args.page_size, pool=args.pool, ranks=ranks)
+        with Cluster(replace(spec, extra={"deadline_seconds": 120.0})) as cluster:
             cluster.kvferry()
             got = asyncio.run(run_chats(cluster.front, load, said))
             comparison = compared(reference, got)

@@ -18,15 +18,19 @@ def name_of(vllm_config: Any, spec: Any) -> str:
     kind = "" if cache.cache_dtype == "auto" else f" {cache.cache_dtype}"  # else the model's, which is named elsewhere
     if vllm_config.device_config.device_type == "cpu":
         return f"vllm cpu LBHNC {_instructions(vllm_config, spec)}{kind}, blocks of {spec.block_size}"
-    return f"vllm cuda {_layout(cache)}{kind}"
+    return f"vllm cuda {_layout(vllm_config)}{kind}"
 
 
-def _layout(cache_config: Any) -> str:
+def _layout(vllm_config: Any) -> str:
     """The order within a block: HNC (heads, tokens, elements) or NHC."""
+    cache_config = vllm_config.cache_config
     if not hasattr(cache_config, "get_resolved_kv_cache_layout"):  # vLLM 0.26
+        from vllm.config import set_current_vllm_config
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
-        return {"HND": "HNC", "NHD": "NHC"}[get_kv_cache_layout()]
+        # Of several ranks the scheduler's process has no worker that asked for the layout before.
+        with set_current_vllm_config(vllm_config):
+            return {"HND": "HNC", "NHD": "NHC"}[get_kv_cache_layout()]
     name: str = cache_config.get_resolved_kv_cache_layout().name
     return name.replace("L", "").replace("B", "")  # whether layers or blocks are outermost is nothing to a page
 

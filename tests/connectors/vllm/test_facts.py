@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,6 +292,29 @@ def test_engines_have_the_same_name_where_a_block_has_the_same_bytes() -> None:
 
     assert name("LBNHC") == name("BLNHC") == "vllm cuda NHC"
     assert len({name("LBNHC"), name("LBHNC"), name("LBNHC", "fp8_e4m3"), name("LBNHC", "fp8_e5m2")}) == 4
+
+
+def test_vllm_0_26_is_asked_for_its_order_with_its_configuration_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it must be in the scheduler's process of an engine of several ranks."""
+    config = Engine(device="cuda").vllm
+    config.cache_config = SimpleNamespace(cache_dtype="auto")
+    current: list[Any] = []
+
+    @contextmanager
+    def set_current_vllm_config(given: Any) -> Iterator[None]:
+        current.append(given)
+        yield
+        current.pop()
+
+    def get_kv_cache_layout() -> str:
+        assert current == [config]
+        return "HND"
+
+    fakes = {"vllm.config": {"set_current_vllm_config": set_current_vllm_config}}
+    fakes["vllm.v1.attention.backends.utils"] = {"get_kv_cache_layout": get_kv_cache_layout}
+    for name, members in fakes.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    assert name_of(config, FullAttentionSpec()) == "vllm cuda HNC"
 
 
 @pytest.mark.parametrize("cache", [torch.zeros(10, HEADS, 2, BLOCK, DIM), torch.zeros(10, 5)])
