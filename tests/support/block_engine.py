@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.engine_blocks import make_block_files
+from kvferry.client.engine_blocks import OwnBlocks, make_block_files
 from kvferry.client.engine_pools import EnginePools
+from kvferry.client.one_rank import OneRank
 from kvferry.client.requests import Admitted, RequestName
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.gpu_blocks import registered
@@ -22,6 +25,7 @@ from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
+from tests.support.rank_clients import RankClients
 from tests.support.reshard import heads_of_rank
 
 PAGE = 16
@@ -36,6 +40,7 @@ class Share:
 
     geometry: KVGeometry = GEOMETRY
     ranks: int = 1
+    apart: bool = False  # each rank has a session of its own
 
     @property
     def facts(self) -> NamespaceFacts:
@@ -102,7 +107,7 @@ class BlockEngine:
     blocks: int
     device: str = "cpu"
     share: Share = field(default_factory=Share)
-    client: DaemonClient = field(init=False)
+    client: DaemonClient | RankClients = field(init=False)
     memories: list[Any] = field(init=False)  # of each rank: as `memory`
     free: list[int] = field(init=False)
 
@@ -121,16 +126,27 @@ class BlockEngine:
         self.free = list(range(self.blocks))
         role = common_pb2.ROLE_PREFILL if self.role == "prefill" else common_pb2.ROLE_DECODE
         facts = self.share.facts.to_proto()
-        self.client = await DaemonClient.connect(self.socket, role, facts, f"{self.role} engine", own=own)
+        connect, name = partial(DaemonClient.connect, self.socket, role, facts), f"{self.role} engine"
+        if self.share.apart:
+            engine = os.urandom(8).hex()
+            ranks = [OneRank(rank, self.share.ranks, engine, role) for rank in range(self.share.ranks)]
+            opened = (connect(name, own=each, rank=rank) for each, rank in zip(own, ranks, strict=True))
+            self.client = RankClients(await asyncio.gather(*opened))
+        else:
+            self.client = await connect(name, own=own[0])
         assert self.client.welcome.pages == self.blocks
         return self
 
-    def _allocated(self) -> tuple[list[Any], EnginePools]:
+    def _allocated(self) -> tuple[list[Any], list[EnginePools]]:
+        """The memory of each rank, and what each session registers."""
         share, count = self.share, self.share.places
+        if share.apart:
+            own = [self._one_rank() for _ in range(share.ranks)]
+            return [each.pools.memories[0] for each in own], own
         if self.device == "cpu":
             made = (share.geometry, self.block_tokens, self.blocks, count, "/dev/shm", share.ranks)
             own = make_block_files(*made)
-            return list(own.pools.memories), own
+            return list(own.pools.memories), [own]
         import torch
 
         assert share.ranks == 1, "one GPU"
@@ -141,7 +157,15 @@ class BlockEngine:
         strides = np.full(count, nbytes, np.int64)
         per_page = PAGE // self.block_tokens
         places = BlockMap(bases, strides, nbytes, self.blocks, self.block_tokens, per_page, order)
-        return [memory], registered(places, share.geometry, memory.device.index)
+        return [memory], [registered(places, share.geometry, memory.device.index)]
+
+    def _one_rank(self) -> EnginePools:
+        """What one rank registers: memory of its own share, in a session of the whole model's."""
+        assert self.device == "cpu"
+        own = rank_geometry(self.share.geometry, self.share.ranks)
+        made = make_block_files(own, self.block_tokens, self.blocks, self.share.places, "/dev/shm")
+        pools = OwnBlocks(self.share.geometry, self.blocks, made.pools.memories)
+        return EnginePools(pools, made._registration, made._files)
 
     def _written(self) -> None:
         """Waits until what was written to the memory is there."""

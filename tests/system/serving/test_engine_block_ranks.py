@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.client.requests import RequestFailed
+from kvferry.client.requests import DaemonGone, RequestFailed
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from tests.support.block_engine import PAGE, Prompt, Share, new_name
 from tests.support.engines import side_stats
+from tests.support.rank_clients import RankClients
 from tests.system.serving.block_pairs import Pair
 
 NHD = KVGeometry(2, 4, 4, "float32", PAGE, Layout.ENGINE)
@@ -68,6 +69,60 @@ def test_heads_go_between_blocks_of_ranks_and_to_the_host_tier(stack: Stack, cas
             assert side.host.page_bytes == case[0].page_bytes and side.host.cached == 4
             assert side.tiers.restored_pages == 3 and side.tiers.mismatched_pages == 0
             assert side.transfers.failed == side.transfers.mismatched_parts == 0
+
+    asyncio.run(run())
+
+
+APART: dict[str, tuple[Share, Share]] = {
+    "1 to 2": (Share(HND), Share(HND, 2, apart=True)),
+    "2 to 1": (Share(HND, 2, apart=True), Share(HND)),
+    "whole pages, 2 to 2": (Share(NHD, 2, apart=True), Share(NHD, 2, apart=True)),
+}
+
+
+@pytest.mark.parametrize("shares", APART.values(), ids=APART)
+def test_ranks_with_sessions_of_their_own_are_one_engine(stack: Stack, shares: tuple[Share, Share]) -> None:
+    async def run() -> None:
+        async with Pair(stack, "--checksums", "on", shares=shares) as pair:
+            for tokens, start, chunk in ((1, 0, 16), (75, 36, 16)):
+                blocks, _ = await pair.hand_over(Prompt(tokens, tokens), start, chunk)
+                pair.decode.give_back(blocks)
+            prompt = Prompt(70, 5)
+            blocks, _ = await pair.hand_over(prompt)
+            await pair.decode.store(prompt, blocks)
+            pair.decode.give_back(blocks)
+            blocks, held = await pair.hand_over(prompt, 20)
+            assert held == 64 and pair.decode.wrong(prompt, blocks, 20, 70) == []
+            pair.decode.give_back(blocks)
+            for engine in (pair.prefill, pair.decode):
+                side = side_stats(engine.socket)
+                assert side.requests.running == side.pool.locks == 0
+                assert side.workers == 1
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_breaks_off_takes_its_engine_with_it_and_the_next_one_is_taken_in(stack: Stack) -> None:
+    async def run() -> None:
+        pair = Pair(stack, shares=(Share(HND), Share(HND, 2, apart=True)))
+        await pair.prefill.connect()
+        await pair.decode.connect()
+        name, prompt = new_name(), Prompt(40, 1)
+        blocks = pair.decode.take(40)
+        waiting = asyncio.create_task(pair.decode.fetch(prompt, name, blocks, 0, "p"))  # nobody computes it
+        await asyncio.sleep(0.3)
+        assert isinstance(pair.decode.client, RankClients)
+        first, second = pair.decode.client.clients
+        second._stream.frames.abort()
+        gone = await asyncio.wait_for(first.gone, 10)
+        assert isinstance(gone, DaemonGone)
+        with pytest.raises((DaemonGone, RequestFailed)):
+            await waiting
+        await pair.decode.client.close()
+        pair.decode = await replace(pair.decode).connect()
+        await pair.hand_over(Prompt(40, 2))
+        await pair.decode.client.close()
+        await pair.prefill.client.close()
 
     asyncio.run(run())
 
