@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+DP_RANK = "{dp_rank}"  # in a setting: the engine's data-parallel rank
 _WHERE = "kv_connector_extra_config"
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    socket: str  # of the daemon beside this engine
+    socket: str  # of the daemon beside this engine; with data parallelism one for each rank, by `{dp_rank}`
     page_size: int = 0  # tokens, as the daemon has it; 0: the engine's block size
     pool: str = "daemon"  # "engine": the engine's own blocks are registered with a daemon of --pool engine
-    prefill: str = ""  # name of the prefill daemon, where a request names none
+    prefill: str = ""  # name of the prefill daemon, where a request names none; it may have `{dp_rank}`, too
     revision: str = ""  # of the weights; empty: read from the files
     weights_file: str = ""  # has the name of the weights that the engine has from a reset of its caches on
     deadline_seconds: float = 30.0  # until a prompt's pages are there
@@ -47,6 +48,17 @@ class Settings:
         if settings.page_size < 0:
             raise ValueError(f"{_WHERE}.page_size is {settings.page_size}; it must be at least 0")
         return settings
+
+    def at_rank(self, dp_rank: int, dp_size: int) -> Settings:
+        """The settings of data-parallel rank `dp_rank` of `dp_size`. ValueError where ranks would meet on one daemon:
+        it would take what one computes for what another holds in its blocks."""
+        if (dp_size > 1 or dp_rank > 0) and DP_RANK not in self.socket:
+            raise ValueError(
+                f"{_WHERE}.socket is {self.socket!r}, for data-parallel rank {dp_rank}, too; each rank needs a daemon "
+                f"of its own: name their sockets by {DP_RANK}, /run/kvferry/decode-{DP_RANK}.sock"
+            )
+        named = {name: getattr(self, name).replace(DP_RANK, str(dp_rank)) for name in ("socket", "prefill")}
+        return replace(self, **named)
 
     def blocks_per_page(self, block_tokens: int) -> int:
         """ValueError where a page is not a whole number of blocks."""

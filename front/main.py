@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator
+from itertools import chain
 
 from kvferry import flags, listening, tracing
 from kvferry.channels import ChannelError, add_tls_arguments, tls_of
@@ -16,7 +17,7 @@ from kvferry.front import vllm_server as front_vllm_server
 from kvferry.front.routing import RoutingRule
 from kvferry.front.server import FrontConfig, serve
 from kvferry.front.service import ServiceConfig
-from kvferry.front.vllm import VllmConfig, parse_prefill, parse_url
+from kvferry.front.vllm import VllmConfig, parse_decode, parse_prefill
 from kvferry.logs import LOG_FORMAT
 from kvferry.pauses import short_collections
 
@@ -56,16 +57,16 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         type=flags.parsed(parse_prefill),
-        metavar="NAME=URL",
-        help="prefill servers, each with its daemon's name",
+        metavar="NAME=URL[,RANKS]",
+        help="prefill servers, each with its daemon's name; with data-parallel ranks NAME has {dp_rank}",
     )
     vllm.add_argument(
         "--vllm-decode",
         nargs="+",
         action="extend",
         default=[],
-        type=flags.parsed(parse_url),
-        metavar="URL",
+        type=flags.parsed(parse_decode),
+        metavar="URL[,RANKS]",
         help="decode servers",
     )
     vllm.add_argument(
@@ -162,8 +163,8 @@ def _process(args: argparse.Namespace) -> Iterator[None]:
 def _run_before_vllm(args: argparse.Namespace, host: str, port: int) -> int:
     return front_vllm_server.run(
         VllmConfig(
-            prefill=tuple(args.vllm_prefill),
-            decode=tuple(args.vllm_decode),
+            prefill=tuple(chain.from_iterable(args.vllm_prefill)),
+            decode=tuple(chain.from_iterable(args.vllm_decode)),
             first_token_s=args.first_token_seconds,
             next_token_s=args.next_token_seconds,
             reply_s=args.reply_seconds,

@@ -24,14 +24,28 @@ from kvferry.waiting import within
 
 DOWN_SECONDS = 2.0  # that a server is passed over after it could not be reached
 CONNECT_SECONDS = 5.0
+MAX_DP_RANKS = 256
+DP_RANK = "{dp_rank}"
 _PASSED_ON = ("content-type", "x-request-id")
 _log = logging.getLogger(__name__)
 
 
+class Place(NamedTuple):
+    """A server, or one of its data-parallel ranks."""
+
+    url: str
+    daemon: str = ""  # name of a prefill server's
+    dp_rank: int | None = None
+
+    @property
+    def label(self) -> str:
+        return self.url if self.dp_rank is None else f"{self.url} rank {self.dp_rank}"
+
+
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    prefill: tuple[tuple[str, str], ...]  # (name of its daemon, URL); empty: decode servers do all
-    decode: tuple[str, ...]  # URLs
+    prefill: tuple[Place, ...]  # empty: decode servers do all
+    decode: tuple[Place, ...]
     first_token_s: float = 60.0
     next_token_s: float = 30.0
     reply_s: float = 600.0  # a whole reply that is not streamed
@@ -42,10 +56,13 @@ class VllmConfig:
 
 @dataclass(slots=True, eq=False)
 class Server:
-    url: str
-    daemon: str = ""  # of a prefill server
+    place: Place
     running: int = 0
     down_until: float = 0.0
+
+    @property
+    def url(self) -> str:
+        return self.place.url
 
 
 class Caller(NamedTuple):
@@ -63,10 +80,11 @@ class _Legs(NamedTuple):
     authorization: str
     said_within_s: float  # decode's first byte
 
-    @property
-    def headers(self) -> dict[str, str]:
+    def headers(self, server: Server) -> dict[str, str]:
         """Headers of the call. A reply is passed on as it comes: not compressed."""
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if server.place.dp_rank is not None:
+            headers["x-data-parallel-rank"] = str(server.place.dp_rank)
         headers |= dict(tracing.metadata_of(self.traceparent))
         return {**headers, "authorization": self.authorization} if self.authorization else headers
 
@@ -102,8 +120,8 @@ class VllmFront:
     client: httpx.AsyncClient = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prefill = [Server(url.rstrip("/"), daemon) for daemon, url in self.config.prefill]
-        self.decode = [Server(url.rstrip("/")) for url in self.config.decode]
+        self.prefill = [Server(place) for place in self.config.prefill]
+        self.decode = [Server(place) for place in self.config.decode]
         timeout = httpx.Timeout(self.config.first_token_s, connect=CONNECT_SECONDS)
         limits = httpx.Limits(max_connections=2 * self.config.max_requests + 16)
         self.client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
@@ -145,7 +163,7 @@ class VllmFront:
         stack.push_async_callback(_cancelled, half)
         inner = contextlib.AsyncExitStack()
         asking = asyncio.create_task(
-            self._begun(inner, decode, legs, body.for_decode(request_id, prefill.daemon)), name="decode half"
+            self._begun(inner, decode, legs, body.for_decode(request_id, prefill.place.daemon)), name="decode half"
         )
         try:
             await asyncio.wait({half, asking}, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +190,7 @@ class VllmFront:
     async def _prefill_under(self, server: Server, leg: _Legs, body: bytes) -> None:
         server.running += 1
         try:
-            reply = await self.client.post(server.url + leg.path, content=body, headers=leg.headers)
+            reply = await self.client.post(server.url + leg.path, content=body, headers=leg.headers(server))
         except httpx.TransportError as error:
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 server.down_until = self.clock() + DOWN_SECONDS
@@ -203,7 +221,7 @@ class VllmFront:
         leg = legs._replace(traceparent=span.traceparent)
         timeout = httpx.Timeout(leg.said_within_s, connect=CONNECT_SECONDS)
         request = self.client.build_request(
-            "POST", server.url + leg.path, content=body, headers=leg.headers, timeout=timeout
+            "POST", server.url + leg.path, content=body, headers=leg.headers(server), timeout=timeout
         )
         try:
             response = await self.client.send(request, stream=True)
@@ -246,7 +264,7 @@ class VllmFront:
         up = [server for server in self.decode if server.down_until <= now] or self.decode
         bound = self.config.load_factor * sum(server.running for server in up) / len(up) + self.config.load_slack
         free = [server for server in up if server.running <= bound]
-        return max(free or up, key=lambda server: hashlib.sha256(server.url.encode() + head).digest())
+        return max(free or up, key=lambda server: hashlib.sha256(server.place.label.encode() + head).digest())
 
 
 class StreamedReply(StreamingResponse):
@@ -269,18 +287,29 @@ class StreamedReply(StreamingResponse):
         await self._stack.aclose()
 
 
-def parse_prefill(text: str) -> tuple[str, str]:
-    """NAME=URL. ValueError says what is wrong."""
+def parse_prefill(text: str) -> tuple[Place, ...]:
+    """NAME=URL, or NAME-{dp_rank}=URL,RANKS: each rank's place. ValueError says what is wrong."""
     name, _, url = text.partition("=")
-    if not 1 <= len(name) <= MAX_NAME_CHARS or "/" in name:
-        raise ValueError(f"must be NAME=URL with the name of the prefill daemon, got {text!r}")
-    return name, parse_url(url)
+    places = parse_decode(url or text)
+    names = [name if place.dp_rank is None else name.replace(DP_RANK, str(place.dp_rank)) for place in places]
+    fit = all(1 <= len(each) <= MAX_NAME_CHARS and "/" not in each for each in names)
+    if not url or not fit or len(set(names)) < len(places):
+        ranks = f", for each of its {len(places)} ranks another by {DP_RANK}" if len(places) > 1 else ""
+        raise ValueError(f"must be NAME=URL with the name of the prefill daemon{ranks}, got {text!r}")
+    return tuple(place._replace(daemon=each) for place, each in zip(places, names, strict=True))
 
 
-def parse_url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
+def parse_decode(text: str) -> tuple[Place, ...]:
+    """URL, or URL,RANKS: the place of each data-parallel rank. ValueError says what is wrong."""
+    url, comma, ranks = text.partition(",")
+    url = url.rstrip("/")
+    if not url.startswith(("http://", "https://")):
         raise ValueError(f"must be a URL, http://HOST:PORT, got {text!r}")
-    return text
+    if not comma:
+        return (Place(url),)
+    if not ranks.isascii() or not ranks.isdigit() or not 1 <= int(ranks[:9]) <= MAX_DP_RANKS:
+        raise ValueError(f"must be URL,RANKS with 1 to {MAX_DP_RANKS} data-parallel ranks, got {text!r}")
+    return tuple(Place(url, dp_rank=rank) for rank in range(int(ranks)))
 
 
 def _was_sent(reply: httpx.Response) -> bool:

@@ -19,7 +19,7 @@ from starlette.types import Receive
 
 from kvferry import tracing
 from kvferry.front.bodies import Bodies, BodyRefused
-from kvferry.front.vllm import Caller, Server, StreamedReply, VllmFront
+from kvferry.front.vllm import Caller, StreamedReply, VllmFront
 from kvferry.front.vllm_body import MAX_BODY_BYTES, Refusal, parse_body
 
 HEALTH_SECONDS = 3.0
@@ -60,14 +60,14 @@ def create_app(front: VllmFront) -> Starlette:
 
     async def health(request: Request) -> Response:
         """200 where a decode server answers so: it can do all by itself."""
-        replies = await asyncio.gather(*(_healthy(front, server) for server in front.decode))
+        replies = await asyncio.gather(*(_healthy(front, url) for url in {server.url for server in front.decode}))
         if any(replies):
             return Response(status_code=200)
         return _error(Refusal(503, "no decode server is well"))
 
     async def stats(request: Request) -> Response:
         servers = [
-            {"role": role, "url": server.url, "running": server.running}
+            {"role": role, "url": server.url, "dp_rank": server.place.dp_rank, "running": server.running}
             for role, group in (("prefill", front.prefill), ("decode", front.decode))
             for server in group
         ]
@@ -114,9 +114,9 @@ def _caller(request: Request) -> Caller:
     return Caller(headers.get(tracing.HEADER, ""), headers.get("authorization", ""))
 
 
-async def _healthy(front: VllmFront, server: Server) -> bool:
+async def _healthy(front: VllmFront, url: str) -> bool:
     try:
-        return (await front.client.get(server.url + "/health", timeout=HEALTH_SECONDS)).status_code == 200
+        return (await front.client.get(url + "/health", timeout=HEALTH_SECONDS)).status_code == 200
     except httpx.TransportError:
         return False
 

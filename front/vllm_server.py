@@ -78,7 +78,7 @@ async def _serve(
 async def _answering(front: VllmFront, wait_s: float) -> None:
     """Waits until all servers do, or for so long."""
     until = time.monotonic() + wait_s
-    waiting = [server.url for server in (*front.prefill, *front.decode)]
+    waiting = list({server.url: None for server in (*front.prefill, *front.decode)})
     while waiting and time.monotonic() < until:
         try:
             reply = await front.client.get(waiting[0] + "/health", timeout=5.0)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import grpc
@@ -81,6 +82,7 @@ class Spec:
     host_bytes: str = "1GiB"  # of the decode daemon's host tier
     threads: int = 1  # of each engine
     ranks: Mapping[str, int] = field(default_factory=dict)  # tensor-parallel, by engine; else 1
+    dp: int = 1  # data-parallel ranks of prefill and of decode, each with a daemon of its own, "prefill-0" ...
     connector_class: str = "kvferry.connectors.vllm:KVFerryConnector"
     extra: dict[str, object] = field(default_factory=dict)  # of kv_connector_extra_config
     extra_of: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # the same, by engine
@@ -173,7 +175,7 @@ class Cluster:
                 "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
-                    "socket": self.socket_of(name),
+                    "socket": self.socket_of(name if self.spec.dp == 1 else f"{name}-{{dp_rank}}"),
                     "page_size": self.spec.page_size,
                     "pool": self.spec.pool,
                     **self.spec.extra,
@@ -203,8 +205,9 @@ class Cluster:
         if alone := self.engines.get("alone"):
             words += ["--vllm-decode", alone.url]
         else:
-            words += ["--vllm-prefill", f"prefill={self.engines['prefill'].url}"]
-            words += ["--vllm-decode", self.engines["decode"].url]
+            name, ranks = ("prefill", "") if self.spec.dp == 1 else ("prefill-{dp_rank}", f",{self.spec.dp}")
+            words += ["--vllm-prefill", f"{name}={self.engines['prefill'].url}{ranks}"]
+            words += ["--vllm-decode", self.engines["decode"].url + ranks]
         front = self.stack.start("front", words)
         self.front = f"http://{self.stack.ready(front)}"
 
@@ -214,20 +217,28 @@ class Cluster:
         return str(Path(self.stack.folder) / f"{name}.sock")
 
     def start_daemons(self) -> None:
-        ports = {name: free_port() for name in ("prefill", "decode")}
+        """Starts each data-parallel rank's; every decode daemon has all of prefill as peers."""
         pool = ["--pool", "engine"] if self.spec.pool == "engine" else ["--pool-bytes", self.spec.pool_bytes]
         common = ["--page-size", str(self.spec.page_size), *pool]
-        for name in ("prefill", "decode"):
-            words = ["serve", "--role", name, "--name", name, "--listen", f"127.0.0.1:{ports[name]}", *common]
-            words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(name)]
+        peers: list[str] = []
+        for place, (role, rank) in enumerate(product(("prefill", "decode"), range(self.spec.dp))):
+            name, listen = self.daemon_of(role, rank), f"127.0.0.1:{free_port()}"
+            words = ["serve", "--role", role, "--name", name, "--listen", listen, *common]
+            words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(place)]
             if DEVICES:
-                words += ["--device", ",".join(self._devices(name))]
+                words += ["--device", ",".join(self._devices(role) if self.spec.dp == 1 else [DEVICES[rank]])]
             else:
-                words += ["--ranks", str(self.spec.ranks.get(name, 1))]
-            if name == "decode":
-                words += ["--peer", f"prefill=127.0.0.1:{ports['prefill']}", "--host-bytes", self.spec.host_bytes]
+                words += ["--ranks", str(self.spec.ranks.get(role, 1))]
+            if role == "prefill":
+                peers += ["--peer", f"{name}={listen}"]
+            else:
+                words += [*peers, "--host-bytes", self.spec.host_bytes]
             self._daemon_words[name] = words
             self.start_daemon(name)
+
+    def daemon_of(self, role: str, rank: int = 0) -> str:
+        """Name of a data-parallel rank's daemon."""
+        return role if self.spec.dp == 1 else f"{role}-{rank}"
 
     def start_daemon(self, name: str) -> None:
         self.daemons[name] = self.stack.start(f"{name}-daemon", self._daemon_words[name])
@@ -262,6 +273,8 @@ class Cluster:
             words += self.spec.decode_flags
         if (ranks := self.spec.ranks.get(name, 1)) > 1:
             words += ["--tensor-parallel-size", str(ranks)]
+        if self.spec.dp > 1 and name != "alone":
+            words += ["--data-parallel-size", str(self.spec.dp)]
         if blocks:
             words += ["--num-gpu-blocks-override", str(blocks)]
         if transfer is not None:
@@ -289,7 +302,7 @@ class Cluster:
         return self._spawn(name, port, words, {**settings, **(environment or {})})
 
     def _devices(self, name: str) -> list[str]:
-        ranks = self.spec.ranks.get(name, 1)
+        ranks = self.spec.ranks.get(name, 1) if self.spec.dp == 1 else self.spec.dp
         return DEVICES[-ranks:] if name == "decode" else DEVICES[:ranks]
 
     def _spawn(self, name: str, port: int, words: list[str], settings: dict[str, str]) -> Engine:
@@ -363,8 +376,8 @@ def free_port() -> int:
         return port
 
 
-def ucx_ports(name: str) -> str:
-    first = int(os.environ.get("KVFERRY_UCX_BASE", "22100")) + (0 if name == "prefill" else 32)
+def ucx_ports(place: int) -> str:
+    first = int(os.environ.get("KVFERRY_UCX_BASE", "22100")) + 32 * place
     return f"{first}-{first + 31}"
 
 

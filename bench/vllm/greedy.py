@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--small-blocks", type=int, default=34, help="decode blocks of the evicting case")
     parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel ranks, of prefill and of decode")
     parser.add_argument("--alone-ranks", type=int, default=1, metavar="N", help="of the one vLLM without kvferry")
     parser.add_argument("--page-size", type=int, default=32)
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is")
@@ -56,17 +57,18 @@ def main() -> int:
     said = texts(reference)
     wrong = 0
     for case, blocks in (("large decode cache", 0), ("small decode cache", args.small_blocks)):
-        spec = Spec(decode_blocks=blocks, page_size=args.page_size, pool=args.pool, ranks=ranks)
+        spec = Spec(decode_blocks=blocks, page_size=args.page_size, pool=args.pool, ranks=ranks, dp=args.dp)
         with Cluster(replace(spec, extra={"deadline_seconds": 120.0})) as cluster:
             cluster.kvferry()
             got = asyncio.run(run_chats(cluster.front, load, said))
             comparison = compared(reference, got)
-            stats = cluster.stats("decode")
+            stats = [cluster.stats(cluster.daemon_of("decode", rank)) for rank in range(args.dp)]
             hits = cluster.metric("decode", "vllm:prefix_cache_hits_total")
         prompt = sum(reply.prompt_tokens for replies in got for reply in replies)
         lines.append(
             f"{case} ({blocks or 'all'} blocks): {comparison}; prompts {prompt} tokens, the engine had {hits:.0f} "
-            f"itself, received {stats.transfers.delta_pages} pages, the daemon held {stats.requests.hit_tokens} tokens"
+            f"itself, received {'+'.join(str(each.transfers.delta_pages) for each in stats)} pages, the daemon held "
+            f"{'+'.join(str(each.requests.hit_tokens) for each in stats)} tokens"
         )
         print(lines[-1], *comparison.told, sep="\n", flush=True)
         lines += comparison.told

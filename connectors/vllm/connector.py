@@ -92,7 +92,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 f"kv_role is {transfer.kv_role!r}; an engine is kv_producer (prefill) or kv_consumer (decode)"
             )
         try:
-            self._settings = Settings.of(transfer.kv_connector_extra_config)
+            self._settings = Settings.of(transfer.kv_connector_extra_config).at_rank(*vllm_facts.dp_of(vllm_config))
         except ValueError as error:
             raise vllm_facts.Unfit(str(error)) from error
         spec = vllm_facts.check_config(vllm_config, kv_cache_config)

@@ -91,6 +91,13 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
     return spec
 
 
+def dp_of(vllm_config: Any) -> tuple[int, int]:
+    """The engine's data-parallel rank, and how many there are. vLLM tells the ranks of a dense model, each an engine
+    without others, no more than which one they are."""
+    parallel = vllm_config.parallel_config
+    return parallel.data_parallel_index, parallel.data_parallel_size
+
+
 def shape_of(spec: Any, settings: Settings) -> Shape:
     try:
         blocks_per_page = settings.blocks_per_page(spec.block_size)

@@ -32,6 +32,16 @@ def test_what_cannot_be_is_named(config: dict[str, object], message: str) -> Non
         Settings.of(config)
 
 
+def test_each_data_parallel_rank_has_a_daemon_of_its_own() -> None:
+    settings = Settings("/run/d-{dp_rank}.sock", prefill="p-{dp_rank}")
+    assert settings.at_rank(1, 2) == Settings("/run/d-1.sock", prefill="p-1")
+    assert settings.at_rank(0, 1) == Settings("/run/d-0.sock", prefill="p-0")
+    assert Settings("/run/d.sock").at_rank(0, 1) == Settings("/run/d.sock")
+    for rank, ranks in ((1, 1), (0, 2)):  # vLLM tells a dense model's rank that it is one of one
+        with pytest.raises(ValueError, match=f"socket is '/run/d.sock', for data-parallel rank {rank}, too; each rank"):
+            Settings("/run/d.sock").at_rank(rank, ranks)
+
+
 def test_a_page_is_whole_blocks() -> None:
     with pytest.raises(ValueError, match="page_size is 48; it must be a multiple of the block size, 32"):
         Settings("/s", page_size=48).blocks_per_page(32)

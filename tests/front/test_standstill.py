@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.front import legs as front_legs
 from kvferry.front.errors import ApiError
-from kvferry.front.vllm import DecodeAnswer, VllmConfig, VllmFront
+from kvferry.front.vllm import DecodeAnswer, Place, VllmConfig, VllmFront
 from kvferry.proto import engine_pb2
 from tests.support.standstill import StandStill, jumping_clock
 
@@ -84,7 +84,7 @@ def test_the_rest_of_a_reply_comes_behind_a_standstill(stand_still: StandStill) 
         yield b"two"
 
     async def story() -> None:
-        front = VllmFront(VllmConfig(prefill=(), decode=("http://a",), next_token_s=WITHIN))
+        front = VllmFront(VllmConfig(prefill=(), decode=(Place("http://a"),), next_token_s=WITHIN))
         reply = DecodeAnswer(cast(Any, None), b"", chunks())
         assert [chunk async for chunk in front._stream(reply)] == [b"one", b"two"]
         await front.close()

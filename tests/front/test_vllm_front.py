@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from kvferry.front import main as front_main
 from kvferry.front.server import QuietServer, listen
-from kvferry.front.vllm import VllmConfig, VllmFront, parse_prefill, parse_url
+from kvferry.front.vllm import Place, VllmConfig, VllmFront, parse_decode, parse_prefill
 from kvferry.front.vllm_app import create_app
 from kvferry.front.vllm_body import parse_body
 
@@ -120,17 +120,22 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(**settings: object) -> AsyncIterator[World]:
+async def world(dp_rank: int | None = None, **settings: object) -> AsyncIterator[World]:
     fakes = FakeVllm("prefill"), FakeVllm("decode")
     async with contextlib.AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(fake.app())) for fake in fakes]
-        config = VllmConfig(prefill=(("p", urls[0]),), decode=(urls[1],), **settings)  # type: ignore[arg-type]
+        prefill, decode = Place(urls[0], "p", dp_rank), Place(urls[1], "", dp_rank)
+        config = VllmConfig(prefill=(prefill,), decode=(decode,), **settings)  # type: ignore[arg-type]
         front = VllmFront(config)
         stack.push_async_callback(front.close)
         address = await stack.enter_async_context(serving(create_app(front)))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, trust_env=False, timeout=10))
         yield World(*fakes, front, client)
         await World(*fakes, front, client).at_rest()
+
+
+def places(*hosts: str) -> tuple[Place, ...]:
+    return tuple(Place(f"http://{host}") for host in hosts)
 
 
 def ask(**fields: object) -> dict[str, object]:
@@ -159,6 +164,19 @@ def test_both_halves_are_asked_at_once_under_one_name() -> None:
                 told["kvferry_request"] == heard["kvferry_request"]
                 and len(bytes.fromhex(told["kvferry_request"])) == 16
             )
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("dp_rank", [None, 1])
+def test_each_half_is_told_its_data_parallel_rank(dp_rank: int | None) -> None:
+    async def run() -> None:
+        async with world(dp_rank) as w:
+            assert (await w.client.post(CHAT, json=ask())).status_code == 200
+            for (heard,) in (w.prefill.heard, w.decode.heard):
+                assert heard.get("x-data-parallel-rank") == (None if dp_rank is None else str(dp_rank))
+            servers = (await w.client.get("/stats")).json()["servers"]
+            assert [server["dp_rank"] for server in servers] == [dp_rank, dp_rank]
 
     asyncio.run(run())
 
@@ -192,7 +210,7 @@ def test_where_prefill_fails_decode_goes_on_alone(stream: bool) -> None:
 def test_a_prefill_server_that_is_gone_is_passed_over_for_a_while() -> None:
     async def run() -> None:
         async with world() as w:
-            w.front.prefill[0].url = "http://127.0.0.1:9"
+            w.front.prefill[0].place = Place("http://127.0.0.1:9")
             w.decode.hold.clear()
             asking = asyncio.create_task(w.client.post(CHAT, json=ask()))
             while not any("kv_transfer_params" not in body for body in w.decode.asked):
@@ -300,7 +318,7 @@ def test_a_first_token_may_take_longer_than_the_next() -> None:
 def test_one_decode_server_that_is_well_is_enough() -> None:
     async def run() -> None:
         async with world() as w:
-            gone = type(w.front.decode[0])("http://127.0.0.1:9")
+            gone = type(w.front.decode[0])(Place("http://127.0.0.1:9"))
             w.front.decode.insert(0, gone)
             assert (await w.client.get("/health")).status_code == 200
             w.decode.status = 500
@@ -310,7 +328,7 @@ def test_one_decode_server_that_is_well_is_enough() -> None:
 
 
 def test_a_load_factor_below_one_leaves_a_server_all_the_same() -> None:
-    front = VllmFront(VllmConfig(prefill=(), decode=("http://a", "http://b"), load_factor=0.5, load_slack=0.0))
+    front = VllmFront(VllmConfig(prefill=(), decode=places("a", "b"), load_factor=0.5, load_slack=0.0))
     for server in front.decode:
         server.running = 10
     assert front.choose_decode(b"head") in front.decode
@@ -330,7 +348,7 @@ def test_decode_that_is_gone_and_what_is_no_request_are_told() -> None:
                 .json()["error"]["message"]
                 .startswith("the body must be an object")
             )
-            w.front.decode[0].url = "http://127.0.0.1:9"
+            w.front.decode[0].place = Place("http://127.0.0.1:9")
             reply = await w.client.post(CHAT, json=ask())
             assert reply.status_code == 503 and "cannot be reached" in reply.json()["error"]["message"]
             assert (await w.client.get("/health")).status_code == 503
@@ -354,7 +372,7 @@ def test_more_requests_than_allowed_are_refused() -> None:
 
 
 def test_a_conversation_keeps_to_its_decode_server_unless_that_has_much_more_to_do() -> None:
-    front = VllmFront(VllmConfig(prefill=(), decode=("http://a", "http://b", "http://c"), load_slack=2.0))
+    front = VllmFront(VllmConfig(prefill=(), decode=places("a", "b", "c"), load_slack=2.0))
     messages: list[dict[str, str]] = []
     heads = []
     for turn in range(4):
@@ -370,16 +388,27 @@ def test_a_conversation_keeps_to_its_decode_server_unless_that_has_much_more_to_
     asyncio.run(front.close())
 
 
-@pytest.mark.parametrize("text", ["http://host:1", "=http://host:1", "name=host:1", "a/b=http://host:1"])
+@pytest.mark.parametrize(
+    "text", ["http://host:1", "=http://host:1", "name=host:1", "a/b=http://host:1", "name=http://host:1,2"]
+)
 def test_servers_are_named_as_told(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_prefill(text)
 
 
-def test_names_and_urls() -> None:
-    assert parse_prefill("p=http://host:1") == ("p", "http://host:1")
-    with pytest.raises(ValueError, match="must be a URL"):
-        parse_url("host:1")
+@pytest.mark.parametrize(("text", "message"), [("host:1", "a URL"), ("http://h,0", "1 to"), ("http://h,two", "1 to")])
+def test_what_is_no_decode_server(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_decode(text)
+
+
+def test_each_data_parallel_rank_is_a_place_of_its_own() -> None:
+    assert parse_prefill("p=http://host:1/") == (Place("http://host:1", "p"),)
+    assert parse_prefill("p-{dp_rank}=http://host:1,2") == (
+        Place("http://host:1", "p-0", 0),
+        Place("http://host:1", "p-1", 1),
+    )
+    assert parse_decode("http://host:1,2") == (Place("http://host:1", "", 0), Place("http://host:1", "", 1))
 
 
 @pytest.mark.parametrize(
