@@ -66,3 +66,32 @@ class PromptChain:
 
     def _parent(self, page: int) -> bytes | None:
         return bytes(self._digests[(page - 1) * DIGEST_BYTES : page * DIGEST_BYTES]) if page else self._root
+
+
+class AheadChain(PromptChain):
+    """The digests where the KV of a page's last token is also of the token behind it: a page has that token in its
+    name. One at the prompt's very end has none; once the request goes on, it and what follows are named anew."""
+
+    def __init__(
+        self, source: TokenSource, page_size: int, keys: KeysBetween | None, root: bytes | None = None
+    ) -> None:
+        super().__init__(source, page_size, self._with_next, root)
+        self._beside = keys
+        self._open = -1  # the page that was named without the token behind it
+
+    def pages(self, tokens: int) -> bytes:
+        if 0 <= self._open < tokens // self._page_size and len(self._source.all_token_ids) > self._ends(self._open):
+            del self._digests[self._open * DIGEST_BYTES :]
+            self._open = -1
+        return super().pages(tokens)
+
+    def _ends(self, page: int) -> int:
+        return (page + 1) * self._page_size
+
+    def _with_next(self, start: int, end: int) -> ExtraKeys | None:
+        keys = () if self._beside is None else self._beside(start, end) or ()
+        if (end - start) == self._page_size:
+            if end < len(self._source.all_token_ids):
+                return (*keys, ("next_token", self._source.all_token_ids[end]))
+            self._open = start // self._page_size
+        return keys or None

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvferry.connectors.orders import Forget, News, Order, Orders
 from kvferry.connectors.params import TransferParams
-from kvferry.connectors.prompt_chain import KeysBetween, PromptChain, Unnamed
+from kvferry.connectors.prompt_chain import AheadChain, KeysBetween, PromptChain, Unnamed
 from kvferry.connectors.weights_epoch import WeightsEpoch
 
 _log = logging.getLogger(__name__)
@@ -123,6 +123,7 @@ class SchedulerSide:
         keys_of: Callable[[EngineRequest], KeysBetween | None],
         epoch: WeightsEpoch,
         default_prefill: str = "",
+        looks_ahead: bool = False,
     ) -> None:
         self.shape = shape
         self.counts = SchedulerCounts()
@@ -130,6 +131,7 @@ class SchedulerSide:
         self._keys_of = keys_of
         self._epoch = epoch
         self._default_prefill = default_prefill
+        self._looks_ahead = looks_ahead  # a token's KV is also of the token behind it
         self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
         self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
@@ -249,7 +251,9 @@ class SchedulerSide:
         return tracked
 
     def _chain(self, request: EngineRequest) -> PromptChain:
-        return PromptChain(request, self.shape.page_size, self._keys_of(request), self._epoch.root)
+        keys = self._keys_of(request)
+        chain = AheadChain if self._looks_ahead else PromptChain
+        return chain(request, self.shape.page_size, keys, self._epoch.root)
 
     def _name(self, tracked: Tracked) -> None:
         request = tracked.request

@@ -81,7 +81,7 @@ class Geometry(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., layout: _Optional[_Union[Layout, str]] = ..., tensors: _Optional[int] = ..., head_runs: _Optional[int] = ...) -> None: ...
 
 class NamespaceFacts(_message.Message):
-    __slots__ = ("model", "revision", "geometry", "digest_algorithm", "root_digest", "tenant_salt_digest", "engine_layout", "digest_tokens")
+    __slots__ = ("model", "revision", "geometry", "digest_algorithm", "root_digest", "tenant_salt_digest", "engine_layout", "digest_tokens", "kv_scales", "speculative")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,8 @@ class NamespaceFacts(_message.Message):
     TENANT_SALT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ENGINE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_SCALES_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
     model: str
     revision: str
     geometry: Geometry
@@ -98,7 +100,9 @@ class NamespaceFacts(_message.Message):
     tenant_salt_digest: bytes
     engine_layout: str
     digest_tokens: int
-    def __init__(self, model: _Optional[str] = ..., revision: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., digest_algorithm: _Optional[str] = ..., root_digest: _Optional[bytes] = ..., tenant_salt_digest: _Optional[bytes] = ..., engine_layout: _Optional[str] = ..., digest_tokens: _Optional[int] = ...) -> None: ...
+    kv_scales: str
+    speculative: str
+    def __init__(self, model: _Optional[str] = ..., revision: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., digest_algorithm: _Optional[str] = ..., root_digest: _Optional[bytes] = ..., tenant_salt_digest: _Optional[bytes] = ..., engine_layout: _Optional[str] = ..., digest_tokens: _Optional[int] = ..., kv_scales: _Optional[str] = ..., speculative: _Optional[str] = ...) -> None: ...
 
 class RequestName(_message.Message):
     __slots__ = ("request_id", "attempt")

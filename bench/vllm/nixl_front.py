@@ -10,7 +10,7 @@ import contextlib
 import sys
 
 from kvferry.front import vllm_server
-from kvferry.front.vllm import DecodeAnswer, Server, VllmConfig, VllmFront
+from kvferry.front.vllm import DecodeAnswer, Place, Server, VllmConfig, VllmFront
 from kvferry.front.vllm_body import Body, Refusal
 from kvferry.pauses import short_collections
 
@@ -41,7 +41,7 @@ class NixlFront(VllmFront):
 def main() -> int:
     port, prefill, decode = sys.argv[1:]
     vllm_server.VllmFront = NixlFront
-    config = VllmConfig((("prefill", prefill),), (decode,), first_token_s=240.0, next_token_s=240.0)
+    config = VllmConfig((Place(prefill, "prefill"),), (Place(decode),), first_token_s=240.0, next_token_s=240.0)
     return vllm_server.run(
         config, host="127.0.0.1", port=int(port), wait_s=60.0, grace_s=1.0, processes=1, under=short_collections
     )

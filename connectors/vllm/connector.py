@@ -37,9 +37,11 @@ from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import facts as vllm_facts
 from kvferry.connectors.vllm import versions as vllm_versions
 from kvferry.connectors.vllm.block_ids import BlockIds, is_empty
+from kvferry.connectors.vllm.caches import Unfit, looks_ahead
 from kvferry.connectors.vllm.extra_keys import keys_of
 from kvferry.connectors.vllm.other_loads import OtherLoads
 from kvferry.connectors.vllm.stats import KVFerryCounters, KVFerryStats
+from kvferry.connectors.vllm.weights import weights_name
 from kvferry.connectors.weights_epoch import WeightsEpoch
 from kvferry.connectors.worker_session import connector_of
 from kvferry.connectors.worker_side import WorkerSide
@@ -88,13 +90,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_role not in _ROLES:
-            raise vllm_facts.Unfit(
-                f"kv_role is {transfer.kv_role!r}; an engine is kv_producer (prefill) or kv_consumer (decode)"
-            )
+            raise Unfit(f"kv_role is {transfer.kv_role!r}; an engine is kv_producer (prefill) or kv_consumer (decode)")
         try:
             self._settings = Settings.of(transfer.kv_connector_extra_config).at_rank(*vllm_facts.dp_of(vllm_config))
         except ValueError as error:
-            raise vllm_facts.Unfit(str(error)) from error
+            raise Unfit(str(error)) from error
         spec = vllm_facts.check_config(vllm_config, kv_cache_config)
         self._daemon_role = _ROLES[transfer.kv_role]
         self._shape = vllm_facts.shape_of(spec, self._settings)
@@ -118,7 +118,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._shape,
                 self._view,
                 keys_of=keys_of,
-                epoch=WeightsEpoch(partial(vllm_facts.weights_name, self._settings)),
+                looks_ahead=looks_ahead(vllm_config),
+                epoch=WeightsEpoch(partial(weights_name, self._settings)),
                 default_prefill=self._settings.prefill,
             )
 

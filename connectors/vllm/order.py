@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.connectors.vllm.caches import is_latent
+
 
 def name_of(vllm_config: Any, spec: Any) -> str:
     """The name of a block's order: engines whose names are equal keep equal bytes of a block in an equal order."""
@@ -18,7 +20,7 @@ def name_of(vllm_config: Any, spec: Any) -> str:
     kind = "" if cache.cache_dtype == "auto" else f" {cache.cache_dtype}"  # else the model's, which is named elsewhere
     if vllm_config.device_config.device_type == "cpu":
         return f"vllm cpu LBHNC {_instructions(vllm_config, spec)}{kind}, blocks of {spec.block_size}"
-    return f"vllm cuda {_layout(vllm_config)}{kind}"
+    return f"vllm cuda {'MLA' if is_latent(spec) else _layout(vllm_config)}{kind}"
 
 
 def _layout(vllm_config: Any) -> str:

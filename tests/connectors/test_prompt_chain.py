@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvferry.connectors.prompt_chain import KeysBetween, PromptChain
+from kvferry.connectors.prompt_chain import AheadChain, KeysBetween, PromptChain
 from kvferry.radix.digests import chain_digests, tail_digest
 
 PAGE = 8
@@ -58,3 +58,26 @@ def test_requests_that_differ_in_their_keys_alone_share_nothing() -> None:
 def test_tokens_that_are_not_there_are_not_hashed() -> None:
     with pytest.raises(AssertionError, match="has not 16 tokens"):
         PromptChain(Source(list(range(9))), PAGE, None).pages(16)
+
+
+@pytest.mark.parametrize("keys", [None, of_pages])
+def test_a_page_is_of_the_token_behind_it_where_its_kv_is(keys: KeysBetween | None) -> None:
+    def named(tokens: list[int], count: int | None = None) -> list[bytes]:
+        digests = AheadChain(Source(tokens), PAGE, keys).pages(len(tokens) if count is None else count)
+        return [digests[i : i + 32] for i in range(0, len(digests), 32)]
+
+    tokens = list(range(100, 100 + 3 * PAGE))
+    assert named([*tokens, 1])[:2] == named([*tokens, 2])[:2]
+    assert named([*tokens, 1])[2] != named([*tokens, 2])[2]  # another token behind the third page
+    assert named(tokens)[2] not in (named([*tokens, 1])[2], named([*tokens, 2])[2])
+    assert named([*tokens, 1], 2 * PAGE) == named([*tokens, 1])[:2]
+
+
+def test_a_page_that_ended_the_prompt_is_named_anew_when_the_request_goes_on() -> None:
+    source = Source(list(range(2 * PAGE)))
+    chain = AheadChain(source, PAGE, None)
+    prompt = chain.prompt(2 * PAGE)
+    assert chain.prompt(2 * PAGE) == prompt
+    source.all_token_ids += list(range(50, 50 + PAGE))
+    assert chain.pages(3 * PAGE) == AheadChain(source, PAGE, None).pages(3 * PAGE)
+    assert chain.pages(PAGE) == prompt.digests[:32] and chain.pages(2 * PAGE) != prompt.digests

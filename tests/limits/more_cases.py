@@ -298,6 +298,8 @@ MORE: dict[str, Limit] = {
         lambda n: facts(digest_algorithm="x" * n), MAX_TEXT, "facts.digest_algorithm has 513 characters"
     ),
     "engine layout": past(lambda n: facts(engine_layout="x" * n), MAX_TEXT, "facts.engine_layout has 513 characters"),
+    "kv scales": past(lambda n: facts(kv_scales="x" * n), MAX_TEXT, "facts.kv_scales has 513 characters"),
+    "speculative": past(lambda n: facts(speculative="x" * n), MAX_TEXT, "facts.speculative has 513 characters"),
     "root digest": past(lambda n: facts(root_digest=bytes(n)), 32, "facts.root_digest has 33 bytes"),
     "tenant's salt": past(lambda n: facts(tenant_salt_digest=bytes(n)), 32, "facts.tenant_salt_digest has 33 bytes"),
     "dtype": past(dtype, len("float16"), "geometry.dtype is 'float16x'; it must be one of"),

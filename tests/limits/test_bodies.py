@@ -18,7 +18,7 @@ from kvferry.front import connections as front_connections
 from kvferry.front import vllm_body as front_vllm_body
 from kvferry.front.server import address_of, listen, serve_app
 from kvferry.front.service import FrontService, ServiceConfig
-from kvferry.front.vllm import VllmConfig, VllmFront
+from kvferry.front.vllm import Place, VllmConfig, VllmFront
 from kvferry.front.vllm_app import create_app as create_vllm_app
 
 HOST = "Host: front\r\n"
@@ -39,7 +39,7 @@ async def serving(kind: str, max_requests: int = 4, max_connections: int = 100) 
         )
         app, close = front.create_app(service), service.close
     else:
-        proxy = VllmFront(VllmConfig(prefill=(), decode=("http://127.0.0.1:9",), max_requests=max_requests))
+        proxy = VllmFront(VllmConfig(prefill=(), decode=(Place("http://127.0.0.1:9"),), max_requests=max_requests))
         app, close = create_vllm_app(proxy), proxy.close
     stop = asyncio.Event()
     address = address_of(listener)

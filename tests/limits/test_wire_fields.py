@@ -57,6 +57,8 @@ FIELDS: dict[str, Case | ByTest | Words] = {
     "NamespaceFacts.root_digest": Case("root digest"),
     "NamespaceFacts.tenant_salt_digest": Case("tenant's salt"),
     "NamespaceFacts.engine_layout": Case("engine layout"),
+    "NamespaceFacts.kv_scales": Case("kv scales"),
+    "NamespaceFacts.speculative": Case("speculative"),
     # peer.proto
     "PeerHello.daemon": Case("MAX_NAME_CHARS"),
     "PeerHello.incarnation": Case("INCARNATION_BYTES"),

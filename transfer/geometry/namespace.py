@@ -25,8 +25,10 @@ _REMEDIES = {
     "geometry.head_runs": "install the same connector on both sides",
     "engine_layout": "run the same engine with the same block size, KV dtype and kind of processor on both sides",
     "digest_tokens": "give both engines the same hash block size",
+    "kv_scales": "serve a checkpoint with the same scales of the KV cache on both sides",
+    "speculative": "give both engines the same --speculative-config",
 }
-_LATER = ("engine_layout", "digest_tokens")
+_LATER = ("engine_layout", "digest_tokens", "kv_scales", "speculative")
 _UNSAID = "geometry.head_runs"  # by older engines, of bytes that `engine_layout` names: 0 differs from nothing
 _SAME_MODEL = "serve the same model with the same parallelism on both sides"
 
@@ -43,6 +45,8 @@ class NamespaceFacts:
     tenant_salt_digest: bytes = b""  # SHA-256 of the salt; empty without one
     engine_layout: str = ""  # of Layout.ENGINE: names the order of a page's bytes
     digest_tokens: int = 0  # of a digest of the chain, where that is not a page; a page's digest is its last one's
+    kv_scales: str = ""  # names those of quantized KV; empty: it has none, or all are 1
+    speculative: str = ""  # names the draft model whose KV lies in the pages; empty: there is none
 
     def __post_init__(self) -> None:
         """ValueError names the field, its value and the bound."""
@@ -61,6 +65,9 @@ class NamespaceFacts:
                 f"facts.engine_layout has {len(self.engine_layout)} characters; with layout "
                 f"{self.geometry.layout.name} it must have {least} to {MAX_TEXT}"
             )
+        for name in ("kv_scales", "speculative"):
+            if (length := len(getattr(self, name))) > MAX_TEXT:
+                raise ValueError(f"facts.{name} has {length} characters; it must have at most {MAX_TEXT}")
         if self.digest_tokens and self.geometry.page_size % self.digest_tokens:
             raise ValueError(
                 f"facts.digest_tokens is {self.digest_tokens}; it must divide the page size, {self.geometry.page_size}"
@@ -88,6 +95,8 @@ class NamespaceFacts:
             tenant_salt_digest=self.tenant_salt_digest,
             engine_layout=self.engine_layout,
             digest_tokens=self.digest_tokens,
+            kv_scales=self.kv_scales,
+            speculative=self.speculative,
         )
 
     @staticmethod
@@ -102,6 +111,8 @@ class NamespaceFacts:
             tenant_salt_digest=message.tenant_salt_digest,
             engine_layout=message.engine_layout,
             digest_tokens=message.digest_tokens,
+            kv_scales=message.kv_scales,
+            speculative=message.speculative,
         )
 
 

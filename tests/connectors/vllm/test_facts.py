@@ -18,20 +18,18 @@ from kvferry.connectors.blocks import BlockMap, PoolPages
 from kvferry.connectors.movers import HostMover
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
+from kvferry.connectors.vllm.caches import Unfit
 from kvferry.connectors.vllm.facts import (
-    Unfit,
     block_map,
     check_config,
     kv_heads_of,
     order_of,
     rank_geometry_of,
-    revision_of,
     shape_of,
-    weights_name,
-    weights_revision,
     with_head_runs,
 )
 from kvferry.connectors.vllm.order import name_of, runs_of, strided_order
+from kvferry.connectors.vllm.weights import revision_of, weights_name, weights_revision
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.geometry.layouts import RankStorage

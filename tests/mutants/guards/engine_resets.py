@@ -186,7 +186,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         "random weights are taken for those of the files",
-        "connectors/vllm/facts.py",
+        "connectors/vllm/weights.py",
         "revision_of",
         '== "dummy"',
         '== ""',

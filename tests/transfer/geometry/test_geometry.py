@@ -115,6 +115,8 @@ OTHER: dict[str, object] = {
     "tenant_salt_digest": bytes([2]) * 32,
     "engine_layout": "vllm cpu, blocks of 8",
     "digest_tokens": 8,
+    "kv_scales": "5c1e",
+    "speculative": "eagle3 head",
 }
 OTHER_GEOMETRY: dict[str, object] = {
     "layers": 4,

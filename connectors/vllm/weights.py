@@ -1,0 +1,172 @@
+"""What names a vLLM engine's model, its weights and the scales of its KV cache, by the files on this host."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+from kvferry.connectors.prompt_chain import Unnamed
+from kvferry.connectors.settings import Settings
+from kvferry.connectors.vllm.caches import Unfit, draft_of, is_quantized
+from kvferry.proto.limits import MAX_NAME_CHARS
+from kvferry.transfer.geometry.namespace import MAX_TEXT
+
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+ADAPTER_FILES = (*WEIGHT_FILES, "*.json")
+SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library has it
+_COMMIT = re.compile("[0-9a-f]{40}")
+_KV_SCALE = re.compile(r"[._](k|v|kv)(_scale|_zero_point|_cache\.scale|_proj\.output_scale)$")  # as vLLM finds them
+_WRITTEN_BY_WHOEVER = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_log = logging.getLogger(__name__)
+
+
+def fingerprint(model_config: Any) -> str:
+    config = dict(model_config.hf_config.to_dict())
+    for key in _WRITTEN_BY_WHOEVER:
+        config.pop(key, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    quantization = getattr(model_config, "quantization", None) or "plain"
+    return f"vllm-{config.get('model_type', 'unknown')}-{digest[:32]}-{quantization}-{model_config.dtype!s}"
+
+
+def revision_of(vllm_config: Any, settings: Settings) -> str:
+    """The name of the weights; Unfit where nothing names them."""
+    if settings.revision:
+        return settings.revision
+    if str(getattr(vllm_config.load_config, "load_format", "")) == "dummy":
+        raise Unfit(
+            "load_format is dummy, so the model's files do not name the weights: set "
+            "kv_connector_extra_config.revision to a name of them that no others have had, the same on both sides"
+        )
+    return weights_revision(*_files_of(vllm_config, vllm_config.model_config))
+
+
+def _files_of(vllm_config: Any, model: Any) -> tuple[str, str | None, str | None]:
+    """Where a model's files are, as `weights_revision` takes it."""
+    return model.model, getattr(model, "revision", None), getattr(vllm_config.load_config, "download_dir", None)
+
+
+def draft_name(vllm_config: Any, settings: Settings) -> str:
+    """The name of the draft model whose KV lies in the engine's blocks, by its method, configuration and weights; empty
+    where there is none. How many tokens it proposes is nothing to its KV. Unfit where nothing names its weights."""
+    if (draft := draft_of(vllm_config)) is None:
+        return ""
+    model = draft.draft_model_config
+    named = settings.revision or weights_revision(*_files_of(vllm_config, model))
+    return f"{draft.method} {fingerprint(model)} {named}"[:MAX_TEXT]
+
+
+def kv_scales(vllm_config: Any) -> str:
+    """The name of the scales with which the KV cache is quantized: a hash over those in the weights' files. Empty where
+    it is not quantized, or the files have none: they are 1 then. Unfit where a file cannot be read."""
+    if not is_quantized(vllm_config.cache_config):
+        return ""
+    model, revision, cache = _files_of(vllm_config, vllm_config.model_config)
+    folder = Path(model) if Path(model).is_dir() else _downloaded(model, revision, cache)
+    found: dict[str, bytes] = {}
+    for file in [] if folder is None else sorted(folder.glob("*.safetensors")):
+        try:
+            found |= scales_in(file)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Unfit(f"the scales of the KV cache cannot be read in {file}: {error!r}") from error
+    if not found:
+        return ""
+    total = hashlib.sha256()
+    for name in sorted(found):
+        total.update(f"{name}:{len(found[name])}\n".encode() + found[name])
+    return total.hexdigest()
+
+
+def scales_in(path: Path) -> dict[str, bytes]:
+    """The scales of KV, by name, in a file of safetensors (format: README of github.com/huggingface/safetensors): dtype
+    and bytes. ValueError where it is none."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        if not 2 <= length <= min(MAX_HEADER_BYTES, path.stat().st_size - 8):
+            raise ValueError(f"{path.name}: its header has {length} bytes; it must have 2 to {MAX_HEADER_BYTES}")
+        found = {}
+        for name, entry in json.loads(file.read(length)).items():
+            if _KV_SCALE.search(name):
+                first, end = entry["data_offsets"]
+                file.seek(8 + length + first)
+                found[name] = entry["dtype"].encode() + file.read(end - first)
+    return found
+
+
+def weights_name(settings: Settings) -> str:
+    """The name that the file of the settings has now; empty where there is none, or none that is fit."""
+    if not (path := settings.weights_file):
+        return ""
+    try:
+        if not Path(path).is_file():  # a pipe would be waited for
+            raise OSError("it is no file")
+        with Path(path).open() as file:
+            name = file.read(4 * MAX_NAME_CHARS).strip()
+    except (OSError, ValueError) as error:
+        _log.warning("weights_file %s cannot be read: %s", path, error)
+        return ""
+    if len(name) > MAX_NAME_CHARS:
+        _log.warning("weights_file %s has %d characters or more; the bound is %d", path, len(name), MAX_NAME_CHARS)
+        return ""
+    return name
+
+
+def adapter_files(path: str) -> list[Path]:
+    """The files of a LoRA adapter: weights, and the configuration that scales them. Unnamed where there are none."""
+    folder = Path(path).expanduser()
+    found = folder if folder.is_dir() else _downloaded(path, None, None)
+    files = [] if found is None else sorted(file for name in ADAPTER_FILES for file in found.glob(name))
+    if not files:
+        raise Unnamed(f"no files of its adapter, {path!r}, were found on this host")
+    return files
+
+
+def weights_revision(model: str, revision: str | None = None, cache: str | None = None) -> str:
+    """Hash over the weight files' names, sizes and samples of their contents. `model`: a folder, a file, or a name at
+    Hugging Face, whose `revision` is looked for in the folder `cache` of what was downloaded; where its weights are not
+    there, a full commit hash names them as well. Unfit says what to do where nothing does."""
+    path = Path(model)
+    if path.is_file():
+        return hash_of([path])
+    folder = path if path.is_dir() else _downloaded(model, revision, cache)
+    if folder is not None:
+        for pattern in WEIGHT_FILES:
+            if files := sorted(folder.glob(pattern)):
+                return hash_of(files)
+    if folder is not path and revision is not None and _COMMIT.fullmatch(revision):
+        return hashlib.sha256(f"{model}@{revision}".encode()).hexdigest()
+    raise Unfit(
+        f"no weight files of model {model!r} were found on this host, and engines with other weights must not share "
+        "pages: set kv_connector_extra_config.revision to a name of the weights, the same on both sides"
+        + ("" if folder is path else ", or start vLLM with a full commit hash as --revision")
+    )
+
+
+def _downloaded(model: str, revision: str | None, cache: str | None) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:  # as vLLM looks for it: nothing is fetched, and other files than the engine needs may lack
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True, ignore_patterns="*")
+        )
+    except (OSError, ValueError):  # not there; no name of that kind
+        return None
+
+
+def hash_of(files: list[Path]) -> str:
+    """Over their names, sizes and samples of their contents."""
+    total = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        total.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(size * sample // SAMPLES)
+                total.update(file.read(SAMPLE_BYTES))
+    return total.hexdigest()
