@@ -28,6 +28,14 @@ def kept(path: str | None) -> list[list[Reply]] | None:
     ]
 
 
+def accepted(cluster: Cluster, engine: str) -> str:
+    """How many of a draft model's tokens the engine has taken; empty where it has no draft model."""
+    taken, proposed = (
+        cluster.metric(engine, f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("accepted", "draft")
+    )
+    return f"; accepted {taken:.0f} of {proposed:.0f} draft tokens" if proposed else ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=4)
@@ -51,6 +59,8 @@ def main() -> int:
     if reference is None:
         with Cluster(Spec(ranks={"alone": args.alone_ranks})) as cluster:
             reference = asyncio.run(run_chats(cluster.alone().url, load))
+            lines.append(f"one vLLM: {sum(map(len, texts(reference)))} replies{accepted(cluster, 'alone')}")
+            print(lines[-1], flush=True)
         if args.reference:
             told = [[asdict(reply) for reply in replies] for replies in reference]
             Path(args.reference).write_text(json.dumps(told))
@@ -64,11 +74,14 @@ def main() -> int:
             comparison = compared(reference, got)
             stats = [cluster.stats(cluster.daemon_of("decode", rank)) for rank in range(args.dp)]
             hits = cluster.metric("decode", "vllm:prefix_cache_hits_total")
+            drafted = accepted(cluster, "decode")
         prompt = sum(reply.prompt_tokens for replies in got for reply in replies)
+        pages = [each.transfers.delta_pages for each in stats]
+        token_bytes = sum(each.transfers.wire_bytes for each in stats) / max(1, sum(pages)) / args.page_size
         lines.append(
             f"{case} ({blocks or 'all'} blocks): {comparison}; prompts {prompt} tokens, the engine had {hits:.0f} "
-            f"itself, received {'+'.join(str(each.transfers.delta_pages) for each in stats)} pages, the daemon held "
-            f"{'+'.join(str(each.requests.hit_tokens) for each in stats)} tokens"
+            f"itself, received {'+'.join(map(str, pages))} pages, {token_bytes:,.0f} bytes a token, the daemon held "
+            f"{sum(each.requests.hit_tokens for each in stats)} tokens{drafted}"
         )
         print(lines[-1], *comparison.told, sep="\n", flush=True)
         lines += comparison.told

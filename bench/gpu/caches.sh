@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# On a machine with NVIDIA GPUs and a vLLM that was packed for it (packed_vllm.sh): greedy tokens of a pair against one vLLM, for kinds of KV
+# caches: latents (MLA), FP8, a draft model's beside the model's. BASE: a folder with a tokenizer and a config.json of Llama's.
+#   bash bench/gpu/caches.sh BASE OUTPUT_FOLDER CASE...   latent fp8 eagle draft (one GPU), latent-1:2 latent-2:1 heads-1:2 heads-2:1 experts-dp (two)
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-python3}
+BASE=$1
+OUT_DIR=$2
+shift 2
+source bench/gpu/build.sh
+source bench/gpu/packed_vllm.sh
+export VLLM_TIE=1e-2 VLLM_BATCH_INVARIANT=${VLLM_BATCH_INVARIANT:-0}
+FLAGS='--dtype bfloat16 --no-enforce-eager --kv-cache-memory-bytes 1073741824'
+
+model() { # KIND: its folder
+  [ -d "$HOME/models/$1" ] || $PYTHON bench/gpu/models.py "$1" "$BASE" "$HOME/models/$1" >&2
+  echo "$HOME/models/$1"
+}
+
+tokens() { # CASE KIND 'more flags of vLLM' more of greedy.py's
+  local name=$1 kind=$2 flags=$3 folder
+  shift 3
+  folder=$(model "$kind")
+  export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL=$folder VLLM_FLAGS="$FLAGS $flags"
+  echo "==== $name"
+  timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/greedy.py --pool engine --conversations "${CHATS:-6}" --turns 4 --reference "$HOME/$kind-$(cksum <<<"$flags" | cut -d' ' -f1).json" \
+    --output "$OUT_DIR/$name.txt" "$@" 2>&1 | tail -25
+  grep -hE "Using .* backend|Unfit|Error" "$VLLM_BENCH_LOGS"/*.log | cut -c1-300 | sort | uniq -c | sort -rn | head -8
+  grep -h "Traceback" -A30 "$VLLM_BENCH_LOGS"/*.log | grep -v APIServer | tail -25 | cut -c1-300
+}
+
+for name in "$@"; do
+  case $name in
+    latent) VLLM_DEVICES=${DEVICE:-cuda:0} tokens latent latent "" ;;
+    fp8) VLLM_DEVICES=${DEVICE:-cuda:0} tokens fp8 heads "--kv-cache-dtype fp8_e4m3" ;;
+    eagle)
+      VLLM_DEVICES=${DEVICE:-cuda:0} tokens eagle eagle \
+        "--speculative-config '{\"method\":\"eagle\",\"model\":\"$HOME/models/eagle-draft\",\"num_speculative_tokens\":3}'"
+      ;;
+    draft) VLLM_DEVICES=${DEVICE:-cuda:0} tokens draft heads "--speculative-config '{\"model\":\"$HOME/models/heads\",\"num_speculative_tokens\":3}'" ;;
+    latent-*) VLLM_DEVICES=cuda:0,cuda:1 tokens "$name" latent "" --ranks "${name#latent-}" ;;
+    heads-*) VLLM_KV_CACHE_LAYOUT=HND VLLM_DEVICES=cuda:0,cuda:1 tokens "$name" heads "" --ranks "${name#heads-}" ;;
+    experts-dp) VLLM_DEVICES=cuda:0,cuda:1 tokens experts-dp experts "--enable-expert-parallel" --dp 2 ;;
+    *) echo "$name: no such case" >&2 ;;
+  esac
+done
