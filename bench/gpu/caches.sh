@@ -10,6 +10,7 @@ OUT_DIR=$2
 shift 2
 source bench/gpu/build.sh
 source bench/gpu/packed_vllm.sh
+REFERENCES=${REFERENCES:-$OUT_DIR} # of the one vLLM, for cases of the same model and flags
 export VLLM_TIE=1e-2 VLLM_BATCH_INVARIANT=${VLLM_BATCH_INVARIANT:-0}
 FLAGS='--dtype bfloat16 --no-enforce-eager --kv-cache-memory-bytes 1073741824'
 
@@ -24,7 +25,7 @@ tokens() { # CASE KIND 'more flags of vLLM' more of greedy.py's
   folder=$(model "$kind")
   export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL=$folder VLLM_FLAGS="$FLAGS $flags"
   echo "==== $name"
-  timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/greedy.py --pool engine --conversations "${CHATS:-6}" --turns 4 --reference "$HOME/$kind-$(cksum <<<"$flags" | cut -d' ' -f1).json" \
+  timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/greedy.py --pool engine --conversations "${CHATS:-6}" --turns 4 --reference "$REFERENCES/$kind-$(cksum <<<"$flags" | cut -d' ' -f1).json" \
     --output "$OUT_DIR/$name.txt" "$@" 2>&1 | tail -25
   grep -hE "Using .* backend|Unfit|Error" "$VLLM_BENCH_LOGS"/*.log | cut -c1-300 | sort | uniq -c | sort -rn | head -8
   grep -h "Traceback" -A30 "$VLLM_BENCH_LOGS"/*.log | grep -v APIServer | tail -25 | cut -c1-300

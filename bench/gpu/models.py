@@ -83,7 +83,7 @@ def save_draft(model: PreTrainedModel, folder: Path) -> None:
 def unit_rows(model: PreTrainedModel) -> None:
     """Gives each embedding a root mean square of 1, so that a norm before the first layer changes nothing."""
     table = model.get_input_embeddings().weight
-    table.div_(table.pow(2).mean(dim=1, keepdim=True).sqrt())
+    table.div_(table.pow(2).mean(dim=1, keepdim=True).sqrt().clamp_min_(1e-6))  # that of padding is 0
 
 
 def main() -> None:

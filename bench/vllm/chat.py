@@ -248,7 +248,7 @@ class Comparison:
 
     def __str__(self) -> str:
         counts = f"{self.tokens} tokens compared, {len(self.wrong)} wrong, {len(self.ties)} at ties"
-        return f"{counts}, {len(self.shared)} as a pair without kvferry has them" if self.shared else counts
+        return f"{counts}, {len(self.shared)} as without kvferry" if self.shared else counts
 
 
 def said(reply: Reply, tokens: int) -> list[str]:

@@ -2,7 +2,8 @@
 
 python bench/vllm/greedy.py [--ranks 2:1] [--alone-ranks 2] [--output bench/results/vllm-greedy.txt]
 
-A difference is allowed only where the reference's two best logits are within VLLM_TIE; it is printed and counted.
+A difference is allowed only where the reference's two best logits are within VLLM_TIE; it is printed and counted. What
+the one vLLM, asked again, says as well is counted apart.
 """
 
 from __future__ import annotations
@@ -14,18 +15,37 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from chat import Load, Reply, Token, compared, run_chats, texts
 from cluster import Cluster, Spec, machine, ranks_of
 
 
-def kept(path: str | None) -> list[list[Reply]] | None:
+class Reference(NamedTuple):
+    """What one vLLM answers, and what when it is asked the same again, its prompts in its cache: how they differ is the
+    arithmetic's own doing."""
+
+    replies: list[list[Reply]]
+    again: list[list[Reply]]
+
+
+def kept(path: str | None) -> Reference | None:
     if path is None or not Path(path).exists():
         return None
-    return [
-        [Reply(**{**reply, "tokens": [Token(**token) for token in reply["tokens"]]}) for reply in replies]
-        for replies in json.loads(Path(path).read_text())
-    ]
+    return Reference(
+        *(
+            [
+                [Reply(**{**reply, "tokens": [Token(**each) for each in reply["tokens"]]}) for reply in one]
+                for one in told
+            ]
+            for told in json.loads(Path(path).read_text())
+        )
+    )
+
+
+def refer(url: str, load: Load) -> Reference:
+    replies = asyncio.run(run_chats(url, load))
+    return Reference(replies, asyncio.run(run_chats(url, load, texts(replies))))
 
 
 def accepted(cluster: Cluster, engine: str) -> str:
@@ -58,20 +78,20 @@ def main() -> int:
     reference = kept(args.reference)
     if reference is None:
         with Cluster(Spec(ranks={"alone": args.alone_ranks})) as cluster:
-            reference = asyncio.run(run_chats(cluster.alone().url, load))
-            lines.append(f"one vLLM: {sum(map(len, texts(reference)))} replies{accepted(cluster, 'alone')}")
+            reference = refer(cluster.alone().url, load)
+            lines.append(f"one vLLM, asked twice: {compared(*reference)}{accepted(cluster, 'alone')}")
             print(lines[-1], flush=True)
         if args.reference:
-            told = [[asdict(reply) for reply in replies] for replies in reference]
+            told = [[[asdict(reply) for reply in replies] for replies in each] for each in reference]
             Path(args.reference).write_text(json.dumps(told))
-    said = texts(reference)
+    said = texts(reference.replies)
     wrong = 0
     for case, blocks in (("large decode cache", 0), ("small decode cache", args.small_blocks)):
         spec = Spec(decode_blocks=blocks, page_size=args.page_size, pool=args.pool, ranks=ranks, dp=args.dp)
         with Cluster(replace(spec, extra={"deadline_seconds": 120.0})) as cluster:
             cluster.kvferry()
             got = asyncio.run(run_chats(cluster.front, load, said))
-            comparison = compared(reference, got)
+            comparison = compared(reference.replies, got, reference.again)
             stats = [cluster.stats(cluster.daemon_of("decode", rank)) for rank in range(args.dp)]
             hits = cluster.metric("decode", "vllm:prefix_cache_hits_total")
             drafted = accepted(cluster, "decode")
