@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with NVIDIA GPUs and a vLLM that was packed for it (packed_vllm.sh): greedy tokens of a pair against one vLLM, for kinds of KV
 # caches: latents (MLA), FP8, a draft model's beside the model's. BASE: a folder with a tokenizer and a config.json of Llama's.
-#   bash bench/gpu/caches.sh BASE OUTPUT_FOLDER CASE...   latent fp8 eagle draft (one GPU), latent-1:2 latent-2:1 heads-1:2 heads-2:1 experts-dp (two)
+#   bash bench/gpu/caches.sh BASE OUTPUT_FOLDER CASE...   latent fp8 eagle draft (one GPU), latent-1:2 latent-2:1 heads-1:2 heads-2:1 experts-dp chaos-2:2 (two)
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -25,7 +25,7 @@ tokens() { # CASE KIND 'more flags of vLLM' more of greedy.py's
   folder=$(model "$kind")
   export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL=$folder VLLM_FLAGS="$FLAGS $flags"
   echo "==== $name"
-  timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/greedy.py --pool engine --conversations "${CHATS:-6}" --turns 4 --reference "$REFERENCES/$kind-$(cksum <<<"$flags" | cut -d' ' -f1).json" \
+  timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/greedy.py --pool engine --cases ${CASES:-large small} --conversations "${CHATS:-6}" --turns 4 --reference "$REFERENCES/$kind-$(cksum <<<"$flags" | cut -d' ' -f1).json" \
     --output "$OUT_DIR/$name.txt" "$@" 2>&1 | tail -25
   grep -hE "Using .* backend|Unfit|Error" "$VLLM_BENCH_LOGS"/*.log | cut -c1-300 | sort | uniq -c | sort -rn | head -8
   grep -h "Traceback" -A30 "$VLLM_BENCH_LOGS"/*.log | grep -v APIServer | tail -25 | cut -c1-300
@@ -43,6 +43,12 @@ for name in "$@"; do
     latent-*) VLLM_DEVICES=cuda:0,cuda:1 tokens "$name" latent "" --ranks "${name#latent-}" ;;
     heads-*) VLLM_KV_CACHE_LAYOUT=HND VLLM_DEVICES=cuda:0,cuda:1 tokens "$name" heads "" --ranks "${name#heads-}" ;;
     experts-dp) VLLM_DEVICES=cuda:0,cuda:1 tokens experts-dp experts "--enable-expert-parallel" --dp 2 ;;
+    chaos-*)
+      export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL VLLM_FLAGS=$FLAGS
+      VLLM_MODEL=$(model heads)
+      VLLM_KV_CACHE_LAYOUT=HND VLLM_DEVICES=cuda:0,cuda:1 timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/chaos.py --pool engine --ranks "${name#chaos-}" \
+        --aborts "${ABORTS:-100}" --restarts "${RESTARTS:-10}" --rank-kills "${RANK_KILLS:-1}" --output "$OUT_DIR/$name.txt" 2>&1 | tail -30
+      ;;
     *) echo "$name: no such case" >&2 ;;
   esac
 done

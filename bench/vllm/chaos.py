@@ -171,16 +171,25 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--decode-blocks", type=int, default=64)
     parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
+    parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is")
+    parser.add_argument(
+        "--rank-kills", type=int, default=0, metavar="N", help="processes of ranks that are killed behind it"
+    )
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
     ranks = ranks_of(args.ranks)
     asked = prompts(4, 3)
     with Cluster(Spec()) as cluster:
         wanted = Wanted(asyncio.run(references(cluster.alone().url, asked, args.max_tokens)))
-    spec = Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0}, ranks=ranks)
+    spec = Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0}, ranks=ranks, pool=args.pool)
     with Cluster(spec) as cluster:
         cluster.kvferry()
         lines, failed = run_on(cluster, asked, wanted, args.aborts, args.restarts, args.clients, args.max_tokens)
+        for number in range(args.rank_kills):
+            cluster.kill_rank(name := ("decode", "prefill")[number % 2])
+            told, more = run_on(cluster, asked, wanted, args.aborts // 10, 0, args.clients, args.max_tokens)
+            lines += [f"a rank's process of {name} killed, the engine started anew:", *told]
+            failed += more
     lines.insert(0, f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
     print("\n".join(lines))
     if args.output:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -30,6 +30,7 @@ from pathlib import Path
 
 import grpc
 import httpx
+import psutil
 
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.stats import fetch
@@ -97,6 +98,7 @@ class Engine:
     url: str
     popen: subprocess.Popen[bytes]
     log: Path
+    again: Callable[[], Engine]  # starts another such process, on the same port
 
     def tail(self, lines: int = 25) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -307,7 +309,7 @@ class Cluster:
 
     def _spawn(self, name: str, port: int, words: list[str], settings: dict[str, str]) -> Engine:
         log = self.folder / f"{name}-{port}.log"
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             popen = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -317,8 +319,21 @@ class Cluster:
                 cwd=self.folder,
                 start_new_session=True,
             )
-        engine = self.engines[name] = Engine(name, f"http://127.0.0.1:{port}", popen, log)
+        again = partial(self._spawn, name, port, words, settings)
+        engine = self.engines[name] = Engine(name, f"http://127.0.0.1:{port}", popen, log, again)
         return engine
+
+    def kill_rank(self, name: str) -> None:
+        """Kills the process of an engine's last rank, whereupon vLLM ends the engine, and starts the engine anew."""
+        engine = self.engines[name]
+        workers = [
+            child for child in psutil.Process(engine.popen.pid).children(recursive=True)
+            if any("Worker" in word for word in child.cmdline())
+        ]  # fmt: skip
+        assert workers, f"{name} has no processes of ranks"
+        max(workers, key=lambda child: child.cmdline()[0]).kill()
+        engine.popen.wait(STOP_SECONDS)
+        self._wait(engine.again())
 
     def _wait(self, engine: Engine) -> Engine:
         deadline = time.monotonic() + START_SECONDS

@@ -68,6 +68,9 @@ def main() -> int:
     parser.add_argument("--alone-ranks", type=int, default=1, metavar="N", help="of the one vLLM without kvferry")
     parser.add_argument("--page-size", type=int, default=32)
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is")
+    parser.add_argument(
+        "--cases", nargs="+", choices=("large", "small"), default=("large", "small"), help="decode caches"
+    )
     parser.add_argument("--reference", metavar="FILE", help="take the single server's replies from there, or keep them")
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
@@ -86,7 +89,8 @@ def main() -> int:
             Path(args.reference).write_text(json.dumps(told))
     said = texts(reference.replies)
     wrong = 0
-    for case, blocks in (("large decode cache", 0), ("small decode cache", args.small_blocks)):
+    for case in args.cases:
+        blocks = args.small_blocks if case == "small" else 0
         spec = Spec(decode_blocks=blocks, page_size=args.page_size, pool=args.pool, ranks=ranks, dp=args.dp)
         with Cluster(replace(spec, extra={"deadline_seconds": 120.0})) as cluster:
             cluster.kvferry()
@@ -99,8 +103,8 @@ def main() -> int:
         pages = [each.transfers.delta_pages for each in stats]
         token_bytes = sum(each.transfers.wire_bytes for each in stats) / max(1, sum(pages)) / args.page_size
         lines.append(
-            f"{case} ({blocks or 'all'} blocks): {comparison}; prompts {prompt} tokens, the engine had {hits:.0f} "
-            f"itself, received {'+'.join(map(str, pages))} pages, {token_bytes:,.0f} bytes a token, the daemon held "
+            f"{case} decode cache ({blocks or 'all'} blocks): {comparison}; prompts {prompt} tokens, the engine had "
+            f"{hits:.0f} itself, received {'+'.join(map(str, pages))} pages, {token_bytes:,.0f} bytes a token, the daemon held "
             f"{sum(each.requests.hit_tokens for each in stats)} tokens{drafted}"
         )
         print(lines[-1], *comparison.told, sep="\n", flush=True)
