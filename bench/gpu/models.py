@@ -62,6 +62,8 @@ def deepseek(base: Path, dense_layers: int) -> PreTrainedModel:
         q_lora_rank=256,
         max_position_embeddings=4096,
         rope_scaling=None,
+        topk_method="noaux_tc",  # as vLLM reads it
+        scoring_func="sigmoid",
         initializer_range=SPREAD,
     )
     return DeepseekV3ForCausalLM(config)
