@@ -102,10 +102,11 @@ def main() -> int:
         prompt = sum(reply.prompt_tokens for replies in got for reply in replies)
         pages = [each.transfers.delta_pages for each in stats]
         token_bytes = sum(each.transfers.wire_bytes for each in stats) / max(1, sum(pages)) / args.page_size
+        received = f"received {'+'.join(map(str, pages))} pages, {token_bytes:,.0f} bytes a token"
         lines.append(
             f"{case} decode cache ({blocks or 'all'} blocks): {comparison}; prompts {prompt} tokens, the engine had "
-            f"{hits:.0f} itself, received {'+'.join(map(str, pages))} pages, {token_bytes:,.0f} bytes a token, the daemon "
-            f"held {sum(each.requests.hit_tokens for each in stats)} tokens{drafted}"
+            f"{hits:.0f} itself, {received}, the daemon held {sum(each.requests.hit_tokens for each in stats)} tokens"
+            f"{drafted}"
         )
         print(lines[-1], *comparison.told, sep="\n", flush=True)
         lines += comparison.told
