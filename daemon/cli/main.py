@@ -18,6 +18,7 @@ COMMANDS = {
     "worker": ("kvferry.workers.main", "run a reference worker around a transformer"),
     "front": ("kvferry.front.main", "run the OpenAI-compatible front end"),
     "loadgen": ("kvferry.loadgen.main", "drive a front end with multi-turn conversations"),
+    "size": ("kvferry.daemon.cli.size", "pool, host tier, slots and memory for a model and its chats"),
     "config": ("kvferry.daemon.cli.config", "show the settings of a daemon and their origin, or their schema"),
     "doctor": ("kvferry.daemon.cli.doctor", "whether this machine is fit for a daemon"),
     "health": ("kvferry.daemon.cli.health", "whether a daemon takes work, for probes"),
