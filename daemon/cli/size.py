@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kvferry import flags
 from kvferry.daemon.cli.model_config import ModelKV, read_model
-from kvferry.daemon.cli.sizing import FIRST_PORT, Chats, Need, Servers, decode_need, prefill_need, slots_for
+from kvferry.daemon.cli.sizing import FIRST_PORT, ChatLoad, Need, Servers, decode_need, prefill_need, slots_for
 from kvferry.daemon.config.values import parse_size, size
 from kvferry.transfer.courier.messages import MAX_SLOTS
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     # Those of one decode server.
     running, kept = (-(-count // servers.decodes) for count in (args.chats, args.kept))
-    chats = Chats(running, kept, args.turns, args.system_tokens, args.turn_tokens, args.answer_tokens)
+    chats = ChatLoad(running, kept, args.turns, args.system_tokens, args.turn_tokens, args.answer_tokens)
     try:
         model = read_model(args.model)
         geometry = model.geometry(args.page_size, args.kv_dtype)
@@ -139,7 +139,7 @@ def _mib(nbytes: int) -> str:
 
 
 def _as_json(
-    model: ModelKV, geometry: KVGeometry, chats: Chats, needs: tuple[Need, ...], words: dict[str, list[str]]
+    model: ModelKV, geometry: KVGeometry, chats: ChatLoad, needs: tuple[Need, ...], words: dict[str, list[str]]
 ) -> dict[str, object]:
     return {
         "model": dataclasses.asdict(model),
@@ -153,7 +153,7 @@ def _as_json(
 def _show(
     model: ModelKV,
     geometry: KVGeometry,
-    chats: Chats,
+    chats: ChatLoad,
     servers: Servers,
     needs: tuple[Need, ...],
     words: dict[str, list[str]],

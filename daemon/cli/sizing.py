@@ -20,7 +20,7 @@ FIRST_PORT, LEAST_PORTS = 21000, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Chats:
+class ChatLoad:
     """Conversations of one decode server: `running` at a time, `kept` more whose users are reading. Each has the same
     `system_tokens` in front, then `turns` turns of `turn_tokens` and an answer."""
 
@@ -88,7 +88,7 @@ def pages(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def decode_need(geometry: KVGeometry, chats: Chats, servers: Servers) -> Need:
+def decode_need(geometry: KVGeometry, chats: ChatLoad, servers: Servers) -> Need:
     """The decode daemon's need. ValueError where so many ranks cannot share the heads, or `pool_room` does not hold
     what runs."""
     shared = chats.system_tokens // geometry.page_size  # full pages alone are shared
@@ -107,7 +107,7 @@ def decode_need(geometry: KVGeometry, chats: Chats, servers: Servers) -> Need:
     return _need("decode", geometry, servers, running, kept, pool, host * geometry.page_bytes)
 
 
-def prefill_need(geometry: KVGeometry, chats: Chats, servers: Servers) -> Need:
+def prefill_need(geometry: KVGeometry, chats: ChatLoad, servers: Servers) -> Need:
     """The prefill daemon's need: twice what is under way, since prompts that nobody has asked for hold half at most.
     ValueError where so many ranks cannot share the heads."""
     shared = chats.system_tokens // geometry.page_size

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.daemon.cli.main import main
 from kvferry.daemon.cli.model_config import ModelConfigError, ModelKV, model_kv
-from kvferry.daemon.cli.sizing import Chats, Servers, decode_need, prefill_need, slots_for
+from kvferry.daemon.cli.sizing import ChatLoad, Servers, decode_need, prefill_need, slots_for
 from kvferry.daemon.config import sources
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.transfer.geometry.kv_geometry import StorageOrder
@@ -124,7 +124,7 @@ def servers(**changed: int) -> Servers:
     return Servers(on_gpus=bool(found["on_gpus"]), blocks=bool(found["blocks"]), **whole)
 
 
-CHATS = Chats(running=32, kept=200, turns=1, system_tokens=0, turn_tokens=8000, answer_tokens=500)
+CHATS = ChatLoad(running=32, kept=200, turns=1, system_tokens=0, turn_tokens=8000, answer_tokens=500)
 
 
 def test_the_worked_example() -> None:
@@ -156,7 +156,7 @@ def test_ranks_that_hold_the_same_heads() -> None:
 
 def test_a_common_beginning_is_held_once() -> None:
     geometry = model_kv(LLAMA_8B).geometry(64, "")
-    chats = Chats(running=4, kept=2, turns=3, system_tokens=1000, turn_tokens=100, answer_tokens=300)
+    chats = ChatLoad(running=4, kept=2, turns=3, system_tokens=1000, turn_tokens=100, answer_tokens=300)
     need = decode_need(geometry, chats, servers())
     assert (chats.tokens, chats.prompt_tokens) == (2200, 1900)
     assert (need.running_pages, need.kept_pages) == (15 + 4 * (35 - 15), 2 * (35 - 15))
