@@ -26,9 +26,8 @@ RUN --mount=type=bind,source=wheels,target=/wheels \
     esac; \
     sed -i '1s|.*|#!/usr/bin/python3|' /opt/kvferry/bin/kvferry; \
     cd /opt/kvferry; \
-    rm -rf nixl_ep nixl_ep_* nixl_cu13.scripts; \
     find . -path ./bin/kvferry -prune -o -path './bin/*' -type f -exec rm {} +; \
-    PYTHONPATH=/opt/kvferry python3 -c 'import kvferry._core, kvferry.daemon.server, nixl_cu13._api'
+    PYTHONPATH=/opt/kvferry python3 -c 'import kvferry._core, kvferry.daemon.server, kvferry_nixl.nixl_cu13._api'
 
 FROM ${BASE}
 RUN apt-get update \
