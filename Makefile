@@ -1,6 +1,6 @@
 # make demo      set up and run the demonstration          make test      set up and run the tests
 # make nightly   the long tests                            make lint types proto stub wheel clean
-# make image     the container image (VARIANT=cpu|cuda)    make image-test  two of its root file systems under load
+# make image     a container image (VARIANT=cpu|cuda|front|demo)    make image-test  two of its root file systems under load
 # make fuzz      each fuzzing target for FUZZ_SECONDS      make sanitize  the extension's tests under three sanitizers
 # make mutants   breaks one guard at a time, and says which test notices
 # make aiperf    AIPerf against the front end              make published   the published workload, rehearsed
