@@ -7,6 +7,7 @@ import argparse
 import pytest
 import yaml
 
+from kvferry.channels import tls_of
 from kvferry.daemon.config.values import parse_address
 from kvferry.front import main as front_main
 from tests.deploy.manifests import (
@@ -49,6 +50,23 @@ def test_sessions_are_mutual_tls_with_the_names_that_each_side_expects(
         assert set(config.tls_peers) <= set(made[f"kvferry-{other}-tls"]["dnsNames"]) and config.tls_peers
         if role == "decode":
             assert parse_address(config.peer_service)[0] in made["kvferry-prefill-tls"]["dnsNames"]
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "rdma"])
+def test_front_ends_look_up_with_a_certificate(overlays: dict[str, list[Document]], overlay: str) -> None:
+    documents = overlays[overlay]
+    made = {d["spec"]["secretName"]: d["spec"] for d in of_kind(documents, "Certificate")}
+    (spec,) = [template["spec"] for name, template in all_pods(documents) if name == "front"]
+    (front,) = spec["containers"]
+    parser = argparse.ArgumentParser()
+    front_main.add_arguments(parser)
+    environ = {entry["name"]: entry["value"] for entry in front["env"]}
+    tls = tls_of(parser.parse_args(front["args"][1:]), environ)
+    assert tls is not None and tls.name in made["kvferry-decode-tls"]["dnsNames"]
+    mount = next(m["mountPath"] for m in front["volumeMounts"] if m["name"] == "tls")
+    assert [tls.cert, tls.key, tls.ca] == [f"{mount}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")]
+    secret = next(v["secret"] for v in spec["volumes"] if v["name"] == "tls")
+    assert made[secret["secretName"]]["usages"] == ["digital signature", "client auth"]
 
 
 def test_without_the_component_pods_are_insecure_and_say_so() -> None:
