@@ -31,7 +31,8 @@ SOURCE = "nixl-cu13"
 MODULE, LIBRARIES, CORE = "nixl_cu13", "nixl_cu13.libs", ".nixl_cu13.mesonpy.libs"
 PLUGIN = "libplugin_UCX.so"
 # UCX opens these by itself. Its other modules are tools, or need what no kvferry host has (DOCA's GPU-side networking).
-UCX_MODULES = ("libucm_cuda.so", "libuct_cma.so", "libuct_cuda.so", "libuct_ib.so", "libuct_ib_efa.so", "libuct_ib_mlx5.so")
+UCX_MODULES = ("libucm_cuda.so", "libuct_cma.so", "libuct_cuda.so")
+UCX_MODULES += ("libuct_ib.so", "libuct_ib_efa.so", "libuct_ib_mlx5.so")
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 NOTICE = """\
 NIXL {version} for kvferry's couriers.
@@ -99,7 +100,8 @@ def repack(source: Path, dest: Path) -> Path:
         info = f"kvferry_nixl-{version}.dist-info"
         notice = NOTICE.format(version=version, source=source.name)
         theirs = f"nixl_cu13-{version}.dist-info/"
-        papers = [n for n in given.namelist() if n.startswith((theirs + "licenses/", theirs + "sboms/")) and n[-1] != "/"]
+        folders = (theirs + "licenses/", theirs + "sboms/")
+        papers = [name for name in given.namelist() if name.startswith(folders) and not name.endswith("/")]
         if not any(posixpath.basename(name) == "LICENSE" for name in papers):
             raise RepackError(f"{source.name} has no LICENSE; it must travel with what is taken")
         licences = [name.removeprefix(theirs + "licenses/") for name in papers if "/licenses/" in name]
