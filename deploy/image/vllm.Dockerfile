@@ -13,8 +13,9 @@ RUN --mount=type=bind,source=wheels,target=/wheels \
     set -eu; \
     version=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
     test -d "/wheels/vllm-$version" || { echo "wheels/vllm-$version is not there: deploy/image/fetch.sh vllm $version" >&2; exit 2; }; \
-    python3 -m pip install --no-index --no-deps --target /build-tools $(ls /wheels/vllm-$version/build/*.whl /wheels/vllm-$version/compile/*.whl | grep -v /pip-); \
-    PATH=/build-tools/bin:$PATH PYTHONPATH=/build-tools python3 -m pip wheel --no-index --no-deps --no-build-isolation --wheel-dir /built -C build-dir=/tmp/build .
+    runner=$(ls /wheels/vllm-$version/build/pip-*.whl)/pip; \
+    python3 "$runner" install --no-index --no-deps --target /build-tools $(ls /wheels/vllm-$version/build/*.whl /wheels/vllm-$version/compile/*.whl | grep -v /pip-); \
+    PATH=/build-tools/bin:$PATH PYTHONPATH=/build-tools python3 "$runner" wheel --no-index --no-deps --no-build-isolation --wheel-dir /built -C build-dir=/tmp/build .
 
 FROM ${BASE}
 USER root
