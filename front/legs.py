@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import grpc.aio
 
@@ -18,9 +18,10 @@ from kvferry.proto import common_pb2, engine_pb2
 from kvferry.waiting import slices
 
 ANSWER_SLACK_S = 2.0  # the servers keep the deadlines themselves; their word is awaited this much longer
-ATTEMPTS = 2
+ATTEMPTS = 3  # at a prefill server, at another one, by the decode server alone
 _MAY_BE_OF_PREFILL = (503,)  # of a decode server that does not say whose failure it was
 _PREFILL_MAY_DIFFER = (429, 500, 503)  # another server may have room, or be well
+_AWAY = (503,)  # a prefill server that is full stays the one to compute: decode would be, too
 
 _log = logging.getLogger(__name__)
 
@@ -72,19 +73,25 @@ class PrefillFailed(Exception):
         self.error = error
 
 
-Elsewhere = Callable[[EngineLink], "EngineLink | None"]
-"""Another prefill server than this one, if there is one."""
+class Others(Protocol):
+    """What else may compute a prompt whose prefill failed."""
+
+    def elsewhere(self, failed: EngineLink) -> EngineLink | None:
+        """Another prefill server than this one, if there is one."""
+
+    def alone(self) -> None:
+        """Told that the decode server is to compute it."""
 
 
 async def run_legs(
-    request: LegsRequest, decode: EngineLink, prefill: EngineLink | None, elsewhere: Elsewhere
+    request: LegsRequest, decode: EngineLink, prefill: EngineLink | None, others: Others
 ) -> AsyncGenerator[LegEvent, None]:
     """The request's events: LegStarted, Generated or LegPaused..., LegEnded. Raises ApiError.
 
     Without a prefill server the decode server computes what it lacks. A prefill that fails before the prompt is ready
     is tried once elsewhere, as attempt 2: what has arrived stays with the decode server's daemon and is not sent again.
-    Where there is no other server, or it fails, too, so does the request. Closing the iterator before its end cancels
-    both calls.
+    Where there is no other server, or it fails, too, and prefill is away (503), decode is asked alone; else so does the
+    request. Closing the iterator before its end cancels both calls.
     """
     deadline = asyncio.get_running_loop().time() + request.first_token_s
     for attempt in range(1, ATTEMPTS + 1):
@@ -99,11 +106,17 @@ async def run_legs(
             error = failure.error if isinstance(failure, PrefillFailed) else failure
             of_prefill = isinstance(failure, PrefillFailed) or error.of_prefill
             tell = _PREFILL_MAY_DIFFER if of_prefill else _MAY_BE_OF_PREFILL
-            may = attempt < ATTEMPTS and prefill is not None and not ready and error.status in tell
-            other = elsewhere(prefill) if may and prefill is not None else None
-            if other is None:
+            if prefill is None or ready or error.status not in tell:
                 raise error from failure
-            _log.info("request %s is tried again at %s: %s", request.request_id.hex(), other.label, error)
+            other = others.elsewhere(prefill) if attempt < ATTEMPTS - 1 else None
+            if other is None:
+                if error.status not in _AWAY:
+                    raise error from failure
+                others.alone()
+            _log.info(
+                "request %s is tried again%s: %s",
+                *(request.request_id.hex(), f" at {other.label}" if other else ", by decode alone", error),
+            )
             prefill = other
 
 

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import signal
 import sys
 from collections.abc import Iterator
 from itertools import chain
@@ -20,6 +19,7 @@ from kvferry.front.service import ServiceConfig
 from kvferry.front.vllm import VllmConfig, parse_decode, parse_prefill
 from kvferry.logs import LOG_FORMAT
 from kvferry.pauses import short_collections
+from kvferry.signals import end_signals
 
 MAX_PROCESSES = 64
 
@@ -234,7 +234,7 @@ def _problem(args: argparse.Namespace) -> str:
 
 async def _serve(config: FrontConfig) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await serve(config, stop=stop, ready=lambda address: print(f"ready: front {address}", flush=True))
 

@@ -14,8 +14,9 @@ import signal
 import time
 from collections.abc import Callable
 
+from kvferry.signals import end_signals
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-ENDS = (signal.SIGTERM, signal.SIGINT)
 AGAIN_SECONDS = 1.0  # between a process's end and the start of its successor
 LATE_SECONDS = 10.0  # behind their grace, after which processes that do not end are killed
 
@@ -43,10 +44,11 @@ class Processes:
         self._wake_fd, self._signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping_until: float | None = None
         self._code = 0
+        self._ends = end_signals()
 
     def run(self) -> int:
         """The exit code: 0 where all ended in order after SIGTERM or SIGINT, else that of one that did not."""
-        for number in ENDS:
+        for number in self._ends:
             signal.signal(number, self._stop)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # it wakes `select`
         signal.set_wakeup_fd(self._signal_fd, warn_on_full_buffer=False)
@@ -86,23 +88,23 @@ class Processes:
         while self._stopping_until is None and self._due and self._due[0] <= now:
             self._due.pop(0)
             parent = os.getpid()
-            signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # a child hears it once it can
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._ends)  # a child hears it once it can
             try:
                 pid = os.fork()
                 if pid == 0:
                     os._exit(self._child(parent))
                 self._running.add(pid)
             finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, self._ends)
 
     def _child(self, parent: int) -> int:
         """What a child does, and its exit code."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for number in ENDS:
+            for number in self._ends:
                 signal.signal(number, lambda *_: os._exit(0))  # until it serves
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._ends)
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
             if os.getppid() != parent:
                 return 1

@@ -153,7 +153,7 @@ class FrontService:
         reply = ReplyText(served.tokenizer, stop_tokens=stop_tokens, stops=request.stop)
         started = LegStarted(0, 0, 0, 0)
         reason = "stop"
-        async with aclosing(run_legs(legs, route.decode, route.prefill, self._elsewhere)) as events:
+        async with aclosing(run_legs(legs, route.decode, route.prefill, self)) as events:
             async for event in events:
                 if isinstance(event, LegStarted):
                     started = event
@@ -235,23 +235,30 @@ class FrontService:
             for link, lookup in zip(links, lookups, strict=True)
         ]
         prefills = [link for link in self.engines.prefill if link.up]
-        if not candidates or not prefills:
+        if not candidates:
             raise unavailable(f"the servers are not up: {self.engines.complaints()}")
         pages = pages_needed(len(tokens), max_new_tokens, served.page_size)
         chosen = choose_decode(candidates, pages=pages, page_size=served.page_size, rule=self.config.rule)
         unmatched = len(tokens) - candidates[chosen].matched_tokens
         if unmatched <= _local_prefill_max_tokens(links[chosen]):
             return Route(links[chosen], None)
+        if not prefills:
+            self.stats.decode_alone += 1
+            return Route(links[chosen], None)
         prefill = choose_prefill([PrefillCandidate(link.outstanding, link.assigned) for link in prefills])
         return Route(links[chosen], prefills[prefill])
 
-    def _elsewhere(self, failed: EngineLink) -> EngineLink | None:
-        """Another prefill server, for a request that failed at this one."""
+    def elsewhere(self, failed: EngineLink) -> EngineLink | None:
+        """Another prefill server, for a request that failed at this one; None: decode is to compute it."""
         others = [link for link in self.engines.prefill if link.up and link is not failed]
         if not others:
             return None
         self.stats.tried_again += 1
         return others[choose_prefill([PrefillCandidate(link.outstanding, link.assigned) for link in others])]
+
+    def alone(self) -> None:
+        """Counts a request whose prefill servers are away."""
+        self.stats.decode_alone += 1
 
     def _count_started(self, started: LegStarted) -> None:
         self.stats.matched_tokens += started.matched_tokens
@@ -275,6 +282,7 @@ class FrontService:
             local_prefill=stats.local_prefill,
             paused=stats.paused,
             tried_again=stats.tried_again,
+            decode_alone=stats.decode_alone,
             prompt_tokens=stats.prompt_tokens,
             matched_tokens=stats.matched_tokens,
             output_tokens=stats.output_tokens,

@@ -48,6 +48,7 @@ class StatsReport(BaseModel):
     local_prefill: int  # no prefill server was used
     paused: int  # times that a running request waited for pages again
     tried_again: int  # prefills that failed and were tried once at another server
+    decode_alone: int  # requests whose prompts decode computed, since no prefill server was there
     prompt_tokens: int
     matched_tokens: int
     output_tokens: int
@@ -69,6 +70,7 @@ class FrontStats:
     local_prefill: int = 0
     paused: int = 0
     tried_again: int = 0  # prefills that failed before the prompt was ready
+    decode_alone: int = 0
     prompt_tokens: int = 0
     matched_tokens: int = 0
     output_tokens: int = 0

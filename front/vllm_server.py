@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import sys
 import time
@@ -18,6 +17,7 @@ from kvferry.front.processes import Processes
 from kvferry.front.server import address_of, listen, serve_app
 from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_app import create_app
+from kvferry.signals import end_signals
 
 PROBE_SECONDS = 0.5
 
@@ -56,7 +56,7 @@ async def _serve(
     config: VllmConfig, listener: socket.socket, wait_s: float, grace_s: float, ready: Callable[[], None]
 ) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     front = VllmFront(config)
 

@@ -12,7 +12,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("daemon", "uptime_seconds", "sides", "build", "loop_lag", "rpcs", "metrics", "tls", "stalled")
+    __slots__ = ("daemon", "uptime_seconds", "sides", "build", "loop_lag", "rpcs", "metrics", "tls", "stalled", "lacks")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SIDES_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class StatsReply(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     TLS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
+    LACKS_FIELD_NUMBER: _ClassVar[int]
     daemon: str
     uptime_seconds: float
     sides: _containers.RepeatedCompositeFieldContainer[SideStats]
@@ -31,7 +32,8 @@ class StatsReply(_message.Message):
     metrics: str
     tls: TlsStats
     stalled: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., loop_lag: _Optional[_Union[Histogram, _Mapping]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., metrics: _Optional[str] = ..., tls: _Optional[_Union[TlsStats, _Mapping]] = ..., stalled: _Optional[_Iterable[str]] = ...) -> None: ...
+    lacks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, daemon: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., sides: _Optional[_Iterable[_Union[SideStats, _Mapping]]] = ..., build: _Optional[_Union[BuildInfo, _Mapping]] = ..., loop_lag: _Optional[_Union[Histogram, _Mapping]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., metrics: _Optional[str] = ..., tls: _Optional[_Union[TlsStats, _Mapping]] = ..., stalled: _Optional[_Iterable[str]] = ..., lacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TlsStats(_message.Message):
     __slots__ = ("expires", "broken")

@@ -66,6 +66,7 @@ CLIENT = (
     "kvferry.listening",
     "kvferry.logs",
     "kvferry.pauses",
+    "kvferry.signals",
     "kvferry.tracing",
 )
 LAYERS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +16,7 @@ from kvferry.client.engine_pools import MakePools
 from kvferry.client.requests import DaemonEnded, DaemonGone, HandshakeFailed
 from kvferry.pauses import short_collections
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
+from kvferry.signals import end_signals
 from kvferry.workers.decode import DecodeWorker
 from kvferry.workers.engine_service import MAX_MESSAGE_BYTES, EngineService
 from kvferry.workers.jobs import Jobs
@@ -60,7 +60,7 @@ class WorkerConfig(NamedTuple):
 async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Compute]) -> int:
     """Serves until SIGTERM or SIGINT (returns 0 after draining) or until the daemon is gone (returns 1)."""
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         client = await _connect(config, stop)

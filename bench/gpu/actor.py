@@ -164,7 +164,7 @@ class Actor:
     # -- NIXL ----------------------------------------------------------------------------------------------------
 
     def agent_up(self, names: list[str]) -> bytes:
-        from nixl_cu13._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+        from kvferry_nixl.nixl_cu13._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
         strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=[], sync_mode=strict)

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Makes a folder of wheels for a GPU machine without a package index, that has torch, transformers and what they bring:
-# NIXL's CUDA 13 build for Linux x86-64 without its folder nixl_ep_cu13 (kernels for expert parallelism, most of the
-# wheel's size), and what daemons, workers and tests need besides.
+# kvferry-nixl, and what daemons, workers and tests need besides.
 #   bash bench/gpu/wheels.sh [FOLDER]     build/gpu-wheels; PYTHON=python3, PYTHON_VERSION=3.12, NIXL_VERSION=1.5.1
 # There: python3 -m pip install --no-index --no-deps --target SITE FOLDER/*.whl
 set -euo pipefail
@@ -13,33 +12,13 @@ OTHERS="grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 pydantic==2.12.
   typing-inspection==0.4.2 fastapi==0.121.0 starlette==0.49.3 uvicorn==0.38.0 annotated-doc==0.0.3
   pytest-timeout==2.4.0 cryptography==46.0.3 cffi==2.0.0 pycparser==2.23"
 FOLDER=${1:-build/gpu-wheels}
-FETCHED=$(mktemp -d)
-trap 'rm -rf "$FETCHED"' EXIT
+mkdir -p "$FOLDER"
 
 platforms=()
 for tag in manylinux_2_39 manylinux_2_35 manylinux_2_34 manylinux_2_31 manylinux_2_28 manylinux_2_17 manylinux2014; do
   platforms+=(--platform "${tag}_x86_64")
 done
 $PYTHON -m pip download -q --no-deps --only-binary=:all: --implementation cp --python-version "$PYTHON_VERSION" \
-  "${platforms[@]}" -d "$FETCHED" "nixl==$NIXL_VERSION" "nixl-cu13==$NIXL_VERSION" $OTHERS
-
-mkdir -p "$FOLDER"
-$PYTHON - "$FETCHED" "$FOLDER" <<'PYTHON_END'
-import pathlib
-import sys
-import zipfile
-
-fetched, folder = (pathlib.Path(text) for text in sys.argv[1:])
-LEFT_OUT = "nixl_ep_cu13/"
-for path in sorted(fetched.glob("*.whl")):
-    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(folder / path.name, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as kept:
-        for item in whole.infolist():
-            if item.filename.startswith(LEFT_OUT):
-                continue
-            content = whole.read(item)
-            if item.filename.endswith(".dist-info/RECORD"):
-                lines = content.decode().splitlines(keepends=True)
-                content = "".join(line for line in lines if not line.startswith(LEFT_OUT)).encode()
-            kept.writestr(item, content)
-    print(f"{(folder / path.name).stat().st_size / (1 << 20):6.1f} MiB  {folder / path.name}")
-PYTHON_END
+  "${platforms[@]}" -d "$FOLDER" $OTHERS
+$PYTHON deploy/wheels/repack_nixl.py --version "$NIXL_VERSION" --python "$PYTHON_VERSION" --dest "$FOLDER"
+du -sh "$FOLDER"

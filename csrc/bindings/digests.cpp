@@ -60,13 +60,14 @@ class TokenView {
 
  private:
   bool copy_items(PyObject* sequence) {
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence);
-    PyObject** items = PySequence_Fast_ITEMS(sequence);
+    const Items items(sequence);
+    const Py_ssize_t count = items.size();
     copy_.reserve(size_t(count));
     for (Py_ssize_t i = 0; i < count; ++i) {  // runs no Python code: the items stay what they are
-      if (!PyLong_CheckExact(items[i])) return false;
+      PyObject* item = items[i];
+      if (!PyLong_CheckExact(item)) return false;
       int overflow = 0;
-      const long long token = PyLong_AsLongLongAndOverflow(items[i], &overflow);
+      const long long token = PyLong_AsLongLongAndOverflow(item, &overflow);
       if (overflow != 0 || token < 0 || token > 0xffffffffLL) return false;
       copy_.push_back(uint32_t(token));
     }
@@ -118,7 +119,7 @@ nb::bytes new_bytes(size_t size) {
   return nb::steal<nb::bytes>(made);
 }
 
-uint8_t* content(const nb::bytes& bytes) { return reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(bytes.ptr())); }
+uint8_t* content(const nb::bytes& bytes) { return reinterpret_cast<uint8_t*>(PyBytes_AsString(bytes.ptr())); }
 
 nb::bytes narrow_tokens(const TokenView& view, int64_t begin, int64_t end) {
   const Tokens tokens = view.part(begin, end);

@@ -81,7 +81,7 @@ nb::bytes read(Engine& engine, int64_t address, int64_t nbytes) {
   check_memory(address, nbytes);
   nb::bytes data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(nbytes)));
   if (!data.is_valid()) throw nb::python_error();
-  char* const to = PyBytes_AS_STRING(data.ptr());
+  char* const to = PyBytes_AsString(data.ptr());
   nb::gil_scoped_release release;
   engine.small().read(to, GpuAddress(address), size_t(nbytes));
   return data;

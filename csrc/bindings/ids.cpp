@@ -43,18 +43,20 @@ uint32_t checked_page_id(int64_t id, const PagePool& pool) {
 }
 
 PageIds read_page_ids(nb::handle object, const PagePool& pool) {
-  PyObject* items = object.ptr();
+  PyObject* sequence = object.ptr();
   nb::object owned;
-  if (!PyList_CheckExact(items) && !PyTuple_CheckExact(items)) {
-    if (PyObject_CheckBuffer(items)) return read_array(object, pool);
-    owned = nb::steal(PySequence_Fast(items, "pages: must be a sequence of integers"));
+  if (!PyList_CheckExact(sequence) && !PyTuple_CheckExact(sequence)) {
+    if (PyObject_CheckBuffer(sequence)) return read_array(object, pool);
+    owned = nb::steal(PySequence_Fast(sequence, "pages: must be a sequence of integers"));
     if (!owned.is_valid()) throw nb::python_error();
-    items = owned.ptr();
+    sequence = owned.ptr();
   }
-  const size_t count = size_t(PySequence_Fast_GET_SIZE(items));
+  const Items items(sequence);
+  const size_t count = size_t(items.size());
   PageIds ids(count);
   for (size_t i = 0; i < count; ++i) {
-    const long long id = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items, Py_ssize_t(i)));
+    PyObject* item = items[Py_ssize_t(i)];
+    const long long id = item == nullptr ? -1 : PyLong_AsLongLong(item);
     if (id == -1 && PyErr_Occurred()) throw nb::python_error();
     ids[i] = checked_page_id(id, pool);
   }
@@ -67,7 +69,7 @@ IntList list_of(const PageIds& pages) {
   for (size_t i = 0; i < pages.size(); ++i) {
     PyObject* id = PyLong_FromUnsignedLong(pages[i]);
     if (id == nullptr) throw nb::python_error();
-    PyList_SET_ITEM(list.ptr(), Py_ssize_t(i), id);
+    if (PyList_SetItem(list.ptr(), Py_ssize_t(i), id) != 0) throw nb::python_error();
   }
   return list;
 }
@@ -75,8 +77,8 @@ IntList list_of(const PageIds& pages) {
 DigestBuffer::DigestBuffer(nb::handle object, const char* field) : field_(field) {
   size_t bytes;
   if (PyBytes_CheckExact(object.ptr())) {  // needs no view
-    data_ = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(object.ptr()));
-    bytes = size_t(PyBytes_GET_SIZE(object.ptr()));
+    data_ = reinterpret_cast<const uint8_t*>(PyBytes_AsString(object.ptr()));
+    bytes = size_t(PyBytes_Size(object.ptr()));
   } else {
     take_view(object);
     bytes = size_t(view_.len);

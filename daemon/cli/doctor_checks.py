@@ -132,7 +132,7 @@ def nixl(config: DaemonConfig) -> Iterator[Finding]:
             yield Finding(NOTE, "UCX transports", "RDMA devices are here, but UCX has none", remedy)
     else:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        yield Finding(BAD, "UCX transports", last, "pip install nixl, for this Python")
+        yield Finding(BAD, "UCX transports", last, "pip install kvferry-nixl (or nixl), for this Python")
         return
     began = time.monotonic()
     try:

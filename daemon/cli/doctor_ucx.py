@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import ctypes
 import glob
-import importlib.util
 import os
 import sys
 
 NAME, COUNT = 1, 2  # UCT_COMPONENT_ATTR_FIELD_...
-PACKAGES = ("nixl_cu13", "nixl_cu12")
+PACKAGES = ("kvferry_nixl/nixl_cu13", "nixl_cu13", "nixl_cu12")
 
 
 class ComponentAttributes(ctypes.Structure):
@@ -45,13 +44,9 @@ def main() -> int:
 
 
 def _library() -> str | None:
-    for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.origin is not None:
-            found = glob.glob(
-                os.path.join(os.path.dirname(os.path.dirname(spec.origin)), f"{package}.libs", "libuct-*")
-            )
-            if found:
+    for folder in sys.path:
+        for package in PACKAGES:
+            if found := glob.glob(os.path.join(folder, f"{package}.libs", "libuct-*")):
                 return found[0]
     return None
 

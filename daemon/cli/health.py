@@ -1,7 +1,7 @@
 """`kvferry health`: whether a daemon takes work, for probes: no shell, no curl, one gRPC call of grpc.health.v1.
 
-Exit status 0: yes. 1: it answers, but takes no new work (it drains), or with --engine has no engine. 2: nobody answers,
-or a flag is wrong.
+Exit status 0: yes. 1: it answers, but takes no new work (it drains, stands still, or can serve no worker), or with
+--engine has no engine; the reason stands behind the status. 2: nobody answers, or a flag is wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
 from kvferry.daemon.cli.find_daemon import ADDRESS_HELP, default_address
-from kvferry.daemon.config.values import ENGINE_SERVICE
+from kvferry.daemon.config.values import ENGINE_SERVICE, HEALTH_WHY
 
 STATUS = health_pb2.HealthCheckResponse.ServingStatus
 
@@ -45,9 +45,10 @@ def run(args: argparse.Namespace) -> int:
     with opened as channel:
         try:
             asked = health_pb2.HealthCheckRequest(service=ENGINE_SERVICE if args.engine else "")
-            reply = HealthStub(channel).Check(asked, timeout=args.timeout)
+            reply, call = HealthStub(channel).Check.with_call(asked, timeout=args.timeout)
         except grpc.RpcError as error:
             print(f"kvferry health: {address}: {error.code().name}: {error.details()}", file=sys.stderr)
             return 2
-    print(STATUS.Name(reply.status))
+    why = [value.decode(errors="replace") for key, value in call.trailing_metadata() or () if key == HEALTH_WHY]
+    print(": ".join([STATUS.Name(reply.status), *why]))
     return 0 if args.live or reply.status == STATUS.SERVING else 1

@@ -8,40 +8,58 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import kvferry
 
-# Module, or module:attribute, that has add_arguments and run.
+
+class Subcommand(NamedTuple):
+    """A subcommand: a module, or module:attribute, that has add_arguments and run."""
+
+    where: str
+    summary: str
+    extra: str = ""  # of the package, that has what it imports
+
+
 COMMANDS = {
-    "serve": ("kvferry.daemon.cli.serve", "run a daemon: decode, prefill or both"),
-    "worker": ("kvferry.workers.main", "run a reference worker around a transformer"),
-    "front": ("kvferry.front.main", "run the OpenAI-compatible front end"),
-    "loadgen": ("kvferry.loadgen.main", "drive a front end with multi-turn conversations"),
-    "config": ("kvferry.daemon.cli.config", "show the settings of a daemon and their origin, or their schema"),
-    "doctor": ("kvferry.daemon.cli.doctor", "whether this machine is fit for a daemon"),
-    "health": ("kvferry.daemon.cli.health", "whether a daemon takes work, for probes"),
-    "stats": ("kvferry.daemon.cli.stats", "show a daemon's cache statistics"),
-    "top": ("kvferry.daemon.cli.top", "several daemons at a glance, live"),
-    "flush": ("kvferry.daemon.cli.admin:flush", "free the cached pages of a daemon that nothing holds"),
-    "pin": ("kvferry.daemon.cli.admin:pin", "hold a prompt in a daemon's cache for a time"),
-    "unpin": ("kvferry.daemon.cli.admin:unpin", "end a pin, or all"),
-    "dump": ("kvferry.daemon.cli.admin:dump", "show what a daemon's cache holds, node by node"),
-    "demo": ("kvferry.daemon.cli.demo", "the whole system on this machine, reuse off and on"),
+    "serve": Subcommand("kvferry.daemon.cli.serve", "run a daemon: decode, prefill or both"),
+    "worker": Subcommand("kvferry.workers.main", "run a reference worker around a transformer", "workers"),
+    "front": Subcommand("kvferry.front.main", "run the OpenAI-compatible front end", "front"),
+    "loadgen": Subcommand("kvferry.loadgen.main", "drive a front end with multi-turn conversations", "front"),
+    "size": Subcommand("kvferry.daemon.cli.size", "pool, host tier, slots and memory for a model and its chats"),
+    "config": Subcommand(
+        "kvferry.daemon.cli.config", "show the settings of a daemon and their origin, or their schema"
+    ),
+    "doctor": Subcommand("kvferry.daemon.cli.doctor", "whether this machine is fit for a daemon"),
+    "health": Subcommand("kvferry.daemon.cli.health", "whether a daemon takes work, for probes"),
+    "stats": Subcommand("kvferry.daemon.cli.stats", "show a daemon's cache statistics"),
+    "top": Subcommand("kvferry.daemon.cli.top", "several daemons at a glance, live"),
+    "flush": Subcommand("kvferry.daemon.cli.admin:flush", "free the cached pages of a daemon that nothing holds"),
+    "pin": Subcommand("kvferry.daemon.cli.admin:pin", "hold a prompt in a daemon's cache for a time"),
+    "unpin": Subcommand("kvferry.daemon.cli.admin:unpin", "end a pin, or all"),
+    "dump": Subcommand("kvferry.daemon.cli.admin:dump", "show what a daemon's cache holds, node by node"),
+    "demo": Subcommand("kvferry.daemon.cli.demo", "the whole system on this machine, reuse off and on", "demo"),
+    "completion": Subcommand("kvferry.daemon.cli.completion", "print what completes these commands in a shell"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="kvferry", description=kvferry.__doc__, allow_abbrev=False)
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    chosen: argparse.ArgumentParser | None = None
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (where, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if words[:1] == [name]:
-            chosen = command
-            _load(where).add_arguments(command)
+    try:
+        return _run(words)
+    except ModuleNotFoundError as error:
+        command = COMMANDS.get(words[0]) if words else None
+        missing = (error.name or "").partition(".")[0]
+        if command is None or not command.extra or missing in ("", "kvferry"):
+            raise
+        print(
+            f"kvferry {words[0]}: needs the package {missing}: pip install 'kvferry[{command.extra}]'", file=sys.stderr
+        )
+        return 2
+
+
+def _run(words: list[str]) -> int:
+    parser, chosen = parser_of(words[:1])
     args, unknown = parser.parse_known_args(words)
     if unknown:
         from kvferry.daemon.config.values import nearest  # not at the top: `kvferry --help` begins without it
@@ -50,12 +68,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         flag = unknown[0].partition("=")[0]
         parser.error(f"{args.command}: {flag!r} is no flag of it{nearest(flag, re.findall('--[a-z][a-z-]*', usage))}")
     try:
-        status = int(_load(COMMANDS[args.command][0]).run(args))
+        status = int(_load(COMMANDS[args.command].where).run(args))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # who reads the output has enough; what is left must not fail again at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def parser_of(
+    names: Sequence[str], passed_over: Sequence[type[Exception]] = ()
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser | None]:
+    """The parser of all commands, where those of these names have their flags, and the parser of the last of them.
+    One that cannot be loaded for such an error has none."""
+    parser = argparse.ArgumentParser(prog="kvferry", description=kvferry.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    chosen: argparse.ArgumentParser | None = None
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (where, summary, _) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name in names:
+            chosen = command
+            try:
+                _load(where).add_arguments(command)
+            except tuple(passed_over):
+                continue
+    return parser, chosen
 
 
 class _Version(argparse.Action):

@@ -104,6 +104,8 @@ def render(reply: cache.StatsReply) -> Group:
         for peer in side.peers
         if peer.error
     ]
+    errors += [Text(f"stands still: {part}", "bold red") for part in reply.stalled]
+    errors += [Text(f"no worker can be served: {lack}", "bold red") for lack in reply.lacks]
     return Group(*(_side_table(reply, side) for side in reply.sides), *errors, metrics, *_tls_lines(reply))
 
 

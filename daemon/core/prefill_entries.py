@@ -102,7 +102,8 @@ class PrefillSends:
                     shown = [v.hex()[:16] if isinstance(v, bytes) else v for v in (theirs, ours)]
                     error = precondition(
                         f"{field_name} differs: the decode worker has {shown[0]}, the prefill worker {shown[1]}; "
-                        "both must be given the same tokens of the same model, with weights of the same epoch"
+                        "both must be given the same tokens of the same model, with weights of the same epoch "
+                        "(images in vLLM: and the same --prefix-caching-hash-algo)"
                     )
                     break
             else:

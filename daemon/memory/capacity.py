@@ -19,14 +19,14 @@ SHM_REMEDY = (
 )
 
 
-def pools(config: DaemonConfig) -> int:
-    """Bytes of all roles' pools; an engine's are its own."""
-    return config.pool_bytes * len(config.roles) if config.pool == "daemon" else 0
+def pools(config: DaemonConfig, roles: int | None = None) -> int:
+    """Bytes of the pools of so many roles, by default of all; an engine's are its own."""
+    return config.pool_bytes * (len(config.roles) if roles is None else roles) if config.pool == "daemon" else 0
 
 
-def in_shm(config: DaemonConfig) -> int:
+def in_shm(config: DaemonConfig, roles: int | None = None) -> int:
     """Bytes of the pools that will be in shared memory."""
-    return 0 if config.devices else pools(config)
+    return 0 if config.devices else pools(config, roles)
 
 
 def in_memory(config: DaemonConfig) -> int:
@@ -34,38 +34,43 @@ def in_memory(config: DaemonConfig) -> int:
     return 0 if config.host_dir else config.host_bytes * len(config.roles)
 
 
-def shared_memory(config: DaemonConfig) -> tuple[str, bool]:
+def shared_memory(config: DaemonConfig, roles: int | None = None) -> tuple[str, bool]:
     """The room that --shm-dir has and what it is to hold, in words, and whether that is enough."""
-    free, needed = shutil.disk_usage(config.shm_dir).free, in_shm(config)
+    free, needed = shutil.disk_usage(config.shm_dir).free, in_shm(config, roles)
     return f"{size(free)} free" + (f"; pools take {size(needed)}" if needed else ""), free >= needed
 
 
-def lacks_on_gpus(config: DaemonConfig, driver: Driver) -> Iterator[str]:
+def lacks_on_gpus(config: DaemonConfig, driver: Driver, roles: int | None = None) -> Iterator[str]:
     """One line for each GPU that is not there or smaller than its share of the pools. DriverError."""
     count = driver.count() if config.devices else 0
     for device in config.devices:
-        share = pools(config) // config.ranks
+        share = pools(config, roles) // config.ranks
         if device >= count:
             yield f"--device names GPU {device}; the driver has {count}"
         elif (whole := driver.total_bytes(device)) < share:
             yield f"GPU {device} has {size(whole)}; its part of the pools takes {size(share)}"
 
 
-def lacks(config: DaemonConfig) -> list[str]:
-    """The reasons for which the first worker will be refused, or the host tier stay small, with remedies. Blocks
-    while a CUDA driver starts."""
+def pool_lacks(config: DaemonConfig, roles: int | None = None) -> list[str]:
+    """The reasons for which the pools of so many roles (by default all) cannot be made, with remedies. Blocks while a
+    CUDA driver starts."""
     found = []
     if os.path.isdir(config.shm_dir):
-        text, enough = shared_memory(config)
+        text, enough = shared_memory(config, roles)
         found += [] if enough else [f"shared memory {config.shm_dir}: {text}; {SHM_REMEDY}"]
-    tier = in_memory(config)
-    if tier and (lack := memory_room.lacks(tier)):
-        found.append(f"host tier: {lack}; a smaller --host-bytes, or --host-dir: it grows as far as that")
     if config.devices:
         try:
-            found += [
-                f"{lack}; a smaller --pool-bytes, or another --device" for lack in lacks_on_gpus(config, Driver())
-            ]
+            lacking = list(lacks_on_gpus(config, Driver(), roles))
+            found += [f"{lack}; a smaller --pool-bytes, or another --device" for lack in lacking]
         except DriverError as error:
-            found.append(f"--device is {config.device}: {error}")
+            remedy = "a machine or a container with NVIDIA's driver, or --device cpu"
+            found.append(f"--device is {config.device}: {error}; {remedy}")
     return found
+
+
+def host_lacks(config: DaemonConfig) -> list[str]:
+    """The reason for which the host tier will stay small, with its remedy."""
+    tier = in_memory(config)
+    if tier and (lack := memory_room.lacks(tier)):
+        return [f"host tier: {lack}; a smaller --host-bytes, or --host-dir: it grows as far as that"]
+    return []

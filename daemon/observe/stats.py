@@ -13,6 +13,7 @@ import kvferry
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import BOUNDS, Histogram
 from kvferry.daemon.observe.health import HealthWatch
+from kvferry.daemon.observe.room import RoomWatch
 from kvferry.daemon.observe.rpc_times import RpcTimes
 from kvferry.daemon.peers.handshake import PROTOCOL
 from kvferry.daemon.peers.tls import Identity, TlsWatch
@@ -34,6 +35,7 @@ class Snapshots:
         self.rpcs = RpcTimes(now)
         self.loop_lag = Histogram()
         self.watch: HealthWatch | None = None  # once the daemon starts
+        self.room: RoomWatch | None = None  # likewise
         self.metrics = ""  # the Prometheus endpoint's HOST:PORT, once it listens
         self._name = name
         self._sides = sides
@@ -62,6 +64,7 @@ class Snapshots:
             metrics=self.metrics,
             tls=_tls(self._tls.current(), self._tls.broken) if self._tls is not None else None,
             stalled=self.watch.stalled if self.watch is not None else (),
+            lacks=self.room.lacks if self.room is not None else (),
         )
 
 
@@ -71,7 +74,7 @@ def _tls(identity: Identity, broken: str) -> wire.TlsStats:
 
 def _nixl_version() -> str:
     """The version of the metapackage, or of one of the packages that it chooses from."""
-    for package in ("nixl", "nixl-cu13", "nixl-cu12"):
+    for package in ("kvferry-nixl", "nixl", "nixl-cu13", "nixl-cu12"):
         try:
             return metadata.version(package)
         except metadata.PackageNotFoundError:

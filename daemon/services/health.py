@@ -7,42 +7,47 @@ its own call alone.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry.daemon.config.values import ENGINE_SERVICE
+from kvferry.daemon.config.values import ENGINE_SERVICE, HEALTH_WHY
 
 if TYPE_CHECKING:
     from kvferry.daemon.services.worker import Context
 
 STATUS = health_pb2.HealthCheckResponse.ServingStatus
+MAX_WHY_BYTES = 4096
 DAEMON = ""  # the service that stands for the whole server
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no types
     def __init__(self) -> None:
-        self._serving = {DAEMON: True, ENGINE_SERVICE: False}
+        self._why: dict[str, tuple[str, ...]] = {DAEMON: (), ENGINE_SERVICE: ("no engine has come",)}
         self._draining = False
         self._changes: set[asyncio.Event] = set()  # of each watcher
 
-    def set(self, service: str, serving: bool) -> None:
-        """Changes nothing while the daemon drains."""
-        if self._draining or self._serving[service] is serving:
+    def set(self, service: str, why: Sequence[str]) -> None:
+        """Says why a service does not serve; no reason: it does. Changes nothing while the daemon drains."""
+        if self._draining or self._why[service] == tuple(why):
             return
-        self._serving[service] = serving
+        self._why[service] = tuple(why)
         self._tell()
 
     def drain(self) -> None:
         """No service serves, for good."""
-        self._serving = dict.fromkeys(self._serving, False)
+        self._why = dict.fromkeys(self._why, ("it drains",))
         self._draining = True
         self._tell()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
-        if request.service not in self._serving:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"services are {', '.join(map(repr, self._serving))}")
+        """Answers, with the reasons in its trailing metadata."""
+        if request.service not in self._why:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"services are {', '.join(map(repr, self._why))}")
+        if why := "; ".join(self._why[request.service]):
+            context.set_trailing_metadata(((HEALTH_WHY, why.encode()[:MAX_WHY_BYTES]),))
         return health_pb2.HealthCheckResponse(status=self._status_of(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
@@ -59,10 +64,10 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
             self._changes.discard(changed)
 
     def _status_of(self, service: str) -> int:
-        serving = self._serving.get(service)
-        if serving is None:
+        why = self._why.get(service)
+        if why is None:
             return int(STATUS.Value("SERVICE_UNKNOWN"))
-        return int(STATUS.Value("SERVING" if serving else "NOT_SERVING"))
+        return int(STATUS.Value("NOT_SERVING" if why else "SERVING"))
 
     def _tell(self) -> None:
         for changed in self._changes:

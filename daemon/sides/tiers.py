@@ -17,13 +17,14 @@ from typing import Protocol
 
 from kvferry.daemon.config.model import STORAGES, DaemonConfig
 from kvferry.daemon.core.cache import Cache
-from kvferry.daemon.core.errors import exhausted, precondition
+from kvferry.daemon.core.errors import RequestError, exhausted, precondition
 from kvferry.daemon.core.limits import BlockShape
 from kvferry.daemon.memory.block_table import BlockTable, page_ids_of
 from kvferry.daemon.memory.held_pages import HeldPages
 from kvferry.daemon.memory.host_tier import HostTier, open_tier
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.daemon.memory.making import make_in_thread, make_pool, map_pool
+from kvferry.proto import common_pb2 as common
 from kvferry.transfer.geometry.kv_geometry import Layout, StorageOrder
 from kvferry.transfer.geometry.namespace import NamespaceFacts, differences
 from kvferry.transfer.geometry.pool_shape import PoolShape, page_bytes_of
@@ -52,6 +53,7 @@ class SideTiers:
         self.facts: NamespaceFacts | None = None  # of the first worker
         self.epoch = secrets.randbits(63)  # of the pool's memory
         self.has_pool = asyncio.Event()
+        self.refused = ""  # why the last pool that was to be made has no room; empty since one was made
         self._role = role
         self._config = config
         self._incarnation = incarnation
@@ -163,15 +165,24 @@ class SideTiers:
         """
         async with self._making:
             if self.facts is None:
-                await self._make(facts, registration)
+                await self._make_first(facts, registration)
                 return
             for difference in differences(self.facts, facts):
                 if difference.field != "tenant_salt_digest":
-                    raise precondition(f"this daemon serves another model: {difference}")
+                    raise precondition(f"this daemon serves another model: {difference}, or restart it")
             if registration is not None:
                 self._check_layout(facts, registration.order)
                 # What an engine leaves unsaid of how its pages are cut, the one before it may have said.
                 await self._replace_memory(replace(self.facts, geometry=facts.geometry), registration)
+
+    async def _make_first(self, facts: NamespaceFacts, registration: Registration | None) -> None:
+        try:
+            await self._make(facts, registration)
+        except RequestError as error:
+            if error.code == common.ERROR_RESOURCE_EXHAUSTED:
+                self.refused = error.message
+            raise
+        self.refused = ""
 
     async def _make(self, facts: NamespaceFacts, registration: Registration | None) -> None:
         self._check_layout(facts, STORAGES[self._config.storage] if registration is None else registration.order)
@@ -194,7 +205,8 @@ class SideTiers:
             if not isinstance(error, OSError | ValueError):
                 raise
             nbytes = host_pages * facts.geometry.page_bytes
-            message = f"host tier of {nbytes} bytes (--host-dir {self._config.host_dir!r}): {error}"
+            flags = f"--host-dir {self._config.host_dir!r}" if self._config.host_dir else "--host-bytes"
+            message = f"host tier of {nbytes} bytes ({flags}): {error}"
             log.warning("%s", message)
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG)
             raise (exhausted(message) if full else precondition(message)) from error

@@ -5,7 +5,13 @@ What is used of them, no more: a key that is misspelt is refused.
 
 from __future__ import annotations
 
+import jsonschema
+import kubernetes_validate
+
 from tests.deploy.manifests import Document
+
+VERSION = "1.36"
+OTHERS = ("monitoring.coreos.com/v1", "cert-manager.io/v1")
 
 _LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
 _RULE = {
@@ -94,3 +100,11 @@ SPECS: dict[str, Document] = {
         },
     },
 }
+
+
+def check_schema(document: Document) -> None:
+    """ValidationError where a key or a value is not of its kind."""
+    if document["apiVersion"] in OTHERS:
+        jsonschema.validate(document["spec"], {"type": "object", **SPECS[document["kind"]]})
+    else:
+        kubernetes_validate.validate(document, VERSION, strict=True)

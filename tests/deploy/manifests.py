@@ -18,7 +18,8 @@ from kvferry.daemon.config import sources as config_sources
 from kvferry.daemon.config.model import DaemonConfig
 
 KUBERNETES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
-OVERLAYS = ("cpu", "gpu", "rdma", "node")
+OVERLAYS = ("plain", "cpu", "gpu", "gpu-plugin", "rdma", "node")
+TLS_OVERLAYS = tuple(overlay for overlay in OVERLAYS if overlay != "plain")
 Document = dict[str, Any]
 
 
@@ -39,11 +40,18 @@ def of_kind(documents: list[Document], kind: str) -> list[Document]:
     return [document for document in documents if document["kind"] == kind]
 
 
-def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
+def all_pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
     """(name, pod template) of every workload."""
     for document in documents:
         if document["kind"] in ("StatefulSet", "Deployment", "DaemonSet"):
             yield document["metadata"]["name"], document["spec"]["template"]
+
+
+def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
+    """Those with a daemon."""
+    for name, template in all_pods(documents):
+        if "kvferry/role" in template["metadata"]["labels"]:
+            yield name, template
 
 
 def containers(template: Document) -> list[Document]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ import yaml
 from kvferry import listening
 from kvferry.daemon.cli import serve
 from kvferry.daemon.config import sources as config_sources
+from kvferry.front import main as front_main
 from kvferry.workers import main as worker_main
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 COMPOSE = DEPLOY / "compose.yaml"
-OURS = ("prefill", "prefill-worker", "decode", "decode-worker")
+OURS = ("prefill", "prefill-worker", "decode", "decode-worker", "front")
 
 
 def parsed(text: str) -> Any:
-    """By an independent reader of the specification; merge keys are resolved before, since it knows one level only."""
+    """By an independent reader of the specification; merge keys are resolved before, since it knows one level only, and
+    variables have their defaults."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
     return compose_spec.PyCompose.from_yaml(yaml.safe_dump(yaml.safe_load(text)))
 
 
@@ -39,7 +43,7 @@ def test_the_schema_is_looked_at() -> None:
             parsed(f"services:\n  a:\n    image: x\n    {wrong}\n").validate()
 
 
-def test_nodes_monitoring_and_nothing_else(services: dict[str, Any]) -> None:
+def test_a_front_end_nodes_monitoring_and_nothing_else(services: dict[str, Any]) -> None:
     assert set(services) == {*OURS, "prometheus", "grafana"}
 
 
@@ -93,6 +97,17 @@ def test_workers_take_their_words() -> None:
         args = parser.parse_args(words)
         assert (word, args.role) == ("worker", role)
         assert not listening.problem(args, "it is of a container")
+
+
+def test_the_front_end_takes_its_words_and_the_image_is_a_parameter() -> None:
+    raw = yaml.safe_load(COMPOSE.read_text())
+    parser = argparse.ArgumentParser()
+    front_main.add_arguments(parser)
+    word, *words = raw["services"]["front"]["command"]
+    args = parser.parse_args(words)
+    assert (word, args.prefill, args.decode) == ("front", ["prefill-worker:8101"], ["decode-worker:8101"])
+    assert raw["services"]["front"]["ports"] == ["127.0.0.1:8000:8000"] and args.listen.port == 8000
+    assert {raw["services"][name]["image"] for name in OURS} == {"${KVFERRY_IMAGE:-kvferry:demo}"}
 
 
 def test_what_is_mounted_is_there() -> None:

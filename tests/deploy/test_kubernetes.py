@@ -9,13 +9,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.deploy.manifest_schemas import SPECS
-from tests.deploy.manifests import KUBERNETES, OVERLAYS, Document, containers, of_kind, pods
+from tests.deploy.manifest_schemas import SPECS, VERSION, check_schema
+from tests.deploy.manifests import KUBERNETES, OVERLAYS, Document, all_pods, of_kind
+from tests.deploy.restricted import beyond_restricted
 
 RULES = KUBERNETES.parent / "prometheus" / "kvferry.rules.yaml"
-VERSION = "1.36"
-MONITORING = "monitoring.coreos.com/v1"
-CERT_MANAGER = "cert-manager.io/v1"
 
 
 # -- schemas ----------------------------------------------------------------------------------------------------------
@@ -24,10 +22,7 @@ CERT_MANAGER = "cert-manager.io/v1"
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_object_keeps_to_its_schema(overlays: dict[str, list[Document]], overlay: str) -> None:
     for document in overlays[overlay]:
-        if document["apiVersion"] in (MONITORING, CERT_MANAGER):
-            jsonschema.validate(document["spec"], {"type": "object", **SPECS[document["kind"]]})
-        else:
-            kubernetes_validate.validate(document, VERSION, strict=True)
+        check_schema(document)
         assert document["kind"] == "Namespace" or document["metadata"]["namespace"] == "kvferry"
 
 
@@ -42,55 +37,19 @@ def test_the_validator_refuses_what_is_wrong(overlays: dict[str, list[Document]]
 
 def test_the_alerts_are_those_of_prometheus(overlays: dict[str, list[Document]]) -> None:
     for documents in overlays.values():
-        rule = of_kind(documents, "PrometheusRule")[0]
-        assert rule["spec"]["groups"] == yaml.safe_load(RULES.read_text())["groups"]
+        for rule in of_kind(documents, "PrometheusRule"):
+            assert rule["spec"]["groups"] == yaml.safe_load(RULES.read_text())["groups"]
 
 
 # -- what pods may do -------------------------------------------------------------------------------------------------
 
 
-def beyond_restricted(template: Document) -> set[str]:
-    """What of a pod is outside of the "restricted" pod security standard."""
-    found = set()
-    spec = template["spec"]
-    for field in ("hostNetwork", "hostPID", "hostIPC"):
-        if spec.get(field):
-            found.add(field)
-    for volume in spec.get("volumes", []):
-        kind = next(key for key in volume if key != "name")
-        if kind not in ("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "secret"):
-            found.add(f"volume {kind}")
-    pod_context = spec.get("securityContext", {})
-    for container in containers(template):
-        context = container.get("securityContext", {})
-        if context.get("privileged"):
-            found.add("privileged")
-        if context.get("allowPrivilegeEscalation") is not False:
-            found.add("allowPrivilegeEscalation")
-        if context.get("capabilities", {}).get("drop") != ["ALL"]:
-            found.add("capabilities not dropped")
-        found |= {f"capability {name}" for name in context.get("capabilities", {}).get("add", [])} - {
-            "capability NET_BIND_SERVICE"
-        }
-        if not context.get("runAsNonRoot", pod_context.get("runAsNonRoot")):
-            found.add("may run as root")
-        if context.get("runAsUser", pod_context.get("runAsUser")) == 0:
-            found.add("runs as root")
-        profile = context.get("seccompProfile", pod_context.get("seccompProfile", {})).get("type")
-        if profile not in ("RuntimeDefault", "Localhost"):
-            found.add("seccomp")
-        if any(port.get("hostPort") for port in container.get("ports", [])):
-            found.add("hostPort")
-        assert context.get("readOnlyRootFilesystem") is True  # beyond the standard
-    return found
-
-
-EXTRA_RIGHTS = {"cpu": set(), "gpu": set(), "rdma": set(), "node": {"volume hostPath"}}
+EXTRA_RIGHTS = {overlay: {"volume hostPath"} if overlay == "node" else set() for overlay in OVERLAYS}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_keep_to_the_restricted_standard(overlays: dict[str, list[Document]], overlay: str) -> None:
-    found = [beyond_restricted(template) for _, template in pods(overlays[overlay])]
+    found = [beyond_restricted(template) for _, template in all_pods(overlays[overlay])]
     assert found
     assert set().union(*found) == EXTRA_RIGHTS[overlay]
     enforced = of_kind(overlays[overlay], "Namespace")[0]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
 from kvferry import listening
+from kvferry.connectors.settings import Settings
 from kvferry.daemon.backstop import LATER_SECONDS
 from kvferry.daemon.cli import main as cli
 from kvferry.daemon.config.values import parse_address, parse_size
@@ -21,12 +23,18 @@ from tests.deploy.manifests import KUBERNETES, OVERLAYS, Document, config_of, co
 
 def engine_grace(template: Document) -> float:
     """A sidecar is told to end when the pod's engines have ended: both take their time of the pod's one period."""
-    engines = [c for c in template["spec"]["containers"] if c["name"] == "engine"]
+    engines = [c for c in template["spec"]["containers"] if c["name"] == "engine" and "command" not in c]
     parser = argparse.ArgumentParser()
     workers_main.add_arguments(parser)
     told = [parser.parse_args(engine["args"][1:]) for engine in engines]
     assert not any(listening.problem(args, "it is of a pod") for args in told)
-    return sum(float(args.grace) for args in told)
+    return pause(template) + sum(float(args.grace) for args in told)
+
+
+def pause(template: Document) -> float:
+    """Seconds that a pod's engine waits before it is told to end."""
+    hooks = [c["lifecycle"]["preStop"] for c in template["spec"]["containers"] if "lifecycle" in c]
+    return float(sum(hook["sleep"]["seconds"] for hook in hooks))
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -43,12 +51,13 @@ def test_daemons_take_their_settings_and_have_the_memory(overlays: dict[str, lis
         }
         limit = parse_size(daemon["resources"]["limits"]["memory"] + "B")
         slots = config.slots * config.slot_bytes * max(1, len(config.peers))
-        assert limit >= config.pool_bytes + slots + (256 << 20)
+        pool = config.pool_bytes if config.pool == "daemon" else 0
+        assert limit >= pool + config.host_bytes + slots + (256 << 20)
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         shm = next(mount["name"] for mount in daemon["volumeMounts"] if mount["mountPath"] == config.shm_dir)
         if "emptyDir" in volumes[shm]:
             assert volumes[shm]["emptyDir"]["medium"] == "Memory"
-            assert parse_size(volumes[shm]["emptyDir"]["sizeLimit"] + "B") > config.pool_bytes + config.host_bytes
+            assert parse_size(volumes[shm]["emptyDir"]["sizeLimit"] + "B") > pool
         folders = [mount["mountPath"] for mount in daemon["volumeMounts"]]
         assert str(Path(config.socket).parent) in folders
         assert "/tmp" in folders
@@ -91,6 +100,10 @@ def test_the_sidecar_starts_before_and_ends_after_the_engine(overlays: dict[str,
         engine = template["spec"]["containers"][0]
         shared = [mount for mount in sidecar["volumeMounts"] if mount["name"] != "tls"]
         assert engine["volumeMounts"] == shared  # the key is the daemon's alone
+        (term,) = template["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        labels = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+        assert labels.items() <= template["metadata"]["labels"].items()
+        assert pause(template) == 5
 
 
 def test_the_two_roles_of_the_sidecar_differ_in_their_role_alone() -> None:
@@ -125,8 +138,46 @@ def test_daemons_have_the_gpu_and_the_transports_of_their_overlay(
 ) -> None:
     for _, template in pods(overlays[overlay]):
         config = config_of(daemon_of(template))
-        assert config.devices == ((0,) if overlay in ("gpu", "rdma") else ())
+        assert config.devices == ((0,) if overlay in ("gpu", "gpu-plugin", "rdma") else ())
         assert config.ucx_tls == ("rc,cuda_copy,cuda_ipc,tcp" if overlay == "rdma" else "")
         if overlay == "rdma":
             courier = courier_config(config, receive_slots=1, send_slots=0)
             assert courier_environment(courier, None, {"UCX_TLS": "tcp"})["UCX_TLS"] == config.ucx_tls
+
+
+def test_one_container_is_given_the_gpus_and_the_daemon_sees_the_same(overlays: dict[str, list[Document]]) -> None:
+    """By the device plugin: the engine asks for as many as the node has; the daemon sees all, in the same order."""
+    for name, template in pods(overlays["gpu-plugin"]):
+        spec, daemon = template["spec"], daemon_of(template)
+        (engine,) = spec["containers"]
+        assert spec["shareProcessNamespace"] is True and spec["runtimeClassName"] == "nvidia"
+        given = [c["name"] for c in containers(template) if "nvidia.com/gpu" in c["resources"]["limits"]]
+        assert given == ["engine"], name
+        count = int(engine["resources"]["limits"]["nvidia.com/gpu"])
+        variables = {entry["name"]: entry.get("value") for entry in daemon["env"]}
+        assert variables["NVIDIA_VISIBLE_DEVICES"] == "all"
+        assert config_of(daemon).devices == tuple(range(count))
+        assert f"--tensor-parallel-size={count}" in engine["args"]
+        assert any(toleration["key"] == "nvidia.com/gpu" for toleration in spec["tolerations"])
+
+
+def test_vllm_and_its_daemon_say_the_same(overlays: dict[str, list[Document]]) -> None:
+    roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+    for name, template in pods(overlays["gpu-plugin"]):
+        (engine,) = template["spec"]["containers"]
+        config = config_of(daemon_of(template))
+        flags = dict(word.removeprefix("--").split("=", 1) for word in engine["args"])
+        told = json.loads(flags["kv-transfer-config"])
+        settings = Settings.of(told["kv_connector_extra_config"])
+        assert told["kv_role"] == roles[name]
+        assert (settings.socket, settings.pool) == (config.socket, config.pool)
+        assert config.pool == "engine"
+        assert int(flags["block-size"]) == config.page_size
+        (http,) = engine["ports"]
+        assert (
+            str(http["containerPort"]) == flags["port"] and engine["readinessProbe"]["httpGet"]["port"] == http["name"]
+        )
+        mounts = {mount["name"]: mount["mountPath"] for mount in engine["volumeMounts"]}
+        assert mounts["model"] == flags["model"] and mounts["shm"] == config.shm_dir
+        assert Path(config.socket).parent == Path(mounts["run"])
+        assert (config.host_bytes > 0) == (name == "decode")

@@ -119,7 +119,7 @@ def test_six_alerts_each_with_what_to_do() -> None:
     operations = OPERATIONS.read_text()
     for rule in found:
         annotations: dict[str, str] = rule["annotations"]  # type: ignore[assignment]
-        anchor = annotations["runbook"].partition("#")[2]
+        anchor = annotations["runbook_url"].partition("#")[2]
         assert anchor == rule["alert"].lower()
         assert re.search(rf"^#+ {rule['alert']}$", operations, re.MULTILINE), f"docs/operations.md: no {rule['alert']}"
 

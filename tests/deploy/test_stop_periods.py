@@ -59,7 +59,7 @@ def test_pods_wait_for_their_engine_and_then_for_their_daemon(pod: str) -> None:
             environ = {each["name"]: each["value"] for each in container["env"] if "value" in each}
             takes += daemon_takes(container["args"], environ)
         else:
-            takes += worker_takes(container["args"])
+            takes += worker_takes(container["args"]) + container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert takes >= END_SECONDS
     assert spec["terminationGracePeriodSeconds"] > takes
 

@@ -79,13 +79,13 @@ def test_a_session_that_broke_is_tried_elsewhere() -> None:
 def test_the_second_failure_is_the_requests() -> None:
     with Stack(prefill=3) as stack:
         for server in stack.prefill:
-            server.fault = Fault(grpc.StatusCode.UNAVAILABLE, f"{server.name} is gone")
+            server.fault = Fault(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{server.name} is full")
         response = post(stack)
-        assert response.status_code == 503
+        assert response.status_code == 429
         tried = [server for server in stack.prefill if server.prefills]
         assert len(tried) == 2
         (last,) = [server for server in tried if server.prefills[0].name.attempt == 2]
-        assert f"{last.name} is gone" in response.json()["error"]["message"]
+        assert f"{last.name} is full" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED])

@@ -1,8 +1,6 @@
 """The wheel: what is in it, and that it lives beside packages that own names like those of our folders."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -10,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packaging.wheels import ROOT, building, run
+
 MAPPED = {"package/kvferry": "kvferry"} | {
     folder: f"kvferry/{folder}"
     for folder in ("proto", "radix", "transfer", "daemon", "client", "workers", "front", "loadgen", "connectors")
 }
-NO_INDEX = ("No matching distribution found", "Could not find a version that satisfies", "Max retries exceeded")
-LIMIT_S = 200
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -40,18 +37,6 @@ print("modules", *names)
 """
 
 
-def run(*command: str | Path) -> str:
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False
-    )
-    if done.returncode != 0:
-        if any(sign in done.stderr for sign in NO_INDEX):
-            pytest.skip(f"the package index cannot be reached: {done.stderr.strip().splitlines()[-1]}")
-        pytest.fail(f"{command[:4]} exited {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    return done.stdout
-
-
 def sources() -> set[str]:
     """What the wheel should have, by its name there."""
     wanted = set()
@@ -71,7 +56,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     isolation = ["--no-build-isolation"] if have_backend else []
     # What the editable installation compiled is not compiled again: both have the build folder of pyproject.toml.
     options = ["--no-deps", "--wheel-dir", folder / "dist"]
-    run(sys.executable, "-m", "pip", "wheel", "-q", *isolation, *options, ROOT)
+    with building():
+        run(sys.executable, "-m", "pip", "wheel", "-q", *isolation, *options, ROOT)
     (wheel,) = (folder / "dist").glob("kvferry-*.whl")
     return wheel, wanted
 

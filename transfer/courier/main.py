@@ -61,8 +61,9 @@ MAX_UNHEARD = 4096  # notifications that came at a time; a peer has one a slot u
 PR_SET_PDEATHSIG = 1
 SELECT_LIMIT = 1024  # descriptors from here on cannot be given to select()
 
-# The metapackage `nixl` may import torch, seconds long, to choose between these; for host memory either one does.
-NIXL_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+# kvferry's own package of it first. The metapackage `nixl` may import torch, seconds long, to choose between the rest;
+# for host memory either one does.
+NIXL_MODULES = ("kvferry_nixl.nixl_cu13._api", "nixl_cu13._api", "nixl_cu12._api", "nixl._api")
 
 
 class Agent(PostAgent, Protocol):
@@ -110,7 +111,7 @@ def _import_nixl() -> Any:  # NIXL has no types
         except ModuleNotFoundError as error:
             if error.name != name.partition(".")[0]:
                 raise
-    raise ImportError("NIXL is not installed; install the package nixl")
+    raise ImportError("NIXL is not installed; install the package kvferry-nixl, or nixl")
 
 
 class Courier:

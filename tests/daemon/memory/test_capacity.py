@@ -52,10 +52,12 @@ class TwoGpus(Driver):
 
 
 def test_what_does_not_fit_in_shared_memory_is_said_with_its_flags(tmp_path: Path) -> None:
-    (lack,) = pool_room.lacks(DaemonConfig(role="both", pool_bytes=HUGE, shm_dir=str(tmp_path)))
+    (lack,) = pool_room.pool_lacks(DaemonConfig(role="both", pool_bytes=HUGE, shm_dir=str(tmp_path)))
     assert lack.startswith(f"shared memory {tmp_path}: ") and "pools take 256.0 TiB; a smaller --pool-bytes" in lack
     for fits in ({"pool_bytes": 1 << 20}, {"pool_bytes": HUGE, "pool": "engine"}):
-        assert not pool_room.lacks(DaemonConfig.model_validate({"role": "decode", "shm_dir": str(tmp_path), **fits}))
+        assert not pool_room.pool_lacks(
+            DaemonConfig.model_validate({"role": "decode", "shm_dir": str(tmp_path), **fits})
+        )
 
 
 def test_a_host_tier_that_does_not_fit_in_memory_is_said_and_takes_no_shared_memory(
@@ -65,11 +67,12 @@ def test_a_host_tier_that_does_not_fit_in_memory_is_said_and_takes_no_shared_mem
         memory_room, "rooms", lambda: iter([MemoryRoom("a machine", 1 << 40), MemoryRoom("a cgroup", 1 << 30)])
     )
     config = DaemonConfig(role="both", pool_bytes=1, host_bytes=1 << 29, shm_dir=str(tmp_path))
-    assert not pool_room.lacks(config)
+    assert not pool_room.host_lacks(config)
     large = config.model_copy(update={"host_bytes": (1 << 29) + 1})
-    (lack,) = pool_room.lacks(large)
+    (lack,) = pool_room.host_lacks(large)
     assert lack.startswith("host tier: 1073741826 bytes are wanted, a cgroup leaves 1073741824; a smaller --host-bytes")
-    assert not pool_room.lacks(large.model_copy(update={"host_dir": str(tmp_path)}))
+    assert not pool_room.host_lacks(large.model_copy(update={"host_dir": str(tmp_path)}))
+    assert not pool_room.pool_lacks(large), "it grows as far as there is room"
     (_, finding), (_, kept) = doctor.memory(large), doctor.memory(config)
     assert (finding.level, kept.level) == ("bad", "bad"), "slots want some, too"
     assert "1.0 GiB by a cgroup" in finding.found and "host tier takes 1.0 GiB" in finding.found
@@ -79,12 +82,12 @@ def test_what_does_not_fit_on_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(doctor, "Driver", TwoGpus)
     monkeypatch.setattr(pool_room, "Driver", TwoGpus)
     fits = DaemonConfig(role="decode", device="cuda:0,cuda:1", pool_bytes=160 << 30)
-    assert not pool_room.lacks(fits)
+    assert not pool_room.pool_lacks(fits)
     assert "GPU memory" not in [finding.what for finding in doctor.gpus(fits)]
     shared, *_ = doctor.memory(fits)
     assert shared.found.endswith(" free")  # no pool lies there
     large = DaemonConfig(role="decode", device="cuda:1,cuda:2", pool_bytes=200 << 30)
-    small, absent = pool_room.lacks(large)
+    small, absent = pool_room.pool_lacks(large)
     assert small.startswith("GPU 1 has 80.0 GiB; its part of the pools takes 100.0 GiB; a smaller --pool-bytes")
     assert absent.startswith("--device names GPU 2; the driver has 2")
     found = [finding for finding in doctor.gpus(large) if finding.what == "GPU memory"]

@@ -14,6 +14,7 @@ from kvferry.daemon.services.health import HealthService
 
 Reply = health_pb2.HealthCheckResponse
 SERVING, NOT_SERVING = Reply.SERVING, Reply.NOT_SERVING
+WHY = ("stalled: copy worker for 12.0 s", "shared memory /dev/shm: 0 B free")
 
 
 class Call:
@@ -23,6 +24,10 @@ class Call:
         self.told: list[int] = []
         self.reads = asyncio.Event()
         self.reads.set()
+        self.metadata: dict[str, bytes] = {}
+
+    def set_trailing_metadata(self, metadata: tuple[tuple[str, bytes], ...]) -> None:
+        self.metadata.update(metadata)
 
     async def write(self, reply: Reply) -> None:
         await self.reads.wait()
@@ -60,10 +65,10 @@ def test_a_watcher_hears_of_each_change_of_its_service_and_of_no_other() -> None
     async def story() -> None:
         service = HealthService()
         async with watched(service, "", "engine", "other") as (daemon, engine, other):
-            service.set("engine", True)
-            service.set("engine", True)
+            service.set("engine", ())
+            service.set("engine", ())
             await turns()
-            service.set("", False)
+            service.set("", WHY)
             await turns()
         assert daemon.told == [SERVING, NOT_SERVING]
         assert engine.told == [NOT_SERVING, SERVING]
@@ -77,11 +82,11 @@ def test_a_watcher_that_does_not_read_keeps_nothing_from_others() -> None:
 
     async def story() -> None:
         service = HealthService()
-        service.set("engine", True)
+        service.set("engine", ())
         async with watched(service, "", "", "engine") as (stuck, other, engine):
             stuck.reads.clear()
             for serving in (False, True, False):
-                service.set("", serving)
+                service.set("", () if serving else WHY)
                 assert await status_of(service, "") == (SERVING if serving else NOT_SERVING)
                 await turns()
             service.drain()
@@ -101,7 +106,7 @@ def test_nothing_serves_again_once_it_drains() -> None:
         service = HealthService()
         service.drain()
         for name in ("", "engine"):
-            service.set(name, True)
+            service.set(name, ())
             assert await status_of(service, name) == NOT_SERVING
 
     asyncio.run(story())
@@ -111,5 +116,18 @@ def test_a_service_that_there_is_not_is_named() -> None:
     async def story() -> None:
         with pytest.raises(PermissionError, match="NOT_FOUND: services are '', 'engine'"):
             await status_of(HealthService(), "other")
+
+    asyncio.run(story())
+
+
+def test_an_answer_says_why() -> None:
+    async def story() -> None:
+        service, told = HealthService(), []
+        for change in (lambda: None, lambda: service.set("", WHY), lambda: service.set("", WHY[:1]), service.drain):
+            change()
+            call = Call()
+            await service.Check(health_pb2.HealthCheckRequest(), cast(Any, call))
+            told.append(call.metadata.get("kvferry-why-bin", b"").decode())
+        assert told == ["", "; ".join(WHY), WHY[0], "it drains"]
 
     asyncio.run(story())

@@ -1,0 +1,129 @@
+"""A daemon that can serve nobody is not ready, and says why, wherever it is asked; and ready once it can."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvferry.channels import open_channel
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stats import fetch
+from kvferry.daemon.cli.system import SystemSpec, start_system
+from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.observe import room
+from kvferry.daemon.observe.room import RoomWatch
+
+
+def health(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvferry", "health", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--pool-bytes", "100TiB"), "shared memory /dev/shm: "),
+        pytest.param(
+            ("--device", "cuda:0"),
+            "--device is cuda:0: no CUDA driver; a machine or a container with NVIDIA's driver, or --device cpu",
+            marks=pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a driver"),
+        ),
+    ],
+)
+def test_a_daemon_without_room_is_not_ready(flags: tuple[str, ...], why: str) -> None:
+    with Stack() as stack:
+        socket = os.path.join(stack.folder, "d.sock")
+        words = ["serve", "--role", "decode", "--listen", "127.0.0.1:0", "--socket", socket, "--metrics", "off", *flags]
+        address = stack.ready(stack.start("decode", words))
+        asked = health(address)
+        assert asked.returncode == 1
+        assert asked.stdout.startswith(f"NOT_SERVING: {why}")
+        assert health(address, "--live").returncode == 0
+        assert "decode: no engine is connected; " + why in health(address, "--engine").stdout
+        with open_channel(address, None) as channel:
+            (lack,) = fetch(channel).lacks
+        assert lack.startswith(why)
+        shown = subprocess.run(
+            [sys.executable, "-m", "kvferry", "stats", address], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert "no worker can be served" in shown.stdout
+
+
+def test_a_system_is_ready_whatever_room_its_pools_have_left() -> None:
+    with Stack() as stack:
+        system = start_system(stack, SystemSpec(page_size=16, decode_pool_bytes=64 << 20, prefill_pool_bytes=64 << 20))
+        for replica in (*system.prefills, *system.decodes):
+            assert health(replica.daemon_address, "--engine").stdout == "SERVING\n"
+
+
+class Side:
+    """As far as its pool goes."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.tiers = self
+        self.has_pool = asyncio.Event()
+        self.refused = ""
+
+
+def test_what_is_lacking_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that is made asks for nothing; one that was refused is named with its side until one is made."""
+    asked: list[int | None] = []
+    free = False
+
+    def lacks(config: DaemonConfig, roles: int | None) -> list[str]:
+        asked.append(roles)
+        return [] if free else ["shared memory: full"]
+
+    monkeypatch.setattr(room, "pool_lacks", lacks)
+
+    async def story() -> None:
+        nonlocal free
+        told: list[list[str]] = []
+        sides = {role: Side(role) for role in ("decode", "prefill")}
+        watch = RoomWatch(DaemonConfig(role="both"), cast(Any, sides), lambda: told.append(watch.lacks))
+        await watch.look()
+        await watch.look()
+        assert told == [["shared memory: full"]]
+        free = True
+        sides["decode"].refused = "pool of 7 bytes in cuda:0: out of memory"
+        await watch.look()
+        assert told[1:] == [["decode: pool of 7 bytes in cuda:0: out of memory"]]
+        sides["decode"].has_pool.set()
+        await watch.look()
+        assert told[2:] == [[]]
+        sides["prefill"].has_pool.set()
+        free = False
+        await watch.look()
+        assert asked == [2, 2, 2, 1] and watch.lacks == []
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("name", ["decode-0", "decode-0-worker", "front"])
+def test_a_terminal_that_closes_drains(name: str) -> None:
+    """SIGHUP ends in order, as SIGTERM does; whoever was started under nohup goes on."""
+    with Stack() as stack:
+        system = start_system(stack, SystemSpec(page_size=16, decode_pool_bytes=64 << 20, prefill_pool_bytes=64 << 20))
+        assert system.url
+        process = next(each for each in stack.processes if each.name == name)
+        process.popen.send_signal(signal.SIGHUP)
+        assert process.popen.wait(timeout=30) == 0
+
+
+def test_who_was_started_under_nohup_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.signals import end_signals
+
+    assert signal.SIGHUP in end_signals()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert end_signals() == (signal.SIGTERM, signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGHUP, before)
