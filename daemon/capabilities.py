@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import ConfigError
+from kvferry.daemon.observe.live_page import DATA_PATH, PAGE_PATH, LivePage, others_of
 from kvferry.daemon.observe.metrics_server import MetricsServer
 from kvferry.daemon.observe.stats import Snapshots
 from kvferry.daemon.peers.dialing import Dial
@@ -57,7 +59,7 @@ def capabilities(
     if config.events:
         found.append(KvEventStream(config, sides["decode"]))
     if config.metrics:
-        found.append(MetricsEndpoint(config, snapshots))
+        found.append(MetricsEndpoint(config, sides, snapshots, dial))
     if config.peer_service and isinstance(decode, DecodeSide):
         found.append(PeerDiscovery(Discovery(config.peer_service, decode, watch, dial=dial)))
     return found
@@ -97,33 +99,45 @@ class KvEventStream(Capability):
 
 
 class MetricsEndpoint(Capability):
-    """The endpoint for Prometheus; it ends before the sides whose numbers it shows."""
+    """The endpoint for Prometheus, and the live page there; it ends before the sides whose numbers it shows."""
 
-    def __init__(self, config: DaemonConfig, snapshots: Snapshots) -> None:
+    def __init__(self, config: DaemonConfig, sides: Mapping[str, AnySide], snapshots: Snapshots, dial: Dial) -> None:
         self._config = config
+        self._sides = sides
         self._snapshots = snapshots
+        self._dial = dial
+        self._page: LivePage | None = None
         self._server: MetricsServer | None = None
 
     def start(self) -> None:
+        if self._config.ui:
+            others = partial(others_of, self._sides, self._config.ui_daemons)
+            self._page = LivePage(self._snapshots, self._sides, others, self._dial, asyncio.get_running_loop())
         self._server = self._listen()
         self._snapshots.metrics = self._server.address
         log.info("metrics: http://%s/metrics", self._server.address)
+        if self._page is not None:
+            log.info("live page: http://%s%s", self._server.address, PAGE_PATH)
 
     def _listen(self) -> MetricsServer:
         """ConfigError where the address was asked for and cannot be had. The default one may be another daemon's."""
         config, loop = self._config, asyncio.get_running_loop()
+        pages = dict.fromkeys((PAGE_PATH, DATA_PATH), self._page.answer) if self._page is not None else None
         try:
-            return MetricsServer(config.metrics, self._snapshots.take, loop)
+            return MetricsServer(config.metrics, self._snapshots.take, loop, pages)
         except ConfigError as error:
             if "metrics" in config.model_fields_set:
                 raise
             log.warning("%s; metrics are at any free port", error)
-            return MetricsServer("127.0.0.1:0", self._snapshots.take, loop)
+            return MetricsServer("127.0.0.1:0", self._snapshots.take, loop, pages)
 
     async def end(self) -> None:
         if self._server is not None:
             await self._server.stop()
             self._server = None
+        if self._page is not None:
+            await self._page.close()
+            self._page = None
 
     def close(self) -> None:
         if self._server is not None:

@@ -23,15 +23,17 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry import tracing
 from kvferry.front.bodies import Bodies, BodyRefused
+from kvferry.front.edge.exchange import REQUEST_ID_BYTES, request_id_of
 from kvferry.front.errors import ApiError, internal, invalid, model_not_found, overloaded
 from kvferry.front.formats import ChatFormat, CompletionFormat, Format
-from kvferry.front.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList, parse_request
-from kvferry.front.service import Finished, FrontService, Piece, ReplyBegun
+from kvferry.front.openai_types import ELSEWHERE, ChatRequest, CompletionRequest, ModelCard, ModelList, parse_request
+from kvferry.front.service import ClientCall, Finished, FrontService, Piece, ReplyBegun
 from kvferry.front.stats import StatsReport
 from kvferry.front.text import Delta
+from kvferry.front.vllm import WHOLE_PATHS
 
+ROUTES = ("/v1/chat/completions", "/v1/completions")
 MAX_BODY_BYTES = 64 * 2**20  # 1 Mi token ids in JSON are at most 12 MB
-REQUEST_ID_BYTES = 16
 
 _log = logging.getLogger(__name__)
 
@@ -44,18 +46,23 @@ def create_app(service: FrontService) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat_completions(http: HttpRequest) -> Response:
         request = parse_request(ChatRequest, await _body(http, bodies, service.stats.running))
-        request_id = secrets.token_bytes(REQUEST_ID_BYTES)
-        answers = ChatFormat(request, request_id, int(time.time()))
-        pieces = service.run(request, request_id, http.headers.get(tracing.HEADER, ""))
-        return _generation(pieces, answers, request_id, streamed=request.stream)
+        caller = _caller(http)
+        answers = ChatFormat(request, caller.request_id, int(time.time()))
+        return _generation(service.run(request, caller), answers, streamed=request.stream)
 
     @app.post("/v1/completions")
     async def completions(http: HttpRequest) -> Response:
         request = parse_request(CompletionRequest, await _body(http, bodies, service.stats.running))
-        request_id = secrets.token_bytes(REQUEST_ID_BYTES)
-        answers = CompletionFormat(request, request_id, int(time.time()))
-        pieces = service.run(request, request_id, http.headers.get(tracing.HEADER, ""))
-        return _generation(pieces, answers, request_id, streamed=request.stream)
+        caller = _caller(http)
+        answers = CompletionFormat(request, caller.request_id, int(time.time()))
+        return _generation(service.run(request, caller), answers, streamed=request.stream)
+
+    async def only_before_vllm(http: HttpRequest) -> Response:
+        message = f"{http.url.path}: is not served before reference workers; {ELSEWHERE}"
+        raise invalid(None, message, code="unsupported_route")
+
+    for path in WHOLE_PATHS:
+        app.add_route(path, only_before_vllm, methods=["POST"])
 
     @app.get("/v1/models")
     async def models() -> ModelList:
@@ -89,6 +96,14 @@ def create_app(service: FrontService) -> FastAPI:
     return app
 
 
+def _caller(http: HttpRequest) -> ClientCall:
+    return ClientCall(
+        request_id=secrets.token_bytes(REQUEST_ID_BYTES),
+        client_id=request_id_of(http.scope),
+        traceparent=http.headers.get(tracing.HEADER, ""),
+    )
+
+
 def _model_card(service: FrontService, created: int) -> ModelCard:
     served = service.engines.served()
     return ModelCard(
@@ -117,22 +132,18 @@ def _error_response(error: ApiError) -> Response:
     return Response(error.json(), status_code=error.status, media_type="application/json")
 
 
-def _generation(
-    pieces: AsyncGenerator[Piece, None], bodies: Format, request_id: bytes, *, streamed: bool
-) -> GenerationResponse:
-    kind = StreamedResponse if streamed else WholeResponse
-    return kind(pieces, bodies, {"x-request-id": request_id.hex()})
+def _generation(pieces: AsyncGenerator[Piece, None], bodies: Format, *, streamed: bool) -> GenerationResponse:
+    return (StreamedResponse if streamed else WholeResponse)(pieces, bodies)
 
 
 class GenerationResponse(Response):
     """Sends a generation as it comes. Nothing is sent before the first token, so that a request that fails before it
     gets its own HTTP status; a client that leaves at any time closes the generation."""
 
-    def __init__(self, pieces: AsyncGenerator[Piece, None], bodies: Format, headers: dict[str, str]) -> None:
-        super().__init__(headers=headers)
+    def __init__(self, pieces: AsyncGenerator[Piece, None], bodies: Format) -> None:
+        super().__init__()
         self.pieces = pieces
         self.bodies = bodies
-        self.names = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _while_connected(receive, self._serve(scope, receive, send))
@@ -164,7 +175,7 @@ class WholeResponse(GenerationResponse):
                 elif isinstance(piece, Finished):
                     texts.append(piece.rest)
                     body = self.bodies.whole(opened, "".join(texts), tokens, piece)
-                    response = Response(body, headers=self.names, media_type="application/json")
+                    response = Response(body, media_type="application/json")
             assert response is not None, "a generation ended without Finished"
         except Exception as error:
             response = _error_response(_as_api_error(error))
@@ -176,7 +187,7 @@ class StreamedResponse(GenerationResponse):
 
     async def serve(self, opened: ReplyBegun, scope: Scope, receive: Receive, send: Send) -> None:
         head = Response(
-            headers={**self.names, "cache-control": "no-cache", "x-accel-buffering": "no"},
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
             media_type="text/event-stream",
         )
         del head.headers["content-length"]

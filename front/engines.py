@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from kvferry import tracing
 from kvferry.front.chat import Tokenizer, load_tokenizer
 from kvferry.front.errors import ApiError, from_grpc, unavailable
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.proto.limits import MAX_NAME_CHARS
+from kvferry.secret_files import BearerToken
 from kvferry.transfer.geometry.namespace import MAX_TEXT, NamespaceFacts, differences
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -40,6 +40,7 @@ CHANNEL_OPTIONS = (
 )
 
 PrefillCall = grpc.aio.UnaryUnaryCall[engine_pb2.PrefillRequest, engine_pb2.PrefillReply]
+Metadata = tuple[tuple[str, str], ...]
 DecodeCall = grpc.aio.UnaryStreamCall[engine_pb2.DecodeRequest, engine_pb2.DecodeReply]
 
 _log = logging.getLogger(__name__)
@@ -137,8 +138,9 @@ class ServedModel:
 class EngineLink:
     """One server."""
 
-    def __init__(self, address: str, role: common_pb2.Role) -> None:
+    def __init__(self, address: str, role: common_pb2.Role, token: BearerToken | None = None) -> None:
         self.address = address
+        self._token = token
         self.role = role
         self.facts: EngineFacts | None = None  # as last described; never forgotten
         self.answers = False  # whether it described itself when last asked
@@ -178,14 +180,17 @@ class EngineLink:
 
     async def describe(self) -> EngineFacts:
         """Raises Mismatch, grpc.aio.AioRpcError."""
-        reply = await self._describe(engine_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
+        reply = await self._describe(engine_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S, metadata=self._login())
         return EngineFacts.from_reply(reply, self.role)
 
-    def prefill(self, request: engine_pb2.PrefillRequest, *, deadline_s: float, traceparent: str = "") -> PrefillCall:
-        return self._prefill(request, timeout=deadline_s, metadata=tracing.metadata_of(traceparent))
+    def prefill(self, request: engine_pb2.PrefillRequest, *, deadline_s: float, metadata: Metadata = ()) -> PrefillCall:
+        return self._prefill(request, timeout=deadline_s, metadata=(*metadata, *self._login()))
 
-    def decode(self, request: engine_pb2.DecodeRequest, *, traceparent: str = "") -> DecodeCall:
-        return self._decode(request, metadata=tracing.metadata_of(traceparent))
+    def decode(self, request: engine_pb2.DecodeRequest, *, metadata: Metadata = ()) -> DecodeCall:
+        return self._decode(request, metadata=(*metadata, *self._login()))
+
+    def _login(self) -> Metadata:
+        return () if self._token is None else (("authorization", self._token.header),)
 
     def let_go(self, name: common_pb2.RequestName) -> None:
         """A prompt that it has handed over is wanted no more. Where it cannot be told, its daemon keeps the prompt
@@ -197,7 +202,7 @@ class EngineLink:
 
     async def _let_go(self, name: common_pb2.RequestName) -> None:
         try:
-            await self._abort(engine_pb2.AbortRequest(name=name), timeout=ABORT_DEADLINE_S)
+            await self._abort(engine_pb2.AbortRequest(name=name), timeout=ABORT_DEADLINE_S, metadata=self._login())
         except grpc.aio.AioRpcError as error:
             _log.info("%s: an abort was not acknowledged: %s", self.label, error.details())
 
@@ -231,10 +236,16 @@ class Engines:
     """
 
     def __init__(
-        self, *, prefill: Sequence[str], decode: Sequence[str], model_name: str | None, tokenizer: str | None
+        self,
+        *,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        model_name: str | None,
+        tokenizer: str | None,
+        token: BearerToken | None = None,
     ) -> None:
-        self.prefill = [EngineLink(address, common_pb2.ROLE_PREFILL) for address in prefill]
-        self.decode = [EngineLink(address, common_pb2.ROLE_DECODE) for address in decode]
+        self.prefill = [EngineLink(address, common_pb2.ROLE_PREFILL, token) for address in prefill]
+        self.decode = [EngineLink(address, common_pb2.ROLE_DECODE, token) for address in decode]
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._served: ServedModel | None = None

@@ -6,13 +6,15 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import grpc.aio
 
 from kvferry import tracing
-from kvferry.front.engines import DecodeCall, EngineLink
+from kvferry.front.edge.exchange import HEADER
+from kvferry.front.edge.metrics import FrontMetrics
+from kvferry.front.engines import DecodeCall, EngineLink, Metadata
 from kvferry.front.errors import ApiError, internal, timed_out
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.waiting import slices
@@ -63,6 +65,13 @@ class LegsRequest:
     priority: int = 0  # smaller goes first
     warmup: bool = False  # it never enters the cache
     traceparent: str = ""  # of the request's span
+    client_id: str = ""  # x-request-id
+    metrics: FrontMetrics = field(default_factory=FrontMetrics)
+
+    def metadata(self, span: tracing.Span) -> Metadata:
+        """What a call of a server carries beside the request."""
+        named = ((HEADER, self.client_id),) if self.client_id else ()
+        return (*tracing.metadata_of(span.traceparent), *named)
 
 
 class PrefillFailed(Exception):
@@ -137,7 +146,7 @@ async def _attempt(
             priority=request.priority,
             warmup=request.warmup,
         )
-        prefilling = _start_prefill(prefill, prefill_request, request.traceparent, deadline_s=left + ANSWER_SLACK_S)
+        prefilling = _start_prefill(prefill, prefill_request, request, deadline_s=left + ANSWER_SLACK_S)
     decode_request = engine_pb2.DecodeRequest(
         name=name,
         tokens=request.tokens,
@@ -150,19 +159,26 @@ async def _attempt(
         warmup=request.warmup,
     )
     span = tracing.span("decode leg", request.traceparent, "client", server=decode.address, attempt=attempt)
-    call = decode.decode(decode_request, traceparent=span.traceparent)
+    call = decode.decode(decode_request, metadata=request.metadata(span))
+    counted = request.metrics.leg("decode", decode.address)
     decode.outstanding += 1
     decode.assigned += 1
     ready = False
     try:
-        with span:
-            async for event in _events(request, first_token_at, decode, call, prefilling):
-                if not ready:
-                    span.event("ready")
-                ready = True
-                yield event
-                if isinstance(event, LegEnded):
-                    prefilling = None
+        with span, counted:
+            try:
+                async for event in _events(request, first_token_at, decode, call, prefilling):
+                    if not ready:
+                        span.event("ready")
+                    ready = True
+                    if isinstance(event, LegEnded):
+                        counted.result = "ok"
+                    yield event
+                    if isinstance(event, LegEnded):
+                        prefilling = None
+            except ApiError:
+                counted.failed()
+                raise
     finally:
         decode.outstanding -= 1
         call.cancel()  # nothing happens to a call that is over
@@ -177,7 +193,7 @@ def _daemon(prefill: EngineLink) -> str:
 
 
 def _start_prefill(
-    link: EngineLink, request: engine_pb2.PrefillRequest, traceparent: str, *, deadline_s: float
+    link: EngineLink, request: engine_pb2.PrefillRequest, of: LegsRequest, *, deadline_s: float
 ) -> asyncio.Task[None]:
     """The server counts this as outstanding until it ends, which may be after the request's own end."""
     link.outstanding += 1
@@ -188,19 +204,24 @@ def _start_prefill(
         if not task.cancelled():
             task.exception()  # once the prompt is ready nobody asks for it
 
-    task = asyncio.create_task(_prefill(link, request, traceparent, deadline_s))
+    task = asyncio.create_task(_prefill(link, request, of, deadline_s))
     task.add_done_callback(ended)
     return task
 
 
-async def _prefill(link: EngineLink, request: engine_pb2.PrefillRequest, traceparent: str, deadline_s: float) -> None:
+async def _prefill(link: EngineLink, request: engine_pb2.PrefillRequest, of: LegsRequest, deadline_s: float) -> None:
     """Raises ApiError."""
     attempt = request.name.attempt
-    with tracing.span("prefill leg", traceparent, "client", server=link.address, attempt=attempt) as span:
-        call = link.prefill(request, deadline_s=deadline_s, traceparent=span.traceparent)
+    with (
+        of.metrics.leg("prefill", link.address) as counted,
+        tracing.span("prefill leg", of.traceparent, "client", server=link.address, attempt=attempt) as span,
+    ):
+        call = link.prefill(request, deadline_s=deadline_s, metadata=of.metadata(span))
         try:
             await call
+            counted.result = "ok"
         except grpc.aio.AioRpcError as error:
+            counted.failed()
             raise link.failed(error) from error
         finally:
             call.cancel()

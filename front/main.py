@@ -13,12 +13,16 @@ from itertools import chain
 from kvferry import flags, listening, tracing
 from kvferry.channels import ChannelError, add_tls_arguments, tls_of
 from kvferry.front import vllm_server as front_vllm_server
+from kvferry.front.edge import settings as edge_settings
+from kvferry.front.edge.settings import EdgeSettings
 from kvferry.front.routing import RoutingRule
 from kvferry.front.server import FrontConfig, serve
 from kvferry.front.service import ServiceConfig
-from kvferry.front.vllm import VllmConfig, parse_decode, parse_prefill
+from kvferry.front.vllm import VllmConfig
+from kvferry.front.vllm_places import parse_decode, parse_prefill
 from kvferry.logs import LOG_FORMAT
 from kvferry.pauses import short_collections
+from kvferry.secret_files import SecretFileError
 from kvferry.signals import end_signals
 
 MAX_PROCESSES = 64
@@ -29,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = ServiceConfig(prefill=(), decode=())
     _add_servers(parser)
     _add_chat(parser, defaults)
+    edge_settings.add_arguments(parser)
     parser.add_argument("--otel", default="", metavar="URL", help=tracing.FLAG_HELP)
     _add_deadlines(parser, defaults)
     _add_reply_memory(parser, defaults)
@@ -58,7 +63,8 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=flags.parsed(parse_prefill),
         metavar="NAME=URL[,RANKS]",
-        help="prefill servers, each with its daemon's name; with data-parallel ranks NAME has {dp_rank}",
+        help="prefill servers, each with its daemon's name; with data-parallel ranks NAME has {dp_rank}, with a URL of "
+        "dns+http://NAME:PORT, whose addresses are looked up again and again, {address}",
     )
     vllm.add_argument(
         "--vllm-decode",
@@ -67,7 +73,7 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=flags.parsed(parse_decode),
         metavar="URL[,RANKS]",
-        help="decode servers",
+        help="decode servers; http://HOST:PORT, or dns+http://NAME:PORT for all addresses of a name",
     )
     vllm.add_argument(
         "--processes",
@@ -140,11 +146,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvferry front: {problem}", file=sys.stderr)
         return 2
     try:
+        edge = edge_settings.settings_of(args)
         if args.vllm_decode:
-            return _run_before_vllm(args, host, port)
+            return _run_before_vllm(args, host, port, edge)
         with _process(args):
-            return _run(args, host, port)
-    except tracing.TracingError as error:
+            return _run(args, host, port, edge)
+    except (SecretFileError, tracing.TracingError) as error:
         print(f"kvferry front: {error}", file=sys.stderr)
         return 2
 
@@ -160,7 +167,7 @@ def _process(args: argparse.Namespace) -> Iterator[None]:
         tracing.shutdown()
 
 
-def _run_before_vllm(args: argparse.Namespace, host: str, port: int) -> int:
+def _run_before_vllm(args: argparse.Namespace, host: str, port: int, edge: EdgeSettings) -> int:
     return front_vllm_server.run(
         VllmConfig(
             prefill=tuple(chain.from_iterable(args.vllm_prefill)),
@@ -171,17 +178,15 @@ def _run_before_vllm(args: argparse.Namespace, host: str, port: int) -> int:
             max_requests=args.max_requests,
             load_factor=args.load_factor,
             load_slack=args.load_slack,
+            engine_token=edge.engine_token,
+            passes_authorization=edge.keys is None,
         ),
-        host=host,
-        port=port,
-        wait_s=args.wait_seconds,
-        grace_s=args.grace,
-        processes=args.processes,
+        front_vllm_server.VllmServing(host, port, args.wait_seconds, args.grace, args.processes, edge),
         under=lambda: _process(args),
     )
 
 
-def _run(args: argparse.Namespace, host: str, port: int) -> int:
+def _run(args: argparse.Namespace, host: str, port: int, edge: EdgeSettings) -> int:
     try:
         daemon_tls = tls_of(args)
     except ChannelError as error:
@@ -204,14 +209,16 @@ def _run(args: argparse.Namespace, host: str, port: int) -> int:
             reply_tokens=args.reply_memory_tokens,
             rule=RoutingRule(args.load_factor, args.load_slack),
             daemon_tls=daemon_tls,
+            engine_token=edge.engine_token,
         ),
         wait_s=args.wait_seconds,
         grace_s=args.grace,
+        edge=edge,
     )
     try:
         asyncio.run(_serve(config))
     except OSError as error:
-        print(f"kvferry front: --listen {host}:{port}: {error}", file=sys.stderr)
+        print(f"kvferry front: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 
@@ -220,6 +227,8 @@ def _problem(args: argparse.Namespace) -> str:
     """The objection to these flags, empty if there is none: which servers it is before must be clear, and who may reach
     it."""
     if problem := listening.problem(args, "requests and replies are plain HTTP, without a login"):
+        return problem
+    if problem := edge_settings.problem(args):
         return problem
     if args.vllm_decode or args.vllm_prefill:
         if args.prefill or args.decode:

@@ -63,6 +63,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
+ELSEWHERE = "the front end before vLLM servers (kvferry front --vllm-decode) passes it on"
 
 
 class _Strict(BaseModel):
@@ -215,7 +216,8 @@ def _without_neutral(fields: dict[str, object]) -> dict[str, object]:
 
 def _unsupported(name: str, value: object) -> ApiError:
     only = " or ".join(repr(neutral) for neutral in _NEUTRAL[name])
-    return invalid(name, f"{name}: only {only} is supported, got {value!r:.80}", code="unsupported_value")
+    message = f"{name}: only {only} is supported, got {value!r:.80}; {ELSEWHERE}"
+    return invalid(name, message, code="unsupported_value")
 
 
 # Replies. They are dumped with exclude_unset: a field that is not given is not sent.

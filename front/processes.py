@@ -30,14 +30,22 @@ class Processes:
     """`count` processes of `serve`, from `run` on. The caller has no threads."""
 
     def __init__(
-        self, count: int, serve: Serve, ready: Callable[[], None], stopping: Callable[[], None], grace_s: float
+        self,
+        count: int,
+        serve: Serve,
+        ready: Callable[[], None],
+        stopping: Callable[[], None],
+        grace_s: float,
+        ended: Callable[[int], None] = lambda pid: None,
     ) -> None:
-        """ready: is called when all are, for the first time; stopping: when they are to end."""
+        """ready: is called when all are, for the first time; stopping: when they are to end; ended: with the id of each
+        that has."""
         self._count = count
         self._serve = serve
         self._ready = ready
         self._stopping = stopping
         self._grace_s = grace_s
+        self._ended = ended
         self._running: set[int] = set()
         self._due: list[float] = [time.monotonic()] * count  # when those that are missing are started
         self._ready_fd, self._told_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -122,6 +130,7 @@ class Processes:
             if pid == 0:
                 return
             self._running.discard(pid)
+            self._ended(pid)
             code = os.waitstatus_to_exitcode(status)
             if self._stopping_until is not None:
                 self._code = self._code or abs(code)

@@ -7,15 +7,18 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
-from kvferry.front.app import create_app
+from kvferry.front.app import ROUTES, create_app
 from kvferry.front.connections import BoundedProtocol, most_connections
+from kvferry.front.edge.settings import METRICS_CONNECTIONS, EdgeSettings, edged, metrics_app
 from kvferry.front.service import FrontService, ServiceConfig
+from kvferry.listening import Listen
 
 BACKLOG = 2048
 
@@ -29,6 +32,15 @@ class FrontConfig:
     service: ServiceConfig
     wait_s: float = 60.0  # for the servers, before `ready` is called all the same
     grace_s: float = 30.0  # for running requests at the end
+    edge: EdgeSettings = field(default_factory=EdgeSettings)
+
+
+class Served(NamedTuple):
+    """An application and the socket that it is served at."""
+
+    app: ASGIApp
+    listener: socket.socket
+    max_connections: int
 
 
 class QuietServer(uvicorn.Server):
@@ -45,60 +57,92 @@ async def serve(config: FrontConfig, *, stop: asyncio.Event, ready: Callable[[st
     The socket listens at once: requests get 503 until the servers are up. `ready` is called with host:port then, or
     after `wait_s` without them. Raises OSError when the address cannot be bound.
     """
-    listener = listen(config.host, config.port)
+    sockets = listen_all(config.host, config.port, config.edge)
     service = FrontService(config.service, clock=time.monotonic)
     service.engines.start()
 
     async def tell() -> None:
-        await _tell(service, config.wait_s, address_of(listener), ready)
+        await _tell(service, config.wait_s, address_of(sockets.front), ready)
 
-    await serve_app(
-        create_app(service),
-        listener,
-        tell,
-        service.close,
-        stop=stop,
-        grace_s=config.grace_s,
-        max_connections=most_connections(config.service.max_requests),
-    )
+    app = edged(create_app(service), service.metrics, ROUTES, config.edge)
+    served = [Served(app, sockets.front, most_connections(config.service.max_requests))]
+    if sockets.metrics is not None:
+        served.append(Served(metrics_app(service.metrics), sockets.metrics, METRICS_CONNECTIONS))
+    await serve_apps(served, tell, service.close, stop=stop, grace_s=config.grace_s)
 
 
-async def serve_app(
-    app: Starlette,
-    listener: socket.socket,
+async def serve_apps(
+    apps: Sequence[Served],
     tell: Callable[[], Coroutine[None, None, None]],
     close: Callable[[], Awaitable[None]],
     *,
     stop: asyncio.Event,
     grace_s: float,
-    max_connections: int,
 ) -> None:
-    """Serves until `stop` is set and running requests are over, or `grace_s` has passed, then closes the listener.
+    """Serves until `stop` is set and running requests are over, or `grace_s` has passed, then closes the listeners.
     `tell` runs beside it from the start on; `close` is called when no request runs any more."""
-    settings = uvicorn.Config(
-        app,
+    servers = [QuietServer(_settings(served, grace_s)) for served in apps]
+    serving = [
+        asyncio.create_task(server.serve(sockets=[served.listener]))
+        for server, served in zip(servers, apps, strict=True)
+    ]
+    telling = asyncio.create_task(tell())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({*serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        telling.cancel()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.wait(serving)
+        await close()
+        for served in apps:
+            served.listener.close()
+    for each in serving:
+        each.result()
+
+
+def _settings(served: Served, grace_s: float) -> uvicorn.Config:
+    return uvicorn.Config(
+        served.app,
         lifespan="off",
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=max(1, round(grace_s)),
         http=BoundedProtocol,  # whatever else of uvicorn's is installed
         ws="none",
-        limit_concurrency=max_connections,
+        limit_concurrency=served.max_connections,
     )
-    server = QuietServer(settings)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    telling = asyncio.create_task(tell())
-    stopping = asyncio.create_task(stop.wait())
+
+
+class Sockets(NamedTuple):
+    """The front end's own, and that of metrics which have an address of their own."""
+
+    front: socket.socket
+    metrics: socket.socket | None
+
+    def close(self) -> None:
+        for each in self:
+            if each is not None:
+                each.close()
+
+
+def listen_all(host: str, port: int, edge: EdgeSettings) -> Sockets:
+    """Raises OSError, whose text names the flag."""
+    front = _listen_for("--listen", Listen(host, port))
     try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopping.cancel()
-        telling.cancel()
-        server.should_exit = True
-        await asyncio.wait({serving})
-        await close()
-        listener.close()
-    serving.result()
+        return Sockets(front, _listen_for("--metrics", edge.metrics) if isinstance(edge.metrics, Listen) else None)
+    except OSError:
+        front.close()
+        raise
+
+
+def _listen_for(flag: str, at: Listen) -> socket.socket:
+    try:
+        return listen(at.host, at.port)
+    except OSError as error:
+        raise OSError(error.errno, f"{flag} {at}: {error}") from error
 
 
 async def _tell(service: FrontService, wait_s: float, address: str, ready: Callable[[str], None]) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 from kvferry import tracing
 from kvferry.channels import ClientTls
 from kvferry.front.chat import ChatMessage, ChatTemplateError, Tokenizer
+from kvferry.front.edge.metrics import FrontMetrics
 from kvferry.front.engines import EngineLink, Engines, ServedModel
 from kvferry.front.errors import invalid, model_not_found, overloaded, unavailable
 from kvferry.front.legs import Generated, LegPaused, LegsRequest, LegStarted, run_legs
@@ -31,6 +32,7 @@ from kvferry.front.routing import (
 from kvferry.front.stats import FrontStats, LookupsReport, RepliesReport, ServerReport, StatsReport
 from kvferry.front.text import Delta, ReplyText
 from kvferry.proto import engine_pb2
+from kvferry.secret_files import BearerToken
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -55,6 +57,15 @@ class ServiceConfig:
     reply_tokens: int = 8 * 2**20
     rule: RoutingRule = field(default_factory=RoutingRule)
     daemon_tls: ClientTls | None = None  # of look-ups
+    engine_token: BearerToken | None = None  # sent to the servers
+
+
+class ClientCall(NamedTuple):
+    """A client's request, by its names."""
+
+    request_id: bytes  # daemons' and servers', 16 bytes
+    client_id: str = ""  # x-request-id, carried to both servers
+    traceparent: str = ""  # of the client's span, if it has one
 
 
 class ReplyBegun(NamedTuple):
@@ -86,8 +97,13 @@ class Route(NamedTuple):
 class FrontService:
     def __init__(self, config: ServiceConfig, *, clock: Callable[[], float]) -> None:
         self.config = config
+        self.metrics = FrontMetrics()
         self.engines = Engines(
-            prefill=config.prefill, decode=config.decode, model_name=config.model_name, tokenizer=config.tokenizer
+            prefill=config.prefill,
+            decode=config.decode,
+            model_name=config.model_name,
+            tokenizer=config.tokenizer,
+            token=config.engine_token,
         )
         self.lookups = Lookups(deadline_s=config.lookup_s, clock=clock, tls=config.daemon_tls)
         self.stats = FrontStats()
@@ -100,9 +116,9 @@ class FrontService:
         await self.lookups.close()
         self._prompts.shutdown()
 
-    async def run(self, request: Request, request_id: bytes, traceparent: str = "") -> AsyncGenerator[Piece, None]:
+    async def run(self, request: Request, caller: ClientCall) -> AsyncGenerator[Piece, None]:
         """Runs a request: ReplyBegun, Delta..., Finished. Raises ApiError; closing the iterator before its end aborts
-        the request. `traceparent`: of the client's span, if it has one."""
+        the request."""
         stats = self.stats
         if stats.running >= self.config.max_requests:
             raise overloaded(f"{stats.running} requests are running, the bound is {self.config.max_requests}")
@@ -110,8 +126,9 @@ class FrontService:
         stats.running += 1
         finished = False
         try:
-            with tracing.span("request", tracing.checked(traceparent), "server", request_id=request_id.hex()) as span:
-                async with aclosing(self._run(request, request_id, span)) as pieces:
+            parent = tracing.checked(caller.traceparent)
+            with tracing.span("request", parent, "server", request_id=caller.request_id.hex()) as span:
+                async with aclosing(self._run(request, caller, span)) as pieces:
                     async for piece in pieces:
                         finished = isinstance(piece, Finished)
                         stats.finished += finished
@@ -125,7 +142,7 @@ class FrontService:
         finally:
             stats.running -= 1
 
-    async def _run(self, request: Request, request_id: bytes, span: tracing.Span) -> AsyncGenerator[Piece, None]:
+    async def _run(self, request: Request, caller: ClientCall, span: tracing.Span) -> AsyncGenerator[Piece, None]:
         served = self.engines.served()
         if request.model is not None and request.model != served.name:
             raise model_not_found(request.model, served.name)
@@ -136,7 +153,7 @@ class FrontService:
             route = await self._route(served, prompt.tokens, max_new_tokens, warmup=request.kvferry_warmup)
         span.set(prompt_tokens=len(prompt.tokens))
         legs = LegsRequest(
-            request_id=request_id,
+            request_id=caller.request_id,
             tokens=prompt.tokens,
             sampling=_sampling(request),
             max_new_tokens=max_new_tokens,
@@ -146,10 +163,14 @@ class FrontService:
             priority=request.priority,
             warmup=request.kvferry_warmup,
             traceparent=span.traceparent,
+            client_id=caller.client_id,
+            metrics=self.metrics,
         )
         self.stats.add_replies(prompt.counts)
         self.stats.prompt_tokens += len(prompt.tokens)
-        self.stats.local_prefill += route.prefill is None
+        if route.prefill is None:
+            self.stats.local_prefill += 1
+            self.metrics.alone("short")
         reply = ReplyText(served.tokenizer, stop_tokens=stop_tokens, stops=request.stop)
         started = LegStarted(0, 0, 0, 0)
         reason = "stop"

@@ -18,28 +18,21 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvferry import tracing
+from kvferry.front.edge.metrics import CountedLeg, FrontMetrics
 from kvferry.front.vllm_body import Body, Refusal
-from kvferry.proto.limits import MAX_NAME_CHARS, REQUEST_ID_BYTES
+from kvferry.front.vllm_names import NamedServers
+from kvferry.front.vllm_places import Place
+from kvferry.proto.limits import REQUEST_ID_BYTES
+from kvferry.secret_files import BearerToken
 from kvferry.waiting import within
 
 DOWN_SECONDS = 2.0  # that a server is passed over after it could not be reached
 CONNECT_SECONDS = 5.0
-MAX_DP_RANKS = 256
-DP_RANK = "{dp_rank}"
-_PASSED_ON = ("content-type", "x-request-id")
+HEALTH_SECONDS = 3.0
+SPLIT_PATHS = ("/v1/chat/completions", "/v1/completions")
+WHOLE_PATHS = ("/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize")  # a decode server answers by itself
+_PASSED_ON = ("content-type",)
 _log = logging.getLogger(__name__)
-
-
-class Place(NamedTuple):
-    """A server, or one of its data-parallel ranks."""
-
-    url: str
-    daemon: str = ""  # name of a prefill server's
-    dp_rank: int | None = None
-
-    @property
-    def label(self) -> str:
-        return self.url if self.dp_rank is None else f"{self.url} rank {self.dp_rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +45,8 @@ class VllmConfig:
     max_requests: int = 1024
     load_factor: float = 1.5  # a decode server is passed over when its load is above factor x mean + slack
     load_slack: float = 2.0
+    engine_token: BearerToken | None = None  # sent in the place of the clients' authorization
+    passes_authorization: bool = True  # the clients' own is the servers' to judge
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +65,7 @@ class Caller(NamedTuple):
 
     traceparent: str = ""  # of its span, if it has one
     authorization: str = ""
+    request_id: str = ""
 
 
 class _Legs(NamedTuple):
@@ -78,6 +74,7 @@ class _Legs(NamedTuple):
     path: str
     traceparent: str
     authorization: str
+    client_id: str  # x-request-id
     said_within_s: float  # decode's first byte
 
     def headers(self, server: Server) -> dict[str, str]:
@@ -86,6 +83,8 @@ class _Legs(NamedTuple):
         if server.place.dp_rank is not None:
             headers["x-data-parallel-rank"] = str(server.place.dp_rank)
         headers |= dict(tracing.metadata_of(self.traceparent))
+        if self.client_id:
+            headers["x-request-id"] = self.client_id
         return {**headers, "authorization": self.authorization} if self.authorization else headers
 
 
@@ -103,6 +102,7 @@ class DecodeAnswer(NamedTuple):
     response: httpx.Response
     first: bytes
     rest: AsyncIterator[bytes]
+    counted: CountedLeg | None = None
 
 
 class VllmPrefillFailed(Exception):
@@ -114,20 +114,43 @@ class VllmFront:
     config: VllmConfig
     clock: Callable[[], float] = time.monotonic
     counts: VllmCounts = field(default_factory=VllmCounts)
+    metrics: FrontMetrics = field(default_factory=FrontMetrics)
     running: int = 0
     prefill: list[Server] = field(init=False)
     decode: list[Server] = field(init=False)
     client: httpx.AsyncClient = field(init=False)
+    names: NamedServers = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prefill = [Server(place) for place in self.config.prefill]
-        self.decode = [Server(place) for place in self.config.decode]
+        self.prefill = [Server(place) for place in self.config.prefill if not place.is_name]
+        self.decode = [Server(place) for place in self.config.decode if not place.is_name]
+        told = [place for place in (*self.config.prefill, *self.config.decode) if place.is_name]
+        self.names = NamedServers(told, self.healthy, self._found)
         timeout = httpx.Timeout(self.config.first_token_s, connect=CONNECT_SECONDS)
         limits = httpx.Limits(max_connections=2 * self.config.max_requests + 16)
         self.client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
 
     async def close(self) -> None:
+        await self.names.close()
         await self.client.aclose()
+
+    async def healthy(self, url: str) -> bool:
+        """Whether the server at a URL says that it is well."""
+        try:
+            return (await self.client.get(url + "/health", timeout=HEALTH_SECONDS)).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def authorization(self, given: str) -> str:
+        """The header for the servers: the token for them, else the client's own where nobody here has read it."""
+        if self.config.engine_token is not None:
+            return self.config.engine_token.header
+        return given if self.config.passes_authorization else ""
+
+    def _found(self, places: list[Place]) -> None:
+        """Takes what names of DNS have now in the place of what they had."""
+        self.prefill = _merged(self.prefill, [place for place in places if place.daemon])
+        self.decode = _merged(self.decode, [place for place in places if not place.daemon])
 
     # -- one request -----------------------------------------------------------------------------------------------
 
@@ -138,12 +161,16 @@ class VllmFront:
         stack.callback(left)
         try:
             decode = self.choose_decode(body.head)
-            prefill = self.choose_prefill() if body.can_be_split else None
+            splits = path in SPLIT_PATHS and body.can_be_split
+            prefill = self.choose_prefill() if splits else None
             span = stack.enter_context(tracing.span("request", tracing.checked(caller.traceparent), "server"))
             within_s = self.config.first_token_s if body.streamed else self.config.reply_s
-            legs = _Legs(path, span.traceparent, caller.authorization, within_s)
+            authorization = self.authorization(caller.authorization)
+            legs = _Legs(path, span.traceparent, authorization, caller.request_id, within_s)
             if prefill is None:
                 self.counts.alone += 1
+                if path in SPLIT_PATHS:
+                    self.metrics.alone("no_prefill" if splits else "whole")
                 reply = await self._begun(stack, decode, legs, body.alone())
             else:
                 reply = await self._both(stack, prefill, decode, legs, body)
@@ -175,6 +202,7 @@ class VllmFront:
             await _cancelled(asking)
             await inner.aclose()
             self.counts.again += 1
+            self.metrics.alone("prefill_failed")
             return await self._begun(stack, decode, legs, body.alone())
         except BaseException:
             await _cancelled(asking)
@@ -189,12 +217,10 @@ class VllmFront:
 
     async def _prefill_under(self, server: Server, leg: _Legs, body: bytes) -> None:
         server.running += 1
+        counted = self.metrics.leg("prefill", server.place.told)
         try:
-            reply = await self.client.post(server.url + leg.path, content=body, headers=leg.headers(server))
-        except httpx.TransportError as error:
-            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                server.down_until = self.clock() + DOWN_SECONDS
-            raise VllmPrefillFailed(f"{type(error).__name__} {error}") from error
+            with counted:
+                reply = await self._posted(counted, server, leg, body)
         finally:
             server.running -= 1
         if (
@@ -204,15 +230,32 @@ class VllmFront:
         if not _was_sent(reply):
             raise VllmPrefillFailed("answered without kv_transfer_params: its pages are not sent")
 
+    async def _posted(self, counted: CountedLeg, server: Server, leg: _Legs, body: bytes) -> httpx.Response:
+        try:
+            reply = await self.client.post(server.url + leg.path, content=body, headers=leg.headers(server))
+        except httpx.TransportError as error:
+            counted.failed()
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                server.down_until = self.clock() + DOWN_SECONDS
+            raise VllmPrefillFailed(f"{type(error).__name__} {error}") from error
+        counted.answered(reply.status_code)
+        return reply
+
     async def _begun(self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, body: bytes) -> DecodeAnswer:
         """The reply once its first bytes are there: vLLM sends headers before it has anything to say."""
-        reply = await self._ask(stack, server, legs, body)
+        counted = stack.enter_context(self.metrics.leg("decode", server.place.told))
         try:
-            return reply._replace(first=await anext(reply.rest, b""))
+            reply = await self._ask(stack, server, legs, body)
+            return reply._replace(first=await anext(reply.rest, b""), counted=counted)
         except httpx.TimeoutException as error:
+            counted.failed()
             raise Refusal(504, f"decode server {server.url} said nothing for {legs.said_within_s:g} s") from error
         except httpx.TransportError as error:
+            counted.failed()
             raise Refusal(502, f"decode server {server.url}: {type(error).__name__} {error}") from error
+        except Refusal:
+            counted.failed()
+            raise
 
     async def _ask(self, stack: contextlib.AsyncExitStack, server: Server, legs: _Legs, body: bytes) -> DecodeAnswer:
         server.running += 1
@@ -245,8 +288,12 @@ class VllmFront:
                 chunk = await within(self.config.next_token_s, anext(reply.rest, None))
             except (asyncio.TimeoutError, httpx.TransportError) as error:
                 _log.warning("a reply broke off: %s %s", type(error).__name__, error)
+                if reply.counted is not None:
+                    reply.counted.failed()
                 raise
             if chunk is None:
+                if reply.counted is not None:
+                    reply.counted.answered(reply.response.status_code)
                 return
             yield chunk
 
@@ -262,6 +309,8 @@ class VllmFront:
         """The server where this conversation's beginning belongs, unless it has much more to do than the others."""
         now = self.clock()
         up = [server for server in self.decode if server.down_until <= now] or self.decode
+        if not up:
+            raise Refusal(503, "no decode server is known: none of those that DNS names is well")
         bound = self.config.load_factor * sum(server.running for server in up) / len(up) + self.config.load_slack
         free = [server for server in up if server.running <= bound]
         return max(free or up, key=lambda server: hashlib.sha256(server.place.label.encode() + head).digest())
@@ -287,31 +336,6 @@ class StreamedReply(StreamingResponse):
         await self._stack.aclose()
 
 
-def parse_prefill(text: str) -> tuple[Place, ...]:
-    """NAME=URL, or NAME-{dp_rank}=URL,RANKS: each rank's place. ValueError says what is wrong."""
-    name, _, url = text.partition("=")
-    places = parse_decode(url or text)
-    names = [name if place.dp_rank is None else name.replace(DP_RANK, str(place.dp_rank)) for place in places]
-    fit = all(1 <= len(each) <= MAX_NAME_CHARS and "/" not in each for each in names)
-    if not url or not fit or len(set(names)) < len(places):
-        ranks = f", for each of its {len(places)} ranks another by {DP_RANK}" if len(places) > 1 else ""
-        raise ValueError(f"must be NAME=URL with the name of the prefill daemon{ranks}, got {text!r}")
-    return tuple(place._replace(daemon=each) for place, each in zip(places, names, strict=True))
-
-
-def parse_decode(text: str) -> tuple[Place, ...]:
-    """URL, or URL,RANKS: the place of each data-parallel rank. ValueError says what is wrong."""
-    url, comma, ranks = text.partition(",")
-    url = url.rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"must be a URL, http://HOST:PORT, got {text!r}")
-    if not comma:
-        return (Place(url),)
-    if not ranks.isascii() or not ranks.isdigit() or not 1 <= int(ranks[:9]) <= MAX_DP_RANKS:
-        raise ValueError(f"must be URL,RANKS with 1 to {MAX_DP_RANKS} data-parallel ranks, got {text!r}")
-    return tuple(Place(url, dp_rank=rank) for rank in range(int(ranks)))
-
-
 def _was_sent(reply: httpx.Response) -> bool:
     """The connector names what it sends in its answer."""
     try:
@@ -319,6 +343,14 @@ def _was_sent(reply: httpx.Response) -> bool:
     except ValueError:
         return False
     return isinstance(answer, dict) and bool(answer.get("kv_transfer_params"))
+
+
+def _merged(servers: list[Server], places: list[Place]) -> list[Server]:
+    """The servers that have an address of their own, and one for each of these places: the one that was there, with its
+    load, where it was."""
+    known = {server.place: server for server in servers if server.place.name}
+    fixed = [server for server in servers if not server.place.name]
+    return fixed + [known.get(place) or Server(place) for place in places]
 
 
 async def _cancelled(task: asyncio.Task[object]) -> None:

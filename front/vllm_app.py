@@ -1,6 +1,7 @@
 """The HTTP side of the front end before vLLM servers.
 
-POST /v1/chat/completions, /v1/completions    GET /v1/models, /health, /stats
+POST /v1/chat/completions, /v1/completions: split    POST /v1/embeddings, /v1/responses, /tokenize, /detokenize: passed
+to a decode server    GET /v1/models, /health, /stats
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from http import HTTPStatus
 
 import httpx
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,10 +21,11 @@ from starlette.types import Receive
 
 from kvferry import tracing
 from kvferry.front.bodies import Bodies, BodyRefused
-from kvferry.front.vllm import Caller, StreamedReply, VllmFront
+from kvferry.front.edge.exchange import LEFT, request_id_of
+from kvferry.front.vllm import SPLIT_PATHS, WHOLE_PATHS, Caller, StreamedReply, VllmFront
 from kvferry.front.vllm_body import MAX_BODY_BYTES, Refusal, parse_body
 
-HEALTH_SECONDS = 3.0
+ROUTES = SPLIT_PATHS + WHOLE_PATHS
 
 
 def create_app(front: VllmFront) -> Starlette:
@@ -53,14 +56,26 @@ def create_app(front: VllmFront) -> Starlette:
 
     async def models(request: Request) -> Response:
         try:
-            reply = await front.client.get(front.choose_decode(b"").url + "/v1/models")
-        except httpx.TransportError as error:
-            return _error(Refusal(503, f"no decode server can be reached: {error}"))
+            reply = await _models(front, request)
+        except Refusal as error:
+            return _error(error)
         return Response(reply.content, reply.status_code, media_type="application/json")
+
+    async def model(request: Request) -> Response:
+        """One of the list, since vLLM has the list only."""
+        name = request.path_params["name"]
+        try:
+            reply = await _models(front, request)
+            if reply.status_code != HTTPStatus.OK:
+                return Response(reply.content, reply.status_code, media_type="application/json")
+            cards = [card for card in reply.json()["data"] if card["id"] == name]
+        except Refusal as error:
+            return _error(error)
+        return JSONResponse(cards[0]) if cards else _error(Refusal(404, f"model: {name!r} is not served here"))
 
     async def health(request: Request) -> Response:
         """200 where a decode server answers so: it can do all by itself."""
-        replies = await asyncio.gather(*(_healthy(front, url) for url in {server.url for server in front.decode}))
+        replies = await asyncio.gather(*map(front.healthy, {server.url for server in front.decode}))
         if any(replies):
             return Response(status_code=200)
         return _error(Refusal(503, "no decode server is well"))
@@ -75,13 +90,29 @@ def create_app(front: VllmFront) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", completions, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
+            *(Route(path, completions, methods=["POST"]) for path in ROUTES),
             Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
             Route("/health", health),
             Route("/stats", stats),
-        ]
+        ],
+        exception_handlers={HTTPException: _no_such_route},
     )
+
+
+async def _models(front: VllmFront, request: Request) -> httpx.Response:
+    """A decode server's list. Refusal where there is none."""
+    authorization = front.authorization(_caller(request).authorization)
+    headers = {"authorization": authorization} if authorization else {}
+    try:
+        return await front.client.get(front.choose_decode(b"").url + "/v1/models", headers=headers)
+    except httpx.TransportError as error:
+        raise Refusal(503, f"no decode server can be reached: {error}") from error
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
 async def _unless_left(request: Request, work: Coroutine[None, None, StreamedReply]) -> Response:
@@ -111,18 +142,11 @@ async def _left(receive: Receive) -> None:
 
 def _caller(request: Request) -> Caller:
     headers = request.headers
-    return Caller(headers.get(tracing.HEADER, ""), headers.get("authorization", ""))
-
-
-async def _healthy(front: VllmFront, url: str) -> bool:
-    try:
-        return (await front.client.get(url + "/health", timeout=HEALTH_SECONDS)).status_code == 200
-    except httpx.TransportError:
-        return False
+    return Caller(headers.get(tracing.HEADER, ""), headers.get("authorization", ""), request_id_of(request.scope))
 
 
 def _nobody_hears() -> Response:
-    return Response(status_code=499)  # as nginx calls it: the client has closed the connection
+    return Response(status_code=LEFT)
 
 
 def _error(refusal: Refusal) -> Response:

@@ -54,7 +54,8 @@ class Body:
         messages = self.fields.get("messages", b"")
         if _OPENED.match(messages) and memoryview(messages).nbytes <= MANY_BYTES:
             return b",".join(_ITEMS.decode(messages)[:2])[:HEAD_BYTES]
-        return bytes(memoryview(messages or self.fields.get("prompt", b""))[:HEAD_BYTES])
+        given = messages or self.fields.get("prompt", b"") or self.fields.get("input", b"")
+        return bytes(memoryview(given)[:HEAD_BYTES])
 
     @property
     def streamed(self) -> bool:

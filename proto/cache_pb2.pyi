@@ -396,7 +396,7 @@ class StageStats(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., mean_ms: _Optional[float] = ..., seconds: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
 
 class PeerStats(_message.Message):
-    __slots__ = ("name", "address", "state", "free_credits", "slots", "error", "busy_slots", "withheld_slots", "checksums")
+    __slots__ = ("name", "address", "state", "free_credits", "slots", "error", "busy_slots", "withheld_slots", "moved_bytes", "checksums")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -405,6 +405,7 @@ class PeerStats(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BUSY_SLOTS_FIELD_NUMBER: _ClassVar[int]
     WITHHELD_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
@@ -414,8 +415,9 @@ class PeerStats(_message.Message):
     error: str
     busy_slots: int
     withheld_slots: int
+    moved_bytes: int
     checksums: bool
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., free_credits: _Optional[int] = ..., slots: _Optional[int] = ..., error: _Optional[str] = ..., busy_slots: _Optional[int] = ..., withheld_slots: _Optional[int] = ..., checksums: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., free_credits: _Optional[int] = ..., slots: _Optional[int] = ..., error: _Optional[str] = ..., busy_slots: _Optional[int] = ..., withheld_slots: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., checksums: bool = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace_id", "digests")

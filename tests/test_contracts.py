@@ -59,6 +59,7 @@ CLIENT = (
     "kvferry.transfer",
     "kvferry.transfer.geometry.",
     "kvferry.transfer.mapping.",
+    "kvferry.addresses",
     "kvferry.byte_tokens",
     "kvferry.channels",
     "kvferry.flags",
@@ -66,6 +67,7 @@ CLIENT = (
     "kvferry.listening",
     "kvferry.logs",
     "kvferry.pauses",
+    "kvferry.secret_files",
     "kvferry.signals",
     "kvferry.tracing",
 )

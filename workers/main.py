@@ -18,6 +18,7 @@ from kvferry.client.engine_pools import STORAGES, EnginePools, MakePools, PoolSp
 from kvferry.logs import LOG_FORMAT
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
+from kvferry.secret_files import ApiKeys
 from kvferry.workers.models.engine_model import EngineModel, read_engine_model
 from kvferry.workers.models.interface import Compute
 from kvferry.workers.models.pacing import ModelPace, Pace
@@ -58,6 +59,9 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
         "--listen", type=listening.listen, required=True, metavar="HOST:PORT", help="for front ends; port 0: any"
     )
     listening.add_insecure_argument(parser)
+    parser.add_argument(
+        "--api-keys", metavar="FILE", help="tokens of front ends (--engine-token), one a line (default: none needed)"
+    )
     parser.add_argument("--name", default="", help="for the daemon's logs (default: role and process id)")
     parser.add_argument("--tenant-salt", default="", help="caches are shared only between workers with the same salt")
 
@@ -319,6 +323,7 @@ def _config(
         max_running=args.max_running,
         stream_interval=args.stream_interval,
         make_pools=_make_pools(args, facts),
+        keys=ApiKeys(args.api_keys) if args.api_keys else None,
     )
 
 

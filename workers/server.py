@@ -16,10 +16,12 @@ from kvferry.client.engine_pools import MakePools
 from kvferry.client.requests import DaemonEnded, DaemonGone, HandshakeFailed
 from kvferry.pauses import short_collections
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc
+from kvferry.secret_files import ApiKeys
 from kvferry.signals import end_signals
 from kvferry.workers.decode import DecodeWorker
 from kvferry.workers.engine_service import MAX_MESSAGE_BYTES, EngineService
 from kvferry.workers.jobs import Jobs
+from kvferry.workers.login import Login
 from kvferry.workers.models.compute_thread import ComputeThread
 from kvferry.workers.models.interface import BatchCompute, Compute
 from kvferry.workers.models.pacing import Pace
@@ -55,6 +57,7 @@ class WorkerConfig(NamedTuple):
     max_batch: int = 1  # decode: steps that are computed together; above 1 the compute is a BatchCompute
     make_pace: Callable[[DaemonClient], Pace] | None = None  # of an engine whose time is modelled
     make_record: Callable[[DaemonClient], Record] | None = None
+    keys: ApiKeys | None = None  # of front ends; None: whoever reaches it may call it
 
 
 async def serve(config: WorkerConfig, make_compute: Callable[[DaemonClient], Compute]) -> int:
@@ -193,6 +196,7 @@ class _Serving(NamedTuple):
 
 async def _listen(config: WorkerConfig, service: EngineService) -> _Serving:
     server = grpc.aio.server(
+        interceptors=() if config.keys is None else (Login(config.keys),),
         options=(
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

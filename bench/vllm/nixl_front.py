@@ -10,8 +10,9 @@ import contextlib
 import sys
 
 from kvferry.front import vllm_server
-from kvferry.front.vllm import DecodeAnswer, Place, Server, VllmConfig, VllmFront
+from kvferry.front.vllm import DecodeAnswer, Server, VllmConfig, VllmFront
 from kvferry.front.vllm_body import Body, Refusal
+from kvferry.front.vllm_places import Place
 from kvferry.pauses import short_collections
 
 FROM_NOWHERE: dict[str, object] = {
@@ -31,7 +32,7 @@ class NixlFront(VllmFront):
         self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs, body: Body
     ) -> DecodeAnswer:
         half = body.first_token(FROM_NOWHERE)
-        reply = await self.client.post(prefill.url + legs.path, content=half, headers=legs.headers)
+        reply = await self.client.post(prefill.url + legs.path, content=half, headers=legs.headers(prefill))
         if reply.status_code != 200:
             raise Refusal(502, f"prefill answered {reply.status_code}: {reply.text[:200]}")
         params = reply.json()["kv_transfer_params"]
@@ -42,9 +43,8 @@ def main() -> int:
     port, prefill, decode = sys.argv[1:]
     vllm_server.VllmFront = NixlFront
     config = VllmConfig((Place(prefill, "prefill"),), (Place(decode),), first_token_s=240.0, next_token_s=240.0)
-    return vllm_server.run(
-        config, host="127.0.0.1", port=int(port), wait_s=60.0, grace_s=1.0, processes=1, under=short_collections
-    )
+    serving = vllm_server.VllmServing("127.0.0.1", int(port), wait_s=60.0, grace_s=1.0)
+    return vllm_server.run(config, serving, under=short_collections)
 
 
 if __name__ == "__main__":

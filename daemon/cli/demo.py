@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from kvferry import flags
 from kvferry._core import GpuUnavailable, gpu_device_count
 from kvferry.daemon.cli.stack import Stack, StackError
 from kvferry.daemon.cli.stats import fetch
-from kvferry.daemon.cli.system import System, SystemSpec, start_system
+from kvferry.daemon.cli.system import System, SystemSpec, start_daemons, start_engines
 from kvferry.daemon.config.values import ConfigError, parse_device, parse_size, size
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
@@ -112,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvferry demo: {error}", file=sys.stderr)
         return 2
     try:
-        outcomes = {reuse: _run_once(args, reuse, console) for reuse in ("off", "on")}
+        page = _page_flags()
+        outcomes = {reuse: _run_once(args, reuse, page, console) for reuse in ("off", "on")}
     except (StackError, DemoError, grpc.RpcError, OSError, ImportError) as error:
         print(f"kvferry demo: {error}", file=sys.stderr)
         return 1
@@ -127,38 +129,52 @@ def run(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _run_once(args: argparse.Namespace, reuse: str, console: Console) -> RunOutcome:
-    model = _model(args, console)
+def _page_flags() -> list[str]:
+    """Flags by which both runs' decode daemons have their live page at one address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return ["--ui", "--metrics", f"127.0.0.1:{probe.getsockname()[1]}"]
+
+
+def _run_once(args: argparse.Namespace, reuse: str, page: list[str], console: Console) -> RunOutcome:
     with tempfile.TemporaryDirectory(prefix=".kvferry-demo-", dir=_shared_memory()) as folder:
-        outcome = _run_in(folder, model, args, reuse, console)
+        outcome = _run_in(folder, args, reuse, page, console)
         left = os.listdir(folder)
     if left:
         raise DemoError(f"shared memory was left behind: {', '.join(sorted(left))}")
     return outcome
 
 
-def _run_in(folder: str, model: str, args: argparse.Namespace, reuse: str, console: Console) -> RunOutcome:
-    """Runs the load once, with the daemons' shared memory in `folder`."""
+def _spec(folder: str, args: argparse.Namespace, reuse: str, page: list[str]) -> SystemSpec:
+    """The system with its daemons' shared memory in `folder`; its model's folder is known later."""
     both = ["--shm-dir", folder, "--host-bytes", args.host_bytes]
     prefill_device, decode_device = _devices(args)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    spec = SystemSpec(
-        model=model,
+    return SystemSpec(
         random_weights=args.random_weights or "",
         prefill_device=prefill_device,
         decode_device=decode_device,
         page_size=args.page_size,
         decode_pool_bytes=parse_size(args.pool_bytes),
         prefill_pool_bytes=parse_size(args.pool_bytes),
-        decode_flags=[*both, "--reuse", reuse, "--ranks", str(args.decode_ranks)],
+        decode_flags=[*both, *page, "--reuse", reuse, "--ranks", str(args.decode_ranks)],
         prefill_flags=[*both, "--ranks", str(args.prefill_ranks)],
         worker_flags=["--dtype", dtype, "--synthetic-kv-heads", str(max(args.decode_ranks, args.prefill_ranks))],
-        front_flags=["--model-name", os.path.basename(model) or ("random" if args.random_weights else "synthetic")],
     )
+
+
+def _run_in(folder: str, args: argparse.Namespace, reuse: str, page: list[str], console: Console) -> RunOutcome:
+    """Runs the load once."""
+    spec = _spec(folder, args, reuse, page)
     with Stack() as stack:
         console.print(f"decode-side reuse [bold]{reuse}[/]: starting two daemons, two workers and a front end ...")
         started = time.monotonic()
-        system = start_system(stack, spec)
+        daemons = start_daemons(stack, spec)
+        console.print(f"  watch it at http://{page[-1]}/ui")
+        model = _model(args, console)
+        name = os.path.basename(model) or ("random" if args.random_weights else "synthetic")
+        spec = dataclasses.replace(spec, model=model, front_flags=["--model-name", name])
+        system = start_engines(stack, spec, daemons)
         took = time.monotonic() - started
         console.print(f"  up in {took:.1f} s at {system.url}; {args.conversations} conversations ...")
         outcome = _load(args, system, console)

@@ -45,6 +45,18 @@ class Replica:
     socket: str
 
 
+_Started = tuple[Process, str, str]  # a daemon with its name and its socket
+
+
+@dataclass(frozen=True, slots=True)
+class StartedDaemons:
+    """The daemons of a system whose workers are not started yet."""
+
+    prefills: list[_Started]
+    decodes: list[_Started]
+    addresses: list[str]  # of all, prefill first
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     prefills: tuple[Replica, ...]
@@ -54,7 +66,12 @@ class System:
 
 def start_system(stack: Stack, spec: SystemSpec) -> System:
     """Starts everything and waits until it serves. StackError where something does not."""
-    prefills, decodes = start_replicas(stack, spec)
+    return start_engines(stack, spec, start_daemons(stack, spec))
+
+
+def start_engines(stack: Stack, spec: SystemSpec, daemons: StartedDaemons) -> System:
+    """Starts workers beside the daemons, and the front end."""
+    prefills, decodes = _start_workers(stack, spec, daemons)
     words = ["front", "--listen", "127.0.0.1:0", *spec.front_flags]
     for replica in prefills:
         words += ["--prefill", replica.worker_address]
@@ -65,28 +82,40 @@ def start_system(stack: Stack, spec: SystemSpec) -> System:
 
 def start_replicas(stack: Stack, spec: SystemSpec) -> tuple[tuple[Replica, ...], tuple[Replica, ...]]:
     """Daemons and workers without a front end: (prefill, decode)."""
+    return _start_workers(stack, spec, start_daemons(stack, spec))
+
+
+def start_daemons(stack: Stack, spec: SystemSpec) -> StartedDaemons:
+    """Starts the daemons alone, and waits until they serve; of the spec's models nothing is needed yet."""
     prefill_words = [*_on(spec.prefill_device), "--pool-bytes", str(spec.prefill_pool_bytes), *spec.prefill_flags]
-    prefill_daemons = [_daemon(stack, "prefill", i, spec, prefill_words) for i in range(spec.prefills)]
-    addresses = [stack.ready(process) for process, _, _ in prefill_daemons]
+    prefills = [_daemon(stack, "prefill", i, spec, prefill_words) for i in range(spec.prefills)]
+    addresses = [stack.ready(process) for process, _, _ in prefills]
     peers: list[str] = []
-    for (_, name, _), address in zip(prefill_daemons, addresses, strict=True):
+    for (_, name, _), address in zip(prefills, addresses, strict=True):
         peers += ["--peer", f"{name}={address}"]
     decode_words = [*peers, *_on(spec.decode_device), "--pool-bytes", str(spec.decode_pool_bytes), *spec.decode_flags]
-    decode_daemons = [_daemon(stack, "decode", i, spec, decode_words) for i in range(spec.decodes)]
-    addresses += [stack.ready(process) for process, _, _ in decode_daemons]
+    decodes = [_daemon(stack, "decode", i, spec, decode_words) for i in range(spec.decodes)]
+    addresses += [stack.ready(process) for process, _, _ in decodes]
+    return StartedDaemons(prefills, decodes, addresses)
+
+
+def _start_workers(
+    stack: Stack, spec: SystemSpec, daemons: StartedDaemons
+) -> tuple[tuple[Replica, ...], tuple[Replica, ...]]:
     words = [*_computing(spec, spec.prefill_device), *spec.prefill_worker_flags]
-    workers = [_worker(stack, "prefill", name, socket, spec, words) for _, name, socket in prefill_daemons]
+    workers = [_worker(stack, "prefill", name, socket, spec, words) for _, name, socket in daemons.prefills]
     words = [*_computing(spec, spec.decode_device), *spec.decode_worker_flags]
-    workers += [_worker(stack, "decode", name, socket, spec, words) for _, name, socket in decode_daemons]
-    daemons = prefill_daemons + decode_daemons
+    workers += [_worker(stack, "decode", name, socket, spec, words) for _, name, socket in daemons.decodes]
     replicas = [
         Replica(name, process, worker, address, stack.ready(worker), socket)
-        for (process, name, socket), worker, address in zip(daemons, workers, addresses, strict=True)
+        for (process, name, socket), worker, address in zip(
+            [*daemons.prefills, *daemons.decodes], workers, daemons.addresses, strict=True
+        )
     ]
     return tuple(replicas[: spec.prefills]), tuple(replicas[spec.prefills :])
 
 
-def _daemon(stack: Stack, role: str, index: int, spec: SystemSpec, words: Sequence[str]) -> tuple[Process, str, str]:
+def _daemon(stack: Stack, role: str, index: int, spec: SystemSpec, words: Sequence[str]) -> _Started:
     name = f"{role}-{index}"
     socket = os.path.join(stack.folder, f"{name}.sock")
     common = ["--name", name, "--listen", "127.0.0.1:0", "--socket", socket, "--page-size", str(spec.page_size)]

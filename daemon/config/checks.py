@@ -22,10 +22,7 @@ def check_together(config: DaemonConfig) -> None:
     if not is_loopback(host) and not config.insecure and not config.tls_cert:
         why = "without --tls-cert, --tls-key and --tls-ca sessions are not encrypted"
         raise ConfigError(needs("--listen", config.listen, why))
-    inside = not config.metrics or is_loopback(parse_address(config.metrics)[0])
-    if not inside and not config.insecure and not config.insecure_metrics:
-        why = "metrics are plain HTTP, without a login"
-        raise ConfigError(needs("--metrics", config.metrics, why, by="--insecure-metrics or --insecure"))
+    _check_metrics(config)
     if is_loopback(host) and names_rdma(config.ucx_tls) and not config.insecure:
         raise ConfigError(
             f"--ucx-tls is {config.ucx_tls}, and --listen {config.listen}: RDMA devices have no loopback address, "
@@ -83,3 +80,15 @@ def check_together(config: DaemonConfig) -> None:
         raise ConfigError(f"--ucx-ports {first}-{last} are fewer than the {len(config.peers)} peers; each takes one")
     if len(config.peers) > config.max_peers:
         raise ConfigError(f"--peer names {len(config.peers)}; --max-peers is {config.max_peers}")
+
+
+def _check_metrics(config: DaemonConfig) -> None:
+    """The metrics and the live page beside them. ConfigError."""
+    inside = not config.metrics or is_loopback(parse_address(config.metrics)[0])
+    if not inside and not config.insecure and not config.insecure_metrics:
+        why = "metrics are plain HTTP, without a login"
+        raise ConfigError(needs("--metrics", config.metrics, why, by="--insecure-metrics or --insecure"))
+    if config.ui and not config.metrics:
+        raise ConfigError("--ui is on, but --metrics is off: the live page is served at its address")
+    if config.ui_daemons and not config.ui:
+        raise ConfigError(f"--ui-daemon names {', '.join(config.ui_daemons)}, but --ui is off: there is no live page")

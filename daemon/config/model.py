@@ -99,6 +99,12 @@ class DaemonConfig(BaseModel):
         Field(description="where Prometheus scrapes, over plain HTTP; off: nowhere"),
         Flag("HOST:PORT|off", default="127.0.0.1:9470, of a prefill daemon 127.0.0.1:9471"),
     ] = Field(default_factory=_default_metrics)
+    ui: Annotated[bool, Field(description="serve the live page there, at /ui")] = False
+    ui_daemons: Annotated[
+        Peers,
+        Field(description="another daemon that the live page shows, beside those of --peer; may be repeated"),
+        Flag("NAME=HOST:PORT", repeated="--ui-daemon"),
+    ] = Field(default_factory=dict)
     peers: Annotated[
         Peers, Field(description="a prefill daemon; may be repeated"), Flag("NAME=HOST:PORT", repeated="--peer")
     ] = Field(default_factory=dict)

@@ -14,8 +14,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -37,15 +37,27 @@ REQUEST_SECONDS = 1.0  # for a scraper to send its request
 ANSWER_SECONDS = 6.0  # for it to have the answer, a late snapshot included
 STOP_SECONDS = 3.0  # for the threads to end once their connections are cut
 BACKLOG = 16
+SEND_BUFFER = 256 * 1024  # of a connection: an answer that fits does not wait for who reads it slowly
+
+
+Page: TypeAlias = "Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]"
 
 
 class MetricsServer:
     """Listens once made; ConfigError where it cannot. Its threads are joined by `stop`."""
 
-    def __init__(self, listen: str, take: Callable[[], cache.StatsReply], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        listen: str,
+        take: Callable[[], cache.StatsReply],
+        loop: asyncio.AbstractEventLoop,
+        pages: Mapping[str, Page] | None = None,
+    ) -> None:
+        """pages: what is served at other paths."""
         host, port = parse_address(listen)
         self._loop = loop
         self._take = take
+        self._pages = pages or {}
         registry = CollectorRegistry(auto_describe=False)
         registry.register(SnapshotCollector(self._snapshot))
         self._app = make_wsgi_app(registry)
@@ -88,6 +100,8 @@ class MetricsServer:
             future.cancel()
 
     def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if page := self._pages.get(environ["PATH_INFO"]):
+            return page(environ, start)
         if environ["PATH_INFO"] not in (PATH, "/"):
             start("404 Not Found", [("Content-Type", "text/plain")])
             return [f"metrics are at {PATH}\n".encode()]
@@ -140,6 +154,7 @@ class _Server(WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._allow(request, REQUEST_SECONDS)
+        request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         if self._stopping.is_set():  # `stop` may have come before it was known here
             self.shutdown_request(request)
         else:

@@ -146,11 +146,12 @@ def _peers(side: AnySide, stats: wire.SideStats) -> None:
                 receiver = link.session.receiver
                 peer.free_credits, peer.busy_slots = receiver.free_credits, receiver.busy_slots
                 peer.withheld_slots = receiver.withheld_slots
-                peer.checksums = link.session.checksums
+                peer.checksums, peer.moved_bytes = link.session.checksums, link.session.moved_bytes
     elif isinstance(side, PrefillSide):
         for session in side.sessions.values():
             peer = stats.peers.add(name=session.remote, state="up" if session.up else "connecting")
             peer.slots, peer.checksums = session.remote_slots, session.checksums
+            peer.moved_bytes = session.moved_bytes
             if session.sender is not None:
                 peer.free_credits = session.sender.free_credits
 

@@ -56,6 +56,7 @@ class ReceivingSession(Session):
     ) -> None:
         super().__init__(setup)
         self.receiver = receiver
+        self.moved_bytes = 0  # of pages, out of slots
         self._events = events
         self._pages = pages
         self._counters = meters.counters
@@ -140,6 +141,7 @@ class ReceivingSession(Session):
 
         self.copy_begins()
         self._counters.copied_bytes += scatter.nbytes
+        self.moved_bytes += scatter.nbytes
         self.parts.scatter(scatter, done)
 
     def _scattered(self, result: ScatterResult) -> None:

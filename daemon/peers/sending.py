@@ -61,6 +61,7 @@ class SendingSession(Session):
         self._posted: dict[int, tuple[float, int]] = {}  # posts in flight: since when, and their transfers
         self._gathering = 0  # gathers that run
         self.sender: Sender | None = None
+        self.moved_bytes = 0  # of pages, into slots
 
     # -- the owner's words ---------------------------------------------------------------------------------------
 
@@ -182,5 +183,6 @@ class SendingSession(Session):
 
         self.copy_begins()
         self._counters.copied_bytes += gather.nbytes
+        self.moved_bytes += gather.nbytes
         self._gathering += 1
         self.parts.gather(gather, done)

@@ -11,7 +11,8 @@ import pytest
 
 from kvferry.front import legs as front_legs
 from kvferry.front.errors import ApiError
-from kvferry.front.vllm import DecodeAnswer, Place, VllmConfig, VllmFront
+from kvferry.front.vllm import DecodeAnswer, VllmConfig, VllmFront
+from kvferry.front.vllm_places import Place
 from kvferry.proto import engine_pb2
 from tests.support.standstill import StandStill, jumping_clock
 

@@ -20,9 +20,10 @@ from starlette.routing import Route
 
 from kvferry.front import main as front_main
 from kvferry.front.server import QuietServer, listen
-from kvferry.front.vllm import Place, VllmConfig, VllmFront, parse_decode, parse_prefill
+from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_app import create_app
 from kvferry.front.vllm_body import parse_body
+from kvferry.front.vllm_places import Place, parse_decode, parse_prefill
 
 CHAT = "/v1/chat/completions"
 

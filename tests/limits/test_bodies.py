@@ -16,10 +16,11 @@ from kvferry.front import app as front
 from kvferry.front import bodies as front_bodies
 from kvferry.front import connections as front_connections
 from kvferry.front import vllm_body as front_vllm_body
-from kvferry.front.server import address_of, listen, serve_app
+from kvferry.front.server import Served, address_of, listen, serve_apps
 from kvferry.front.service import FrontService, ServiceConfig
-from kvferry.front.vllm import Place, VllmConfig, VllmFront
+from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_app import create_app as create_vllm_app
+from kvferry.front.vllm_places import Place
 
 HOST = "Host: front\r\n"
 KINDS = ["kvferry", "vllm"]
@@ -47,7 +48,7 @@ async def serving(kind: str, max_requests: int = 4, max_connections: int = 100) 
     async def tell() -> None: ...
 
     running = asyncio.create_task(
-        serve_app(app, listener, tell, close, stop=stop, grace_s=1.0, max_connections=max_connections)
+        serve_apps([Served(app, listener, max_connections)], tell, close, stop=stop, grace_s=1.0)
     )
     try:
         await answered(address, kind)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from kvferry.front.edge.settings import EdgeSettings
 from kvferry.front.server import FrontConfig, serve
 from kvferry.front.service import ServiceConfig
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc
@@ -89,6 +90,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
         self.free_pages = 1_000_000
         self.prefills: list[engine_pb2.PrefillRequest] = []
         self.decodes: list[engine_pb2.DecodeRequest] = []
+        self.heard: list[dict[str, str]] = []  # metadata of each prefill and decode call
         self.aborts: list[common_pb2.RequestName] = []
         self.lookups = 0
         self.cancelled = 0
@@ -134,6 +136,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
 
     async def Prefill(self, request: engine_pb2.PrefillRequest, context: Any) -> engine_pb2.PrefillReply:
         self.prefills.append(request)
+        self.heard.append(dict(context.invocation_metadata()))
         await self._work(context)
         met = self.meeting.of(request.name.request_id)
         if not met.done():
@@ -147,6 +150,7 @@ class Server(engine_pb2_grpc.EngineServicer, cache_pb2_grpc.CacheServicer):
 
     async def Decode(self, request: engine_pb2.DecodeRequest, context: Any) -> None:
         self.decodes.append(request)
+        self.heard.append(dict(context.invocation_metadata()))
         self.running += 1
         try:
             await self._decode(request, context)
@@ -252,6 +256,7 @@ class Stack:
         self.prefill = [Server(common_pb2.ROLE_PREFILL, f"p{i}", self.meeting) for i in range(prefill)]
         self.decode = [Server(common_pb2.ROLE_DECODE, f"d{i}", self.meeting) for i in range(decode)]
         self.service: dict[str, Any] = {}  # of ServiceConfig
+        self.edge = EdgeSettings()
         self.wait_s = 20.0
         self.url = ""
         configure(self)
@@ -288,7 +293,7 @@ class Stack:
             decode=tuple(server.address for server in self.decode),
             **self.service,
         )
-        config = FrontConfig("127.0.0.1", 0, service, wait_s=self.wait_s, grace_s=3.0)
+        config = FrontConfig("127.0.0.1", 0, service, wait_s=self.wait_s, grace_s=3.0, edge=self.edge)
         try:
             await serve(config, stop=self._stop, ready=ready.set_result)
         except BaseException as error:

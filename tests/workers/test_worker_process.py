@@ -15,6 +15,7 @@ import grpc.aio
 import numpy as np
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.proto import common_pb2, engine_pb2, engine_pb2_grpc, worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
@@ -224,3 +225,27 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert "--device is cuda:0, but torch" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_with_keys_only_calls_that_carry_one_are_served(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "keys").write_text("token-of-a-front-end\n")
+        async with (
+            FakeDaemon(tmp_path, GEOMETRY) as daemon,
+            worker(daemon, "--api-keys", str(tmp_path / "keys")) as (_, address),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            engine = engine_pb2_grpc.EngineStub(channel)
+            known = (("authorization", "Bearer token-of-a-front-end"),)
+            described = await engine.Describe(engine_pb2.DescribeRequest(), metadata=known)
+            assert described.role == common_pb2.ROLE_DECODE
+            for wrong in ((), (("authorization", "Bearer another-token"),)):
+                with pytest.raises(grpc.aio.AioRpcError, match="a token that this worker's --api-keys"):
+                    await engine.Describe(engine_pb2.DescribeRequest(), metadata=wrong)
+                with pytest.raises(grpc.aio.AioRpcError, match="a token that this worker's --api-keys"):
+                    await engine.Decode(request(4, 1), metadata=wrong).read()
+            health = health_pb2_grpc.HealthStub(channel)
+            status = await health.Check(health_pb2.HealthCheckRequest())
+            assert status.status == health_pb2.HealthCheckResponse.SERVING
+
+    asyncio.run(scenario())
