@@ -5,6 +5,7 @@
 # make mutants   breaks one guard at a time, and says which test notices
 # make aiperf    AIPerf against the front end              make published   the published workload, rehearsed
 # make e2e       one benchmark a claim, off and on         make trace TRACE=FILE   a whole trace through the system
+# make sglang-wheels  SGLang's files for the tests of its backend
 # make demo-vllm the same with two vLLM servers on this machine's CPU, in an environment of their own
 #
 # PYTHON=python3.12            the interpreter (>= 3.10) that .venv is made with
@@ -35,7 +36,12 @@ TYPED := build/typed
 
 VLLM_VENV ?= build/vllm-venv
 
-.PHONY: all venv demo demo-vllm test nightly mutants fuzz sanitize aiperf published e2e trace lint types proto proto-check stub wheel wheels image image-test clean
+# SGLang's files, for the tests of its backend, which need no GPU and none of its dependencies.
+SGLANG := build/sglang
+SGLANG_VERSIONS := 0.5.16 0.5.23
+SGLANG_WHEEL := --no-deps --only-binary=:all: --python-version 3.11 --implementation cp --platform manylinux_2_34_x86_64
+
+.PHONY: all venv demo demo-vllm sglang-wheels test nightly mutants fuzz sanitize aiperf published e2e trace lint types proto proto-check stub wheel wheels image image-test clean
 all: venv
 
 venv: $(STAMP)
@@ -72,7 +78,18 @@ $(VLLM_VENV)/.kvferry-installed: bench/vllm/venv.sh $(STAMP)
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) bench/vllm/venv.sh $(VLLM_VENV)
 	@touch $@
 
+sglang-wheels: $(SGLANG_VERSIONS:%=$(SGLANG)/%/.unpacked)
+
+$(SGLANG)/%/.unpacked: | venv
+	@echo "== fetching the files of SGLang $*"
+	@rm -rf $(SGLANG)/$* && mkdir -p $(SGLANG)/wheels
+	$(BIN)/python -m pip download -q $(PIP_FLAGS) $(SGLANG_WHEEL) -d $(SGLANG)/wheels sglang==$*
+	$(BIN)/python -m zipfile -e $(SGLANG)/wheels/sglang-$*-*.whl $(SGLANG)/$*
+	@rm -f $(SGLANG)/wheels/sglang-$*-*.whl && touch $@
+
+# Without an index for SGLang its tests say so, and are left out.
 test: venv proto-check
+	-@$(MAKE) --no-print-directory sglang-wheels
 	$(BIN)/python -m pytest -m 'not nightly' -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 nightly: venv

@@ -71,13 +71,13 @@ def connector_of(
     return connect
 
 
-def greeting(client: DaemonClient) -> str:
-    """What an operator reads of a new session."""
+def greeting(client: DaemonClient, meanwhile: str) -> str:
+    """What an operator reads of a new session. `meanwhile`: what becomes of requests while there is none."""
     told = client.welcome
     way = "straight from and into this engine's blocks" if client.pools.in_blocks else "by way of its pool"
     return (
         f"connected to kvferry's daemon {told.daemon!r}: namespace {told.namespace_id.hex()[:12]}, pages of "
-        f"{told.geometry.page_size} tokens, {way}; while it is away prompts are computed here"
+        f"{told.geometry.page_size} tokens, {way}; while it is away {meanwhile}"
     )
 
 
@@ -92,10 +92,13 @@ class Sessions:
         quiet: Callable[[], Coroutine[Any, Any, None]],
         changed: Callable[[bool], None],
         settled: asyncio.Event,
+        meanwhile: str = "prompts are computed here",
     ) -> None:
-        """`settled`: until it is set none but the first is opened, and none is ended."""
+        """`settled`: until it is set none but the first is opened, and none is ended. `meanwhile`: what becomes of
+        requests while there is no session."""
         self.client: DaemonClient | None = None
         self._settled = settled
+        self._meanwhile = meanwhile
         self._connect = connect
         self._quiet = quiet
         self._changed = changed
@@ -106,10 +109,10 @@ class Sessions:
         """The first; HandshakeFailed where it is refused. Where no daemon is there it is tried again and again."""
         try:
             self.client = await self._connect(deadline_s=deadline_s)
-            _log.info("%s", greeting(self.client))
+            _log.info("%s", greeting(self.client, self._meanwhile))
         except DaemonAbsent as error:
             self._changed(False)
-            _log.warning("%s; prompts are computed here until it comes", error)
+            _log.warning("%s; until it comes %s", error, self._meanwhile)
         self._keeping = asyncio.create_task(self._keep_open(), name="kvferry sessions")
 
     async def close(self) -> None:
@@ -133,7 +136,7 @@ class Sessions:
         if client is None:
             client = await self._reopen()
         gone = await asyncio.shield(client.gone)
-        _log.warning("the daemon is gone (%s); prompts are computed here meanwhile", gone)
+        _log.warning("the daemon is gone (%s); meanwhile %s", gone, self._meanwhile)
         await complete(self._end())
 
     async def _end(self) -> None:
@@ -158,7 +161,7 @@ class Sessions:
                 self.client = await self._connect(deadline_s=CONNECT_SECONDS)
                 self._prove(self.client)
                 self._changed(True)
-                _log.info("again %s", greeting(self.client))
+                _log.info("again %s", greeting(self.client, self._meanwhile))
                 return self.client
             except DaemonAbsent:
                 await asyncio.sleep(RETRY_SECONDS)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.connectors.prompt_chain import Unnamed
-from kvferry.connectors.vllm.weights import adapter_files, hash_of
+from kvferry.connectors.vllm.weights import adapter_files
+from kvferry.connectors.weight_files import hash_of
 
 if TYPE_CHECKING:
     from kvferry.connectors.prompt_chain import KeysBetween

@@ -13,14 +13,12 @@ from typing import Any
 from kvferry.connectors.prompt_chain import Unnamed
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm.caches import Unfit, draft_of, is_quantized
+from kvferry.connectors.weight_files import WEIGHT_FILES, downloaded, revision_of_files
 from kvferry.proto.limits import MAX_NAME_CHARS
 from kvferry.transfer.geometry.namespace import MAX_TEXT
 
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 ADAPTER_FILES = (*WEIGHT_FILES, "*.json")
-SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library has it
-_COMMIT = re.compile("[0-9a-f]{40}")
 _KV_SCALE = re.compile(r"[._](k|v|kv)(_scale|_zero_point|_cache\.scale|_proj\.output_scale)$")  # as vLLM finds them
 _WRITTEN_BY_WHOEVER = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 _log = logging.getLogger(__name__)
@@ -68,7 +66,7 @@ def kv_scales(vllm_config: Any) -> str:
     if not is_quantized(vllm_config.cache_config):
         return ""
     model, revision, cache = _files_of(vllm_config, vllm_config.model_config)
-    folder = Path(model) if Path(model).is_dir() else _downloaded(model, revision, cache)
+    folder = Path(model) if Path(model).is_dir() else downloaded(model, revision, cache)
     found: dict[str, bytes] = {}
     for file in [] if folder is None else sorted(folder.glob("*.safetensors")):
         try:
@@ -120,7 +118,7 @@ def weights_name(settings: Settings) -> str:
 def adapter_files(path: str) -> list[Path]:
     """The files of a LoRA adapter: weights, and the configuration that scales them. Unnamed where there are none."""
     folder = Path(path).expanduser()
-    found = folder if folder.is_dir() else _downloaded(path, None, None)
+    found = folder if folder.is_dir() else downloaded(path, None, None)
     files = [] if found is None else sorted(file for name in ADAPTER_FILES for file in found.glob(name))
     if not files:
         raise Unnamed(f"no files of its adapter, {path!r}, were found on this host")
@@ -128,45 +126,13 @@ def adapter_files(path: str) -> list[Path]:
 
 
 def weights_revision(model: str, revision: str | None = None, cache: str | None = None) -> str:
-    """Hash over the weight files' names, sizes and samples of their contents. `model`: a folder, a file, or a name at
-    Hugging Face, whose `revision` is looked for in the folder `cache` of what was downloaded; where its weights are not
-    there, a full commit hash names them as well. Unfit says what to do where nothing does."""
-    path = Path(model)
-    if path.is_file():
-        return hash_of([path])
-    folder = path if path.is_dir() else _downloaded(model, revision, cache)
-    if folder is not None:
-        for pattern in WEIGHT_FILES:
-            if files := sorted(folder.glob(pattern)):
-                return hash_of(files)
-    if folder is not path and revision is not None and _COMMIT.fullmatch(revision):
-        return hashlib.sha256(f"{model}@{revision}".encode()).hexdigest()
+    """The name of a model's weights by its files, see `revision_of_files`. Unfit says what to do where nothing names
+    them."""
+    found = revision_of_files(model, revision, cache)
+    if found is not None:
+        return found
     raise Unfit(
         f"no weight files of model {model!r} were found on this host, and engines with other weights must not share "
         "pages: set kv_connector_extra_config.revision to a name of the weights, the same on both sides"
-        + ("" if folder is path else ", or start vLLM with a full commit hash as --revision")
+        + ("" if Path(model).is_dir() else ", or start vLLM with a full commit hash as --revision")
     )
-
-
-def _downloaded(model: str, revision: str | None, cache: str | None) -> Path | None:
-    from huggingface_hub import snapshot_download
-
-    try:  # as vLLM looks for it: nothing is fetched, and other files than the engine needs may lack
-        return Path(
-            snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True, ignore_patterns="*")
-        )
-    except (OSError, ValueError):  # not there; no name of that kind
-        return None
-
-
-def hash_of(files: list[Path]) -> str:
-    """Over their names, sizes and samples of their contents."""
-    total = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        total.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(size * sample // SAMPLES)
-                total.update(file.read(SAMPLE_BYTES))
-    return total.hexdigest()

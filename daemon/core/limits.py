@@ -99,7 +99,10 @@ class BlockShape:
         return (-1,) * first + tuple(blocks) + (-1,) * behind
 
     def of_admit(self, request: wire.Admit) -> tuple[int, ...]:
-        """The blocks of each page of an Admit. INVALID_ARGUMENT."""
+        """The blocks of each page of an Admit; -1: the engine's own. INVALID_ARGUMENT."""
+        if request.prefill and not request.blocks and request.held_tokens == request.blocks_from == request.tokens:
+            # The engine has all of it, and wants the first token.
+            return (-1,) * (pages_for(request.tokens, self.page_size) * self.per_page)
         blocks = self.of_pages(request.blocks, request.blocks_from, request.tokens)
         given = hands_in(request)
         held = request.blocks_from // self.page_size * self.page_size

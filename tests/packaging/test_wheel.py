@@ -27,7 +27,10 @@ for name in names:
             importlib.import_module(name)
     except ModuleNotFoundError as error:
         loaded_by_vllm = ("connector", "scheduler", "stats")
-        if name.rpartition("kvferry.connectors.vllm.")[2] not in loaded_by_vllm or error.name != "vllm":
+        loaded_by_sglang = ("bootstrap", "manager", "receiver", "sender")
+        of_engines = [f"kvferry.connectors.vllm.{each}" for each in loaded_by_vllm]
+        of_engines += [f"kvferry.connectors.sglang.{each}" for each in loaded_by_sglang]
+        if name not in of_engines or error.name not in ("vllm", "sglang", "aiohttp", "requests"):
             raise
 print("kvferry", kvferry.__file__)
 print("core", sys.modules["kvferry._core"].__file__)

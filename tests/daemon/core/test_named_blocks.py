@@ -25,6 +25,7 @@ def test_blocks_of_pages() -> None:
     assert admit(17, [3, 1, 4, 15, 9]) == (3, 1, 4, 15, 9, -1), "the last page has no more tokens"
     assert admit(16, [4], start=12) == (-1, -1, -1, 4), "what is before them is the engine's own"
     assert admit(24, [4, 5], start=8, prefill="") == (-1, -1, 4, 5, -1, -1), "without a prefill they may end before"
+    assert admit(16, [], start=16) == (-1, -1, -1, -1), "the engine has all, and wants the first token"
     assert admit(16, [7, 6, 5, 4], held=16, prefill="") == (7, 6, 5, 4), "they are handed in"
 
 
@@ -35,6 +36,8 @@ def test_blocks_of_pages() -> None:
         ("blocks has 1 entries twice; a prompt's blocks are distinct", {"tokens": 8, "blocks": [3, 3]}),
         ("blocks_from is 2; it must be a multiple of 4", {"tokens": 8, "blocks": [3], "start": 2}),
         ("blocks_from is 8; it must be a multiple of 4 below the prompt's 8", {"tokens": 8, "blocks": [3], "start": 8}),
+        ("blocks_from is 12; it must be a multiple of 4 below", {"tokens": 12, "blocks": [], "start": 12}),
+        ("blocks_from is 8; it must be a multiple of 4 below", {"tokens": 8, "blocks": [], "start": 8, "prefill": ""}),
         ("blocks has 0 entries from token 0 on; it must have 1 to 2", {"tokens": 8, "blocks": []}),
         ("blocks has 3 entries from token 0 on; it must have 1 to 2", {"tokens": 8, "blocks": [1, 2, 3]}),
         ("blocks has 2 entries from token 4 on; it must have 1 to 1", {"tokens": 8, "blocks": [1, 2], "start": 4}),

@@ -1,0 +1,135 @@
+"""The manager of one rank of an SGLang engine: what SGLang's own managers do for bootstrapping, and a carrier."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.utils.network import NetworkAddress
+
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
+from kvferry.connectors.sglang import engine, facts
+from kvferry.connectors.sglang.bootstrap import announce, daemon_of
+from kvferry.connectors.sglang.carrier import LOOK_SECONDS, Carrier
+from kvferry.connectors.sglang.rows import MetadataRows
+from kvferry.connectors.sglang.settings import BackendSettings
+from kvferry.connectors.sglang.transfers import GpuMoment, PageTransfer
+from kvferry.connectors.worker_session import LATE_MS
+from kvferry.proto import common_pb2
+
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class KVFerryManager(CommonKVManager):  # type: ignore[misc]
+    """Made by SGLang for each rank, on its scheduler's thread, as are all its methods called."""
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
+        queue = engine.queue_of_manager()
+        facts.check_server(server_args)
+        facts.check_engine(queue, args)
+        self.settings = BackendSettings.of(os.environ)
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.rows = MetadataRows(args)
+        self._scheduler = queue.scheduler
+        self._device = str(queue.token_to_kv_pool.device)
+        self._peers: dict[tuple[str, int], str] = {}  # names of prefill daemons
+        self._asked: dict[tuple[str, int], float] = {}
+        self._peers_lock = threading.Lock()
+        self.sending: set[PageTransfer] = set()  # prompts that hold pages of prefill's
+        self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
+        own = self._own(queue, args)
+        self.pages = int(min(args.kv_data_lens) // args.kv_item_lens[0])
+        self.carrier = Carrier(self.settings, own, self.rows.write, self._connected)
+        self.carrier.start()
+        engine.use(self)
+
+    def _own(self, queue: Any, args: Any) -> Any:
+        """What opens a session that has this rank's pages."""
+        pool, ranks = queue.token_to_kv_pool, self.attn_tp_size
+        role = common_pb2.ROLE_PREFILL if self.is_prefill else common_pb2.ROLE_DECODE
+        geometry = facts.geometry_of(pool, queue.scheduler.model_config, ranks)
+        told = facts.facts_of(queue, self.settings, geometry).to_proto()
+        blocks = facts.block_map(args, facts.own_geometry(geometry, ranks))
+        register = facts.registration(blocks, geometry, args.gpu_id)
+        socket = self.settings.at_rank(self.system_dp_rank, self.system_dp_size)
+        rank = facts.rank_of(self, role)
+        worker = f"sglang {'prefill' if self.is_prefill else 'decode'} rank {self.attn_tp_rank}"
+
+        async def connect(*, deadline_s: float) -> DaemonClient:
+            return await DaemonClient.connect(
+                socket, role, told, worker, deadline_s=deadline_s, late_ms=LATE_MS, own=register(), rank=rank
+            )
+
+        return connect
+
+    def close(self) -> None:
+        """Ends the session; no page is touched any more. SGLang itself only ends its processes."""
+        self.carrier.close()
+
+    # -- names
+
+    def name_of(self, bootstrap_addr: str, room: int) -> RequestName:
+        """A request's, the same on both sides: by the prefill engine's host, as the router names it, and the room."""
+        host = bootstrap_addr.rpartition(":")[0].strip("[]")
+        return RequestName(hashlib.sha256(f"sglang {host} {room}".encode()).digest()[:16], 1)
+
+    def peer_of(self, bootstrap_addr: str, dp_rank: int) -> str:
+        """The name of the daemon beside a prefill engine; empty: it is not known yet, and is being asked for."""
+        key = bootstrap_addr, dp_rank
+        with self._peers_lock:
+            name, now = self._peers.get(key, ""), time.monotonic()
+            if not name and now >= self._asked.get(key, 0.0):
+                self._asked[key] = now + LOOK_SECONDS
+                self.carrier.ask(partial(self._ask, key))
+        return name
+
+    def forget_peer(self, bootstrap_addr: str, dp_rank: int) -> None:
+        """It may have another daemon since."""
+        with self._peers_lock:
+            self._peers.pop((bootstrap_addr, dp_rank), None)
+
+    def _ask(self, key: tuple[str, int]) -> None:
+        if name := daemon_of(*key):
+            with self._peers_lock:
+                self._peers[key] = name
+
+    def _connected(self, daemon: str) -> None:
+        if self.is_prefill:
+            host = self.bootstrap_host
+            if self.dist_init_addr:
+                host = NetworkAddress.parse(self.dist_init_addr).resolved().host
+            address = NetworkAddress(_WILDCARDS.get(host, host), self.bootstrap_port).to_host_port_str()
+            announce(address, self.system_dp_rank, daemon)
+
+    # -- the GPU
+
+    def begun(self) -> Sequence[GpuMoment]:
+        """What the engine has told its GPU by now: steps that may still write pages that it has given up since."""
+        if not self._device.startswith("cuda"):
+            return ()
+        import torch
+
+        moments = []
+        for stream in (self._scheduler.forward_stream, torch.cuda.current_stream()):
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(stream)
+            moments.append(event)
+        return moments
+
+    # -- prefill's pages
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another prompt may be computed before decode has room for it. Those that are computed and wait for
+        decode keep their pages locked, up to a share of all."""
+        self.sending = {transfer for transfer in self.sending if not transfer.over}
+        held = sum(transfer.pages for transfer in self.sending)
+        return held < self.settings.waiting_share * self.pages

@@ -1,0 +1,88 @@
+"""SGLang's way to find the backend by its name: it calls `register` in each of its processes, as the entry point
+`kvferry` of the group sglang.srt.plugins, and then carries out the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+BACKEND = "kvferry"
+WEIGHTS_STAY = "kvferry's pages are of the weights that the engine started with: start it anew to have others"
+WEIGHT_UPDATES = {
+    "update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
+    "update_weights_from_distributed": "UpdateWeightsFromDistributedReqOutput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqOutput",
+    "update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
+}
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_DISAGGREGATION = "sglang.srt.disaggregation"
+
+
+def register() -> None:
+    """Makes `--disaggregation-transfer-backend kvferry` known, in one process as often as it likes."""
+    from sglang.srt import server_args
+    from sglang.srt.disaggregation import utils
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if BACKEND not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
+        server_args.add_disagg_transfer_backend_choices([BACKEND])
+    if BACKEND not in [member.value for member in utils.TransferBackend]:
+        _extend(utils.TransferBackend)
+        HookRegistry.register(f"{_DISAGGREGATION}.utils.get_kv_class", _kv_class, HookType.AROUND)
+        decode, prefill = f"{_DISAGGREGATION}.decode.DecodePreallocQueue", f"{_DISAGGREGATION}.prefill"
+        HookRegistry.register(f"{decode}._init_kv_manager", _with_queue, HookType.AROUND)
+        HookRegistry.register(f"{prefill}.PrefillBootstrapQueue._init_kv_manager", _with_queue, HookType.AROUND)
+        HookRegistry.register(f"{decode}._create_receiver_and_enqueue", _give_receiver, HookType.AFTER)
+        HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.create_sender", _give_sender, HookType.AFTER)
+        for way, answer in WEIGHT_UPDATES.items():
+            HookRegistry.register(f"{_UPDATER}.{way}", partial(_update_weights, answer), HookType.AROUND)
+
+
+def _extend(backends: Any) -> None:
+    """Adds a member to the enumeration, which has no place to register one."""
+    member = object.__new__(backends)
+    member._name_, member._value_ = BACKEND.upper(), BACKEND
+    backends._member_map_[member._name_] = member
+    backends._value2member_map_[BACKEND] = member
+    backends._member_names_.append(member._name_)
+
+
+def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    if transfer_backend.value != BACKEND:
+        return original(transfer_backend, class_type)
+    from kvferry.connectors.sglang.backend import class_of
+
+    return class_of(class_type)
+
+
+def _with_queue(original: Callable[..., Any], queue: Any) -> Any:
+    """The manager is made for a queue, and is not told for which."""
+    if queue.transfer_backend.value != BACKEND:
+        return original(queue)
+    from kvferry.connectors.sglang.engine import being_made
+
+    with being_made(queue):
+        return original(queue)
+
+
+def _give_receiver(result: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """The receiver is made without its request, which has the tokens."""
+    if queue.transfer_backend.value == BACKEND and hasattr(result.kv_receiver, "take_request"):
+        result.kv_receiver.take_request(request, rebootstrap=result.is_rebootstrap)
+
+
+def _give_sender(result: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    if result and queue.transfer_backend.value == BACKEND and hasattr(request.disagg_kv_sender, "take_request"):
+        request.disagg_kv_sender.take_request(request)
+
+
+def _update_weights(answer: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`answer`: the name of what SGLang is to be answered with."""
+    from kvferry.connectors.sglang.engine import in_use
+
+    if not in_use():
+        return original(*args, **kwargs)
+    from sglang.srt.managers import io_struct
+
+    return getattr(io_struct, answer)(success=False, message=WEIGHTS_STAY)

@@ -1,0 +1,84 @@
+"""What SGLang offers a backend is what this one was written for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connectors.sglang import versions
+from kvferry.connectors.sglang.digests import prompt_pages
+from kvferry.connectors.sglang.plugin import BACKEND
+from kvferry.connectors.sglang.transfers import PollState
+
+
+def test_every_hook_is_applied(sglang: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    assert sglang in (*versions.RUN, *versions.READ)
+    assert set(HookRegistry._hooks) == HookRegistry._patched and len(HookRegistry._patched) >= 9
+
+
+def test_the_backend_is_chosen_by_its_name(sglang: str) -> None:
+    from sglang.srt import server_args
+    from sglang.srt.disaggregation import decode, prefill, utils
+    from sglang.srt.managers import disagg_service
+
+    assert BACKEND in server_args.DISAGG_TRANSFER_BACKEND_CHOICES
+    backend = utils.TransferBackend(BACKEND)
+    assert backend in utils.TransferBackend and backend is utils.TransferBackend.KVFERRY
+    for module in (decode, prefill, disagg_service):  # each has imported the function by its name
+        found = module.get_kv_class(backend, utils.KVClassType.BOOTSTRAP_SERVER)
+        assert found.__name__ == "KVFerryBootstrapServer"
+    names = {kind.name: utils.get_kv_class(backend, kind).__name__ for kind in utils.KVClassType}
+    assert names["MANAGER"] == "KVFerryManager" and names["KVARGS"] == "KVArgs"
+    others = utils.get_kv_class(utils.TransferBackend.FAKE, utils.KVClassType.SENDER)
+    assert others.__name__ == "FakeKVSender"
+
+
+def test_states_have_the_numbers_of_sglang(sglang: str) -> None:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    names = ("Failed", "Bootstrapping", "WaitingForInput", "Transferring", "Success")
+    assert [getattr(KVPoll, name) for name in names] == [int(state) for state in PollState]
+
+
+def test_an_interface_that_differs_is_named(sglang: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.disaggregation.base.conn import BaseKVSender
+    from sglang.srt.disaggregation.utils import MetadataBuffers
+
+    versions.check()
+    monkeypatch.setattr(BaseKVSender, "send", lambda self, pages: None)
+    with pytest.raises(versions.SGLangDiffers, match=r"BaseKVSender.send takes \(pages\), not \(kv_indices, state"):
+        versions.check()
+    monkeypatch.undo()
+    monkeypatch.delattr(MetadataBuffers, "get_buf_infos")
+    with pytest.raises(versions.SGLangDiffers, match="get_buf_infos is not there"):
+        versions.check()
+
+
+def test_a_version_that_nobody_tried_is_said(
+    sglang: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import sglang as package
+
+    monkeypatch.setattr(package, "__version__", "9.9", raising=False)
+    versions.check()
+    assert "not with 9.9" in caplog.text
+
+
+def test_a_manager_outside_of_a_queue_is_refused(sglang: str) -> None:
+    from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, TransferBackend, get_kv_class
+
+    manager = get_kv_class(TransferBackend(BACKEND), KVClassType.MANAGER)
+    with pytest.raises(RuntimeError, match="hooks were not applied"):
+        manager(None, DisaggregationMode.DECODE, None, False)
+
+
+def test_pages_have_the_names_of_sglangs_own_tiers(sglang: str) -> None:
+    """By its source's formula: its own function is compiled at its first call."""
+    from array import array
+    from hashlib import sha256
+
+    tokens = list(range(100, 100 + 40))
+    first = sha256(array("I", tokens[:16]).tobytes()).digest()
+    second = sha256(first + array("I", tokens[16:32]).tobytes()).digest()
+    assert prompt_pages(tokens, 16).digests == first + second
