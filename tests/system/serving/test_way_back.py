@@ -120,7 +120,7 @@ def test_a_restarted_prefill_daemon_fetches(stack: Stack, how: str) -> None:
 def test_what_was_measured_decides(stack: Stack) -> None:
     """An engine that computes slowly fetches; both estimates are in the statistics."""
     spec = system(2, "auto")
-    slow = ["--synthetic-prefill-us", "2000", "--chunk-tokens", "64"]
+    slow = ["--synthetic-prefill-us", "10000", "--chunk-tokens", "64"]
     spec = SystemSpec(
         page_size=PAGE,
         prefills=2,
@@ -137,9 +137,9 @@ def test_what_was_measured_decides(stack: Stack) -> None:
         engines.turn(ids(rng, 10 * PAGE), 4)  # it measures its engine
         turn = engines.turn(history + first.output + ids(rng, 5), 4)
     assert turn.error is None, turn.details
-    assert turn.prefill_matched == turn.matched > 0
     back = settled(prefills[1]).way_back
-    assert 200 < back.tokens_per_second < 600 and (back.setting, back.off_because) == ("auto", "")
+    assert turn.prefill_matched == turn.matched > 0, back
+    assert 40 < back.tokens_per_second < 120 and (back.setting, back.off_because) == ("auto", "")
     assert (
         2 * back.fetch_seconds < back.compute_seconds == pytest.approx(turn.matched / back.tokens_per_second, rel=0.5)
     )
