@@ -84,7 +84,7 @@ class ReasonCount(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SideStats(_message.Message):
-    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers", "quarantine", "events", "digests", "copies")
+    __slots__ = ("role", "requests", "pool", "transfers", "admit_to_ready", "peers", "host", "tiers", "namespaces", "policy", "workers", "quarantine", "events", "digests", "copies", "way_back")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class SideStats(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    WAY_BACK_FIELD_NUMBER: _ClassVar[int]
     role: _common_pb2.Role
     requests: RequestStats
     pool: PoolStats
@@ -115,7 +116,28 @@ class SideStats(_message.Message):
     events: KvEventStats
     digests: DigestFacts
     copies: CopyStats
-    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ..., events: _Optional[_Union[KvEventStats, _Mapping]] = ..., digests: _Optional[_Union[DigestFacts, _Mapping]] = ..., copies: _Optional[_Union[CopyStats, _Mapping]] = ...) -> None: ...
+    way_back: WayBackStats
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ..., events: _Optional[_Union[KvEventStats, _Mapping]] = ..., digests: _Optional[_Union[DigestFacts, _Mapping]] = ..., copies: _Optional[_Union[CopyStats, _Mapping]] = ..., way_back: _Optional[_Union[WayBackStats, _Mapping]] = ...) -> None: ...
+
+class WayBackStats(_message.Message):
+    __slots__ = ("setting", "off_because", "choices", "transfers", "fetched_tokens", "tokens_per_second", "compute_seconds", "fetch_seconds")
+    SETTING_FIELD_NUMBER: _ClassVar[int]
+    OFF_BECAUSE_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    setting: str
+    off_because: str
+    choices: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    transfers: TransferStats
+    fetched_tokens: int
+    tokens_per_second: float
+    compute_seconds: float
+    fetch_seconds: float
+    def __init__(self, setting: _Optional[str] = ..., off_because: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., fetched_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., fetch_seconds: _Optional[float] = ...) -> None: ...
 
 class DigestFacts(_message.Message):
     __slots__ = ("page_size", "algorithm", "root_digest", "digest_tokens")

@@ -100,7 +100,7 @@ class Credits(_message.Message):
     def __init__(self, credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("transfer", "name", "namespace_id", "first_page", "pages", "promised_tokens", "tokens", "last_full_digest", "tail_digest", "remaining_ms", "traceparent")
+    __slots__ = ("transfer", "name", "namespace_id", "first_page", "pages", "promised_tokens", "tokens", "last_full_digest", "tail_digest", "remaining_ms", "traceparent", "held_tokens")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,7 @@ class Ask(_message.Message):
     TAIL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     name: _common_pb2.RequestName
     namespace_id: bytes
@@ -123,7 +124,8 @@ class Ask(_message.Message):
     tail_digest: bytes
     remaining_ms: int
     traceparent: str
-    def __init__(self, transfer: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., namespace_id: _Optional[bytes] = ..., first_page: _Optional[int] = ..., pages: _Optional[int] = ..., promised_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., last_full_digest: _Optional[bytes] = ..., tail_digest: _Optional[bytes] = ..., remaining_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, transfer: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., namespace_id: _Optional[bytes] = ..., first_page: _Optional[int] = ..., pages: _Optional[int] = ..., promised_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., last_full_digest: _Optional[bytes] = ..., tail_digest: _Optional[bytes] = ..., remaining_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class AskFailed(_message.Message):
     __slots__ = ("transfer", "error")

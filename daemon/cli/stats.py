@@ -179,6 +179,7 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
         rows.append(("parts with a wrong checksum", f"{transfers.mismatched_parts}"))
     if pool.zeroed:
         rows.append(("pages cleared before they were given", f"{pool.zeroed}"))
+    rows += _way_back_rows(role, side.way_back)
     rows += _host_rows(side.host, side.tiers)
     rows += _copy_rows(side.copies)
     if role == "decode":
@@ -198,6 +199,24 @@ def _side_table(reply: cache.StatsReply, side: cache.SideStats) -> Table:
 def _of(host: cache.PoolStats) -> str:
     """Words for how many there are to be, where some are missing."""
     return f" of {host.asked_pages}" if host.pages < host.asked_pages else ""
+
+
+def _way_back_rows(role: str, back: cache.WayBackStats) -> list[tuple[str, str]]:
+    if back.setting in ("", "off"):
+        return []
+    if back.off_because:
+        return [("way back", f"off, because {back.off_because}")]
+    moved = f"{back.transfers.delta_pages} pages, {size(back.transfers.delta_bytes)}"
+    if role == "decode":
+        return [("way back: sent", moved)]
+    choices = ", ".join(f"{choice.reason} {choice.count}" for choice in back.choices) or "-"
+    last = f"{back.compute_seconds * 1000:.1f} / {back.fetch_seconds * 1000:.1f} ms"
+    return [
+        (f"way back ({back.setting}): fetched", moved),
+        ("  prompts that lacked pages", choices),
+        ("  last estimates, to compute / to fetch", last),
+        ("  the engine computes", f"{back.tokens_per_second:.0f} tokens/s"),
+    ]
 
 
 def _host_rows(host: cache.PoolStats, tiers: cache.TierStats) -> list[tuple[str, str]]:

@@ -228,6 +228,14 @@ class DaemonConfig(BaseModel):
         Flag("K"),
     ] = OVERTAKES
     reuse: Annotated[Choice, Field(description="off: nothing is matched or kept, the baseline of comparisons")] = "on"
+    way_back: Annotated[
+        Literal["off", "auto", "always"],
+        BeforeValidator(lambda value: "off" if value is False else value),  # YAML's off
+        Field(
+            description="a prefill daemon fetches what it lacks of a prompt from the decode daemon that asks for it: "
+            "where that is faster than to compute it (auto), or always; both must have it, and twice the slots"
+        ),
+    ] = "off"
     ucx_ports: Annotated[Ports, Field(description="of NIXL's data plane"), Flag("FIRST-LAST")] = (21000, 21063)
     ucx_tls: Annotated[
         Transports,

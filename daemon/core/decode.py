@@ -25,6 +25,7 @@ from kvferry.daemon.core.reservations import Holds
 from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.daemon.core.take_over import TakeOvers
 from kvferry.daemon.core.transfers import Asks
+from kvferry.daemon.core.way_back.returns import Returns, ReturnSteps
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_AUX_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
@@ -42,14 +43,16 @@ class DecodeCore:
         self._outbox = Outbox(cache)
         self._arrivals: Arrivals[Lease] = Arrivals()
         self._holds = Holds(cache, self._arrivals)
-        self._asks = Asks(cache.page_size, cache.clock, self._outbox.put)
+        self._returns = Returns(cache, self._outbox)
+        self._asks = Asks(cache.page_size, cache.clock, self._outbox.put, self._returns.held)
         self._take_overs = TakeOvers(self._arrivals, self._asks)
-        self._keeper = LeaseKeeper(cache, limits, self._outbox, self._arrivals, self._holds, self._asks)
+        self._keeper = LeaseKeeper(cache, limits, self._outbox, self._arrivals, self._holds, self._asks, self._returns)
         self._supply = self._keeper.supply
         self.leases = self._keeper.leases
         self.counters = self._keeper.counters
         self.latencies = self._keeper.latencies
         self.pins = self._keeper.pins
+        self.returns = ReturnSteps(self._returns, self.leases, self._keeper.settle, self._pump)
 
     # -- what the shells ask -------------------------------------------------------------------------------------
 
@@ -105,6 +108,7 @@ class DecodeCore:
     def _pump(self, now: float) -> None:
         self.cache.clock.now = now
         self._supply.pump(now)
+        self._returns.look()
         self.cache.settle()
         self.cache.eviction.write_through()
         self.cache.eviction.write_ahead()

@@ -16,7 +16,7 @@ from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies, RequestCounters, reason_of
 from kvferry.daemon.core.decode_scheduler import Supply
 from kvferry.daemon.core.effects import BindPages, Outbox, SendDone
-from kvferry.daemon.core.errors import RequestError, exhausted, precondition
+from kvferry.daemon.core.errors import RequestError, aborted, exhausted, precondition
 from kvferry.daemon.core.lease import Lease, LeaseState
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, hands_in, pages_for
 from kvferry.daemon.core.namespaces import Namespace
@@ -24,6 +24,7 @@ from kvferry.daemon.core.pins import Pins
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.daemon.core.transfers import Asks
+from kvferry.daemon.core.way_back.returns import Returns
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
@@ -55,6 +56,7 @@ class LeaseKeeper:
         arrivals: Arrivals[Lease],
         holds: Holds,
         asks: Asks,
+        returns: Returns,
     ) -> None:
         self.leases: dict[Name, Lease] = {}
         self.counters = RequestCounters()
@@ -66,6 +68,7 @@ class LeaseKeeper:
         self._arrivals = arrivals
         self._holds = holds
         self._asks = asks
+        self._returns = returns
         self.pins = Pins(cache, holds)
         self.blocks = BlockTier(cache)
         self._retracted: OrderedDict[Name, tuple[int, int]] = OrderedDict()  # to their worker and order
@@ -380,6 +383,7 @@ class LeaseKeeper:
         self._arrivals.leave(lease)
         lease.taken.clear()
         self._asks.stop_all(lease, "the request ended")
+        self._returns.end_all(lease, aborted("the decode daemon's request has ended"))
         lease.hold.promise(0, 0)
 
     def end(self, lease: Lease) -> None:
@@ -397,7 +401,7 @@ class LeaseKeeper:
         """Settles the lease once no copy of its pages runs: others take over what it was to bring, and if its worker is
         done its pages go.
         """
-        if lease.live or lease.transfers or lease.copies:
+        if lease.live or lease.transfers or lease.copies or lease.returns:
             return
         filled = bool(lease.filling)
         for heir, pages in self._arrivals.hand_over(lease).items():

@@ -50,9 +50,34 @@ class SendDone:
 
 
 @dataclass(frozen=True, slots=True)
+class StartFetch:
+    """Prefill: open the transfer at the session's receiver, as for StartTransfer, and ask the decode daemon for it."""
+
+    session: int
+    ask: peer.Ask
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopFetch:
+    """Prefill: want no more of it. `fetch_drained` must follow once no copy into its pages runs."""
+
+    session: int
+    transfer: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Prefill: call `wake` then."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class OpenSend:
-    """Prefill: start sending; `page_ids` are the pool's, in prompt order from `first_page`; the first `pages_ready`
-    prompt pages are final.
+    """Start sending; `page_ids` are the pool's, in prompt order from `first_page`; the first `pages_ready` prompt pages
+    are final.
     """
 
     session: int
@@ -71,7 +96,7 @@ class SendProgress:
 
 @dataclass(frozen=True, slots=True)
 class EndSend:
-    """Prefill: post no more for it. `send_ended` must follow once no gather from its pages runs."""
+    """Post no more for it. `send_ended` must follow once no gather from its pages runs."""
 
     session: int
     transfer: int
@@ -142,6 +167,9 @@ Effect: TypeAlias = (
     | StartTransfer
     | StopTransfer
     | SendDone
+    | StartFetch
+    | StopFetch
+    | WakeAt
     | OpenSend
     | SendProgress
     | EndSend
@@ -149,6 +177,9 @@ Effect: TypeAlias = (
     | SendAux
     | ZeroTail
 )
+
+
+SendEffect: TypeAlias = OpenSend | SendProgress | EndSend | FailAsk  # of either role: to a session's sender
 
 
 def tier_effects(cache: Cache) -> list[Effect]:

@@ -48,6 +48,7 @@ class Lease:
     missing: set[int] = field(default_factory=set)  # page ids of the prompt that are not readable yet
     filling: set[int] = field(default_factory=set)  # of them (or others' too), those this request's transfers bring
     transfers: set[int] = field(default_factory=set)  # open or draining
+    returns: int = 0  # of its pages, to the prefill daemon, open or ending
     runs: deque[tuple[int, int]] = field(default_factory=deque)  # (first page, pages) still to be asked for again
     asks: int = 0  # rounds of asking
     quiet_since: float = 0.0  # when it last asked for pages, or some came

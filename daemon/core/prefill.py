@@ -50,6 +50,7 @@ class PrefillCore:
         self._sends = PrefillSends(cache.page_size, self._outbox)
         self._keeper = EntryKeeper(cache, limits, self._outbox, self._table, self._sends)
         self._supply = self._keeper.supply
+        self.fetches = self._keeper.fetches
         self.entries = self._table.entries
         self.counters = self._keeper.counters
         self.pins = Pins(cache, self._supply.holds)
@@ -144,6 +145,7 @@ class PrefillCore:
             overcommit=1.0,
         )
         entry.prompt = BegunPrompt(worker, hold, request.digests, request.tokens, request.tail_digest, keep, blocks)
+        entry.prompt.begun_at = now
         self._supply.add(entry)
         self._sends.check_asks(entry)
         self._pump(now)
@@ -180,6 +182,7 @@ class PrefillCore:
             self._keeper.fail(entry, error)
             self._pump(now)
             return
+        self._keeper.speed.progress(tokens - prompt.computed, now)
         prompt.computed = tokens
         page_size = self.cache.page_size
         full, partial = divmod(tokens, page_size)
@@ -215,6 +218,7 @@ class PrefillCore:
         else:
             prompt.aux = blob
             entry.move(EntryState.COMPUTED)
+            self._keeper.speed.ends(entry)
             self._sends.open_asks(entry)
             self._keeper.send_aux(entry)
             self._keeper.settle(entry)
@@ -292,6 +296,8 @@ class PrefillCore:
         entry.deadline = max(entry.deadline, deadline)
         entry.asks.append(request)
         self._sends.check_asks(entry)
+        self.cache.clock.now = now
+        self.fetches.asked(entry)
         self._sends.open_asks(entry)
         self._keeper.send_aux(entry)
         self._pump(now)
@@ -342,6 +348,7 @@ class PrefillCore:
     def session_down(self, session: int, now: float) -> None:
         """The session is over and its sender with it; requests that it had asked for end."""
         self._sends.session_down(session)
+        self.fetches.session_down(session)
         for entry in [entry for entry in self.entries.values() if entry.session == session]:
             entry.asks.clear()
             if entry.prompt is None:
@@ -350,6 +357,36 @@ class PrefillCore:
             if not entry.done:
                 self._keeper.fail(entry, unavailable("the session to the decode daemon broke"))
             self._sends.end(entry)
+        self._pump(now)
+
+    # -- what comes back -----------------------------------------------------------------------------------------
+
+    def fetch_arrived(self, transfer: int, prompt_pages: Sequence[int], now: float) -> None:
+        """Verified bytes of these prompt pages, ascending, are in the fetch's pool pages."""
+        self.fetches.arrived(transfer, prompt_pages)
+        self._pump(now)
+
+    def fetch_completed(self, transfer: int, now: float) -> None:
+        """Every page of the fetch has arrived; the receiver knows it no more."""
+        self.cache.clock.now = now
+        self.fetches.completed(transfer)
+        self._pump(now)
+
+    def fetch_stopped(self, session: int, transfer: int, reason: str, now: float) -> None:
+        """Parts of the fetch were wrong, or the decode daemon says that it sends no more of it."""
+        self.fetches.stopped_by(session, transfer, reason)
+        self._pump(now)
+
+    def fetch_drained(self, transfer: int, now: float) -> None:
+        """Called after StopFetch: no copy into the fetch's pages runs, and none will."""
+        self.cache.clock.now = now
+        self.fetches.drained(transfer)
+        self._pump(now)
+
+    def wake(self, now: float) -> None:
+        """Called after WakeAt."""
+        self.cache.clock.now = now
+        self.fetches.wake(now)
         self._pump(now)
 
     def tail_zeroed(self, name: Name, now: float) -> None:
@@ -374,6 +411,7 @@ class PrefillCore:
 
     def tick(self, now: float) -> None:
         self.pins.expire(now)
+        self.fetches.wake(now)
         for entry in list(self.entries.values()):
             if entry.deadline > now:
                 continue

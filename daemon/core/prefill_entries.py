@@ -28,6 +28,8 @@ from kvferry.daemon.core.errors import (
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState, Rendezvous
 from kvferry.daemon.core.prefill_scheduler import PrefillSupply
+from kvferry.daemon.core.way_back.choice import NO_WAY_BACK, Judge, WayBackLimits
+from kvferry.daemon.core.way_back.fetches import Fetches
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
@@ -41,6 +43,7 @@ class PrefillLimits:
     table: int  # requests in the rendezvous table, from either side
     reuse: str = "on"
     overtakes: int = OVERTAKES
+    way_back: WayBackLimits = NO_WAY_BACK
 
 
 class PrefillSends:
@@ -166,7 +169,10 @@ class EntryKeeper:
         self, cache: Cache, limits: PrefillLimits, outbox: Outbox, table: Rendezvous, sends: PrefillSends
     ) -> None:
         self.counters = RequestCounters()
-        self.supply = PrefillSupply(cache, limits.overtakes, self._on_begun)
+        self.supply = PrefillSupply(cache, limits.overtakes, self._on_pages)
+        judge = Judge(limits.way_back, cache.page_size)
+        self.speed = judge.speed
+        self.fetches = Fetches(cache, judge, outbox, self.publish, self._begin, self.settle)
         self._cache = cache
         self._outbox = outbox
         self._table = table
@@ -212,7 +218,7 @@ class EntryKeeper:
         entry.prompt = None
         self._table.keep_name(entry, EntryState.YIELDED)
 
-    def _on_begun(self, entry: Entry) -> None:
+    def _on_pages(self, entry: Entry) -> None:
         prompt = entry.prompt
         assert prompt is not None
         hold, page_size = prompt.hold, self._cache.page_size
@@ -221,6 +227,15 @@ class EntryKeeper:
         host = hold.host_matched * page_size
         self.counters.lookup(prompt.tokens, prompt.computed, host)
         hold.namespace.looked_up(prompt.tokens, prompt.computed, host)
+        if not self.fetches.take(entry):
+            self._begin(entry)
+
+    def _begin(self, entry: Entry) -> None:
+        """The worker has its pages from now on, and computes what is not held."""
+        prompt = entry.prompt
+        assert prompt is not None
+        entry.move(EntryState.COMPUTING)
+        self.speed.begins(entry, self._cache.clock.now)
         begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=prompt.computed)
         if prompt.blocks is not None:
             self._bind(prompt, range(len(prompt.pages)))
@@ -322,6 +337,8 @@ class EntryKeeper:
         assert not entry.done
         self._sends.withdraw(entry, error)
         self.supply.leave(entry)
+        self.fetches.leave(entry)
+        self.speed.ends(entry)
         entry.move(state)
 
     def worker_ended(self, entry: Entry, error: RequestError) -> None:
@@ -334,8 +351,8 @@ class EntryKeeper:
             self.withdraw(entry, error, EntryState.ABORTED)
 
     def copies_run(self, entry: Entry) -> bool:
-        """Guard: pages that are gathered from, or whose tail is being cleared, are nobody else's."""
-        return bool(entry.sends) or entry.zeroing
+        """Guard: pages that are gathered from, or fetched into, or whose tail is being cleared, are nobody else's."""
+        return bool(entry.sends) or entry.zeroing or entry.fetch is not None
 
     def settle(self, entry: Entry) -> None:
         """Gives the pages back once nothing is wanted, no copy of it runs and the worker is done."""

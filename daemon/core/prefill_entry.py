@@ -19,6 +19,8 @@ class EntryState(enum.Enum):
     WAITING = "waiting"  # for pages: holds nothing
     RESERVED = "reserved"  # what it matched is locked and its pages are promised, but not free yet
     RESTORING = "restoring"  # has its pages; matched ones are on their way from the host tier
+    LOOKING = "looking"  # an Ask that says what its decode daemon holds is waited for, briefly
+    FETCHING = "fetching"  # the decode daemon sends back what it holds
     COMPUTING = "computing"  # the worker knows its pages
     COMPUTED = "computed"  # the worker has said its last word, and touches the pages no more
     SERVED = "served"  # its aux blob is sent; parts still are, or may be asked for again
@@ -32,13 +34,16 @@ class EntryState(enum.Enum):
 
 # Tuples: an enum's member is found in them faster than in a set.
 _ENDS = (EntryState.FAILED_ENDING, EntryState.ABORTED)
+_BEGINS = (EntryState.LOOKING, EntryState.FETCHING, EntryState.COMPUTING)
 _MOVES: dict[EntryState, tuple[EntryState, ...]] = {
     EntryState.EXPECTED: (EntryState.PARKED, EntryState.WAITING, EntryState.OVER),
     EntryState.PARKED: (EntryState.WAITING, *_ENDS),
     # To itself: asked for meanwhile, it goes before all that nobody asked for.
     EntryState.WAITING: (EntryState.WAITING, EntryState.RESERVED, *_ENDS),
     EntryState.RESERVED: (EntryState.PARKED, EntryState.WAITING, EntryState.RESTORING, *_ENDS),
-    EntryState.RESTORING: (EntryState.PARKED, EntryState.WAITING, EntryState.COMPUTING, *_ENDS),
+    EntryState.RESTORING: (EntryState.PARKED, EntryState.WAITING, *_BEGINS, *_ENDS),
+    EntryState.LOOKING: (EntryState.FETCHING, EntryState.COMPUTING, *_ENDS),
+    EntryState.FETCHING: (EntryState.COMPUTING, *_ENDS),
     EntryState.COMPUTING: (EntryState.COMPUTED, EntryState.FAILED, EntryState.ABORTED),
     EntryState.COMPUTED: (EntryState.SERVED, EntryState.RECEIVED, *_ENDS),
     EntryState.SERVED: (EntryState.RECEIVED, EntryState.YIELDED, *_ENDS),
@@ -49,7 +54,15 @@ _MOVES: dict[EntryState, tuple[EntryState, ...]] = {
     EntryState.OVER: (),
     EntryState.YIELDED: (),
 }
-_QUEUED = (EntryState.PARKED, EntryState.WAITING, EntryState.RESERVED, EntryState.RESTORING)
+_QUEUED = (
+    EntryState.PARKED,
+    EntryState.WAITING,
+    EntryState.RESERVED,
+    EntryState.RESTORING,
+    EntryState.LOOKING,
+    EntryState.FETCHING,
+)
+_MOVING = (EntryState.RESTORING, EntryState.FETCHING, EntryState.COMPUTING)
 _ENDING = (EntryState.RECEIVED, EntryState.FAILED_ENDING, EntryState.ABORTED)
 _DONE = (EntryState.FAILED, EntryState.OVER, EntryState.YIELDED, *_ENDING)
 
@@ -72,6 +85,7 @@ class BegunPrompt:
     pages_ready: int = 0
     aux: bytes | None = None
     unasked: int = 0  # pages counted as held by what nobody asked for
+    begun_at: float = 0.0
 
     @property
     def pages(self) -> list[int]:
@@ -94,6 +108,7 @@ class Entry:
     session: int | None = None  # of the decode daemon that asked
     asks: list[peer.Ask] = field(default_factory=list)  # waiting for the prompt to begin; of no pages: for its end
     sends: set[int] = field(default_factory=set)  # transfers open or ending
+    fetch: int | None = None  # the transfer by which pages come back, open or draining
     state: EntryState = EntryState.EXPECTED  # changed by `move` alone
     failure: str = ""  # why its worker was told Failed, as a counter's key
     zeroing: bool = False  # the last page's tail is being cleared
@@ -146,9 +161,8 @@ class Entry:
 
     @property
     def moves(self) -> bool:
-        """Whether it is asked for and restored, computed or sent, which waits for nobody else's pages."""
-        computed = self.state is EntryState.RESTORING or self.state is EntryState.COMPUTING
-        return bool(self.sends) or (self.asked and computed)
+        """Whether it is asked for and restored, fetched, computed or sent, which waits for nobody else's pages."""
+        return bool(self.sends) or (self.asked and self.state in _MOVING)
 
     @property
     def can_ask(self) -> bool:

@@ -24,15 +24,15 @@ from kvferry.radix.pool import PageState
 
 
 class PrefillSupply:
-    """The supply of begun prompts with pages. `on_begun`: every page of the prompt is there, and its matched ones are
+    """The supply of begun prompts with pages. `on_pages`: every page of the prompt is there, and its matched ones are
     readable."""
 
-    def __init__(self, cache: Cache, overtakes: int, on_begun: Callable[[Entry], None]) -> None:
+    def __init__(self, cache: Cache, overtakes: int, on_pages: Callable[[Entry], None]) -> None:
         self.queue: AdmissionQueue[Entry] = AdmissionQueue(overtakes, self._states)
         self._arrivals: Arrivals[Entry] = Arrivals()
         self.holds = Holds(cache, self._arrivals)
         self._cache = cache
-        self._on_begun = on_begun
+        self._on_pages = on_pages
         self._parked = 0
         self._loop: AdmissionLoop[Entry] = AdmissionLoop(self.queue, cache, self.holds, self)
         self._asked_waiting = 0
@@ -196,8 +196,7 @@ class PrefillSupply:
 
     def _check_begun(self, entry: Entry) -> None:
         if not entry.missing:
-            entry.move(EntryState.COMPUTING)
-            self._on_begun(entry)
+            self._on_pages(entry)
 
     def _count_asked(self, prompt: BegunPrompt) -> None:
         self._unasked[prompt.namespace_id] -= prompt.unasked

@@ -16,14 +16,18 @@ MAX_OPEN_ASKS = MAX_ASKS_PER_REQUEST // 2  # of one request at a time; the prefi
 
 
 class Asks:
-    """The asks of all leases and their transfers. `emit` takes the effects, in order."""
+    """The asks of all leases and their transfers. `emit` takes the effects, in order; `held`: leading pages of a lease
+    that may be asked back."""
 
-    def __init__(self, page_size: int, clock: Clock, emit: Callable[[Effect], None]) -> None:
+    def __init__(
+        self, page_size: int, clock: Clock, emit: Callable[[Effect], None], held: Callable[[Lease], int]
+    ) -> None:
         self.counters = TransferCounters()
         self.asked_again = 0
         self._page_size = page_size
         self._clock = clock
         self._emit = emit
+        self._held = held
         self._transfers: dict[int, Transfer] = {}
         self._given_up: dict[int, Lease] = {}  # transfers that are over since another took over their pages
         self._next = 1
@@ -61,6 +65,7 @@ class Asks:
             tokens=lease.tokens,
             last_full_digest=lease.digests[-DIGEST_BYTES:],
             tail_digest=lease.tail_digest,
+            held_tokens=self._held(lease) * self._page_size,
         )
         self._emit(StartTransfer(lease.prefill, ask, page_ids))
 

@@ -47,6 +47,7 @@ def families(reply: cache.StatsReply) -> Iterator[Metric]:
     yield from _tiers(sides)
     yield from _copies(sides)
     yield from _transfers(sides)
+    yield from _way_back(sides)
     yield from _latencies(sides)
     yield from _peers(sides)
     yield from _namespaces(sides)
@@ -233,6 +234,29 @@ def _transfers(sides: Sides) -> Iterator[Metric]:
         stale.append(([name, "notification"], side.transfers.stale_notifications))
     help_ = "what named a transfer, slot, generation or epoch of the past, and was dropped"
     yield _counter("stale_references", help_, ["role", "kind"], stale)
+
+
+def _way_back(sides: Sides) -> Iterator[Metric]:
+    role, transfers = ["role"], [(name, side.way_back.transfers) for name, side in sides]
+    pages = [([name], float(each.delta_pages)) for name, each in transfers]
+    yield _counter("way_back_pages", "pages that prefill fetched, or decode sent back", role, pages)
+    yield _counter("way_back_bytes", "bytes of them", role, [([name], each.delta_bytes) for name, each in transfers])
+    ended: list[tuple[Labels, float]] = []
+    for name, each in transfers:
+        ended.append(([name, "completed", "ok"], each.completed))
+        ended += [([name, "aborted", reason.reason], reason.count) for reason in each.aborts]
+    help_ = "transfers of the way back by outcome and reason"
+    yield _counter("way_back_transfers_ended", help_, ["role", "outcome", "reason"], ended)
+    choices = [([name, choice.reason], choice.count) for name, side in sides for choice in side.way_back.choices]
+    help_ = "prompts of which pages were lacking: fetched, or computed and why"
+    yield _counter("way_back_choices", help_, ["role", "choice"], choices)
+    one = _one(sides, "way_back")
+    yield _counter(
+        "way_back_tokens", "tokens that were fetched in place of being computed", role, one("fetched_tokens")
+    )
+    estimates = ("compute_seconds", "fetch_seconds")
+    help_ = "the last choice's estimates, of computing what decode held and of fetching it"
+    yield _gauge("way_back_estimate_seconds", help_, ["role", "of"], _fields(sides, "way_back", estimates))
 
 
 def _latencies(sides: Sides) -> Iterator[Metric]:

@@ -11,11 +11,11 @@ from importlib import metadata
 
 import kvferry
 from kvferry.daemon.core.cache import Cache
-from kvferry.daemon.core.counters import BOUNDS, Histogram
+from kvferry.daemon.core.counters import BOUNDS, Histogram, TransferCounters
 from kvferry.daemon.observe.health import HealthWatch
 from kvferry.daemon.observe.room import RoomWatch
 from kvferry.daemon.observe.rpc_times import RpcTimes
-from kvferry.daemon.peers.handshake import PROTOCOL
+from kvferry.daemon.peers.handshake import PROTOCOL, no_way_back
 from kvferry.daemon.peers.tls import Identity, TlsWatch
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
@@ -108,6 +108,7 @@ def side_stats(side: AnySide) -> wire.SideStats:
     _namespaces(side.cache, stats)
     stats.policy = side.cache.limits.policy
     _transfers(side, stats.transfers)
+    _way_back(side, stats.way_back)
     _events(side, stats.events)
     stats.quarantine.orphaned_pages = side.orphaned_pages
     stats.quarantine.orphaned_bound = side.orphaned_bound
@@ -143,7 +144,7 @@ def _peers(side: AnySide, stats: wire.SideStats) -> None:
             peer = stats.peers.add(name=link.name, address=link.address, state=link.state, error=link.error)
             if link.session is not None:
                 peer.slots = side.config.slots * side.config.ranks
-                receiver = link.session.receiver
+                receiver = link.session.receiving.receiver
                 peer.free_credits, peer.busy_slots = receiver.free_credits, receiver.busy_slots
                 peer.withheld_slots = receiver.withheld_slots
                 peer.checksums, peer.moved_bytes = link.session.checksums, link.session.moved_bytes
@@ -152,8 +153,8 @@ def _peers(side: AnySide, stats: wire.SideStats) -> None:
             peer = stats.peers.add(name=session.remote, state="up" if session.up else "connecting")
             peer.slots, peer.checksums = session.remote_slots, session.checksums
             peer.moved_bytes = session.moved_bytes
-            if session.sender is not None:
-                peer.free_credits = session.sender.free_credits
+            if (sender := session.sending.sender) is not None:
+                peer.free_credits = sender.free_credits
 
 
 def _digests(side: AnySide, stats: wire.DigestFacts) -> None:
@@ -265,7 +266,34 @@ def _namespaces(cache: Cache, stats: wire.SideStats) -> None:
 
 
 def _transfers(side: AnySide, stats: wire.TransferStats) -> None:
-    counters = side.ready_core.transfer_counters
+    _counted(side.ready_core.transfer_counters, stats)
+    stats.saved_pages = side.ready_core.counters.saved_pages
+    stats.saved_bytes = stats.saved_pages * side.tiers.page_bytes
+    if isinstance(side, DecodeSide):
+        stats.asked_again = side.ready_core.asked_again
+    stats.active = side.ready_core.active_transfers
+
+
+def _way_back(side: AnySide, stats: wire.WayBackStats) -> None:
+    stats.setting = side.config.way_back
+    if stats.setting != "off":
+        stats.off_because = no_way_back(side.config)
+    if isinstance(side, DecodeSide):
+        returns = side.ready_core.returns
+        _counted(returns.counters, stats.transfers)
+        stats.transfers.active = returns.active
+        return
+    assert isinstance(side, PrefillSide)
+    fetches = side.ready_core.fetches
+    _counted(fetches.counters, stats.transfers)
+    stats.transfers.active, stats.fetched_tokens = len(fetches), fetches.fetched_tokens
+    judge = fetches.judge
+    stats.choices.extend(_reasons(judge.choices))
+    stats.tokens_per_second = judge.speed.tokens_per_second
+    stats.compute_seconds, stats.fetch_seconds = judge.compute_seconds, judge.fetch_seconds
+
+
+def _counted(counters: TransferCounters, stats: wire.TransferStats) -> None:
     stats.completed, stats.failed, stats.aborted = counters.completed, counters.failed, counters.aborted
     stats.delta_pages, stats.delta_bytes, stats.wire_bytes = counters.pages, counters.payload_bytes, counters.wire_bytes
     stats.copied_bytes = counters.copied_bytes
@@ -274,8 +302,3 @@ def _transfers(side: AnySide, stats: wire.TransferStats) -> None:
     stats.mismatched_parts = counters.mismatched_parts
     stats.failures.extend(_reasons(counters.failures))
     stats.aborts.extend(_reasons(counters.aborts))
-    stats.saved_pages = side.ready_core.counters.saved_pages
-    stats.saved_bytes = stats.saved_pages * side.tiers.page_bytes
-    if isinstance(side, DecodeSide):
-        stats.asked_again = side.ready_core.asked_again
-    stats.active = side.ready_core.active_transfers

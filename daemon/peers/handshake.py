@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.daemon.config.model import DaemonConfig
@@ -20,7 +20,7 @@ from kvferry.proto.limits import (
 )
 from kvferry.transfer.courier.link import CourierConfig
 from kvferry.transfer.geometry.namespace import NamespaceFacts, differences
-from kvferry.transfer.geometry.rank_lanes import lanes_of
+from kvferry.transfer.geometry.rank_lanes import Lane, lanes_of
 
 if TYPE_CHECKING:
     from kvferry.daemon.sides.side import AnySide
@@ -31,6 +31,7 @@ PROTOCOL = 1
 PROTOCOL_MIN = 1
 LANES = "lanes"
 PART_SUMS = "part-sums"
+WAY_BACK = "way-back"
 HEADER_ROOM = 256  # of a slot, beside the pages: its header, and payloads that begin at multiples of 64 bytes
 CAPABILITIES = ("ask-again", "aux", LANES)
 REFUSAL = "kvferry-refusal"  # key in the trailing metadata of a refused stream, as proto/peer.proto says
@@ -79,10 +80,36 @@ def hello_of(side: AnySide) -> peer.PeerHello:
         facts=side.tiers.facts.to_proto(),
         epoch=side.tiers.epoch,
         page_bytes=side.tiers.facts.geometry.page_bytes,
-        capabilities=(*CAPABILITIES, PART_SUMS) if side.tiers.memory.can_sum else CAPABILITIES,
+        capabilities=_capabilities(side),
         ranks=side.config.ranks,
         checksums=side.config.checksums == "on",
     )
+
+
+def _capabilities(side: AnySide) -> tuple[str, ...]:
+    sums = (PART_SUMS,) if side.tiers.memory.can_sum else ()
+    back = (WAY_BACK,) if has_way_back(side.config) else ()
+    return (*CAPABILITIES, *sums, *back)
+
+
+def has_way_back(config: DaemonConfig) -> bool:
+    """Whether a daemon with these settings can fetch or send back, and is to."""
+    return config.way_back != "off" and not no_way_back(config)
+
+
+def no_way_back(config: DaemonConfig) -> str:
+    """Why a daemon with these settings can neither fetch nor send back; empty: it can."""
+    if config.pool == "engine":
+        return "the pool is an engine's memory"
+    if config.devices:
+        return "the pool is on GPUs"
+    return "nothing is kept (reuse is off)" if config.reuse == "off" else ""
+
+
+def back_lanes(own: peer.PeerHello, theirs: peer.PeerHello, lanes: Callable[[], Sequence[Lane]]) -> Sequence[Lane]:
+    """The lanes of their session's way back; none where one of the two has none."""
+    both = WAY_BACK in own.capabilities and WAY_BACK in theirs.capabilities
+    return lanes() if both else ()
 
 
 def check_hello(side: AnySide, hello: peer.PeerHello, where: str) -> None:

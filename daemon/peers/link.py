@@ -12,6 +12,7 @@ from kvferry.daemon.core.effects import StartTransfer
 from kvferry.daemon.core.errors import RequestError, precondition, unavailable
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.peers.handshake import (
+    back_lanes,
     check_hello,
     courier_config,
     hello_of,
@@ -84,20 +85,22 @@ class PeerLink:
         if self._pending.pop(transfer, None) is not None:
             return True
         session = self._copying.pop(transfer, None)
-        return session is None or session.stop(transfer, reason)
+        return session is None or session.receiving.stop(transfer, reason)
 
     def send_done(self, name: Name) -> None:
         self._asked = {transfer: asked for transfer, asked in self._asked.items() if asked != name}
         if self.session is not None and self.session.up:
-            self.session.done(name)
+            self.session.receiving.done(name)
 
     def _ask(self, session: ReceivingSession, effect: StartTransfer) -> None:
         name = Name(effect.ask.name.request_id, effect.ask.name.attempt)
         effect.ask.remaining_ms = self._side.remaining_ms(name)
+        if session.returning is None:
+            effect.ask.held_tokens = 0  # it cannot be asked back
         self._asked[effect.ask.transfer] = name
         if effect.page_ids:
             self._copying[effect.ask.transfer] = session
-        session.ask(effect.ask, effect.page_ids)
+        session.receiving.ask(effect.ask, effect.page_ids)
 
     # -- dialling ------------------------------------------------------------------------------------------------
 
@@ -182,12 +185,14 @@ class PeerLink:
         if not side.tiers.has_pool.is_set() or side.tiers.epoch != epoch:
             raise SessionBroken("the engine whose memory the pool was has ended")
         config, memory, ranks = side.config, side.tiers.memory, ranks_of(hello)
-        counters = side.ready_core.transfer_counters
+        counters, geometry = side.ready_core.transfer_counters, memory.shape.geometry
+        back = back_lanes(own, hello, lambda: lanes_of(geometry, config.ranks, ranks))
         setup = SessionSetup(
             remote=hello.daemon,
-            courier=courier_config(config, receive_slots=config.slots, send_slots=0),
+            courier=courier_config(config, receive_slots=config.slots, send_slots=config.slots if back else 0),
             memory=memory,
-            lanes=lanes_of(memory.shape.geometry, ranks, config.ranks),
+            lanes=lanes_of(geometry, ranks, config.ranks),
+            back_lanes=back,
             remote_ranks=ranks,
             checksums=part_checksums(own, hello),
             times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
@@ -201,12 +206,16 @@ class PeerLink:
         )
         meters = SessionMeters(counters, side.ready_core.latencies, side.traces)
         session = ReceivingSession(setup, meters, receiver=receiver, events=self, pages=side)
+        if back:
+            session.returning = side.returns.join(session, self.name, hello.epoch)
         self.session = session
         self._asked.clear()
         try:
             await session.run(call)
         finally:
             self.session = None
+            if session.returning is not None:
+                side.returns.session_over(session.returning)
 
     async def _answer(self, call: SessionCall) -> peer.PeerHello:
         """The peer's. SessionBroken, or a refusal, by the stream's status where it has ended."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name, name_of
@@ -17,9 +17,13 @@ from kvferry.daemon.peers.session import Session, SessionBroken, SessionMeters, 
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.courier.messages import Notification, PostDone
+from kvferry.transfer.geometry.rank_lanes import Lane
 from kvferry.transfer.protocol.credit_groups import CreditGroups
 from kvferry.transfer.protocol.receiver import Receiver, Regrant, Scatter, ScatterResult, TransferBroken
 from kvferry.transfer.protocol.slots import Credit
+
+if TYPE_CHECKING:
+    from kvferry.daemon.peers.sending import Sending
 
 
 class ReceivedPages(Protocol):
@@ -44,17 +48,23 @@ class ReceivingEvents(Protocol):
     def on_aux(self, name: Name, blob: bytes) -> None: ...
 
 
-class ReceivingSession(Session):
+class Receiving:
+    """The receiving direction of a session."""
+
+    KINDS: ClassVar[frozenset[str]] = frozenset(("aux", "ask_failed", "ask_ended"))
+
     def __init__(
         self,
-        setup: SessionSetup,
+        session: Session,
         meters: SessionMeters,
         *,
         receiver: Receiver,
         events: ReceivingEvents,
         pages: ReceivedPages,
+        lanes: Sequence[Lane],
     ) -> None:
-        super().__init__(setup)
+        self.session = session
+        self._lanes = lanes
         self.receiver = receiver
         self.moved_bytes = 0  # of pages, out of slots
         self._events = events
@@ -64,6 +74,7 @@ class ReceivingSession(Session):
         self._traces = meters.traces
         self._asked: dict[int, float] = {}  # transfers without a part yet
         self._credits = CreditGroups(receiver.slots, receiver.ranks)
+        self._direction = session.join(self)
 
     # -- the owner's words ---------------------------------------------------------------------------------------
 
@@ -72,12 +83,12 @@ class ReceivingSession(Session):
         self.receiver.open(ask.transfer, first_page=ask.first_page, pages=ask.pages, page_ids=page_ids)
         if ask.pages:
             self._asked[ask.transfer] = time.monotonic()
-        self.send(peer.PeerMessage(ask=ask))
+        self.session.send(peer.PeerMessage(ask=ask))
         self._expect()
 
     def stop(self, transfer: int, reason: str) -> bool:
         """Wants no more of the transfer. True: no copy into its pages runs; False: on_drained follows."""
-        self.send(peer.PeerMessage(ask_end=peer.AskEnd(transfer=transfer, reason=reason)))
+        self.session.send(peer.PeerMessage(ask_end=peer.AskEnd(transfer=transfer, reason=reason)))
         self._asked.pop(transfer, None)
         drained = self.receiver.end(transfer)
         self._rest()
@@ -85,12 +96,12 @@ class ReceivingSession(Session):
         return drained
 
     def done(self, name: Name) -> None:
-        self.send(peer.PeerMessage(done=peer.Done(name=name.to_proto())))
+        self.session.send(peer.PeerMessage(done=peer.Done(name=name.to_proto())))
 
     # -- the session's events ------------------------------------------------------------------------------------
 
     def open_parts(self, link: CourierLink) -> PartCopies:
-        return self._memory.receiving(link, self.lanes)
+        return self.session.memory.receiving(link, self._lanes)
 
     def on_up(self) -> None:
         self._send_credits(self.receiver.initial_credits())
@@ -106,14 +117,12 @@ class ReceivingSession(Session):
         elif kind == "ask_failed":
             failed = message.ask_failed
             self._events.on_ask_failed(failed.transfer, RequestError.from_proto(failed.error))
-        elif kind == "ask_ended":
-            pass  # the sender posts no more of it; our side had let go already
-        else:
-            super().on_message(kind, message)
+        # ask_ended: the sender posts no more of it; our side had let go already
 
-    def on_courier(self, event: PostDone | Notification) -> None:
-        assert isinstance(event, Notification), "a receiving session posts nothing"
-        actions = self.receiver.notification(event.payload, lambda slot: event.header or self.parts.read_header(slot))
+    def on_courier(self, event: PostDone | Notification) -> bool:
+        if not isinstance(event, Notification):
+            return False
+        actions = self.receiver.notification(event.payload, lambda slot: event.header or self._parts.read_header(slot))
         for action in actions:
             if isinstance(action, Scatter):
                 self._scatter(action)
@@ -121,6 +130,11 @@ class ReceivingSession(Session):
                 self._give_back(action.credit)
             elif isinstance(action, TransferBroken):
                 self._events.on_broken(action.transfer, action.message)
+        return True
+
+    @property
+    def _parts(self) -> PartCopies:
+        return self.session.parts(self._direction)
 
     def _scatter(self, scatter: Scatter) -> None:
         slot, begin = scatter.slot, time.monotonic()
@@ -128,21 +142,21 @@ class ReceivingSession(Session):
             self._latencies.add_stage("first_part", begin - asked)
 
         def done(problem: str, payload_sum: int | None) -> None:
-            self.copy_ends()
+            self.session.copy_ends()
             if problem:
                 self._scattered(self.receiver.scatter_failed(slot, problem))
                 return
-            assert (payload_sum is not None) == self.checksums, "a session sums all its parts or none"
+            assert (payload_sum is not None) == self.session.checksums, "a session sums all its parts or none"
             copied = time.monotonic()
             self._latencies.add_stage("scatter", copied - begin)
             self._traces.part(scatter.transfer, "scatter", begin, copied)
             self._scattered(self.receiver.scattered(slot, payload_sum))
             self._latencies.add_stage("publish", time.monotonic() - copied)
 
-        self.copy_begins()
+        self.session.copy_begins()
         self._counters.copied_bytes += scatter.nbytes
         self.moved_bytes += scatter.nbytes
-        self.parts.scatter(scatter, done)
+        self._parts.scatter(scatter, done)
 
     def _scattered(self, result: ScatterResult) -> None:
         # Credits go first: the sender can refill the slots while the pages are published.
@@ -169,8 +183,24 @@ class ReceivingSession(Session):
 
     def _send_credits(self, credits: Sequence[Credit]) -> None:
         message = peer.Credits(credits=[peer.Credit(slot=c.slot, generation=c.generation) for c in credits])
-        self.send(peer.PeerMessage(credits=message))
+        self.session.send(peer.PeerMessage(credits=message))
 
     def _expect(self) -> None:
-        if not self.closed and self._link is not None:
-            self._link.expect(len(self.receiver.transfers()))
+        self.session.expect(self._direction, len(self.receiver.transfers()))
+
+
+class ReceivingSession(Session):
+    """A decode daemon's end of a session: it receives, and may send back."""
+
+    def __init__(
+        self,
+        setup: SessionSetup,
+        meters: SessionMeters,
+        *,
+        receiver: Receiver,
+        events: ReceivingEvents,
+        pages: ReceivedPages,
+    ) -> None:
+        super().__init__(setup)
+        self.returning: Sending | None = None  # where there is a way back
+        self.receiving = Receiving(self, meters, receiver=receiver, events=events, pages=pages, lanes=setup.lanes)

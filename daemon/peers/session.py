@@ -1,5 +1,5 @@
-"""One session of two daemons after their Hello: a gRPC stream, a courier, and the sending or the receiving state
-machine.
+"""One session of two daemons after their Hello: a gRPC stream, a courier, and the directions in which pages travel: its
+own, and where the Hellos agreed on it the way back.
 
 Both ends run the same steps: start the courier, say CourierUp, connect to the other's courier, say CourierConnected.
 When both have said so the session is up; the receiver's first credits follow. A session ends once, for any reason;
@@ -12,12 +12,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
 from kvferry.daemon.core.counters import Latencies, TransferCounters
 from kvferry.daemon.memory.interface import PartCopies, PoolMemory
+from kvferry.daemon.peers.directions import Direction, open_all
 from kvferry.daemon.peers.traces import NO_TRACES, Traces
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
@@ -30,8 +32,6 @@ from kvferry.transfer.courier.messages import (
     Connected,
     CourierDied,
     CourierEvent,
-    Notification,
-    PostDone,
     PostFailed,
 )
 from kvferry.transfer.geometry.rank_lanes import Lane
@@ -91,6 +91,7 @@ class SessionSetup:
     remote_ranks: int
     checksums: bool  # with each part, as the Hellos agreed
     times: SessionTimes
+    back_lanes: Sequence[Lane] = ()  # of the way back; none: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +104,21 @@ class SessionMeters:
 
 
 class Session:
-    """The part of a session that both ends share. Subclasses handle the messages of their direction."""
+    """One end of a session. Its directions join it before it runs."""
 
     def __init__(self, setup: SessionSetup) -> None:
         self.remote = setup.remote
         self.lanes = setup.lanes
+        self.back_lanes = setup.back_lanes
         self.checksums = setup.checksums
         self.up = False
         self.closed = False
         self._courier_config = setup.courier
         self._memory = setup.memory
-        self._opening: asyncio.Future[PartCopies] | None = None  # in a thread
-        self._parts: PartCopies | None = None  # once they are opened
+        self._directions: list[Direction] = []
+        self._expected: dict[int, int] = {}  # by direction, what its courier is to be awake for
+        self._opening: asyncio.Future[list[PartCopies]] | None = None  # in a thread
+        self._parts: list[PartCopies] = []  # of each direction, once they are opened
         self._remote_ranks = setup.remote_ranks
         self._times = setup.times
         self._link: CourierLink | None = None
@@ -130,17 +134,41 @@ class Session:
         self._copies = 0
         self._copies_done = asyncio.Event()
 
-    # -- for subclasses ------------------------------------------------------------------------------------------
+    # -- for its directions --------------------------------------------------------------------------------------
 
-    def on_up(self) -> None:
-        """Called when both couriers are connected."""
+    def join(self, direction: Direction) -> int:
+        """Takes in a direction. Its number, for `parts` and `expect`."""
+        self._directions.append(direction)
+        return len(self._directions) - 1
 
-    def on_message(self, kind: str, message: peer.PeerMessage) -> None:
-        """A message of this direction. SessionBroken ends the session."""
-        raise SessionBroken(f"the peer sent {kind}, which this side does not take")
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of pages that its directions have moved."""
+        return sum(direction.moved_bytes for direction in self._directions)
 
-    def on_courier(self, event: PostDone | Notification) -> None:
-        """The courier's progress."""
+    @property
+    def own_slot_bytes(self) -> int:
+        return self._courier_config.slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of either side, header included."""
+        return min(self._courier_config.slot_bytes, self.remote_slot_bytes)
+
+    @property
+    def remote_rank_slots(self) -> int:
+        """Receive slots of each of the peer's ranks."""
+        return self.remote_slots // self._remote_ranks
+
+    @property
+    def memory(self) -> PoolMemory:
+        return self._memory
+
+    def expect(self, direction: int, active: int) -> None:
+        """Parts are under way in this direction, so many: the courier looks for what ends or comes."""
+        self._expected[direction] = active
+        if not self.closed and self._link is not None:
+            self._link.expect(sum(self._expected.values()))
 
     def send(self, message: peer.PeerMessage) -> None:
         """Queues a message; a peer that reads too slowly loses the session."""
@@ -158,15 +186,9 @@ class Session:
         if not self._broken.done():
             self._broken.set_result(reason)
 
-    @property
-    def parts(self) -> PartCopies:
-        assert self._parts is not None, "the session is not up"
-        return self._parts
-
-    def open_parts(self, link: CourierLink) -> PartCopies:
-        """The copies between the link's slots and the pool. On a thread, since devices may be waited for. OSError,
-        ValueError."""
-        raise AssertionError("a session has a direction")
+    def parts(self, direction: int) -> PartCopies:
+        assert self._parts, "the session is not up"
+        return self._parts[direction]
 
     def copy_begins(self) -> None:
         self._copies += 1
@@ -223,12 +245,7 @@ class Session:
     async def _open(self, link: CourierLink, *ends: asyncio.Future[Any]) -> None:
         """Opens the parts, before the peer is told that the courier is up: so none is asked for or comes earlier."""
 
-        def opened() -> PartCopies:
-            parts = self.open_parts(link)
-            if self.checksums:
-                parts.begin_sums()
-            return parts
-
+        opened = partial(open_all, self._directions, link, self.checksums)
         self._opening = asyncio.get_running_loop().run_in_executor(None, opened)
         await self._first(self._opening, *ends, self._broken)
         if self._opening.done() and not self._broken.done():
@@ -279,7 +296,8 @@ class Session:
                 log.error("the end of the session with %s waits for the pool's devices", self.remote)
                 await asyncio.wait([self._opening])
             if self._opening.exception() is None:
-                self._opening.result().close()
+                for parts in self._opening.result():
+                    parts.close()
 
     def _courier_is_up(self, link: CourierLink) -> None:
         self._link = link
@@ -355,9 +373,15 @@ class Session:
             raise SessionBroken("the peer sent a message of no known kind")
         else:
             try:
-                self.on_message(kind, message)
+                self._direction_of(kind).on_message(kind, message)
             except ValueError as error:
                 raise SessionBroken(f"{kind}: {error}", _code_of(error)) from error
+
+    def _direction_of(self, kind: str) -> Direction:
+        for direction in self._directions:
+            if kind in direction.KINDS:
+                return direction
+        raise SessionBroken(f"the peer sent {kind}, which this side does not take")
 
     # -- courier -------------------------------------------------------------------------------------------------
 
@@ -411,12 +435,13 @@ class Session:
             self.break_off(f"a write failed: {event.message}")
         elif not self.up:
             raise SessionBroken("the courier was notified of a part before the session was up")
-        else:
-            self.on_courier(event)
+        elif not any(direction.on_courier(event) for direction in self._directions):
+            raise SessionBroken(f"the courier told of a {type(event).__name__}, which this side has none of")
 
     def _check_up(self) -> None:
         if self._own_connected and self._peer_connected and not self.up:
             self.up = True
             log.info("session with %s is up", self.remote)
-            self.on_up()
+            for direction in self._directions:
+                direction.on_up()
             self._up.set_result(None)

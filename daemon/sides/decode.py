@@ -8,12 +8,22 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
-from kvferry.daemon.core.effects import Effect, SendDone, StartTransfer, StopTransfer
+from kvferry.daemon.core.effects import (
+    Effect,
+    EndSend,
+    FailAsk,
+    OpenSend,
+    SendDone,
+    SendProgress,
+    StartTransfer,
+    StopTransfer,
+)
 from kvferry.daemon.core.errors import RequestError, precondition, unavailable
 from kvferry.daemon.core.limits import Name, check_priority, check_prompt
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.peers.dialing import Dial, dial_plainly
 from kvferry.daemon.peers.link import FoundPeerLink, PeerLink
+from kvferry.daemon.sides.returning import DecodeReturns
 from kvferry.daemon.sides.side import Side
 from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import worker_pb2 as wire
@@ -29,6 +39,7 @@ class DecodeSide(Side[DecodeCore]):
         super().__init__(config, incarnation, now)
         self.dial = dial
         self.links = {name: PeerLink(name, address, self) for name, address in config.peers.items()}
+        self.returns = DecodeReturns(self)
 
     # -- peers that are found while it runs (discovery.Peers) ----------------------------------------------------
 
@@ -133,6 +144,9 @@ class DecodeSide(Side[DecodeCore]):
     # -- effects -------------------------------------------------------------------------------------------------
 
     def perform(self, effect: Effect) -> None:
+        if isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk):
+            self.returns.perform(effect)
+            return
         assert isinstance(effect, StartTransfer | StopTransfer | SendDone), f"a decode core left {effect}"
         link = self.links.get(effect.prefill)
         if isinstance(effect, StartTransfer):
@@ -158,6 +172,9 @@ class DecodeSide(Side[DecodeCore]):
         self.traces.restore_begins(started.number, len(pages), owner)
 
     def effect_failed(self, effect: Effect, message: str) -> None:
+        if isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk):
+            self.returns.effect_failed(effect, message)
+            return
         assert isinstance(effect, StartTransfer | StopTransfer | SendDone)
         link = self.links.get(effect.prefill)
         if link is not None and link.session is not None:

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
-from kvferry.daemon.core.effects import Effect, EndSend, FailAsk, OpenSend, SendAux, SendProgress, ZeroTail
+from kvferry.daemon.core.effects import (
+    Effect,
+    EndSend,
+    FailAsk,
+    OpenSend,
+    SendAux,
+    SendProgress,
+    StartFetch,
+    StopFetch,
+    WakeAt,
+    ZeroTail,
+)
 from kvferry.daemon.core.errors import RequestError, precondition, unavailable
 from kvferry.daemon.core.limits import Name, check_priority, check_prompt, name_of
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
-from kvferry.daemon.peers.handshake import courier_config, part_checksums, ranks_of
-from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.core.way_back.choice import OFF, WayBackLimits
+from kvferry.daemon.peers.handshake import back_lanes, courier_config, has_way_back, part_checksums, ranks_of
+from kvferry.daemon.peers.sending import Sending, SendingSession
 from kvferry.daemon.peers.session import SessionMeters, SessionSetup, SessionTimes
+from kvferry.daemon.sides.fetching import PrefillFetches
 from kvferry.daemon.sides.side import Side
 from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry.kv_geometry import Layout
 from kvferry.transfer.geometry.rank_lanes import lanes_of
+
+_FOR_SESSIONS = (OpenSend, SendProgress, EndSend, FailAsk, SendAux)
 
 
 class PrefillSide(Side[PrefillCore]):
@@ -31,10 +46,12 @@ class PrefillSide(Side[PrefillCore]):
         self.sessions: dict[int, SendingSession] = {}
         self._numbers = itertools.count(1)
         self._latencies = Latencies()
+        self.fetches = PrefillFetches(self)
 
     def make_core(self, cache: Cache) -> PrefillCore:
-        limits = PrefillLimits(table=self.config.queue, reuse=self.config.reuse, overtakes=self.config.overtakes)
-        return PrefillCore(cache, limits)
+        config = self.config
+        way_back = WayBackLimits(config.way_back if has_way_back(config) else OFF, self.tiers.page_bytes)
+        return PrefillCore(cache, PrefillLimits(config.queue, config.reuse, config.overtakes, way_back))
 
     @property
     def latencies(self) -> Latencies:
@@ -104,23 +121,21 @@ class PrefillSide(Side[PrefillCore]):
         if isinstance(effect, ZeroTail):
             self._zero_tail(effect)
             return
-        assert isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | SendAux)
+        if isinstance(effect, StartFetch | StopFetch | WakeAt):
+            self.fetches.perform(effect)
+            return
+        assert isinstance(effect, _FOR_SESSIONS)
         session = self.sessions.get(effect.session)
         if session is None:
             # It is over, with all its copies; its sender holds nothing.
             if isinstance(effect, EndSend):
                 self.ready_core.send_ended(effect.session, effect.transfer, self.now())
-        elif isinstance(effect, OpenSend):
-            session.open(effect)
-        elif isinstance(effect, SendProgress):
-            session.progress(effect.transfer, effect.pages_ready)
-        elif isinstance(effect, EndSend):
-            session.end(effect.transfer)
-        elif isinstance(effect, FailAsk):
-            self._send_over(session, effect.transfer, effect.error.message)
-            session.fail(effect.transfer, effect.error)
+        elif isinstance(effect, SendAux):
+            session.sending.aux(effect.name, effect.blob)
         else:
-            session.aux(effect.name, effect.blob)
+            if isinstance(effect, FailAsk):
+                self._send_over(session.sending, effect.transfer, effect.error.message)
+            session.sending.perform(effect)
 
     def _zero_tail(self, effect: ZeroTail) -> None:
         """Clears a page's tail. What gathers the page later is behind that, and need not wait for its end."""
@@ -145,7 +160,7 @@ class PrefillSide(Side[PrefillCore]):
             raise AssertionError(f"a page's tail could not be cleared: {error}") from error
 
     def effect_failed(self, effect: Effect, message: str) -> None:
-        assert isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | SendAux)
+        assert isinstance(effect, (*_FOR_SESSIONS, StartFetch, StopFetch))
         session = self.sessions.get(effect.session)
         if session is not None:
             session.break_off(message)
@@ -155,11 +170,14 @@ class PrefillSide(Side[PrefillCore]):
     def new_session(self, own: peer.PeerHello, hello: peer.PeerHello) -> SendingSession:
         """The session for a decode daemon whose Hello was checked; `own` is the answer."""
         config, memory, ranks = self.config, self.tiers.memory, ranks_of(hello)
+        geometry = memory.shape.geometry
+        back = back_lanes(own, hello, lambda: lanes_of(geometry, ranks, config.ranks))
         setup = SessionSetup(
             remote=hello.daemon,
-            courier=courier_config(config, receive_slots=0, send_slots=config.slots),
+            courier=courier_config(config, receive_slots=config.slots if back else 0, send_slots=config.slots),
             memory=memory,
-            lanes=lanes_of(memory.shape.geometry, config.ranks, ranks),
+            lanes=lanes_of(geometry, config.ranks, ranks),
+            back_lanes=back,
             remote_ranks=ranks,
             checksums=part_checksums(own, hello),
             times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
@@ -172,6 +190,8 @@ class PrefillSide(Side[PrefillCore]):
             remote_epoch=hello.epoch,
             events=self,
         )
+        if back:
+            session.fetching = self.fetches.join(session)
         self.sessions[session.number] = session
         return session
 
@@ -183,47 +203,57 @@ class PrefillSide(Side[PrefillCore]):
         del self.sessions[session.number]
         self.flush()
 
-    def on_ask(self, session: SendingSession, ask: peer.Ask) -> None:
+    def on_ask(self, sending: Sending, ask: peer.Ask) -> None:
         try:
             name = name_of(ask.name)
         except RequestError as error:
-            session.fail(ask.transfer, error)
+            sending.fail(ask.transfer, error)
             return
         if self.draining and name not in self.ready_core.entries:
-            session.fail(ask.transfer, unavailable("the prefill daemon is shutting down"))
+            sending.fail(ask.transfer, unavailable("the prefill daemon is shutting down"))
             return
-        self.traces.asked_for(session.number, ask.transfer, ask.traceparent, ask.pages)
-        self.ready_core.ask(session.number, name, ask, self.deadline_of(ask.remaining_ms), self.now())
+        self.traces.asked_for(sending.number, ask.transfer, ask.traceparent, ask.pages)
+        self.ready_core.ask(sending.number, name, ask, self.deadline_of(ask.remaining_ms), self.now())
         self.flush()
 
-    def on_ask_end(self, session: SendingSession, transfer: int) -> None:
-        self.ready_core.ask_end(session.number, transfer)
+    def on_ask_end(self, sending: Sending, transfer: int) -> None:
+        self.ready_core.ask_end(sending.number, transfer)
         self.flush()
 
-    def on_done(self, session: SendingSession, done: peer.Done) -> None:
+    def on_done(self, sending: Sending, done: peer.Done) -> None:
         try:
             name = name_of(done.name)
         except RequestError:
-            session.break_off("done: a name that cannot be")
+            sending.session.break_off("done: a name that cannot be")
             return
-        self.ready_core.done(session.number, name, self.now())
+        self.ready_core.done(sending.number, name, self.now())
         self.flush()
 
-    def _send_over(self, session: SendingSession, transfer: int, error: str = "") -> None:
-        self.traces.transfer_ended((session.number, transfer), error)
+    # -- what comes back -------------------------------------------------------------------------------------------
 
-    def on_send_completed(self, session: SendingSession, transfer: int) -> None:
-        self._send_over(session, transfer)
-        self.ready_core.send_completed(session.number, transfer, self.now())
+    def on_fetched(self, transfer: int, prompt_pages: Sequence[int]) -> None:
+        self.ready_core.fetch_arrived(transfer, prompt_pages, self.now())
         self.flush()
 
-    def on_send_ended(self, session: SendingSession, transfer: int) -> None:
-        self._send_over(session, transfer)
-        self.ready_core.send_ended(session.number, transfer, self.now())
+    def on_fetch_drained(self, transfer: int) -> None:
+        self.ready_core.fetch_drained(transfer, self.now())
         self.flush()
 
-    def on_send_failed(self, session: SendingSession, transfer: int, message: str) -> None:
-        self._send_over(session, transfer, message)
-        session.fail(transfer, unavailable(f"the pages could not be read: {message}"))
-        self.ready_core.send_ended(session.number, transfer, self.now())
+    def _send_over(self, sending: Sending, transfer: int, error: str = "") -> None:
+        self.traces.transfer_ended((sending.number, transfer), error)
+
+    def on_send_completed(self, sending: Sending, transfer: int) -> None:
+        self._send_over(sending, transfer)
+        self.ready_core.send_completed(sending.number, transfer, self.now())
+        self.flush()
+
+    def on_send_ended(self, sending: Sending, transfer: int) -> None:
+        self._send_over(sending, transfer)
+        self.ready_core.send_ended(sending.number, transfer, self.now())
+        self.flush()
+
+    def on_send_failed(self, sending: Sending, transfer: int, message: str) -> None:
+        self._send_over(sending, transfer, message)
+        sending.fail(transfer, unavailable(f"the pages could not be read: {message}"))
+        self.ready_core.send_ended(sending.number, transfer, self.now())
         self.flush()

@@ -99,6 +99,10 @@ class Side(Generic[CoreT]):
     # -- its core ------------------------------------------------------------------------------------------------
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def ready_core(self) -> CoreT:
         assert self.core is not None, "no worker has come yet"
         return self.core

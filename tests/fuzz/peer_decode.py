@@ -18,6 +18,7 @@ import grpc
 
 from kvferry.daemon.core.errors import unavailable
 from kvferry.daemon.peers import link as peer_link
+from kvferry.daemon.peers.handshake import WAY_BACK
 from kvferry.daemon.peers.session import SessionBroken
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
@@ -25,7 +26,7 @@ from kvferry.transfer.courier.messages import Notification
 from kvferry.transfer.protocol.slots import NOTICE_BYTES, PartHeader, PartNotice
 from tests.fuzz.frames import Frame, bytes_changed, change, join, parsed, split
 from tests.fuzz.peer_prefill import change_body, couriers, hello, said
-from tests.fuzz.stage import EPOCH, NAMES, PROMPTS, Call, Decode, Honest, Stage, run
+from tests.fuzz.stage import EPOCH, FACTS, NAMES, PROMPTS, SLOTS, Call, Decode, Honest, Stage, run
 
 _PART = struct.Struct("<BBBBHHH")  # slot, generation, transfer, lane, first page, byte offset, bytes
 PART, RAW = 1, 3
@@ -174,7 +175,23 @@ def _seeds() -> list[bytes]:
     ended = said(peer.PeerMessage(ask_ended=peer.AskEnded(transfer=2)))
     beat = said(peer.PeerMessage(heartbeat=peer.Heartbeat(sequence=1)))
     begin = said(hello(common.ROLE_PREFILL), *couriers(0)) + beat + beat
+    both = said(hello(common.ROLE_PREFILL, WAY_BACK), *couriers(SLOTS)) + beat + beat
+    both += said(
+        peer.PeerMessage(credits=peer.Credits(credits=[peer.Credit(slot=slot, generation=1) for slot in (0, 1)]))
+    )
+    chosen = PROMPTS[1]
+    back = peer.Ask(
+        transfer=1,
+        name=NAMES[0].to_proto(),
+        namespace_id=FACTS.id,
+        pages=2,
+        tokens=len(chosen.tokens),
+        last_full_digest=chosen.digests[-32:],
+        tail_digest=chosen.tail,
+    )
+    end = said(peer.PeerMessage(ask_end=peer.AskEnd(transfer=1, reason="too_late")))
     return [
+        both + said(peer.PeerMessage(ask=back)) + beat + end + part(0, 1, 1, 2, 16) + aux(0) + beat,
         begin + part(0, 1, 1, 2, 16) + aux(0) + part(1, 1, 2, 2, 32) + aux(1) + part(2, 1, 3, 0, 96) + aux(2) + beat,
         begin + part(0, 1, 3, 0, 40) + part(1, 1, 3, 2, 56, 8) + part(1, 1, 3, 2, 56, 8) + failed(1) + aux(2) + beat,
         begin + failed(2) + ended + aux(1) + join([Frame(RAW, raw + bytes(80))]) + beat,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, cast
 
-from kvferry.daemon.peers.handshake import CAPABILITIES
+from kvferry.daemon.peers.handshake import CAPABILITIES, WAY_BACK
 from kvferry.daemon.services.peer import PeerService
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
@@ -33,6 +33,8 @@ async def _serve(stage: Stage, messages: Sequence[Any]) -> None:
     honest.begin(NAMES[0], PROMPTS[1], computed=True)
     honest.begin(NAMES[1], PROMPTS[2], computed=False)
     honest.say("progress", NAMES[1], tokens=8)
+    side.ready_core.fetches.session_up(1)  # as the peer's will be: so this one waits for its Ask
+    honest.begin(NAMES[2], PROMPTS[3], computed=False)
     call = Call(messages, stage.findings, stage.turn)
     try:
         await PeerService(side).Session(None, cast(Any, call))
@@ -53,7 +55,7 @@ def mutate(data: bytes, most: int, seed: int) -> bytes:
     return change(data, most, chance, SEEDS, change_body)
 
 
-def hello(role: int) -> peer.PeerMessage:
+def hello(role: int, *more: str) -> peer.PeerMessage:
     said = peer.PeerHello(
         protocol=1,
         protocol_min=1,
@@ -63,7 +65,7 @@ def hello(role: int) -> peer.PeerMessage:
         facts=FACTS.to_proto(),
         epoch=EPOCH,
         page_bytes=FACTS.geometry.page_bytes,
-        capabilities=CAPABILITIES,
+        capabilities=(*CAPABILITIES, *more),
         ranks=1,
     )
     return peer.PeerMessage(hello=said)
@@ -81,7 +83,7 @@ def said(*messages: peer.PeerMessage) -> bytes:
 
 
 def _seeds() -> list[bytes]:
-    def ask(transfer: int, number: int, prompt: int, first: int, pages: int) -> peer.PeerMessage:
+    def ask(transfer: int, number: int, prompt: int, first: int, pages: int, held: int = 0) -> peer.PeerMessage:
         chosen = PROMPTS[prompt]
         ask = peer.Ask(
             transfer=transfer,
@@ -94,6 +96,7 @@ def _seeds() -> list[bytes]:
             last_full_digest=chosen.digests[-32:],
             tail_digest=chosen.tail,
             remaining_ms=1000,
+            held_tokens=held * 4,
         )
         return peer.PeerMessage(ask=ask)
 
@@ -106,7 +109,15 @@ def _seeds() -> list[bytes]:
     beat = peer.PeerMessage(heartbeat=peer.Heartbeat(sequence=1))
     done = peer.PeerMessage(done=peer.Done(name=NAMES[0].to_proto()))
     end = peer.PeerMessage(ask_end=peer.AskEnd(transfer=2, reason="enough"))
+    both = [hello(common.ROLE_DECODE, WAY_BACK), *begin[1:]]
+    error = common.Error(code=common.ERROR_UNAVAILABLE, message="not here")
+    failed = peer.PeerMessage(ask_failed=peer.AskFailed(transfer=1, error=error))
+    ended = peer.PeerMessage(ask_ended=peer.AskEnded(transfer=1))
     return [
+        said(*both, ask(1, 2, 3, 3, 3, 3), beat, failed, ended, beat, ask(2, 2, 3, 0, 1, 2), beat),
+        said(
+            *both, ask(1, 2, 3, 6, 0, 6), beat, beat, peer.PeerMessage(done=peer.Done(name=NAMES[2].to_proto())), beat
+        ),
         said(*begin, ask(1, 0, 1, 0, 3), beat, credits((0, 2), (1, 2)), done, beat),
         said(*begin, ask(1, 0, 1, 1, 2), ask(2, 1, 2, 0, 4), beat, end, ask(3, 1, 2, 2, 1), beat, done),
         said(*begin, ask(1, 2, 3, 0, 6), ask(2, 0, 1, 3, 0), end, beat, credits((0, 2), (1, 2), (2, 2), (3, 2))),

@@ -239,6 +239,7 @@ def _config(role: str, peers: dict[str, str], **more: str) -> DaemonConfig:
             "slots": SLOTS,
             "slot_bytes": SLOT_BYTES,
             "shm_dir": FOLDER,
+            "way_back": "always",
             **more,
         }
     )

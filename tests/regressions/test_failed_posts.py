@@ -98,9 +98,9 @@ class Owner(Prefill):
         self.take()
         for effect in self.seen:
             if isinstance(effect, OpenSend):
-                self.session.open(effect)
+                self.session.sending.open(effect)
             elif isinstance(effect, EndSend):
-                self.session.end(effect.transfer)
+                self.session.sending.end(effect.transfer)
 
     def on_send_completed(self, _: object, transfer: int) -> None:
         self.completed += 1
@@ -159,7 +159,7 @@ async def send_pages(owner: Owner, courier: Courier, stream: Stream) -> None:
     owner.compute(name(1), PAGES)
     owner.ask(name(1), 1, "x", PAGES)
     (send,) = owner.of(OpenSend)
-    owner.session.open(send)
+    owner.session.sending.open(send)
     await until(lambda: len(courier.posts) == SLOTS)
     assert sorted(slot for _, slot in courier.posts) == list(range(SLOTS))
 
@@ -184,7 +184,7 @@ async def one_fails(owner: Owner, courier: Courier, failing: int, late: bool, ru
     await settle()
     assert courier.stopping.is_set() and not running.done(), "the session ends, and waits for its courier"
     assert owner.completed == owner.ended == 0 and owner.cache.locks == 1 and owner.core.entries
-    owner.session.progress(1, PAGES)
+    owner.session.sending.progress(1, PAGES)
     await settle()
     assert len(courier.posts) == len(posted) + len(filled_again), "a session that is over posts nothing"
 

@@ -136,8 +136,12 @@ class Session:
         self.number = 1
         self.failed: list[tuple[int, common.ErrorCode]] = []
 
-    def fail(self, transfer: int, error: RequestError) -> None:
-        self.failed.append((transfer, error.code))
+    @property
+    def sending(self) -> Session:
+        return self
+
+    def perform(self, effect: FailAsk) -> None:
+        self.failed.append((effect.transfer, effect.error.code))
 
 
 def begin_of(number: int, **fields: int) -> wire.WorkerMessage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +17,7 @@ from kvferry.daemon.core.namespaces import Quota, slack
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.daemon.peers.dialing import dial_plainly
+from kvferry.daemon.peers.sending import Sending
 from kvferry.daemon.server import POLL_SECONDS, TICK_SECONDS
 from kvferry.daemon.services.peer import PeerService
 from kvferry.daemon.sides.decode import DecodeSide
@@ -24,16 +25,17 @@ from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.daemon.sides.side import AnySide
 from kvferry.daemon.sides.workers import Worker
 from kvferry.proto import worker_pb2 as wire
-from kvferry.radix.digests import root_digest
+from kvferry.radix.digests import DIGEST_BYTES, root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.host_tier.index import layout_fingerprint
+from kvferry.transfer.protocol.receiver import Receiver
 from kvferry.transfer.protocol.slots import HEADER_BYTES
 from tests.simulation.clients import watching
 from tests.simulation.clients.published import Published
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.loops import ProcessLoop
-from tests.simulation.prompts import ENGINE_GEOMETRY, GEOMETRY, PAGE
+from tests.simulation.prompts import ENGINE_GEOMETRY, GEOMETRY, PAGE, content
 from tests.simulation.storage.blocks import BlockMemory
 from tests.simulation.storage.memory import Memory
 from tests.simulation.storage.parts import SimPoolMemory
@@ -68,6 +70,7 @@ class Setting:
     zero_freed: bool
     ranks: int
     geometry: KVGeometry = GEOMETRY
+    way_back: bool = False
     blocks: int = 0  # of its engine's, that the pages are
     block_tokens: int = 0
 
@@ -340,6 +343,7 @@ class SimDecode(SimSide, DecodeSide):
     def check_idle(self) -> None:
         super().check_idle()
         core = self.ready_core
+        expect(core.returns.active == 0, f"{self.config.name}: {core.returns.active} sends back leaked")
         expect(not core.leases, f"{self.config.name}: leases leaked: {[str(name) for name in core.leases]}")
         expect(core.active_transfers == 0, f"{self.config.name}: {core.active_transfers} transfers leaked")
         for link in self.links.values():
@@ -347,11 +351,9 @@ class SimDecode(SimSide, DecodeSide):
             for name, left in (("pending", link._pending), ("asked", link._asked), ("copying", link._copying)):
                 expect(not left, f"{who}: the link remembers {name} {left}")
             if link.session is not None and link.session.up:
-                receiver = link.session.receiver
-                receiver.check()
-                expect(not receiver.transfers(), f"{who}: the receiver holds transfers {receiver.transfers()}")
-                free, slots = receiver.free_credits, receiver.slots * receiver.ranks
-                expect(free == slots, f"{who}: {free} of {slots} slots are granted")
+                check_receiver(link.session.receiving.receiver, who)
+                if (returning := link.session.returning) is not None:
+                    check_sender(returning, self.config.slots, f"{who}, back")
 
 
 class SimPrefill(SimSide, PrefillSide):
@@ -386,20 +388,56 @@ class SimPrefill(SimSide, PrefillSide):
         core = self.ready_core
         expect(not core.entries, f"{self.config.name}: entries leaked: {[str(name) for name in core.entries]}")
         expect(core.active_transfers == 0, f"{self.config.name}: {core.active_transfers} sends leaked")
+        expect(len(core.fetches) == 0, f"{self.config.name}: {len(core.fetches)} fetches leaked")
         for session in self.sessions.values():
-            sender, who = session.sender, f"{self.config.name} to {session.remote}"
-            if sender is None or session.closed:
-                continue
-            sender.check()
-            expect(not sender.transfers(), f"{who}: the sender holds transfers {sender.transfers()}")
-            credits, slots = sender.free_credits, session.remote_slots
-            expect(credits == slots, f"{who}: the sender has {credits} of {slots} credits")
-            free, slots = sender.free_send_slots, self.config.slots * len(sender._free_slots)  # of ranks that send
-            expect(free == slots, f"{who}: {free} of {slots} sending slots are free")
+            who = f"{self.config.name} to {session.remote}"
+            if session.up:
+                check_sender(session.sending, self.config.slots, who)
+                if session.fetching is not None:
+                    check_receiver(session.fetching.receiver, f"{who}, back")
+
+    def on_fetched(self, transfer: int, prompt_pages: Sequence[int]) -> None:
+        fetch = self.ready_core.fetches._open[transfer]
+        prompt = fetch.entry.prompt
+        assert prompt is not None
+        pages = [fetch.page_ids[index - fetch.first_page] for index in prompt_pages]
+        digests = [prompt.digests[index * DIGEST_BYTES :][:DIGEST_BYTES] for index in prompt_pages]
+        self.pages_memory.check(pages, list(map(content, digests)), "a page reported as fetched")
+        self.clock.counts["pages that came back"] += len(pages)
+        if self.forgotten is not None:
+            tenant = [facts.id for facts in self.tenants].index(prompt.namespace_id)
+            self.forgotten.came_back(tenant, digests)
+        super().on_fetched(transfer, prompt_pages)
+
+    def on_fetch_drained(self, transfer: int) -> None:
+        self.clock.counts["fetches that were stopped"] += 1
+        super().on_fetch_drained(transfer)
+
+
+def check_receiver(receiver: Receiver, who: str) -> None:
+    """Nothing is on its way to it."""
+    receiver.check()
+    expect(not receiver.transfers(), f"{who}: the receiver holds transfers {receiver.transfers()}")
+    free, slots = receiver.free_credits, receiver.slots * receiver.ranks
+    expect(free == slots, f"{who}: {free} of {slots} slots are granted")
+
+
+def check_sender(sending: Sending, slots: int, who: str) -> None:
+    """Nothing is on its way from it. slots: of its own, on each rank."""
+    sender, granted = sending.sender, sending.session.remote_slots
+    assert sender is not None
+    sender.check()
+    expect(not sender.transfers(), f"{who}: the sender holds transfers {sender.transfers()}")
+    credits = sender.free_credits
+    expect(credits == granted, f"{who}: the sender has {credits} of {granted} credits")
+    free, own = sender.free_send_slots, slots * len(sender._free_slots)  # of ranks that send
+    expect(free == own, f"{who}: {free} of {own} sending slots are free")
 
 
 def sized(config: DaemonConfig, setting: Setting) -> DaemonConfig:
     """The configuration as the setting has it; its slots may be smaller than it allows."""
     sizes = {"slots": setting.slots, "slot_bytes": setting.slot_bytes - HEADER_BYTES, "ranks": setting.ranks}
     checksums = "on" if setting.checksums else "off"
-    return config.model_copy(update={**sizes, "checksums": checksums, "overcommit": setting.overcommit})
+    way_back = "always" if setting.way_back else "off"
+    others = {"checksums": checksums, "overcommit": setting.overcommit, "way_back": way_back}
+    return config.model_copy(update={**sizes, **others})

@@ -46,6 +46,8 @@ class Faults:
     decode_restarts: int = 0  # of a decode daemon
     blocks: bool = False  # engines of a side, or of both, have blocks of their own
     blunders: float = 0.0  # of their requests, which name a block of another one's
+    way_back: bool = False  # prefill daemons fetch whatever decode holds and they lack
+    fetch_seconds: float = 1.0  # that they wait at most, for an Ask and for a fetch
 
     @property
     def none(self) -> bool:
@@ -144,4 +146,6 @@ def _with_operator(clock: Clock, faults: Faults) -> Faults:
         decode_restarts=random.randint(1, 2) if chance(0.35) else 0,
         blocks=clock.seed % 6 == 1,
         blunders=0.02 if clock.seed % 12 == 1 else 0.0,
+        way_back=clock.seed % 2 == 0,
+        fetch_seconds=(1.0, 0.004)[clock.seed // 2 % 2],
     )

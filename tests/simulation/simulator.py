@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
+from unittest import mock
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.namespaces import Quota
+from kvferry.daemon.core.way_back import choice
 from kvferry.proto import common_pb2 as common
 from tests.simulation.clients.bursts import Queues, burst
 from tests.simulation.clients.operators import Operator
@@ -359,6 +361,7 @@ class Simulation:
             checksums=self.faults.flips > 0 or random.random() < 0.5,
             zero_freed=random.random() < 0.5,
             ranks=random.choice([1, 2, 2, 4, 4, 8]) if self.ranked else 1,
+            way_back=self.faults.way_back,
         )
 
     def _of_blocks(self, role: str, setting: Setting) -> Setting:
@@ -425,7 +428,8 @@ def simulated(
         simulation = Simulation(seed, faults=faults, trace=trace)
         processes = simulation.processes
         made(simulation)
-        with simulation.network.installed(), engines_installed(simulation):
+        waits = mock.patch.object(choice, "FORCED_SECONDS", simulation.faults.fetch_seconds)
+        with simulation.network.installed(), engines_installed(simulation), waits:
             return run(simulation)
     finally:
         for process in processes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,6 +24,8 @@ from kvferry.daemon.core.prefill_entries import EntryKeeper
 from kvferry.daemon.core.prefill_entry import Entry
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals, WaiterT
+from kvferry.daemon.core.way_back.fetches import Fetch, Fetches
+from kvferry.daemon.core.way_back.returns import Returns
 from kvferry.daemon.memory import host_tier
 from kvferry.daemon.memory.block_table import BlockTable
 from kvferry.daemon.memory.host_tier import HostTier
@@ -221,6 +223,33 @@ def keep_wrong_rows(tier: BlockTier, lease: Lease, page: int) -> None:
     return None
 
 
+def settle_beside_returns(keeper: LeaseKeeper, lease: Lease) -> None:
+    returns, lease.returns = lease.returns, 0
+    _settle(keeper, lease)
+    lease.returns = returns
+
+
+def fetches_without_a_look(keeper: EntryKeeper, entry: Entry) -> bool:
+    return bool(entry.sends) or entry.zeroing
+
+
+def all_is_readable(returns: Returns, lease: Lease, end: int) -> int:
+    return end
+
+
+def gaps_and_all(fetch: Fetch) -> int:
+    return fetch.first_page + fetch.there.rfind(1) + 1
+
+
+_stop = Fetches.stop
+
+
+def begin_at_once(fetches: Fetches, number: int, reason: str) -> None:
+    _stop(fetches, number, reason)
+    if (fetch := fetches._open.get(number)) is not None:
+        fetches._over(fetch)
+
+
 @dataclass(frozen=True)
 class Guard:
     owner: object  # a class or a module
@@ -234,6 +263,7 @@ FILES = Faults(host_files=1.0, decode_restarts=8, restarts=4)
 BREAKS = Faults(broken_streams=20)
 FILLS = Faults(held=0.5, hangs=0.2)
 BLOCKS = Faults(aborts=0.3, tier_fails=0.2, blocks=True, blunders=0.1)
+BACK = Faults(restarts=4, tier_fails=0.1, way_back=True)
 CRASHES = Faults(aborts=0.1, decode_crashes=12, prefill_crashes=12)
 GUARDS = {
     "generation": Guard(CreditTable, "generation_matches", any_generation, Faults(repeats=0.2)),
@@ -272,6 +302,11 @@ GUARDS = {
     "paths of what is stored": Guard(BlockTier, "_path_is_held", whatever_is_before, BLOCKS),
     "stores that failed": Guard(BlockTier, "_stored", store_what_failed, BLOCKS),
     "rows that are wrong": Guard(BlockTier, "forget_wrong", keep_wrong_rows, BLOCKS),
+    "locks of what goes back": Guard(LeaseKeeper, "settle", settle_beside_returns, replace(BACK, aborts=0.9)),
+    "what can be read goes back": Guard(Returns, "_readable", all_is_readable, BACK),
+    "pages that are fetched into": Guard(EntryKeeper, "copies_run", fetches_without_a_look, replace(BACK, aborts=0.9)),
+    "fetched pages behind a gap": Guard(Fetch, "ready", property(gaps_and_all), replace(BACK, fetch_seconds=0.004)),
+    "copies of a fetch that is stopped": Guard(Fetches, "stop", begin_at_once, replace(BACK, fetch_seconds=0.004), 4),
     "order of proofs": Guard(Receiver, "end", drained_at_once, Faults(aborts=0.9)),
 }
 

@@ -24,6 +24,7 @@ def snapshot() -> cache.StatsReply:
         side.requests.failures.add(reason="unavailable", count=2)
         side.transfers.failures.add(reason="wrong_parts", count=1)
         side.transfers.aborts.add(reason="request_ended", count=6)
+        side.way_back.choices.add(reason="fetched", count=2)
         side.admit_to_ready.seconds.CopyFrom(wire)
         side.admit_to_ready.stages.add(stage="queue").seconds.CopyFrom(wire)
         side.peers.add(name="p", state="up", slots=16, free_credits=10, busy_slots=2, withheld_slots=1)

@@ -9,7 +9,7 @@ from kvferry.daemon.core.counters import Latencies, TransferCounters
 from kvferry.daemon.core.effects import OpenSend
 from kvferry.daemon.memory.gpu import GpuPartCopies
 from kvferry.daemon.memory.interface import CopyEnd, PoolMemory
-from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.sending import Sending
 from kvferry.daemon.peers.session import SessionMeters, SessionSetup, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.config import CourierConfig
@@ -90,11 +90,11 @@ class Events:
         self.complete: list[int] = []
         self.failing: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
 
-    def on_send_failed(self, session: SendingSession, transfer: int, message: str) -> None:
+    def on_send_failed(self, sending: Sending, transfer: int, message: str) -> None:
         self.failing.set_result((transfer, message))
 
-    def on_ask(self, session: SendingSession, ask: peer.Ask) -> None:
-        session.open(OpenSend(session.number, ask.transfer, 0, (0,), 1))
+    def on_ask(self, sending: Sending, ask: peer.Ask) -> None:
+        sending.open(OpenSend(sending.number, ask.transfer, 0, (0,), 1))
 
     def on_session_up(self) -> None:
         notice = PartNotice(epoch=EPOCH, transfer=1, slot=0, generation=1)

@@ -50,6 +50,7 @@ class Session:
 
     def __init__(self, *setup: object, **parts: Any) -> None:
         self.up, self.parts = True, parts
+        self.receiving, self.returning = self, None
         self.asked: list[int] = []
         self.stopped: list[int] = []
         Session.made.append(self)

@@ -15,7 +15,7 @@ from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.daemon.peers import sending as sending_module
 from kvferry.daemon.peers import session as session_module
 from kvferry.daemon.peers.receiving import ReceivingSession
-from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.sending import Sending, SendingSession
 from kvferry.daemon.peers.session import SessionBroken
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.messages import Connected, Notification, PostFailed
@@ -43,8 +43,8 @@ class Owner(Events):
     def on_drained(self, transfer: int) -> None:
         self.heard.append("drained")
 
-    def on_ask(self, session: SendingSession, ask: peer.Ask) -> None:
-        session.open(OpenSend(session.number, ask.transfer, 0, (0, 1), 1))
+    def on_ask(self, sending: Sending, ask: peer.Ask) -> None:
+        sending.open(OpenSend(sending.number, ask.transfer, 0, (0, 1), 1))
 
 
 class Copies(Parts):
@@ -174,7 +174,7 @@ def test_parts_are_cut_for_the_smaller_slots_and_of_the_peers_epoch(
         session = sending(Owner(), remote_ranks=2, courier=replace(own, slot_bytes=slot_bytes))
         up = peer.CourierUp(metadata=b"m", receive_address=1, receive_slots=4, slot_bytes=3 * SLOT_BYTES // 2)
         session._dispatch(peer.PeerMessage(courier_up=up))
-        session.on_up()
+        session.sending.on_up()
 
     run(story())
     assert made["slot_bytes"] == min(slot_bytes, 3 * SLOT_BYTES // 2)
@@ -229,7 +229,7 @@ def test_a_session_that_is_over_waits_for_its_gathers_and_posts_nothing(monkeypa
         await until(lambda: session.up and Copies.running)
         session.break_off("enough")
         await settle()
-        session.progress(1, 2)
+        session.sending.progress(1, 2)
         assert len(Copies.running) == 1, "nothing more is gathered"
         assert not running.done() and not Copies.now.closed and not Link.now.stopped
         Copies.running.pop()()
@@ -253,7 +253,7 @@ async def scattering(owner: Owner) -> tuple[ReceivingSession, asyncio.Task[None]
     running = asyncio.create_task(session.run(Stream(met(0))))
     await until(lambda: owner.heard)
     owner.heard.clear()
-    session.ask(peer.Ask(transfer=1, pages=1), [5])
+    session.receiving.ask(peer.Ask(transfer=1, pages=1), [5])
     notified(session)
     assert len(Copies.running) == 1
     return session, running
@@ -290,11 +290,11 @@ def test_pages_of_a_stopped_transfer_are_free_once_its_copies_have_ended() -> No
     async def story() -> None:
         owner = Owner()
         session, running = await scattering(owner)
-        assert not session.stop(1, "enough")
+        assert not session.receiving.stop(1, "enough")
         assert not owner.heard
         Copies.running.pop()()
         assert owner.heard == ["drained"] and not owner.arrived
-        assert session.stop(1, "enough")
+        assert session.receiving.stop(1, "enough")
         running.cancel()
         await asyncio.wait([running])
 

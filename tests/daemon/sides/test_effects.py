@@ -8,12 +8,13 @@ from typing import Any, cast
 import pytest
 
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.core.effects import Effect, EndSend, OpenSend, SendProgress, ZeroPages
+from kvferry.daemon.core.effects import Effect, EndSend, OpenSend, SendProgress, StartFetch, StopFetch, ZeroPages
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.memory.interface import CopyEnd
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.proto import common_pb2 as common
+from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PageState
 from tests.simulation.clock import Clock
@@ -71,17 +72,29 @@ def test_a_session_that_cannot_carry_out_an_effect_is_ended(monkeypatch: pytest.
     broken: list[str] = []
 
     class Session:
-        def open(self, effect: OpenSend) -> None:
+        @property
+        def sending(self) -> Session:
+            return self
+
+        fetching = session = sending
+
+        def perform(self, effect: OpenSend) -> None:
             raise ValueError("pages must not be negative")
+
+        def ask(self, ask: peer.Ask, page_ids: tuple[int, ...]) -> None:
+            raise ValueError("page_ids names a page twice")
 
         def break_off(self, reason: str) -> None:
             broken.append(reason)
 
-    side = Prefill()
-    side.sessions[1] = cast(Any, Session())
-    side._effects.append(OpenSend(1, 1, 0, (3,), 1))
+    side, decode, session = Prefill(), Decode(), cast(Any, Session())
+    side.sessions[1] = session
+    side._effects.extend([OpenSend(1, 1, 0, (3,), 1), StartFetch(1, peer.Ask(transfer=1), (3, 3))])
     side.flush()
-    assert broken == ["pages must not be negative"]
+    decode.returns._sendings[1] = session, "p"
+    decode._effects.append(OpenSend(1, 1, 0, (3,), 1))
+    decode.flush()
+    assert broken == ["pages must not be negative", "page_ids names a page twice", "pages must not be negative"]
 
 
 def test_a_send_of_a_session_that_is_over_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +104,26 @@ def test_a_send_of_a_session_that_is_over_has_ended(monkeypatch: pytest.MonkeyPa
     side._effects.extend([OpenSend(1, 6, 0, (3,), 1), EndSend(1, 7)])
     side.flush()
     assert ended == [(1, 7)]
+
+
+def test_a_fetch_of_a_session_that_is_over_has_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, drained = Prefill(), list[int]()
+    monkeypatch.setattr(side.core, "fetch_drained", lambda transfer, now: drained.append(transfer))
+    side._effects.extend([StartFetch(1, peer.Ask(transfer=6), (3,)), StopFetch(1, 7, "too_late")])
+    side.flush()
+    assert drained == [7]
+
+
+def test_a_send_back_of_a_session_that_is_over_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, ended = Decode(), list[tuple[int, int, bool]]()
+
+    def over(session: int, transfer: int, now: float, *, completed: bool) -> None:
+        ended.append((session, transfer, completed))
+
+    monkeypatch.setattr(side.ready_core.returns, "over", over)
+    side._effects.extend([OpenSend(1, 6, 0, (3,), 1), EndSend(1, 7)])
+    side.flush()
+    assert ended == [(1, 7, False)]
 
 
 # -- requests that are not taken -----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests.mutants.guards import (
     places,
     protocol,
     sides,
+    way_back,
 )
 
 GUARDS: tuple[Guard, ...] = (
@@ -35,4 +36,5 @@ GUARDS: tuple[Guard, ...] = (
     *other_loads.GUARDS,
     *engine_resets.GUARDS,
     *first_tokens.GUARDS,
+    *way_back.GUARDS,
 )

@@ -68,6 +68,11 @@ class Forgotten:
             for digest in split_digests(digests):
                 by[digest] = name if by.get(digest, name) == name else None
 
+    def came_back(self, tenant: int, digests: Iterable[bytes]) -> None:
+        """These came from another daemon, which was not flushed."""
+        if tenant in self._by:
+            self._by[tenant].update(dict.fromkeys(digests))
+
     def check(self, tenant: int, name: Name, digests: bytes) -> None:
         """The request is told that these are held."""
         by = self._by.get(tenant)

@@ -1,0 +1,148 @@
+"""The choice between fetching pages and computing them, and what it is made by: the engine's speed, the sessions'
+rates. Core: no I/O, time is passed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+OFF, AUTO, ALWAYS = "off", "auto", "always"
+
+PATIENCE = 0.03  # of the estimate of computing: so long an Ask is waited for
+MARGIN = 2.0  # by which fetching must be faster
+LEAST_TOKENS = 256  # that are worth a round trip
+MOST_TIMES = 4.0  # its own estimate: so long a fetch may take
+FORCED_SECONDS = 1.0  # with ALWAYS: for the Ask at most, and for a fetch at least
+TOKENS_PER_SECOND = 10_000.0  # of an engine of which nothing was measured
+BYTES_PER_SECOND = 1e9  # of a session, likewise
+ROUND_TRIP_SECONDS = 0.002  # in every estimate of a fetch
+RATE_SECONDS = 60.0  # a rate is believed for so long
+WINDOW_SECONDS = 10.0  # of computing, in which what was measured before loses half of its weight
+
+# What became of a prompt of which pages were lacking: fetched, or computed and why.
+FETCH = "fetched"
+NO_ASK = "no_ask"  # none came in time
+NOT_HELD = "not_held"  # decode lacks them, too
+FEW = "too_few"  # tokens
+SLOW = "too_slow"  # a fetch would take longer
+NO_SESSION = "no_way_back"  # in the session by which it is asked
+
+
+@dataclass(frozen=True, slots=True)
+class WayBackLimits:
+    """setting: OFF, AUTO or ALWAYS. page_bytes: of a page over all ranks."""
+
+    setting: str = OFF
+    page_bytes: int = 0
+
+
+NO_WAY_BACK = WayBackLimits()
+
+
+class ComputeSpeed:
+    """The tokens that the engine computes in a second in which it has something to compute."""
+
+    def __init__(self) -> None:
+        self._computing: set[Hashable] = set()
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._since = 0.0  # the last time that something was counted, while it computes
+
+    def begins(self, request: Hashable, now: float) -> None:
+        if not self._computing:
+            self._since = now
+        self._computing.add(request)
+
+    def progress(self, tokens: int, now: float) -> None:
+        """So many more tokens are computed."""
+        self._tokens += tokens
+        self._seconds += max(0.0, now - self._since)
+        self._since = now
+        if self._seconds > WINDOW_SECONDS:
+            self._tokens, self._seconds = self._tokens / 2, self._seconds / 2
+
+    def ends(self, request: Hashable) -> None:
+        """Idempotent."""
+        self._computing.discard(request)
+
+    @property
+    def tokens_per_second(self) -> float:
+        if self._tokens <= 0 or self._seconds <= 0:
+            return TOKENS_PER_SECOND
+        return self._tokens / self._seconds
+
+
+@dataclass(slots=True)
+class _Rate:
+    nbytes: float
+    seconds: float
+    at: float
+
+
+class SessionRates:
+    """The bytes a second that fetches had, by session."""
+
+    def __init__(self) -> None:
+        self._rates: dict[int, _Rate] = {}
+
+    def measured(self, session: int, nbytes: int, seconds: float, now: float) -> None:
+        rate = self._rates.setdefault(session, _Rate(0.0, 0.0, now))
+        rate.nbytes, rate.seconds, rate.at = rate.nbytes / 2 + nbytes, rate.seconds / 2 + seconds, now
+
+    def bytes_per_second(self, session: int, now: float) -> float:
+        rate = self._rates.get(session)
+        if rate is None or rate.seconds <= 0 or now - rate.at > RATE_SECONDS:
+            return BYTES_PER_SECOND
+        return max(1.0, rate.nbytes / rate.seconds)
+
+    def forget(self, session: int) -> None:
+        self._rates.pop(session, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """seconds: that a fetch may take; 0: the pages are computed."""
+
+    why: str
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Judge:
+    """The choices of one prefill daemon, with what they are made by."""
+
+    limits: WayBackLimits
+    page_size: int
+    speed: ComputeSpeed = field(default_factory=ComputeSpeed)
+    rates: SessionRates = field(default_factory=SessionRates)
+    choices: Counter[str] = field(default_factory=Counter)
+    compute_seconds: float = 0.0  # estimates of the last choice
+    fetch_seconds: float = 0.0
+
+    def patience(self, tokens: int) -> float:
+        """Seconds from Begin on for which an Ask is waited for, where so many tokens are to be computed."""
+        if self.limits.setting == ALWAYS:
+            return FORCED_SECONDS
+        return PATIENCE * tokens / self.speed.tokens_per_second
+
+    def choose(self, session: int, pages: int, now: float) -> Choice:
+        """The choice for so many pages, at least one, that the session's decode daemon holds."""
+        tokens = pages * self.page_size
+        self.compute_seconds = tokens / self.speed.tokens_per_second
+        rate = self.rates.bytes_per_second(session, now)
+        self.fetch_seconds = ROUND_TRIP_SECONDS + pages * self.limits.page_bytes / rate
+        if self.limits.setting == ALWAYS:
+            return self.count(Choice(FETCH, max(FORCED_SECONDS, MOST_TIMES * self.fetch_seconds)))
+        if tokens < LEAST_TOKENS:
+            return self.count(Choice(FEW))
+        if MARGIN * self.fetch_seconds > self.compute_seconds:
+            return self.count(Choice(SLOW))
+        return self.count(Choice(FETCH, min(self.compute_seconds, MOST_TIMES * self.fetch_seconds)))
+
+    def count(self, choice: Choice) -> Choice:
+        assert choice.seconds >= 0 and math.isfinite(choice.seconds)
+        self.choices[choice.why] += 1
+        return choice

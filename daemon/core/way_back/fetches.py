@@ -1,0 +1,236 @@
+"""What a prefill daemon fetches of its requests from the decode daemons that ask for them. Core: no I/O, time is passed
+in.
+
+A request waits here between having its pages and being told to its worker: for an Ask, briefly, and for a fetch, until
+its deadline. What has arrived of it without a gap counts as computed; whatever goes wrong with it, the request goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.daemon.core.cache import Cache
+from kvferry.daemon.core.counters import TransferCounters
+from kvferry.daemon.core.effects import Outbox, StartFetch, StopFetch, WakeAt, ZeroPages
+from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
+from kvferry.daemon.core.way_back.choice import NO_ASK, NO_SESSION, NOT_HELD, OFF, Choice, Judge
+from kvferry.proto import peer_pb2 as peer
+from kvferry.radix.digests import DIGEST_BYTES
+
+TOO_LATE = "too_late"
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """One request's fetch, from its Ask until no copy of it runs."""
+
+    number: int  # of the transfer
+    entry: Entry
+    session: int
+    first_page: int
+    page_ids: tuple[int, ...]
+    began: float
+    deadline: float
+    there: bytearray  # by page, whether it has arrived
+    stopped: str = ""  # why it drains
+
+    @property
+    def end(self) -> int:
+        return self.first_page + len(self.page_ids)
+
+    @property
+    def ready(self) -> int:
+        """The first page of the prompt that has not arrived; `end`: all have."""
+        missing = self.there.find(0)
+        return self.end if missing < 0 else self.first_page + missing
+
+
+class Fetches:
+    """publish: lets the prompt's first pages into the tree. begin: tells the worker its pages; settle: the request may
+    have ended."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        judge: Judge,
+        outbox: Outbox,
+        publish: Callable[[BegunPrompt, int], None],
+        begin: Callable[[Entry], None],
+        settle: Callable[[Entry], None],
+    ) -> None:
+        self.judge = judge
+        self.counters = TransferCounters()
+        self.fetched_tokens = 0
+        self._cache = cache
+        self._outbox = outbox
+        self._publish, self._begin, self._settle = publish, begin, settle
+        self._looking: dict[Entry, float] = {}  # that wait for an Ask, until when
+        self._open: dict[int, Fetch] = {}
+        self._sessions: set[int] = set()  # that have a way back
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def session_up(self, session: int) -> None:
+        """The session has a way back."""
+        self._sessions.add(session)
+
+    # -- before the worker is told ---------------------------------------------------------------------------------
+
+    def take(self, entry: Entry) -> bool:
+        """Whether the request, which has its pages, waits here first."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if self.judge.limits.setting == OFF or not prompt.keep or not self._lacks(prompt) or not self._sessions:
+            return False
+        if entry.asked:
+            return self._choose(entry, prompt)
+        now = self._cache.clock.now
+        until = prompt.begun_at + self.judge.patience(prompt.tokens - prompt.computed)
+        if until <= now:
+            self.judge.count(Choice(NO_ASK))
+            return False
+        entry.move(EntryState.LOOKING)
+        self._looking[entry] = until
+        self._outbox.put(WakeAt(until))
+        return True
+
+    def asked(self, entry: Entry) -> None:
+        """A decode daemon has asked for it."""
+        if self._looking.pop(entry, None) is not None:
+            assert entry.prompt is not None
+            if not self._choose(entry, entry.prompt):
+                self._begin(entry)
+
+    def _lacks(self, prompt: BegunPrompt) -> int:
+        """Pages that it would take; the last token is computed in any case, for its logits."""
+        return (prompt.tokens - 1) // self._cache.page_size - prompt.hold.matched
+
+    def _choose(self, entry: Entry, prompt: BegunPrompt) -> bool:
+        assert entry.session is not None
+        if entry.session not in self._sessions:
+            self.judge.count(Choice(NO_SESSION))
+            return False
+        held = max((ask.held_tokens for ask in entry.asks), default=0) // self._cache.page_size
+        pages = min(held - prompt.hold.matched, self._lacks(prompt))
+        if pages < 1:
+            self.judge.count(Choice(NOT_HELD))
+            return False
+        now = self._cache.clock.now
+        choice = self.judge.choose(entry.session, pages, now)
+        if choice.seconds > 0:
+            self._start(entry, prompt, pages, now, choice.seconds)
+        return choice.seconds > 0
+
+    def _start(self, entry: Entry, prompt: BegunPrompt, pages: int, now: float, seconds: float) -> None:
+        assert entry.session is not None and entry.fetch is None
+        first, number = prompt.hold.matched, self._next
+        self._next += 1
+        page_ids = tuple(prompt.pages[first : first + pages])
+        entry.fetch = number
+        self._open[number] = Fetch(number, entry, entry.session, first, page_ids, now, now + seconds, bytearray(pages))
+        entry.move(EntryState.FETCHING)
+        self.counters.opened += 1
+        ask = peer.Ask(
+            transfer=number,
+            name=entry.name.to_proto(),
+            namespace_id=prompt.namespace_id,
+            first_page=first,
+            pages=pages,
+            promised_tokens=prompt.computed,
+            tokens=prompt.tokens,
+            last_full_digest=prompt.digests[-DIGEST_BYTES:],
+            tail_digest=prompt.tail_digest,
+            remaining_ms=math.ceil(seconds * 1000),
+        )
+        self._outbox.put(StartFetch(entry.session, ask, page_ids))
+        self._outbox.put(WakeAt(now + seconds))
+
+    # -- on its way ------------------------------------------------------------------------------------------------
+
+    def arrived(self, number: int, prompt_pages: Sequence[int]) -> None:
+        """Verified bytes of these prompt pages are in the request's own pages."""
+        fetch = self._open.get(number)
+        if fetch is None:
+            return
+        before = fetch.ready
+        for page in prompt_pages:
+            fetch.there[page - fetch.first_page] = 1
+        prompt = fetch.entry.prompt
+        if fetch.ready == before or fetch.entry.state is not EntryState.FETCHING:
+            return
+        assert prompt is not None
+        prompt.pages_ready, prompt.computed = fetch.ready, fetch.ready * self._cache.page_size
+        self._publish(prompt, fetch.ready)
+
+    def completed(self, number: int) -> None:
+        """Every page has arrived; the receiver knows the transfer no more."""
+        if (fetch := self._open.get(number)) is not None:
+            self.counters.completed += 1
+            self._over(fetch)
+
+    def stopped_by(self, session: int, number: int, reason: str) -> None:
+        """What this session says of it ends it; of another one's it has nothing to say."""
+        fetch = self._open.get(number)
+        if fetch is not None and fetch.session == session:
+            self.stop(number, reason)
+
+    def stop(self, number: int, reason: str) -> None:
+        """Wants no more of it: `drained` follows. Idempotent. The reasons are a fixed few."""
+        fetch = self._open.get(number)
+        if fetch is not None and not fetch.stopped:
+            fetch.stopped = reason
+            self._outbox.put(StopFetch(fetch.session, number, reason))
+
+    def drained(self, number: int) -> None:
+        """Called after StopFetch: no copy into its pages runs, and none will."""
+        if (fetch := self._open.get(number)) is not None:
+            self.counters.abort(fetch.stopped or "session_ended")
+            self._over(fetch)
+
+    def _over(self, fetch: Fetch) -> None:
+        now, entry = self._cache.clock.now, fetch.entry
+        del self._open[fetch.number]
+        entry.fetch = None
+        if fetch.stopped in ("", TOO_LATE):  # else the time says nothing of the session
+            nbytes = fetch.there.count(1) * self.judge.limits.page_bytes
+            self.judge.rates.measured(fetch.session, nbytes, now - fetch.began, now)
+        if entry.state is not EntryState.FETCHING:
+            self._settle(entry)
+            return
+        self.fetched_tokens += (fetch.ready - fetch.first_page) * self._cache.page_size
+        if self._cache.limits.zero_freed and fetch.ready < fetch.end:
+            self._outbox.put(ZeroPages(fetch.page_ids[fetch.ready - fetch.first_page :]))
+        self._begin(entry)
+
+    # -- ends ------------------------------------------------------------------------------------------------------
+
+    def leave(self, entry: Entry) -> None:
+        """The request has ended: it waits for nothing here; what is on its way drains."""
+        self._looking.pop(entry, None)
+        if entry.fetch is not None:
+            self.stop(entry.fetch, "request_ended")
+
+    def wake(self, now: float) -> None:
+        """Lets those begin that have waited long enough."""
+        for entry in [entry for entry, until in self._looking.items() if until <= now]:
+            del self._looking[entry]
+            self.judge.count(Choice(NO_ASK))
+            self._begin(entry)
+        for fetch in list(self._open.values()):
+            if fetch.deadline <= now:
+                self.stop(fetch.number, TOO_LATE)
+
+    def session_down(self, session: int) -> None:
+        """The session is over, and no copy of it runs. Before its requests are failed."""
+        self._sessions.discard(session)
+        for fetch in [fetch for fetch in self._open.values() if fetch.session == session]:
+            del self._open[fetch.number]
+            fetch.entry.fetch = None
+            self.counters.abort("session_ended")
+            if fetch.entry.state is not EntryState.FETCHING:
+                self._settle(fetch.entry)
+        self.judge.rates.forget(session)

@@ -1,0 +1,93 @@
+"""What a decode side sends back: what its core wants of sessions' sending directions, and what these tell it. Shell."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from kvferry.daemon.core.effects import EndSend, SendEffect
+from kvferry.daemon.core.errors import RequestError, unavailable
+from kvferry.daemon.core.limits import name_of
+from kvferry.daemon.peers.receiving import ReceivingSession
+from kvferry.daemon.peers.sending import Sending
+from kvferry.daemon.peers.session import SessionBroken, SessionMeters
+from kvferry.proto import peer_pb2 as peer
+
+if TYPE_CHECKING:
+    from kvferry.daemon.sides.decode import DecodeSide
+
+
+class DecodeReturns:
+    """(SendingEvents) The sends of one side, over all its sessions that have a way back."""
+
+    def __init__(self, side: DecodeSide) -> None:
+        self._side = side
+        self._sendings: dict[int, tuple[Sending, str]] = {}  # by number, with the prefill daemon's name
+        self._numbers = itertools.count(1)
+
+    def join(self, session: ReceivingSession, prefill: str, epoch: int) -> Sending:
+        """The way back of a session that has one, to a pool of this epoch; before it runs."""
+        side = self._side
+        sending = Sending(
+            session,
+            SessionMeters(side.ready_core.returns.counters, side.latencies),
+            number=next(self._numbers),
+            send_slots=side.config.slots,
+            remote_epoch=epoch,
+            events=self,
+            lanes=session.back_lanes,
+        )
+        self._sendings[sending.number] = sending, prefill
+        return sending
+
+    def session_over(self, sending: Sending) -> None:
+        """No copy of the session runs, and its courier is reaped."""
+        del self._sendings[sending.number]
+        if self._side.core is not None:
+            self._side.core.returns.session_down(sending.number, self._side.now())
+            self._side.flush()
+
+    def perform(self, effect: SendEffect) -> None:
+        sending, _ = self._sendings.get(effect.session, (None, ""))
+        if sending is not None:
+            sending.perform(effect)
+        elif isinstance(effect, EndSend):  # it is over, with all its copies
+            self._over(effect.session, effect.transfer, completed=False)
+
+    def effect_failed(self, effect: SendEffect, message: str) -> None:
+        sending, _ = self._sendings.get(effect.session, (None, ""))
+        if sending is not None:
+            sending.session.break_off(message)
+
+    def _over(self, session: int, transfer: int, *, completed: bool) -> None:
+        self._side.ready_core.returns.over(session, transfer, self._side.now(), completed=completed)
+        self._side.flush()
+
+    # -- the sessions' events --------------------------------------------------------------------------------------
+
+    def on_ask(self, sending: Sending, ask: peer.Ask) -> None:
+        try:
+            name = name_of(ask.name)
+        except RequestError as error:
+            sending.fail(ask.transfer, error)
+            return
+        _, prefill = self._sendings[sending.number]
+        self._side.ready_core.returns.asked(sending.number, prefill, name, ask, self._side.now())
+        self._side.flush()
+
+    def on_ask_end(self, sending: Sending, transfer: int) -> None:
+        self._side.ready_core.returns.ask_end(sending.number, transfer, self._side.now())
+        self._side.flush()
+
+    def on_done(self, sending: Sending, name: peer.Done) -> None:
+        raise SessionBroken("the peer sent done, which this side does not take")
+
+    def on_send_completed(self, sending: Sending, transfer: int) -> None:
+        self._over(sending.number, transfer, completed=True)
+
+    def on_send_ended(self, sending: Sending, transfer: int) -> None:
+        self._over(sending.number, transfer, completed=False)
+
+    def on_send_failed(self, sending: Sending, transfer: int, message: str) -> None:
+        sending.fail(transfer, unavailable(f"the pages could not be read: {message}"))
+        self._over(sending.number, transfer, completed=False)

@@ -1,0 +1,122 @@
+"""Whether pages are fetched or computed: estimates, and what they are made by."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.daemon.core.way_back.choice import (
+    ALWAYS,
+    AUTO,
+    BYTES_PER_SECOND,
+    FETCH,
+    FEW,
+    FORCED_SECONDS,
+    LEAST_TOKENS,
+    RATE_SECONDS,
+    ROUND_TRIP_SECONDS,
+    SLOW,
+    TOKENS_PER_SECOND,
+    WINDOW_SECONDS,
+    ComputeSpeed,
+    Judge,
+    SessionRates,
+    WayBackLimits,
+)
+
+PAGE, PAGE_BYTES = 64, 1 << 20
+
+
+def judge(setting: str = AUTO) -> Judge:
+    return Judge(WayBackLimits(setting, PAGE_BYTES), PAGE)
+
+
+def test_an_engine_of_which_nothing_was_measured_has_the_assumed_speed() -> None:
+    speed = ComputeSpeed()
+    speed.begins("a", 5.0)
+    assert speed.tokens_per_second == TOKENS_PER_SECOND
+
+
+def test_time_in_which_nothing_is_computed_does_not_count() -> None:
+    speed = ComputeSpeed()
+    speed.begins("a", 10.0)
+    speed.progress(100, 11.0)
+    speed.ends("a")
+    speed.begins("b", 50.0)
+    speed.progress(100, 51.0)
+    assert speed.tokens_per_second == pytest.approx(100.0)
+
+
+def test_requests_that_are_computed_together_share_the_time() -> None:
+    speed = ComputeSpeed()
+    speed.begins("a", 0.0)
+    speed.begins("b", 0.5)
+    speed.progress(100, 1.0)
+    speed.ends("a")
+    speed.ends("a")
+    speed.progress(100, 2.0)
+    assert speed.tokens_per_second == pytest.approx(100.0)
+
+
+def test_what_was_measured_long_ago_weighs_less() -> None:
+    speed = ComputeSpeed()
+    speed.begins("a", 0.0)
+    speed.progress(1000, WINDOW_SECONDS + 1)
+    speed.progress(10_000, WINDOW_SECONDS + 2)
+    assert speed.tokens_per_second == pytest.approx(10_500 / (WINDOW_SECONDS / 2 + 1.5))
+
+
+def test_a_rate_is_a_sessions_own_and_is_forgotten() -> None:
+    rates = SessionRates()
+    rates.measured(1, 100, 10.0, 0.0)
+    assert rates.bytes_per_second(1, 1.0) == pytest.approx(10.0)
+    assert rates.bytes_per_second(2, 1.0) == BYTES_PER_SECOND
+    assert rates.bytes_per_second(1, RATE_SECONDS + 1) == BYTES_PER_SECOND
+    rates.forget(1)
+    assert rates.bytes_per_second(1, 1.0) == BYTES_PER_SECOND
+
+
+def test_a_session_that_brought_nothing_is_slow_not_broken() -> None:
+    rates = SessionRates()
+    rates.measured(1, 0, 3.0, 0.0)
+    assert rates.bytes_per_second(1, 1.0) == 1.0
+
+
+def test_both_estimates_are_kept_and_the_faster_way_is_chosen() -> None:
+    chosen = judge()
+    choice = chosen.choose(1, 100, 0.0)
+    assert chosen.compute_seconds == pytest.approx(6400 / TOKENS_PER_SECOND)
+    assert chosen.fetch_seconds == pytest.approx(ROUND_TRIP_SECONDS + 100 * PAGE_BYTES / BYTES_PER_SECOND)
+    assert choice.why == FETCH and choice.seconds == pytest.approx(4 * chosen.fetch_seconds)
+    assert chosen.choices == {FETCH: 1}
+
+
+def test_a_fetch_has_no_longer_than_its_tokens_would_take_to_compute() -> None:
+    chosen = judge()
+    chosen.rates.measured(1, 300 * PAGE_BYTES, 0.9, 0.0)
+    choice = chosen.choose(1, 100, 0.0)
+    assert choice.seconds == pytest.approx(chosen.compute_seconds) and 2 * chosen.fetch_seconds < chosen.compute_seconds
+
+
+def test_a_session_that_is_not_twice_as_fast_is_not_asked() -> None:
+    chosen = judge()
+    chosen.rates.measured(1, 100 * PAGE_BYTES, 0.4, 0.0)
+    choice = chosen.choose(1, 100, 0.0)
+    assert (choice.why, choice.seconds) == (SLOW, 0.0)
+
+
+def test_few_tokens_are_not_worth_a_round_trip() -> None:
+    pages = LEAST_TOKENS // PAGE
+    assert judge().choose(1, pages - 1, 0.0).why == FEW
+    assert judge().choose(1, pages, 0.0).why == FETCH
+
+
+def test_always_is_always_and_has_time() -> None:
+    chosen = judge(ALWAYS)
+    chosen.rates.measured(1, 1, 10.0, 0.0)
+    choice = chosen.choose(1, 1, 0.0)
+    assert choice.why == FETCH and choice.seconds >= FORCED_SECONDS
+
+
+def test_an_ask_is_waited_for_by_three_percent_of_the_estimate() -> None:
+    assert judge().patience(10_000) == pytest.approx(0.03 * 10_000 / TOKENS_PER_SECOND)
+    assert judge(ALWAYS).patience(1) == FORCED_SECONDS

@@ -1,0 +1,205 @@
+"""The way back: what is fetched, sent back, and held meanwhile."""
+
+from tests.mutants.guard import Guard
+
+FETCHES, RETURNS = ("tests/daemon/core/test_way_back_fetches.py",), ("tests/daemon/core/test_way_back_returns.py",)
+CHOICE = ("tests/daemon/core/test_way_back_choice.py",)
+PLAYED = ("tests/daemon/peers/test_way_back_session.py",)
+_FETCHES, _RETURNS = "daemon/core/way_back/fetches.py", "daemon/core/way_back/returns.py"
+_CHOICE = "daemon/core/way_back/choice.py"
+
+_CORES = (
+    Guard(
+        "pages that are fetched into are nobody else's",
+        "daemon/core/prefill_entries.py",
+        "EntryKeeper.copies_run",
+        " or entry.fetch is not None",
+        "",
+        FETCHES,
+    ),
+    Guard(
+        "a request that ends stops its fetch",
+        "daemon/core/prefill_entries.py",
+        "EntryKeeper.withdraw",
+        "self.fetches.leave(entry)",
+        "pass",
+        FETCHES,
+    ),
+    Guard(
+        "a worker is told its pages once no copy of the fetch runs",
+        _FETCHES,
+        "Fetches.stop",
+        "            fetch.stopped = reason\n",
+        "            fetch.stopped = reason\n            self._over(fetch)\n",
+        FETCHES,
+    ),
+    Guard(
+        "a session stops its own fetches alone",
+        _FETCHES,
+        "Fetches.stopped_by",
+        " and fetch.session == session",
+        "",
+        FETCHES,
+    ),
+    Guard("a fetch has a deadline", _FETCHES, "Fetches.wake", "if fetch.deadline <= now:", "if False:", FETCHES),
+    Guard("an Ask is waited for briefly", _FETCHES, "Fetches.wake", "if until <= now]", "if until < 0]", FETCHES),
+    Guard(
+        "pages behind a gap do not count",
+        _FETCHES,
+        "Fetch.ready",
+        "missing = self.there.find(0)",
+        "missing = -1",
+        FETCHES,
+    ),
+    Guard(
+        "the last token is computed, not fetched",
+        _FETCHES,
+        "Fetches._lacks",
+        "(prompt.tokens - 1)",
+        "prompt.tokens",
+        FETCHES,
+    ),
+    Guard(
+        "pages that came in part are cleared again",
+        _FETCHES,
+        "Fetches._over",
+        "if self._cache.limits.zero_freed and",
+        "if False and",
+        FETCHES,
+    ),
+    Guard(
+        "what an Ask of another prompt holds is not asked back",
+        "daemon/core/prefill_entries.py",
+        "PrefillSends.check_asks",
+        "entry.asks.remove(ask)",
+        "pass",
+        FETCHES,
+    ),
+    Guard(
+        "arriving pages are not promised",
+        _RETURNS,
+        "Returns.held",
+        "return len(path) if end < 0 else end",
+        "return len(path)",
+        RETURNS,
+    ),
+    Guard(
+        "only what can be read goes back",
+        _RETURNS,
+        "Returns._readable",
+        "if state not in _READABLE",
+        "if state < 0",
+        RETURNS,
+    ),
+    Guard(
+        "a failed restore ends the fetch",
+        _RETURNS,
+        "Returns.look",
+        "if self.held(opened.lease) < opened.end:",
+        "if False:",
+        RETURNS,
+    ),
+    Guard(
+        "what is asked back is within what is held",
+        _RETURNS,
+        "Returns._refusal",
+        "if ask.first_page + ask.pages > held:",
+        "if ask.first_page > held:",
+        RETURNS,
+    ),
+    Guard(
+        "only the prefill daemon that is asked may ask back",
+        _RETURNS,
+        "Returns._refusal",
+        "lease.prefill != prefill or ",
+        "",
+        RETURNS,
+    ),
+    Guard(
+        "one transfer of a request goes back at a time",
+        _RETURNS,
+        "Returns._refusal",
+        "if lease.returns:",
+        "if lease.returns > 1:",
+        RETURNS,
+    ),
+    Guard(
+        "numbers of transfers back grow",
+        _RETURNS,
+        "Returns._refusal",
+        "if ask.transfer <= newest:",
+        "if ask.transfer < 0:",
+        RETURNS,
+    ),
+    Guard(
+        "digests of what is asked back are compared",
+        _RETURNS,
+        "_other_prompt",
+        '("last_full_digest", ask.last_full_digest, lease.digests[-DIGEST_BYTES:]),',
+        "",
+        RETURNS,
+    ),
+    Guard(
+        "locks live until no gather of what goes back runs",
+        "daemon/core/decode_leases.py",
+        "LeaseKeeper.settle",
+        " or lease.returns",
+        "",
+        RETURNS,
+    ),
+    Guard(
+        "a lease that ends sends nothing more back",
+        "daemon/core/decode_leases.py",
+        "LeaseKeeper.withdraw",
+        'self._returns.end_all(lease, aborted("the decode daemon\'s request has ended"))',
+        "pass",
+        RETURNS,
+    ),
+    Guard("fetching is to be twice as fast", _CHOICE, "Judge.choose", "if MARGIN * self", "if self", CHOICE),
+    Guard("few tokens are computed", _CHOICE, "Judge.choose", "if tokens < LEAST_TOKENS:", "if tokens < 0:", CHOICE),
+    Guard(
+        "a rate is forgotten",
+        _CHOICE,
+        "SessionRates.bytes_per_second",
+        " or now - rate.at > RATE_SECONDS",
+        "",
+        CHOICE,
+    ),
+)
+
+_SESSIONS = (
+    Guard(
+        "a session has a way back where both have the capability",
+        "daemon/peers/handshake.py",
+        "back_lanes",
+        "WAY_BACK in own.capabilities and ",
+        "",
+        PLAYED,
+    ),
+    Guard(
+        "who cannot be asked back says nothing of what is held",
+        "daemon/peers/link.py",
+        "PeerLink._ask",
+        "effect.ask.held_tokens = 0",
+        "pass",
+        PLAYED,
+    ),
+    Guard(
+        "both directions keep the courier awake",
+        "daemon/peers/session.py",
+        "Session.expect",
+        "sum(self._expected.values())",
+        "active",
+        PLAYED,
+    ),
+    Guard(
+        "copies of one direction are closed where the other's cannot be opened",
+        "daemon/peers/directions.py",
+        "open_all",
+        "ends.callback(parts.close)",
+        "pass",
+        PLAYED,
+    ),
+)
+
+GUARDS = (*_CORES, *_SESSIONS)
