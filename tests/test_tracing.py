@@ -15,6 +15,8 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.prefill import PrefillCore
+from kvferry.daemon.core.prefill_entries import PrefillLimits
 from kvferry.daemon.peers.traces import RequestTraces
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
@@ -154,9 +156,10 @@ async def used_again(role: str, incarnation: bytes) -> None:
     config = DaemonConfig.model_validate({"role": role, "peers": {"p": "127.0.0.1:1"} if role == "decode" else {}})
     side: Any = (DecodeSide if role == "decode" else PrefillSide)(config, incarnation, time.monotonic)
     cache = Cache(8, config.page_size)
-    side.core = (
-        DecodeCore(cache, DecodeLimits(config.max_tokens, 64, 30.0, 8)) if role == "decode" else side.make_core(cache)
-    )
+    if role == "decode":
+        side.core = DecodeCore(cache, DecodeLimits(config.max_tokens, 64, 30.0, 8))
+    else:
+        side.core = PrefillCore(cache, PrefillLimits(table=64))
     worker = Worker(1, "w", bytes(32), cast(Any, None), asyncio.Queue(64))
     side.workers.enter(worker)
     kind = "admit" if role == "decode" else "begin"

@@ -105,10 +105,10 @@ async def first_summed_part(pool: Pool, session: Session) -> None:
     nbytes = session.lanes[0].row_bytes
     if isinstance(session, SendingSession):
         gather = Gather(0, 0, Credit(0, 0), [1], 0, 0, nbytes, PartHeader(0, 0, 0, 0, 0, 0, 0, nbytes))
-        session.parts.gather(gather, end.set_result)
+        session.parts(0).gather(gather, end.set_result)
     else:
         scatter = Scatter(0, 0, [1], 0, 0, nbytes)
-        session.parts.scatter(scatter, lambda problem, _: end.set_result(problem))
+        session.parts(0).scatter(scatter, lambda problem, _: end.set_result(problem))
     assert await asyncio.wait_for(end, 20) == ""
 
 

@@ -367,7 +367,7 @@ def test_who_watches_the_health_of_either_service_hears_of_the_end(tmp_path: Pat
             assert said == [reply.SERVING, reply.SERVING, reply.NOT_SERVING]
             gone.cancel()
             await daemon.sides["decode"].register(hello())
-            daemon._health.set("engine", True)
+            daemon._health.set("engine", [])
             assert (await watches[1].read()).status == reply.SERVING
             daemon.stop()
             end = asyncio.create_task(daemon.run_until_stopped())
@@ -382,7 +382,7 @@ def test_all_services_drain_at_once_while_a_watcher_of_the_health_reads_slowly(
 ) -> None:
     async def story() -> None:
         async with draining(tmp_path, monkeypatch, saves=False) as (daemon, side):
-            daemon._health.set("engine", True)
+            daemon._health.set("engine", [])
             slow, asked = Slow(), [health_pb2.HealthCheckRequest(service=name) for name in ("", "engine")]
             watches = [asyncio.create_task(daemon._health.Watch(each, cast(Any, slow))) for each in asked]
             await asyncio.sleep(0)
@@ -390,7 +390,7 @@ def test_all_services_drain_at_once_while_a_watcher_of_the_health_reads_slowly(
             await asyncio.sleep(0)
             assert side.draining
             for each in asked:
-                reply = await daemon._health.Check(each, cast(Any, None))
+                reply = await daemon._health.Check(each, cast(Any, slow))
                 assert reply.status == reply.NOT_SERVING, each.service
             await asyncio.wait_for(drain, 20)
             for watch in watches:
@@ -401,7 +401,10 @@ def test_all_services_drain_at_once_while_a_watcher_of_the_health_reads_slowly(
 
 
 class Slow:
-    """The call of a watcher that never reads."""
+    """The call of a watcher that never reads, and of one who asks once."""
 
     async def write(self, reply: health_pb2.HealthCheckResponse) -> None:
         await asyncio.Event().wait()
+
+    def set_trailing_metadata(self, metadata: object) -> None:
+        pass

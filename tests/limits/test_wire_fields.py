@@ -142,6 +142,7 @@ FIELDS: dict[str, Case | ByTest | Words] = {
             "StatsReply.rpcs",
             "StatsReply.metrics",
             "StatsReply.stalled",
+            "StatsReply.lacks",
             "SideStats.peers",
             "SideStats.namespaces",
             "SideStats.policy",
