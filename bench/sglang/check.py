@@ -1,6 +1,6 @@
-"""The whole check in some minutes, on one GPU or two: greedy tokens of kvferry's pair beside SGLang alone, with aborts, then
-multi-turn chats with kvferry and with SGLang's own NIXL backend, decode's radix cache on. All servers of a step start at
-once, and those of the second while the first runs, where the GPU has room for both.
+"""The whole check in some minutes, on one GPU or two: greedy tokens of kvferry's pair beside SGLang alone, with aborts,
+then multi-turn chats with kvferry and with SGLang's own NIXL backend, decode's radix cache on. All servers of a step
+start at once, and those of the second while the first runs, where the GPU has room for both.
 
 bash bench/gpu/sglang.sh OUT check [--steps tokens table] [--chats 12] [--aborts 100] [--at-once 1 4] [--shape 8b]
 """

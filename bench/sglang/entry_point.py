@@ -4,9 +4,10 @@ repository's root. SGLang loads its plugins by them, and checks that they resolv
 from __future__ import annotations
 
 import sys
-import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
+
+import tomllib
 
 GROUP = "sglang.srt.plugins"
 
