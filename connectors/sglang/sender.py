@@ -41,6 +41,8 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
         self._reason = ""
         self._pages = self._row = 0
         self._sent = 0
+        if mgr.system_dp_size > 1 and not req_has_disagg_prefill_dp_rank:
+            mgr.tell_rank(bootstrap_addr, bootstrap_room)
 
     def take_request(self, request: Any) -> None:
         """Called with the request that it is made for."""
@@ -48,7 +50,7 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
             self._fail("the request has embeddings in the place of tokens, and nothing names its pages")
             return
         name = self.kv_mgr.name_of(self._address, self.bootstrap_room)
-        seed = seed_of(request.extra_key)
+        seed = seed_of(request)
         self._transfer = PageTransfer(name, request.origin_input_ids, self.kv_mgr.kv_args.page_size, seed)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
