@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
@@ -35,6 +36,14 @@ HELD_SECONDS = 5.0  # that the daemon's answer is waited for
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
+class Sending(Protocol):
+    """A prompt that may be computed, or is."""
+
+    @property
+    def pages_held(self) -> int:
+        """Pages of prefill's that it will keep locked, or does."""
+
+
 class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     """Made by SGLang for each rank, on its scheduler's thread, as are all its methods called."""
 
@@ -52,7 +61,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._peers: dict[tuple[str, int], str] = {}  # names of prefill daemons
         self._asked: dict[tuple[str, int], float] = {}
         self._peers_lock = threading.Lock()
-        self.sending: set[PageTransfer] = set()  # prompts that hold pages of prefill's
+        self.sending: WeakSet[Sending] = WeakSet()  # SGLang forgets some without a word
         self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         own = self._own(queue, args)
         self._held: HeldPrefixes | None = None
@@ -182,8 +191,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     @property
     def has_room(self) -> bool:
-        """Whether another prompt may be computed before decode has room for it. Those that are computed and wait for
-        decode keep their pages locked, up to a share of all."""
-        self.sending = {transfer for transfer in self.sending if not transfer.over}
-        held = sum(transfer.pages for transfer in self.sending)
+        """Whether another prompt may be computed before decode has room for it. Those that are, and wait for decode
+        then, keep their pages locked, up to a share of all."""
+        held = sum(sender.pages_held for sender in self.sending)
         return held < self.settings.waiting_share * self.pages

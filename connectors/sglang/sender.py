@@ -89,7 +89,6 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
             self._order = SentPrompt(transfer)
             self._began = time.monotonic()
             transfer.state = PollState.TRANSFERRING
-            self.kv_mgr.sending.add(transfer)
             self.kv_mgr.carrier.send(self._order)
         self.kv_mgr.carrier.hand_in(self._order, chunk)
 
@@ -108,11 +107,18 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
 
     def _bootstrapped(self) -> PollState:
         if self.kv_mgr.carrier.there and self._transfer is not None and self.kv_mgr.has_room:
+            self.kv_mgr.sending.add(self)
             return PollState.WAITING_FOR_INPUT
         if time.monotonic() - self._born > self.kv_mgr.bootstrap_timeout:
             there = "decode has no room" if self.kv_mgr.carrier.there else "there is no session with the daemon"
             self._fail(f"not begun within {self.kv_mgr.bootstrap_timeout} s: {there}")
         return self._state
+
+    @property
+    def pages_held(self) -> int:
+        if self._transfer is None or self._transfer.over or self._state is PollState.FAILED:
+            return 0
+        return self._transfer.pages
 
     def _fail(self, reason: str) -> None:
         self._reason, self._state = reason, PollState.FAILED
@@ -139,5 +145,4 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
 
     def clear(self) -> None:
         """SGLang needs it no more."""
-        if self._transfer is not None:
-            self.kv_mgr.sending.discard(self._transfer)
+        self.kv_mgr.sending.discard(self)
