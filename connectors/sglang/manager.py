@@ -36,7 +36,7 @@ HELD_SECONDS = 5.0  # that the daemon's answer is waited for
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-class Sending(Protocol):
+class PromptAhead(Protocol):
     """A prompt that may be computed, or is."""
 
     @property
@@ -61,7 +61,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._peers: dict[tuple[str, int], str] = {}  # names of prefill daemons
         self._asked: dict[tuple[str, int], float] = {}
         self._peers_lock = threading.Lock()
-        self.sending: WeakSet[Sending] = WeakSet()  # SGLang forgets some without a word
+        self.sending: WeakSet[PromptAhead] = WeakSet()  # SGLang forgets some without a word
         self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         own = self._own(queue, args)
         self._held: HeldPrefixes | None = None

@@ -95,7 +95,7 @@ def _release(original: Callable[..., Any], request: Any, tree: Any, *args: Any, 
 
 
 def _tidy(queue: Any, *args: Any, **kwargs: Any) -> None:
-    """In each turn of a decode engine's loop."""
+    """Called in each turn of a decode engine's loop."""
     if queue.transfer_backend.value == BACKEND:
         queue.kv_manager.finished.tidy()
 
