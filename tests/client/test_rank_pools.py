@@ -95,8 +95,8 @@ def test_a_model_over_ranks_says_what_it_says_over_one(
 
 def row_of(pools: RankPools, page: int) -> np.ndarray:
     heads = np.zeros((1, *random_pages(pools.geometry, 1, 0).shape[1:]), np.uint8)
-    for memory, held in zip(pools.memories, pools.heads, strict=True):
-        heads[0, :, :, :, held.first : held.end] = pools.storage.view(memory)[page]
+    for memory, held in zip(pools.memories, pools.heads[0], strict=True):
+        heads[0, :, :, :, held.first : held.end] = pools.storages[0].view(memory)[page]
     return rows(heads, pools.geometry)[0]
 
 
@@ -124,6 +124,6 @@ def test_what_a_worker_cannot_map_is_refused(tmp_path: Path) -> None:
             Attachment(session, welcome, GEOMETRY)
     welcome = worker_pb2.Welcome(pages=1, segment=segment.path, storage=common_pb2.STORAGE_UNSPECIFIED)
     attachment = Attachment(session, welcome, GEOMETRY)  # no refusal held the lock
-    assert attachment.pools.storage.nbytes == GEOMETRY.page_bytes
+    assert attachment.pools.storages[0].rows().end == GEOMETRY.page_bytes
     attachment.close()
     segment.close()

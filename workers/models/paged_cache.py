@@ -16,8 +16,8 @@ from kvferry.client.rank_pools import RankPools
 
 
 class RankView(NamedTuple):
-    """One rank's memory: each layer's elements, shape (pages, 2, page size, heads, head dimension) whatever order and
-    layout, and which heads they are."""
+    """One rank's memory of one cache: each layer's elements, shape (pages, tensors, page size, heads, head dimension)
+    whatever order and layout, and which heads they are."""
 
     layers: tuple[torch.Tensor, ...]  # views
     heads: slice  # of the model
@@ -34,20 +34,20 @@ class LayerView(NamedTuple):
     heads: slice
 
 
-def rank_views(pools: RankPools) -> list[RankView]:
-    """A view of each rank's memory."""
-    geometry = pools.storage.geometry
+def rank_views(pools: RankPools, cache: int = 0) -> list[RankView]:
+    """A view of a cache in each rank's memory."""
+    geometry = pools.geometry.caches[cache]
     dtype = getattr(torch, geometry.dtype)
     assert isinstance(dtype, torch.dtype)
 
     def elements(rank: int, layer: int) -> torch.Tensor:
-        found = pools.layer(rank, layer)
+        found = pools.layer(rank, layer, cache)
         tensor = found if isinstance(found, torch.Tensor) else torch.from_numpy(found)
         return tensor.view(dtype)
 
     return [
         RankView(tuple(elements(rank, i) for i in range(geometry.layers)), slice(heads.first, heads.end))
-        for rank, heads in enumerate(pools.heads)
+        for rank, heads in enumerate(pools.heads[cache])
     ]
 
 

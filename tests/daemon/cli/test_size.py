@@ -149,7 +149,7 @@ def test_ranks_that_hold_the_same_heads() -> None:
     assert need.row_bytes == 64 * 70_272
     assert need.host_bytes == 200 * 133 * 64 * 70_272
     shape = PoolShape(geometry, 8, StorageOrder.PAGE_MAJOR, need.running_pages)
-    assert need.pool_bytes == 8 * shape.storage.nbytes
+    assert need.pool_bytes == 8 * shape.rank_bytes
     with pytest.raises(ValueError, match="ranks is 3; it must divide"):
         decode_need(model_kv(LLAMA_8B).geometry(64, ""), CHATS, servers(ranks=3))
 

@@ -47,7 +47,7 @@ class Ranks:
         own = rank_geometry(geometry, ranks)
         places = own.layers * (own.head_runs * own.kv_heads or own.tensors)
         blocks = PAGES * geometry.page_size // block_tokens
-        made = make_block_files(geometry, block_tokens, blocks, places, str(path), ranks)
+        made = make_block_files(geometry, block_tokens, blocks, [places], str(path), ranks)
         registration = Registration.from_proto(made.message, geometry, ranks)
         memory = SharedPoolMemory.map(registration, geometry, str(path), 2)
         found = Ranks(memory, geometry, [np.asarray(each) for each in made.pools.memories], block_tokens)

@@ -161,7 +161,7 @@ GUARDS: tuple[Guard, ...] = (
         "what lies behind a prompt's end is not sent",
         _SHARED,
         "SharedPartCopies.gather",
-        "last_bytes = self._places.last_bytes(gather.page_ids)",
+        "last_bytes = self._places.last_bytes(gather.page_ids, cache)",
         "last_bytes = None",
         (f"{SYSTEM}::test_prompts_go_from_blocks_to_blocks",),
     ),

@@ -101,8 +101,8 @@ def test_a_host_row_has_each_head_once(geometry: KVGeometry, ranks: int, shards:
     shape = PoolShape(geometry, ranks, StorageOrder.LAYER_MAJOR, 3)
     parts = shape.row_shards
     assert len(parts) == shards
-    assert [part.start for part in parts] == [i * shape.whole_rows[0].row_bytes for i in range(shards)]
-    assert shards * shape.whole_rows[0].row_bytes == shape.row_bytes == geometry.page_bytes
+    assert [part.start for part in parts] == [i * shape.whole_rows[0][0].row_bytes for i in range(shards)]
+    assert shards * shape.whole_rows[0][0].row_bytes == shape.row_bytes == geometry.page_bytes
     assert sorted(rank for part in parts for rank in part.ranks) == list(range(ranks))
 
 

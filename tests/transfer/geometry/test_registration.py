@@ -39,7 +39,7 @@ def read(registration: Registration) -> Registration:
 def test_places_without_gaps_are_those_of_a_pool_of_the_daemons(order: StorageOrder) -> None:
     registration = registered(order, start=64)
     assert read(registration) == registration
-    found = registration.storage(0, GEOMETRY, [1000])
+    found = registration.storages(0, GEOMETRY, [1000])[0]
     plain = RankStorage.make(GEOMETRY, order, PAGES)
     assert np.array_equal(found.bases, plain.bases + 1064)
     assert np.array_equal(found.page_strides, plain.page_strides)
@@ -57,7 +57,7 @@ def test_tensors_of_several_allocations_may_be_interleaved_and_padded() -> None:
     registration = Registration(PAGES, StorageOrder.LAYER_MAJOR, (RegisteredRank(memories, tensors),))
     assert read(registration) == registration
     assert registration.on_gpus
-    found = registration.storage(0, GEOMETRY, [10_000, 20_000, 30_000])
+    found = registration.storages(0, GEOMETRY, [10_000, 20_000, 30_000])[0]
     assert found.bases.tolist() == [
         base + 512 + tensor * SIZE for base in (10_000, 20_000, 30_000) for tensor in (0, 1)
     ]

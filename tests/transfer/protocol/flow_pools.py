@@ -43,8 +43,8 @@ class Pool:
     def __init__(self, geometry: KVGeometry, ranks: int, order: StorageOrder) -> None:
         self.geometry = geometry
         self.shape = PoolShape(geometry, ranks, order, POOL_PAGES)
-        self.memories = [np.full(self.shape.storage.nbytes, POISON, np.uint8) for _ in range(ranks)]
-        self.views = [self.shape.storage.view(memory) for memory in self.memories]
+        self.memories = [np.full(self.shape.rank_bytes, POISON, np.uint8) for _ in range(ranks)]
+        self.views = [self.shape.storages[0].view(memory) for memory in self.memories]
         self.heads = [heads_of_rank(geometry, ranks, rank) for rank in range(ranks)]
 
     def store(self, page_id: int, row: bytes) -> None:
