@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvferry.client.attachment import Attachment
+from kvferry.client.attachment import Attachment, check_further
 from kvferry.client.rank_pools import RankPools
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import CacheShape, KVGeometry, Layout, StorageOrder
 from kvferry.transfer.mapping.segment import FileLock, Segment
 from kvferry.workers.models.interface import Prompt
 from kvferry.workers.models.sampling import Sampling
@@ -127,3 +128,10 @@ def test_what_a_worker_cannot_map_is_refused(tmp_path: Path) -> None:
     assert attachment.pools.storages[0].rows().end == GEOMETRY.page_bytes
     attachment.close()
     segment.close()
+
+
+def test_a_daemon_that_leaves_further_caches_out_is_older() -> None:
+    both = replace(GEOMETRY, further=(CacheShape(2, 1, 132, "uint8", 1),))
+    check_further(both, both.to_proto())
+    with pytest.raises(ValueError, match=r"geometry\.further has 0 entries; 1 were said: the daemon is older"):
+        check_further(GEOMETRY, both.to_proto())
