@@ -1,5 +1,5 @@
-"""Latent attention and an indexer over pages: what a model says from pages that came to other ranks, cache by cache, and
-from several requests at a time."""
+"""Latent attention and an indexer over pages: what a model says from pages that came to other ranks, cache by cache,
+and from several requests at a time."""
 
 from __future__ import annotations
 
@@ -97,5 +97,5 @@ def test_what_a_model_keeps_of_a_token() -> None:
 
 def test_pools_of_another_model_are_refused() -> None:
     one, other = (loaded(random_model(family), family, "1") for family in ("deepseek_v3", "deepseek_v32"))
-    with pytest.raises(ValueError, match="geometry is KVShape.*; the model's is KVShape.*CacheShape"):
+    with pytest.raises(ValueError, match=r"geometry is KVShape.*; the model's is KVShape.*CacheShape"):
         other.compute(pools_of(one, ORDERS[0], 1))
