@@ -86,10 +86,11 @@ class BlockMap:
                 f"order: {int(self.order.min())} to {int(self.order.max())}; tokens are 0 to {self.block_tokens - 1}"
             )
         for number, cache in enumerate(self.further):
-            for name in ("blocks", "block_tokens", "blocks_per_page", "further"):
-                wanted = () if name == "further" else getattr(self, name)
-                if (value := getattr(cache, name)) != wanted:
+            for name in ("blocks", "block_tokens", "blocks_per_page"):
+                if (value := getattr(cache, name)) != (wanted := getattr(self, name)):
                     raise ValueError(f"further[{number}].{name} is {value}; it must be {wanted}, as of the first cache")
+            if cache.further:
+                raise ValueError(f"further[{number}].further has {len(cache.further)} entries; it must have none")
 
     @property
     def caches(self) -> tuple[BlockMap, ...]:

@@ -133,8 +133,8 @@ class GpuMover:
             self._pool = pool, self._tables(pool)
         moves: list[Move] = []
         for cache, blocks, tables in zip(self._map.caches, self._blocks, self._pool[1], strict=True):
-            if len(tables) == 1:
-                in_page = self._map.page_bytes // cache.block_bytes
+            in_page, rest = divmod(self._map.page_bytes, cache.block_bytes)
+            if not rest:
                 there = tables[0], places.pages * in_page + places.numbers
                 moves.append(Move((blocks, places.blocks), there))
                 continue

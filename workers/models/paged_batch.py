@@ -50,8 +50,8 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         found = [self._gather(tensor, key_states.device) for tensor in range(len(parts))]
         if len(found) == 2:
             return found[0], found[1]
-        keys, values = found[0].split((key_states.shape[-1], value_states.shape[-1]), dim=-1)
-        return keys, values
+        width = key_states.shape[-1]
+        return found[0][..., :width], found[0][..., width:]
 
     def _gather(self, tensor: int, device: torch.device) -> torch.Tensor:
         # Of each rank (requests, tokens, heads, head dimension).

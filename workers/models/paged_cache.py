@@ -135,8 +135,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         found = [self._gather(self._read, tensor, end) for tensor in range(len(parts))]
         if len(found) == 2:
             return found[0], found[1]
-        keys, values = found[0].split((key_states.shape[-1], value_states.shape[-1]), dim=-1)
-        return keys.contiguous(), values.contiguous()
+        width = key_states.shape[-1]
+        return found[0][..., :width].contiguous(), found[0][..., width:].contiguous()
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Stores an indexer's new keys, (1, tokens, values of one), behind those that are there, and returns all."""

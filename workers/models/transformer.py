@@ -133,7 +133,7 @@ def kv_shape(network: Any) -> KVShape:
     shapes = set()
     indexes: set[tuple[int, str]] = set()
     for index, layer in enumerate(cache.layers):
-        if type(layer) not in (DynamicLayer, _INDEXED):
+        if type(layer) not in (DynamicLayer, _INDEXED) or not isinstance(layer, DynamicLayer):
             raise ValueError(
                 f"model: layer {index} keeps a {type(layer).__name__}; pages hold only those of full attention"
             )
