@@ -101,7 +101,7 @@ class RankPools:
 
     @cached_property
     def _views(self) -> list[list[Bytes]]:
-        """Of each rank each cache."""
+        """Views of each rank's caches."""
         memories = (memory for memory in self.memories if isinstance(memory, np.ndarray))
         return [[storage.view(memory) for storage in self.storages] for memory in memories]
 

@@ -176,10 +176,9 @@ GUARDS: tuple[Guard, ...] = (
         "a file whose scales cannot be read is told",
         WEIGHTS,
         "scales_in",
-        "if not 2 <= length <=",
-        "if not 0 <= length <=",
+        "min(MAX_HEADER_BYTES, path.stat().st_size - 8)",
+        "(1 << 62)",
         ENGINE,
-        reason="JSON of fewer than two bytes is none, so that reading it fails a line later",
     ),
     Guard(
         "pages with a draft model's KV are named by its weights",
