@@ -16,7 +16,7 @@ from kvferry.transfer.geometry.kv_geometry import CacheShape, KVGeometry, Layout
 from kvferry.transfer.geometry.rank_lanes import lanes_of
 from kvferry.transfer.geometry.registration import Registration
 from tests.daemon.memory.shared_pools import PAGES, ended, ended_of_tail, move, pool
-from tests.daemon.memory.test_engine_ranks import go
+from tests.daemon.memory.test_engine_ranks import Ranks, go
 from tests.support.reshard import Bytes, heads_of_rank, random_pages, rank_memories, rows
 
 INDEXER = CacheShape(2, 1, 132, "uint8", 1)
@@ -154,3 +154,20 @@ def test_one_cache_that_only_the_engine_can_cut_holds_the_others() -> None:
     with pytest.raises(ValueError, match=r"ranks is 2 of prefill and 4 of decode, and geometry\.head_runs is 0"):
         lanes_of(nobody_says, 2, 4)
     assert len(lanes_of(replace(LATENTS, head_runs=0), 2, 4)) == 8, "every rank has all of it"
+
+
+@pytest.mark.parametrize("geometry", [HND, LATENTS])
+def test_behind_a_prompts_end_no_cache_of_a_block_is_given_away(tmp_path: Path, geometry: KVGeometry) -> None:
+    """Its blocks stay as they are."""
+    source, target = (Ranks.make(tmp_path, name, geometry, 2, 4) for name in ("a", "b"))
+    before, poison = random_caches(geometry, 1), random_caches(geometry, 2)
+    source.fill(before)
+    target.fill(poison)
+    assert asyncio.run(ended_of_tail(source.memory, 3, 5)) == ""
+    asyncio.run(move(source.memory, target.memory, [4, 3], [1, 2]))
+    for new, old in zip(poison, before, strict=True):
+        new[[1, 2]] = old[[4, 3]]
+        new[2, :, :, 5:] = 0
+    assert target.hold(poison) and source.hold(before)
+    source.memory.close()
+    target.memory.close()
