@@ -204,7 +204,7 @@ def gathers_without_a_look(keeper: EntryKeeper, entry: Entry) -> bool:
     return entry.zeroing
 
 
-def the_whole_page(table: BlockTable, pages: Sequence[int]) -> None:
+def the_whole_page(table: BlockTable, pages: Sequence[int], cache: int) -> None:
     return None
 
 

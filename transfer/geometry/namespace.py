@@ -24,12 +24,13 @@ _REMEDIES = {
     "geometry.dtype": "start both workers with the same --dtype",
     "geometry.layout": "configure the same page layout on both sides",
     "geometry.head_runs": "install the same connector on both sides",
+    "geometry.further": "serve the same model on both sides, with the same kvferry: an older one knows one cache alone",
     "engine_layout": "run the same engine with the same block size, KV dtype and kind of processor on both sides",
     "digest_tokens": "give both engines the same hash block size",
     "kv_scales": "serve a checkpoint with the same scales of the KV cache on both sides",
     "speculative": "give both engines the same --speculative-config",
 }
-_LATER = ("engine_layout", "digest_tokens", "kv_scales", "speculative")
+_LATER = ("geometry.further", "engine_layout", "digest_tokens", "kv_scales", "speculative")
 _UNSAID = "geometry.head_runs"  # by older engines, of bytes that `engine_layout` names: 0 differs from nothing
 _SAME_MODEL = "serve the same model with the same parallelism on both sides"
 
@@ -148,8 +149,14 @@ def _flat(facts: NamespaceFacts) -> list[tuple[str, object]]:
             fields += [(f"geometry.{part.name}", getattr(value, part.name)) for part in dataclasses.fields(value)]
         else:
             fields.append((field.name, value))
-    return [(name, value.name if hasattr(value, "name") else value) for name, value in fields]
+    return [(name, _plain(value)) for name, value in fields]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return value.name if hasattr(value, "name") else value
 
 
 def _shown(value: object) -> str:
-    return (value.hex()[:16] or "none") if isinstance(value, bytes) else str(value)
+    return (value.hex()[:16] if isinstance(value, bytes) else str(value)) or "none"
