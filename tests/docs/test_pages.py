@@ -158,9 +158,12 @@ def test_the_first_pages_table_of_results_is_short() -> None:
 def test_links_to_others_have_a_form(page: Path) -> None:
     """Nothing is fetched: a host with a name, a path without spaces or braces, and TLS wherever it is linked to."""
     text = BLOCK.sub("", page.read_text())
-    for target in [found for found, _ in LINK.findall(text) if ":" in found.split("/")[0]] + re.findall(
-        r"<(\w+:[^>\s]+)>", text
-    ):
-        assert re.fullmatch(r"https://[a-z0-9-]+(\.[a-z0-9-]+)+(/[\w.~%@+=&?/#:-]*)?", target), (
-            f"{where(page)}: {target}"
-        )
+    linked = [found for found, _ in LINK.findall(text) if ":" in found.split("/")[0]]
+    for target in linked + re.findall(r"<(\w+:[^>\s]+)>", text):
+        form = r"https://[a-z0-9-]+(\.[a-z0-9-]+)+(/[\w.~%@+=&?/#:-]*)?"
+        assert re.fullmatch(form, target), f"{where(page)}: {target}"
+
+
+def test_each_result_has_a_line() -> None:
+    text = (ROOT / "bench" / "results" / "README.md").read_text()
+    assert not [path.name for path in (ROOT / "bench" / "results").iterdir() if f"({path.name})" not in text][1:]
