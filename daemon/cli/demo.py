@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kvferry import flags
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.cli.demo_chat import Chat, DemoError, decode_stats, show_chat
+from kvferry.daemon.cli.demo_chat import ShownChat, DemoError, decode_stats, show_chat
 from kvferry.daemon.cli.stack import Stack, StackError
 from kvferry.daemon.cli.system import System, SystemSpec, start_daemons, start_engines
 from kvferry.daemon.config.values import ConfigError, parse_device, parse_size, size
@@ -134,7 +134,7 @@ def _run_both(args: argparse.Namespace, console: Console) -> list[str]:
     def show(stack: Stack, spec: SystemSpec, system: System, on: RunOutcome) -> None:
         console.print(_table(args, off, on))
         console.print(_sentence(off, on))
-        chat = Chat(system, args.page_size, args.max_tokens, console, is_text=not args.synthetic)
+        chat = ShownChat(system, args.page_size, args.max_tokens, console, is_text=not args.synthetic)
         problems.extend(show_chat(chat, stack, spec, system, console))
 
     off = _run_once(args, "off", page, console, lambda *_: None)

@@ -43,7 +43,7 @@ class DemoError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ShownTurn:
     """One turn, by the front end's word and the decode daemon's counters."""
 
     prompt_tokens: int
@@ -57,7 +57,7 @@ def decode_stats(system: System) -> cache.SideStats:
         return next(side for side in fetch(channel).sides if side.role == common.ROLE_DECODE)
 
 
-class Chat:
+class ShownChat:
     """One conversation to look at, with what each of its turns moved."""
 
     def __init__(self, system: System, page_size: int, max_tokens: int, console: Console, *, is_text: bool) -> None:
@@ -65,7 +65,7 @@ class Chat:
         self._console, self._is_text = console, is_text  # a synthetic worker's replies are no text
         self._messages: list[dict[str, str]] = []
 
-    def turn(self, question: str) -> Turn:
+    def turn(self, question: str) -> ShownTurn:
         """Asks, and prints the reply."""
         before = decode_stats(self._system)
         self._messages.append({"role": "user", "content": question})
@@ -73,7 +73,7 @@ class Chat:
         text = reply["choices"][0]["message"]["content"]
         self._messages.append({"role": "assistant", "content": text})
         after = decode_stats(self._system)
-        turn = Turn(
+        turn = ShownTurn(
             reply["usage"]["prompt_tokens"],
             reply["usage"]["prompt_tokens_details"]["cached_tokens"],
             after.requests.host_hit_tokens - before.requests.host_hit_tokens,
@@ -108,7 +108,7 @@ class Chat:
                     raise DemoError(f"{path}: {error.code}: {error.read()[:500].decode(errors='replace')}") from error
                 time.sleep(RETRY_SECONDS)
 
-    def _show(self, question: str, text: str, turn: Turn) -> None:
+    def _show(self, question: str, text: str, turn: ShownTurn) -> None:
         held = f"{turn.held_tokens} held by the decode daemon"
         if turn.host_tokens:
             held += f" ({turn.host_tokens} in its host tier)"
@@ -120,12 +120,12 @@ class Chat:
         self._console.print(f"  [bold]assistant[/]  {escape(_printable(text))}")
         self._console.print(f"             [dim]{told}[/]")
 
-    def _pages(self, turn: Turn) -> int:
+    def _pages(self, turn: ShownTurn) -> int:
         """Pages of a prompt, the last of which may be partial."""
         return -(-turn.prompt_tokens // self._page_size)
 
 
-def show_chat(chat: Chat, stack: Stack, spec: SystemSpec, system: System, console: Console) -> list[str]:
+def show_chat(chat: ShownChat, stack: Stack, spec: SystemSpec, system: System, console: Console) -> list[str]:
     """The whole chat; what did not go as it is to go."""
     problems: list[str] = []
     for question in QUESTIONS:
