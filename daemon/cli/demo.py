@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kvferry import flags
 from kvferry._core import GpuUnavailable, gpu_device_count
-from kvferry.daemon.cli.demo_chat import ShownChat, DemoError, decode_stats, show_chat
+from kvferry.daemon.cli.demo_chat import DemoError, ShownChat, decode_stats, show_chat
 from kvferry.daemon.cli.stack import Stack, StackError
 from kvferry.daemon.cli.system import System, SystemSpec, start_daemons, start_engines
 from kvferry.daemon.config.values import ConfigError, parse_device, parse_size, size
