@@ -16,9 +16,8 @@ DIGEST_BYTES = 32
 _REMEDIES = {
     "model": "serve the same model on both sides",
     "revision": "serve the same weights on both sides",
-    "digest_algorithm": "give both engines the same digest algorithm (vLLM: --prefix-caching-hash-algo)",
-    "root_digest": "give the digest chains of both engines the same root (vLLM's NONE_HASH: of the same "
-    "--prefix-caching-hash-algo and PYTHONHASHSEED)",
+    "digest_algorithm": "put engines that name pages by the same chain on both sides (vLLM's and SGLang's differ)",
+    "root_digest": "give the digest chains of both engines the same root",
     "tenant_salt_digest": "give both workers the same --tenant-salt",
     "geometry.page_size": "start both daemons with the same --page-size",
     "geometry.dtype": "start both workers with the same --dtype",
