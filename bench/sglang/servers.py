@@ -1,7 +1,7 @@
 """SGLang's servers and kvferry's daemons on one machine with GPUs, for the scripts beside it.
 
 ROOT  the folder with SGLang unpacked (site, model, jit, triton)     PACK  serve_sglang.sh and bench_sglang.py
-OUT_DIR  what is to be kept: logs
+OUT_DIR  what is to be kept: logs     START_SECONDS  that a server may take to start
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -24,13 +25,13 @@ from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import cache_pb2
 
 ROOT = Path(os.environ.get("ROOT", Path.home() / "sgl"))
-PACK = Path(os.environ.get("PACK", "build/sglang-pack"))
+PACK = Path(os.environ.get("PACK", "build/sglang-pack/first"))
 OUT = Path(os.environ.get("OUT_DIR", "build/sglang-out"))
-PREFILL_PORT, DECODE_PORT = 8100, 8200
 READY = "fired up and ready"
-START_SECONDS = 240.0
-STOP_SECONDS = 20.0
+START_SECONDS = float(os.environ.get("START_SECONDS", "240"))
+STOP_SECONDS = 10.0
 RADIX = ("--disaggregation-decode-enable-radix-cache",)
+KVFERRY, NIXL, ALONE = "kvferry", "nixl", ""
 
 
 class DidNotStart(RuntimeError):
@@ -42,17 +43,31 @@ class System:
     """One way to serve: which backend, and the decode engine's flags."""
 
     name: str
-    backend: str  # "kvferry", "nixl", or "" for one server alone
+    backend: str  # KVFERRY, NIXL, or ALONE for one server that does both
     flags: tuple[str, ...] = ()  # of decode
     host_bytes: str = "0"  # of kvferry's decode daemon
+    slots: int = 16
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Machine:
-    """What runs. A context: what it started is ended with it."""
+@dataclass(frozen=True)
+class Model:
+    """`flags` name its folder; of each engine's pool the tokens."""
 
-    def __init__(self, page: int = 64) -> None:
+    flags: tuple[str, ...]
+    prefill_tokens: int
+    decode_tokens: int
+
+
+class Machine:
+    """One system's servers and daemons. A context: what it started is ended with it. Machines of different `place` run
+    side by side."""
+
+    def __init__(self, system: System, place: int = 0, page: int = 64) -> None:
+        self.system = system
+        self.place = place
         self.page = page
+        self.bootstrap_port = 8998 + place
         self.stack: Stack | None = None
         self.servers: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -60,38 +75,64 @@ class Machine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.stop(*self.servers)
-        self.stop_daemons()
+        self.stop()
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self._port(name)}"
+
+    def _port(self, name: str) -> int:
+        return 8100 + 20 * self.place + ("p", "d", "a").index(name[0])
+
+    def _log(self, name: str) -> str:
+        return f"{name}-{self.system.name}-{self.place}"
+
+    # -- both
+
+    def start_pair(self, model: Model) -> None:
+        """Starts a prefill and a decode server, and daemons where kvferry has them; `wait` waits for the servers."""
+        if self.system.backend == KVFERRY:
+            self._start_daemons()
+        self.start("p", model, gpu=0)
+        self.start("d", model, gpu=decode_gpu())
+
+    def stop(self) -> None:
+        """Ends everything; the logs are in OUT then. Idempotent."""
+        self._stop_servers()
+        self._stop_daemons()
+
+    def say_errors(self, most: int = 12) -> None:
+        """Prints the lines of the logs that an operator should read."""
+        for name in self.servers:
+            for line in self._errors(name, most):
+                print(f"   {name}: {line}", flush=True)
+        if self.stack is not None:
+            print(self.daemon_tails(most), flush=True)
+            try:
+                print(self.stats("decode").transfers, self.stats("decode").host, flush=True)
+            except grpc.RpcError as error:
+                print(f"   decode's daemon does not answer: {error}", flush=True)
 
     # -- kvferry
 
-    def start_daemons(self, host_bytes: str) -> None:
+    def _start_daemons(self) -> None:
         self.stack = Stack()
-        common = ["--pool", "engine", "--page-size", str(self.page), "--metrics", ""]
-        for role, device in (("prefill", "cuda:0"), ("decode", decode_device())):
-            words = [
-                "serve",
-                "--role",
-                role,
-                "--name",
-                role,
-                "--socket",
-                self.socket(role),
-                "--device",
-                device,
-                *common,
-            ]
-            if role == "prefill":
-                words += ["--listen", "127.0.0.1:7071"]
-            else:
-                words += ["--listen", "127.0.0.1:7070", "--peer", "prefill=127.0.0.1:7071", "--host-bytes", host_bytes]
-                words += ["--ucx-ports", "21100-21163"]
-            self.stack.ready(self.stack.start(f"{role}-daemon", words))
+        port = 7070 + 2 * self.place
+        listen = {"prefill": f"127.0.0.1:{port + 1}", "decode": f"127.0.0.1:{port}"}
+        common = ["--pool", "engine", "--page-size", str(self.page), "--metrics", "off"]
+        common += ["--slots", str(self.system.slots)]
+        first = 21000 + 128 * self.place
+        for number, role in enumerate(listen):
+            words = ["serve", "--role", role, "--name", role, "--socket", self.socket(role), "--listen", listen[role]]
+            words += ["--device", f"cuda:{0 if role == 'prefill' else decode_gpu()}", *common]
+            words += ["--ucx-ports", f"{first + 64 * number}-{first + 64 * number + 63}"]
+            if role == "decode":
+                words += ["--peer", f"prefill={listen['prefill']}", "--host-bytes", self.system.host_bytes]
+            self.stack.ready(self.stack.start(f"{role}-daemon", words), START_SECONDS)
 
-    def stop_daemons(self) -> None:
+    def _stop_daemons(self) -> None:
         if self.stack is not None:
             for process in self.stack.processes:
-                (OUT / f"{process.name}.log").write_text(process.tail(1 << 20))
+                (OUT / f"{process.name}-{self.system.name}-{self.place}.log").write_text(process.tail(1 << 20))
             self.stack.close()
             self.stack = None
 
@@ -103,102 +144,86 @@ class Machine:
         with grpc.insecure_channel(f"unix:{self.socket(role)}") as channel:
             return fetch(channel).sides[0]
 
-    def daemon_tails(self, size: int = 4000) -> str:
+    def daemon_tails(self, lines: int) -> str:
         if self.stack is None:
             return ""
-        return "\n".join(f"-- {process.name}\n{process.tail(size)}" for process in self.stack.processes)
+        return "\n".join(f"-- {process.name}\n{process.tail(lines)}" for process in self.stack.processes)
 
     # -- SGLang
 
-    def start(
-        self, name: str, role: str, system: System, *, gpu: int, port: int, tokens: int, flags: Sequence[str] = ()
-    ) -> None:
-        """Starts a server: `role` is prefill, decode or null."""
-        words = ["bash", str(PACK / "serve_sglang.sh"), name, str(gpu), str(port), role, *flags]
-        environment = {**os.environ, "TOKENS": str(tokens), "PAGE": str(self.page), **system.environment}
-        environment["SGLANG_PLUGINS"] = "kvferry"
-        if system.backend == "kvferry" and role != "null":
-            words += ["--disaggregation-transfer-backend", "kvferry"]
-            settings = {"socket": self.socket(role), "revision": "bench"}
-            environment["SGLANG_KVFERRY"] = json.dumps(settings)
+    def start(self, name: str, model: Model, *, gpu: int) -> None:
+        """Starts a server: `name` is p, d, or a for one alone."""
+        role = {"p": "prefill", "d": "decode", "a": "null"}[name]
+        words = ["bash", str(PACK / "serve_sglang.sh"), self._log(name), str(gpu), str(self._port(name)), role]
+        words += [*model.flags, "--disaggregation-bootstrap-port", str(self.bootstrap_port)]
+        words += self.system.flags if name == "d" else ()
+        tokens = model.prefill_tokens if name == "p" else model.decode_tokens
+        environment = {**os.environ, "TOKENS": str(tokens), "PAGE": str(self.page), **self.system.environment}
+        environment["SGLANG_PLUGINS"] = self.system.backend if self.system.backend == KVFERRY else "none"
+        if self.system.backend == KVFERRY:
+            words += ["--disaggregation-transfer-backend", KVFERRY]
+            environment["SGLANG_KVFERRY"] = json.dumps({"socket": self.socket(role), "revision": "bench"})
         self.servers[name] = subprocess.Popen(words, env=environment, cwd=OUT)
 
-    def wait(self, *names: str) -> None:
-        """Until they are ready. DidNotStart."""
-        end = time.monotonic() + START_SECONDS
-        for name in names:
+    def wait(self, seconds: float = START_SECONDS) -> None:
+        """Waits until its servers are ready. DidNotStart."""
+        end = time.monotonic() + seconds
+        for name in self.servers:
             while READY not in self.log(name):
                 if not self._lives(name) or time.monotonic() > end:
+                    why = "is not ready in time" if self._lives(name) else "has ended"
                     tail = [line[:400] for line in self.log(name).splitlines() if line.strip()][-60:]
-                    raise DidNotStart("\n".join([f"{name} is not ready:", *tail, self.daemon_tails()]))
+                    raise DidNotStart("\n".join([f"{self._log(name)} {why}:", *tail, self.daemon_tails(60)]))
                 time.sleep(0.3)
 
     def log(self, name: str) -> str:
-        path = ROOT / "log" / name
+        path = ROOT / "log" / self._log(name)
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def errors(self, name: str, most: int = 15) -> list[str]:
-        """The lines of its log that an operator should read."""
-        words = ("Error", "ERROR", "Traceback", "kvferry", "WARNING", "failed")
+    def _errors(self, name: str, most: int) -> list[str]:
+        words = ("Error", "ERROR", "Traceback", "kvferry", "failed")
         found = [line[:300] for line in self.log(name).splitlines() if any(word in line for word in words)]
         return found[-most:]
 
-    def stop(self, *names: str) -> None:
-        for name in names:
+    def _stop_servers(self) -> None:
+        for name in self.servers:
             if self._lives(name):
                 os.kill(self._pid(name), signal.SIGTERM)
         end = time.monotonic() + STOP_SECONDS
-        for name in names:
+        for name, popen in self.servers.items():
             while self._lives(name) and time.monotonic() < end:
                 time.sleep(0.2)
             if pid := self._pid(name):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-            self.servers.pop(name).wait()
-            if (log := ROOT / "log" / name).exists():
-                shutil.copy(log, OUT / f"{name}.log")
-            (ROOT / "log" / f"{name}.pid").unlink(missing_ok=True)
-            (ROOT / "log" / name).unlink(missing_ok=True)
+            popen.wait(STOP_SECONDS)
+            log = ROOT / "log" / self._log(name)
+            if log.exists():
+                shutil.move(log, OUT / f"{log.name}.log")
+            log.with_name(f"{log.name}.pid").unlink(missing_ok=True)
+        self.servers.clear()
 
     def _pid(self, name: str) -> int:
-        path = ROOT / "log" / f"{name}.pid"
-        return int(path.read_text()) if path.exists() else 0
+        path = ROOT / "log" / f"{self._log(name)}.pid"
+        return int(path.read_text() or 0) if path.exists() else 0
 
     def _lives(self, name: str) -> bool:
         if not (pid := self._pid(name)):
             return self.servers[name].poll() is None
         try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
             return False
-        return True
+        return state not in "ZX"  # it has ended, and nobody has asked how
 
 
-def gpus() -> int:
-    told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    return len([line for line in told.splitlines() if line.startswith("GPU ")])
+@cache
+def gpu_memories() -> list[int]:
+    """MiB of each GPU."""
+    words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    return [int(line) for line in told.split()]
 
 
 def decode_gpu() -> int:
-    return 1 if gpus() > 1 else 0
-
-
-def decode_device() -> str:
-    return f"cuda:{decode_gpu()}"
-
-
-def start_pair(
-    machine: Machine, system: System, *, prefill_tokens: int, decode_tokens: int, flags: Sequence[str] = ()
-) -> None:
-    """A prefill and a decode server of one system. DidNotStart."""
-    if system.backend == "kvferry":
-        machine.start_daemons(system.host_bytes)
-    machine.start("p", "prefill", system, gpu=0, port=PREFILL_PORT, tokens=prefill_tokens, flags=flags)
-    both = (*flags, *system.flags)
-    machine.start("d", "decode", system, gpu=decode_gpu(), port=DECODE_PORT, tokens=decode_tokens, flags=both)
-    machine.wait("p", "d")
-
-
-def stop_pair(machine: Machine) -> None:
-    machine.stop("p", "d")
-    machine.stop_daemons()
+    return 1 if len(gpu_memories()) > 1 else 0

@@ -22,9 +22,9 @@ from kvferry.connectors.sglang.carrier import LOOK_SECONDS, Carrier
 from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import BackendSettings
 from kvferry.connectors.sglang.transfers import GpuMoment, PageTransfer
-from kvferry.connectors.worker_session import LATE_MS
 from kvferry.proto import common_pb2
 
+LATE_MS = 1  # SGLang answers for prefill, and frees its pages, when the last word of a prompt comes
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 

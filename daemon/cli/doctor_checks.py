@@ -153,6 +153,7 @@ async def _courier(config: DaemonConfig) -> None:
         bind_host=parse_address(config.listen)[0],
         port_range=config.ucx_ports,
         tls=config.ucx_tls or None,
+        rdma=config.rdma,
     )
     link = await CourierLink.start(probe, lambda event: None, COURIER_SECONDS)
     await link.stop(COURIER_SECONDS)

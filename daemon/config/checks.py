@@ -9,7 +9,7 @@ from kvferry.daemon.config.values import ConfigError, parse_address
 from kvferry.listening import is_loopback, needs
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.transfer.courier.config import names_rdma
+from kvferry.transfer.courier.config import ANY_ADDRESS, names_rdma
 from kvferry.transfer.courier.messages import MAX_SLOTS
 
 if TYPE_CHECKING:
@@ -23,12 +23,7 @@ def check_together(config: DaemonConfig) -> None:
         why = "without --tls-cert, --tls-key and --tls-ca sessions are not encrypted"
         raise ConfigError(needs("--listen", config.listen, why))
     _check_metrics(config)
-    if is_loopback(host) and names_rdma(config.ucx_tls) and not config.insecure:
-        raise ConfigError(
-            f"--ucx-tls is {config.ucx_tls}, and --listen {config.listen}: RDMA devices have no loopback address, "
-            "couriers would be reached from the network. A --listen that is not loopback, transports without RDMA, "
-            "or --insecure"
-        )
+    _check_rdma(config)
     dialled = [(f"--peer {name}", parse_address(address)[0]) for name, address in config.peers.items()]
     if config.peer_service:
         dialled.append(("--peer-service", parse_address(config.peer_service)[0]))
@@ -92,3 +87,25 @@ def _check_metrics(config: DaemonConfig) -> None:
         raise ConfigError("--ui is on, but --metrics is off: the live page is served at its address")
     if config.ui_daemons and not config.ui:
         raise ConfigError(f"--ui-daemon names {', '.join(config.ui_daemons)}, but --ui is off: there is no live page")
+
+
+def _check_rdma(config: DaemonConfig) -> None:
+    host, _ = parse_address(config.listen)
+    if is_loopback(host) and names_rdma(config.ucx_tls) and not config.insecure:
+        raise ConfigError(
+            f"--ucx-tls is {config.ucx_tls}, and --listen {config.listen}: RDMA devices have no loopback address, "
+            "couriers would be reached from the network. A --listen that is not loopback, transports without RDMA, "
+            "or --insecure"
+        )
+    if not config.rdma_ports:
+        return
+    if not names_rdma(config.ucx_tls):
+        raise ConfigError(
+            f"--rdma-ports is {config.rdma_ports}, and --ucx-tls {config.ucx_tls or 'not given'}: no transport of RDMA "
+            "uses them; name one, like rc,cuda_copy,cuda_ipc,tcp"
+        )
+    if host.strip("[]") in ANY_ADDRESS:
+        raise ConfigError(
+            f"--rdma-ports is {config.rdma_ports}, and --listen {config.listen}: couriers on every interface use every "
+            "device; give --listen the address of one"
+        )

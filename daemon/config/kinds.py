@@ -15,6 +15,7 @@ from kvferry.proto.limits import MAX_NAME_CHARS
 from kvferry.radix.tree import policy_names
 
 MAX_TRANSPORTS = 16
+MAX_RDMA_PORTS = 64
 
 
 def parse_quota(text: str) -> tuple[str, Quota]:
@@ -116,6 +117,18 @@ def _transports(value: str) -> str:
     return value
 
 
+def _rdma_ports(value: str) -> str:
+    """UCX's names of RDMA ports with commas between; empty: all of the machine."""
+    names = value.split(",") if value else []
+    form = re.compile(r"[A-Za-z0-9_-]{1,64}:[1-9][0-9]?")
+    if len(names) > MAX_RDMA_PORTS or not all(map(form.fullmatch, names)):
+        raise ConfigError(
+            f"RDMA ports {value[:64]!r} must be 1 to {MAX_RDMA_PORTS} with commas between, each a device of "
+            "/sys/class/infiniband and its port, like mlx5_0:1,mlx5_1:1"
+        )
+    return value
+
+
 def _device(value: str) -> str:
     parse_device(value)
     return value
@@ -152,6 +165,11 @@ Quotas = Annotated[
 Ports = Annotated[tuple[int, int], BeforeValidator(_ports), _schema(type="string", pattern="^[0-9]+-[0-9]+$")]
 Transports = Annotated[
     str, AfterValidator(_transports), _schema(type="string", pattern="^([a-z0-9_]{1,32}(,[a-z0-9_]{1,32})*)?$")
+]
+RdmaPorts = Annotated[
+    str,
+    AfterValidator(_rdma_ports),
+    _schema(type="string", pattern="^([A-Za-z0-9_-]{1,64}:[1-9][0-9]?(,[A-Za-z0-9_-]{1,64}:[1-9][0-9]?)*)?$"),
 ]
 TlsPeers = Annotated[
     tuple[str, ...],

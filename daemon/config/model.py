@@ -23,6 +23,7 @@ from kvferry.daemon.config.kinds import (
     Policy,
     Ports,
     Quotas,
+    RdmaPorts,
     Seconds,
     Size,
     TlsPeers,
@@ -242,6 +243,11 @@ class DaemonConfig(BaseModel):
         Field(description="transports that UCX may use between couriers (UCX_TLS)"),
         Flag("NAME,...", default="tcp, and on GPUs cuda_copy,cuda_ipc,tcp"),
     ] = ""
+    rdma_ports: Annotated[
+        RdmaPorts,
+        Field(description="RDMA ports that couriers may use, with transports of RDMA; UCX takes those near each GPU"),
+        Flag("DEVICE:PORT,...", default="all of the machine"),
+    ] = ""
     tls_cert: Annotated[
         str,
         Field(
@@ -296,6 +302,11 @@ class DaemonConfig(BaseModel):
     def devices(self) -> tuple[int, ...]:
         """The GPU of each rank; () on the CPU."""
         return parse_device(self.device)
+
+    @property
+    def rdma(self) -> tuple[str, ...]:
+        """The RDMA ports that couriers may use; () for all."""
+        return tuple(self.rdma_ports.split(",")) if self.rdma_ports else ()
 
     @property
     def roles(self) -> tuple[str, ...]:

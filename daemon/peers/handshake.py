@@ -205,5 +205,6 @@ def courier_config(config: DaemonConfig, *, receive_slots: int, send_slots: int)
         bind_host=host,
         port_range=config.ucx_ports,
         tls=config.ucx_tls or None,
+        rdma=config.rdma,
         devices=config.devices,
     )

@@ -111,8 +111,8 @@ class Registering:
         workers, most = self._workers, self._config.max_workers
         if workers.may_write + self._coming >= most:
             raise exhausted(
-                f"{len(workers.here)} workers are here, {self._coming} are coming, and {workers.lost} lost ones are "
-                f"not proven gone; --max-workers is {most}"
+                f"{workers.may_write} workers are here, or left and are not proven gone, and {self._coming} are "
+                f"coming; --max-workers is {most}"
             )
 
     async def _map(self, worker: str, facts: NamespaceFacts, registration: Registration) -> None:

@@ -410,6 +410,8 @@ def computed(side: PrefillScheduler, news: tuple[News, ...] = ()) -> dict[str, o
         ((News(frozenset({"a"})),), False),
         ((News(sessions={0: False}),), False),
         ((News(sessions={0: False}), News(sessions={0: True})), True),
+        ((News(sessions={0: False}), News(sessions={1: True})), False),
+        ((News(sessions={0: False, 1: False}), News(sessions={1: True}), News(sessions={0: True})), True),
         ((News(frozenset({"a"}), sessions={0: False}), News(sessions={0: True})), False),
     ],
 )
@@ -436,6 +438,7 @@ def test_news_that_nobody_has_taken_are_told_together() -> None:
     assert both.then(News(sessions={0: True})).sessions == {0: True}
     ranks = News(first={"a": 1}).then(News(sessions={1: False}, bad=frozenset({"a"})))
     assert ranks == News(sessions={1: False}, first={"a": 1}, bad=frozenset({"a"})), "of all of an engine's ranks"
+    assert ranks.then(News(sessions={0: True})).sessions == {0: True, 1: False}
 
 
 def test_blocks_promised_before_the_daemon_seemed_down_are_reported() -> None:

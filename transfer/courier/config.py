@@ -50,10 +50,10 @@ class CourierConfig:
     """One courier. Raises MessageError for a value out of bounds, naming the field.
 
     `bind_host` chooses the network interfaces that UCX listens on and connects from: the one that owns the address
-    (beside it, where `tls` names transports of RDMA, every RDMA device), or all for 0.0.0.0. `port_range` is inclusive;
-    a courier takes one port of it per interface. `devices`: empty for slots in host memory, else the GPU of each rank,
-    by its number in this process; slot i is rank i // (slots / ranks)'s. `tls` is UCX_TLS; None: GPU_TLS with devices,
-    else HOST_TLS, or HOST_TLS_BESIDE_GPUS.
+    (beside it, where `tls` names transports of RDMA, `rdma` of the RDMA ports, by default every one), or all for
+    0.0.0.0. `port_range` is inclusive; a courier takes one port of it per interface. `devices`: empty for slots in host
+    memory, else the GPU of each rank, by its number in this process; slot i is rank i // (slots / ranks)'s. `tls` is
+    UCX_TLS; None: GPU_TLS with devices, else HOST_TLS, or HOST_TLS_BESIDE_GPUS.
     """
 
     slot_bytes: int
@@ -62,6 +62,7 @@ class CourierConfig:
     bind_host: str = "127.0.0.1"
     port_range: tuple[int, int] = (21000, 21063)
     tls: str | None = None
+    rdma: tuple[str, ...] = ()  # as UCX names them
     tcp_user_timeout_s: float = 3.0  # unacknowledged bytes for so long are an error; also kills a starved peer
     tcp_keepalive_idle_s: float = 1.0
     tcp_keepalive_interval_s: float = 1.0
@@ -124,7 +125,7 @@ def names_rdma(transports: str) -> bool:
 
 def courier_environment(config: CourierConfig, bind: Address | None, base: Mapping[str, str]) -> dict[str, str]:
     """The courier's environment: what passes of `base`, with our settings of UCX over it. `bind` None means every
-    interface."""
+    interface. CourierError for RDMA ports that are not there."""
     environment = {
         name: value for name, value in base.items() if name in PASSED_NAMES or name.startswith(PASSED_PREFIXES)
     }
@@ -138,7 +139,7 @@ def courier_environment(config: CourierConfig, bind: Address | None, base: Mappi
         "PYTHONSAFEPATH": "1",
     }
     if bind is not None:
-        devices = rdma_ports() if names_rdma(config.transports) else []
+        devices = _rdma_of(config) if names_rdma(config.transports) else []
         environment["UCX_NET_DEVICES"] = ",".join([interface_of(bind), *devices])
         environment["UCX_TCP_AF_PRIO"] = "inet,inet6" if bind.version == 4 else "inet6,inet"
     environment.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -148,6 +149,15 @@ def courier_environment(config: CourierConfig, bind: Address | None, base: Mappi
     if not home or not os.access(home, os.R_OK | os.X_OK):
         environment["HOME"] = "/"  # NIXL dies where it cannot look for $HOME/.nixl.cfg; "/" is root's alone to write
     return environment
+
+
+def _rdma_of(config: CourierConfig) -> list[str]:
+    there = rdma_ports()
+    if missing := [name for name in config.rdma if name not in there]:
+        raise CourierError(
+            f"RDMA ports {', '.join(missing)} are not on this machine; it has {', '.join(there) or 'none'}"
+        )
+    return list(config.rdma) or there
 
 
 def _milliseconds(seconds: float) -> str:

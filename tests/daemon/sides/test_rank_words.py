@@ -50,6 +50,8 @@ def test_progress_is_that_of_the_last_with_the_blocks_that_rank_0_named() -> Non
     assert say(words, 2, progress(32)) == [Pass("progress", progress(32, 7, 8))]
     assert say(words, 0, progress(64, 9)) == []
     assert say(words, 2, progress(64)) == [Pass("progress", progress(64, 9))]
+    assert say(words, 1, FINISH) == []
+    assert told(say(words, 1, progress(65))) == [(1, "failed")], "behind its end"
     with pytest.raises(RequestError, match="66 are named of 64 tokens"):
         say(words, 0, progress(65, *range(66)))
 
@@ -62,6 +64,14 @@ def test_one_that_aborts_has_it_aborted_when_all_have_answered() -> None:
     assert say(words, 0, ABORT) == [Pass("abort", ABORT)]
     assert say(words, 2, ABORT) == [Pass("abort", ABORT)], "an answer to what it was told since"
     assert len(words) == 0
+
+
+def test_one_that_aborts_when_rank_0_has_finished_it_has_it_aborted() -> None:
+    words = RankWords(3)
+    opened(words)
+    assert say(words, 0, FINISH) == []
+    assert told(say(words, 2, ABORT)) == [(1, "failed")]
+    assert say(words, 1, ABORT) == [Pass("abort", ABORT)]
 
 
 def test_what_is_aborted_before_all_have_opened_it_never_is_passed_on() -> None:

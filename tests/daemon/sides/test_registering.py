@@ -157,7 +157,7 @@ def test_max_workers_bounds_those_that_come_while_the_pool_is_made(
         first, second = (asyncio.create_task(side.register(plain_hello(f"worker {i}"))) for i in range(2))
         await asyncio.sleep(0)
         for _ in range(3):
-            with pytest.raises(RequestError, match="0 workers are here, 2 are coming") as refused:
+            with pytest.raises(RequestError, match=r"0 workers are here, .* 2 are coming") as refused:
                 await asyncio.wait_for(side.register(plain_hello("one more")), 5)
             assert refused.value.code == common_pb2.ERROR_RESOURCE_EXHAUSTED
         second.cancel()
@@ -166,7 +166,7 @@ def test_max_workers_bounds_those_that_come_while_the_pool_is_made(
         gate.set()
         taken = [(await coming)[1] for coming in (first, third)]
         assert side.workers.may_write == 2 and [len(welcome.rank_pools) for welcome in taken] == [ranks, ranks]
-        with pytest.raises(RequestError, match="2 workers are here, 0 are coming"):
+        with pytest.raises(RequestError, match=r"2 workers are here, .* 0 are coming"):
             await side.register(plain_hello("one more"))
         await side.close()
 

@@ -16,6 +16,7 @@ from tests.mutants.guards import (
     peers,
     places,
     protocol,
+    ranks,
     sides,
     way_back,
 )
@@ -32,6 +33,7 @@ GUARDS: tuple[Guard, ...] = (
     *native_copies.GUARDS,
     *peers.GUARDS,
     *sides.GUARDS,
+    *ranks.GUARDS,
     *engines.GUARDS,
     *other_loads.GUARDS,
     *engine_resets.GUARDS,

@@ -388,6 +388,11 @@ def test_transports_of_rdma_have_its_devices_beside_the_interface(
     rdma = "lo,mlx5_0:1,mlx5_1:1"
     assert list(found.values()) == ["lo", "lo", rdma, rdma, rdma]
     assert courier_config.rdma_ports(str(tmp_path / "none")) == []
+    config = dataclasses.replace(CONFIG, tls="rc,tcp", rdma=("mlx5_1:1",))
+    assert courier_environment(config, loopback, {})["UCX_NET_DEVICES"] == "lo,mlx5_1:1"
+    assert courier_environment(dataclasses.replace(config, tls="tcp"), loopback, {})["UCX_NET_DEVICES"] == "lo"
+    with pytest.raises(CourierError, match="RDMA ports mlx5_7:1 are not on this machine; it has mlx5_0:1, mlx5_1:1"):
+        courier_environment(dataclasses.replace(config, rdma=("mlx5_1:1", "mlx5_7:1")), loopback, {})
 
 
 def test_gpus_are_counted_by_their_pci_devices(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""SGLang's prefill and decode with its own NIXL backend, decode's radix cache off and on, and with kvferry's:
+multi-turn chats, the same client and the same flags for each. In the systems named -half decode's pool has half of what
+the largest number of chats needs, and SGLang's own host tier is measured beside kvferry's.
+
+bash bench/gpu/sglang.sh OUT compare [--systems nixl-off nixl-on kvferry nixl-on-half nixl-host-half kvferry-half]
+                                     [--at-once 1 4 32] [--rounds 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from servers import KVFERRY, NIXL, OUT, PACK, RADIX, DidNotStart, Machine, Model, System
+
+FIRST, MORE, TURNS, OUTPUT = 8192, 512, 4, 16
+PREFILL_TOKENS, ROOM, HALF = 400_000, 340_000, 157_000
+HOST = "48GiB"
+HICACHE = ("--enable-hierarchical-cache", "--hicache-size", "48")
+SYSTEMS = {
+    "nixl-off": (System("nixl-off", NIXL), ROOM),
+    "nixl-on": (System("nixl-on", NIXL, RADIX), ROOM),
+    "kvferry": (System("kvferry", KVFERRY, RADIX), ROOM),
+    "kvferry-host": (System("kvferry-host", KVFERRY, RADIX, HOST), ROOM),
+    "nixl-on-half": (System("nixl-on-half", NIXL, RADIX), HALF),
+    "nixl-host-half": (System("nixl-host-half", NIXL, (*RADIX, *HICACHE)), HALF),
+    "kvferry-half": (System("kvferry-half", KVFERRY, RADIX, HOST), HALF),
+}
+CELL_SECONDS = 240.0
+Rows = list[dict[str, Any]]
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", nargs="+", default=[name for name in SYSTEMS if name != "kvferry-host"])
+    parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4, 32])
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args(words)
+    rows: Rows = []
+    failed = False
+    for name in args.systems:
+        system, tokens = SYSTEMS[name]
+        began = time.monotonic()
+        with Machine(system) as machine:
+            try:
+                machine.start_pair(Model((), PREFILL_TOKENS, tokens))
+                machine.wait()
+                print(f"== {name}: ready after {time.monotonic() - began:.0f} s", flush=True)
+                rows += measured(machine, [max(args.at_once)] if tokens == HALF else args.at_once, args.rounds)
+            except (DidNotStart, subprocess.SubprocessError) as error:
+                failed = True
+                print(f"== {name} failed: {error}", flush=True)
+        keep(rows)
+    show(rows)
+    return int(failed)
+
+
+def keep(rows: Rows) -> None:
+    (OUT / "compare.json").write_text(json.dumps(rows))
+
+
+def measured(machine: Machine, at_once: Sequence[int], rounds: int) -> Rows:
+    """The cells of a pair that is ready, behind a short one that warms it."""
+    rows: Rows = []
+    drive(machine, 2, 1, {"first": 1024, "turns": 2, "seed": 7})
+    for chats in at_once:
+        before = counted(machine)
+        found = drive(machine, chats, rounds, {"first": FIRST, "turns": TURNS, "seed": chats})
+        after = counted(machine)
+        for row in found:
+            if after is not None and before is not None:
+                row["mb"] = (after - before) / len(found) / row["conv"] / (1 << 20)
+        rows += found
+    machine.say_errors()
+    return rows
+
+
+def counted(machine: Machine) -> int | None:
+    """Bytes that decode's daemon has received; None: SGLang counts itself."""
+    return None if machine.stack is None else machine.stats("decode").transfers.delta_bytes
+
+
+def drive(machine: Machine, chats: int, rounds: int, shape: dict[str, int]) -> Rows:
+    """One cell's rows, a turn each. SubprocessError where the client fails."""
+    out = OUT / "cell.json"
+    words = [sys.executable, str(PACK / "bench_sglang.py"), "--prefill", machine.url("p"), "--decode", machine.url("d")]
+    words += ["--label", machine.system.name, "--json", str(out), "--flush", "--bootstrap-port"]
+    words += [str(machine.bootstrap_port), "--conversations", str(chats), "--rounds", str(rounds)]
+    shape = {**shape, "more": MORE, "output": OUTPUT}
+    words += [word for key, value in shape.items() for word in (f"--{key}", str(value))]
+    subprocess.run(words, check=True, timeout=CELL_SECONDS)
+    rows: Rows = json.loads(Path(out).read_text())
+    out.unlink()
+    return [{key: value for key, value in row.items() if key != "tokens"} for row in rows]
+
+
+def show(rows: Rows) -> None:
+    table = Table(title="turns 2 to 4: medians of the turns' own")
+    for head in ("system", "chats", "TTFT p50 ms", "p90 ms", "requests/s", "MiB a request", "ITL p50 ms"):
+        table.add_column(head, justify="left" if head == "system" else "right")
+    for name, chats in dict.fromkeys((row["label"], row["conv"]) for row in rows):
+        later = [row for row in rows if (row["label"], row["conv"]) == (name, chats) and row["turn"] > 1]
+        cells = [median(row[key] for row in later) for key in ("ttft50", "ttft90", "rps", "mb", "itl50")]
+        ttft, late, rps, mib, itl = cells
+        table.add_row(
+            name, str(chats), f"{1e3 * ttft:.0f}", f"{1e3 * late:.0f}", f"{rps:.1f}", f"{mib:.0f}", f"{1e3 * itl:.1f}"
+        )
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
