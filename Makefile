@@ -5,6 +5,7 @@
 # make mutants   breaks one guard at a time, and says which test notices
 # make aiperf    AIPerf against the front end              make published   the published workload, rehearsed
 # make e2e       one benchmark a claim, off and on         make trace TRACE=FILE   a whole trace through the system
+# make charts    the README's two pictures, out of bench/results
 # make sglang-wheels  SGLang's files for the tests of its backend
 # make demo-vllm the same with two vLLM servers on this machine's CPU, in an environment of their own
 #
@@ -41,7 +42,7 @@ SGLANG := build/sglang
 SGLANG_VERSIONS := 0.5.16 0.5.23
 SGLANG_WHEEL := --no-deps --only-binary=:all: --python-version 3.11 --implementation cp --platform manylinux_2_34_x86_64
 
-.PHONY: all venv demo demo-vllm sglang-wheels test nightly mutants fuzz sanitize aiperf published e2e trace lint types proto proto-check stub wheel wheels image image-test clean
+.PHONY: all venv demo demo-vllm sglang-wheels test nightly mutants fuzz sanitize aiperf published e2e trace charts lint types proto proto-check stub wheel wheels image image-test clean
 all: venv
 
 venv: $(STAMP)
@@ -118,6 +119,9 @@ e2e: venv
 
 trace: venv
 	$(BIN)/python bench/e2e/trace.py --trace $(TRACE)
+
+charts: venv
+	$(BIN)/python bench/charts.py
 
 lint: venv
 	$(BIN)/python -m ruff check .

@@ -18,9 +18,9 @@ from kvferry.client.requests import DaemonAbsent, DaemonEnded, DaemonGone, Hands
 from kvferry.frames import SUFFIX, FrameStream
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.proto.limits import MAX_MESSAGE_BYTES
+from kvferry.proto.versions import WORKER_PROTOCOL
 from kvferry.waiting import is_done
 
-PROTOCOL = 1
 MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 MAX_RECEIVED_MESSAGE_BYTES = 64 * 1024 * 1024
 AGAIN_SECONDS = 0.1  # until a daemon that is not there is tried again
@@ -90,9 +90,9 @@ class Stream:
             raise kind(f"the daemon refused the worker: {end}")
         if event.WhichOneof("kind") != "welcome":
             raise HandshakeFailed(f"the daemon's first word is {event.WhichOneof('kind')}; it must be welcome")
-        if event.welcome.protocol != PROTOCOL:
+        if event.welcome.protocol != WORKER_PROTOCOL:
             raise HandshakeFailed(
-                f"protocol: the daemon chose {event.welcome.protocol}, this worker speaks {PROTOCOL}; "
+                f"protocol: the daemon chose {event.welcome.protocol}, this worker speaks {WORKER_PROTOCOL}; "
                 "upgrade the older one"
             )
         return event.welcome
@@ -148,7 +148,7 @@ def new_hello(
     rank: OneRank | None,
 ) -> worker_pb2.WorkerHello:
     """A worker's first word; see `DaemonClient.connect`."""
-    hello = worker_pb2.WorkerHello(protocol=PROTOCOL, role=role, worker=worker, facts=facts, late_ms=late_ms)
+    hello = worker_pb2.WorkerHello(protocol=WORKER_PROTOCOL, role=role, worker=worker, facts=facts, late_ms=late_ms)
     if own is not None:
         hello.pool.CopyFrom(own.message)
         hello.facts.geometry.page_size = own.pools.geometry.page_size

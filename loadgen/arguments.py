@@ -73,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", type=Path, metavar="FILE")
     out.add_argument("--csv", type=Path, metavar="FILE")
     out.add_argument("--jsonl", type=Path, metavar="FILE", help="a line a request")
-    out.add_argument("--plots", type=Path, metavar="FOLDER", help="PNG files; needs matplotlib")
+    out.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="PNG files, with --compare one of both; needs matplotlib"
+    )
 
 
 def _add_workload(work: argparse._ArgumentGroup) -> None:

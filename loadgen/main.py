@@ -32,7 +32,7 @@ from kvferry.loadgen.client import Client, ModelInfo, ServerError
 from kvferry.loadgen.daemon_stats import DaemonCounts, Reading, StatsError, counted, read_daemons
 from kvferry.loadgen.dialogue import ChatDialogue, Dialogue, Generation, TokenDialogue
 from kvferry.loadgen.files import FileError, read_report, write_csv, write_json, write_requests
-from kvferry.loadgen.plots import plots_missing, write_plots
+from kvferry.loadgen.plots import plots_missing, write_comparison, write_plots
 from kvferry.loadgen.progress import Live
 from kvferry.loadgen.report import Report, RunSetup, make_report
 from kvferry.loadgen.runner import Closed, Conversation, Open, RunRecord
@@ -46,14 +46,17 @@ __all__ = ["add_arguments", "run"]
 
 def run(args: argparse.Namespace) -> int:
     try:
-        if args.compare is not None:
-            reports = (read_report(args.compare[0]), read_report(args.compare[1]))
-            print_comparison((str(args.compare[0]), str(args.compare[1])), reports, console())
-            return 0
-        if args.url is None:
+        if args.url is None and args.compare is None:
             raise WorkloadError("--url is needed, or --compare")
         if args.plots is not None and (missing := plots_missing()) is not None:
             raise WorkloadError(f"--plots: {missing}")
+        if args.compare is not None:
+            reports = (read_report(args.compare[0]), read_report(args.compare[1]))
+            names = (str(args.compare[0]), str(args.compare[1]))
+            print_comparison(names, reports, console())
+            if args.plots is not None:
+                write_comparison(names, reports, args.plots)
+            return 0
         measured = asyncio.run(_run(args))
     except (ServerError, StatsError, FileError, OSError, ValueError) as error:
         print(f"kvferry loadgen: {error}", file=sys.stderr)

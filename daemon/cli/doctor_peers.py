@@ -14,9 +14,9 @@ from kvferry.daemon.cli.findings import BAD, NOTE, OK, Finding
 from kvferry.daemon.cli.stats import fetch
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import parse_address, size
-from kvferry.daemon.peers.handshake import PROTOCOL, PROTOCOL_MIN
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
+from kvferry.proto.versions import PROTOCOL, PROTOCOL_MIN
 
 CONNECT_SECONDS = 3.0
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import kvferry
+from kvferry.proto.versions import PROTOCOL, PROTOCOL_MIN
 
 
 class Subcommand(NamedTuple):
@@ -82,7 +83,7 @@ def parser_of(
     """The parser of all commands, where those of these names have their flags, and the parser of the last of them.
     One that cannot be loaded for such an error has none."""
     parser = argparse.ArgumentParser(prog="kvferry", description=kvferry.__doc__, allow_abbrev=False)
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show version and protocols, and exit")
     chosen: argparse.ArgumentParser | None = None
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (where, summary, _) in COMMANDS.items():
@@ -100,7 +101,7 @@ class _Version(argparse.Action):
     """argparse's own wants the version before anybody asks for it, and to look it up takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"kvferry {kvferry.__version__}")
+        print(f"kvferry {kvferry.__version__}, protocol {PROTOCOL}, oldest peer {PROTOCOL_MIN}")
         parser.exit()
 
 

@@ -15,13 +15,14 @@ from kvferry.daemon.core.counters import BOUNDS, Histogram, TransferCounters
 from kvferry.daemon.observe.health import HealthWatch
 from kvferry.daemon.observe.room import RoomWatch
 from kvferry.daemon.observe.rpc_times import RpcTimes
-from kvferry.daemon.peers.handshake import PROTOCOL, no_way_back
+from kvferry.daemon.peers.handshake import no_way_back
 from kvferry.daemon.peers.tls import Identity, TlsWatch
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
 from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import cache_pb2 as wire
 from kvferry.proto import common_pb2 as common
+from kvferry.proto.versions import PROTOCOL
 from kvferry.radix.pool import PagePool
 from kvferry.transfer.host_tier.copy_strategies import CopyStatistics
 

@@ -18,6 +18,7 @@ from kvferry.proto.limits import (
     MAX_MESSAGE_BYTES,
     MAX_NAME_CHARS,
 )
+from kvferry.proto.versions import PROTOCOL, PROTOCOL_MIN
 from kvferry.transfer.courier.link import CourierConfig
 from kvferry.transfer.geometry.namespace import NamespaceFacts, differences
 from kvferry.transfer.geometry.rank_lanes import Lane, lanes_of
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
-PROTOCOL_MIN = 1
 LANES = "lanes"
 PART_SUMS = "part-sums"
 WAY_BACK = "way-back"

@@ -16,11 +16,10 @@ from kvferry.daemon.sides.workers import Ranks, SideWorkers, Worker
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_NAME_CHARS
+from kvferry.proto.versions import WORKER_PROTOCOL
 from kvferry.transfer.geometry.kv_geometry import StorageOrder
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.geometry.registration import Registration
-
-PROTOCOL = 1
 
 
 class Registering:
@@ -95,9 +94,9 @@ class Registering:
         return welcomes
 
     def _check(self, hello: wire.WorkerHello) -> None:
-        if hello.protocol != PROTOCOL:
+        if hello.protocol != WORKER_PROTOCOL:
             raise precondition(
-                f"protocol is {hello.protocol}; this daemon speaks {PROTOCOL}: install the same kvferry on both"
+                f"protocol is {hello.protocol}; this daemon speaks {WORKER_PROTOCOL}: install the same kvferry on both"
             )
         if len(hello.worker) > MAX_NAME_CHARS:
             raise invalid(f"worker has {len(hello.worker)} characters; the bound is {MAX_NAME_CHARS}")
@@ -135,7 +134,7 @@ class Registering:
         tiers, storage = self._tiers, self._tiers.memory.shape.order
         plain = len(pools) == 1 and storage is StorageOrder.PAGE_MAJOR
         return wire.Welcome(
-            protocol=PROTOCOL,
+            protocol=WORKER_PROTOCOL,
             daemon=self._config.name,
             incarnation=self._incarnation,
             namespace_id=facts.id,

@@ -14,9 +14,9 @@ from kvferry.daemon.cli import doctor_checks as doctor
 from kvferry.daemon.cli.doctor_checks import BAD, NOTE, OK, Finding
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
-from kvferry.daemon.peers.handshake import PROTOCOL
 from kvferry.daemon.peers.tls import TlsFiles, TlsWatch
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
+from kvferry.proto.versions import PROTOCOL
 from tests.support.certificates import Authority, Folder
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import kvferry
+from kvferry.proto.versions import PROTOCOL, PROTOCOL_MIN
 
 CONFIG = {"numpy", "grpc", "torch", "cryptography"}
 ASKS_A_DAEMON = {"numpy", "pydantic", "torch", "cryptography", "kvferry._core", "importlib.metadata"}
@@ -39,7 +40,7 @@ def test_the_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvferry", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout == f"kvferry {kvferry.__version__}\n"
+    assert done.stdout == f"kvferry {kvferry.__version__}, protocol {PROTOCOL}, oldest peer {PROTOCOL_MIN}\n"
     assert kvferry.__version__[0].isdigit()
     with pytest.raises(AttributeError, match="has no attribute 'version'"):
         _ = kvferry.version
