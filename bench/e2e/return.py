@@ -7,6 +7,7 @@ Fetches move this machine's small pages, not slowed to the model's link: the rep
 """
 
 import sys
+from collections import Counter
 from dataclasses import replace
 
 from claims import PAGE, Bench, Chats, main
@@ -39,6 +40,11 @@ def both(bench: Bench, title: str, setup: Setup, load: list[str]) -> tuple[Run, 
             f"{measured.computed_tokens:>9,}  fetched {measured.fetched_tokens:>9,}",
             highlight=False,
         )
+    reasons: Counter[str] = Counter()
+    for side in on.prefills:
+        reasons.update({choice.reason: choice.count for choice in side.way_back.choices})
+    said = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
+    bench.console.print(f"choices, on: {said or 'none'}", highlight=False)
     return off, on
 
 
