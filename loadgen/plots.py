@@ -1,5 +1,5 @@
-"""Plots (needs matplotlib). Of a run: TTFT by turn, the distribution of latencies, the hit rate over time. Of two runs: one
-picture of both. Every tick is a whole number."""
+"""Plots (needs matplotlib). Of a run: TTFT by turn, the distribution of latencies, the hit rate over time. Of two runs:
+one picture of both. Every tick is a whole number."""
 
 from __future__ import annotations
 
