@@ -169,6 +169,7 @@ async def found_again(daemon: Process) -> None:
     raise AssertionError(daemon.tail())
 
 
+@pytest.mark.nightly
 def test_the_file_of_ranks_is_found_again(stack: Stack, tmp_path: Path) -> None:
     """By a daemon whose engine has as many shares of the heads."""
 

@@ -163,8 +163,18 @@ def test_reuse_off_moves_everything_every_time(stack: Stack) -> None:
     ("spec", "field", "remedy"),
     [
         (SystemSpec(page_size=16, decode_flags=["--page-size", "32"]), "geometry.page_size", "--page-size"),
-        (SystemSpec(page_size=16, decode_worker_flags=["--dtype", "bfloat16"]), "geometry.dtype", "--dtype"),
-        (SystemSpec(page_size=16, decode_worker_flags=["--synthetic-layers", "3"]), "geometry.layers", "same model"),
+        pytest.param(
+            SystemSpec(page_size=16, decode_worker_flags=["--dtype", "bfloat16"]),
+            "geometry.dtype",
+            "--dtype",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            SystemSpec(page_size=16, decode_worker_flags=["--synthetic-layers", "3"]),
+            "geometry.layers",
+            "same model",
+            marks=pytest.mark.nightly,
+        ),
         (SystemSpec(page_size=16, decode_worker_flags=["--revision", "2"]), "revision", "same weights"),
     ],
 )
