@@ -138,5 +138,5 @@ def test_too_few_or_too_many_ranks(ranks: int) -> None:
 def test_more_lanes_than_a_receiver_counts_are_refused() -> None:
     four = dataclasses.replace(GEOMETRY, kv_heads=64, further=(CacheShape(1, 1, 8, "uint8", 1),) * 3)
     assert len(lanes_of(four, 64, 32)) < 255
-    with pytest.raises(ValueError, match="ranks is 64 of prefill and 64 of decode, .* 4 caches are 256 lanes; .* 255"):
+    with pytest.raises(ValueError, match=r"ranks is 64 of prefill and 64 of decode, .* 4 caches are 256 lanes; .* 255"):
         lanes_of(four, 64, 64)
