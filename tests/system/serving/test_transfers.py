@@ -175,7 +175,12 @@ def test_reuse_off_moves_everything_every_time(stack: Stack) -> None:
             "same model",
             marks=pytest.mark.nightly,
         ),
-        (SystemSpec(page_size=16, decode_worker_flags=["--revision", "2"]), "revision", "same weights"),
+        pytest.param(
+            SystemSpec(page_size=16, decode_worker_flags=["--revision", "2"]),
+            "revision",
+            "same weights",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_at_the_handshake(stack: Stack, spec: SystemSpec, field: str, remedy: str) -> None:

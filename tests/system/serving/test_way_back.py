@@ -117,6 +117,7 @@ def test_a_restarted_prefill_daemon_fetches(stack: Stack, how: str) -> None:
     assert choices(side) == {"fetched": 1} and side.way_back.fetched_tokens == turn.matched
 
 
+@pytest.mark.nightly
 def test_what_was_measured_decides(stack: Stack) -> None:
     """An engine that computes slowly fetches; both estimates are in the statistics."""
     spec = system(2, "auto")
