@@ -20,6 +20,7 @@ from kvferry.client.engine_pools import EnginePools
 from kvferry.client.one_rank import OneRank
 from kvferry.client.open_request import OpenRequest
 from kvferry.client.requests import (
+    FOR_PAGES,
     MAX_FINISH_DIGEST_BYTES,
     Admitted,
     Begun,
@@ -27,11 +28,13 @@ from kvferry.client.requests import (
     HandshakeFailed,
     NotOpened,
     PageTokens,
+    Patience,
     Ready,
     RequestFailed,
     RequestName,
     Retracted,
     check_output_digests,
+    milliseconds,
     name_in_use,
     with_page_tokens,
 )
@@ -165,7 +168,7 @@ class DaemonClient:
                 tail_digest=tail_digest,
                 prefill=prefill,
                 max_new_tokens=max_new_tokens,
-                deadline_ms=_milliseconds(deadline_s),
+                deadline_ms=milliseconds(deadline_s),
                 priority=priority,
                 warmup=warmup,
                 held_tokens=held_tokens,
@@ -237,6 +240,7 @@ class DaemonClient:
         warmup: bool = False,
         traceparent: str = "",
         blocks: Sequence[int] = (),
+        patience: Patience = FOR_PAGES,
     ) -> Begun:
         """Asks the daemon for pages for this prompt. `blocks`: the first of them, of an engine that has registered
         blocks; they are read until `ended` or `abort` returns. Raises RequestFailed, DaemonGone; NotOpened when the
@@ -247,14 +251,16 @@ class DaemonClient:
                 digests=digests,
                 tokens=tokens,
                 tail_digest=tail_digest,
-                deadline_ms=_milliseconds(deadline_s),
+                deadline_ms=milliseconds(deadline_s),
                 priority=priority,
                 warmup=warmup,
                 traceparent=traceparent,
                 blocks=blocks,
             )
         )
+        patience.mark(message.begin)
         request = self._open(name, message, tokens, deadline_s)
+        request.proceed = patience.proceed
         return await self._wait(name, request.begun, deadline_s + ANSWER_SLACK_S, "Begun")
 
     def progress(self, name: RequestName, tokens: int, blocks: Sequence[int] = ()) -> None:
@@ -439,11 +445,5 @@ class DaemonClient:
         if kind == "welcome":
             raise ValueError("a second Welcome")
         name = RequestName.from_proto(getattr(event, kind).name)
-        request = self._requests.get(name)
-        if request is None:
-            return  # over on this side: its Abort and this event crossed
-        request.take(kind, event)
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
+        if (request := self._requests.get(name)) is not None:  # else its Abort and this event crossed
+            request.take(kind, event)

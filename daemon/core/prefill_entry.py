@@ -9,6 +9,7 @@ from kvferry.daemon.core.errors import RequestError, exhausted, precondition
 from kvferry.daemon.core.limits import Name, NamedBlocks
 from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
 
 UNASKED = 1 << 16  # added to the priority of what nobody asked for: it goes behind all that was
 
@@ -86,6 +87,8 @@ class BegunPrompt:
     aux: bytes | None = None
     unasked: int = 0  # pages counted as held by what nobody asked for
     begun_at: float = 0.0
+    patience: wire.Patience = wire.PATIENCE_PAGES
+    engine_held: int = 0  # leading full pages that its engine has itself
 
     @property
     def pages(self) -> list[int]:

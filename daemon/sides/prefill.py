@@ -54,6 +54,10 @@ class PrefillSide(Side[PrefillCore]):
         return PrefillCore(cache, PrefillLimits(config.queue, config.reuse, config.overtakes, way_back))
 
     @property
+    def fetch_tokens(self) -> int:
+        return self.ready_core.limits.way_back.least_tokens
+
+    @property
     def latencies(self) -> Latencies:
         """Stages of sending only."""
         return self._latencies

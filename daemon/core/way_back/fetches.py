@@ -15,8 +15,9 @@ from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import TransferCounters
 from kvferry.daemon.core.effects import Outbox, StartFetch, StopFetch, WakeAt, ZeroPages
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
-from kvferry.daemon.core.way_back.choice import NO_ASK, NO_SESSION, NOT_HELD, OFF, Choice, Judge
+from kvferry.daemon.core.way_back.choice import NO_ASK, NO_PAGES, NO_SESSION, NOT_HELD, OFF, Choice, Judge
 from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 
 TOO_LATE = "too_late"
@@ -67,6 +68,7 @@ class Fetches:
         self._outbox = outbox
         self._publish, self._begin, self._settle = publish, begin, settle
         self._looking: dict[Entry, float] = {}  # that wait for an Ask, until when
+        self._short: dict[Entry, float] = {}  # whose engines wait for pages of theirs, until when
         self._open: dict[int, Fetch] = {}
         self._sessions: set[int] = set()  # that have a way back
         self._next = 1
@@ -80,16 +82,31 @@ class Fetches:
 
     # -- before the worker is told ---------------------------------------------------------------------------------
 
+    def begun(self, entry: Entry) -> None:
+        """Bounds the wait of an engine that could compute meanwhile, from its Begin until the request has its pages."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if prompt.patience == wire.PATIENCE_NONE:
+            self.judge.speed.begins(entry, prompt.begun_at)
+        if prompt.patience == wire.PATIENCE_FETCH:
+            lacking = prompt.tokens - prompt.engine_held * self._cache.page_size
+            self._short[entry] = until = prompt.begun_at + self.judge.patience(lacking)
+            self._outbox.put(WakeAt(until))
+
     def take(self, entry: Entry) -> bool:
         """Whether the request, which has its pages, waits here first."""
         prompt = entry.prompt
         assert prompt is not None
-        if self.judge.limits.setting == OFF or not prompt.keep or not self._lacks(prompt) or not self._sessions:
+        self._short.pop(entry, None)
+        if self.judge.limits.setting == OFF or not prompt.keep or prompt.patience == wire.PATIENCE_NONE:
+            return False
+        if not self._lacks(prompt) or not self._sessions:
             return False
         if entry.asked:
             return self._choose(entry, prompt)
         now = self._cache.clock.now
-        until = prompt.begun_at + self.judge.patience(prompt.tokens - prompt.computed)
+        had = max(prompt.hold.matched, prompt.engine_held) * self._cache.page_size
+        until = prompt.begun_at + self.judge.patience(prompt.tokens - had)
         if until <= now:
             self.judge.count(Choice(NO_ASK))
             return False
@@ -105,9 +122,13 @@ class Fetches:
             if not self._choose(entry, entry.prompt):
                 self._begin(entry)
 
-    def _lacks(self, prompt: BegunPrompt) -> int:
-        """Pages that it would take; the last token is computed in any case, for its logits."""
-        return (prompt.tokens - 1) // self._cache.page_size - prompt.hold.matched
+    def _lacks(self, prompt: BegunPrompt) -> bool:
+        """Whether there is any page that would not have to be computed."""
+        return self._most(prompt) > max(prompt.hold.matched, prompt.engine_held)
+
+    def _most(self, prompt: BegunPrompt) -> int:
+        """Pages that it could have; the last token is computed in any case, for its logits."""
+        return (prompt.tokens - 1) // self._cache.page_size
 
     def _choose(self, entry: Entry, prompt: BegunPrompt) -> bool:
         assert entry.session is not None
@@ -115,12 +136,13 @@ class Fetches:
             self.judge.count(Choice(NO_SESSION))
             return False
         held = max((ask.held_tokens for ask in entry.asks), default=0) // self._cache.page_size
-        pages = min(held - prompt.hold.matched, self._lacks(prompt))
-        if pages < 1:
+        end = min(held, self._most(prompt))
+        gained = end - max(prompt.hold.matched, prompt.engine_held)
+        if gained < 1:
             self.judge.count(Choice(NOT_HELD))
             return False
-        now = self._cache.clock.now
-        choice = self.judge.choose(entry.session, pages, now)
+        now, pages = self._cache.clock.now, end - prompt.hold.matched
+        choice = self.judge.choose(entry.session, pages, now, gained)
         if choice.seconds > 0:
             self._start(entry, prompt, pages, now, choice.seconds)
         return choice.seconds > 0
@@ -211,6 +233,7 @@ class Fetches:
     def leave(self, entry: Entry) -> None:
         """The request has ended: it waits for nothing here; what is on its way drains."""
         self._looking.pop(entry, None)
+        self._short.pop(entry, None)
         if entry.fetch is not None:
             self.stop(entry.fetch, "request_ended")
 
@@ -220,9 +243,23 @@ class Fetches:
             del self._looking[entry]
             self.judge.count(Choice(NO_ASK))
             self._begin(entry)
+        for entry in [entry for entry, until in self._short.items() if until <= now]:
+            self._proceed(entry)
         for fetch in list(self._open.values()):
             if fetch.deadline <= now:
                 self.stop(fetch.number, TOO_LATE)
+
+    def _proceed(self, entry: Entry) -> None:
+        """Its engine computes, and nothing is fetched: it has waited long enough for pages."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if entry.state is EntryState.RESTORING:
+            return  # its pages are there, and copies end by themselves
+        del self._short[entry]
+        self.judge.speed.begins(entry, self._cache.clock.now)
+        prompt.patience = wire.PATIENCE_NONE
+        self.judge.count(Choice(NO_PAGES))
+        self._outbox.tell(prompt.worker, wire.WorkerEvent(proceed=wire.Proceed(name=entry.name.to_proto())))
 
     def session_down(self, session: int) -> None:
         """The session is over, and no copy of it runs. Before its requests are failed."""
