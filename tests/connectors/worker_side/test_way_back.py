@@ -1,12 +1,14 @@
-"""The way back for a prefill engine with blocks of its own, over real daemons: what decode's daemon holds comes into its
-blocks before it computes."""
+"""The way back for a prefill engine with blocks of its own, over real daemons: what decode's daemon holds comes into
+its blocks before it computes."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,10 +26,10 @@ from tests.connectors.worker_side.engine_pair import (
     sent,
     until,
 )
-from tests.support.devices import DeviceStack
+from tests.support.devices import DeviceStack, WrappedStack
 from tests.support.engines import courier_pids
 
-HISTORY = 4 * PAGE
+HISTORY = 6 * PAGE
 TOKENS = HISTORY + PAGE + 3
 STORED = range(40, 40 + HISTORY // BLOCK)  # decode's blocks with the history
 THEIRS = tuple(range(20, 20 + -(-TOKENS // BLOCK)))  # prefill's
@@ -39,6 +41,11 @@ class BackPair(Pair):
 
     def pool_words(self) -> list[str]:
         return [*super().pool_words(), "--way-back", "always", "--checksums", "on"]
+
+
+class SmallSlots(BackPair):
+    def pool_words(self) -> list[str]:
+        return [*super().pool_words(), "--slot-bytes", "4096"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,7 @@ def up(pair: Pair) -> None:
 
 
 def store(pair: Pair) -> PromptPages:
-    """A conversation's history, which decode's daemon holds and prefill's has never seen: the prompt of its next turn."""
+    """A conversation's history, which decode's daemon holds and prefill's has never seen: its next turn's prompt."""
     history = new_prompt(HISTORY)
     pair.give("decode", StorePages("history", new_name(), history, tuple(STORED)))
     sent(pair.sides["decode"], "history")
@@ -77,10 +84,17 @@ def load(pair: Pair, request: str, name: RequestName, prompt: PromptPages) -> No
     pair.give("decode", Load(request, name, prompt, "p", 0, (), OURS))
 
 
-def news(pair: Pair, role: str = "prefill") -> News:
-    told: list[News] = []
-    until(lambda: told.append(each) or True if (each := pair.sides[role].reports.take_news()) else False)
-    return told[0]
+def news(pair: Pair, request: str) -> News:
+    """Waits for what prefill's scheduler is told of the request."""
+    told = News()
+
+    def there() -> bool:
+        nonlocal told
+        told = pair.sides["prefill"].reports.take_news() or News()
+        return request in told.found or request in told.failed
+
+    until(there)
+    return News(told.failed & {request}, found={each: n for each, n in told.found.items() if each == request})
 
 
 def fill(pair: Pair, request: str, start: int, end: int) -> set[int]:
@@ -119,7 +133,7 @@ def test_a_cold_prefill_server_has_the_history_back_and_computes_the_rest(pair: 
     prompt = store(pair)
     name = begin(pair, "cold", prompt, held)
     load(pair, "cold", name, prompt)
-    assert news(pair) == News(found={"cold": HISTORY})
+    assert news(pair, "cold") == News(found={"cold": HISTORY})
     own = [pair.engines["prefill"].block(block) for block in THEIRS[: held // BLOCK]]
     assert fill(pair, "cold", held, HISTORY) == set()
     assert history_is_in(pair, start=held // BLOCK)
@@ -137,14 +151,14 @@ def test_the_next_turn_finds_what_was_fetched_without_a_wait(pair: BackPair) -> 
     prompt = store(pair)
     name = begin(pair, "first", prompt)
     load(pair, "first", name, prompt)
-    assert news(pair).found == {"first": HISTORY}
+    assert news(pair, "first").found == {"first": HISTORY}
     fill(pair, "first", 0, HISTORY)
     compute(pair, "first")
     received(pair.sides["decode"], "first")
     rest(pair)
     completed = pair.stats("prefill").way_back.transfers.completed
     name = begin(pair, "second", prompt)
-    assert news(pair).found == {"second": HISTORY + PAGE}, "its daemon holds all of it but the tail"
+    assert news(pair, "second").found == {"second": HISTORY + PAGE}, "its daemon holds all of it but the tail"
     load(pair, "second", name, prompt)
     compute(pair, "second")
     assert received(pair.sides["decode"], "second") == set()
@@ -156,10 +170,10 @@ def test_where_decode_holds_nothing_the_engine_computes_at_once(pair: BackPair) 
     prompt = new_prompt(TOKENS)
     name = new_name()
     load(pair, "new", name, prompt)
-    until(lambda: pair.stats("prefill").requests.admitted >= 0 and pair.stats("decode").requests.running == 1)
+    until(lambda: pair.stats("decode").requests.running == 1)
     began = time.monotonic()
     pair.give("prefill", Begin("new", name, prompt, waits=True))
-    assert news(pair).found == {"new": 0}
+    assert news(pair, "new").found == {"new": 0}
     assert time.monotonic() - began < 0.5, "an Ask that says so ends the wait"
     compute(pair, "new")
     assert received(pair.sides["decode"], "new") == set() and arrived(pair)
@@ -169,12 +183,34 @@ def test_where_decode_holds_nothing_the_engine_computes_at_once(pair: BackPair) 
 def test_where_nobody_asks_the_engine_waits_no_longer_than_the_daemon_says(pair: BackPair) -> None:
     prompt = new_prompt(TOKENS)
     name = begin(pair, "unasked", prompt)
-    assert news(pair).found == {"unasked": 0}
+    assert news(pair, "unasked").found == {"unasked": 0}
     pair.give("prefill", Save("unasked", TOKENS, THEIRS))
     load(pair, "unasked", name, prompt)
     pair.give("prefill", Release("unasked", 7))
     assert received(pair.sides["decode"], "unasked") == set() and arrived(pair)
     sent(pair.sides["prefill"], "unasked")
+    rest(pair)
+
+
+def test_pages_of_the_daemons_are_not_waited_for_longer_than_that(pair: BackPair) -> None:
+    """Another prompt has them: the engine computes, and what it has computed is sent when they are there."""
+    large, prompt = new_prompt(20 * PAGE), store(pair)
+    others, name = new_name(), new_name()
+    pair.give("decode", Load("large", others, large, "p", 0, (), tuple(range(40))))
+    pair.give("prefill", Begin("large", others, large))
+    until(lambda: pair.stats("prefill").pool.leased == 20)
+    began = time.monotonic()
+    pair.give("prefill", Begin("short", name, prompt, waits=True))
+    assert news(pair, "short").found == {"short": 0}
+    assert time.monotonic() - began < 10.0
+    pair.give("prefill", Save("short", TOKENS, THEIRS), Save("large", 20 * PAGE, tuple(range(40))))
+    pair.give("prefill", Release("large", 7), Release("short", 7))
+    assert received(pair.sides["decode"], "large") == set()
+    load(pair, "short", name, prompt)
+    assert received(pair.sides["decode"], "short") == set() and arrived(pair)
+    until(lambda: pair.at_rest("prefill"))
+    pair.sides["prefill"].reports.take()
+    assert {each.reason: each.count for each in pair.stats("prefill").way_back.choices}["no_pages"] == 1
     rest(pair)
 
 
@@ -230,7 +266,7 @@ def test_a_client_that_leaves_while_the_blocks_are_filled_is_reported_once(pair:
     prompt = store(pair)
     name = begin(pair, "filled", prompt)
     load(pair, "filled", name, prompt)
-    assert news(pair).found == {"filled": HISTORY}
+    assert news(pair, "filled").found == {"filled": HISTORY}
     pair.give("prefill", Fill("filled", 0, HISTORY, THEIRS[: HISTORY // BLOCK]), Cancel("filled"))
     received(pair.sides["prefill"], "filled")
     pair.give("decode", Cancel("filled"))
@@ -244,7 +280,7 @@ def test_blocks_that_are_taken_away_behind_a_fill_are_computed_anew(pair: BackPa
     prompt = store(pair)
     name = begin(pair, "preempted", prompt)
     load(pair, "preempted", name, prompt)
-    assert news(pair).found == {"preempted": HISTORY}
+    assert news(pair, "preempted").found == {"preempted": HISTORY}
     assert fill(pair, "preempted", 0, HISTORY) == set()
     pair.give("prefill", preempted=("preempted",))
     elsewhere = tuple(range(2, 2 + len(THEIRS)))
@@ -260,18 +296,47 @@ def test_a_fill_behind_a_failure_is_all_bad(pair: BackPair) -> None:
     prompt = store(pair)
     name = begin(pair, "failed", prompt)
     load(pair, "failed", name, prompt)
-    assert news(pair).found == {"failed": HISTORY}
+    assert news(pair, "failed").found == {"failed": HISTORY}
     pair.give("decode", Cancel("failed"))
     assert received(pair.sides["decode"], "failed") == set(OURS)
-    assert news(pair).failed == {"failed"}, "it is not waited for until the engine has blocks"
+    assert news(pair, "failed").failed == {"failed"}, "it is not waited for until the engine has blocks"
     assert fill(pair, "failed", 0, HISTORY) == set(THEIRS[: HISTORY // BLOCK])
     pair.give("prefill", Release("failed"))
     sent(pair.sides["prefill"], "failed")
     rest(pair)
 
 
-def test_what_came_before_a_fetch_broke_counts(pair: BackPair) -> None:
-    """Decode's courier dies under way: its session ends, and what had arrived stays."""
+def test_what_came_before_a_wrong_part_counts() -> None:
+    """A bit flips in the second part of the fetch: what came before it is loaded, the rest is computed."""
+    with_flips = str(Path(__file__).parents[2] / "support" / "with_flips.py")
+    with WrappedStack("prefill-daemon", [sys.executable, with_flips], {"FLIP_FROM": "1"}) as stack:
+        pair = SmallSlots(stack)
+        try:
+            up(pair)
+            prompt = store(pair)
+            before = [pair.engines["prefill"].block(block) for block in THEIRS]
+            name = begin(pair, "half", prompt)
+            load(pair, "half", name, prompt)
+            found = news(pair, "half").found["half"]
+            assert found == 4 * PAGE, "a part has four pages"
+            assert fill(pair, "half", 0, found) == set()
+            assert history_is_in(pair, found // BLOCK)
+            assert [pair.engines["prefill"].block(block) for block in THEIRS[found // BLOCK :]] == before[
+                found // BLOCK :
+            ]
+            compute(pair, "half")
+            assert received(pair.sides["decode"], "half") == set()
+            rest(pair)
+            back = pair.stats("prefill").way_back
+            assert {each.reason: each.count for each in back.transfers.aborts} == {"wrong_parts": 1}
+            assert back.fetched_tokens == found
+        finally:
+            for side in pair.sides.values():
+                side.close()
+
+
+def test_a_session_that_ends_during_the_fetch_leaves_the_engine_alone(pair: BackPair) -> None:
+    """Decode's courier dies."""
     prompt = store(pair)
     for pid in courier_pids(pair.daemons["decode"].popen.pid):
         os.kill(pid, signal.SIGSTOP)
@@ -280,7 +345,7 @@ def test_what_came_before_a_fetch_broke_counts(pair: BackPair) -> None:
     until(lambda: pair.stats("prefill").way_back.transfers.active == 1)
     for pid in courier_pids(pair.daemons["decode"].popen.pid):
         os.kill(pid, signal.SIGKILL)
-    told = news(pair)
+    told = news(pair, "broken")
     assert told.failed == {"broken"} and not told.found
     pair.give("prefill", Release("broken"))
     sent(pair.sides["prefill"], "broken")
