@@ -26,7 +26,6 @@ from kvferry.client.requests import (
     Begun,
     DaemonGone,
     HandshakeFailed,
-    NotOpened,
     PageTokens,
     Patience,
     Ready,
@@ -34,13 +33,14 @@ from kvferry.client.requests import (
     RequestName,
     Retracted,
     check_output_digests,
+    check_size,
     milliseconds,
     name_in_use,
     with_page_tokens,
 )
 from kvferry.client.stream import MAX_UNSENT_BYTES, Stream, StreamEnd, new_hello, open_stream
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.proto.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
+from kvferry.proto.limits import MAX_AUX_BYTES, MAX_REASON_CHARS
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.waiting import complete, is_done
 
@@ -263,6 +263,13 @@ class DaemonClient:
         request.proceed = patience.proceed
         return await self._wait(name, request.begun, deadline_s + ANSWER_SLACK_S, "Begun")
 
+    def fetch(self, name: RequestName, blocks: Sequence[int], held_tokens: int) -> None:
+        """Has what Proceed offered fetched into the prompt's first blocks, but those of the first `held_tokens`; no
+        blocks: nothing. Raises RequestFailed if the request failed."""
+        self.check(name)
+        told = worker_pb2.Fetch(name=name.to_proto(), blocks=blocks, held_tokens=held_tokens)
+        self._send(worker_pb2.WorkerMessage(fetch=told))
+
     def progress(self, name: RequestName, tokens: int, blocks: Sequence[int] = ()) -> None:
         """The KV of the prompt's first `tokens` tokens is in the pool; `blocks`: those that follow what was named.
         Raises RequestFailed if the request failed."""
@@ -391,13 +398,7 @@ class DaemonClient:
         self._raise_if_broken()
         if name in self._requests:
             raise name_in_use(name)
-        size = message.ByteSize()
-        if size > MAX_MESSAGE_BYTES:
-            raise NotOpened(
-                common_pb2.ERROR_INVALID_ARGUMENT,
-                f"tokens has {tokens} tokens: with their digests at page size {self.geometry.page_size} the message to "
-                f"the daemon has {size} bytes; it may have {MAX_MESSAGE_BYTES}",
-            )
+        check_size(message, tokens, self.geometry.page_size)
         shape = self.geometry.page_size, self.welcome.pages, self.pools.in_blocks
         request = self._requests[name] = OpenRequest(tokens, deadline_s, *shape)
         self._send(message if self._rank is None else self._rank.opening(message))

@@ -32,7 +32,7 @@ class OpenRequest:
     pages: int = 0
     failure: RequestFailed | None = None
     retracted: bool = False
-    proceed: Callable[[], None] | None = None  # called where Begun is not to be waited for any longer
+    proceed: Callable[[int], None] | None = None  # called with Proceed's fetch_tokens
 
     def take(self, kind: str, event: worker_pb2.WorkerEvent) -> None:
         """Raises ValueError when the daemon gives pages that the request cannot have."""
@@ -45,7 +45,7 @@ class OpenRequest:
             _resolve(self.begun, Begun(event.begun.matched_tokens, pages))
         elif kind == "proceed":
             if self.proceed is not None:
-                self.proceed()
+                self.proceed(event.proceed.fetch_tokens)
         elif kind == "ready":
             ready = event.ready
             wanted = ready.page_tokens_from if ready.HasField("page_tokens_from") else None

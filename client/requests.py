@@ -94,12 +94,12 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """What a prefill worker waits for before it computes: see Patience in proto/worker.proto. `proceed` is called where
-    the daemon says that it is not to wait any longer for Begun."""
+    """What a prefill worker waits for before it computes: see Patience in proto/worker.proto. `proceed` is called with
+    Proceed.fetch_tokens."""
 
     kind: worker_pb2.Patience
     held_tokens: int = 0
-    proceed: Callable[[], None] | None = None
+    proceed: Callable[[int], None] | None = None
 
     def mark(self, begin: worker_pb2.Begin) -> None:
         begin.patience, begin.held_tokens = self.kind, self.held_tokens
@@ -126,6 +126,16 @@ class PageTokens(NamedTuple):
 
 def milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
+
+
+def check_size(message: worker_pb2.WorkerMessage, tokens: int, page_size: int) -> None:
+    """NotOpened where the digests of a prompt of so many tokens make it too long."""
+    if (size := message.ByteSize()) > MAX_MESSAGE_BYTES:
+        raise NotOpened(
+            common_pb2.ERROR_INVALID_ARGUMENT,
+            f"tokens has {tokens} tokens: with their digests at page size {page_size} the message to "
+            f"the daemon has {size} bytes; it may have {MAX_MESSAGE_BYTES}",
+        )
 
 
 def check_output_digests(tokens: int, max_new_tokens: int, page_size: int) -> None:

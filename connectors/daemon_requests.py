@@ -141,20 +141,24 @@ class RequestTools:
             **order.prompt.words,
             deadline_s=self.settings.deadline_seconds,
             traceparent=order.traceparent,
-            patience=Patience(kind, order.held, partial(self._found, push, 0)),
+            patience=Patience(kind, order.held, partial(self._proceed, push)),
         )
         if order.waits:
             self._found(push, begun.matched_tokens)
-            await self._placed(client, push)
+            await self.placed(client, push)
         return begun
 
+    def _proceed(self, push: Push, tokens: int) -> None:
+        push.offered = tokens > 0
+        self._found(push, tokens)
+
     def _found(self, push: Push, tokens: int) -> None:
-        """Has the scheduler's half told, once, what the daemon has of a prompt that waits."""
+        """Has the scheduler's half told, once, what the daemon has of a prompt that waits, or can fetch."""
         if not push.told:
             push.told = True
             self.reports.add_news(News(found={push.order.request: tokens}))
 
-    async def _placed(self, client: DaemonClient, push: Push) -> None:
+    async def placed(self, client: DaemonClient, push: Push) -> None:
         """Waits until the engine has blocks for the prompt: it says which are to be loaded into, or what it has
         computed. Raises RequestFailed, DaemonGone."""
         while push.fill is None and push.save is None:

@@ -88,11 +88,13 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Tokens [start, end) of a prompt that waited, which the daemon has said to hold, into `blocks`."""
+    """Tokens [start, end) of a prompt that waited, which the daemon has or can fetch, into `blocks`; the engine holds
+    what is before them, in `held_blocks`."""
 
     request: str
     start: int
     end: int
+    held_blocks: tuple[int, ...]
     blocks: tuple[int, ...]
 
 

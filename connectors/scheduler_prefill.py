@@ -79,7 +79,7 @@ class PrefillScheduler(SchedulerSide):
             tracked.waits = False
             if external:
                 tracked.loading = True
-                self._orders.append(Fill(request.request_id, start, end, own))
+                self._orders.append(Fill(request.request_id, start, end, self._blocks(blocks, 0, start), own))
                 self.counts.fills += 1
                 self.counts.fill_tokens += external
 

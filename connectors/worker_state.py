@@ -132,7 +132,8 @@ class Push:
     save: Save | None = None  # the newest
     saved: Moment = None  # behind the step that computes what it names
     copying: asyncio.Event = field(default_factory=asyncio.Event)  # set: no copy from its blocks runs
-    told: bool = False  # the scheduler's half was told what the daemon has of it
+    told: bool = False  # the scheduler's half was told what the daemon has of it, or can fetch
+    offered: bool = False  # the daemon fetches it once the engine has named blocks, or said that it needs none
     received: bool = True  # nothing is to be loaded for it, or it was reported
     released: bool = False  # its blocks are wanted back
     handed: bool = False  # all of it is the daemon's, but the token

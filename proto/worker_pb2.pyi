@@ -42,7 +42,7 @@ class HeldReply(_message.Message):
     def __init__(self, daemon: _Optional[str] = ..., pages: _Optional[int] = ..., file: _Optional[str] = ..., nbytes: _Optional[int] = ..., drops: bool = ..., fetch_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "attached", "admit", "begin", "progress", "aux", "grow", "finish", "abort", "quiesced", "page_tokens")
+    __slots__ = ("hello", "attached", "admit", "begin", "progress", "aux", "grow", "finish", "abort", "quiesced", "page_tokens", "fetch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class WorkerMessage(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     QUIESCED_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     attached: Attached
     admit: Admit
@@ -65,7 +66,8 @@ class WorkerMessage(_message.Message):
     abort: Abort
     quiesced: Quiesced
     page_tokens: PageTokens
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., page_tokens: _Optional[_Union[PageTokens, _Mapping]] = ...) -> None: ...
+    fetch: Fetch
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., page_tokens: _Optional[_Union[PageTokens, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract", "end", "proceed")
@@ -388,10 +390,22 @@ class Begin(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., traceparent: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, str]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class Proceed(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "fetch_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    FETCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ...) -> None: ...
+    fetch_tokens: int
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., fetch_tokens: _Optional[int] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("name", "blocks", "held_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: _common_pb2.RequestName
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    held_tokens: int
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages")

@@ -145,7 +145,7 @@ class PrefillCore:
         )
         entry.prompt = BegunPrompt(worker, hold, request.digests, request.tokens, request.tail_digest, keep, blocks)
         entry.prompt.begun_at = now
-        entry.prompt.patience = request.patience
+        entry.prompt.patience = wire.PATIENCE_NONE if request.warmup and blocks else request.patience
         entry.prompt.engine_held = request.held_tokens // self.cache.page_size
         self._supply.add(entry)
         self._sends.check_asks(entry)
@@ -206,6 +206,15 @@ class PrefillCore:
                 assert entry.session is not None
                 self._outbox.put(SendProgress(entry.session, number, ready))
         self._pump(now)
+
+    def fetch(self, worker: int, name: Name, request: wire.Fetch, now: float) -> None:
+        """The engine names blocks for what can be fetched."""
+        entry, _ = self._table.prompt_of(worker, name)
+        if not entry.told:
+            self.cache.clock.now = now
+            if error := self.fetches.named(entry, request):
+                self._keeper.fail(entry, error)
+            self._pump(now)
 
     def aux(self, worker: int, name: Name, blob: bytes, now: float) -> None:
         """The worker's last word on the request: it touches the pages no more."""

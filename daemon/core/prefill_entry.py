@@ -21,6 +21,7 @@ class EntryState(enum.Enum):
     RESERVED = "reserved"  # what it matched is locked and its pages are promised, but not free yet
     RESTORING = "restoring"  # has its pages; matched ones are on their way from the host tier
     LOOKING = "looking"  # an Ask that says what its decode daemon holds is waited for, briefly
+    OFFERED = "offered"  # the decode daemon holds some of it, for which its engine is to name blocks
     FETCHING = "fetching"  # the decode daemon sends back what it holds
     COMPUTING = "computing"  # the worker knows its pages
     COMPUTED = "computed"  # the worker has said its last word, and touches the pages no more
@@ -35,7 +36,7 @@ class EntryState(enum.Enum):
 
 # Tuples: an enum's member is found in them faster than in a set.
 _ENDS = (EntryState.FAILED_ENDING, EntryState.ABORTED)
-_BEGINS = (EntryState.LOOKING, EntryState.FETCHING, EntryState.COMPUTING)
+_BEGINS = (EntryState.LOOKING, EntryState.OFFERED, EntryState.FETCHING, EntryState.COMPUTING)
 _MOVES: dict[EntryState, tuple[EntryState, ...]] = {
     EntryState.EXPECTED: (EntryState.PARKED, EntryState.WAITING, EntryState.OVER),
     EntryState.PARKED: (EntryState.WAITING, *_ENDS),
@@ -43,7 +44,8 @@ _MOVES: dict[EntryState, tuple[EntryState, ...]] = {
     EntryState.WAITING: (EntryState.WAITING, EntryState.RESERVED, *_ENDS),
     EntryState.RESERVED: (EntryState.PARKED, EntryState.WAITING, EntryState.RESTORING, *_ENDS),
     EntryState.RESTORING: (EntryState.PARKED, EntryState.WAITING, *_BEGINS, *_ENDS),
-    EntryState.LOOKING: (EntryState.FETCHING, EntryState.COMPUTING, *_ENDS),
+    EntryState.LOOKING: (EntryState.OFFERED, EntryState.FETCHING, EntryState.COMPUTING, *_ENDS),
+    EntryState.OFFERED: (EntryState.FETCHING, EntryState.COMPUTING, *_ENDS),
     EntryState.FETCHING: (EntryState.COMPUTING, *_ENDS),
     EntryState.COMPUTING: (EntryState.COMPUTED, EntryState.FAILED, EntryState.ABORTED),
     EntryState.COMPUTED: (EntryState.SERVED, EntryState.RECEIVED, *_ENDS),
@@ -61,6 +63,7 @@ _QUEUED = (
     EntryState.RESERVED,
     EntryState.RESTORING,
     EntryState.LOOKING,
+    EntryState.OFFERED,
     EntryState.FETCHING,
 )
 _MOVING = (EntryState.RESTORING, EntryState.FETCHING, EntryState.COMPUTING)

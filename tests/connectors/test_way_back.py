@@ -34,7 +34,7 @@ def test_a_prompt_waits_until_the_daemon_says_what_it_has() -> None:
     assert side.matched(request, 16) == (24, True)
     assert side.matched(request, 24) == (16, True), "the engine may hold more meanwhile"
     side.allocated(request, blocks(40), 24)
-    assert orders(side) == [Fill("a", 16, 40, tuple(blocks(40)[2:]))]
+    assert orders(side) == [Fill("a", 16, 40, tuple(blocks(40)[:2]), tuple(blocks(40)[2:]))]
     side.allocated(request, blocks(61), 0)  # vLLM calls it once more when the load is over
     side.received(["a"])
     request.num_computed_tokens = 40

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import TransferCounters
-from kvferry.daemon.core.effects import Outbox, StartFetch, StopFetch, WakeAt, ZeroPages
+from kvferry.daemon.core.effects import BindPages, Outbox, StartFetch, StopFetch, WakeAt, ZeroPages
+from kvferry.daemon.core.errors import RequestError, invalid, precondition
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
 from kvferry.daemon.core.way_back.choice import NO_ASK, NO_PAGES, NO_SESSION, NOT_HELD, OFF, Choice, Judge
 from kvferry.proto import peer_pb2 as peer
@@ -21,6 +22,12 @@ from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 
 TOO_LATE = "too_late"
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    end: int  # of the pages that can be fetched
+    seconds: float  # that the fetch may take
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +75,7 @@ class Fetches:
         self._outbox = outbox
         self._publish, self._begin, self._settle = publish, begin, settle
         self._looking: dict[Entry, float] = {}  # that wait for an Ask, until when
+        self._offers: dict[Entry, _Offer] = {}  # for which engines are to name blocks
         self._short: dict[Entry, float] = {}  # whose engines wait for pages of theirs, until when
         self._open: dict[int, Fetch] = {}
         self._sessions: set[int] = set()  # that have a way back
@@ -98,7 +106,9 @@ class Fetches:
         prompt = entry.prompt
         assert prompt is not None
         self._short.pop(entry, None)
-        if self.judge.limits.setting == OFF or not prompt.keep or prompt.patience == wire.PATIENCE_NONE:
+        if self.judge.limits.setting == OFF or prompt.patience == wire.PATIENCE_NONE:
+            return False
+        if not prompt.keep and (prompt.blocks is None or prompt.patience == wire.PATIENCE_PAGES):
             return False
         if not self._lacks(prompt) or not self._sessions:
             return False
@@ -143,13 +153,47 @@ class Fetches:
             return False
         now, pages = self._cache.clock.now, end - prompt.hold.matched
         choice = self.judge.choose(entry.session, pages, now, gained)
-        if choice.seconds > 0:
-            self._start(entry, prompt, pages, now, choice.seconds)
+        if choice.seconds > 0 and prompt.blocks is not None:
+            entry.move(EntryState.OFFERED)
+            self._offers[entry] = _Offer(end, choice.seconds)
+            self._tell(entry, end * self._cache.page_size)
+        elif choice.seconds > 0:
+            self._start(entry, prompt, prompt.hold.matched, pages, choice.seconds)
         return choice.seconds > 0
 
-    def _start(self, entry: Entry, prompt: BegunPrompt, pages: int, now: float, seconds: float) -> None:
+    def _tell(self, entry: Entry, tokens: int) -> None:
+        assert entry.prompt is not None
+        proceed = wire.Proceed(name=entry.name.to_proto(), fetch_tokens=tokens)
+        self._outbox.tell(entry.prompt.worker, wire.WorkerEvent(proceed=proceed))
+
+    def named(self, entry: Entry, request: wire.Fetch) -> RequestError | None:
+        """The engine has blocks for what it was offered, or wants nothing of it. The objection, or None."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if (offer := self._offers.pop(entry, None)) is None:
+            return precondition("fetch comes once, and where Proceed says that something can be fetched")
+        page_size, first = self._cache.page_size, request.held_tokens // self._cache.page_size
+        if not request.blocks or first >= offer.end:
+            self._begin(entry)
+            return None
+        assert prompt.blocks is not None
+        try:
+            prompt.blocks.add(request.blocks)
+            prompt.blocks.check_held(request.held_tokens)
+        except RequestError as error:
+            return error
+        if prompt.blocks.tokens < offer.end * page_size:
+            return invalid(f"blocks of {prompt.blocks.tokens} tokens are named; {offer.end * page_size} were offered")
+        pages = range(first, offer.end)
+        # Blocks of the engine's own may be others', too: nothing writes them.
+        own = prompt.blocks.of_pages(pages, request.held_tokens)
+        self._outbox.put(BindPages(tuple(prompt.pages[first : offer.end]), own))
+        self._start(entry, prompt, first, len(pages), offer.seconds)
+        return None
+
+    def _start(self, entry: Entry, prompt: BegunPrompt, first: int, pages: int, seconds: float) -> None:
         assert entry.session is not None and entry.fetch is None
-        first, number = prompt.hold.matched, self._next
+        now, number = self._cache.clock.now, self._next
         self._next += 1
         page_ids = tuple(prompt.pages[first : first + pages])
         entry.fetch = number
@@ -186,7 +230,8 @@ class Fetches:
             return
         assert prompt is not None
         prompt.pages_ready, prompt.computed = fetch.ready, fetch.ready * self._cache.page_size
-        self._publish(prompt, fetch.ready)
+        if prompt.keep:
+            self._publish(prompt, fetch.ready)
 
     def completed(self, number: int) -> None:
         """Every page has arrived; the receiver knows the transfer no more."""
@@ -223,8 +268,11 @@ class Fetches:
         if entry.state is not EntryState.FETCHING:
             self._settle(entry)
             return
+        assert entry.prompt is not None
+        if entry.prompt.blocks is not None and fetch.ready == fetch.first_page:
+            entry.prompt.blocks.forget()  # an engine for which nothing was loaded may begin anew with others
         self.fetched_tokens += (fetch.ready - fetch.first_page) * self._cache.page_size
-        if self._cache.limits.zero_freed and fetch.ready < fetch.end:
+        if self._cache.limits.zero_freed and fetch.ready < fetch.end and not self._cache.limits.in_blocks:
             self._outbox.put(ZeroPages(fetch.page_ids[fetch.ready - fetch.first_page :]))
         self._begin(entry)
 
@@ -232,8 +280,8 @@ class Fetches:
 
     def leave(self, entry: Entry) -> None:
         """The request has ended: it waits for nothing here; what is on its way drains."""
-        self._looking.pop(entry, None)
-        self._short.pop(entry, None)
+        for waits in (self._looking, self._short, self._offers):
+            waits.pop(entry, None)
         if entry.fetch is not None:
             self.stop(entry.fetch, "request_ended")
 
@@ -259,7 +307,7 @@ class Fetches:
         self.judge.speed.begins(entry, self._cache.clock.now)
         prompt.patience = wire.PATIENCE_NONE
         self.judge.count(Choice(NO_PAGES))
-        self._outbox.tell(prompt.worker, wire.WorkerEvent(proceed=wire.Proceed(name=entry.name.to_proto())))
+        self._tell(entry, 0)
 
     def session_down(self, session: int) -> None:
         """The session is over, and no copy of it runs. Before its requests are failed."""

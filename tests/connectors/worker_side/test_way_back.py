@@ -8,13 +8,15 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvferry.client.requests import RequestName
-from kvferry.connectors.orders import Begin, Cancel, Fill, Load, News, PromptPages, Release, Save, StorePages
+from kvferry.connectors.orders import Begin, Cancel, Fill, Load, News, PromptPages, Release, Save
+from kvferry.daemon.cli.stack import Stack
 from tests.connectors.engine_memory import BLOCK
+from tests.connectors.worker_side.block_pair import SharedEngine
 from tests.connectors.worker_side.engine_pair import (
     PAGE,
     PER_PAGE,
@@ -26,109 +28,60 @@ from tests.connectors.worker_side.engine_pair import (
     sent,
     until,
 )
+from tests.connectors.worker_side.next_turn import (
+    HISTORY,
+    OURS,
+    STORED,
+    THEIRS,
+    TOKENS,
+    BackPair,
+    EngineBackPair,
+    arrived,
+    begin,
+    compute,
+    fill,
+    history_is_in,
+    load,
+    news,
+    rest,
+    store,
+    up,
+)
 from tests.support.devices import DeviceStack, WrappedStack
 from tests.support.engines import courier_pids
 
-HISTORY = 6 * PAGE
-TOKENS = HISTORY + PAGE + 3
-STORED = range(40, 40 + HISTORY // BLOCK)  # decode's blocks with the history
-THEIRS = tuple(range(20, 20 + -(-TOKENS // BLOCK)))  # prefill's
-OURS = tuple(range(-(-TOKENS // BLOCK)))  # decode's, of the next turn
+WITH_FLIPS = [sys.executable, str(Path(__file__).parents[2] / "support" / "with_flips.py")]
+KINDS: dict[str, type[Pair]] = {"daemon": BackPair, "engine": EngineBackPair}  # by prefill's pool
 
 
-class BackPair(Pair):
-    """With a way back that is always taken."""
+@contextmanager
+def made(kind: type[Pair], stack: Stack) -> Iterator[Pair]:
+    pair = kind(stack)
+    try:
+        up(pair)
+        yield pair
+    finally:
+        for side in pair.sides.values():
+            side.close()
+        for engine in pair.engines.values():
+            if isinstance(engine, SharedEngine):
+                engine.file.unlink()
 
-    def pool_words(self) -> list[str]:
-        return [*super().pool_words(), "--way-back", "always", "--checksums", "on"]
 
-
-class SmallSlots(BackPair):
-    def pool_words(self) -> list[str]:
-        return [*super().pool_words(), "--slot-bytes", "4096"]
+@pytest.fixture(scope="module", params=list(KINDS))
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with DeviceStack() as stack, made(KINDS[request.param], stack) as pair:
+        yield pair
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[BackPair]:
-    with DeviceStack() as stack:
-        made = BackPair(stack)
-        try:
-            up(made)
-            yield made
-        finally:
-            for side in made.sides.values():
-                side.close()
-
-
-def up(pair: Pair) -> None:
-    """Waits for the daemons' session."""
-    until(lambda: [peer.state for peer in pair.stats("decode").peers] == ["up"])
-
-
-def store(pair: Pair) -> PromptPages:
-    """A conversation's history, which decode's daemon holds and prefill's has never seen: its next turn's prompt."""
-    history = new_prompt(HISTORY)
-    pair.give("decode", StorePages("history", new_name(), history, tuple(STORED)))
-    sent(pair.sides["decode"], "history")
-    return new_prompt(TOKENS, shared=history)
-
-
-def begin(pair: Pair, request: str, prompt: PromptPages, held: int = 0) -> RequestName:
-    name = new_name()
-    pair.give("prefill", Begin(request, name, prompt, waits=True, held=held))
-    return name
-
-
-def load(pair: Pair, request: str, name: RequestName, prompt: PromptPages) -> None:
-    """Decode's engine holds nothing itself."""
-    pair.give("decode", Load(request, name, prompt, "p", 0, (), OURS))
-
-
-def news(pair: Pair, request: str) -> News:
-    """Waits for what prefill's scheduler is told of the request."""
-    told = News()
-
-    def there() -> bool:
-        nonlocal told
-        told = pair.sides["prefill"].reports.take_news() or News()
-        return request in told.found or request in told.failed
-
-    until(there)
-    return News(told.failed & {request}, found={each: n for each, n in told.found.items() if each == request})
-
-
-def fill(pair: Pair, request: str, start: int, end: int) -> set[int]:
-    pair.give("prefill", Fill(request, start, end, THEIRS[start // BLOCK : end // BLOCK]))
-    return received(pair.sides["prefill"], request)
-
-
-def compute(pair: Pair, request: str) -> None:
-    """The rest of it, whatever that is."""
-    pair.give("prefill", Save(request, TOKENS, THEIRS))
-    pair.give("prefill", Release(request, 7))
-    sent(pair.sides["prefill"], request)
-
-
-def history_is_in(pair: Pair, upto: int = HISTORY // BLOCK, start: int = 0) -> bool:
-    prefill, decode = pair.engines["prefill"], pair.engines["decode"]
-    return all(prefill.block(THEIRS[i]) == decode.block(STORED[i]) for i in range(start, upto))
-
-
-def arrived(pair: Pair) -> bool:
-    """The next turn's prompt is in decode's blocks, byte for byte as it is in prefill's."""
-    prefill, decode = pair.engines["prefill"], pair.engines["decode"]
-    last = prefill.beginning(THEIRS[-1], (TOKENS - 1) % BLOCK + 1) == decode.block(OURS[-1])
-    return last and all(prefill.block(a) == decode.block(b) for a, b in zip(THEIRS[:-1], OURS[:-1], strict=True))
-
-
-def rest(pair: Pair) -> None:
-    until(lambda: pair.at_rest("decode") and pair.at_rest("prefill"))
-    for role in pair.daemons:
-        assert pair.stats(role).way_back.transfers.active == 0
+def pool_pair() -> Iterator[Pair]:
+    with DeviceStack() as stack, made(BackPair, stack) as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("held", [0, PAGE + BLOCK])
-def test_a_cold_prefill_server_has_the_history_back_and_computes_the_rest(pair: BackPair, held: int) -> None:
+def test_a_cold_prefill_server_has_the_history_back_and_computes_the_rest(pair: Pair, held: int) -> None:
     before = pair.stats("prefill").way_back
     prompt = store(pair)
     name = begin(pair, "cold", prompt, held)
@@ -143,11 +96,14 @@ def test_a_cold_prefill_server_has_the_history_back_and_computes_the_rest(pair: 
     compute(pair, "cold")
     assert received(pair.sides["decode"], "cold") == set() and arrived(pair)
     back = pair.stats("prefill").way_back
-    assert back.fetched_tokens - before.fetched_tokens == HISTORY
+    # Into the daemon's own pages all of it comes, so that it has no gap there.
+    fetched = HISTORY - held // PAGE * PAGE if isinstance(pair, EngineBackPair) else HISTORY
+    assert back.fetched_tokens - before.fetched_tokens == fetched
     rest(pair)
 
 
-def test_the_next_turn_finds_what_was_fetched_without_a_wait(pair: BackPair) -> None:
+def test_the_next_turn_finds_what_was_fetched_without_a_wait(pool_pair: Pair) -> None:
+    pair = pool_pair
     prompt = store(pair)
     name = begin(pair, "first", prompt)
     load(pair, "first", name, prompt)
@@ -166,7 +122,7 @@ def test_the_next_turn_finds_what_was_fetched_without_a_wait(pair: BackPair) -> 
     rest(pair)
 
 
-def test_where_decode_holds_nothing_the_engine_computes_at_once(pair: BackPair) -> None:
+def test_where_decode_holds_nothing_the_engine_computes_at_once(pair: Pair) -> None:
     prompt = new_prompt(TOKENS)
     name = new_name()
     load(pair, "new", name, prompt)
@@ -180,7 +136,7 @@ def test_where_decode_holds_nothing_the_engine_computes_at_once(pair: BackPair) 
     rest(pair)
 
 
-def test_where_nobody_asks_the_engine_waits_no_longer_than_the_daemon_says(pair: BackPair) -> None:
+def test_where_nobody_asks_the_engine_waits_no_longer_than_the_daemon_says(pair: Pair) -> None:
     prompt = new_prompt(TOKENS)
     name = begin(pair, "unasked", prompt)
     assert news(pair, "unasked").found == {"unasked": 0}
@@ -192,8 +148,9 @@ def test_where_nobody_asks_the_engine_waits_no_longer_than_the_daemon_says(pair:
     rest(pair)
 
 
-def test_pages_of_the_daemons_are_not_waited_for_longer_than_that(pair: BackPair) -> None:
+def test_pages_of_the_daemons_are_not_waited_for_longer_than_that(pool_pair: Pair) -> None:
     """Another prompt has them: the engine computes, and what it has computed is sent when they are there."""
+    pair = pool_pair
     large, prompt = new_prompt(20 * PAGE), store(pair)
     others, name = new_name(), new_name()
     pair.give("decode", Load("large", others, large, "p", 0, (), tuple(range(40))))
@@ -214,7 +171,7 @@ def test_pages_of_the_daemons_are_not_waited_for_longer_than_that(pair: BackPair
     rest(pair)
 
 
-def test_a_begin_that_does_not_wait_has_nothing_fetched(pair: BackPair) -> None:
+def test_a_begin_that_does_not_wait_has_nothing_fetched(pair: Pair) -> None:
     prompt, name = store(pair), new_name()
     before = pair.stats("prefill").way_back.transfers.completed
     load(pair, "not waiting", name, prompt)
@@ -226,7 +183,7 @@ def test_a_begin_that_does_not_wait_has_nothing_fetched(pair: BackPair) -> None:
     rest(pair)
 
 
-def test_a_client_that_leaves_while_the_engine_waits_leaves_nothing(pair: BackPair) -> None:
+def test_a_client_that_leaves_while_the_engine_waits_leaves_nothing(pair: Pair) -> None:
     """Its decode half never comes, or its daemon stands still."""
     prompt = store(pair)
     os.kill(pair.daemons["decode"].popen.pid, signal.SIGSTOP)
@@ -241,33 +198,44 @@ def test_a_client_that_leaves_while_the_engine_waits_leaves_nothing(pair: BackPa
     rest(pair)
 
 
-def test_a_client_that_leaves_during_the_fetch_leaves_nothing_on_either_side(pair: BackPair) -> None:
+def fetch(pair: Pair, request: str, prompt: PromptPages) -> None:
+    """Has a fetch under way."""
+    name = begin(pair, request, prompt)
+    load(pair, request, name, prompt)
+    if isinstance(pair, EngineBackPair):
+        assert news(pair, request).found == {request: HISTORY}
+        pair.give("prefill", Fill(request, 0, HISTORY, (), THEIRS[: HISTORY // BLOCK]))
+    until(lambda: pair.stats("prefill").way_back.transfers.active == 1)
+
+
+def test_a_client_that_leaves_during_the_fetch_leaves_nothing_on_either_side(pair: Pair) -> None:
     prompt = store(pair)
     couriers = courier_pids(pair.daemons["decode"].popen.pid)
     for pid in couriers:  # its parts stay where they are
         os.kill(pid, signal.SIGSTOP)
     try:
-        name = begin(pair, "leaves", prompt)
-        load(pair, "leaves", name, prompt)
-        until(lambda: pair.stats("prefill").way_back.transfers.active == 1)
+        fetch(pair, "leaves", prompt)
         pair.give("prefill", Cancel("leaves"))
         pair.give("decode", Cancel("leaves"))
     finally:
         for pid in couriers:
             os.kill(pid, signal.SIGCONT)
     assert received(pair.sides["decode"], "leaves") == set(OURS)
+    if isinstance(pair, EngineBackPair):
+        assert received(pair.sides["prefill"], "leaves") == set(THEIRS[: HISTORY // BLOCK])
+        assert pair.at_rest("prefill"), "it was reported while the daemon had the blocks"
     rest(pair)
     assert pair.sides["prefill"].reports.take() == (set(), set()), "the engine had no block of it"
     told = pair.sides["prefill"].reports.take_news()
     assert told is None or not told.found
 
 
-def test_a_client_that_leaves_while_the_blocks_are_filled_is_reported_once(pair: BackPair) -> None:
+def test_a_client_that_leaves_while_the_blocks_are_filled_is_reported_once(pair: Pair) -> None:
     prompt = store(pair)
     name = begin(pair, "filled", prompt)
     load(pair, "filled", name, prompt)
     assert news(pair, "filled").found == {"filled": HISTORY}
-    pair.give("prefill", Fill("filled", 0, HISTORY, THEIRS[: HISTORY // BLOCK]), Cancel("filled"))
+    pair.give("prefill", Fill("filled", 0, HISTORY, (), THEIRS[: HISTORY // BLOCK]), Cancel("filled"))
     received(pair.sides["prefill"], "filled")
     pair.give("decode", Cancel("filled"))
     assert received(pair.sides["decode"], "filled") == set(OURS)
@@ -275,8 +243,9 @@ def test_a_client_that_leaves_while_the_blocks_are_filled_is_reported_once(pair:
     assert pair.sides["prefill"].reports.take() == (set(), set())
 
 
-def test_blocks_that_are_taken_away_behind_a_fill_are_computed_anew(pair: BackPair) -> None:
+def test_blocks_that_are_taken_away_behind_a_fill_are_computed_anew(pool_pair: Pair) -> None:
     """The engine preempts it between the fill and its last chunk: what it computes then lies elsewhere."""
+    pair = pool_pair
     prompt = store(pair)
     name = begin(pair, "preempted", prompt)
     load(pair, "preempted", name, prompt)
@@ -292,7 +261,7 @@ def test_blocks_that_are_taken_away_behind_a_fill_are_computed_anew(pair: BackPa
     rest(pair)
 
 
-def test_a_fill_behind_a_failure_is_all_bad(pair: BackPair) -> None:
+def test_a_fill_behind_a_failure_is_all_bad(pair: Pair) -> None:
     prompt = store(pair)
     name = begin(pair, "failed", prompt)
     load(pair, "failed", name, prompt)
@@ -306,47 +275,104 @@ def test_a_fill_behind_a_failure_is_all_bad(pair: BackPair) -> None:
     rest(pair)
 
 
-def test_what_came_before_a_wrong_part_counts() -> None:
-    """A bit flips in the second part of the fetch: what came before it is loaded, the rest is computed."""
-    with_flips = str(Path(__file__).parents[2] / "support" / "with_flips.py")
-    with WrappedStack("prefill-daemon", [sys.executable, with_flips], {"FLIP_FROM": "1"}) as stack:
-        pair = SmallSlots(stack)
-        try:
-            up(pair)
-            prompt = store(pair)
-            before = [pair.engines["prefill"].block(block) for block in THEIRS]
-            name = begin(pair, "half", prompt)
-            load(pair, "half", name, prompt)
-            found = news(pair, "half").found["half"]
-            assert found == 4 * PAGE, "a part has four pages"
-            assert fill(pair, "half", 0, found) == set()
-            assert history_is_in(pair, found // BLOCK)
-            assert [pair.engines["prefill"].block(block) for block in THEIRS[found // BLOCK :]] == before[
-                found // BLOCK :
-            ]
-            compute(pair, "half")
-            assert received(pair.sides["decode"], "half") == set()
-            rest(pair)
-            back = pair.stats("prefill").way_back
-            assert {each.reason: each.count for each in back.transfers.aborts} == {"wrong_parts": 1}
-            assert back.fetched_tokens == found
-        finally:
-            for side in pair.sides.values():
-                side.close()
+class SmallSlots(BackPair):
+    def pool_words(self, role: str) -> list[str]:
+        return [*super().pool_words(role), "--slot-bytes", "4096"]
 
 
-def test_a_session_that_ends_during_the_fetch_leaves_the_engine_alone(pair: BackPair) -> None:
+class EngineSmallSlots(EngineBackPair):
+    def pool_words(self, role: str) -> list[str]:
+        return [*super().pool_words(role), "--slot-bytes", "4096"]
+
+
+@pytest.mark.parametrize(("kind", "pages"), [(SmallSlots, 4), (EngineSmallSlots, 4), (EngineSmallSlots, 0)])
+def test_what_came_before_a_wrong_part_counts(kind: type[Pair], pages: int) -> None:
+    """A bit flips in a part of the fetch: what came before it is loaded, the rest is computed. A part has four
+    pages."""
+    flips = {"FLIP_FROM": str(pages // 4)}
+    with WrappedStack("prefill-daemon", WITH_FLIPS, flips) as stack, made(kind, stack) as pair:
+        prompt = store(pair)
+        good = pages * PER_PAGE
+        before = [pair.engines["prefill"].block(block) for block in THEIRS]
+        name = begin(pair, "broken", prompt)
+        load(pair, "broken", name, prompt)
+        found = news(pair, "broken").found["broken"]
+        assert found == (pages * PAGE if kind is SmallSlots else HISTORY), "an offer, or what has come"
+        if found:
+            assert fill(pair, "broken", 0, found) == set(THEIRS[good : found // BLOCK])
+        assert history_is_in(pair, good)
+        behind = THEIRS[found // BLOCK :]
+        assert [pair.engines["prefill"].block(block) for block in behind] == before[found // BLOCK :]
+        blocks = THEIRS
+        if pages == 0:  # the engine gave its blocks back, and has others
+            blocks = tuple(range(2, 2 + len(THEIRS)))
+            for block, there in zip(blocks, THEIRS, strict=True):
+                pair.engines["prefill"].take_from(pair.engines["prefill"], there, block)
+        pair.give("prefill", Save("broken", 2 * PAGE, blocks[: 2 * PER_PAGE]))
+        pair.give("prefill", Save("broken", TOKENS, blocks))
+        pair.give("prefill", Release("broken", 7))
+        sent(pair.sides["prefill"], "broken")
+        assert received(pair.sides["decode"], "broken") == set()
+        decode, prefill = pair.engines["decode"], pair.engines["prefill"]
+        assert all(prefill.block(blocks[i]) == decode.block(OURS[i]) for i in range(HISTORY // BLOCK, len(OURS) - 1))
+        rest(pair)
+        back = pair.stats("prefill").way_back
+        assert {each.reason: each.count for each in back.transfers.aborts} == {"wrong_parts": 1}
+        assert back.fetched_tokens == pages * PAGE
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_engine_blocks_that_are_taken_away_are_read_and_written_no_more(pair: Pair, filled: bool) -> None:
+    """The engine preempts a prompt whose blocks were filled, or are: the daemon lets go of them first."""
+    if not isinstance(pair, EngineBackPair):
+        pytest.skip("its daemon has pages of its own")
+    prompt = store(pair)
+    name = begin(pair, "taken", prompt)
+    load(pair, "taken", name, prompt)
+    assert news(pair, "taken").found == {"taken": HISTORY}
+    if filled:
+        assert fill(pair, "taken", 0, HISTORY) == set()
+    else:
+        pair.give("prefill", Fill("taken", 0, HISTORY, (), THEIRS[: HISTORY // BLOCK]))
+    pair.give("prefill", preempted=("taken",))
+    assert pair.at_rest("prefill"), "the engine gives the blocks away, and the daemon may write them"
+    assert news(pair, "taken").failed == {"taken"}
+    pair.give("prefill", Save("taken", TOKENS, THEIRS), Release("taken"))
+    until(lambda: "taken" in pair.sides["prefill"].reports.take()[0])
+    pair.sides["prefill"].reports.take_bad()
+    pair.give("decode", Cancel("taken"))
+    received(pair.sides["decode"], "taken")
+    rest(pair)
+
+
+def test_what_an_engine_wants_no_more_is_not_fetched(pair: Pair) -> None:
+    """It holds more itself by the time that it is offered: it has no blocks to be filled, and says what it computes."""
+    if not isinstance(pair, EngineBackPair):
+        pytest.skip("its daemon fetches first, and says what it has then")
+    before = pair.stats("prefill").way_back
+    prompt = store(pair)
+    name = begin(pair, "declined", prompt)
+    load(pair, "declined", name, prompt)
+    assert news(pair, "declined").found == {"declined": HISTORY}
+    compute(pair, "declined")
+    assert received(pair.sides["decode"], "declined") == set()
+    back = pair.stats("prefill").way_back
+    assert back.transfers == before.transfers and back.fetched_tokens == before.fetched_tokens
+    rest(pair)
+
+
+def test_a_session_that_ends_during_the_fetch_leaves_the_engine_alone(pair: Pair) -> None:
     """Decode's courier dies."""
     prompt = store(pair)
     for pid in courier_pids(pair.daemons["decode"].popen.pid):
         os.kill(pid, signal.SIGSTOP)
-    name = begin(pair, "broken", prompt)
-    load(pair, "broken", name, prompt)
-    until(lambda: pair.stats("prefill").way_back.transfers.active == 1)
+    fetch(pair, "broken", prompt)
     for pid in courier_pids(pair.daemons["decode"].popen.pid):
         os.kill(pid, signal.SIGKILL)
     told = news(pair, "broken")
     assert told.failed == {"broken"} and not told.found
+    if isinstance(pair, EngineBackPair):
+        assert received(pair.sides["prefill"], "broken") == set(THEIRS[: HISTORY // BLOCK])
     pair.give("prefill", Release("broken"))
     sent(pair.sides["prefill"], "broken")
     pair.give("decode", Cancel("broken"))
