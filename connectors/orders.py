@@ -160,13 +160,9 @@ class News:
 
     def then(self, later: News) -> News:
         """Both: of one rank, one behind the other, or of two ranks."""
-        return News(
-            self.failed | later.failed,
-            {**self.sessions, **later.sessions},
-            {**self.first, **later.first},
-            self.bad | later.bad,
-            {**self.found, **later.found},
-        )
+        sessions = {**self.sessions, **later.sessions}
+        first, found = {**self.first, **later.first}, {**self.found, **later.found}
+        return News(self.failed | later.failed, sessions, first, self.bad | later.bad, found)
 
 
 @dataclass(slots=True)

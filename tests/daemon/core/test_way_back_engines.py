@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.daemon.core.cache import Cache
-from kvferry.daemon.core.effects import StartFetch, WakeAt
+from kvferry.daemon.core.cache import Cache, CacheLimits
+from kvferry.daemon.core.effects import BindPages, OpenSend, StartFetch, StopFetch, WakeAt, ZeroPages
 from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.limits import BlockShape
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.prefill_entry import EntryState
 from kvferry.daemon.core.way_back.choice import ALWAYS, AUTO, FETCH, NO_PAGES, NOT_HELD, SLOW, WayBackLimits
@@ -211,3 +212,172 @@ def test_the_engines_speed_is_of_what_it_computes(patience: wire.Patience) -> No
     side.core.progress(1, A, (POOL - 1) * PAGE + 1, 3.0)
     began = 1.0 if patience == wire.PATIENCE_NONE else 1.5
     assert speed.tokens_per_second == pytest.approx(((POOL - 3) * PAGE + 1) / (3.0 - began))
+
+
+# -- into blocks of the engine's own -------------------------------------------------------------------------------
+
+PER_PAGE = 2
+BLOCKS = tuple(range(40, 40 + FULL * PER_PAGE))
+
+
+class InBlocks(Waiting):
+    """The engine has blocks of half a page, and names them when it is offered something."""
+
+    def __init__(self, setting: str = ALWAYS) -> None:
+        super().__init__(setting)
+        self.cache = Cache(64, PAGE, limits=CacheLimits(in_blocks=True, zero_freed=True))
+        self.core = PrefillCore(self.cache, PrefillLimits(table=8, way_back=WayBackLimits(setting, 64)))
+        self.core.fetches.session_up(1)
+
+    def begin_in_blocks(self, patience: wire.Patience = wire.PATIENCE_FETCH, *, warmup: bool = False) -> None:
+        request = wire.Begin(
+            name=A.to_proto(),
+            digests=digests("x", FULL),
+            tokens=TOKENS,
+            tail_digest=TAIL,
+            patience=patience,
+            warmup=warmup,
+        )
+        shape = BlockShape(100, PAGE // PER_PAGE, PAGE)
+        self.core.begin(1, NAMESPACE, A, request, DEADLINE, 0.0, shape.of_begin(request))
+        self.take()
+
+    def fetch(self, blocks: tuple[int, ...], held: int = 0) -> None:
+        self.core.fetch(1, A, wire.Fetch(name=A.to_proto(), blocks=blocks, held_tokens=held), 0.0)
+        self.take()
+
+    def offered(self) -> int:
+        (event,) = self.told("proceed")
+        return event.proceed.fetch_tokens // PAGE
+
+
+def offered(held: int = FULL) -> InBlocks:
+    side = InBlocks()
+    side.begin_in_blocks()
+    side.ask_a(held)
+    assert side.state is EntryState.OFFERED and side.offered() == held
+    assert not side.of(StartFetch) and not side.told("begun")
+    return side
+
+
+def test_an_engine_names_the_blocks_that_are_fetched_into() -> None:
+    side = offered(held=3)
+    side.fetch(BLOCKS[: 3 * PER_PAGE])
+    (start,), (bind,) = side.of(StartFetch), side.of(BindPages)
+    assert start.page_ids == bind.pages == tuple(side.core.entries[A].hold.pages[:3])
+    assert bind.blocks == BLOCKS[: 3 * PER_PAGE] and side.seen.index(bind) < side.seen.index(start)
+    side.core.fetch_arrived(1, [0, 1, 2], 0.0)
+    side.core.fetch_completed(1, 0.0)
+    side.take()
+    assert side.matched() == 3 and side.core.fetches.fetched_tokens == 3 * PAGE
+    (send,) = side.of(OpenSend)
+    assert send.pages_ready == 3
+    side.core.progress(1, A, TOKENS, 1.0, (*BLOCKS[3 * PER_PAGE :], 99))
+    side.core.aux(1, A, b"", 1.0)
+    side.take()
+    assert side.state is EntryState.SERVED
+
+
+def test_blocks_that_the_engine_holds_are_read_and_never_written() -> None:
+    side = offered()
+    held = PAGE + PAGE // PER_PAGE  # a page, and a block of the next
+    side.fetch(BLOCKS, held)
+    (start,), (bind,) = side.of(StartFetch), side.of(BindPages)
+    assert (start.ask.first_page, start.ask.pages) == (1, FULL - 1)
+    assert bind.blocks == (-1, *BLOCKS[PER_PAGE + 1 :])
+    side.core.fetch_arrived(1, list(range(1, FULL)), 0.0)
+    side.core.fetch_completed(1, 0.0)
+    side.take()
+    (bind,) = side.of(BindPages)
+    assert bind.blocks[: len(BLOCKS)] == BLOCKS, "what is sent of them is read"
+    assert side.matched() == FULL and side.core.fetches.fetched_tokens == (FULL - 1) * PAGE
+
+
+@pytest.mark.parametrize("arrived", [0, 2])
+def test_where_nothing_came_the_engine_may_begin_anew_with_other_blocks(arrived: int) -> None:
+    side = offered()
+    side.fetch(BLOCKS)
+    side.core.fetch_arrived(1, list(range(arrived)), 0.0)
+    side.core.fetch_stopped(1, 1, "wrong_parts", 0.0)
+    side.core.fetch_drained(1, 0.0)
+    side.take()
+    assert side.matched() == arrived and not side.of(ZeroPages), "the engine's blocks are its own to clear"
+    others = tuple(range((FULL + 1) * PER_PAGE - 1))
+    side.core.progress(1, A, TOKENS, 1.0, others if arrived == 0 else (99,))
+    side.take()
+    assert not side.told("failed")
+    (bind,) = side.of(BindPages)
+    assert bind.blocks[0] == (0 if arrived == 0 else 99)
+
+
+@pytest.mark.parametrize(("blocks", "held"), [((), 0), (BLOCKS, FULL * PAGE)])
+def test_an_engine_that_wants_nothing_computes(blocks: tuple[int, ...], held: int) -> None:
+    side = offered()
+    side.fetch(blocks, held)
+    assert side.matched() == 0 and not side.of(StartFetch)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "held", "why"),
+    [
+        (BLOCKS[:-1], 0, f"blocks of {FULL * PAGE - PAGE // PER_PAGE} tokens are named; {FULL * PAGE} were offered"),
+        (BLOCKS, 1, f"held_tokens is 1; it must be a multiple of {PAGE // PER_PAGE}, and {FULL * PAGE} at most"),
+        ((*BLOCKS[:-1], 100), 0, "the engine has blocks 0 to 99"),
+        ((*BLOCKS[:-1], BLOCKS[0]), 0, "a prompt's blocks are distinct"),
+    ],
+)
+def test_a_wrong_fetch_fails_its_request_alone(blocks: tuple[int, ...], held: int, why: str) -> None:
+    side = offered()
+    side.fetch(blocks, held)
+    (event,) = side.told("failed")
+    assert why in event.failed.error.message and not side.of(StartFetch)
+    side.core.abort(1, A, 0.0)
+    side.take()
+    assert A not in side.core.entries
+
+
+def test_nobody_fetches_what_was_not_offered() -> None:
+    side = InBlocks()
+    side.begin_in_blocks()
+    side.fetch(BLOCKS)
+    (event,) = side.told("failed")
+    assert "where Proceed says" in event.failed.error.message and not side.of(StartFetch)
+
+
+@pytest.mark.parametrize("why", ["not waiting", "for pages", "warm-up"])
+def test_nothing_is_offered_to_who_does_not_wait_for_it(why: str) -> None:
+    side = InBlocks()
+    side.ask_a()
+    kinds = {"not waiting": wire.PATIENCE_NONE, "for pages": wire.PATIENCE_PAGES, "warm-up": wire.PATIENCE_FETCH}
+    side.begin_in_blocks(kinds[why], warmup=why == "warm-up")
+    assert side.matched() == 0 and not side.told("proceed")
+
+
+@pytest.mark.parametrize("who", ["worker", "decode", "session", "deadline"])
+@pytest.mark.parametrize("when", ["offered", "fetching"])
+def test_a_request_in_blocks_that_ends_gives_them_back_when_no_copy_runs(who: str, when: str) -> None:
+    side = offered()
+    if when == "fetching":
+        side.fetch(BLOCKS)
+    if who == "worker":
+        side.core.abort(1, A, 0.0)
+    elif who == "decode":
+        side.core.done(1, A, 0.0)
+    elif who == "session":
+        side.core.session_down(1, 0.0)
+    else:
+        side.core.tick(DEADLINE + 1)
+    side.take()
+    if who != "worker":
+        assert side.told("failed")
+    runs = when == "fetching" and who != "session"
+    assert bool(side.of(StopFetch)) is runs
+    if runs:
+        if who != "worker":
+            side.core.abort(1, A, 0.0)
+            side.take()
+        assert not side.told("ended"), "a copy may write the engine's blocks"
+        side.core.fetch_drained(1, 0.0)
+        side.take()
+        assert side.told("ended")
+    assert A not in side.core.entries and side.cache.locks == 0
