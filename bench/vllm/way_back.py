@@ -1,5 +1,5 @@
-"""The way back with vLLM: a prefill server that has nothing of a conversation fetches it from the decode daemon, token for
-token against one vLLM without a connector.
+"""The way back with vLLM: a prefill server that has nothing of a conversation fetches it from the decode daemon, token
+for token against one vLLM without a connector.
 
 python bench/vllm/way_back.py [--setting always] [--output FILE]
 
@@ -58,7 +58,11 @@ def main() -> int:
     with Cluster(Spec()) as cluster:
         reference = asyncio.run(run_chats(cluster.alone().url, LOAD))
     said = texts(reference)
-    spec = Spec(prefill_flags=("--no-enable-prefix-caching",), daemon_flags=("--way-back", args.setting))
+    spec = Spec(
+        prefill_flags=("--no-enable-prefix-caching",),
+        daemon_flags=("--way-back", args.setting),
+        extra={"deadline_seconds": 120.0},  # of a machine with few cores
+    )
     got: list[list[Reply]] = [[] for _ in range(LOAD.conversations)]
     fetched = 0
     with Cluster(spec) as cluster:
