@@ -298,7 +298,7 @@ class Fetches:
                 self.stop(fetch.number, TOO_LATE)
 
     def _proceed(self, entry: Entry) -> None:
-        """Its engine computes, and nothing is fetched: it has waited long enough for pages."""
+        """Has the engine compute, with nothing fetched: it has waited long enough for pages."""
         prompt = entry.prompt
         assert prompt is not None
         if entry.state is EntryState.RESTORING:
