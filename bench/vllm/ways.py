@@ -6,8 +6,8 @@ example     beside vLLM's ExampleConnector in MultiConnector, on both sides: pre
 faulty      prefill beside a connector whose loads fail (faulty_loads.py): vLLM computes again what kvferry sends
 servers     two API servers on each side (--api-server-count 2)
 preempted   caches of 34 blocks on both sides, prompts in chunks and long answers: requests are preempted
-back        the way back: prefill caches no prefixes, and before each turn but the first its daemon is replaced by one that
-            holds nothing; of each prompt what decode holds comes back, or is computed
+back        the way back: prefill caches no prefixes, and before each turn but the first its daemon is replaced by one
+            that holds nothing; of each prompt what decode holds comes back, or is computed
 """
 
 from __future__ import annotations
