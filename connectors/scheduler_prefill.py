@@ -17,6 +17,8 @@ from kvferry.connectors.scheduler_side import (
     traceparent_of,
 )
 
+MOST_WAITING = 8  # prompts that have pages of the daemon's, or will, before they have blocks of the engine's
+
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +61,7 @@ class PrefillScheduler(SchedulerSide):
     def _may_fetch(self, tracked: Tracked, computed: int) -> bool:
         """Whether the daemon may fetch enough of it from the decode daemon that asks for it."""
         least = self._view.fetch_tokens
-        if not least or not self._session or self._too_long(tracked):
+        if not least or len(self._waiting) >= MOST_WAITING or not self._session or self._too_long(tracked):
             return False
         page, last = self.shape.page_size, tracked.request.num_prompt_tokens - 1  # that one is computed in any case
         most = last // page * page
@@ -69,6 +71,7 @@ class PrefillScheduler(SchedulerSide):
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         tracked = self._tracked.get(request.request_id)
+        self._waiting.discard(request.request_id)
         if tracked is None or tracked.alone:
             return
         start, end = tracked.found - external, tracked.found
@@ -97,6 +100,7 @@ class PrefillScheduler(SchedulerSide):
             start = end = 0
         if waits:
             tracked.found = UNKNOWN
+            self._waiting.add(request.request_id)
             self.counts.waits += 1
         traceparent, held = traceparent_of(request), max(tracked.held, end)
         name = tracked.params.name
@@ -132,6 +136,7 @@ class PrefillScheduler(SchedulerSide):
 
     def finished(self, request: EngineRequest, blocks: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
         tracked = self._tracked.get(request.request_id)
+        self._waiting.discard(request.request_id)
         if tracked is None:
             return False, None
         if not tracked.begun:

@@ -147,6 +147,7 @@ class SchedulerSide:
         self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
         self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
+        self._waiting: set[str] = set()  # prefill: requests that were begun, and have no blocks yet
         self._orders: list[Order] = []
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Fill, News, Release, Save
-from kvferry.connectors.scheduler_prefill import PrefillScheduler
+from kvferry.connectors.scheduler_prefill import MOST_WAITING, PrefillScheduler
 from tests.connectors.scheduling import BLOCK, TO_PREFILL, Daemon, Request, blocks, orders, prefill
 
 TOKENS = 61
@@ -154,3 +154,24 @@ def test_ranks_say_what_they_have_one_after_the_other() -> None:
     (fill,) = orders(side)
     assert isinstance(fill, Fill) and fill.end == 40
     assert side.matched(request, 0) == (0, False), "a fill that failed is not tried again"
+
+
+@pytest.mark.parametrize("how", ["allocated", "finished", "allocated behind a reset"])
+def test_few_prompts_have_the_daemons_pages_before_they_have_blocks(how: str) -> None:
+    side = prefill(Daemon(fetch_tokens=16))
+    requests = [Request(f"r{i}", TOKENS, TO_PREFILL) for i in range(MOST_WAITING + 2)]
+    for request in requests:
+        side.new_request(request)
+    answers = [side.matched(request, 0) for request in requests]
+    assert answers == [(None, False)] * MOST_WAITING + [(0, False)] * 2
+    assert len(orders(side)) == MOST_WAITING
+    if how == "finished":
+        side.finished(requests[0], [])
+    else:
+        if how == "allocated":
+            side.hear(News(found={"r0": 0}))
+        else:
+            side.reset(emptied=True)
+        side.allocated(requests[0], blocks(TOKENS), 0)
+    assert side.matched(requests[-1], 0) == (None, False)
+    assert side.matched(requests[-2], 0) == (0, False)

@@ -43,6 +43,7 @@ class Fetch:
     deadline: float
     there: bytearray  # by page, whether it has arrived
     stopped: str = ""  # why it drains
+    blocks: frozenset[int] = frozenset()  # of an engine's, that it writes
 
     @property
     def end(self) -> int:
@@ -78,6 +79,7 @@ class Fetches:
         self._offers: dict[Entry, _Offer] = {}  # for which engines are to name blocks
         self._short: dict[Entry, float] = {}  # whose engines wait for pages of theirs, until when
         self._open: dict[int, Fetch] = {}
+        self._written: set[int] = set()  # blocks of an engine's, by those
         self._sessions: set[int] = set()  # that have a way back
         self._next = 1
 
@@ -151,7 +153,9 @@ class Fetches:
         if gained < 1:
             self.judge.count(Choice(NOT_HELD))
             return False
-        now, pages = self._cache.clock.now, end - prompt.hold.matched
+        # Into an engine's blocks only what it lacks is fetched; into the daemon's own pages all: they have no gap.
+        pages = gained if prompt.blocks is not None else end - prompt.hold.matched
+        now = self._cache.clock.now
         choice = self.judge.choose(entry.session, pages, now, gained)
         if choice.seconds > 0 and prompt.blocks is not None:
             entry.move(EntryState.OFFERED)
@@ -187,17 +191,22 @@ class Fetches:
         pages = range(first, offer.end)
         # Blocks of the engine's own may be others', too: nothing writes them.
         own = prompt.blocks.of_pages(pages, request.held_tokens)
+        if twice := self._written.intersection(own) - {-1}:
+            return precondition(f"blocks has {min(twice)}, which is fetched into for another request")
         self._outbox.put(BindPages(tuple(prompt.pages[first : offer.end]), own))
-        self._start(entry, prompt, first, len(pages), offer.seconds)
+        fetch = self._start(entry, prompt, first, len(pages), offer.seconds)
+        fetch.blocks = frozenset(own)
+        self._written |= fetch.blocks
         return None
 
-    def _start(self, entry: Entry, prompt: BegunPrompt, first: int, pages: int, seconds: float) -> None:
+    def _start(self, entry: Entry, prompt: BegunPrompt, first: int, pages: int, seconds: float) -> Fetch:
         assert entry.session is not None and entry.fetch is None
         now, number = self._cache.clock.now, self._next
         self._next += 1
         page_ids = tuple(prompt.pages[first : first + pages])
         entry.fetch = number
-        self._open[number] = Fetch(number, entry, entry.session, first, page_ids, now, now + seconds, bytearray(pages))
+        fetch = Fetch(number, entry, entry.session, first, page_ids, now, now + seconds, bytearray(pages))
+        self._open[number] = fetch
         entry.move(EntryState.FETCHING)
         self.counters.opened += 1
         ask = peer.Ask(
@@ -214,6 +223,7 @@ class Fetches:
         )
         self._outbox.put(StartFetch(entry.session, ask, page_ids))
         self._outbox.put(WakeAt(now + seconds))
+        return fetch
 
     # -- on its way ------------------------------------------------------------------------------------------------
 
@@ -260,8 +270,7 @@ class Fetches:
 
     def _over(self, fetch: Fetch) -> None:
         now, entry = self._cache.clock.now, fetch.entry
-        del self._open[fetch.number]
-        entry.fetch = None
+        self._close(fetch)
         if fetch.stopped in ("", TOO_LATE):  # else the time says nothing of the session
             nbytes = fetch.there.count(1) * self.judge.limits.page_bytes
             self.judge.rates.measured(fetch.session, nbytes, now - fetch.began, now)
@@ -275,6 +284,12 @@ class Fetches:
         if self._cache.limits.zero_freed and fetch.ready < fetch.end and not self._cache.limits.in_blocks:
             self._outbox.put(ZeroPages(fetch.page_ids[fetch.ready - fetch.first_page :]))
         self._begin(entry)
+
+    def _close(self, fetch: Fetch) -> None:
+        """No copy of it runs."""
+        del self._open[fetch.number]
+        self._written -= fetch.blocks
+        fetch.entry.fetch = None
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
@@ -313,8 +328,7 @@ class Fetches:
         """The session is over, and no copy of it runs. Before its requests are failed."""
         self._sessions.discard(session)
         for fetch in [fetch for fetch in self._open.values() if fetch.session == session]:
-            del self._open[fetch.number]
-            fetch.entry.fetch = None
+            self._close(fetch)
             self.counters.abort("session_ended")
             if fetch.entry.state is not EntryState.FETCHING:
                 self._settle(fetch.entry)

@@ -229,6 +229,22 @@ class InBlocks(Waiting):
         self.core = PrefillCore(self.cache, PrefillLimits(table=8, way_back=WayBackLimits(setting, 64)))
         self.core.fetches.session_up(1)
 
+    def other_fetches(self, blocks: tuple[int, ...]) -> None:
+        """Another request's fetch into these blocks."""
+        request = wire.Begin(name=B.to_proto(), digests=digests("y", 2), tokens=2 * PAGE + 1, tail_digest=TAIL)
+        request.patience = wire.PATIENCE_FETCH
+        self.core.begin(
+            1, NAMESPACE, B, request, DEADLINE, 0.0, BlockShape(100, PAGE // PER_PAGE, PAGE).of_begin(request)
+        )
+        last = digests("y", 2)[-32:]
+        ask = peer.Ask(
+            transfer=0, name=B.to_proto(), namespace_id=NAMESPACE, first_page=2, pages=1, held_tokens=2 * PAGE
+        )
+        ask.tokens, ask.last_full_digest, ask.tail_digest = 2 * PAGE + 1, last, TAIL
+        self.core.ask(1, B, ask, DEADLINE, 0.0)
+        self.core.fetch(1, B, wire.Fetch(name=B.to_proto(), blocks=blocks), 0.0)
+        self.take()
+
     def begin_in_blocks(self, patience: wire.Patience = wire.PATIENCE_FETCH, *, warmup: bool = False) -> None:
         request = wire.Begin(
             name=A.to_proto(),
@@ -334,6 +350,22 @@ def test_a_wrong_fetch_fails_its_request_alone(blocks: tuple[int, ...], held: in
     side.core.abort(1, A, 0.0)
     side.take()
     assert A not in side.core.entries
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_two_fetches_do_not_write_a_block(over: bool) -> None:
+    side = InBlocks()
+    side.other_fetches((*BLOCKS[3:6], 99))
+    assert len(side.of(StartFetch)) == 1
+    if over:
+        side.core.fetch_completed(1, 0.0)
+    side.begin_in_blocks()
+    side.ask_a()
+    side.fetch(BLOCKS)
+    assert bool(side.of(StartFetch)) is over
+    if not over:
+        (event,) = side.told("failed")
+        assert f"blocks has {BLOCKS[3]}, which is fetched into for another" in event.failed.error.message
 
 
 def test_nobody_fetches_what_was_not_offered() -> None:

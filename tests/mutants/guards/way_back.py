@@ -116,6 +116,14 @@ _CORES = (
         ENGINES,
     ),
     Guard(
+        "two fetches do not write a block",
+        _FETCHES,
+        "Fetches.named",
+        "self._written |= fetch.blocks",
+        "pass",
+        ENGINES,
+    ),
+    Guard(
         "blocks that nothing was fetched into are not named any more",
         _FETCHES,
         "Fetches._over",
